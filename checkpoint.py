@@ -1,0 +1,161 @@
+"""Checkpoints that are either whole or not there, rotation, and everything exact resume needs.
+
+output_dir/checkpoint-<step>/ holds what people use (adapter or model files) beside trainer_state/ (optimizer, random
+states of every rank, position) and manifest.json, written last, with the size and SHA-256 of every file. The folder is
+built under a .tmp name, synced to disk and renamed, so a kill at any instant leaves the last whole one untouched.
+
+Shared module: torch and numpy only, imports nothing of ours.
+"""
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+
+MANIFEST = "manifest.json"
+STATE_DIR = "trainer_state"
+
+
+def fsync_path(path):
+    """Flush a file or folder to disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomically(path, write):
+    """write(temporary_path), sync, rename onto path: readers see the old file or the new one, never half of one."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
+    try:
+        write(temporary)
+        fsync_path(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_path(path.parent)
+
+
+def sha256_file(path):
+    """Hex SHA-256 of a file's bytes."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def rng_state(device):
+    """Random states of this process (python, numpy, torch CPU, this GPU), loadable with weights_only=True."""
+    kind, keys, *rest = np.random.get_state()
+    state = {"python": random.getstate(), "numpy": (kind, torch.from_numpy(keys.copy()), *rest),
+             "torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_rng_state(state, device):
+    """Put back what rng_state returned."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy(), *rest))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def save(output_dir, step, write_model, trainer_state, meta, keep=0):
+    """Write output_dir/checkpoint-<step> whole or not at all; returns its path. Call on one rank.
+
+    write_model(folder) writes the files people use. trainer_state: {file stem: object for torch.save}. meta: JSON-able
+    dict for trainer_state/state.json; meta["best_step"] names the checkpoint that rotation must keep. keep: how many of
+    the newest stay (0 = all). An error leaves earlier checkpoints as they were.
+    """
+    final = Path(output_dir) / f"checkpoint-{step}"
+    building = final.with_name(final.name + ".tmp")
+    if building.exists():
+        shutil.rmtree(building)
+    try:
+        (building / STATE_DIR).mkdir(parents=True)
+        write_model(building)
+        for stem, value in trainer_state.items():
+            torch.save(value, building / STATE_DIR / f"{stem}.pt")
+        (building / STATE_DIR / "state.json").write_text(json.dumps(meta, indent=1))
+        files = sorted(p for p in building.rglob("*") if p.is_file())
+        manifest = {str(p.relative_to(building)): {"bytes": p.stat().st_size, "sha256": sha256_file(p)} for p in files}
+        (building / MANIFEST).write_text(json.dumps({"step": step, "files": manifest}, indent=1))
+        for path in [*files, building / MANIFEST, *[p for p in building.rglob("*") if p.is_dir()], building]:
+            fsync_path(path)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    if final.exists():      # the same step saved again, after a resume from an earlier one
+        shutil.rmtree(final)
+    os.rename(building, final)
+    fsync_path(final.parent)
+    rotate(output_dir, keep, meta.get("best_step"))
+    return final
+
+
+def checkpoints(output_dir):
+    """[(step, path)] of the renamed, thus complete, checkpoint folders, oldest first."""
+    found = []
+    for path in Path(output_dir).glob("checkpoint-*"):
+        match = re.fullmatch(r"checkpoint-(\d+)", path.name)
+        if match and path.is_dir():
+            found.append((int(match[1]), path))
+    return sorted(found)
+
+
+def rotate(output_dir, keep, best_step=None):
+    """Delete the oldest checkpoints beyond `keep` (0 = keep all), never the best one."""
+    if keep > 0:
+        for step, path in checkpoints(output_dir)[:-keep]:
+            if step != best_step:
+                shutil.rmtree(path)
+
+
+def damage(path):
+    """What is wrong with a checkpoint folder, in words, or "" when every file has its size and checksum."""
+    path = Path(path)
+    try:
+        files = json.loads((path / MANIFEST).read_text())["files"]
+    except FileNotFoundError:
+        return f"no {MANIFEST}"
+    except (ValueError, KeyError, TypeError):
+        return f"unreadable {MANIFEST}"
+    for name, facts in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != facts["bytes"]:
+            return f"{name} has {file.stat().st_size} bytes instead of {facts['bytes']}"
+        if sha256_file(file) != facts["sha256"]:
+            return f"{name} has another checksum than when it was written"
+    return ""
+
+
+def newest_whole(output_dir, report=print):
+    """Path of the newest undamaged checkpoint, or None; damaged ones are reported and passed over."""
+    for _, path in reversed(checkpoints(output_dir)):
+        wrong = damage(path)
+        if not wrong:
+            return path
+        report(f"checkpoint {path} is damaged ({wrong}); trying the one before")
+    return None
+
+
+def load_meta(path):
+    """state.json of a checkpoint folder as a dict."""
+    return json.loads((Path(path) / STATE_DIR / "state.json").read_text())
+
+
+def load_state(path, stem):
+    """Object saved as trainer_state/<stem>.pt, on the CPU."""
+    return torch.load(Path(path) / STATE_DIR / f"{stem}.pt", map_location="cpu", weights_only=True)

@@ -1,0 +1,407 @@
+"""Audio files -> codec codes, once ever: a content-addressed cache that all ranks, epochs, restarts and runs share.
+
+Each distinct file is opened once: its bytes are hashed and decoded from memory (soundfile), averaged to mono and
+resampled to 24 kHz (soxr HQ). Each distinct content is encoded once, clip by clip, because zero-padding a batch changes
+the codes. Results go to append-only safetensors shards under <cache>/<codec fingerprint>/: int16 codes, their lengths,
+a content key per clip, and for each (path, size, mtime, cut) the key it had, so later runs only look at file dates.
+Shards appear atomically under unique names, so runs may share a cache; a lock keeps two from doing the same work.
+
+The codec (and with it torchaudio) is imported only when a clip is missing.
+
+Copy with it: chatml.py (Clip), parallel.py, checkpoint.py (write_atomically).
+"""
+import contextlib
+import fcntl
+import hashlib
+import heapq
+import io
+import os
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from checkpoint import write_atomically
+from parallel import UserError, all_ranks_ok, rank0_first
+
+SAMPLE_RATE = 24_000
+FRAME_RATE = 25                 # codec frames a second: 24 kHz / hop 960
+MIN_SAMPLES = 960               # one codec frame
+PIPELINE = b"mono-mean soxr-HQ 24k v1"      # part of the fingerprint: change it when the waveform would change
+KEY = "S16"                     # 128 bits of SHA-256, compared as bytes
+SHARD_CLIPS, SHARD_SECONDS = 4096, 60.0     # a crash loses at most this much encoding
+BYTES_PER_SECOND = {".wav": 64_000, ".flac": 32_000, ".mp3": 12_000, ".ogg": 10_000}     # typical, to share out work
+
+
+def codec_fingerprint(codec_dir):
+    """16 hex digits of the codec's config and weights plus our audio pipeline. Raises UserError on a wrong folder."""
+    digest = hashlib.sha256(PIPELINE)
+    files = sorted(p for p in Path(codec_dir).iterdir() if p.name == "config.json" or p.suffix == ".safetensors")
+    if not any(p.suffix == ".safetensors" for p in files):
+        raise UserError(f"{codec_dir}: holds no *.safetensors weights; the 2025 codec format (model.pth) is not read, "
+                        "use the native one (bosonai/higgs-audio-v2-tokenizer, main)")
+    for path in files:
+        digest.update(path.name.encode())
+        with open(path, "rb") as f:
+            digest.update(hashlib.file_digest(f, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def _cut(clip):
+    return f"{clip.offset}+{clip.duration}" if clip.offset is not None else ""
+
+
+def _digest(*parts):
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).digest()[:16]
+
+
+def file_key(clip, stat):
+    """Digest (16 bytes) of path, size, modification time and cut: the same as long as the file was not touched."""
+    return _digest(clip.path, stat.st_size, stat.st_mtime_ns, _cut(clip))
+
+
+class CacheIndex:
+    """Where every cached clip is: sorted keys in numpy arrays, no Python object per clip."""
+
+    def __init__(self, folder):
+        self.shards = sorted(p.name for p in Path(folder).glob("codes-*.safetensors"))
+        parts = [_read_index(Path(folder) / name) for name in self.shards]
+        shard = [np.full(len(p["lengths"]), i, np.int32) for i, p in enumerate(parts)]
+        start = [np.cumsum(p["lengths"], dtype=np.int64) - p["lengths"] for p in parts]
+        keys = _concat([p["keys"] for p in parts], KEY)
+        order = np.argsort(keys, kind="stable")
+        self.keys = keys[order]
+        self.where = np.stack([_concat(shard, np.int64), _concat(start, np.int64),
+                               _concat([p["lengths"] for p in parts], np.int64)], axis=1)[order]
+        files = _concat([p["files"] for p in parts], KEY)
+        order = np.argsort(files, kind="stable")
+        self.files, self.file_keys = files[order], _concat([p["file_keys"] for p in parts], KEY)[order]
+
+    def find_files(self, file_keys):
+        """(n,) file keys -> (n, 3) int64 of shard number, first row, frames; -1 where unknown."""
+        at, known = _search(self.files, file_keys)
+        found = np.full((len(file_keys), 3), -1, np.int64)
+        if known.any():
+            row, there = _search(self.keys, self.file_keys[at[known]])
+            found[np.flatnonzero(known)[there]] = self.where[row[there]]
+        return found
+
+    def has(self, key):
+        """True when this content key (16 bytes) has codes."""
+        return bool(_search(self.keys, np.array([key], KEY))[1][0])
+
+
+def _concat(arrays, dtype):
+    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype)
+
+
+def _search(haystack, needles):
+    at = np.minimum(np.searchsorted(haystack, needles), max(0, len(haystack) - 1))
+    return at, haystack[at] == needles if len(haystack) else np.zeros(len(needles), bool)
+
+
+def _read_index(path):
+    try:
+        with safe_open(path, "np") as f:
+            return {"lengths": f.get_tensor("lengths"), **{name: f.get_tensor(name).view(KEY).reshape(-1)
+                                                           for name in ("keys", "files", "file_keys")}}
+    except Exception as error:
+        raise UserError(f"{path}: damaged code cache shard ({error}); delete this file and its clips are encoded again")
+
+
+class CodeReader:
+    """Reads clips' codes from the shards; one per process, opened lazily so that it can be sent to loader workers."""
+
+    def __init__(self, folder, shards):
+        self.folder, self.shards, self.open_shards = str(folder), shards, {}
+
+    def codes(self, shard, start, frames):
+        """(frames, 8) int16 codes."""
+        if shard not in self.open_shards:
+            self.open_shards[shard] = safe_open(os.path.join(self.folder, self.shards[shard]), "np").__enter__()
+        return self.open_shards[shard].get_slice("codes")[start:start + frames]
+
+    def __getstate__(self):
+        return {**self.__dict__, "open_shards": {}}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Filling the cache
+
+
+def ensure_codes(world, clips, codec_dir, cache_dir, num_codebooks, num_proc, wait_limit_s=6 * 3600):
+    """Encode what is missing, all ranks together. Called by every rank; `clips` (unique Clips) matters on rank 0 only.
+
+    Returns on rank 0 (folder, shard names, (n, 3) int64 of shard, first row, frames in the order of clips), else None.
+    codec_dir: native codec folder. num_proc: decoding processes on this node. Unreadable, empty or too short audio on
+    any rank ends all of them with one list of problems.
+    """
+    with contextlib.ExitStack() as stack:
+        def plan():
+            folder = Path(cache_dir) / codec_fingerprint(codec_dir)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(_locked(folder / "lock", wait_limit_s))
+            except OSError as error:
+                raise UserError(f"--code_cache {cache_dir}: cannot be written ({error.strerror})")
+            return folder, share_work(clips, CacheIndex(folder), world.size)
+        folder, work = rank0_first(world, plan)
+        if any(work):
+            workers = max(1, num_proc // world.local_size) if num_proc else 0
+            all_ranks_ok(world, encode_share(world, work, folder, codec_dir, num_codebooks, workers, wait_limit_s))
+    return (folder, *locate(folder, clips)) if world.is_main else None
+
+
+def locate(folder, clips):
+    """Shard names and (n, 3) positions of clips that are all cached."""
+    index = CacheIndex(folder)
+    found = index.find_files(np.array([file_key(c, os.stat(c.path)) for c in clips], KEY))
+    for clip, row in zip(clips, found):
+        if row[0] < 0:
+            raise UserError(f"{clip.path}: changed while it was being read; start again")
+    return index.shards, found
+
+
+@contextlib.contextmanager
+def _locked(path, limit_s):
+    """Hold an exclusive lock that dies with the process. After limit_s another run is not waited for any longer."""
+    with open(path, "a") as f:
+        end, told = time.monotonic() + limit_s, False
+        while True:
+            try:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not told:
+                    print(f"another run is filling {path.parent}; waiting for it", flush=True)
+                    told = True
+                if time.monotonic() > end:
+                    raise UserError(f"{path}: still locked by another run after {limit_s:.0f} s; use another cache")
+                time.sleep(0.5)
+            except OSError:     # no locks on this file system: duplicate work is possible, damage is not
+                break
+        yield
+
+
+def share_work(clips, index, world_size):
+    """Per rank, the list of (path, file stat, [clips]) that are not cached yet, balanced by estimated seconds."""
+    stats = [os.stat(c.path) for c in clips]
+    found = index.find_files(np.array([file_key(c, s) for c, s in zip(clips, stats)], KEY))
+    files = {}
+    for clip, stat, row in zip(clips, stats, found):
+        if row[0] < 0:
+            files.setdefault(clip.path, (stat, []))[1].append(clip)
+
+    def seconds(path, stat, cuts):
+        claimed = max(c.seconds for c in cuts)
+        return claimed or stat.st_size / BYTES_PER_SECOND.get(os.path.splitext(path)[1].lower(), 64_000)
+
+    jobs = sorted(((seconds(path, *job), path, *job) for path, job in files.items()), key=lambda j: (-j[0], j[1]))
+    loads, work = [(0.0, rank) for rank in range(world_size)], [[] for _ in range(world_size)]
+    for cost, path, stat, cuts in jobs:
+        load, rank = heapq.heappop(loads)
+        work[rank].append((path, (stat.st_size, stat.st_mtime_ns), cuts))
+        heapq.heappush(loads, (load + cost, rank))
+    return work
+
+
+def decode_audio(path, cuts):
+    """Open a file once -> (sha256 hex of its bytes, [mono float32 waveform at 24 kHz per cut]).
+
+    cuts: [(offset seconds or None, duration seconds or None)]. Raises ValueError with the reason.
+    """
+    import soundfile
+    import soxr
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror})")
+    if not data:
+        raise ValueError("is an empty file")
+    try:
+        audio, rate = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
+    except Exception as error:
+        raise ValueError(f"is not readable audio ({str(error).strip().rstrip('.')}); wav, flac, mp3 and ogg are read")
+    mono, waves = audio.mean(axis=1), []
+    if not np.isfinite(mono).all():
+        raise ValueError("contains samples that are not finite numbers")
+    for offset, length in cuts:
+        start = round((offset or 0) * rate)
+        part = mono[start:start + round(length * rate)] if length else mono[start:]
+        wave = soxr.resample(part, rate, SAMPLE_RATE, quality="HQ") if len(part) else part
+        if len(wave) < MIN_SAMPLES:
+            where = f" from offset {offset} s" if offset else ""
+            raise ValueError(f"is too short: {len(wave) / SAMPLE_RATE:.3f} s{where}; "
+                             f"a clip needs {MIN_SAMPLES / SAMPLE_RATE} s")
+        waves.append(np.ascontiguousarray(wave, np.float32))
+    return hashlib.sha256(data).hexdigest(), waves
+
+
+class _Decode(Dataset):
+    """Decoding jobs for DataLoader workers; errors come back as text so that all of them can be listed."""
+
+    def __init__(self, work):
+        self.work = work
+
+    def __len__(self):
+        return len(self.work)
+
+    def __getitem__(self, i):
+        path, _, cuts = self.work[i]
+        try:
+            digest, waves = decode_audio(path, [(c.offset, c.duration) for c in cuts])
+            return i, digest, [torch.from_numpy(w) for w in waves], ""
+        except ValueError as error:
+            return i, "", [], f"{path}: {error}"
+
+
+def load_codec(codec_dir, device, num_codebooks):
+    """(codec in eval mode on device, bandwidth in kbit/s that gives num_codebooks). Raises UserError."""
+    try:
+        import torchaudio  # noqa: F401  (the codec resamples with it; say so before transformers does)
+    except ImportError:
+        raise UserError("encoding new audio needs torchaudio, which is not installed (training from a filled "
+                        "--code_cache does not): run launch/setup.sh or pip install torchaudio==2.11.0")
+    from transformers import HiggsAudioV2TokenizerModel
+    codec, info = HiggsAudioV2TokenizerModel.from_pretrained(codec_dir, output_loading_info=True)
+    lost = sorted(info["missing_keys"]) + sorted(info["unexpected_keys"])
+    if lost:
+        raise UserError(f"{codec_dir}: {len(lost)} missing or unexpected codec weights, first {lost[:5]}")
+    config = codec.config
+    if (config.sample_rate, config.frame_rate) != (SAMPLE_RATE, FRAME_RATE):
+        raise UserError(f"{codec_dir}: codec runs at {config.sample_rate} Hz and {config.frame_rate} frames/s; "
+                        f"Higgs-Audio V2 needs {SAMPLE_RATE} Hz and {FRAME_RATE}")
+    bandwidth = num_codebooks * config.frame_rate * config.codebook_nbits / 1000
+    if bandwidth not in config.target_bandwidths:
+        raise UserError(f"{codec_dir}: {num_codebooks} codebooks need bandwidth {bandwidth}, "
+                        f"the codec has {list(config.target_bandwidths)}")
+    return codec.to(device).eval(), bandwidth
+
+
+@torch.no_grad()
+def encode_clip(codec, wave, bandwidth, num_codebooks):
+    """Mono float32 waveform (n,) at 24 kHz -> (T, num_codebooks) int16 codes on the CPU."""
+    codes = codec.encode(wave[None, None].to(codec.device), bandwidth=bandwidth).audio_codes[0]
+    assert codes.shape[0] == num_codebooks, f"codec gave {codes.shape[0]} codebooks, the model has {num_codebooks}"
+    return codes.T.to(torch.int16).cpu().numpy()
+
+
+def encode_share(world, work, folder, codec_dir, num_codebooks, num_proc, wait_limit_s):
+    """Decode and encode this rank's share of `work`, writing shards; returns problem lines. Ends together on all ranks.
+
+    The same content under two paths is encoded by whichever rank claims it first.
+    """
+    mine, total = work[world.rank], sum(len(cuts) for share in work for _, _, cuts in share)
+    progress = Progress(world, total, "encoding audio", wait_limit_s)
+    problems = []
+    try:
+        if mine:
+            _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progress, problems)
+    except UserError as error:      # told to every rank by the caller
+        problems.append(str(error))
+    progress.finish()
+    return problems
+
+
+def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progress, problems):
+    index, seen, batch, flushed = CacheIndex(folder), set(), Batch(folder, num_codebooks), time.monotonic()
+    codec, bandwidth = load_codec(codec_dir, world.device, num_codebooks)
+    workers = min(num_proc, len(mine))
+    loader = DataLoader(_Decode(mine), batch_size=None, num_workers=workers,
+                        multiprocessing_context="fork" if workers else None)
+    for i, digest, waves, problem in loader:
+        path, stat, cuts = mine[i]
+        if problem:
+            problems.append(problem)
+        for clip, wave in zip(cuts, waves):
+            key = _digest(digest, _cut(clip))
+            if key not in seen and not index.has(key) and _claim(world, key):
+                batch.add_codes(key, encode_clip(codec, wave, bandwidth, num_codebooks))
+            seen.add(key)
+            batch.add_file(_digest(path, *stat, _cut(clip)), key)
+        progress.add(len(cuts))
+        if len(batch.files) >= SHARD_CLIPS or time.monotonic() - flushed > SHARD_SECONDS:
+            batch.write()
+            flushed = time.monotonic()
+    batch.write()
+    del codec
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _claim(world, key):
+    return world.store is None or world.store.add(f"claim/{key.hex()}", 1) == 1
+
+
+class Batch:
+    """Codes and file keys of one shard to be."""
+
+    def __init__(self, folder, num_codebooks):
+        self.folder, self.num_codebooks = Path(folder), num_codebooks
+        self.codes, self.keys, self.files, self.file_keys = [], [], [], []
+
+    def add_codes(self, key, codes):
+        self.keys.append(key)
+        self.codes.append(codes)
+
+    def add_file(self, file, key):
+        self.files.append(file)
+        self.file_keys.append(key)
+
+    def write(self):
+        """Write and empty the shard; nothing when it is empty. Raises UserError when the disk refuses."""
+        if not self.files:
+            return
+        def raw(keys):
+            return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)
+        tensors = {"codes": np.concatenate(self.codes or [np.empty((0, self.num_codebooks), np.int16)]),
+                   "lengths": np.array([len(c) for c in self.codes], np.int32), "keys": raw(self.keys),
+                   "files": raw(self.files), "file_keys": raw(self.file_keys)}
+        about = {"clips": str(len(self.keys)), "files": str(len(self.files))}
+        try:
+            write_atomically(self.folder / f"codes-{uuid.uuid4().hex}.safetensors",
+                             lambda temporary: save_file(tensors, temporary, about))
+        except Exception as error:
+            raise UserError(f"{self.folder}: code cache shard cannot be written ({error}); free disk space")
+        self.codes, self.keys, self.files, self.file_keys = [], [], [], []
+
+
+class Progress:
+    """One progress bar on rank 0 for the work of all ranks, kept through the store's counters."""
+
+    def __init__(self, world, total, label, limit_s):
+        self.world, self.total, self.limit_s, self.local = world, total, limit_s, 0
+        self.bar = tqdm(total=total, desc=label, unit="clip", dynamic_ncols=True) if world.is_main else None
+
+    def _count(self, name, n=0):
+        return self.world.store.add(f"progress/{name}", n)
+
+    def add(self, n):
+        self.local += n
+        done = self._count("clips", n) if self.world.store else self.local
+        if self.bar:
+            self.bar.update(done - self.bar.n)
+
+    def finish(self):
+        """Rank 0 stays, updating the bar, until every rank has finished; the others go on to wait for it."""
+        if self.world.store:
+            self._count("ranks", 1)
+        if self.bar and self.world.store:
+            changed, last = time.monotonic(), -1
+            while self._count("ranks") < self.world.size:
+                done = self._count("clips")
+                if done != last:
+                    changed, last = time.monotonic(), done
+                if time.monotonic() - changed > self.limit_s:
+                    raise UserError(f"no clip was encoded for {self.limit_s:.0f} s: a rank hangs")
+                self.bar.update(done - self.bar.n)
+                time.sleep(0.1)
+            self.bar.update(self._count("clips") - self.bar.n)
+        if self.bar:
+            self.bar.close()

@@ -1,0 +1,340 @@
+"""Conversations and codec codes -> labelled, packed batches for Higgs-Audio V2.
+
+Rank 0 tokenises every sample once into a table of flat arrays on disk; all ranks and loader workers map that table, so
+memory does not grow with ranks or workers. A worker turns a list of sample numbers into one PackedBatch: delay pattern,
+labels (shifted by one already) and every index the GPU needs. Nothing is padded per sample.
+
+Labels follow boson-ai/higgs-audio's collator: a clip of T frames takes T + 9 rows, codebook k is delayed by k rows, its
+T codes and one end-of-stream are trained, begin-of-stream and the fill never. A trained assistant turn's text,
+<|audio_out_bos|>, <|audio_eos|> and <|eot_id|> are text targets.
+
+No worker imports the model or touches CUDA. Copy with it: chatml.py, code_cache.py, parallel.py, checkpoint.py.
+"""
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from chatml import Clip
+from code_cache import FRAME_RATE, CodeReader
+from parallel import UserError, problem_text
+
+IGNORE = -100
+CONTROL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+                  "<|eom_id|>", "<|audio_bos|>", "<|audio_eos|>", "<|audio_out_bos|>", "<|AUDIO|>", "<|AUDIO_OUT|>")
+
+
+@dataclass
+class TokenIds:
+    """Ids the trainer needs, from the tokenizer and the model's config."""
+    audio: int              # <|AUDIO_OUT|>, stands for one row of codes
+    delay: int              # marks the last num_codebooks - 1 rows of a clip
+    pad: int
+    num_codebooks: int
+    stream_bos: int
+    stream_eos: int
+
+
+def token_ids(tokenizer, config):
+    """TokenIds of a native Higgs config; raises UserError when tokenizer and model do not belong together."""
+    for name in CONTROL_TOKENS:
+        if tokenizer.convert_tokens_to_ids(name) in (None, tokenizer.unk_token_id):
+            raise UserError(f"the tokenizer in --model_path has no token {name}: it is not Higgs-Audio's")
+    audio = tokenizer.convert_tokens_to_ids("<|AUDIO_OUT|>")
+    if audio != config.audio_token_id or len(tokenizer) > config.vocab_size:
+        raise UserError(f"tokenizer and model disagree: <|AUDIO_OUT|> is {audio} and {config.audio_token_id}, "
+                        f"{len(tokenizer)} tokens and {config.vocab_size}")
+    return TokenIds(audio, config.audio_delay_token_id, config.pad_token_id, config.num_codebooks,
+                    config.audio_stream_bos_id, config.audio_stream_eos_id)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Delay pattern and labels
+
+
+def delay_rows(codes, bos, eos):
+    """(T, K) codes -> (T + K + 1, K) model inputs: [BOS, codes, EOS] with codebook k shifted down by k rows."""
+    frames, books = codes.shape
+    rows = np.full((frames + books + 1, books), eos, np.int64)
+    for k in range(books):
+        rows[:k + 1, k] = bos
+        rows[k + 1:k + 1 + frames, k] = codes[:, k]
+    return rows
+
+
+def delay_labels(codes, eos):
+    """(T, K) codes -> (T + K + 1, K) labels aligned with delay_rows: T codes and one EOS per codebook, else -100."""
+    frames, books = codes.shape
+    labels = np.full((frames + books + 1, books), IGNORE, np.int64)
+    for k in range(books):
+        labels[k + 1:k + 1 + frames, k] = codes[:, k]
+        labels[k + 1 + frames, k] = eos
+    return labels
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sample table
+
+
+def conversation_pieces(sample):
+    """Yield (text or Clip, labelled) in the order of the token stream: the official template, turn by turn."""
+    yield "<|begin_of_text|>", False
+    for number, turn in enumerate(sample.turns):
+        yield f"<|start_header_id|>{turn.role}<|end_header_id|>\n\n", False
+        text = ""
+        for part in turn.parts:
+            if isinstance(part, Clip):
+                if text:
+                    yield text, turn.trained
+                text = ""
+                yield "<|audio_out_bos|>", turn.trained
+                yield part, turn.trained
+                yield "<|audio_eos|>", turn.trained
+            else:
+                text += part
+        if text:
+            yield text, turn.trained
+        followed = number + 1 < len(sample.turns) and sample.turns[number + 1].role == "assistant"
+        yield "<|eom_id|>" if turn.role == "assistant" and followed else "<|eot_id|>", turn.trained
+
+
+class TableBuilder:
+    """Collects tokenised samples in flat arrays; clips holds each distinct clip once, in order of first use."""
+
+    def __init__(self, tokenizer, ids):
+        self.tokenizer, self.ids = tokenizer, ids
+        self.control = {tokenizer.convert_tokens_to_ids(t): t for t in CONTROL_TOKENS}
+        self.clips, self._clip_numbers, self._known = [], {}, {}
+        self.tokens, self.labelled, self.sample_clips, self.names, self.speakers = [], [], [], [], []
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def add(self, samples, problems):
+        """Tokenise a list of Samples; one that smuggles control tokens in its text goes to the list `problems`."""
+        streams = [list(conversation_pieces(s)) for s in samples]
+        new = list({t for stream in streams for t, _ in stream if isinstance(t, str) and t not in self._known})
+        known = dict(self._known)
+        if new:
+            known.update(zip(new, self.tokenizer(new, add_special_tokens=False)["input_ids"]))
+        for text in new:        # template pieces repeat in every sample, the samples' own text does not
+            if text.startswith("<|"):
+                self._known[text] = known[text]
+        for sample, stream in zip(samples, streams):
+            tokens, labelled, clips = [], [], []
+            for piece, label in stream:
+                if isinstance(piece, Clip):
+                    clips.append(self._clip_number(piece))
+                    piece_ids = [self.ids.audio]
+                else:
+                    piece_ids = known[piece]
+                tokens += piece_ids
+                labelled += [label] * len(piece_ids)
+            smuggled = self._smuggled(sample, known)
+            if smuggled:
+                problems.append(f"{sample.name}: text contains the control token {smuggled}; remove it")
+                continue
+            self.tokens.append(np.array(tokens, np.int32))
+            self.labelled.append(np.array(labelled, bool))
+            self.sample_clips.append(np.array(clips, np.int32))
+            self.names.append(sample.name)
+
+    def _smuggled(self, sample, known):
+        for turn in sample.turns:
+            text = "".join(p for p in turn.parts if isinstance(p, str))
+            if "<|" in text:
+                for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]:
+                    if token in self.control:
+                        return self.control[token]
+        return ""
+
+    def _clip_number(self, clip):
+        key = (clip.path, clip.offset, clip.duration)
+        if key not in self._clip_numbers:
+            self._clip_numbers[key] = len(self.clips)
+            self.clips.append(clip)
+        return self._clip_numbers[key]
+
+    def write(self, folder, cache_folder, shards, where):
+        """Write the table to `folder`. where: (n_clips, 3) int64 of shard, first row and frames (code_cache)."""
+        folder, books = Path(folder), self.ids.num_codebooks
+        folder.mkdir(parents=True, exist_ok=True)
+        n_tokens = np.array([len(t) for t in self.tokens], np.int64)
+        n_clips = np.array([len(c) for c in self.sample_clips], np.int64)
+        tokens, labelled = np.concatenate(self.tokens), np.concatenate(self.labelled)
+        clips = np.concatenate(self.sample_clips)
+        sample_of_token = np.repeat(np.arange(len(self)), n_tokens)
+        holes = tokens == self.ids.audio
+        frames, trained = where[clips, 2], labelled[holes]
+
+        def per_sample(owner, values):
+            return np.bincount(owner, values, minlength=len(self)).astype(np.int64)
+
+        owner = np.repeat(np.arange(len(self)), n_clips)
+        names = [n.encode() for n in self.names]
+        arrays = {
+            "tokens": tokens, "labelled": labelled, "token_offsets": np.cumsum([0, *n_tokens]),
+            "clips": clips, "clip_offsets": np.cumsum([0, *n_clips]), "where": where,
+            "lengths": n_tokens - n_clips + per_sample(owner, frames + books + 1),
+            "frames": per_sample(owner, frames),
+            "audio_targets": per_sample(owner, np.where(trained, books * (frames + 1), 0)),
+            "text_targets": per_sample(sample_of_token, labelled & ~holes),
+            "names": np.frombuffer(b"".join(names), np.uint8), "name_offsets": np.cumsum([0, *map(len, names)]),
+        }
+        for name, array in arrays.items():
+            np.save(folder / f"{name}.npy", array)
+        (folder / "codes.json").write_text(json.dumps({"folder": str(cache_folder), "shards": shards}))
+
+
+class Table:
+    """Memory-mapped sample table; every attribute is a numpy array named as in TableBuilder.write."""
+
+    def __init__(self, folder):
+        for path in Path(folder).glob("*.npy"):
+            array = np.load(path, allow_pickle=False)
+            setattr(self, path.stem, np.load(path, mmap_mode="r") if array.nbytes else array)
+        codes = json.loads((Path(folder) / "codes.json").read_text())
+        self.reader = CodeReader(codes["folder"], codes["shards"])
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def name(self, i):
+        """Where sample i stands in the user's files."""
+        return bytes(self.names[self.name_offsets[i]:self.name_offsets[i + 1]]).decode()
+
+
+def split_validation(n, share, seed):
+    """(train, validation) sample numbers: a seeded shuffle, never the file's tail. At least one each when n > 1."""
+    held_out = min(max(1, round(n * share)), n - 1) if share > 0 else 0
+    order = np.random.default_rng((seed, 2)).permutation(n)
+    return np.sort(order[held_out:]), np.sort(order[:held_out])
+
+
+def within_length(table, numbers, max_length, drop, what):
+    """Sample numbers of at most max_length tokens. Longer ones are dropped, or raise UserError naming them."""
+    long = numbers[table.lengths[numbers] > max_length]
+    if len(long) and not drop:
+        lines = [f"{table.name(i)}: {table.lengths[i]} tokens ({table.frames[i] / FRAME_RATE:.1f} s of audio), more "
+                 f"than {what} {max_length}" for i in long]
+        raise UserError(problem_text(lines) + "\nfix: shorten them, raise the limit, or pass --drop_too_long")
+    return numbers[table.lengths[numbers] <= max_length]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Packed batches
+
+
+@dataclass
+class PackedBatch:
+    """B samples of S tokens in all, A of them audio rows, on one flat axis. All tensors int64 unless said.
+
+    The model keeps hidden states in modality order (text rows first, then audio rows), so that each FFN works on one
+    contiguous slice; attention permutes to sequence order and back.
+    """
+    input_ids: torch.Tensor         # (S,) sequence order; audio rows hold the placeholder ids of the native processor
+    position_ids: torch.Tensor      # (S,) position within its sample
+    cu_seqlens: torch.Tensor        # (B + 1,) int32 sample boundaries
+    audio_ids: torch.Tensor         # (A, 8) delayed codes
+    audio_pos: torch.Tensor         # (A,) sequence positions of audio rows
+    text_pos: torch.Tensor          # (S - A,) sequence positions of text rows
+    seq_index: torch.Tensor         # (S,) modality-order row of each sequence position
+    audio_rows: torch.Tensor        # (R,) modality-order rows that predict audio
+    audio_targets: torch.Tensor     # (R, 8) next row's codes, -100 where not trained
+    text_rows: torch.Tensor         # (Q,) modality-order rows that predict text
+    text_targets: torch.Tensor      # (Q,)
+    longest: int                    # longest sample, rounded up to 128 so that compiled code sees few values
+    seqlens: tuple                  # B python ints: sample lengths, for attention without a variable-length kernel
+    samples: tuple                  # sample numbers in the table, for naming them in errors
+    counts: dict                    # python ints: tokens, frames, samples, padding, audio_targets, text_targets
+
+    def _map(self, change):
+        return PackedBatch(*[change(v) if isinstance(v, torch.Tensor) else v
+                             for v in (getattr(self, f.name) for f in fields(self))])
+
+    def to(self, device, non_blocking=False):
+        """The batch on another device."""
+        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self):
+        """Called by DataLoader(pin_memory=True)."""
+        return self._map(lambda t: t.pin_memory())
+
+
+class SpeechSamples(Dataset):
+    """Samples of a Table, assembled on demand: numpy arrays of one sample by its number in the table."""
+
+    def __init__(self, table, ids):
+        self.table, self.ids = table, ids
+
+    def __len__(self):
+        return len(self.table)
+
+    def __getitem__(self, i):
+        """Dict of number, input_ids (n,), is_audio (n,), text_labels (n,), audio_ids (a, 8), audio_labels (a, 8)."""
+        t, ids = self.table, self.ids
+        tokens = t.tokens[t.token_offsets[i]:t.token_offsets[i + 1]].astype(np.int64)
+        labelled = t.labelled[t.token_offsets[i]:t.token_offsets[i + 1]]
+        holes = np.flatnonzero(tokens == ids.audio)
+        repeats = np.ones(len(tokens), np.int64)
+        rows, labels, placeholders = [], [], []
+        for hole, clip in zip(holes, t.clips[t.clip_offsets[i]:t.clip_offsets[i + 1]]):
+            codes = t.reader.codes(*t.where[clip].tolist())
+            rows.append(delay_rows(codes, ids.stream_bos, ids.stream_eos))
+            labels.append(delay_labels(codes, ids.stream_eos) if labelled[hole] else np.full_like(rows[-1], IGNORE))
+            repeats[hole] = len(rows[-1])
+            placeholders.append(np.full(len(rows[-1]), ids.audio))
+            placeholders[-1][-(ids.num_codebooks - 1):] = ids.delay
+        is_audio = np.repeat(tokens == ids.audio, repeats)
+        input_ids = np.repeat(tokens, repeats)
+        text_labels = np.where(np.repeat(labelled, repeats) & ~is_audio, input_ids, IGNORE)
+        empty = np.empty((0, ids.num_codebooks), np.int64)
+        if placeholders:
+            input_ids[is_audio] = np.concatenate(placeholders)
+        return {"number": i, "input_ids": input_ids, "is_audio": is_audio, "text_labels": text_labels,
+                "audio_ids": np.concatenate([empty, *rows]), "audio_labels": np.concatenate([empty, *labels])}
+
+
+def collate(samples, ids, pad_to=0):
+    """List of sample dicts -> PackedBatch. pad_to: fill the flat sequence to this many tokens with a sample of padding.
+
+    An empty list gives a batch of padding that has no targets and weighs nothing.
+    """
+    total = sum(len(s["input_ids"]) for s in samples)
+    padding = max(pad_to - total, 0 if samples else 1)
+    if padding:
+        none = np.empty((0, ids.num_codebooks), np.int64)
+        samples = [*samples, {"number": None, "input_ids": np.full(padding, ids.pad), "audio_labels": none,
+                              "is_audio": np.zeros(padding, bool), "text_labels": np.full(padding, IGNORE),
+                              "audio_ids": none}]
+    seqlens = [len(s["input_ids"]) for s in samples]
+    joined = {key: np.concatenate([s[key] for s in samples]) for key in samples[0] if key != "number"}
+    is_audio, next_text = joined["is_audio"], np.append(joined["text_labels"][1:], IGNORE)
+    next_text[np.cumsum(seqlens) - 1] = IGNORE                          # a sample's last token predicts nothing
+    # row 0 of a clip is never a label, so shifting the joined rows cannot reach into the next clip
+    next_audio = np.concatenate([joined["audio_labels"][1:], np.full((1, ids.num_codebooks), IGNORE)])
+    next_audio = next_audio[:len(joined["audio_labels"])]
+    text_pos, audio_pos = np.flatnonzero(~is_audio), np.flatnonzero(is_audio)
+    seq_index = np.empty(len(is_audio), np.int64)
+    seq_index[np.concatenate([text_pos, audio_pos])] = np.arange(len(is_audio))
+    text_at, audio_at = np.flatnonzero(next_text != IGNORE), np.flatnonzero((next_audio != IGNORE).any(axis=1))
+    numbers = tuple(s["number"] for s in samples if s["number"] is not None)
+    clips = int((joined["audio_ids"] == ids.stream_bos).all(axis=1).sum())      # one all-BOS row opens each clip
+    counts = {"tokens": total, "samples": len(numbers), "padding": padding,
+              "frames": len(audio_pos) - clips * (ids.num_codebooks + 1),
+              "audio_targets": int((next_audio != IGNORE).sum()), "text_targets": len(text_at)}
+    tensors = [joined["input_ids"], np.concatenate([np.arange(n) for n in seqlens]),
+               np.cumsum([0, *seqlens], dtype=np.int32), joined["audio_ids"], audio_pos, text_pos, seq_index,
+               audio_at + len(text_pos), next_audio[audio_at], seq_index[text_at], next_text[text_at]]
+    return PackedBatch(*map(torch.from_numpy, tensors), -(-max(seqlens) // 128) * 128, tuple(seqlens), numbers, counts)
+
+
+def make_loader(table, ids, packs, *, num_workers, prefetch_factor, pin_memory, pad_to=0):
+    """DataLoader of PackedBatches over `packs`, an iterable of lists of sample numbers."""
+    return DataLoader(SpeechSamples(table, ids), batch_sampler=packs, num_workers=num_workers, pin_memory=pin_memory,
+                      collate_fn=lambda samples: collate(samples, ids, pad_to),
+                      prefetch_factor=prefetch_factor if num_workers else None, persistent_workers=num_workers > 0,
+                      multiprocessing_context="fork" if num_workers else None)     # workers share the mapped table

@@ -1,0 +1,335 @@
+"""The native transformers Higgs-Audio V2 model on packed batches: forward, loss, loading, saving.
+
+Parameter names stay transformers' own, so hub checkpoints load, PEFT attaches and save_pretrained and generate work.
+What changes is the training forward: one flat axis for all samples, hidden states in modality order (text rows, then
+audio rows) so that each FFN of the dual-FFN layers works on a contiguous slice, variable-length attention, heads on
+supervised rows only, no host sync anywhere.
+
+Copy with it: data.py (PackedBatch), parallel.py (UserError), and what data.py names.
+"""
+import inspect
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.varlen import varlen_attn
+
+from data import IGNORE, PackedBatch
+from parallel import UserError
+
+try:
+    import torchaudio  # noqa: F401  (transformers imports it whenever it finds it, and dies with it)
+except ImportError as missing:
+    if missing.name != "torchaudio":
+        raise
+except (OSError, RuntimeError) as broken:
+    raise SystemExit(f"error: torchaudio does not fit torch {torch.__version__} ({str(broken).splitlines()[0]}), and "
+                     "every transformers import fails with it. Run launch/setup.sh, or: pip uninstall torchaudio "
+                     "(training from a filled --code_cache needs none)")
+
+from safetensors.torch import load_file  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoTokenizer,
+    HiggsAudioV2Config,
+    HiggsAudioV2ForConditionalGeneration,
+    logging,
+)
+from transformers.models.higgs_audio_v2.modeling_higgs_audio_v2 import (  # noqa: E402
+    HiggsAudioV2DecoderLayer,
+    apply_rotary_pos_emb,
+)
+
+VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters      # torch >= 2.13
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Packed forward
+
+
+class Permute(torch.autograd.Function):
+    """rows[index] for a permutation; the backward is a gather too, not an atomic scatter-add."""
+
+    @staticmethod
+    def forward(ctx, rows, index, inverse):
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
+    """Causal attention inside each sample. q (S, heads, D), k and v (S, kv_heads, D) -> (S, heads, D).
+
+    CUDA in half precision: torch's variable-length flash attention. Elsewhere: SDPA sample by sample, same result.
+    """
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        gqa = {"enable_gqa": True} if VARLEN_GQA else {}
+        if not VARLEN_GQA:
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0), **gqa)
+    return _attention_by_sample(q, k, v, seqlens)
+
+
+@torch.compiler.disable     # a graph per tuple of sample lengths would be compiled otherwise
+def _attention_by_sample(q, k, v, seqlens):
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    parts = zip(*(t.transpose(0, 1)[None].split(seqlens, dim=2) for t in (q, k, v)))
+    out = [F.scaled_dot_product_attention(*qkv, is_causal=True) for qkv in parts]
+    return torch.cat(out, dim=2)[0].transpose(0, 1)
+
+
+class PackedDecoderLayer(HiggsAudioV2DecoderLayer):
+    """The native layer with a second forward for packed batches; without `packed` it is the native one (generate)."""
+
+    def forward(self, hidden_states, *args, packed=None, **kwargs):
+        """(S, H) -> (S, H) in modality order; packed is what PackedHiggs.hidden_states puts together."""
+        if packed is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        n_text, order, seq_index, cos, sin, cu_seqlens, longest, seqlens = packed
+        attn, rows = self.self_attn, len(hidden_states)
+        text, audio = hidden_states.split([n_text, rows - n_text])
+        normed = torch.cat([self.input_layernorm(text), self.audio_input_layernorm(audio)])
+        q, k, v = (Permute.apply(project(normed), seq_index, order).view(rows, -1, attn.head_dim)
+                   for project in (attn.q_proj, attn.k_proj, attn.v_proj))
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        out = packed_attention(q.to(v.dtype), k.to(v.dtype), v, cu_seqlens, longest, seqlens)
+        hidden_states = hidden_states + attn.o_proj(Permute.apply(out.reshape(rows, -1), order, seq_index))
+        text, audio = hidden_states.split([n_text, rows - n_text])
+        text = text + self.mlp(self.post_attention_layernorm(text))
+        audio = audio + self.audio_mlp(self.audio_post_attention_layernorm(audio))
+        return torch.cat([text, audio])
+
+
+class PackedHiggs(nn.Module):
+    """What DDP wraps: forward(batch) -> sums, not means, so that any split over ranks and micro-steps adds up.
+
+    net: the native model, or the PeftModel around it.
+    """
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+        self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]  # listed: not registered twice
+        for layer in self.base_model.model.layers:
+            layer.__class__ = PackedDecoderLayer
+
+    @property
+    def base_model(self):
+        """The native HiggsAudioV2ForConditionalGeneration, adapters inside."""
+        return self._base[0]
+
+    def hidden_states(self, batch: PackedBatch):
+        """Final hidden states (S, H) in modality order."""
+        model = self.base_model.model
+        order = torch.cat([batch.text_pos, batch.audio_pos])
+        n_text = len(batch.text_pos)
+        text = model.embed_tokens(batch.input_ids.index_select(0, batch.text_pos))
+        hidden = torch.cat([text, model.embed_audio_tokens(batch.audio_ids).to(text.dtype)])
+        cos, sin = model.rotary_emb(hidden, batch.position_ids[None])
+        packed = (n_text, order, batch.seq_index, cos[0], sin[0], batch.cu_seqlens, batch.longest,
+                  None if hidden.is_cuda and torch.is_autocast_enabled("cuda") else batch.seqlens)
+        for layer in model.layers:
+            hidden = layer(hidden, packed=packed)
+        return model.norm(hidden)
+
+    def forward(self, batch: PackedBatch):
+        """(audio (K,), text (), eos (3,)) fp32 sums over targets: cross-entropy per codebook, text cross-entropy, and
+        of the end-of-stream targets (detached) cross-entropy, correct argmax and number.
+        """
+        config, base = self.base_model.config, self.base_model
+        hidden = self.hidden_states(batch)
+        logits = base.audio_lm_head(hidden.index_select(0, batch.audio_rows)).float()
+        logits = logits.view(-1, config.num_codebooks, config.codebook_size)
+        losses = F.cross_entropy(logits.transpose(1, 2), batch.audio_targets, ignore_index=IGNORE, reduction="none")
+        text_logits = base.text_lm_head(hidden.index_select(0, batch.text_rows)).float()
+        text = F.cross_entropy(text_logits, batch.text_targets, ignore_index=IGNORE, reduction="sum")
+        with torch.no_grad():
+            is_eos = batch.audio_targets == config.audio_stream_eos_id
+            correct = is_eos & (logits.argmax(-1) == config.audio_stream_eos_id)
+            eos = torch.stack([(losses.detach() * is_eos).sum(), correct.sum(), is_eos.sum()]).float()
+        return losses.sum(0), text, eos
+
+
+def freeze_unreachable(model, text_loss_weight):
+    """Freeze what no loss can reach, so that neither weight decay nor optimizer state touches it; returns the names.
+
+    Without a text loss these are the text head and the last layer's text FFN: audio is predicted from audio rows only.
+    """
+    if text_loss_weight > 0:
+        return []
+    last = f"layers.{model.config.num_hidden_layers - 1}."
+    frozen = []
+    for name, parameter in model.named_parameters():
+        text_path = f"{last}mlp." in name or f"{last}post_attention_layernorm." in name
+        if parameter.requires_grad and (text_path or "text_lm_head" in name):
+            parameter.requires_grad_(False)
+            frozen.append(name)
+    return frozen
+
+
+def decays(name, parameter):
+    """Weight decay shrinks matrices, not norms, and not embeddings: rows a batch lacks would shrink unseen."""
+    return parameter.ndim > 1 and "embed_tokens" not in name and "embed_audio_tokens" not in name
+
+
+def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
+    """Model FLOPs of forward and backward on one pack; only executed parts count, each row runs one of the two FFNs.
+
+    A matrix with N weights costs 2N a row forward, 2N for the input gradient and, when it is trained, 2N for its own
+    gradient: 4N a row under LoRA, 6N in full. pairs: sum over samples of n (n + 1) / 2 attended (query, key) pairs,
+    each 4 * heads * head_dim forward and twice that backward. Recomputation and adapters are not counted.
+    """
+    h, d, heads, kv = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
+    layer = h * d * (2 * heads + 2 * kv) + 3 * h * config.intermediate_size
+    rows = tokens * layer * config.num_hidden_layers
+    rows += audio_targets * h * config.codebook_size + text_targets * h * config.vocab_size
+    return (4 if lora else 6) * rows + 3 * 4 * heads * d * pairs * config.num_hidden_layers
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loading and saving
+
+ORIGINAL_NAMES = (("audio_codebook_embeddings.", "model.embed_audio_tokens.embed_audio_tokens."),
+                  ("audio_decoder_proj.", ""), ("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."),
+                  ("norm.", "model.norm."))
+ORIGINAL_DROPPED = ("audio_codebook_weights", "inv_freq")
+ORIGINAL_SPLIT = {".embedding_frozen.weight": (".weight", 0), ".embedding_trainable.weight": (".weight", 1),
+                  ".linear_frozen.weight": (".weight", 0), ".linear_trainable.weight": (".weight", 1)}
+EXTRA_FILES = ("generation_config.json", "processor_config.json", "preprocessor_config.json", "chat_template.jinja")
+
+
+def find_folder(name, flag, model_types, advice):
+    """Local folder of a checkpoint given as a path or hub name, with its config dict. Raises UserError.
+
+    advice: {model_type of some other checkpoint: what to tell the user who gave it}.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+            raise UserError(f"{flag} {name}: no such folder (nor a hub name of the form owner/name)")
+        from huggingface_hub import snapshot_download
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
+        except Exception as error:
+            raise UserError(f"{flag} {name}: neither a folder here nor to be had from the hub "
+                            f"({type(error).__name__}: {str(error).splitlines()[0]})")
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{flag} {name}: has no readable config.json ({error})")
+    kind = config.get("model_type")
+    if kind not in model_types:
+        raise UserError(f"{flag} {name}: is a {kind!r} checkpoint, not {' or '.join(map(repr, model_types))}"
+                        + (f"; {advice[kind]}" if kind in advice else ""))
+    return folder, config
+
+
+def find_model(name, flag="--model_path"):
+    """find_folder for the language model, native or 2025 format."""
+    return find_folder(name, flag, ("higgs_audio_v2", "higgs_audio"),
+                       {"higgs_audio_v2_tokenizer": "--model_path and --audio_tokenizer_path are swapped"})
+
+
+def find_codec(name, flag="--audio_tokenizer_path"):
+    """find_folder for the native audio tokenizer."""
+    return find_folder(name, flag, ("higgs_audio_v2_tokenizer",), {
+        "higgs_audio_v2": "--model_path and --audio_tokenizer_path are swapped",
+        "higgs_audio": "--model_path and --audio_tokenizer_path are swapped",
+        None: "the 2025 codec format is not read, use the native one"})
+
+
+def native_config(config):
+    """HiggsAudioV2Config of a config.json dict, native or 2025 format. Raises UserError for variants never released."""
+    if config["model_type"] == "higgs_audio_v2":
+        native = HiggsAudioV2Config.from_dict(config)
+    else:
+        text = config.get("text_config", {})
+        layers = list(range(text.get("num_hidden_layers", 28)))
+        released = {"audio_adapter_type": ["dual_ffn", "dual_ffn_fast_forward"], "audio_dual_ffn_layers": [layers],
+                    "use_audio_out_self_attention": [False, None], "use_audio_out_embed_projector": [False, None],
+                    "audio_embed_avg": [False, None], "skip_audio_tower": [True]}
+        wrong = [key for key, values in released.items() if config.get(key) not in values]
+        if wrong:
+            raise UserError("this 2025-format model has parts the native class lacks: "
+                            + ", ".join(f"{key}={config.get(key)!r}" for key in wrong))
+        keep = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act", "max_position_embeddings")
+        native = HiggsAudioV2Config(
+            **{key: text[key] for key in keep if key in text}, num_codebooks=config.get("audio_num_codebooks", 8),
+            codebook_size=config.get("audio_codebook_size", 1024) + 2, audio_token_id=config["audio_out_token_idx"],
+            audio_bos_token_id=config["audio_out_bos_token_id"], pad_token_id=config.get("pad_token_id", 128001),
+            audio_stream_bos_id=config.get("audio_stream_bos_id", 1024),
+            audio_stream_eos_id=config.get("audio_stream_eos_id", 1025))
+    if native.codebook_size <= native.audio_stream_eos_id:
+        raise UserError(f"config.json has codebook_size {native.codebook_size}, but end-of-stream is code "
+                        f"{native.audio_stream_eos_id}: it must be {native.audio_stream_eos_id + 1}")
+    return native
+
+
+def native_names(state):
+    """2025-format state dict -> native names; split (frozen + trainable) tensors are joined. Raises UserError.
+
+    Key map: transformers' convert_higgs_audio_v2_to_hf.py.
+    """
+    parts = {}
+    for name, tensor in state.items():
+        if any(drop in name for drop in ORIGINAL_DROPPED):
+            continue
+        order = 0
+        for suffix, (plain, place) in ORIGINAL_SPLIT.items():
+            if name.endswith(suffix):
+                name, order = name.removesuffix(suffix) + plain, place
+        name = next((new + name.removeprefix(old) for old, new in ORIGINAL_NAMES if name.startswith(old)), name)
+        if order in parts.setdefault(name, {}):
+            raise UserError(f"two tensors of the checkpoint map to {name}")
+        parts[name][order] = tensor
+    return {name: torch.cat([p[i] for i in sorted(p)]) if len(p) > 1 else next(iter(p.values()))
+            for name, p in parts.items()}
+
+
+def load_model(folder, config, dtype):
+    """Native model with its text head from a native or 2025-format folder. Raises UserError naming lost weights."""
+    native = native_config(config)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()           # its report of missing weights is our error below
+    try:
+        if config["model_type"] == "higgs_audio_v2":
+            source, state = folder, None
+        else:
+            shards = sorted(Path(folder).glob("*.safetensors"))
+            source, state = None, native_names({k: v for shard in shards for k, v in load_file(shard).items()})
+        model, info = HiggsAudioV2ForConditionalGeneration.from_pretrained(
+            source, config=native, state_dict=state, dtype=dtype, use_text_head=True, output_loading_info=True)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UserError(f"{folder}: weights cannot be loaded ({str(error).splitlines()[0]})")
+    finally:
+        logging.set_verbosity(verbosity)
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        names = sorted(map(str, info[what]))
+        if names:
+            hint = " (saved by a trainer that dropped the text head; copy it from the base model)" \
+                if names == ["text_lm_head.weight"] else ""
+            raise UserError(f"{folder}: {len(names)} {what.replace('_', ' ')}, first {', '.join(names[:20])}{hint}")
+    return model
+
+
+def load_tokenizer(folder):
+    """Tokenizer of a model folder; raises UserError when there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:
+        raise UserError(f"{folder}: no tokenizer can be loaded from it ({str(error).splitlines()[0]})")
+
+
+def save_model(model, tokenizer, folder, source):
+    """Write a native checkpoint that from_pretrained, processor and generate can use; source: where it came from."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for name in EXTRA_FILES:
+        if os.path.exists(os.path.join(source, name)) and not os.path.exists(os.path.join(folder, name)):
+            shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))

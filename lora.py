@@ -1,0 +1,92 @@
+"""LoRA on Higgs-Audio V2: which layers get adapters, saving, loading, merging; the files are PEFT's own format.
+
+    python lora.py merge --model_path BASE --adapter out/checkpoint-500 --output_dir merged    # plain native checkpoint
+
+Copy with it: higgs.py and what that file names.
+"""
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+import higgs
+from parallel import UserError, one_clear_error
+
+from peft import LoraConfig, PeftModel, get_peft_model  # isort: skip  (after higgs, which explains a broken torchaudio)
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+TARGETS = {
+    "attention": ATTENTION,
+    "attention+audio_mlp": [*ATTENTION, "audio_mlp.gate_proj", "audio_mlp.up_proj", "audio_mlp.down_proj"],
+    "all-linear": [*ATTENTION, "gate_proj", "up_proj", "down_proj"],        # both FFNs, no head, no embedding
+}
+
+
+def add_lora(model, rank, alpha, dropout, targets, base_name):
+    """Wrap a native model in fp32 adapters; the base is frozen.
+
+    targets: a name in TARGETS, or comma-separated module name endings. base_name: written into the adapter's config.
+    Raises UserError when a target matches nothing.
+    """
+    names = TARGETS.get(targets) or [t.strip() for t in targets.split(",") if t.strip()]
+    linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    for name in names:
+        if not any(n == name or n.endswith("." + name) for n in linear):
+            raise UserError(f"--lora_target_modules {name!r} matches no linear layer; use one of {', '.join(TARGETS)} "
+                            f"or endings such as q_proj, mlp.gate_proj, audio_mlp.gate_proj")
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none",
+                        base_model_name_or_path=base_name)
+    wrapped = get_peft_model(model, config)
+    for module in wrapped.modules():        # autocast picks the compute dtype; PEFT need not cast inputs to fp32 first
+        if hasattr(module, "cast_input_dtype_enabled"):
+            module.cast_input_dtype_enabled = False
+    return wrapped
+
+
+def save_lora(model, folder):
+    """adapter_model.safetensors + adapter_config.json, loadable with PeftModel.from_pretrained(base, folder)."""
+    model.save_pretrained(folder, save_embedding_layers=False)
+
+
+def load_lora_weights(model, folder):
+    """Copy a saved adapter into a freshly wrapped model; raises UserError when shapes or names differ."""
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+    saved = json.loads((Path(folder) / "adapter_config.json").read_text())
+    ours = model.peft_config["default"]
+    for key, value in (("r", ours.r), ("lora_alpha", ours.lora_alpha), ("target_modules", ours.target_modules)):
+        stored = set(saved[key]) if key == "target_modules" else saved[key]
+        if stored != (set(value) if key == "target_modules" else value):
+            raise UserError(f"{folder}: adapter has {key} {saved[key]}, this run {value}; give the same LoRA flags or "
+                            "another --output_dir")
+    try:
+        result = set_peft_model_state_dict(model, load_file(Path(folder) / "adapter_model.safetensors"))
+    except RuntimeError as error:
+        raise UserError(f"{folder}: adapter does not fit this model ({str(error).splitlines()[0]})")
+    lost = [n for n in result.missing_keys if "lora_" in n] + list(result.unexpected_keys)
+    if lost:
+        raise UserError(f"{folder}: {len(lost)} adapter weights missing or unexpected, first {lost[0]}")
+
+
+def merge(model_path, adapter, output_dir):
+    """Fold an adapter into its base in fp32 and write a plain native checkpoint (bf16 would lose small deltas)."""
+    folder, config = higgs.find_model(model_path)
+    model = PeftModel.from_pretrained(higgs.load_model(folder, config, torch.float32), adapter)
+    higgs.save_model(model.merge_and_unload(safe_merge=True), higgs.load_tokenizer(folder), output_dir, folder)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description="Work with Higgs-Audio V2 adapters.")
+    parser.add_argument("command", choices=["merge"], help="merge: fold the adapter into the base weights")
+    parser.add_argument("--model_path", required=True, help="base model, folder or hub name")
+    parser.add_argument("--adapter", required=True, help="folder with adapter_model.safetensors")
+    parser.add_argument("--output_dir", required=True, help="where the merged native checkpoint is written")
+    args = parser.parse_args(argv)
+    with one_clear_error():
+        merge(args.model_path, args.adapter, args.output_dir)
+        print(f"merged {args.adapter} into {args.model_path}: {args.output_dir}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Numbers of a run: metrics.jsonl always, TensorBoard or W&B when asked, one aligned console line, a loss picture.
+
+    python metrics.py output_dir        # draw output_dir/loss_curve.png; exit 1 unless the training loss fell
+
+Shared module: torch only (TensorBoard, W&B, matplotlib when used), imports nothing of ours.
+"""
+import argparse
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+# Dense bf16 tensor-core peak, FLOP/s, from the makers' datasheets; SXM parts unless the name says otherwise.
+PEAK_BF16 = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12,
+             "L40S": 362e12, "L4": 121e12, "A10": 125e12, "RTX 4090": 165e12}
+
+
+def peak_flops(device):
+    """Peak bf16 FLOP/s of this device, or None when unknown: then no MFU is claimed."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_BF16.items() if part in name), None)
+
+
+def peak_memory(device):
+    """(GiB, total GiB): peak allocated GPU memory, or this process's peak resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30, torch.cuda.mem_get_info(device)[1] / 2**30
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30, total / 2**30
+
+
+def duration(seconds):
+    """Seconds as 1:02:03."""
+    seconds = int(seconds)
+    return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+
+
+class MetricsLog:
+    """Rank 0's record of a run. Make it on rank 0 only; report_to: set of "tensorboard", "wandb".
+
+    Lines of metrics.jsonl and TensorBoard points later than resumed_step (work lost in a crash) are dropped first, so
+    no step stands there twice.
+    """
+
+    def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, wandb_project=None):
+        self.path = Path(output_dir) / "metrics.jsonl"
+        if self.path.exists():
+            kept = [line for line in read_metrics(self.path) if line["step"] <= resumed_step]
+            temporary = self.path.with_suffix(".tmp")
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            os.replace(temporary, self.path)
+        self.file = open(self.path, "a", buffering=1)
+        self.board = self.wandb = None
+        if "tensorboard" in report_to:
+            from torch.utils.tensorboard import SummaryWriter
+            self.board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
+            self.board.add_text("config", "```\n" + json.dumps(config, indent=1) + "\n```", resumed_step)
+        if "wandb" in report_to:
+            import wandb
+            self.wandb = wandb.init(project=wandb_project, dir=str(output_dir), config=config, resume="allow",
+                                    id=str(config["run_id"]))
+
+    def write(self, step, values):
+        """Record {name: number} at an optimizer step everywhere."""
+        self.file.write(json.dumps({"step": step, **values}) + "\n")
+        if self.board:
+            for name, value in values.items():
+                self.board.add_scalar(name, value, step)
+            self.board.flush()
+        if self.wandb:
+            self.wandb.log(values, step=step)
+
+    def close(self):
+        """Flush and close every writer."""
+        os.fsync(self.file.fileno())
+        self.file.close()
+        if self.board:
+            self.board.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def read_metrics(path):
+    """Lines of a metrics.jsonl as dicts; a last line cut off by a kill is left out."""
+    rows = []
+    for line in Path(path).read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def draw_losses(output_dir):
+    """Draw output_dir/loss_curve.png from metrics.jsonl; returns (first, last, path) of the smoothed training loss.
+
+    first and last are means over the first and last fifth of the logged steps. Raises ValueError when there are fewer
+    than two.
+    """
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    rows = read_metrics(Path(output_dir) / "metrics.jsonl")
+    train = [(r["step"], r["train/loss"]) for r in rows if "train/loss" in r]
+    evals = [(r["step"], r["eval/loss"]) for r in rows if "eval/loss" in r]
+    if len(train) < 2:
+        raise ValueError(f"{output_dir}/metrics.jsonl holds {len(train)} training steps; two are needed")
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    axes.plot(*zip(*train), label="training", linewidth=1.5)
+    if evals:
+        axes.plot(*zip(*evals), "o-", label="validation", linewidth=1.5)
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per target)", title=str(output_dir))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path = Path(output_dir) / "loss_curve.png"
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    span = max(1, len(train) // 5)
+    losses = [loss for _, loss in train]
+    return sum(losses[:span]) / span, sum(losses[-span:]) / span, path
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description="Draw the loss curve of a run; exit 1 unless the loss fell.")
+    parser.add_argument("output_dir", help="folder with metrics.jsonl")
+    first, last, path = draw_losses(parser.parse_args(argv).output_dir)
+    print(f"training loss {first:.3f} -> {last:.3f} ({'fell' if last < first else 'DID NOT FALL'}); picture: {path}")
+    sys.exit(0 if last < first else 1)
+
+
+if __name__ == "__main__":
+    main()

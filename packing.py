@@ -1,0 +1,133 @@
+"""Which samples train together, in which order: the same answer on every rank, for every world size.
+
+The order of packs is a function of (seed, epoch) alone. Micro-step m of an optimizer step on rank r takes pack
+`first + m * world_size + r`, where `first` is the position stored in a checkpoint. So a run can stop on 16 GPUs and
+go on with 8 (accumulation doubled) and see the same data, and loader workers change nothing. The tail of an epoch is
+topped up with empty packs, which weigh nothing, so every rank runs the same number of steps.
+
+Shared module: numpy only, imports nothing of ours.
+"""
+import bisect
+from dataclasses import dataclass
+
+import numpy as np
+
+PACKS_PER_BLOCK = 8     # with length grouping, packs that run side by side stay side by side: one node's worth
+SORT_WINDOW = 128       # packs sorted by length together: large enough to group well, small enough to stay random
+
+
+@dataclass
+class EpochPlan:
+    """Packs of one epoch: pack p holds samples[offsets[p]:offsets[p + 1]]; indices beyond the last pack are empty."""
+    samples: np.ndarray     # (n_samples,) int64
+    offsets: np.ndarray     # (n_packs + 1,) int64
+
+    def __len__(self):
+        return len(self.offsets) - 1
+
+    def pack(self, p):
+        """Sample indices (n,) of pack p; empty for the zero-weight packs behind the last one."""
+        return self.samples[self.offsets[p]:self.offsets[p + 1]] if p < len(self) else self.samples[:0]
+
+
+def best_fit(lengths, order, budget):
+    """Pack whole samples into bins of at most `budget` tokens, longest first inside each window of 4096 samples.
+
+    lengths (n,) tokens; order (n,) sample indices to pack. Returns a list of lists of sample indices.
+    Raises ValueError when a sample is longer than the budget.
+    """
+    bins = []
+    for start in range(0, len(order), 4096):
+        window = order[start:start + 4096]
+        window = window[np.argsort(-lengths[window], kind="stable")]
+        free, open_bins = [], []        # remaining tokens, ascending, and the bin each belongs to
+        for i, n in zip(window.tolist(), lengths[window].tolist()):
+            if n > budget:
+                raise ValueError(f"sample {i} has {n} tokens, more than the {budget} of a pack")
+            at = bisect.bisect_left(free, n)
+            if at < len(free):
+                room, b = free.pop(at) - n, open_bins.pop(at)
+                bins[b].append(i)
+            else:
+                room, b = budget - n, len(bins)
+                bins.append([i])
+            at = bisect.bisect_left(free, room)
+            free.insert(at, room)
+            open_bins.insert(at, b)
+    return bins
+
+
+def _flat(packs):
+    """List of lists of sample indices -> EpochPlan."""
+    offsets = np.cumsum([0] + [len(p) for p in packs], dtype=np.int64)
+    return EpochPlan(np.fromiter((i for p in packs for i in p), np.int64, int(offsets[-1])), offsets)
+
+
+class PackOrder:
+    """Deterministic packs of every epoch.
+
+    lengths: (n,) tokens per sample. Either samples_per_pack > 0 (fixed count) or tokens_per_pack > 0 (whole samples up
+    to a token budget; which samples share a pack is then fixed by the seed and epochs shuffle the packs).
+    group_by_length: packs of similar lengths (fixed count only), shuffled in blocks so that ranks stay balanced.
+    shuffle=False keeps the file's order, for validation.
+    """
+
+    def __init__(self, lengths, *, samples_per_pack=0, tokens_per_pack=0, seed=0, group_by_length=False, shuffle=True):
+        if (samples_per_pack > 0) == (tokens_per_pack > 0):
+            raise ValueError("give exactly one of samples_per_pack and tokens_per_pack")
+        self.lengths = np.asarray(lengths)
+        self.samples_per_pack, self.seed, self.shuffle = samples_per_pack, seed, shuffle
+        self.group_by_length = group_by_length
+        self._plans = {}
+        self._bins = None
+        if tokens_per_pack:
+            order = np.arange(len(self.lengths))
+            if shuffle:
+                order = np.random.default_rng((seed, 0)).permutation(order)
+            self._bins = _flat(best_fit(self.lengths, order, tokens_per_pack))
+        self.packs_per_epoch = len(self._bins) if self._bins else -(-len(self.lengths) // samples_per_pack)
+
+    def epoch(self, epoch):
+        """EpochPlan of `epoch`; the last two asked for are kept (the loader reads ahead into the next epoch)."""
+        if epoch not in self._plans:
+            for old in [e for e in self._plans if e < epoch - 1]:
+                del self._plans[old]
+            self._plans[epoch] = self._plan(np.random.default_rng((self.seed, epoch, 1)))
+        return self._plans[epoch]
+
+    def _plan(self, rng):
+        if self._bins is not None:
+            packs = rng.permutation(len(self._bins)) if self.shuffle else range(len(self._bins))
+            return _flat([self._bins.pack(p).tolist() for p in packs])
+        n, size = len(self.lengths), self.samples_per_pack
+        order = rng.permutation(n) if self.shuffle else np.arange(n)
+        if self.group_by_length:
+            window = size * SORT_WINDOW
+            parts = [order[a:a + window] for a in range(0, n, window)]
+            order = np.concatenate([part[np.argsort(-self.lengths[part], kind="stable")] for part in parts])
+        packs = [order[a:a + size].tolist() for a in range(0, n, size)]
+        if self.group_by_length and self.shuffle:
+            blocks = [packs[a:a + PACKS_PER_BLOCK] for a in range(0, len(packs), PACKS_PER_BLOCK)]
+            packs = [pack for b in rng.permutation(len(blocks)) for pack in blocks[b]]
+        return _flat(packs)
+
+    def window(self, epoch, first, count):
+        """Sample indices (n,) of the `count` packs from `first` on: one optimizer step over all ranks."""
+        plan = self.epoch(epoch)
+        stop = min(first + count, len(plan))
+        return plan.samples[plan.offsets[min(first, len(plan))]:plan.offsets[stop]]
+
+
+def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
+    """Yield this rank's packs (lists of sample indices) from position (epoch, first) to the end of `epochs` epochs.
+
+    Every rank gets the same number of packs; empty lists are zero-weight packs. Feed it to a DataLoader as its
+    batch_sampler.
+    """
+    per_step = world_size * accumulation
+    while epoch < epochs:
+        plan = order.epoch(epoch)
+        for step in range(first, len(plan), per_step):
+            for micro in range(accumulation):
+                yield plan.pack(step + micro * world_size + rank).tolist()
+        epoch, first = epoch + 1, 0

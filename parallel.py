@@ -1,0 +1,190 @@
+"""Process group, ranks, DDP wrapping, and failing together with one clear line.
+
+Global rank decides samplers, logs, validation and saves; local rank picks the GPU and nothing else. Without torchrun
+everything here works for one process and starts no process group. Two groups exist: the default one (NCCL on GPUs) for
+gradients, and a gloo group on the CPU with a long time limit for waits that may honestly take hours (encoding audio,
+validation on rank 0), where an NCCL watchdog would fire.
+
+Shared module: torch only, imports nothing of ours.
+"""
+import contextlib
+import os
+import random
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+from torch import distributed as dist
+from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel
+
+GRACE_S = 5     # seconds a rank lets the one with the message speak first
+
+
+class UserError(Exception):
+    """A mistake in flags, files or data. Shown as text without a traceback; str() is what the user reads."""
+
+
+@dataclass
+class World:
+    """Who this process is. store and slow_group are None in a single process."""
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+    local_size: int = 1
+    device: object = "cpu"          # torch.device
+    store: object = None            # key-value store of the run: progress counters and claims without collectives
+    slow_group: object = None       # gloo, CPU, long time limit
+
+    @property
+    def is_main(self):
+        return self.rank == 0
+
+
+def init(timeout_s=600, slow_timeout_s=6 * 3600, device=None):
+    """Join the process group that torchrun describes; returns World.
+
+    timeout_s: limit of one gradient collective. slow_timeout_s: limit of a wait on the slow group. device: "cpu" or
+    "cuda", default CUDA when there is one. Raises UserError when more processes than GPUs were started on this node.
+    """
+    env = os.environ
+    size, rank = int(env.get("WORLD_SIZE", 1)), int(env.get("RANK", 0))
+    local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
+    use_cuda = torch.cuda.is_available() if device is None else device == "cuda"
+    if use_cuda:
+        if local_size > torch.cuda.device_count():
+            raise UserError(f"{local_size} processes on this node but {torch.cuda.device_count()} GPUs: "
+                            f"start torchrun with --nproc_per_node={torch.cuda.device_count()}")
+        torch.cuda.set_device(local_rank)
+    where = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    world = World(rank, local_rank, size, local_size, where)
+    if size > 1:
+        world.store, _, _ = next(rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo",
+                                store=dist.PrefixStore("trainer", world.store), rank=rank, world_size=size,
+                                timeout=timedelta(seconds=timeout_s), device_id=where if use_cuda else None)
+        # new_group ignores the default group's limit, so it is given again
+        world.slow_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=slow_timeout_s))
+    return world
+
+
+def finish():
+    """Leave the process group; harmless when there is none."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def seed_everything(seed, rank=0):
+    """Seed python, numpy and torch. The same seed on all ranks builds equal weights; add the rank before dropout."""
+    random.seed(seed + rank)
+    np.random.seed((seed + rank) % 2**32)
+    torch.manual_seed(seed + rank)
+
+
+@contextlib.contextmanager
+def one_clear_error():
+    """Run a trainer's main: UserError becomes its text and status 1; anything else one traceback that names the rank.
+
+    Ranks that leave because of another rank's error stay silent.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        yield
+    except UserError as error:
+        if rank != 0:       # mostly raised alike on every rank: rank 0 speaks, and torchrun ends us before we repeat it
+            time.sleep(GRACE_S)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        leave(1)
+    except Exception:
+        print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        leave(1)
+
+
+def leave(status):
+    """End the process at once: a clean interpreter exit could wait for peers that are gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if dist.is_initialized():
+        os._exit(status)
+    sys.exit(status)
+
+
+def leave_quietly():
+    """End a process that another one's error stops, after giving that one the time to say why."""
+    time.sleep(GRACE_S)
+    leave(1)
+
+
+def rank0_first(world, work, *args):
+    """Rank 0 runs work(*args); every rank gets its (picklable) result. A failure on rank 0 ends all ranks.
+
+    The others wait on the slow group, so the work may take as long as that group's time limit.
+    """
+    result, error = None, None
+    if world.is_main:
+        try:
+            result = work(*args)
+        except Exception as caught:     # handed on, not swallowed: re-raised below once every rank knows
+            error = caught
+    if world.size > 1:
+        box = [(result, error is not None)]
+        dist.broadcast_object_list(box, src=0, group=world.slow_group)
+        result, failed = box[0]
+        if failed and not world.is_main:
+            leave_quietly()
+    if error is not None:
+        raise error
+    return result
+
+
+def gather_objects(world, value):
+    """Every rank's (picklable) value as a list in rank order, on every rank; over the slow group."""
+    if world.size == 1:
+        return [value]
+    values = [None] * world.size
+    dist.all_gather_object(values, value, group=world.slow_group)
+    return values
+
+
+def all_ranks_ok(world, problems):
+    """Collect each rank's list of problem lines. Any at all: rank 0 raises UserError with them, the others leave."""
+    lines = list(dict.fromkeys(line for rank_lines in gather_objects(world, problems) for line in rank_lines))
+    if lines:
+        if not world.is_main:
+            leave_quietly()
+        raise UserError(problem_text(lines))
+
+
+def problem_text(lines, shown=20):
+    """Many problems as one message: the first `shown`, then how many more there are."""
+    if len(lines) == 1:
+        return lines[0]
+    more = [f"  ... and {len(lines) - shown} more"] if len(lines) > shown else []
+    return "\n".join([f"{len(lines)} problems:"] + [f"  {line}" for line in lines[:shown]] + more)
+
+
+def all_sum(world, tensor):
+    """Sum a tensor over all ranks, in place; returns it."""
+    if world.size > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def wrap(module, world):
+    """DistributedDataParallel for several ranks, the module itself for one. Call its forward only, never the inside.
+
+    No static_graph: it asserts when the first backward runs under no_sync, which gradient accumulation needs.
+    """
+    if world.size == 1:
+        return module
+    return DistributedDataParallel(module, device_ids=[world.device.index] if world.device.type == "cuda" else None,
+                                   broadcast_buffers=False, gradient_as_bucket_view=True)
+
+
+def gradient_sync(module, on):
+    """Context for one micro-step: gradients are summed over the ranks only when `on` (the last micro-step)."""
+    return contextlib.nullcontext() if on or not isinstance(module, DistributedDataParallel) else module.no_sync()

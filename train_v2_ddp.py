@@ -1,0 +1,646 @@
+"""Fine-tune Higgs-Audio V2 (text to speech): LoRA or full, one process or many GPUs under DDP.
+
+    torchrun --nproc_per_node=8 train_v2_ddp.py --model_path bosonai/higgs-audio-v2-generation-3B-base \
+        --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --train_data_file train.json --output_dir ./out \
+        --per_device_train_batch_size 2 --learning_rate 5e-5 --bf16 --use_lora
+    python train_v2_ddp.py --model_path tiny/model --audio_tokenizer_path tiny/codec --train_data_file tiny/train.json
+    bash launch/demo.sh     # makes a tiny model and speech first; needs no GPU and no download
+
+Loss: cross-entropy of the next row of codes, averaged over every trained code of the whole optimizer step (all ranks,
+all micro-steps, all 8 codebooks), plus --text_loss_weight times the same average over text targets. The counts come
+from the plan that all ranks share, so no rank has to ask another.
+
+Files to copy with it: data.py chatml.py code_cache.py higgs.py lora.py (its own) and packing.py parallel.py optim.py
+checkpoint.py metrics.py (shared).
+"""
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import checkpoint
+import higgs
+import lora
+import metrics
+import optim
+import parallel
+from chatml import TASK_TYPES, read_samples
+from code_cache import FRAME_RATE, ensure_codes
+from data import Table, TableBuilder, make_loader, split_validation, token_ids, within_length
+from packing import PackOrder, rank_packs
+from parallel import UserError
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags
+
+
+def build_parser():
+    p = argparse.ArgumentParser(description="Fine-tune Higgs-Audio V2.", allow_abbrev=False,
+                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    g = p.add_argument_group("model")
+    g.add_argument("--model_path", required=True, help="Higgs-Audio V2 folder or hub name, native or 2025 format")
+    g.add_argument("--audio_tokenizer_path", required=True, help="native audio tokenizer, folder or hub name")
+    g.add_argument("--use_lora", action="store_true", help="train adapters on a frozen base instead of all weights")
+    g.add_argument("--lora_rank", type=int, default=16, help="adapter rank")
+    g.add_argument("--lora_alpha", type=int, default=32, help="adapter scale: the update is multiplied by alpha / rank")
+    g.add_argument("--lora_dropout", type=float, default=0.1, help="dropout on adapter inputs, 0 to 1")
+    g.add_argument("--lora_target_modules", default="attention",
+                   help=f"{', '.join(lora.TARGETS)}, or comma-separated module name endings")
+    g.add_argument("--freeze_llm", action="store_true", help="full fine-tuning of the audio embedding and head only")
+    g.add_argument("--freeze_audio_tower", action="store_true", help="accepted for old launch lines: there is no tower")
+    g.add_argument("--freeze_audio_encoder_proj", action="store_true", help="accepted for old launch lines, as above")
+
+    g = p.add_argument_group("data")
+    g.add_argument("--train_data_file", help="ChatML JSON list or JSONL")
+    g.add_argument("--train_data_dir", help="folder with metadata.json, or audio files with .txt beside them")
+    g.add_argument("--eval_data_file", help="validation data; without it --validation_split is held out")
+    g.add_argument("--eval_data_dir", help="validation folder, as --train_data_dir")
+    g.add_argument("--validation_split", type=float, default=0.005, help="share of samples held out, by seeded shuffle")
+    g.add_argument("--task_type", choices=TASK_TYPES, default="single_speaker_smart_voice",
+                   help="folder format: prompt shape of samples that name none themselves")
+    g.add_argument("--ref_audio_in_system_message", action="store_true",
+                   help="folder format: put reference clips into the scene description")
+    g.add_argument("--code_cache", help="folder of encoded audio, shareable between runs (default: OUTPUT_DIR/codes)")
+    g.add_argument("--preprocess_num_proc", type=int, default=min(8, os.cpu_count() or 1),
+                   help="audio decoding processes per node, 0 = in the trainer")
+    g.add_argument("--max_length", type=int, default=0, help="tokens a sample may have, 0 = the model's positions")
+    g.add_argument("--drop_too_long", action="store_true", help="drop and count longer samples instead of stopping")
+    g.add_argument("--num_workers", type=int, default=2, help="loader processes per rank, 0 = in the trainer")
+    g.add_argument("--prefetch_factor", type=int, default=4, help="batches each loader process prepares ahead")
+
+    g = p.add_argument_group("batch and length of the run")
+    g.add_argument("--per_device_train_batch_size", type=int, default=4, help="samples per micro-step and rank")
+    g.add_argument("--max_tokens_per_batch", type=int, default=0,
+                   help="pack whole samples up to this many tokens instead, static shape; 0 = off")
+    g.add_argument("--per_device_eval_batch_size", type=int, default=1, help="samples per validation batch")
+    g.add_argument("--gradient_accumulation_steps", type=int, default=1, help="micro-steps per optimizer step")
+    g.add_argument("--global_batch_size", type=int, default=0, help="samples per optimizer step; derives accumulation")
+    g.add_argument("--group_by_length", action="store_true", help="put samples of similar length side by side")
+    g.add_argument("--num_train_epochs", type=int, default=3, help="passes over the training samples")
+    g.add_argument("--max_steps", type=int, default=0, help="stop after this many optimizer steps, 0 = by epochs")
+
+    g = p.add_argument_group("optimisation")
+    g.add_argument("--learning_rate", type=float, default=5e-5, help="peak learning rate")
+    g.add_argument("--scale_lr_from_batch", type=int, default=0, metavar="N",
+                   help="multiply the rate by sqrt(samples per optimizer step / N), 0 = off")
+    g.add_argument("--lr_scheduler", choices=("cosine", "linear", "constant"), default="cosine", help="after warm-up")
+    g.add_argument("--warmup_steps", type=int, default=100, help="optimizer steps of linear warm-up")
+    g.add_argument("--min_lr_ratio", type=float, default=0.0, help="final rate as a share of the peak")
+    g.add_argument("--weight_decay", type=float, default=0.01, help="AdamW decay of matrices, not embeddings")
+    g.add_argument("--adam_beta1", type=float, default=0.9, help="AdamW decay of the mean")
+    g.add_argument("--adam_beta2", type=float, default=0.999, help="AdamW decay of the variance")
+    g.add_argument("--max_grad_norm", type=float, default=1.0, help="clip the global gradient norm, 0 = off")
+    g.add_argument("--max_bad_steps", type=int, default=5, help="stop after this many non-finite steps in a row")
+    g.add_argument("--audio_loss_reduction", choices=("mean", "sum"), default="mean",
+                   help="over the codebooks: mean, or sum as transformers does (8 times larger)")
+    g.add_argument("--text_loss_weight", type=float, default=1.0, help="weight of the text loss, 0 = audio only")
+    g.add_argument("--seed", type=int, default=42, help="of data order, adapters and dropout")
+
+    g = p.add_argument_group("speed and memory")
+    g.add_argument("--bf16", action="store_true", help="bfloat16 autocast; a frozen base is stored in bfloat16")
+    g.add_argument("--tf32", action="store_true", help="TF32 for float32 matrix products on CUDA")
+    g.add_argument("--gradient_checkpointing", action="store_true", help="recompute each layer in the backward pass")
+    g.add_argument("--compile", action="store_true", help="torch.compile each decoder layer")
+    g.add_argument("--collective_timeout", type=int, default=600, help="seconds one collective may take")
+    g.add_argument("--wait_timeout", type=int, default=21600, help="seconds to wait for encoding, validation, saving")
+
+    g = p.add_argument_group("logging, validation, checkpoints")
+    g.add_argument("--output_dir", default="./output", help="checkpoints, metrics.jsonl, code cache")
+    g.add_argument("--logging_dir", default="./logs", help="TensorBoard files go to a folder in here")
+    g.add_argument("--logging_steps", type=int, default=10, help="optimizer steps between log lines")
+    g.add_argument("--report_to", choices=("tensorboard", "wandb", "none"), default="tensorboard",
+                   help="beside metrics.jsonl")
+    g.add_argument("--wandb_project", default="flat-trainers", help="W&B project")
+    g.add_argument("--enable_strategic_logging", action="store_true", help="now and then print one sample as trained")
+    g.add_argument("--strategic_logging_steps", type=int, default=100, help="optimizer steps between printed samples")
+    g.add_argument("--eval_steps", type=int, default=5000, help="optimizer steps between validations, 0 = at the end")
+    g.add_argument("--disable_eval", "--disable_evaluation", action="store_true", help="no validation, no hold-out")
+    g.add_argument("--eval_ranks", choices=("rank0", "all"), default="rank0",
+                   help="who validates: rank 0 while the others wait, or all ranks a share; same number")
+    g.add_argument("--save_steps", type=int, default=7000, help="optimizer steps between checkpoints, 0 = at the end")
+    g.add_argument("--save_total_limit", type=int, default=3, help="newest checkpoints kept besides the best, 0 = all")
+    g.add_argument("--resume", default="auto", help="auto (newest whole checkpoint in OUTPUT_DIR), none, or a folder")
+    return p
+
+
+def check_flags(args, world_size):
+    """Raise UserError for values and combinations that would fail, or do nothing, later."""
+    def need(good, message):
+        if not good:
+            raise UserError(message)
+
+    need(bool(args.train_data_file) != bool(args.train_data_dir), "give one of --train_data_file and --train_data_dir")
+    need(not (args.eval_data_file and args.eval_data_dir), "give one of --eval_data_file and --eval_data_dir, not both")
+    need(not (args.disable_eval and (args.eval_data_file or args.eval_data_dir)),
+         "--disable_eval and validation data exclude each other")
+    for flag in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
+                 "num_train_epochs", "logging_steps", "strategic_logging_steps", "max_bad_steps", "lora_rank",
+                 "prefetch_factor", "collective_timeout", "wait_timeout"):
+        need(getattr(args, flag) >= 1, f"--{flag} is {getattr(args, flag)}; it must be at least 1")
+    for flag in ("max_tokens_per_batch", "global_batch_size", "max_steps", "warmup_steps", "eval_steps", "save_steps",
+                 "save_total_limit", "num_workers", "preprocess_num_proc", "max_length", "scale_lr_from_batch",
+                 "weight_decay", "max_grad_norm", "text_loss_weight", "learning_rate"):
+        need(getattr(args, flag) >= 0, f"--{flag} is {getattr(args, flag)}; it must not be negative")
+    for flag in ("lora_dropout", "validation_split", "min_lr_ratio", "adam_beta1", "adam_beta2"):
+        need(0 <= getattr(args, flag) <= 1, f"--{flag} is {getattr(args, flag)}; it must lie between 0 and 1")
+    need(args.use_lora or args.lora_target_modules == "attention", "--lora_target_modules needs --use_lora")
+    need(not (args.use_lora and args.freeze_llm), "--use_lora freezes the whole base already: drop --freeze_llm")
+    if args.max_tokens_per_batch:
+        need(not args.group_by_length, "--group_by_length does nothing with --max_tokens_per_batch: packs are equal")
+        need(not args.global_batch_size and not args.scale_lr_from_batch,
+             "--global_batch_size and --scale_lr_from_batch count samples: not with --max_tokens_per_batch")
+    if args.global_batch_size:
+        per_micro_step = args.per_device_train_batch_size * world_size
+        need(args.gradient_accumulation_steps == 1, "give one of --global_batch_size and --gradient_accumulation_steps")
+        need(args.global_batch_size % per_micro_step == 0,
+             f"--global_batch_size {args.global_batch_size} is not a multiple of {per_micro_step} "
+             f"(--per_device_train_batch_size {args.per_device_train_batch_size} x {world_size} ranks)")
+        args.gradient_accumulation_steps = args.global_batch_size // per_micro_step
+    if args.report_to != "none":
+        try:
+            __import__(args.report_to)
+        except ImportError:
+            raise UserError(f"--report_to {args.report_to}: pip install {args.report_to}, or --report_to none")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data and model
+
+
+def prepare_output(output_dir):
+    """Make output_dir and prove that it can be written."""
+    try:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        checkpoint.write_atomically(Path(output_dir) / ".writable", lambda path: path.write_text("ok"))
+        (Path(output_dir) / ".writable").unlink()
+    except OSError as error:
+        raise UserError(f"--output_dir {output_dir}: cannot be written ({error.strerror})")
+
+
+def build_table(args, tokenizer, ids):
+    """Read and tokenise all data (rank 0): (TableBuilder, number of training samples); validation samples follow."""
+    builder, problems, n_train = TableBuilder(tokenizer, ids), [], 0
+    for part, source in (("train", args.train_data_file or args.train_data_dir),
+                         ("eval", args.eval_data_file or args.eval_data_dir)):
+        if source:
+            chunk, before = [], len(builder)
+            for sample in read_samples(source, problems, args.task_type, args.ref_audio_in_system_message):
+                chunk.append(sample)
+                if len(chunk) == 4096:
+                    builder.add(chunk, problems)
+                    chunk = []
+            builder.add(chunk, problems)
+            if not problems and len(builder) == before:
+                raise UserError(f"{source}: holds no samples")
+        if part == "train":
+            n_train = len(builder)
+    if problems:
+        raise UserError(parallel.problem_text(problems))
+    return builder, n_train
+
+
+def prepare_data(world, args, tokenizer, ids, codec_dir):
+    """Table of all samples and the numbers of the training and validation ones: (Table, (n,), (m,)). All ranks."""
+    builder, n_train = None, 0
+    if world.is_main:
+        start = time.monotonic()
+
+    def read():
+        nonlocal builder, n_train
+        builder, n_train = build_table(args, tokenizer, ids)
+        return n_train, len(builder)
+    n_train, n = parallel.rank0_first(world, read)
+    if world.is_main:
+        print(f"data       {n_train} training samples, {n - n_train or 'no'} separate validation samples, "
+              f"{len(builder.clips)} distinct clips (read in {time.monotonic() - start:.1f} s)", flush=True)
+    cache = args.code_cache or os.path.join(args.output_dir, "codes")
+    codes = ensure_codes(world, builder.clips if builder else [], codec_dir, cache, ids.num_codebooks,
+                         args.preprocess_num_proc, args.wait_timeout)
+
+    def write():
+        for old in Path(args.output_dir).glob("table-*"):
+            shutil.rmtree(old, ignore_errors=True)
+        folder = Path(args.output_dir) / f"table-{uuid.uuid4().hex[:8]}"
+        builder.write(folder, *codes)
+        return str(folder)
+    table = Table(parallel.rank0_first(world, write))
+    train, held_out = np.arange(n_train), np.arange(n_train, n)
+    if args.disable_eval:
+        held_out = held_out[:0]
+    elif n == n_train:
+        train, held_out = split_validation(n_train, args.validation_split, args.seed)
+    return table, train, held_out
+
+
+def limit_lengths(world, args, config, table, numbers):
+    """Numbers of the samples that fit --max_length and the pack budget; says how many were dropped."""
+    kept = numbers
+    for what, limit in (("--max_length", args.max_length or config.max_position_embeddings),
+                        ("--max_tokens_per_batch", args.max_tokens_per_batch)):
+        if limit:
+            kept = within_length(table, kept, limit, args.drop_too_long, what)
+    if world.is_main and len(kept) < len(numbers):
+        print(f"data       dropped {len(numbers) - len(kept)} of {len(numbers)} samples as too long")
+    return kept
+
+
+def build_model(args, folder, config, resume):
+    """(PackedHiggs on the CPU, its native model) with exactly the trainable weights requiring gradients."""
+    dtype = torch.bfloat16 if args.bf16 and args.use_lora else torch.float32
+    source = resume if resume and not args.use_lora else folder
+    native = higgs.load_model(source, json.loads((Path(source) / "config.json").read_text()), dtype)
+    if args.gradient_checkpointing:
+        native.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    net = native
+    if args.use_lora:
+        net = lora.add_lora(native, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules,
+                            args.model_path)
+        if resume:
+            lora.load_lora_weights(net, resume)
+    elif args.freeze_llm:
+        for name, parameter in native.named_parameters():
+            parameter.requires_grad_("embed_audio_tokens" in name or "audio_lm_head" in name)
+    higgs.freeze_unreachable(native, args.text_loss_weight)
+    return higgs.PackedHiggs(net), native
+
+
+def fingerprint_weights(folder):
+    """Short hash of a checkpoint folder's config and of both ends of each weight file: which model is this?"""
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).glob("*.safetensors")) + [Path(folder) / "config.json"]:
+        with open(path, "rb") as f:
+            size = f.seek(0, os.SEEK_END)
+            digest.update(f"{path.name} {size}".encode())
+            for at in (0, max(0, size - 2**20)):
+                f.seek(at)
+                digest.update(f.read(2**20))
+    return digest.hexdigest()[:16]
+
+
+def run_identity(args, folder, table, train):
+    """What a checkpoint must share with the run that resumes it, {name: value}; JSON-able."""
+    data = hashlib.sha256()
+    for array in (table.tokens, table.labelled, table.clips, table.where[:, 2], train):
+        data.update(np.ascontiguousarray(array))
+    batch = (f"{args.max_tokens_per_batch} tokens" if args.max_tokens_per_batch else
+             f"{args.per_device_train_batch_size} samples") + (" by length" if args.group_by_length else "")
+    return {"method": "lora" if args.use_lora else "full", "base model": fingerprint_weights(folder),
+            "training data": data.hexdigest()[:16], "pack": batch, "seed": args.seed}
+
+
+def find_resume(args, identity):
+    """(checkpoint folder or None, its meta dict or None) for --resume; raises UserError when it is another run's."""
+    if args.resume == "none":
+        if checkpoint.checkpoints(args.output_dir):
+            raise UserError(f"--resume none, but {args.output_dir} holds checkpoints: give another --output_dir, "
+                            "delete them, or use --resume auto")
+        return None, None
+    if args.resume == "auto":
+        path = checkpoint.newest_whole(args.output_dir)
+        if path is None:
+            if checkpoint.checkpoints(args.output_dir):
+                raise UserError(f"{args.output_dir}: every checkpoint is damaged; delete them to start anew")
+            return None, None
+    else:
+        path = Path(args.resume)
+        wrong = checkpoint.damage(path) if path.is_dir() else "no such folder"
+        if wrong:
+            raise UserError(f"--resume {path}: {wrong}")
+    meta = checkpoint.load_meta(path)
+    for name, value in identity.items():
+        if meta["identity"].get(name) != value:
+            raise UserError(f"{path}: was made with another {name} ({meta['identity'].get(name)}, this run {value}); "
+                            "give the same flags or another --output_dir")
+    return path, meta
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loss, validation, saving
+
+
+def total_loss(audio_sum, n_audio, text_sum, n_text, args, codebooks):
+    """Sums over targets and their global counts -> the loss as defined at the top; works on tensors and floats."""
+    scale = codebooks if args.audio_loss_reduction == "sum" else 1
+    return audio_sum * (scale / max(1, n_audio)) + text_sum * (args.text_loss_weight / max(1, n_text))
+
+
+def loss_report(sums, n_audio, n_text, args, prefix, codebooks):
+    """[audio per codebook.., text, eos loss, eos correct, eos number] summed over all ranks -> {metric name: float}."""
+    audio, (text, eos, correct, n_eos) = sums[:codebooks], sums[codebooks:codebooks + 4]
+    values = {"loss": total_loss(sum(audio), n_audio, text, n_text, args, codebooks),
+              "audio_loss": sum(audio) / max(1, n_audio), "text_loss": text / max(1, n_text),
+              "eos_loss": eos / max(1, n_eos), "eos_accuracy": correct / max(1, n_eos)}
+    values |= {f"audio_loss_codebook_{k}": s * codebooks / max(1, n_audio) for k, s in enumerate(audio)}
+    return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
+def autocast(args, device):
+    return torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
+
+
+@torch.no_grad()
+def evaluate(world, args, model, table, ids, held_out):
+    """Exact target-weighted validation losses {eval/...: float}, the same for --eval_ranks rank0 and all."""
+    order = PackOrder(table.lengths[held_out], samples_per_pack=args.per_device_eval_batch_size, shuffle=False)
+    codebooks = ids.num_codebooks
+
+    def share(rank, size):
+        packs = [[int(held_out[i]) for i in pack] for pack in rank_packs(order, rank, size, 1, epochs=1)]
+        sums = torch.zeros(codebooks + 4, dtype=torch.float64, device=world.device)
+        for batch in make_loader(table, ids, packs, num_workers=min(1, args.num_workers), prefetch_factor=2,
+                                 pin_memory=False):
+            with autocast(args, world.device):
+                audio, text, eos = model(batch.to(world.device))
+            sums += torch.cat([audio, text[None], eos]).double()
+        return sums
+
+    model.eval()
+    if args.eval_ranks == "rank0":
+        sums = parallel.rank0_first(world, lambda: share(0, 1).tolist())
+    else:
+        sums = parallel.all_sum(world, share(world.rank, world.size)).tolist()
+    model.train()
+    return loss_report(sums, int(table.audio_targets[held_out].sum()), int(table.text_targets[held_out].sum()), args,
+                       "eval", codebooks)
+
+
+def save_checkpoint(world, args, model, native, tokenizer, folder, optimizer, position, meta):
+    """Write checkpoint-<step> on rank 0 while the others wait; returns its path. Any failure ends all ranks."""
+    states = parallel.gather_objects(world, checkpoint.rng_state(world.device))
+
+    def write_model(path):
+        if args.use_lora:
+            lora.save_lora(model.net, path)
+        else:
+            higgs.save_model(native, tokenizer, path, folder)
+
+    def write():
+        try:
+            return str(checkpoint.save(args.output_dir, position["step"], write_model,
+                                       {"optimizer": optimizer.state_dict(), "rng": states},
+                                       {**position, **meta, "args": vars(args)}, args.save_total_limit))
+        except Exception as error:
+            raise UserError(f"checkpoint-{position['step']} could not be written to {args.output_dir} ({error}); "
+                            "earlier checkpoints are intact")
+    return parallel.rank0_first(world, write)
+
+
+def bad_step_report(world, step, flags, skipped):
+    """Raise or report a skipped step: which samples' losses were not finite, gathered from all ranks."""
+    local = [name for finite, names in flags if not finite.item() for name in names]
+    names = sorted({name for rank_names in parallel.gather_objects(world, local) for name in rank_names})
+    what = f"samples with a non-finite loss: {'; '.join(names[:20])}" if names else "every loss was finite"
+    text = f"step {step}: gradient norm is not finite, step skipped ({skipped} so far); {what}"
+    if world.is_main:
+        tqdm.write(text)
+    return text
+
+
+def console_line(step, total_steps, epoch, v, codebooks, eta_s):
+    """One aligned line of the numbers in metrics.jsonl, with units."""
+    books = "/".join(f"{v[f'train/audio_loss_codebook_{k}']:.2f}" for k in range(codebooks))
+    mfu = f" | mfu {v['train/mfu'] * 100:4.1f}%" if "train/mfu" in v else ""
+    return (f"step {step:>6}/{total_steps} | epoch {epoch:6.2f} | loss {v['train/loss']:7.4f} | "
+            f"audio {v['train/audio_loss']:6.3f} ({books}) | text {v['train/text_loss']:6.3f} | "
+            f"eos {v['train/eos_loss']:6.3f} acc {v['train/eos_accuracy'] * 100:5.1f}% | "
+            f"lr {v['train/learning_rate']:.2e} | grad_norm {v['train/grad_norm']:7.3f} | "
+            f"{v['train/throughput']:>8,.0f} tok/s {v['train/audio_seconds_per_second']:>7,.1f} audio-s/s "
+            f"{v['train/samples_per_second']:>6,.1f} samples/s | pad {v['train/padding'] * 100:4.1f}% | "
+            f"wait {v['train/data_wait_seconds']:5.2f} s | mem {v['train/memory_gib']:5.2f} GiB{mfu} | "
+            f"eta {metrics.duration(eta_s)}")
+
+
+def print_sample(table, tokenizer, ids, batch):
+    """--enable_strategic_logging: show the first sample of a batch the way the model sees it."""
+    if not batch.samples:
+        return
+    tokens = batch.input_ids[:batch.seqlens[0]]
+    text = tokenizer.decode(tokens[(tokens != ids.audio) & (tokens != ids.delay)])
+    tqdm.write(f"sample     {table.name(batch.samples[0])}: {batch.seqlens[0]} tokens; batch trains "
+               f"{batch.counts['audio_targets']} codes and {batch.counts['text_targets']} text tokens; text {text!r}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Main
+
+
+def main(argv=None):
+    args = build_parser().parse_args(argv)
+    with parallel.one_clear_error():
+        train(args)
+    parallel.finish()
+
+
+def train(args):
+    # -- ranks, paths, data -------------------------------------------------------------------------------------------
+    check_flags(args, int(os.environ.get("WORLD_SIZE", "1")))
+    world = parallel.init(args.collective_timeout, args.wait_timeout)
+    device, main_rank = world.device, world.is_main
+    if args.tf32:
+        torch.set_float32_matmul_precision("high")
+    (folder, config_dict), (codec_dir, _) = parallel.rank0_first(world, lambda: (
+        higgs.find_model(args.model_path), higgs.find_codec(args.audio_tokenizer_path)))
+    parallel.rank0_first(world, prepare_output, args.output_dir)
+    config = higgs.native_config(config_dict)
+    tokenizer = higgs.load_tokenizer(folder)
+    ids = token_ids(tokenizer, config)
+    books = ids.num_codebooks
+    table, train_ids, eval_ids = prepare_data(world, args, tokenizer, ids, codec_dir)
+    train_ids = limit_lengths(world, args, config, table, train_ids)
+    eval_ids = limit_lengths(world, args, config, table, eval_ids)
+    if not len(train_ids):
+        raise UserError("no training samples are left after the length limit")
+    identity, meta = run_identity(args, folder, table, train_ids), None
+    resume, meta = parallel.rank0_first(world, find_resume, args, identity)
+
+    # -- order, steps -------------------------------------------------------------------------------------------------
+    accumulation = args.gradient_accumulation_steps
+    order = PackOrder(table.lengths[train_ids], seed=args.seed, group_by_length=args.group_by_length,
+                      tokens_per_pack=args.max_tokens_per_batch,
+                      samples_per_pack=0 if args.max_tokens_per_batch else args.per_device_train_batch_size)
+    per_step = world.size * accumulation
+    steps_per_epoch = -(-order.packs_per_epoch // per_step)
+    at = {key: meta[key] for key in ("step", "epoch", "first")} if meta else {"step": 0, "epoch": 0, "first": 0}
+    left = max(0, args.num_train_epochs - at["epoch"]) * steps_per_epoch - at["first"] // per_step
+    total_steps = args.max_steps or at["step"] + max(0, left)
+    epochs = sys.maxsize if args.max_steps else args.num_train_epochs
+    samples_per_step = per_step * args.per_device_train_batch_size
+    peak_lr = args.learning_rate
+    if args.scale_lr_from_batch:
+        peak_lr = optim.sqrt_lr(peak_lr, samples_per_step, args.scale_lr_from_batch)
+
+    # -- model, optimizer, resume -------------------------------------------------------------------------------------
+    parallel.seed_everything(args.seed)         # the same adapters on every rank
+    model, native = build_model(args, folder, config_dict, resume)
+    model.to(device).train()
+    if args.compile:
+        for layer in native.model.layers:
+            layer.compile()
+    wrapped = parallel.wrap(model, world)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
+                                  (args.adam_beta1, args.adam_beta2), higgs.decays)
+    parallel.seed_everything(args.seed, world.rank)     # other dropout on every rank
+    best_loss, best_step = float("inf"), None
+    if meta:
+        optimizer.load_state_dict(checkpoint.load_state(resume, "optimizer"))
+        states = checkpoint.load_state(resume, "rng")
+        if world.rank < len(states):
+            checkpoint.set_rng_state(states[world.rank], device)
+        best_loss, best_step = meta["best_loss"] or float("inf"), meta["best_step"]
+    packs = ([int(train_ids[i]) for i in pack] for pack in
+             rank_packs(order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
+    batches = iter(make_loader(table, ids, packs, num_workers=args.num_workers, prefetch_factor=args.prefetch_factor,
+                               pin_memory=device.type == "cuda", pad_to=args.max_tokens_per_batch))
+
+    log, peak = None, metrics.peak_flops(device)
+    if main_rank:
+        board = Path(args.logging_dir) / Path(args.output_dir).resolve().name
+        log = metrics.MetricsLog(args.output_dir, board, {args.report_to}, vars(args), at["step"], args.wandb_project)
+        lengths = table.lengths[train_ids]
+        n_train = sum(p.numel() for p in trainable)
+        print(f"device     {world.size} x {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}, "
+              f"torch {torch.__version__}, {'bf16 autocast' if args.bf16 else 'fp32'}\n"
+              f"model      {sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M parameters, "
+              f"{n_train / 1e6:,.3f} M trainable ({'LoRA' if args.use_lora else 'full'})\n"
+              f"samples    {len(train_ids)} to train, {len(eval_ids)} to validate; tokens mean {lengths.mean():.0f} "
+              f"max {lengths.max()}; {table.frames[train_ids].sum() / FRAME_RATE / 3600:.2f} h of audio\n"
+              f"steps      {total_steps} ({steps_per_epoch} an epoch), {per_step} packs a step = {world.size} ranks x "
+              f"{accumulation} micro-steps; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\n"
+              f"start      step {at['step']}, {f'resumed from {resume}' if resume else 'base model'}", flush=True)
+
+    # -- loop ---------------------------------------------------------------------------------------------------------
+    bad_steps = optim.BadSteps(device)
+    sums = torch.zeros(books + 4 + 2, dtype=torch.float64, device=device)   # losses, eos, then audio and text targets
+    seen = dict.fromkeys(("tokens", "frames", "samples", "slots", "flops", "wait", "steps"), 0)
+    since, saved_step = time.monotonic(), at["step"] if resume else None
+    bar = tqdm(total=total_steps, initial=at["step"], unit="step", disable=None if main_rank else True)
+
+    def save():
+        nonlocal saved_step
+        path = save_checkpoint(world, args, model, native, tokenizer, folder, optimizer, at,
+                               {"identity": identity, "best_step": best_step,
+                                "best_loss": best_loss if best_step is not None else None})
+        saved_step = at["step"]
+        return path
+
+    def validate():
+        nonlocal best_loss, best_step
+        values = evaluate(world, args, model, table, ids, eval_ids)
+        if main_rank:
+            log.write(at["step"], values)
+            tqdm.write(f"eval   step {at['step']:>6} | loss {values['eval/loss']:7.4f} | "
+                       f"audio {values['eval/audio_loss']:6.3f} | text {values['eval/text_loss']:6.3f} | "
+                       f"eos {values['eval/eos_loss']:6.3f} acc {values['eval/eos_accuracy'] * 100:5.1f}%")
+        if values["eval/loss"] < best_loss:
+            best_loss, best_step = values["eval/loss"], at["step"]
+            save()
+
+    while at["step"] < total_steps:
+        if at["first"] >= order.packs_per_epoch:
+            at["epoch"], at["first"] = at["epoch"] + 1, 0
+        window = train_ids[order.window(at["epoch"], at["first"], per_step)]
+        n_audio, n_text = int(table.audio_targets[window].sum()), int(table.text_targets[window].sum())
+        step_sums, flags = torch.zeros_like(sums), []
+        for micro in range(accumulation):
+            waited = time.monotonic()
+            batch = next(batches)
+            seen["wait"] += time.monotonic() - waited
+            mine = list(batch.samples)
+            assert batch.counts["audio_targets"] == table.audio_targets[mine].sum(), "loader and plan disagree"
+            if main_rank and args.enable_strategic_logging and micro == 0 \
+                    and at["step"] % args.strategic_logging_steps == 0:
+                print_sample(table, tokenizer, ids, batch)
+            batch = batch.to(device, non_blocking=True)
+            with parallel.gradient_sync(wrapped, micro == accumulation - 1):
+                with autocast(args, device):
+                    audio, text, eos = wrapped(batch)
+                loss = total_loss(audio.sum(), n_audio, text, n_text, args, books)
+                (loss * world.size).backward()          # DDP averages over ranks; the loss is already a global mean
+            step_sums[:books + 4] += torch.cat([audio.detach(), text.detach()[None], eos])
+            flags.append((torch.isfinite(loss.detach()), [table.name(i) for i in mine]))
+        norm = optim.clip_gradients(trainable, args.max_grad_norm)
+        bad = 1 - torch.isfinite(norm).float()          # the same on every rank; a bad loss makes its gradient bad
+        factor = optim.lr_factor(at["step"], total_steps, args.warmup_steps, args.lr_scheduler, args.min_lr_ratio)
+        for group in optimizer.param_groups:
+            group["lr"] = peak_lr * factor
+        optim.guarded_step(optimizer, bad)
+        optimizer.zero_grad(set_to_none=True)
+        step_sums[-2] += n_audio
+        step_sums[-1] += n_text
+        sums += torch.where(bad > 0, 0.0, step_sums)
+        at["step"], at["first"] = at["step"] + 1, at["first"] + per_step
+
+        previous = bad_steps.pop()
+        bad_steps.push(bad, (at["step"], flags))
+        last = at["step"] == total_steps
+        for about in (previous, bad_steps.pop() if last else None):
+            if about:
+                text = bad_step_report(world, *about, bad_steps.total)
+                if bad_steps.in_a_row >= args.max_bad_steps:
+                    raise UserError(f"{bad_steps.in_a_row} steps in a row had a non-finite gradient; {text}")
+
+        # -- log ------------------------------------------------------------------------------------------------------
+        sample_lengths = table.lengths[window].astype(np.int64)
+        pairs = int((sample_lengths * (sample_lengths + 1) // 2).sum())
+        tokens = int(sample_lengths.sum())
+        slots = per_step * args.max_tokens_per_batch if args.max_tokens_per_batch else \
+            tokens + max(0, at["first"] - order.packs_per_epoch)        # an empty pack is one token of padding
+        for key, value in (("tokens", tokens), ("frames", int(table.frames[window].sum())), ("samples", len(window)),
+                           ("slots", slots), ("steps", 1),
+                           ("flops", higgs.flops_per_pack(config, tokens, n_audio, n_text, pairs, args.use_lora))):
+            seen[key] += value
+        if at["step"] % args.logging_steps == 0 or last:
+            all_sums = parallel.all_sum(world, sums).tolist()
+            n_audio, n_text = (n / world.size for n in all_sums[-2:])       # every rank added the global counts
+            now, step_norm = time.monotonic(), float(norm)
+            if main_rank:
+                span = now - since
+                memory, _ = metrics.peak_memory(device)
+                values = loss_report(all_sums, n_audio, n_text, args, "train", books) | {
+                    "train/learning_rate": peak_lr * factor, "train/grad_norm": step_norm,
+                    "train/epoch": at["epoch"] + min(1.0, at["first"] / order.packs_per_epoch),
+                    "train/throughput": seen["tokens"] / span,
+                    "train/audio_seconds_per_second": seen["frames"] / FRAME_RATE / span,
+                    "train/samples_per_second": seen["samples"] / span,
+                    "train/step_seconds": span / seen["steps"], "train/padding": 1 - seen["tokens"] / seen["slots"],
+                    "train/data_wait_seconds": seen["wait"], "train/bad_steps": bad_steps.total,
+                    "train/memory_gib": memory}
+                if device.type == "cuda":
+                    values["system/gpu_memory_allocated"] = memory
+                if peak:
+                    values["train/mfu"] = seen["flops"] / span / (peak * world.size)
+                log.write(at["step"], values)
+                tqdm.write(console_line(at["step"], total_steps, values["train/epoch"], values, books,
+                                        (total_steps - at["step"]) * span / seen["steps"]))
+            sums.zero_()
+            seen, since = dict.fromkeys(seen, 0), now
+        bar.update(1)
+
+        # -- validate, save -------------------------------------------------------------------------------------------
+        paused = time.monotonic()
+        if len(eval_ids) and (last or (args.eval_steps and at["step"] % args.eval_steps == 0)):
+            validate()
+        if saved_step != at["step"] and (last or (args.save_steps and at["step"] % args.save_steps == 0)):
+            save()
+        since += time.monotonic() - paused      # throughput is about training steps
+
+    bar.close()
+    if main_rank:
+        log.close()
+        final = checkpoint.checkpoints(args.output_dir)[-1][1]
+        print(f"done       step {at['step']}; {bad_steps.total} steps skipped; final checkpoint {final}"
+              + (f"; best validation loss {best_loss:.4f} at step {best_step}" if best_step is not None else ""))
+
+
+if __name__ == "__main__":
+    main()
