@@ -4,9 +4,10 @@ output_dir/checkpoint-<step>/ holds what people use (adapter or model files) bes
 states of every rank, position) and manifest.json, written last, with the size and SHA-256 of every file. The folder is
 built under a .tmp name, synced to disk and renamed, so a kill at any instant leaves the last whole one untouched.
 
-Shared module: torch and numpy only, imports nothing of ours.
+Shared module: torch and numpy; copy parallel.py (UserError) with it.
 """
 import hashlib
+import io
 import json
 import os
 import random
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
+from parallel import UserError
 
 MANIFEST = "manifest.json"
 STATE_DIR = "trainer_state"
@@ -50,17 +53,20 @@ def sha256_file(path):
 
 
 def rng_state(device):
-    """Random states of this process (python, numpy, torch CPU, this GPU), loadable with weights_only=True."""
+    """Random states of this process (python, numpy, torch CPU, this GPU) as bytes."""
     kind, keys, *rest = np.random.get_state()
     state = {"python": random.getstate(), "numpy": (kind, torch.from_numpy(keys.copy()), *rest),
              "torch": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
 
 
-def set_rng_state(state, device):
-    """Put back what rng_state returned."""
+def set_rng_state(data, device):
+    """Put back what rng_state returned (bytes)."""
+    state = torch.load(io.BytesIO(data), weights_only=True)
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]
@@ -159,3 +165,31 @@ def load_meta(path):
 def load_state(path, stem):
     """Object saved as trainer_state/<stem>.pt, on the CPU."""
     return torch.load(Path(path) / STATE_DIR / f"{stem}.pt", map_location="cpu", weights_only=True)
+
+
+def find_resume(output_dir, resume, identity):
+    """(checkpoint folder or None, its meta or None) for --resume auto | none | FOLDER.
+
+    identity: {name: value} that the checkpoint's meta must share. Raises UserError when nothing usable is there, or it
+    is another run's.
+    """
+    path = Path(resume)
+    if resume == "none":
+        if checkpoints(output_dir):
+            raise UserError(f"--resume none, but {output_dir} holds checkpoints: give another --output_dir, delete "
+                            "them, or use --resume auto")
+        return None, None
+    if resume == "auto":
+        path = newest_whole(output_dir)
+        if path is None:
+            if checkpoints(output_dir):
+                raise UserError(f"{output_dir}: every checkpoint is damaged; delete them to start anew")
+            return None, None
+    elif wrong := damage(path) if path.is_dir() else "no such folder":
+        raise UserError(f"--resume {path}: {wrong}")
+    meta = load_meta(path)
+    for name, value in identity.items():
+        if meta["identity"].get(name) != value:
+            raise UserError(f"{path}: was made with another {name} ({meta['identity'].get(name)}, this run {value}); "
+                            "give the same flags or another --output_dir")
+    return path, meta

@@ -10,7 +10,11 @@ T codes and one end-of-stream are trained, begin-of-stream and the fill never. A
 
 No worker imports the model or touches CUDA. Copy with it: chatml.py, code_cache.py, parallel.py, checkpoint.py.
 """
+import itertools
 import json
+import shutil
+import time
+import uuid
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -18,9 +22,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from chatml import Clip
-from code_cache import FRAME_RATE, CodeReader
-from parallel import UserError, problem_text
+import parallel
+from chatml import Clip, read_samples
+from code_cache import FRAME_RATE, CodeReader, ensure_codes
+from parallel import UserError
 
 IGNORE = -100
 CONTROL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
@@ -214,14 +219,74 @@ def split_validation(n, share, seed):
     return np.sort(order[held_out:]), np.sort(order[:held_out])
 
 
-def within_length(table, numbers, max_length, drop, what):
-    """Sample numbers of at most max_length tokens. Longer ones are dropped, or raise UserError naming them."""
-    long = numbers[table.lengths[numbers] > max_length]
+def within_length(table, numbers, limits, drop):
+    """Sample numbers that fit every limit {flag: tokens}. Longer ones are dropped, or raise UserError naming them."""
+    flag, limit = min(limits.items(), key=lambda item: item[1])
+    long = numbers[table.lengths[numbers] > limit]
     if len(long) and not drop:
         lines = [f"{table.name(i)}: {table.lengths[i]} tokens ({table.frames[i] / FRAME_RATE:.1f} s of audio), more "
-                 f"than {what} {max_length}" for i in long]
-        raise UserError(problem_text(lines) + "\nfix: shorten them, raise the limit, or pass --drop_too_long")
-    return numbers[table.lengths[numbers] <= max_length]
+                 f"than {flag} {limit}" for i in long]
+        raise UserError(parallel.problem_text(lines) + "\nfix: shorten them, raise the limit, or pass --drop_too_long")
+    return numbers[table.lengths[numbers] <= limit]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From the user's files to the table
+
+
+def read_all(train, held_out, tokenizer, ids, task_type, ref_in_system):
+    """Read and tokenise the training and the (optional) validation source: (TableBuilder, number of training samples).
+
+    Raises UserError with every sample that cannot be used, or when a source is empty.
+    """
+    builder, problems, counts = TableBuilder(tokenizer, ids), [], []
+    for source in (train, held_out):
+        samples = read_samples(source, problems, task_type, ref_in_system) if source else iter(())
+        before = len(builder)
+        while chunk := list(itertools.islice(samples, 4096)):
+            builder.add(chunk, problems)
+        if source and not problems and len(builder) == before:
+            raise UserError(f"{source}: holds no samples")
+        counts.append(len(builder) - before)
+    if problems:
+        raise UserError(parallel.problem_text(problems))
+    return builder, counts[0]
+
+
+def prepare_table(world, args, tokenizer, ids, codec_dir):
+    """All between the user's files and training, on every rank: read, encode what is new, write and map the table.
+
+    args: the trainer's flags. Returns (Table, numbers of the training samples, numbers of the validation samples).
+    """
+    builder, start = None, time.monotonic()
+
+    def read():
+        nonlocal builder
+        builder, n_train = read_all(args.train_data_file or args.train_data_dir,
+                                    args.eval_data_file or args.eval_data_dir, tokenizer, ids,
+                                    args.task_type, args.ref_audio_in_system_message)
+        print(f"data       {n_train} training samples, {len(builder) - n_train or 'no'} separate validation samples, "
+              f"{len(builder.clips)} distinct clips (read in {time.monotonic() - start:.1f} s)", flush=True)
+        return n_train, len(builder)
+
+    def write():
+        for old in Path(args.output_dir).glob("table-*"):       # a running job keeps what it has mapped
+            shutil.rmtree(old, ignore_errors=True)
+        folder = Path(args.output_dir) / f"table-{uuid.uuid4().hex[:8]}"
+        builder.write(folder, *codes)
+        return folder
+
+    n_train, n = parallel.rank0_first(world, read)
+    codes = ensure_codes(world, builder.clips if builder else [], codec_dir,
+                         args.code_cache or Path(args.output_dir) / "codes", ids.num_codebooks,
+                         args.preprocess_num_proc, args.wait_timeout)
+    table = Table(parallel.rank0_first(world, write))
+    train, held_out = np.arange(n_train), np.arange(n_train, n)
+    if args.disable_eval:
+        held_out = held_out[:0]
+    elif n == n_train:
+        train, held_out = split_validation(n_train, args.validation_split, args.seed)
+    return table, train, held_out
 
 
 # ---------------------------------------------------------------------------------------------------------------------

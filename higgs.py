@@ -7,6 +7,7 @@ supervised rows only, no host sync anywhere.
 
 Copy with it: data.py (PackedBatch), parallel.py (UserError), and what data.py names.
 """
+import hashlib
 import inspect
 import json
 import os
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
 
 from data import IGNORE, PackedBatch
 from parallel import UserError
@@ -43,6 +45,7 @@ from transformers.models.higgs_audio_v2.modeling_higgs_audio_v2 import (  # noqa
     apply_rotary_pos_emb,
 )
 
+logging.disable_progress_bar()      # of weights; one a rank would drown the log
 VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters      # torch >= 2.13
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -108,11 +111,12 @@ class PackedDecoderLayer(HiggsAudioV2DecoderLayer):
 class PackedHiggs(nn.Module):
     """What DDP wraps: forward(batch) -> sums, not means, so that any split over ranks and micro-steps adds up.
 
-    net: the native model, or the PeftModel around it.
+    net: the native model, or the PeftModel around it. recompute: activation checkpointing of every layer.
     """
 
-    def __init__(self, net):
+    def __init__(self, net, recompute=False):
         super().__init__()
+        self.recompute = recompute
         self.net = net
         self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]  # listed: not registered twice
         for layer in self.base_model.model.layers:
@@ -134,7 +138,10 @@ class PackedHiggs(nn.Module):
         packed = (n_text, order, batch.seq_index, cos[0], sin[0], batch.cu_seqlens, batch.longest,
                   None if hidden.is_cuda and torch.is_autocast_enabled("cuda") else batch.seqlens)
         for layer in model.layers:
-            hidden = layer(hidden, packed=packed)
+            if self.recompute and self.training:
+                hidden = checkpoint(layer, hidden, packed=packed, use_reentrant=False)
+            else:
+                hidden = layer(hidden, packed=packed)
         return model.norm(hidden)
 
     def forward(self, batch: PackedBatch):
@@ -333,3 +340,16 @@ def save_model(model, tokenizer, folder, source):
     for name in EXTRA_FILES:
         if os.path.exists(os.path.join(source, name)) and not os.path.exists(os.path.join(folder, name)):
             shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
+
+
+def fingerprint_weights(folder):
+    """Short hash of a checkpoint folder's config and of both ends of each weight file: which model is this?"""
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).glob("*.safetensors")) + [Path(folder) / "config.json"]:
+        with open(path, "rb") as f:
+            size = f.seek(0, os.SEEK_END)
+            digest.update(f"{path.name} {size}".encode())
+            for at in (0, max(0, size - 2**20)):
+                f.seek(at)
+                digest.update(f.read(2**20))
+    return digest.hexdigest()[:16]

@@ -6,6 +6,7 @@ Copy with it: higgs.py and what that file names.
 """
 import argparse
 import json
+import warnings
 from pathlib import Path
 
 import torch
@@ -37,7 +38,9 @@ def add_lora(model, rank, alpha, dropout, targets, base_name):
                             f"or endings such as q_proj, mlp.gate_proj, audio_mlp.gate_proj")
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none",
                         base_model_name_or_path=base_name)
-    wrapped = get_peft_model(model, config)
+    with warnings.catch_warnings():     # peft asks transformers in a way that newer transformers finds old
+        warnings.simplefilter("ignore", FutureWarning)
+        wrapped = get_peft_model(model, config)
     for module in wrapped.modules():        # autocast picks the compute dtype; PEFT need not cast inputs to fp32 first
         if hasattr(module, "cast_input_dtype_enabled"):
             module.cast_input_dtype_enabled = False

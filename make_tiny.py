@@ -7,12 +7,14 @@
     OUT_DIR/speech      synthesised sentences as wav files, in mixed sample rates, mono and stereo
     OUT_DIR/train.json  one ChatML voice-cloning sample a clip, audio paths relative to OUT_DIR
 
-The same seed writes the same weights and, with --voice numpy, the same wav bytes on any machine. Nothing here can
-speak well: the weights are random, and only file formats, shapes and token ids are those of the real model.
+The same seed writes the same files again. The weights are random, so the model cannot speak before it is trained:
+only file formats, shapes, token names and the codec's geometry are those of the real one. OUT_DIR/model names the
+codec by its absolute path, so make it anew rather than move it.
 """
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -93,68 +95,32 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 """
 
-SENTENCES = """\
-The kettle is singing on the stove.
-Please leave the window open tonight.
-Remember this: the door is never locked.
-A small boat drifted past the lighthouse.
-My sister plays the cello every morning.
-The bakery sells warm bread before dawn.
-He counted the coins twice and sighed.
-Our train was late because of the snow.
-She asked one question: where is the map?
-The garden smells of mint after the rain.
-Nobody expected the old clock to work.
-They painted the fence a bright yellow.
-Keep your gloves dry on the way up.
-The river is wider than it looks.
-There are two rules: listen, then answer.
-Could you pass me the blue notebook?
-Winter arrived early in the valley.
-The violin was hidden behind the piano.
-I would rather walk than take the bus.
-Seven geese crossed the empty field.
-Her answer was short: maybe tomorrow.
-The library closes at six on Fridays.
-We found a fossil under the bridge.
-His coat was too thin for the wind.
-Turn left where the road meets the mill.
-A quiet voice came from the next room.
-The recipe is simple: flour, salt and water.
-Both brothers became excellent sailors.
-The moon rose slowly over the harbour.
-Someone left a note under the vase.
-Fresh paint makes the hallway look larger.
-The fox waited until the lamps went out.
-Write the number down before you forget.
-It was the warmest evening of the year.
-The teacher smiled and closed the book.
-One thing is certain: the bridge will hold.
-Every window in the tower was glowing.
-The puppy chewed on a wooden spoon.
-Do not worry, the storm has passed.
-An honest friend is hard to replace.
-The market opens when the bell rings.
-Grandfather keeps his letters in a tin.
-You can hear the sea from the attic.
-The last page of the diary was missing.
-We shared an orange on the station steps.
-The captain gave one order: hold the course.
-Thick fog covered the airport all day.
-A single candle lit the whole kitchen.
-The children built a castle of wet sand.
-She repairs bicycles in a narrow street.
-His laughter carried across the lake.
-The orchestra tuned and fell silent.
-Take the umbrella, just to be safe.
-Golden leaves gathered by the gate.
-The museum bought a very strange lamp.
-Even the cat refused to go outside.
-Her plan had a flaw: nobody could swim.
-The mountain path is steep but short.
-I will call you as soon as we land.
-Good night, and thank you for the soup.
-""".splitlines()
+STORY = """\
+The kettle is singing on the stove. Please leave the window open tonight. Remember this: the door is never locked.
+A small boat drifted past the lighthouse. My sister plays the cello every morning.
+The bakery sells warm bread before dawn. He counted the coins twice and sighed.
+Our train was late because of the snow. She asked one question: where is the map?
+The garden smells of mint after the rain. Nobody expected the old clock to work.
+They painted the fence a bright yellow. Keep your gloves dry on the way up. The river is wider than it looks.
+There are two rules: listen, then answer. Could you pass me the blue notebook? Winter arrived early in the valley.
+The violin was hidden behind the piano. I would rather walk than take the bus. Seven geese crossed the empty field.
+Her answer was short: maybe tomorrow. The library closes at six on Fridays. We found a fossil under the bridge.
+His coat was too thin for the wind. Turn left where the road meets the mill. A quiet voice came from the next room.
+The recipe is simple: flour, salt and water. Both brothers became excellent sailors.
+The moon rose slowly over the harbour. Someone left a note under the vase. Fresh paint makes the hallway look larger.
+The fox waited until the lamps went out. Write the number down before you forget.
+It was the warmest evening of the year. The teacher smiled and closed the book.
+One thing is certain: the bridge will hold. Every window in the tower was glowing. The puppy chewed on a wooden spoon.
+Do not worry, the storm has passed. An honest friend is hard to replace. The market opens when the bell rings.
+Grandfather keeps his letters in a tin. You can hear the sea from the attic. The last page of the diary was missing.
+We shared an orange on the station steps. The captain gave one order: hold the course.
+Thick fog covered the airport all day. A single candle lit the whole kitchen. The children built a castle of wet sand.
+She repairs bicycles in a narrow street. His laughter carried across the lake. The orchestra tuned and fell silent.
+Take the umbrella, just to be safe. Golden leaves gathered by the gate. The museum bought a very strange lamp.
+Even the cat refused to go outside. Her plan had a flaw: nobody could swim. The mountain path is steep but short.
+I will call you as soon as we land. Good night, and thank you for the soup.
+"""
+SENTENCES = re.split(r"(?<=[.?])\s+", STORY.strip())
 
 # Numpy voice, per letter: three formants in Hz, then how loud its voiced part is and how loud its noise is.
 SOUNDS = {
@@ -207,8 +173,8 @@ def make_tokenizer(out_dir):
 def make_model(out_dir, tokenizer, seed=0, **config_overrides):
     """Saves a random float32 language model with its processor in OUT_DIR/model and returns it.
 
-    The text head is part of it, as in the released checkpoint. config_overrides are HiggsAudioV2Config fields; a name
-    it does not know is stored there unseen. Does not need torchaudio.
+    The text head is part of it, as in the released checkpoint. config_overrides are HiggsAudioV2Config fields; an
+    unknown name is stored there and has no effect. Does not need torchaudio.
     """
     token_id = tokenizer.convert_tokens_to_ids
     config = {
@@ -234,17 +200,10 @@ def make_model(out_dir, tokenizer, seed=0, **config_overrides):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = HiggsAudioV2ForConditionalGeneration(HiggsAudioV2Config(**config), use_text_head=True).eval()
-    model.generation_config = GenerationConfig(
-        bos_token_id=model.config.bos_token_id,
-        eos_token_id=model.config.eos_token_id,
-        pad_token_id=model.config.pad_token_id,
-        do_sample=True,
-        temperature=1.0,
-        top_k=50,
-        top_p=0.95,
-        ras_win_len=7,
-        ras_win_max_num_repeat=2,
-    )
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 50, "top_p": 0.95}
+    repetition = {"ras_win_len": 7, "ras_win_max_num_repeat": 2}
+    special = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.generation_config = GenerationConfig(**special, **sampling, **repetition)
     model.save_pretrained(Path(out_dir) / "model")
     save_processor(out_dir, tokenizer)
     return model
@@ -268,7 +227,7 @@ def save_processor(out_dir, tokenizer):
 
 
 def feature_extractor():
-    """Returns the codec's DacFeatureExtractor: (n,) mono float32 at 24 kHz, padded to whole frames of 960 samples."""
+    """Returns the codec's DacFeatureExtractor: takes (n,) mono float32 at 24 kHz, by default pads to whole frames."""
     return DacFeatureExtractor(feature_size=1, sampling_rate=CODEC_RATE, hop_length=int(np.prod(CODEC_STRIDES)))
 
 
@@ -279,23 +238,11 @@ def make_codec(out_dir, seed=0):
     """
     from transformers import DacConfig, HiggsAudioV2TokenizerConfig, HiggsAudioV2TokenizerModel, HubertConfig
 
-    acoustic = DacConfig(
-        encoder_hidden_size=2,
-        decoder_hidden_size=64,
-        hidden_size=16,
-        downsampling_ratios=CODEC_STRIDES,
-        upsampling_ratios=CODEC_STRIDES,
-    )
-    semantic = HubertConfig(
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        conv_dim=(8,) * 7,
-        num_conv_pos_embeddings=16,
-        num_conv_pos_embedding_groups=2,
-        mask_time_prob=0.0,
-    )
+    sizes = {"encoder_hidden_size": 2, "decoder_hidden_size": 64, "hidden_size": 16}
+    acoustic = DacConfig(downsampling_ratios=CODEC_STRIDES, upsampling_ratios=CODEC_STRIDES, **sizes)
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    position = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
+    semantic = HubertConfig(conv_dim=(8,) * 7, mask_time_prob=0.0, **sizes, **position)
     config = HiggsAudioV2TokenizerConfig(
         target_bandwidths=[0.5, 1, 1.5, 2],  # kbit/s; the last is 8 codebooks of 10 bits at 25 frames a second
         codebook_size=1024,

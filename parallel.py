@@ -8,6 +8,7 @@ validation on rank 0), where an NCCL watchdog would fire.
 Shared module: torch only, imports nothing of ours.
 """
 import contextlib
+import inspect
 import os
 import random
 import sys
@@ -181,8 +182,10 @@ def wrap(module, world):
     """
     if world.size == 1:
         return module
+    options = inspect.signature(DistributedDataParallel).parameters
+    sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"     # < 2.13
     return DistributedDataParallel(module, device_ids=[world.device.index] if world.device.type == "cuda" else None,
-                                   broadcast_buffers=False, gradient_as_bucket_view=True)
+                                   gradient_as_bucket_view=True, **{sync_buffers: False})
 
 
 def gradient_sync(module, on):

@@ -17,10 +17,8 @@ import argparse
 import hashlib
 import json
 import os
-import shutil
 import sys
 import time
-import uuid
 from pathlib import Path
 
 import numpy as np
@@ -33,9 +31,9 @@ import lora
 import metrics
 import optim
 import parallel
-from chatml import TASK_TYPES, read_samples
-from code_cache import FRAME_RATE, ensure_codes
-from data import Table, TableBuilder, make_loader, split_validation, token_ids, within_length
+from chatml import TASK_TYPES
+from code_cache import FRAME_RATE
+from data import make_loader, prepare_table, token_ids, within_length
 from packing import PackOrder, rank_packs
 from parallel import UserError
 
@@ -173,7 +171,7 @@ def check_flags(args, world_size):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Data and model
+# Output, model, identity
 
 
 def prepare_output(output_dir):
@@ -186,80 +184,11 @@ def prepare_output(output_dir):
         raise UserError(f"--output_dir {output_dir}: cannot be written ({error.strerror})")
 
 
-def build_table(args, tokenizer, ids):
-    """Read and tokenise all data (rank 0): (TableBuilder, number of training samples); validation samples follow."""
-    builder, problems, n_train = TableBuilder(tokenizer, ids), [], 0
-    for part, source in (("train", args.train_data_file or args.train_data_dir),
-                         ("eval", args.eval_data_file or args.eval_data_dir)):
-        if source:
-            chunk, before = [], len(builder)
-            for sample in read_samples(source, problems, args.task_type, args.ref_audio_in_system_message):
-                chunk.append(sample)
-                if len(chunk) == 4096:
-                    builder.add(chunk, problems)
-                    chunk = []
-            builder.add(chunk, problems)
-            if not problems and len(builder) == before:
-                raise UserError(f"{source}: holds no samples")
-        if part == "train":
-            n_train = len(builder)
-    if problems:
-        raise UserError(parallel.problem_text(problems))
-    return builder, n_train
-
-
-def prepare_data(world, args, tokenizer, ids, codec_dir):
-    """Table of all samples and the numbers of the training and validation ones: (Table, (n,), (m,)). All ranks."""
-    builder, n_train = None, 0
-    if world.is_main:
-        start = time.monotonic()
-
-    def read():
-        nonlocal builder, n_train
-        builder, n_train = build_table(args, tokenizer, ids)
-        return n_train, len(builder)
-    n_train, n = parallel.rank0_first(world, read)
-    if world.is_main:
-        print(f"data       {n_train} training samples, {n - n_train or 'no'} separate validation samples, "
-              f"{len(builder.clips)} distinct clips (read in {time.monotonic() - start:.1f} s)", flush=True)
-    cache = args.code_cache or os.path.join(args.output_dir, "codes")
-    codes = ensure_codes(world, builder.clips if builder else [], codec_dir, cache, ids.num_codebooks,
-                         args.preprocess_num_proc, args.wait_timeout)
-
-    def write():
-        for old in Path(args.output_dir).glob("table-*"):
-            shutil.rmtree(old, ignore_errors=True)
-        folder = Path(args.output_dir) / f"table-{uuid.uuid4().hex[:8]}"
-        builder.write(folder, *codes)
-        return str(folder)
-    table = Table(parallel.rank0_first(world, write))
-    train, held_out = np.arange(n_train), np.arange(n_train, n)
-    if args.disable_eval:
-        held_out = held_out[:0]
-    elif n == n_train:
-        train, held_out = split_validation(n_train, args.validation_split, args.seed)
-    return table, train, held_out
-
-
-def limit_lengths(world, args, config, table, numbers):
-    """Numbers of the samples that fit --max_length and the pack budget; says how many were dropped."""
-    kept = numbers
-    for what, limit in (("--max_length", args.max_length or config.max_position_embeddings),
-                        ("--max_tokens_per_batch", args.max_tokens_per_batch)):
-        if limit:
-            kept = within_length(table, kept, limit, args.drop_too_long, what)
-    if world.is_main and len(kept) < len(numbers):
-        print(f"data       dropped {len(numbers) - len(kept)} of {len(numbers)} samples as too long")
-    return kept
-
-
 def build_model(args, folder, config, resume):
     """(PackedHiggs on the CPU, its native model) with exactly the trainable weights requiring gradients."""
     dtype = torch.bfloat16 if args.bf16 and args.use_lora else torch.float32
     source = resume if resume and not args.use_lora else folder
     native = higgs.load_model(source, json.loads((Path(source) / "config.json").read_text()), dtype)
-    if args.gradient_checkpointing:
-        native.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     net = native
     if args.use_lora:
         net = lora.add_lora(native, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules,
@@ -270,20 +199,7 @@ def build_model(args, folder, config, resume):
         for name, parameter in native.named_parameters():
             parameter.requires_grad_("embed_audio_tokens" in name or "audio_lm_head" in name)
     higgs.freeze_unreachable(native, args.text_loss_weight)
-    return higgs.PackedHiggs(net), native
-
-
-def fingerprint_weights(folder):
-    """Short hash of a checkpoint folder's config and of both ends of each weight file: which model is this?"""
-    digest = hashlib.sha256()
-    for path in sorted(Path(folder).glob("*.safetensors")) + [Path(folder) / "config.json"]:
-        with open(path, "rb") as f:
-            size = f.seek(0, os.SEEK_END)
-            digest.update(f"{path.name} {size}".encode())
-            for at in (0, max(0, size - 2**20)):
-                f.seek(at)
-                digest.update(f.read(2**20))
-    return digest.hexdigest()[:16]
+    return higgs.PackedHiggs(net, args.gradient_checkpointing), native
 
 
 def run_identity(args, folder, table, train):
@@ -293,34 +209,8 @@ def run_identity(args, folder, table, train):
         data.update(np.ascontiguousarray(array))
     batch = (f"{args.max_tokens_per_batch} tokens" if args.max_tokens_per_batch else
              f"{args.per_device_train_batch_size} samples") + (" by length" if args.group_by_length else "")
-    return {"method": "lora" if args.use_lora else "full", "base model": fingerprint_weights(folder),
+    return {"method": "lora" if args.use_lora else "full", "base model": higgs.fingerprint_weights(folder),
             "training data": data.hexdigest()[:16], "pack": batch, "seed": args.seed}
-
-
-def find_resume(args, identity):
-    """(checkpoint folder or None, its meta dict or None) for --resume; raises UserError when it is another run's."""
-    if args.resume == "none":
-        if checkpoint.checkpoints(args.output_dir):
-            raise UserError(f"--resume none, but {args.output_dir} holds checkpoints: give another --output_dir, "
-                            "delete them, or use --resume auto")
-        return None, None
-    if args.resume == "auto":
-        path = checkpoint.newest_whole(args.output_dir)
-        if path is None:
-            if checkpoint.checkpoints(args.output_dir):
-                raise UserError(f"{args.output_dir}: every checkpoint is damaged; delete them to start anew")
-            return None, None
-    else:
-        path = Path(args.resume)
-        wrong = checkpoint.damage(path) if path.is_dir() else "no such folder"
-        if wrong:
-            raise UserError(f"--resume {path}: {wrong}")
-    meta = checkpoint.load_meta(path)
-    for name, value in identity.items():
-        if meta["identity"].get(name) != value:
-            raise UserError(f"{path}: was made with another {name} ({meta['identity'].get(name)}, this run {value}); "
-                            "give the same flags or another --output_dir")
-    return path, meta
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -454,13 +344,17 @@ def train(args):
     tokenizer = higgs.load_tokenizer(folder)
     ids = token_ids(tokenizer, config)
     books = ids.num_codebooks
-    table, train_ids, eval_ids = prepare_data(world, args, tokenizer, ids, codec_dir)
-    train_ids = limit_lengths(world, args, config, table, train_ids)
-    eval_ids = limit_lengths(world, args, config, table, eval_ids)
+    table, all_train, all_eval = prepare_table(world, args, tokenizer, ids, codec_dir)
+    limits = {"--max_length": args.max_length or config.max_position_embeddings,
+              "--max_tokens_per_batch": args.max_tokens_per_batch or sys.maxsize}
+    train_ids, eval_ids = (within_length(table, n, limits, args.drop_too_long) for n in (all_train, all_eval))
+    if main_rank and len(train_ids) + len(eval_ids) < len(all_train) + len(all_eval):
+        print(f"data       dropped as too long: {len(all_train) - len(train_ids)} of {len(all_train)} training and "
+              f"{len(all_eval) - len(eval_ids)} of {len(all_eval)} validation samples")
     if not len(train_ids):
         raise UserError("no training samples are left after the length limit")
-    identity, meta = run_identity(args, folder, table, train_ids), None
-    resume, meta = parallel.rank0_first(world, find_resume, args, identity)
+    identity = run_identity(args, folder, table, train_ids)
+    resume, meta = parallel.rank0_first(world, checkpoint.find_resume, args.output_dir, args.resume, identity)
 
     # -- order, steps -------------------------------------------------------------------------------------------------
     accumulation = args.gradient_accumulation_steps

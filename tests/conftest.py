@@ -1,0 +1,86 @@
+"""Shared pieces of the tests: one tiny real-architecture model and dataset a session, and real trainer processes."""
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")      # two busy cores: more threads make a tiny step 40 times slower
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+torch.set_num_threads(1)
+
+
+@dataclass
+class Tiny:
+    """A tiny native model, codec, speech and train.json, with the audio already encoded in a code cache."""
+    root: Path
+
+    @property
+    def model(self):
+        return self.root / "model"
+
+    @property
+    def codec(self):
+        return self.root / "codec"
+
+    @property
+    def train_json(self):
+        return self.root / "train.json"
+
+    @property
+    def codes(self):
+        return self.root / "codes"
+
+    def samples(self):
+        return json.loads(self.train_json.read_text())
+
+
+@dataclass
+class Run:
+    """A finished trainer process: exit status, what it printed, and the metrics it left."""
+    status: int
+    output: str
+    output_dir: Path
+
+    def metrics(self, name):
+        """{step: value} of one name in metrics.jsonl."""
+        rows = [json.loads(line) for line in (self.output_dir / "metrics.jsonl").read_text().splitlines()]
+        return {row["step"]: row[name] for row in rows if name in row}
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    import make_tiny
+    root = tmp_path_factory.mktemp("tiny")
+    make_tiny.main([str(root), "--clips", "24", "--speakers", "3", "--voice", "numpy"])
+    return Tiny(root)
+
+
+def trainer_command(tiny, output_dir, *flags, ranks=1):
+    """The command line of a trainer on the tiny model; flags override the defaults given here."""
+    launcher = [sys.executable] if ranks == 1 else \
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return [*launcher, str(ROOT / "train_v2_ddp.py"), "--model_path", str(tiny.model), "--audio_tokenizer_path",
+            str(tiny.codec), "--train_data_file", str(tiny.train_json), "--code_cache", str(tiny.codes),
+            "--output_dir", str(output_dir), "--logging_dir", str(output_dir) + "-logs", "--report_to", "none",
+            "--logging_steps", "1", "--warmup_steps", "2", "--num_workers", "1", "--preprocess_num_proc", "1",
+            *map(str, flags)]
+
+
+@pytest.fixture
+def train(tiny, tmp_path):
+    """train(*flags, ranks=1, name="out", env=None, ok=True) runs train_v2_ddp.py for real and returns a Run."""
+    def run(*flags, ranks=1, name="out", env=None, ok=True, timeout=300):
+        output_dir = tmp_path / name
+        done = subprocess.run(trainer_command(tiny, output_dir, *flags, ranks=ranks), cwd=tmp_path, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout,
+                              env={**os.environ, **(env or {})})
+        assert not ok or done.returncode == 0, done.stdout[-4000:]
+        return Run(done.returncode, done.stdout, output_dir)
+    return run
