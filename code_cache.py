@@ -16,6 +16,7 @@ import hashlib
 import heapq
 import io
 import os
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -377,7 +378,8 @@ class Progress:
 
     def __init__(self, world, total, label, limit_s):
         self.world, self.total, self.limit_s, self.local = world, total, limit_s, 0
-        self.bar = tqdm(total=total, desc=label, unit="clip", dynamic_ncols=True) if world.is_main else None
+        self.bar = tqdm(total=total, desc=label, unit="clip", mininterval=0.1 if sys.stderr.isatty() else 30) \
+            if world.is_main else None
 
     def _count(self, name, n=0):
         return self.world.store.add(f"progress/{name}", n)

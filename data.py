@@ -92,6 +92,7 @@ def conversation_pieces(sample):
         text = ""
         for part in turn.parts:
             if isinstance(part, Clip):
+                text += " " if turn.role == "system" else ""        # as the native template puts a scene's clip
                 if text:
                     yield text, turn.trained
                 text = ""
@@ -199,8 +200,8 @@ class Table:
 
     def __init__(self, folder):
         for path in Path(folder).glob("*.npy"):
-            array = np.load(path, allow_pickle=False)
-            setattr(self, path.stem, np.load(path, mmap_mode="r") if array.nbytes else array)
+            empty = path.stat().st_size <= 128      # a header alone; an empty array cannot be mapped
+            setattr(self, path.stem, np.load(path, mmap_mode=None if empty else "r"))
         codes = json.loads((Path(folder) / "codes.json").read_text())
         self.reader = CodeReader(codes["folder"], codes["shards"])
 
@@ -402,4 +403,5 @@ def make_loader(table, ids, packs, *, num_workers, prefetch_factor, pin_memory, 
     return DataLoader(SpeechSamples(table, ids), batch_sampler=packs, num_workers=num_workers, pin_memory=pin_memory,
                       collate_fn=lambda samples: collate(samples, ids, pad_to),
                       prefetch_factor=prefetch_factor if num_workers else None, persistent_workers=num_workers > 0,
-                      multiprocessing_context="fork" if num_workers else None)     # workers share the mapped table
+                      multiprocessing_context="fork" if num_workers else None,      # workers share the mapped table
+                      generator=torch.Generator())      # else each loader would draw from the generator of the dropout

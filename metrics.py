@@ -97,24 +97,24 @@ def read_metrics(path):
 
 
 def draw_losses(output_dir):
-    """Draw output_dir/loss_curve.png from metrics.jsonl; returns (first, last, path) of the smoothed training loss.
+    """Draw output_dir/loss_curve.png from metrics.jsonl; returns ({metric: (first, last)}, path).
 
-    first and last are means over the first and last fifth of the logged steps. Raises ValueError when there are fewer
-    than two.
+    first and last are means over the first and last fifth of the logged steps, for train/loss and every other train/
+    loss there is. Raises ValueError when fewer than two training steps were logged.
     """
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     rows = read_metrics(Path(output_dir) / "metrics.jsonl")
-    train = [(r["step"], r["train/loss"]) for r in rows if "train/loss" in r]
-    evals = [(r["step"], r["eval/loss"]) for r in rows if "eval/loss" in r]
+    train = [row for row in rows if "train/loss" in row]
+    evals = [(row["step"], row["eval/loss"]) for row in rows if "eval/loss" in row]
     if len(train) < 2:
         raise ValueError(f"{output_dir}/metrics.jsonl holds {len(train)} training steps; two are needed")
     figure, axes = plt.subplots(figsize=(8, 4.5))
-    axes.plot(*zip(*train), label="training", linewidth=1.5)
+    axes.plot([row["step"] for row in train], [row["train/loss"] for row in train], label="training")
     if evals:
-        axes.plot(*zip(*evals), "o-", label="validation", linewidth=1.5)
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per target)", title=str(output_dir))
+        axes.plot(*zip(*evals), "o-", label="validation")
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per target)", title=Path(output_dir).name)
     axes.grid(alpha=0.3)
     axes.legend()
     path = Path(output_dir) / "loss_curve.png"
@@ -122,15 +122,22 @@ def draw_losses(output_dir):
     figure.savefig(path, dpi=120)
     plt.close(figure)
     span = max(1, len(train) // 5)
-    losses = [loss for _, loss in train]
-    return sum(losses[:span]) / span, sum(losses[-span:]) / span, path
+    changes = {name: tuple(sum(row[name] for row in part) / span for part in (train[:span], train[-span:]))
+               for name in ("train/loss", "train/audio_loss", "train/text_loss") if name in train[0]}
+    return changes, path
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description="Draw the loss curve of a run; exit 1 unless the loss fell.")
     parser.add_argument("output_dir", help="folder with metrics.jsonl")
-    first, last, path = draw_losses(parser.parse_args(argv).output_dir)
-    print(f"training loss {first:.3f} -> {last:.3f} ({'fell' if last < first else 'DID NOT FALL'}); picture: {path}")
+    try:
+        changes, path = draw_losses(parser.parse_args(argv).output_dir)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    for name, (first, last) in changes.items():
+        print(f"{name:<17} {first:7.3f} -> {last:7.3f} {'fell' if last < first else 'DID NOT FALL'}")
+    print(f"loss curve:   {path}")
+    first, last = changes["train/loss"]
     sys.exit(0 if last < first else 1)
 
 

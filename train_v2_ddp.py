@@ -364,7 +364,8 @@ def train(args):
     per_step = world.size * accumulation
     steps_per_epoch = -(-order.packs_per_epoch // per_step)
     at = {key: meta[key] for key in ("step", "epoch", "first")} if meta else {"step": 0, "epoch": 0, "first": 0}
-    left = max(0, args.num_train_epochs - at["epoch"]) * steps_per_epoch - at["first"] // per_step
+    left = -(-(order.packs_per_epoch - at["first"]) // per_step)
+    left += (args.num_train_epochs - at["epoch"] - 1) * steps_per_epoch
     total_steps = args.max_steps or at["step"] + max(0, left)
     epochs = sys.maxsize if args.max_steps else args.num_train_epochs
     samples_per_step = per_step * args.per_device_train_batch_size

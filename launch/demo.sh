@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# The whole main job on a tiny model, offline: set-up, speech, LoRA fine-tuning on 2 processes, validation, checkpoints,
+# one resume, loss curve. Exit status 0 only if the training loss fell. Needs no GPU; uses them when there are some.
+set -euo pipefail
+
+OUT=${OUT:-demo_out}          # everything is written below this folder
+STEPS=${STEPS:-160}           # optimizer steps; the run stops half way and resumes once
+CLIPS=${CLIPS:-48}            # synthesised clips
+
+here=$(dirname "${BASH_SOURCE[0]}")
+# shellcheck source=launch/setup.sh
+source "$here/setup.sh"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
+
+gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+ranks=$((gpus == 1 ? 1 : 2))
+mkdir -p "$OUT"
+run=$(mktemp -d "$OUT/run-XXXX")
+[ -e "$OUT/tiny/train.json" ] || python make_tiny.py "$OUT/tiny" --clips "$CLIPS"
+
+train() {
+    torchrun --standalone --nproc_per_node="$ranks" train_v2_ddp.py \
+        --model_path "$OUT/tiny/model" --audio_tokenizer_path "$OUT/tiny/codec" \
+        --train_data_file "$OUT/tiny/train.json" --code_cache "$OUT/codes" \
+        --output_dir "$run" --logging_dir "$OUT/tensorboard" \
+        --use_lora --lora_target_modules all-linear --learning_rate 5e-3 --lr_scheduler constant --warmup_steps 10 \
+        --per_device_train_batch_size 4 --validation_split 0.1 --eval_steps $((STEPS / 4)) --save_steps $((STEPS / 4)) \
+        --logging_steps 10 --num_workers 1 "$@"
+}
+
+echo "== training to step $((STEPS / 2))"
+train --max_steps $((STEPS / 2))
+echo "== the same command again, to step $STEPS: it resumes from the newest checkpoint"
+train --max_steps "$STEPS"
+
+echo "== result"
+status=0
+python metrics.py "$run" || status=$?
+cat <<END
+adapter:      $run/checkpoint-$STEPS   (PeftModel.from_pretrained loads it)
+metrics:      $run/metrics.jsonl
+TensorBoard:  tensorboard --logdir $OUT/tensorboard
+On real weights (8 GPUs, your own train.json):
+  torchrun --nproc_per_node=8 train_v2_ddp.py --model_path bosonai/higgs-audio-v2-generation-3B-base --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --train_data_file train.json --output_dir ./out --bf16 --use_lora
+END
+exit $status
