@@ -290,7 +290,7 @@ def encode_clip(codec, wave, bandwidth, num_codebooks):
     """Mono float32 waveform (n,) at 24 kHz -> (T, num_codebooks) int16 codes on the CPU."""
     codes = codec.encode(wave[None, None].to(codec.device), bandwidth=bandwidth).audio_codes[0]
     assert codes.shape[0] == num_codebooks, f"codec gave {codes.shape[0]} codebooks, the model has {num_codebooks}"
-    return codes.T.to(torch.int16).cpu().numpy()
+    return codes.T.to(torch.int16).contiguous().cpu().numpy()     # safetensors writes memory as it lies
 
 
 def encode_share(world, work, folder, codec_dir, num_codebooks, num_proc, wait_limit_s):
@@ -361,7 +361,9 @@ class Batch:
             return
         def raw(keys):
             return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)
-        tensors = {"codes": np.concatenate(self.codes or [np.empty((0, self.num_codebooks), np.int16)]),
+        codes = np.concatenate(self.codes or [np.empty((0, self.num_codebooks), np.int16)])
+        assert codes.flags.c_contiguous
+        tensors = {"codes": codes,
                    "lengths": np.array([len(c) for c in self.codes], np.int32), "keys": raw(self.keys),
                    "files": raw(self.files), "file_keys": raw(self.file_keys)}
         about = {"clips": str(len(self.keys)), "files": str(len(self.files))}
