@@ -9,6 +9,7 @@ clip. Text is never cut or normalised (only the folder format is normalised, as 
 Copy with it: parallel.py (for UserError).
 """
 import json
+import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -92,8 +93,8 @@ def read_samples(path, problems, task_type="single_speaker_smart_voice", ref_in_
     if path.is_dir():
         paths, entries = Paths(path.resolve()), folder_entries(path, task_type, ref_in_system, problems)
     else:
-        paths, entries = Paths(path.resolve().parent), json_entries(path)
-    for number, entry in enumerate(entries):
+        paths, entries = Paths(path.resolve().parent), enumerate(json_entries(path))
+    for number, entry in entries:
         name = f"{path} sample {number}"
         try:
             if isinstance(entry, dict):
@@ -128,7 +129,7 @@ def json_entries(path):
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a ChatML JSON or JSONL file")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})")
+        raise UserError(f"{path}: is not UTF-8 text ({error.reason}, line {_bad_line(path)})")
     if isinstance(data, dict) and "messages" in data:
         data = [data]
     if not isinstance(data, list):
@@ -144,13 +145,25 @@ def _is_json(line):
         return False
 
 
+def _bad_line(path):
+    """Number of the first line that is not UTF-8; the reader's own error counts from its last buffer, not the start."""
+    with open(path, "rb") as f:
+        for number, line in enumerate(f, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+
+
 def _loads(text, path, line):
     if not text.strip():
         raise UserError(f"{path}: is empty")
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant={"Infinity": math.inf, "-Infinity": -math.inf}.get)      # NaN: None
     except json.JSONDecodeError as error:
-        hint = "the file looks truncated" if error.pos >= len(text.rstrip()) - 1 else error.msg
+        whole = text.rstrip()
+        cut = error.pos >= len(whole) - 1 or whole[-1] not in "]}"
+        hint = "the file looks truncated" if cut else error.msg
         raise UserError(f"{path}: not valid JSON at line {line + error.lineno - 1} column {error.colno}: {hint}")
 
 
@@ -173,7 +186,7 @@ def _sound_tag(match):
 
 
 def folder_entries(folder, task_type, ref_in_system, problems):
-    """Yield raw samples of a folder: metadata.json, or every audio file with a .txt of the same name beside it."""
+    """Yield (number, raw sample) of a folder: metadata.json, or every audio file with a .txt of the same name beside it."""
     meta = folder / "metadata.json"
     if meta.is_file():
         data = json_value(meta)
@@ -192,7 +205,7 @@ def folder_entries(folder, task_type, ref_in_system, problems):
                 raise BadSample(f"is a {type(raw).__name__}, not an object")
             task = raw.get("task_type") or task_type
             unused += bool(raw.get("ref_audio_file") or raw.get("ref_speakers")) and not task.endswith("cloning")
-            yield folder_sample(folder, raw, task, ref_in_system)
+            yield number, folder_sample(folder, raw, task, ref_in_system)
         except BadSample as error:
             problems.append(f"{meta} sample {number} ({raw.get('id', '?') if isinstance(raw, dict) else '?'}): {error}")
     if unused:
@@ -295,7 +308,7 @@ def _clip(item, paths):
         raise BadSample("an audio item has no 'audio_url'")
     offset, duration = item.get("offset"), item.get("duration")
     for key, value in (("offset", offset), ("duration", duration)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf):
             raise BadSample(f"'{key}' of {name!r} is {value!r}, not seconds")
     # duration alone is the dataset's note on the clip's length; only an offset makes it a cut
     return Clip(paths.find(str(name)), offset, duration if offset is not None else None, float(duration or 0))
@@ -358,6 +371,8 @@ def _reference_turns(parts, index, answer, ref_transcript):
     clips = [p for p in parts if isinstance(p, Clip)]
     texts = [p.strip() for p in parts if isinstance(p, str)]
     if len(clips) == 1 and len(texts) == 2:
+        if INSTRUCTION.match(texts[0]) and not INSTRUCTION.match(texts[1]) and not _same(texts[1], answer):
+            texts.reverse()                                         # the instruction stands before the transcript
         pairs, target = [(texts[0], clips[0])], texts[1]
     elif len(clips) == 1 and len(texts) == 1 and _target_text(texts[0], answer) == answer and answer:
         pairs, target = [(ref_transcript, clips[0])], texts[0]      # the one text is the target

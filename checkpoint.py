@@ -52,6 +52,16 @@ def sha256_file(path):
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+def prepare_output(output_dir):
+    """Make output_dir and prove that it can be written."""
+    try:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        write_atomically(Path(output_dir) / ".writable", lambda path: path.write_text("ok"))
+        (Path(output_dir) / ".writable").unlink()
+    except OSError as error:
+        raise UserError(f"--output_dir {output_dir}: cannot be written ({error.strerror})")
+
+
 def rng_state(device):
     """Random states of this process (python, numpy, torch CPU, this GPU) as bytes."""
     kind, keys, *rest = np.random.get_state()

@@ -162,6 +162,30 @@ class PackedHiggs(nn.Module):
         return losses.sum(0), text, eos
 
 
+def total_loss(audio, n_audio, text, n_text, reduction, text_weight):
+    """The training loss from sums over targets and their global numbers.
+
+    audio: K sums, one a codebook; text: one sum (tensors or floats). reduction: "mean" over the codebooks, or "sum" of
+    their means, as transformers has it.
+    """
+    scale = len(audio) if reduction == "sum" else 1
+    return sum(audio) * (scale / max(1, n_audio)) + text * (text_weight / max(1, n_text))
+
+
+def loss_report(sums, reduction, text_weight, prefix):
+    """Sums over all ranks -> {metric name: float}.
+
+    sums: floats: audio loss of each codebook, text loss, end-of-stream loss, its right answers and its number, number of
+    audio targets, number of text targets.
+    """
+    audio, (text, eos, correct, n_eos, n_audio, n_text) = sums[:-6], sums[-6:]
+    values = {"loss": total_loss(audio, n_audio, text, n_text, reduction, text_weight),
+              "audio_loss": sum(audio) / max(1, n_audio), "text_loss": text / max(1, n_text),
+              "eos_loss": eos / max(1, n_eos), "eos_accuracy": correct / max(1, n_eos)}
+    values |= {f"audio_loss_codebook_{k}": s * len(audio) / max(1, n_audio) for k, s in enumerate(audio)}
+    return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
 def freeze_unreachable(model, text_loss_weight):
     """Freeze what no loss can reach, so that neither weight decay nor optimizer state touches it; returns the names.
 

@@ -5,7 +5,9 @@
 Shared module: torch only (TensorBoard, W&B, matplotlib when used), imports nothing of ours.
 """
 import argparse
+import hashlib
 import json
+import math
 import os
 import resource
 import sys
@@ -40,8 +42,25 @@ def duration(seconds):
     return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
+def speed_report(totals, seconds, steps, slots, waited, device, world_size):
+    """Throughput of all ranks over `seconds` of training -> {metric name: float}.
+
+    totals: useful work of all ranks, {"tokens", "samples", "flops"} (numbers); slots: tokens with padding; waited:
+    seconds this rank waited for data. MFU is model FLOP/s over the known bf16 peak of all GPUs.
+    """
+    memory, peak = peak_memory(device)[0], peak_flops(device)
+    values = {"train/throughput": totals["tokens"] / seconds, "train/samples_per_second": totals["samples"] / seconds,
+              "train/step_seconds": seconds / steps, "train/padding": 1 - totals["tokens"] / slots,
+              "train/data_wait_seconds": waited, "train/memory_gib": memory}
+    if device.type == "cuda":
+        values["system/gpu_memory_allocated"] = memory
+    if peak:
+        values["train/mfu"] = totals["flops"] / seconds / (peak * world_size)
+    return values
+
+
 class MetricsLog:
-    """Rank 0's record of a run. Make it on rank 0 only; report_to: set of "tensorboard", "wandb".
+    """Rank 0's record of a run. Make it on rank 0 only. report_to: "tensorboard", "wandb" or "none".
 
     Lines of metrics.jsonl and TensorBoard points later than resumed_step (work lost in a crash) are dropped first, so
     no step stands there twice.
@@ -56,18 +75,20 @@ class MetricsLog:
             os.replace(temporary, self.path)
         self.file = open(self.path, "a", buffering=1)
         self.board = self.wandb = None
-        if "tensorboard" in report_to:
+        if report_to == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
             self.board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
             self.board.add_text("config", "```\n" + json.dumps(config, indent=1) + "\n```", resumed_step)
-        if "wandb" in report_to:
+        if report_to == "wandb":
             import wandb
+            name = str(Path(output_dir).resolve())      # a resumed run goes on in the same W&B run
             self.wandb = wandb.init(project=wandb_project, dir=str(output_dir), config=config, resume="allow",
-                                    id=str(config["run_id"]))
+                                    name=Path(name).name, id=hashlib.sha256(name.encode()).hexdigest()[:16])
 
     def write(self, step, values):
-        """Record {name: number} at an optimizer step everywhere."""
-        self.file.write(json.dumps({"step": step, **values}) + "\n")
+        """Record {name: number} at an optimizer step everywhere; a number that is not finite becomes null in JSON."""
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self.file.write(json.dumps({"step": step, **finite}) + "\n")
         if self.board:
             for name, value in values.items():
                 self.board.add_scalar(name, value, step)

@@ -19,6 +19,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -171,17 +172,12 @@ def check_flags(args, world_size):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Output, model, identity
+# Model, identity
 
 
-def prepare_output(output_dir):
-    """Make output_dir and prove that it can be written."""
-    try:
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-        checkpoint.write_atomically(Path(output_dir) / ".writable", lambda path: path.write_text("ok"))
-        (Path(output_dir) / ".writable").unlink()
-    except OSError as error:
-        raise UserError(f"--output_dir {output_dir}: cannot be written ({error.strerror})")
+def find_checkpoints(args):
+    """((model folder, its config.json), (codec folder, its config.json))."""
+    return higgs.find_model(args.model_path), higgs.find_codec(args.audio_tokenizer_path)
 
 
 def build_model(args, folder, config, resume):
@@ -214,23 +210,7 @@ def run_identity(args, folder, table, train):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Loss, validation, saving
-
-
-def total_loss(audio_sum, n_audio, text_sum, n_text, args, codebooks):
-    """Sums over targets and their global counts -> the loss as defined at the top; works on tensors and floats."""
-    scale = codebooks if args.audio_loss_reduction == "sum" else 1
-    return audio_sum * (scale / max(1, n_audio)) + text_sum * (args.text_loss_weight / max(1, n_text))
-
-
-def loss_report(sums, n_audio, n_text, args, prefix, codebooks):
-    """[audio per codebook.., text, eos loss, eos correct, eos number] summed over all ranks -> {metric name: float}."""
-    audio, (text, eos, correct, n_eos) = sums[:codebooks], sums[codebooks:codebooks + 4]
-    values = {"loss": total_loss(sum(audio), n_audio, text, n_text, args, codebooks),
-              "audio_loss": sum(audio) / max(1, n_audio), "text_loss": text / max(1, n_text),
-              "eos_loss": eos / max(1, n_eos), "eos_accuracy": correct / max(1, n_eos)}
-    values |= {f"audio_loss_codebook_{k}": s * codebooks / max(1, n_audio) for k, s in enumerate(audio)}
-    return {f"{prefix}/{name}": value for name, value in values.items()}
+# Validation, saving, reports
 
 
 def autocast(args, device):
@@ -259,12 +239,12 @@ def evaluate(world, args, model, table, ids, held_out):
     else:
         sums = parallel.all_sum(world, share(world.rank, world.size)).tolist()
     model.train()
-    return loss_report(sums, int(table.audio_targets[held_out].sum()), int(table.text_targets[held_out].sum()), args,
-                       "eval", codebooks)
+    counts = [int(table.audio_targets[held_out].sum()), int(table.text_targets[held_out].sum())]
+    return higgs.loss_report([*sums, *counts], args.audio_loss_reduction, args.text_loss_weight, "eval")
 
 
-def save_checkpoint(world, args, model, native, tokenizer, folder, optimizer, position, meta):
-    """Write checkpoint-<step> on rank 0 while the others wait; returns its path. Any failure ends all ranks."""
+def save_checkpoint(world, args, model, native, tokenizer, folder, optimizer, meta):
+    """Write checkpoint-<meta["step"]> on rank 0 while the others wait. Any failure ends all ranks."""
     states = parallel.gather_objects(world, checkpoint.rng_state(world.device))
 
     def write_model(path):
@@ -275,17 +255,16 @@ def save_checkpoint(world, args, model, native, tokenizer, folder, optimizer, po
 
     def write():
         try:
-            return str(checkpoint.save(args.output_dir, position["step"], write_model,
-                                       {"optimizer": optimizer.state_dict(), "rng": states},
-                                       {**position, **meta, "args": vars(args)}, args.save_total_limit))
+            checkpoint.save(args.output_dir, meta["step"], write_model,
+                            {"optimizer": optimizer.state_dict(), "rng": states}, meta, args.save_total_limit)
         except Exception as error:
-            raise UserError(f"checkpoint-{position['step']} could not be written to {args.output_dir} ({error}); "
+            raise UserError(f"checkpoint-{meta['step']} could not be written to {args.output_dir} ({error}); "
                             "earlier checkpoints are intact")
-    return parallel.rank0_first(world, write)
+    parallel.rank0_first(world, write)
 
 
 def bad_step_report(world, step, flags, skipped):
-    """Raise or report a skipped step: which samples' losses were not finite, gathered from all ranks."""
+    """Print and return what a skipped step was about: the samples whose loss was not finite, from all ranks."""
     local = [name for finite, names in flags if not finite.item() for name in names]
     names = sorted({name for rank_names in parallel.gather_objects(world, local) for name in rank_names})
     what = f"samples with a non-finite loss: {'; '.join(names[:20])}" if names else "every loss was finite"
@@ -295,18 +274,41 @@ def bad_step_report(world, step, flags, skipped):
     return text
 
 
-def console_line(step, total_steps, epoch, v, codebooks, eta_s):
+def console_line(step, total_steps, v, codebooks):
     """One aligned line of the numbers in metrics.jsonl, with units."""
     books = "/".join(f"{v[f'train/audio_loss_codebook_{k}']:.2f}" for k in range(codebooks))
     mfu = f" | mfu {v['train/mfu'] * 100:4.1f}%" if "train/mfu" in v else ""
-    return (f"step {step:>6}/{total_steps} | epoch {epoch:6.2f} | loss {v['train/loss']:7.4f} | "
+    eta = metrics.duration((total_steps - step) * v["train/step_seconds"])
+    return (f"step {step:>6}/{total_steps} | epoch {v['train/epoch']:6.2f} | loss {v['train/loss']:7.4f} | "
             f"audio {v['train/audio_loss']:6.3f} ({books}) | text {v['train/text_loss']:6.3f} | "
             f"eos {v['train/eos_loss']:6.3f} acc {v['train/eos_accuracy'] * 100:5.1f}% | "
             f"lr {v['train/learning_rate']:.2e} | grad_norm {v['train/grad_norm']:7.3f} | "
             f"{v['train/throughput']:>8,.0f} tok/s {v['train/audio_seconds_per_second']:>7,.1f} audio-s/s "
             f"{v['train/samples_per_second']:>6,.1f} samples/s | pad {v['train/padding'] * 100:4.1f}% | "
             f"wait {v['train/data_wait_seconds']:5.2f} s | mem {v['train/memory_gib']:5.2f} GiB{mfu} | "
-            f"eta {metrics.duration(eta_s)}")
+            f"eta {eta}")
+
+
+def pack_totals(config, table, window, args):
+    """Totals over the samples of one optimizer step, from the plan: useful work of all ranks, python numbers."""
+    lengths = table.lengths[window].astype(np.int64)
+    n_audio, n_text = int(table.audio_targets[window].sum()), int(table.text_targets[window].sum())
+    flops = higgs.flops_per_pack(config, int(lengths.sum()), n_audio, n_text,
+                                 int((lengths * (lengths + 1) // 2).sum()), args.use_lora)
+    return {"audio_targets": n_audio, "text_targets": n_text, "tokens": int(lengths.sum()), "samples": len(window),
+            "frames": int(table.frames[window].sum()), "flops": flops}
+
+
+def print_start(world, args, model, table, train_ids, eval_ids, plan):
+    """What is about to run, before the first step."""
+    where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    n, n_trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))
+    lengths, hours = table.lengths[train_ids], table.frames[train_ids].sum() / FRAME_RATE / 3600
+    print(f"device     {world.size} x {where}, torch {torch.__version__}, {'bf16 autocast' if args.bf16 else 'fp32'}\n"
+          f"model      {n / 1e6:,.1f} M parameters, {n_trained / 1e6:,.3f} M trainable "
+          f"({'LoRA' if args.use_lora else 'full'})\n"
+          f"samples    {len(train_ids)} to train, {len(eval_ids)} to validate; tokens mean {lengths.mean():.0f} "
+          f"max {lengths.max()}; {hours:.2f} h of audio\n{plan}")
 
 
 def print_sample(table, tokenizer, ids, batch):
@@ -325,6 +327,7 @@ def print_sample(table, tokenizer, ids, batch):
 
 def main(argv=None):
     args = build_parser().parse_args(argv)
+    sys.stdout.reconfigure(line_buffering=True)     # a log file shows each line at once
     with parallel.one_clear_error():
         train(args)
     parallel.finish()
@@ -337,9 +340,9 @@ def train(args):
     device, main_rank = world.device, world.is_main
     if args.tf32:
         torch.set_float32_matmul_precision("high")
-    (folder, config_dict), (codec_dir, _) = parallel.rank0_first(world, lambda: (
-        higgs.find_model(args.model_path), higgs.find_codec(args.audio_tokenizer_path)))
-    parallel.rank0_first(world, prepare_output, args.output_dir)
+    parallel.rank0_first(world, checkpoint.prepare_output, args.output_dir)
+    parallel.rank0_first(world, find_checkpoints, args)     # hub names are downloaded once a node
+    (folder, config_dict), (codec_dir, _) = find_checkpoints(args)
     config = higgs.native_config(config_dict)
     tokenizer = higgs.load_tokenizer(folder)
     ids = token_ids(tokenizer, config)
@@ -368,10 +371,9 @@ def train(args):
     left += (args.num_train_epochs - at["epoch"] - 1) * steps_per_epoch
     total_steps = args.max_steps or at["step"] + max(0, left)
     epochs = sys.maxsize if args.max_steps else args.num_train_epochs
-    samples_per_step = per_step * args.per_device_train_batch_size
     peak_lr = args.learning_rate
     if args.scale_lr_from_batch:
-        peak_lr = optim.sqrt_lr(peak_lr, samples_per_step, args.scale_lr_from_batch)
+        peak_lr = optim.sqrt_lr(peak_lr, per_step * args.per_device_train_batch_size, args.scale_lr_from_batch)
 
     # -- model, optimizer, resume -------------------------------------------------------------------------------------
     parallel.seed_everything(args.seed)         # the same adapters on every rank
@@ -385,48 +387,42 @@ def train(args):
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
                                   (args.adam_beta1, args.adam_beta2), higgs.decays)
     parallel.seed_everything(args.seed, world.rank)     # other dropout on every rank
-    best_loss, best_step = float("inf"), None
+    best_loss, best_step = None, None
     if meta:
         optimizer.load_state_dict(checkpoint.load_state(resume, "optimizer"))
         states = checkpoint.load_state(resume, "rng")
         if world.rank < len(states):
             checkpoint.set_rng_state(states[world.rank], device)
-        best_loss, best_step = meta["best_loss"] or float("inf"), meta["best_step"]
+        best_loss, best_step = meta["best_loss"], meta["best_step"]
     packs = ([int(train_ids[i]) for i in pack] for pack in
              rank_packs(order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
     batches = iter(make_loader(table, ids, packs, num_workers=args.num_workers, prefetch_factor=args.prefetch_factor,
                                pin_memory=device.type == "cuda", pad_to=args.max_tokens_per_batch))
 
-    log, peak = None, metrics.peak_flops(device)
+    log = None
     if main_rank:
         board = Path(args.logging_dir) / Path(args.output_dir).resolve().name
-        log = metrics.MetricsLog(args.output_dir, board, {args.report_to}, vars(args), at["step"], args.wandb_project)
-        lengths = table.lengths[train_ids]
-        n_train = sum(p.numel() for p in trainable)
-        print(f"device     {world.size} x {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}, "
-              f"torch {torch.__version__}, {'bf16 autocast' if args.bf16 else 'fp32'}\n"
-              f"model      {sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M parameters, "
-              f"{n_train / 1e6:,.3f} M trainable ({'LoRA' if args.use_lora else 'full'})\n"
-              f"samples    {len(train_ids)} to train, {len(eval_ids)} to validate; tokens mean {lengths.mean():.0f} "
-              f"max {lengths.max()}; {table.frames[train_ids].sum() / FRAME_RATE / 3600:.2f} h of audio\n"
-              f"steps      {total_steps} ({steps_per_epoch} an epoch), {per_step} packs a step = {world.size} ranks x "
-              f"{accumulation} micro-steps; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\n"
-              f"start      step {at['step']}, {f'resumed from {resume}' if resume else 'base model'}", flush=True)
+        log = metrics.MetricsLog(args.output_dir, board, args.report_to, vars(args), at["step"], args.wandb_project)
+        print_start(world, args, model, table, train_ids, eval_ids,
+                    f"steps      {total_steps} ({steps_per_epoch} an epoch), {per_step} packs a step = {world.size} "
+                    f"ranks x {accumulation} micro-steps; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\n"
+                    f"start      step {at['step']}, {f'resumed from {resume}' if resume else 'base model'}")
 
     # -- loop ---------------------------------------------------------------------------------------------------------
     bad_steps = optim.BadSteps(device)
-    sums = torch.zeros(books + 4 + 2, dtype=torch.float64, device=device)   # losses, eos, then audio and text targets
-    seen = dict.fromkeys(("tokens", "frames", "samples", "slots", "flops", "wait", "steps"), 0)
+    sums = torch.zeros(books + 6, dtype=torch.float64, device=device)   # losses, eos; audio and text targets on rank 0
+    if meta and main_rank:
+        sums += torch.tensor(meta["unlogged"], dtype=torch.float64, device=device)
+    totals, steps, slots, waited = Counter(), 0, 0, 0.0     # since the last log line
     since, saved_step = time.monotonic(), at["step"] if resume else None
     bar = tqdm(total=total_steps, initial=at["step"], unit="step", disable=None if main_rank else True)
 
     def save():
         nonlocal saved_step
-        path = save_checkpoint(world, args, model, native, tokenizer, folder, optimizer, at,
-                               {"identity": identity, "best_step": best_step,
-                                "best_loss": best_loss if best_step is not None else None})
+        meta = {**at, "identity": identity, "best_step": best_step, "best_loss": best_loss, "args": vars(args),
+                "unlogged": parallel.all_sum(world, sums.clone()).tolist()}
+        save_checkpoint(world, args, model, native, tokenizer, folder, optimizer, meta)
         saved_step = at["step"]
-        return path
 
     def validate():
         nonlocal best_loss, best_step
@@ -436,7 +432,7 @@ def train(args):
             tqdm.write(f"eval   step {at['step']:>6} | loss {values['eval/loss']:7.4f} | "
                        f"audio {values['eval/audio_loss']:6.3f} | text {values['eval/text_loss']:6.3f} | "
                        f"eos {values['eval/eos_loss']:6.3f} acc {values['eval/eos_accuracy'] * 100:5.1f}%")
-        if values["eval/loss"] < best_loss:
+        if best_loss is None or values["eval/loss"] < best_loss:
             best_loss, best_step = values["eval/loss"], at["step"]
             save()
 
@@ -444,12 +440,13 @@ def train(args):
         if at["first"] >= order.packs_per_epoch:
             at["epoch"], at["first"] = at["epoch"] + 1, 0
         window = train_ids[order.window(at["epoch"], at["first"], per_step)]
-        n_audio, n_text = int(table.audio_targets[window].sum()), int(table.text_targets[window].sum())
+        work = pack_totals(config, table, window, args)
+        n_audio, n_text = work["audio_targets"], work["text_targets"]
         step_sums, flags = torch.zeros_like(sums), []
         for micro in range(accumulation):
-            waited = time.monotonic()
+            asked = time.monotonic()
             batch = next(batches)
-            seen["wait"] += time.monotonic() - waited
+            waited += time.monotonic() - asked
             mine = list(batch.samples)
             assert batch.counts["audio_targets"] == table.audio_targets[mine].sum(), "loader and plan disagree"
             if main_rank and args.enable_strategic_logging and micro == 0 \
@@ -459,7 +456,7 @@ def train(args):
             with parallel.gradient_sync(wrapped, micro == accumulation - 1):
                 with autocast(args, device):
                     audio, text, eos = wrapped(batch)
-                loss = total_loss(audio.sum(), n_audio, text, n_text, args, books)
+                loss = higgs.total_loss(audio, n_audio, text, n_text, args.audio_loss_reduction, args.text_loss_weight)
                 (loss * world.size).backward()          # DDP averages over ranks; the loss is already a global mean
             step_sums[:books + 4] += torch.cat([audio.detach(), text.detach()[None], eos])
             flags.append((torch.isfinite(loss.detach()), [table.name(i) for i in mine]))
@@ -470,8 +467,9 @@ def train(args):
             group["lr"] = peak_lr * factor
         optim.guarded_step(optimizer, bad)
         optimizer.zero_grad(set_to_none=True)
-        step_sums[-2] += n_audio
-        step_sums[-1] += n_text
+        if main_rank:
+            step_sums[-2] += n_audio
+            step_sums[-1] += n_text
         sums += torch.where(bad > 0, 0.0, step_sums)
         at["step"], at["first"] = at["step"] + 1, at["first"] + per_step
 
@@ -485,40 +483,25 @@ def train(args):
                     raise UserError(f"{bad_steps.in_a_row} steps in a row had a non-finite gradient; {text}")
 
         # -- log ------------------------------------------------------------------------------------------------------
-        sample_lengths = table.lengths[window].astype(np.int64)
-        pairs = int((sample_lengths * (sample_lengths + 1) // 2).sum())
-        tokens = int(sample_lengths.sum())
-        slots = per_step * args.max_tokens_per_batch if args.max_tokens_per_batch else \
-            tokens + max(0, at["first"] - order.packs_per_epoch)        # an empty pack is one token of padding
-        for key, value in (("tokens", tokens), ("frames", int(table.frames[window].sum())), ("samples", len(window)),
-                           ("slots", slots), ("steps", 1),
-                           ("flops", higgs.flops_per_pack(config, tokens, n_audio, n_text, pairs, args.use_lora))):
-            seen[key] += value
+        totals.update(work)
+        steps += 1
+        # an empty pack is one token of padding
+        slots += per_step * args.max_tokens_per_batch or work["tokens"] + max(0, at["first"] - order.packs_per_epoch)
         if at["step"] % args.logging_steps == 0 or last:
-            all_sums = parallel.all_sum(world, sums).tolist()
-            n_audio, n_text = (n / world.size for n in all_sums[-2:])       # every rank added the global counts
-            now, step_norm = time.monotonic(), float(norm)
+            values = higgs.loss_report(parallel.all_sum(world, sums).tolist(), args.audio_loss_reduction,
+                                       args.text_loss_weight, "train")
             if main_rank:
-                span = now - since
-                memory, _ = metrics.peak_memory(device)
-                values = loss_report(all_sums, n_audio, n_text, args, "train", books) | {
-                    "train/learning_rate": peak_lr * factor, "train/grad_norm": step_norm,
-                    "train/epoch": at["epoch"] + min(1.0, at["first"] / order.packs_per_epoch),
-                    "train/throughput": seen["tokens"] / span,
-                    "train/audio_seconds_per_second": seen["frames"] / FRAME_RATE / span,
-                    "train/samples_per_second": seen["samples"] / span,
-                    "train/step_seconds": span / seen["steps"], "train/padding": 1 - seen["tokens"] / seen["slots"],
-                    "train/data_wait_seconds": seen["wait"], "train/bad_steps": bad_steps.total,
-                    "train/memory_gib": memory}
-                if device.type == "cuda":
-                    values["system/gpu_memory_allocated"] = memory
-                if peak:
-                    values["train/mfu"] = seen["flops"] / span / (peak * world.size)
+                now = time.monotonic()
+                values |= {"train/learning_rate": peak_lr * factor, "train/grad_norm": float(norm),
+                           "train/epoch": at["epoch"] + min(1.0, at["first"] / order.packs_per_epoch),
+                           "train/audio_seconds_per_second": totals["frames"] / FRAME_RATE / (now - since),
+                           "train/bad_steps": bad_steps.total,
+                           **metrics.speed_report(totals, now - since, steps, slots, waited, device, world.size)}
                 log.write(at["step"], values)
-                tqdm.write(console_line(at["step"], total_steps, values["train/epoch"], values, books,
-                                        (total_steps - at["step"]) * span / seen["steps"]))
+                tqdm.write(console_line(at["step"], total_steps, values, books))
+                since = now
             sums.zero_()
-            seen, since = dict.fromkeys(seen, 0), now
+            totals, steps, slots, waited = Counter(), 0, 0, 0.0
         bar.update(1)
 
         # -- validate, save -------------------------------------------------------------------------------------------
