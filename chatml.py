@@ -186,7 +186,7 @@ def _sound_tag(match):
 
 
 def folder_entries(folder, task_type, ref_in_system, problems):
-    """Yield (number, raw sample) of a folder: metadata.json, or every audio file with a .txt of the same name beside it."""
+    """Yield (number, raw sample) of a folder: metadata.json, or every audio file with a .txt beside it."""
     meta = folder / "metadata.json"
     if meta.is_file():
         data = json_value(meta)
@@ -204,7 +204,7 @@ def folder_entries(folder, task_type, ref_in_system, problems):
             if not isinstance(raw, dict):
                 raise BadSample(f"is a {type(raw).__name__}, not an object")
             task = raw.get("task_type") or task_type
-            unused += bool(raw.get("ref_audio_file") or raw.get("ref_speakers")) and not task.endswith("cloning")
+            unused += bool(raw.get("ref_audio_file") or raw.get("ref_speakers")) and not str(task).endswith("cloning")
             yield number, folder_sample(folder, raw, task, ref_in_system)
         except BadSample as error:
             problems.append(f"{meta} sample {number} ({raw.get('id', '?') if isinstance(raw, dict) else '?'}): {error}")
@@ -221,29 +221,33 @@ def json_value(path):
         raise UserError(f"{path}: cannot be read ({error})")
 
 
+def _filled(raw, *keys):
+    return isinstance(raw, dict) and all(isinstance(raw.get(key), str) and raw[key] for key in keys)
+
+
 def folder_sample(folder, raw, task, ref_in_system):
     """One metadata.json entry -> a raw ChatML sample."""
     if task not in TASK_TYPES:
         raise BadSample(f"unknown task_type {task!r}; known: {', '.join(TASK_TYPES)}")
 
     def read(key):
-        if not raw.get(key):
+        if not _filled(raw, key):
             raise BadSample(f"has no {key!r}")
         try:
             return normalise_text((folder / raw[key]).read_text(encoding="utf-8-sig"))
         except (OSError, UnicodeDecodeError) as error:
             raise BadSample(f"{key} {raw[key]!r} cannot be read ({error})")
 
-    if not raw.get("audio_file"):
+    if not _filled(raw, "audio_file"):
         raise BadSample("has no 'audio_file'")
     references = []                                             # (speaker tag, transcript, audio)
     if task == "zero_shot_voice_cloning":
-        if not raw.get("ref_audio_file") or not raw.get("ref_transcript"):
+        if not _filled(raw, "ref_audio_file", "ref_transcript"):
             raise BadSample("zero_shot_voice_cloning needs 'ref_audio_file' and 'ref_transcript'")
         references = [("", raw["ref_transcript"], raw["ref_audio_file"])]
     elif task == "multi_speaker_voice_cloning":
         for speaker in raw.get("ref_speakers") or []:
-            if not speaker.get("ref_audio_file") or not speaker.get("ref_transcript"):
+            if not _filled(speaker, "ref_audio_file", "ref_transcript"):
                 raise BadSample("every ref_speakers entry needs 'ref_audio_file' and 'ref_transcript'")
             tag = str(speaker.get("speaker_tag") or f"SPEAKER{len(references)}").strip("[]")
             references.append((f"[{tag}] ", speaker["ref_transcript"], speaker["ref_audio_file"]))
@@ -291,6 +295,8 @@ def message_parts(message, paths):
             text = item if isinstance(item, str) else item.get("text")
             if not isinstance(text, str):
                 raise BadSample(f"a text item of role {role!r} has no string 'text'")
+            if any("\ud800" <= c <= "\udfff" for c in text):
+                raise BadSample(f"a text of role {role!r} holds half a character (\\ud800 to \\udfff): {text!r}")
             if text.strip():
                 parts.append(text)
         elif kind == "audio":
@@ -308,7 +314,8 @@ def _clip(item, paths):
         raise BadSample("an audio item has no 'audio_url'")
     offset, duration = item.get("offset"), item.get("duration")
     for key, value in (("offset", offset), ("duration", duration)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and 0 <= value < math.inf):
             raise BadSample(f"'{key}' of {name!r} is {value!r}, not seconds")
     # duration alone is the dataset's note on the clip's length; only an offset makes it a cut
     return Clip(paths.find(str(name)), offset, duration if offset is not None else None, float(duration or 0))
@@ -325,10 +332,10 @@ def canonical_sample(name, entry, paths):
         raise BadSample("has no list 'messages'")
     misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
     parsed = [message_parts(m, paths) for m in messages]
-    turns, rewritten = [], False
+    turns, scenes, rewritten = [], [], False
     for index, (role, parts) in enumerate(parsed):
         if role == "scene":
-            _add_scene(turns, parts)
+            scenes.append(parts)
         elif role == "user" and any(isinstance(p, Clip) for p in parts):
             answer = next((Turn(r, p, 0).text for r, p in parsed[index + 1:] if r == "assistant"), "")
             turns += _reference_turns(parts, index, answer.strip() or _text(misc, "target_transcript"),
@@ -339,9 +346,10 @@ def canonical_sample(name, entry, paths):
         elif parts:
             turns.append(Turn(role, parts, index))
     if isinstance(entry.get("scene"), str) and entry["scene"].strip():
-        _add_scene(turns, [entry["scene"]])
+        scenes.append([entry["scene"]])
     if not turns or turns[0].role != "system":
         turns.insert(0, Turn("system", [DEFAULT_SYSTEM], None))
+    _add_scenes(turns[0], scenes)
     _mark_trained(turns, entry.get("start_index"), rewritten, len(messages))
     for before, turn in zip(turns, turns[1:]):
         if turn.trained and not turn.text and not (before.role == "user" and before.text.strip()):
@@ -353,13 +361,15 @@ def _text(misc, key):
     return misc[key].strip() if isinstance(misc.get(key), str) else ""
 
 
-def _add_scene(turns, parts):
-    """Put a scene description into the system turn, as the native chat template does."""
-    if not turns or turns[0].role != "system":
-        turns.insert(0, Turn("system", [DEFAULT_SYSTEM], None))
-    if "<|scene_desc_start|>" not in turns[0].text:
-        parts = [p.strip() if isinstance(p, str) else p for p in parts]
-        turns[0].parts += ["\n\n<|scene_desc_start|>\n", *parts, "\n<|scene_desc_end|>"]
+def _add_scenes(system, scenes):
+    """Put scene descriptions into the system turn, a line for each text, as the native chat template does."""
+    if scenes and "<|scene_desc_start|>" not in system.text:
+        system.parts.append("\n\n<|scene_desc_start|>")
+        for parts in scenes:
+            for number, part in enumerate(parts):
+                new_line = "\n" if number == 0 or isinstance(part, str) else ""
+                system.parts += [new_line + part.strip()] if isinstance(part, str) else [new_line, part]
+        system.parts.append("\n<|scene_desc_end|>")
 
 
 def _reference_turns(parts, index, answer, ref_transcript):
@@ -374,6 +384,8 @@ def _reference_turns(parts, index, answer, ref_transcript):
         if INSTRUCTION.match(texts[0]) and not INSTRUCTION.match(texts[1]) and not _same(texts[1], answer):
             texts.reverse()                                         # the instruction stands before the transcript
         pairs, target = [(texts[0], clips[0])], texts[1]
+    elif len(clips) == 1 and len(texts) == 1 and answer and _same(texts[0], ref_transcript):
+        pairs, target = [(texts[0], clips[0])], answer
     elif len(clips) == 1 and len(texts) == 1 and _target_text(texts[0], answer) == answer and answer:
         pairs, target = [(ref_transcript, clips[0])], texts[0]      # the one text is the target
     else:
@@ -406,11 +418,17 @@ def _same(a, b):
 
 
 def _without_repeated_text(parts, before):
-    """Parts of an assistant message without the text that only repeats what the user asked to hear."""
+    """Parts of an assistant message without the text that only repeats what the user asked to hear.
+
+    The user's turn `before` then loses the instruction that stood before that text.
+    """
     text = "".join(p for p in parts if isinstance(p, str)).strip()
     if text and before is not None and before.role == "user":
         asked = before.text.strip()
-        if _same(asked, text) or " ".join(asked.split()).casefold().endswith(" ".join(text.split()).casefold()):
+        bare = _target_text(asked, text)
+        if _same(bare, text):
+            before.parts = [bare]
+        if _same(bare, text) or " ".join(asked.split()).casefold().endswith(" ".join(text.split()).casefold()):
             return [p for p in parts if isinstance(p, Clip)]
     return parts
 

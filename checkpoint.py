@@ -115,7 +115,7 @@ def save(output_dir, step, write_model, trainer_state, meta, keep=0):
         shutil.rmtree(final)
     os.rename(building, final)
     fsync_path(final.parent)
-    rotate(output_dir, keep, meta.get("best_step"))
+    rotate(output_dir, step, keep, meta.get("best_step"))
     return final
 
 
@@ -129,10 +129,14 @@ def checkpoints(output_dir):
     return sorted(found)
 
 
-def rotate(output_dir, keep, best_step=None):
-    """Delete the oldest checkpoints beyond `keep` (0 = keep all), never the best one."""
+def rotate(output_dir, newest, keep, best_step=None):
+    """Delete the oldest checkpoints beyond `keep` (0 = keep all), never the best one.
+
+    newest: the step just saved. Later ones, which a resume passed over as damaged, do not count: with them a new one
+    would be deleted as the oldest.
+    """
     if keep > 0:
-        for step, path in checkpoints(output_dir)[:-keep]:
+        for step, path in [found for found in checkpoints(output_dir) if found[0] <= newest][:-keep]:
             if step != best_step:
                 shutil.rmtree(path)
 

@@ -228,7 +228,8 @@ def decode_audio(path, cuts):
     try:
         audio, rate = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
     except Exception as error:
-        raise ValueError(f"is not readable audio ({str(error).strip().rstrip('.')}); wav, flac, mp3 and ogg are read")
+        why = str(error).rpartition(": ")[2].strip().rstrip(".")        # without the name of a buffer in memory
+        raise ValueError(f"is not readable audio ({why}); wav, flac, mp3 and ogg are read")
     mono, waves = audio.mean(axis=1), []
     if not np.isfinite(mono).all():
         raise ValueError("contains samples that are not finite numbers")
@@ -362,8 +363,7 @@ class Batch:
         def raw(keys):
             return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)
         codes = np.concatenate(self.codes or [np.empty((0, self.num_codebooks), np.int16)])
-        assert codes.flags.c_contiguous
-        tensors = {"codes": codes,
+        tensors = {"codes": np.ascontiguousarray(codes),        # safetensors writes raw memory, whatever the strides
                    "lengths": np.array([len(c) for c in self.codes], np.int32), "keys": raw(self.keys),
                    "files": raw(self.files), "file_keys": raw(self.file_keys)}
         about = {"clips": str(len(self.keys)), "files": str(len(self.files))}

@@ -113,6 +113,7 @@ class TableBuilder:
     def __init__(self, tokenizer, ids):
         self.tokenizer, self.ids = tokenizer, ids
         self.control = {tokenizer.convert_tokens_to_ids(t): t for t in CONTROL_TOKENS}
+        self.control[ids.delay] = tokenizer.convert_ids_to_tokens(ids.delay)
         self.clips, self._clip_numbers, self._known = [], {}, {}
         self.tokens, self.labelled, self.sample_clips, self.names, self.speakers = [], [], [], [], []
 

@@ -33,6 +33,7 @@ except (OSError, RuntimeError) as broken:
                      "every transformers import fails with it. Run launch/setup.sh, or: pip uninstall torchaudio "
                      "(training from a filled --code_cache needs none)")
 
+from safetensors import SafetensorError  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import (  # noqa: E402
     AutoTokenizer,
@@ -175,8 +176,8 @@ def total_loss(audio, n_audio, text, n_text, reduction, text_weight):
 def loss_report(sums, reduction, text_weight, prefix):
     """Sums over all ranks -> {metric name: float}.
 
-    sums: floats: audio loss of each codebook, text loss, end-of-stream loss, its right answers and its number, number of
-    audio targets, number of text targets.
+    sums: floats: audio loss of each codebook, text loss, end-of-stream loss, its right answers and its number, then
+    the numbers of audio and text targets.
     """
     audio, (text, eos, correct, n_eos, n_audio, n_text) = sums[:-6], sums[-6:]
     values = {"loss": total_loss(audio, n_audio, text, n_text, reduction, text_weight),
@@ -335,13 +336,15 @@ def load_model(folder, config, dtype):
             shards = sorted(Path(folder).glob("*.safetensors"))
             source, state = None, native_names({k: v for shard in shards for k, v in load_file(shard).items()})
         model, info = HiggsAudioV2ForConditionalGeneration.from_pretrained(
-            source, config=native, state_dict=state, dtype=dtype, use_text_head=True, output_loading_info=True)
-    except (OSError, RuntimeError, ValueError) as error:
+            source, config=native, state_dict=state, dtype=dtype, use_text_head=True, output_loading_info=True,
+            ignore_mismatched_sizes=True)   # else transformers raises without saying which; below they stop us
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise UserError(f"{folder}: weights cannot be loaded ({str(error).splitlines()[0]})")
     finally:
         logging.set_verbosity(verbosity)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        names = sorted(map(str, info[what]))
+        names = sorted(n if isinstance(n, str) else f"{n[0]} {tuple(n[1])} instead of {tuple(n[2])}"
+                       for n in info[what])
         if names:
             hint = " (saved by a trainer that dropped the text head; copy it from the base model)" \
                 if names == ["text_lm_head.weight"] else ""

@@ -10,11 +10,14 @@ import warnings
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 import higgs
 from parallel import UserError, one_clear_error
 
-from peft import LoraConfig, PeftModel, get_peft_model  # isort: skip  (after higgs, which explains a broken torchaudio)
+# after higgs, which explains a broken torchaudio
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict  # isort: skip
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 TARGETS = {
@@ -32,19 +35,23 @@ def add_lora(model, rank, alpha, dropout, targets, base_name):
     """
     names = TARGETS.get(targets) or [t.strip() for t in targets.split(",") if t.strip()]
     linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
-    for name in names:
+    for name in names or [targets]:     # nothing but commas is a target that matches nothing
         if not any(n == name or n.endswith("." + name) for n in linear):
             raise UserError(f"--lora_target_modules {name!r} matches no linear layer; use one of {', '.join(TARGETS)} "
                             f"or endings such as q_proj, mlp.gate_proj, audio_mlp.gate_proj")
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none",
-                        base_model_name_or_path=base_name)
-    with warnings.catch_warnings():     # peft asks transformers in a way that newer transformers finds old
-        warnings.simplefilter("ignore", FutureWarning)
-        wrapped = get_peft_model(model, config)
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none")
+    wrapped = _wrap(model, config)
+    config.base_model_name_or_path = base_name      # now: get_peft_model overwrites it with the local folder
     for module in wrapped.modules():        # autocast picks the compute dtype; PEFT need not cast inputs to fp32 first
         if hasattr(module, "cast_input_dtype_enabled"):
             module.cast_input_dtype_enabled = False
     return wrapped
+
+
+def _wrap(model, config):
+    with warnings.catch_warnings():     # peft asks transformers in a way that newer transformers finds old
+        warnings.simplefilter("ignore", FutureWarning)
+        return get_peft_model(model, config)
 
 
 def save_lora(model, folder):
@@ -54,8 +61,6 @@ def save_lora(model, folder):
 
 def load_lora_weights(model, folder):
     """Copy a saved adapter into a freshly wrapped model; raises UserError when shapes or names differ."""
-    from peft import set_peft_model_state_dict
-    from safetensors.torch import load_file
     saved = json.loads((Path(folder) / "adapter_config.json").read_text())
     ours = model.peft_config["default"]
     for key, value in (("r", ours.r), ("lora_alpha", ours.lora_alpha), ("target_modules", ours.target_modules)):
@@ -65,8 +70,10 @@ def load_lora_weights(model, folder):
                             "another --output_dir")
     try:
         result = set_peft_model_state_dict(model, load_file(Path(folder) / "adapter_model.safetensors"))
-    except RuntimeError as error:
-        raise UserError(f"{folder}: adapter does not fit this model ({str(error).splitlines()[0]})")
+    except RuntimeError as error:       # its first line is a heading, the second names a weight
+        raise UserError(f"{folder}: adapter does not fit this model ({str(error).splitlines()[:2][-1].strip()})")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder}: adapter_model.safetensors cannot be read ({error})")
     lost = [n for n in result.missing_keys if "lora_" in n] + list(result.unexpected_keys)
     if lost:
         raise UserError(f"{folder}: {len(lost)} adapter weights missing or unexpected, first {lost[0]}")
@@ -75,7 +82,12 @@ def load_lora_weights(model, folder):
 def merge(model_path, adapter, output_dir):
     """Fold an adapter into its base in fp32 and write a plain native checkpoint (bf16 would lose small deltas)."""
     folder, config = higgs.find_model(model_path)
-    model = PeftModel.from_pretrained(higgs.load_model(folder, config, torch.float32), adapter)
+    if not (Path(adapter) / "adapter_config.json").is_file():
+        raise UserError(f"--adapter {adapter}: no such folder, or no adapter_config.json in it")
+    adapter_config = LoraConfig.from_pretrained(adapter)
+    adapter_config.base_model_name_or_path = None
+    model = _wrap(higgs.load_model(folder, config, torch.float32), adapter_config)
+    load_lora_weights(model, adapter)       # PeftModel.from_pretrained would only warn about weights that are missing
     higgs.save_model(model.merge_and_unload(safe_merge=True), higgs.load_tokenizer(folder), output_dir, folder)
 
 

@@ -120,15 +120,15 @@ def read_metrics(path):
 def draw_losses(output_dir):
     """Draw output_dir/loss_curve.png from metrics.jsonl; returns ({metric: (first, last)}, path).
 
-    first and last are means over the first and last fifth of the logged steps, for train/loss and every other train/
-    loss there is. Raises ValueError when fewer than two training steps were logged.
+    first and last are means over the first and last fifth of the logged steps that have a loss, for train/loss and
+    every other train/ loss there is. Raises ValueError when there are fewer than two such steps.
     """
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     rows = read_metrics(Path(output_dir) / "metrics.jsonl")
-    train = [row for row in rows if "train/loss" in row]
-    evals = [(row["step"], row["eval/loss"]) for row in rows if "eval/loss" in row]
+    train = [row for row in rows if row.get("train/loss") is not None]      # null: not finite, or no step counted
+    evals = [(row["step"], row["eval/loss"]) for row in rows if row.get("eval/loss") is not None]
     if len(train) < 2:
         raise ValueError(f"{output_dir}/metrics.jsonl holds {len(train)} training steps; two are needed")
     figure, axes = plt.subplots(figsize=(8, 4.5))
@@ -144,7 +144,8 @@ def draw_losses(output_dir):
     plt.close(figure)
     span = max(1, len(train) // 5)
     changes = {name: tuple(sum(row[name] for row in part) / span for part in (train[:span], train[-span:]))
-               for name in ("train/loss", "train/audio_loss", "train/text_loss") if name in train[0]}
+               for name in ("train/loss", "train/audio_loss", "train/text_loss")
+               if all(row.get(name) is not None for row in train)}
     return changes, path
 
 

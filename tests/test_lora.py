@@ -1,0 +1,263 @@
+"""Adapters: which layers get them, their precision, and that plain PEFT and transformers read what we write."""
+import json
+import subprocess
+import sys
+import warnings
+
+import pytest
+import speech
+import torch
+from conftest import ROOT
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import HiggsAudioV2ForConditionalGeneration
+
+import higgs
+import lora
+from data import collate
+from parallel import UserError
+
+ATTENTION = {f"self_attn.{p}_proj" for p in "qkvo"}
+AUDIO = {f"audio_mlp.{p}_proj" for p in ("gate", "up", "down")}
+TEXT = {f"mlp.{p}_proj" for p in ("gate", "up", "down")}
+
+
+@pytest.fixture(scope="module")
+def data(tiny, tmp_path_factory):
+    """(TokenIds, [sample])."""
+    return speech.samples_of(tiny.model, speech.native(tiny.model).config, [speech.CLONING, speech.MULTI_TURN],
+                             tmp_path_factory.mktemp("table"))
+
+
+def base(tiny, dtype=torch.float32):
+    return HiggsAudioV2ForConditionalGeneration.from_pretrained(tiny.model, use_text_head=True, dtype=dtype).eval()
+
+
+def adapted(tiny, rank=4, alpha=8, targets="attention+audio_mlp", seed=0):
+    """A base with adapters that change its output: fresh ones have B = 0."""
+    torch.manual_seed(seed)
+    net = lora.add_lora(base(tiny), rank, alpha, 0.0, targets, "owner/base").eval()
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    return net
+
+
+@torch.no_grad()
+def outputs(net, data):
+    """(audio logits, text logits) of transformers' own forward."""
+    ids, samples = data
+    inputs = {k: v for k, v in speech.native_batch(samples, ids).items() if "labels" not in k}
+    native = net.get_base_model() if hasattr(net, "get_base_model") else net
+    state = native.model(**inputs).last_hidden_state[inputs["attention_mask"].bool()]
+    return native.audio_lm_head(state), native.text_lm_head(state)
+
+
+def assert_same_outputs(a, b, data, tolerance=1e-5):
+    for x, y in zip(outputs(a, data), outputs(b, data)):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
+def adapters(net):
+    """Names of the base's modules that carry an adapter."""
+    return {name for name, module in net.get_base_model().named_modules() if hasattr(module, "lora_A")}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which layers
+
+
+@pytest.mark.parametrize("targets, expected", [
+    ("attention", ATTENTION), ("attention+audio_mlp", ATTENTION | AUDIO), ("all-linear", ATTENTION | AUDIO | TEXT),
+    ("q_proj, v_proj", {"self_attn.q_proj", "self_attn.v_proj"}), ("mlp.up_proj", {"mlp.up_proj"}),
+    ("audio_mlp.up_proj,", {"audio_mlp.up_proj"}), ("up_proj", {"mlp.up_proj", "audio_mlp.up_proj"}),
+    ("self_attn.o_proj,mlp.down_proj", {"self_attn.o_proj", "mlp.down_proj"})])
+def test_targets_are_exactly_these_layers(tiny, targets, expected):
+    net = lora.add_lora(base(tiny), 4, 8, 0.0, targets, "base")
+    assert adapters(net) == {f"model.layers.{i}.{name}" for i in range(2) for name in expected}
+    trainable = [n for n, p in net.named_parameters() if p.requires_grad]
+    assert len(trainable) == 2 * 2 * len(expected) and all("lora_" in n for n in trainable)
+    layer = net.get_base_model().get_submodule(sorted(adapters(net))[0])
+    assert layer.r["default"] == 4 and layer.scaling["default"] == 2.0
+
+
+def test_one_layer_by_its_full_name(tiny):
+    net = lora.add_lora(base(tiny), 4, 8, 0.0, "layers.1.self_attn.q_proj,audio_lm_head", "base")
+    assert adapters(net) == {"model.layers.1.self_attn.q_proj", "audio_lm_head"}
+
+
+@pytest.mark.parametrize("targets, named", [("q_proj,audio_attn.q_proj", "'audio_attn.q_proj'"), ("proj", "'proj'"),
+                                            ("embed_tokens", "'embed_tokens'"), ("", "''"), (",", "','")])
+def test_target_that_matches_nothing_is_named(tiny, targets, named):
+    with pytest.raises(UserError) as error:
+        lora.add_lora(base(tiny), 4, 8, 0.0, targets, "base")
+    assert f"--lora_target_modules {named} matches no linear layer" in str(error.value)
+    assert all(preset in str(error.value) for preset in ("attention", "attention+audio_mlp", "all-linear"))
+
+
+def test_fresh_adapters_change_nothing(tiny, data):
+    assert_same_outputs(lora.add_lora(base(tiny), 4, 8, 0.1, "all-linear", "base").eval(), base(tiny), data, 0)
+
+
+def test_wrapping_is_silent(tiny):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lora.add_lora(base(tiny), 4, 8, 0.0, "attention", "owner/base")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Precision
+
+
+def test_adapters_are_fp32_on_a_bf16_base(tiny, data):
+    ids, samples = data
+    net = lora.add_lora(base(tiny, torch.bfloat16), 4, 8, 0.0, "all-linear", "base")
+    dtypes = {p.requires_grad: {q.dtype for q in net.parameters() if q.requires_grad == p.requires_grad}
+              for p in net.parameters()}
+    assert dtypes == {True: {torch.float32}, False: {torch.bfloat16}}
+    products = []
+    layer = net.get_base_model().model.layers[0].self_attn.q_proj
+    layer.lora_A["default"].register_forward_hook(lambda m, i, out: products.append((i[0].dtype, out.dtype)))
+    packed = higgs.PackedHiggs(net).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = speech.total(packed, collate(samples, ids))
+    loss.backward()
+    assert products == [(torch.bfloat16, torch.bfloat16)]       # no cast of the activations to fp32 on the way in
+    grads = [p.grad for n, p in net.named_parameters() if "lora_B" in n]
+    assert len(grads) == 20 and all(g.dtype == torch.float32 and g.any() for g in grads)
+    expected = speech.total(higgs.PackedHiggs(base(tiny)), collate(samples, ids))
+    torch.testing.assert_close(loss, expected, rtol=0.01, atol=0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+@pytest.fixture(scope="module")
+def saved(tiny, tmp_path_factory):
+    """(adapter folder, the model that was saved)."""
+    folder, net = tmp_path_factory.mktemp("adapter"), adapted(tiny)
+    higgs.PackedHiggs(net)      # a trainer saves after wrapping
+    lora.save_lora(net, folder)
+    return folder, net
+
+
+def test_saved_adapter_loads_in_plain_peft(tiny, data, saved):
+    folder, net = saved
+    plain = PeftModel.from_pretrained(base(tiny), folder).eval()
+    assert_same_outputs(plain, net, data)
+    differs = (outputs(base(tiny), data)[0] - outputs(net, data)[0]).abs().max()
+    assert differs > 0.05       # else the adapter may as well not have been loaded
+
+
+def test_adapter_files_have_pefts_names(saved):
+    folder, net = saved
+    state = load_file(folder / "adapter_model.safetensors")
+    assert set(state) == {f"base_model.model.model.layers.{i}.{name}.lora_{half}.weight"
+                          for i in range(2) for name in ATTENTION | AUDIO for half in "AB"}
+    assert all(t.dtype == torch.float32 for t in state.values())
+    config = json.loads((folder / "adapter_config.json").read_text())
+    expected = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "task_type": None,
+                "modules_to_save": None, "base_model_name_or_path": "owner/base"}   # the hub name, not a local folder
+    assert {key: config[key] for key in expected} == expected
+    assert set(config["target_modules"]) == {f"{p}_proj" for p in "qkvo"} | AUDIO
+
+
+def test_reload_continues_with_the_same_adapter(tiny, data, saved):
+    folder, net = saved
+    torch.manual_seed(7)
+    again = lora.add_lora(base(tiny), 4, 8, 0.0, "attention+audio_mlp", "owner/base").eval()
+    lora.load_lora_weights(again, folder)
+    assert_same_outputs(again, net, data, 0)
+    assert sum(p.requires_grad for p in again.parameters()) == 2 * 2 * 7
+
+
+@pytest.mark.parametrize("change, parts", [
+    ({"rank": 8}, ["r 4", "this run 8"]), ({"alpha": 16}, ["lora_alpha 8", "this run 16"]),
+    ({"targets": "attention"}, ["target_modules", "audio_mlp.gate_proj", "q_proj"])])
+def test_adapter_of_other_flags_is_refused(tiny, saved, change, parts):
+    folder, _ = saved
+    net = adapted(tiny, **change)
+    before = [p.clone() for p in net.parameters()]
+    with pytest.raises(UserError) as error:
+        lora.load_lora_weights(net, folder)
+    assert all(part in str(error.value) for part in [str(folder), *parts])
+    assert all(torch.equal(p, b) for p, b in zip(net.parameters(), before))
+
+
+def spoiled(saved, folder, what):
+    """A copy of the saved adapter with one tensor lost, one too many, or one of another shape."""
+    lora.save_lora(saved[1], folder)
+    state = load_file(folder / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.1.self_attn.k_proj.lora_A.weight"
+    tensor = state.pop(name)
+    if what == "unexpected":
+        state |= {name: tensor, name.replace("layers.1", "layers.9"): tensor.clone()}
+    elif what == "shape":
+        state[name] = torch.ones(4, 64)
+    save_file(state, folder / "adapter_model.safetensors")
+    return name.removesuffix(".weight") if what != "unexpected" else "layers.9.self_attn.k_proj.lora_A"
+
+
+@pytest.mark.parametrize("content", [None, b"not weights"])
+def test_unreadable_adapter_file_is_one_clear_line(tiny, saved, tmp_path, content):
+    lora.save_lora(saved[1], tmp_path)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    if content:
+        (tmp_path / "adapter_model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match="adapter_model.safetensors cannot be read") as error:
+        lora.load_lora_weights(adapted(tiny), tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("what", ["missing", "unexpected", "shape"])
+def test_adapter_file_that_does_not_fit_is_refused(tiny, saved, tmp_path, what):
+    name = spoiled(saved, tmp_path, what)
+    with pytest.raises(UserError) as error:
+        lora.load_lora_weights(adapted(tiny), tmp_path)
+    assert str(tmp_path) in str(error.value) and name in str(error.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Merging
+
+
+def merge_command(*flags):
+    return subprocess.run([sys.executable, str(ROOT / "lora.py"), "merge", *map(str, flags)], text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120)
+
+
+def test_merged_checkpoint_equals_adapter_on_base(tiny, data, saved, tmp_path):
+    folder, net = saved
+    done = merge_command("--model_path", tiny.model, "--adapter", folder, "--output_dir", tmp_path / "merged")
+    assert done.returncode == 0, done.stdout
+    merged, info = HiggsAudioV2ForConditionalGeneration.from_pretrained(tmp_path / "merged", use_text_head=True,
+                                                                       output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert_same_outputs(merged.eval(), net, data)
+    assert (outputs(base(tiny), data)[0] - outputs(merged, data)[0]).abs().max() > 0.05
+    files = {p.name for p in (tmp_path / "merged").iterdir()}
+    assert files >= {"tokenizer.json", "generation_config.json", "processor_config.json", "chat_template.jinja"}
+    assert not any("adapter" in name for name in files)
+    state = load_file(tmp_path / "merged" / "model.safetensors")
+    original = load_file(tiny.model / "model.safetensors")
+    assert state.keys() == original.keys() and "text_lm_head.weight" in state
+    changed = {n.split(".", 3)[-1].removesuffix(".weight") for n in state if not torch.equal(state[n], original[n])}
+    assert changed == ATTENTION | AUDIO
+
+
+def test_merging_what_does_not_fit_stops_before_writing(tiny, saved, tmp_path):
+    """PEFT's own loading only warns about missing adapter weights: the merge would be silently half done."""
+    for what in ("missing", "unexpected", "shape"):
+        name = spoiled(saved, tmp_path / what, what)
+        with pytest.raises(UserError) as error:
+            lora.merge(str(tiny.model), str(tmp_path / what), str(tmp_path / "merged"))
+        assert name in str(error.value)
+    assert not (tmp_path / "merged").exists()
+
+
+def test_merging_a_folder_without_adapter_is_one_clear_line(tiny, tmp_path):
+    done = merge_command("--model_path", tiny.model, "--adapter", tmp_path, "--output_dir", tmp_path / "merged")
+    assert done.returncode == 1 and "Traceback" not in done.stdout
+    assert done.stdout.strip().splitlines()[-1].startswith(f"error: --adapter {tmp_path}: ")
