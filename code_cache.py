@@ -8,7 +8,7 @@ Shards appear atomically under unique names, so runs may share a cache; a lock k
 
 The codec (and with it torchaudio) is imported only when a clip is missing.
 
-Copy with it: chatml.py (Clip), parallel.py, checkpoint.py (write_atomically).
+Copy with it: parallel.py, checkpoint.py (write_atomically).
 """
 import contextlib
 import fcntl
@@ -65,6 +65,15 @@ def _digest(*parts):
 def file_key(clip, stat):
     """Digest (16 bytes) of path, size, modification time and cut: the same as long as the file was not touched."""
     return _digest(clip.path, stat.st_size, stat.st_mtime_ns, _cut(clip))
+
+
+def file_keys(clips):
+    """(stats, (n,) keys) of clips; raises UserError for a file that is gone or unreadable by now."""
+    try:
+        stats = [os.stat(clip.path) for clip in clips]
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read any more ({error.strerror})")
+    return stats, np.array([file_key(clip, stat) for clip, stat in zip(clips, stats)], KEY)
 
 
 class CacheIndex:
@@ -162,7 +171,7 @@ def ensure_codes(world, clips, codec_dir, cache_dir, num_codebooks, num_proc, wa
 def locate(folder, clips):
     """Shard names and (n, 3) positions of clips that are all cached."""
     index = CacheIndex(folder)
-    found = index.find_files(np.array([file_key(c, os.stat(c.path)) for c in clips], KEY))
+    found = index.find_files(file_keys(clips)[1])
     for clip, row in zip(clips, found):
         if row[0] < 0:
             raise UserError(f"{clip.path}: changed while it was being read; start again")
@@ -192,8 +201,8 @@ def _locked(path, limit_s):
 
 def share_work(clips, index, world_size):
     """Per rank, the list of (path, file stat, [clips]) that are not cached yet, balanced by estimated seconds."""
-    stats = [os.stat(c.path) for c in clips]
-    found = index.find_files(np.array([file_key(c, s) for c, s in zip(clips, stats)], KEY))
+    stats, keys = file_keys(clips)
+    found = index.find_files(keys)
     files = {}
     for clip, stat, row in zip(clips, stats, found):
         if row[0] < 0:

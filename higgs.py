@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
+import parallel
 from data import IGNORE, PackedBatch
 from parallel import UserError
 
@@ -29,9 +30,9 @@ except ImportError as missing:
     if missing.name != "torchaudio":
         raise
 except (OSError, RuntimeError) as broken:
-    raise SystemExit(f"error: torchaudio does not fit torch {torch.__version__} ({str(broken).splitlines()[0]}), and "
-                     "every transformers import fails with it. Run launch/setup.sh, or: pip uninstall torchaudio "
-                     "(training from a filled --code_cache needs none)")
+    parallel.stop(f"torchaudio does not fit torch {torch.__version__} ({str(broken).splitlines()[0]}), and every "
+                  "transformers import fails with it. Run launch/setup.sh, or: pip uninstall torchaudio (training from "
+                  "a filled --code_cache needs none)")
 
 from safetensors import SafetensorError  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
@@ -184,6 +185,8 @@ def loss_report(sums, reduction, text_weight, prefix):
               "audio_loss": sum(audio) / max(1, n_audio), "text_loss": text / max(1, n_text),
               "eos_loss": eos / max(1, n_eos), "eos_accuracy": correct / max(1, n_eos)}
     values |= {f"audio_loss_codebook_{k}": s * len(audio) / max(1, n_audio) for k, s in enumerate(audio)}
+    if n_audio + n_text == 0:       # every step was skipped: no loss to claim
+        values = dict.fromkeys(values, float("nan"))
     return {f"{prefix}/{name}": value for name, value in values.items()}
 
 

@@ -107,8 +107,9 @@ class PackOrder:
             order = np.concatenate([part[np.argsort(-self.lengths[part], kind="stable")] for part in parts])
         packs = [order[a:a + size].tolist() for a in range(0, n, size)]
         if self.group_by_length and self.shuffle:
-            blocks = [packs[a:a + PACKS_PER_BLOCK] for a in range(0, len(packs), PACKS_PER_BLOCK)]
-            packs = [pack for b in rng.permutation(len(blocks)) for pack in blocks[b]]
+            full = len(packs) // PACKS_PER_BLOCK        # a short last block stays last, or it would shift the others
+            blocks = [packs[b * PACKS_PER_BLOCK:(b + 1) * PACKS_PER_BLOCK] for b in [*rng.permutation(full), full]]
+            packs = [pack for block in blocks for pack in block]
         return _flat(packs)
 
     def window(self, epoch, first, count):

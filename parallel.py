@@ -96,13 +96,18 @@ def one_clear_error():
     try:
         yield
     except UserError as error:
-        if rank != 0:       # mostly raised alike on every rank: rank 0 speaks, and torchrun ends us before we repeat it
-            time.sleep(GRACE_S)
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        leave(1)
+        stop(error)
     except Exception:
         print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         leave(1)
+
+
+def stop(message):
+    """End this process with one line. Mostly all ranks do so alike: rank 0 speaks, torchrun ends the others unheard."""
+    if int(os.environ.get("RANK", "0")) != 0:
+        time.sleep(GRACE_S)
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    leave(1)
 
 
 def leave(status):

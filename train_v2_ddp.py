@@ -16,6 +16,7 @@ checkpoint.py metrics.py (shared).
 import argparse
 import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -148,9 +149,10 @@ def check_flags(args, world_size):
     for flag in ("max_tokens_per_batch", "global_batch_size", "max_steps", "warmup_steps", "eval_steps", "save_steps",
                  "save_total_limit", "num_workers", "preprocess_num_proc", "max_length", "scale_lr_from_batch",
                  "weight_decay", "max_grad_norm", "text_loss_weight", "learning_rate"):
-        need(getattr(args, flag) >= 0, f"--{flag} is {getattr(args, flag)}; it must not be negative")
-    for flag in ("lora_dropout", "validation_split", "min_lr_ratio", "adam_beta1", "adam_beta2"):
-        need(0 <= getattr(args, flag) <= 1, f"--{flag} is {getattr(args, flag)}; it must lie between 0 and 1")
+        need(0 <= getattr(args, flag) < math.inf, f"--{flag} is {getattr(args, flag)}; it must be 0 or more and finite")
+    for flag in ("lora_dropout", "validation_split", "adam_beta1", "adam_beta2"):
+        need(0 <= getattr(args, flag) < 1, f"--{flag} is {getattr(args, flag)}; it must be at least 0 and below 1")
+    need(0 <= args.min_lr_ratio <= 1, f"--min_lr_ratio is {args.min_lr_ratio}; it must lie between 0 and 1")
     need(args.use_lora or args.lora_target_modules == "attention", "--lora_target_modules needs --use_lora")
     need(not (args.use_lora and args.freeze_llm), "--use_lora freezes the whole base already: drop --freeze_llm")
     if args.max_tokens_per_batch:
@@ -367,7 +369,7 @@ def train(args):
     per_step = world.size * accumulation
     steps_per_epoch = -(-order.packs_per_epoch // per_step)
     at = {key: meta[key] for key in ("step", "epoch", "first")} if meta else {"step": 0, "epoch": 0, "first": 0}
-    left = -(-(order.packs_per_epoch - at["first"]) // per_step)
+    left = -(-max(0, order.packs_per_epoch - at["first"]) // per_step)
     left += (args.num_train_epochs - at["epoch"] - 1) * steps_per_epoch
     total_steps = args.max_steps or at["step"] + max(0, left)
     epochs = sys.maxsize if args.max_steps else args.num_train_epochs
@@ -448,7 +450,8 @@ def train(args):
             batch = next(batches)
             waited += time.monotonic() - asked
             mine = list(batch.samples)
-            assert batch.counts["audio_targets"] == table.audio_targets[mine].sum(), "loader and plan disagree"
+            assert batch.counts["audio_targets"] == table.audio_targets[mine].sum() and \
+                len(batch.input_ids) == (args.max_tokens_per_batch or len(batch.input_ids)), "loader and plan disagree"
             if main_rank and args.enable_strategic_logging and micro == 0 \
                     and at["step"] % args.strategic_logging_steps == 0:
                 print_sample(table, tokenizer, ids, batch)
@@ -515,7 +518,7 @@ def train(args):
     bar.close()
     if main_rank:
         log.close()
-        final = checkpoint.checkpoints(args.output_dir)[-1][1]
+        final = Path(args.output_dir) / f"checkpoint-{at['step']}"
         print(f"done       step {at['step']}; {bad_steps.total} steps skipped; final checkpoint {final}"
               + (f"; best validation loss {best_loss:.4f} at step {best_step}" if best_step is not None else ""))
 

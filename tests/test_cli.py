@@ -82,7 +82,7 @@ def test_refused_flags(flags, capsys):
     (["--disable_eval", "--eval_data_file", "x.json"], "exclude each other"),
     (["--logging_steps", "0"], "--logging_steps is 0"),
     (["--learning_rate", "-1"], "--learning_rate is -1"),
-    (["--lora_dropout", "1.5"], "between 0 and 1"),
+    (["--lora_dropout", "1.5"], "at least 0 and below 1"),
     (["--use_lora", "--freeze_llm"], "drop --freeze_llm"),
 ])
 def test_combinations_that_make_no_sense(flags, part):
