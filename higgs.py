@@ -153,15 +153,15 @@ class PackedHiggs(nn.Module):
         config, base = self.base_model.config, self.base_model
         hidden = self.hidden_states(batch)
         logits = base.audio_lm_head(hidden.index_select(0, batch.audio_rows)).float()
-        logits = logits.view(-1, config.num_codebooks, config.codebook_size)
-        losses = F.cross_entropy(logits.transpose(1, 2), batch.audio_targets, ignore_index=IGNORE, reduction="none")
+        logits, targets = logits.view(-1, config.codebook_size), batch.audio_targets.view(-1)     # (R * K, C), (R * K,)
+        losses = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
         text_logits = base.text_lm_head(hidden.index_select(0, batch.text_rows)).float()
         text = F.cross_entropy(text_logits, batch.text_targets, ignore_index=IGNORE, reduction="sum")
         with torch.no_grad():
-            is_eos = batch.audio_targets == config.audio_stream_eos_id
+            is_eos = targets == config.audio_stream_eos_id
             correct = is_eos & (logits.argmax(-1) == config.audio_stream_eos_id)
             eos = torch.stack([(losses.detach() * is_eos).sum(), correct.sum(), is_eos.sum()]).float()
-        return losses.sum(0), text, eos
+        return losses.view(-1, config.num_codebooks).sum(0), text, eos
 
 
 def total_loss(audio, n_audio, text, n_text, reduction, text_weight):

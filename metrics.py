@@ -17,7 +17,7 @@ import torch
 
 # Dense bf16 tensor-core peak, FLOP/s, from the makers' datasheets; SXM parts unless the name says otherwise.
 PEAK_BF16 = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12,
-             "L40S": 362e12, "L4": 121e12, "A10": 125e12, "RTX 4090": 165e12}
+             "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10": 125e12, "RTX 4090": 165e12}
 
 
 def peak_flops(device):

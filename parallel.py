@@ -65,8 +65,8 @@ def init(timeout_s=600, slow_timeout_s=6 * 3600, device=None):
     world = World(rank, local_rank, size, local_size, where)
     if size > 1:
         world.store, _, _ = next(rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo",
-                                store=dist.PrefixStore("trainer", world.store), rank=rank, world_size=size,
+        dist.init_process_group("nccl" if use_cuda else "gloo", store=dist.PrefixStore("trainer", world.store),
+                                rank=rank, world_size=size,
                                 timeout=timedelta(seconds=timeout_s), device_id=where if use_cuda else None)
         # new_group ignores the default group's limit, so it is given again
         world.slow_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=slow_timeout_s))
