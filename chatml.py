@@ -315,7 +315,7 @@ def _clip(item, paths):
     offset, duration = item.get("offset"), item.get("duration")
     for key, value in (("offset", offset), ("duration", duration)):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not (number and 0 <= value < math.inf):
+        if value is not None and not (number and 0 <= value < 1e7):
             raise BadSample(f"'{key}' of {name!r} is {value!r}, not seconds")
     # duration alone is the dataset's note on the clip's length; only an offset makes it a cut
     return Clip(paths.find(str(name)), offset, duration if offset is not None else None, float(duration or 0))
@@ -434,7 +434,8 @@ def _without_repeated_text(parts, before):
 
 
 def _mark_trained(turns, start_index, rewritten, n_messages):
-    if start_index is not None and (isinstance(start_index, bool) or not isinstance(start_index, int)):
+    if start_index is not None and (isinstance(start_index, bool) or not isinstance(start_index, int)
+                                    or start_index < 0):
         raise BadSample(f"start_index is {start_index!r}, not a message number")
     speaking = [t for t in turns if t.role == "assistant" and t.source is not None and t.clips]
     if not speaking:

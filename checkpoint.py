@@ -52,14 +52,14 @@ def sha256_file(path):
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def prepare_output(output_dir):
-    """Make output_dir and prove that it can be written."""
+def prepare_output(output_dir, flag="--output_dir"):
+    """Make a folder and prove that it can be written; raises UserError naming the flag that gave it."""
     try:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         write_atomically(Path(output_dir) / ".writable", lambda path: path.write_text("ok"))
         (Path(output_dir) / ".writable").unlink()
     except OSError as error:
-        raise UserError(f"--output_dir {output_dir}: cannot be written ({error.strerror})")
+        raise UserError(f"{flag} {output_dir}: cannot be written ({error.strerror})")
 
 
 def rng_state(device):
@@ -95,8 +95,8 @@ def save(output_dir, step, write_model, trainer_state, meta, keep=0):
     """
     final = Path(output_dir) / f"checkpoint-{step}"
     building = final.with_name(final.name + ".tmp")
-    if building.exists():
-        shutil.rmtree(building)
+    for stale in Path(output_dir).glob("checkpoint-*.tmp*"):        # left by a kill
+        shutil.rmtree(stale)
     try:
         (building / STATE_DIR).mkdir(parents=True)
         write_model(building)
@@ -111,8 +111,8 @@ def save(output_dir, step, write_model, trainer_state, meta, keep=0):
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
-    if final.exists():      # the same step saved again, after a resume from an earlier one
-        shutil.rmtree(final)
+    if final.exists():      # damaged, so passed over when resuming; now this step is reached again
+        delete(final)
     os.rename(building, final)
     fsync_path(final.parent)
     rotate(output_dir, step, keep, meta.get("best_step"))
@@ -138,7 +138,14 @@ def rotate(output_dir, newest, keep, best_step=None):
     if keep > 0:
         for step, path in [found for found in checkpoints(output_dir) if found[0] <= newest][:-keep]:
             if step != best_step:
-                shutil.rmtree(path)
+                delete(path)
+
+
+def delete(path):
+    """Delete a checkpoint folder; it loses its name first, so that a kill leaves no half of one under it."""
+    doomed = path.with_name(path.name + ".tmp-deleted")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
 
 
 def damage(path):
@@ -177,8 +184,8 @@ def load_meta(path):
 
 
 def load_state(path, stem):
-    """Object saved as trainer_state/<stem>.pt, on the CPU."""
-    return torch.load(Path(path) / STATE_DIR / f"{stem}.pt", map_location="cpu", weights_only=True)
+    """Object saved as trainer_state/<stem>.pt, on the CPU; tensors stay mapped to the file until they are used."""
+    return torch.load(Path(path) / STATE_DIR / f"{stem}.pt", map_location="cpu", weights_only=True, mmap=True)
 
 
 def find_resume(output_dir, resume, identity):
@@ -202,6 +209,10 @@ def find_resume(output_dir, resume, identity):
     elif wrong := damage(path) if path.is_dir() else "no such folder":
         raise UserError(f"--resume {path}: {wrong}")
     meta = load_meta(path)
+    later = [str(p) for step, p in checkpoints(output_dir) if step > meta["step"]]
+    if later and resume != "auto":      # or the next --resume auto would take up the abandoned ones
+        raise UserError(f"--resume {path}: later checkpoints stand in --output_dir ({', '.join(later)}); delete them "
+                        "or give another --output_dir")
     for name, value in identity.items():
         if meta["identity"].get(name) != value:
             raise UserError(f"{path}: was made with another {name} ({meta['identity'].get(name)}, this run {value}); "

@@ -59,7 +59,7 @@ def _cut(clip):
 
 
 def _digest(*parts):
-    return hashlib.sha256("\0".join(map(str, parts)).encode()).digest()[:16]
+    return hashlib.sha256("\0".join(map(str, parts)).encode("utf-8", "backslashreplace")).digest()[:16]
 
 
 def file_key(clip, stat):
@@ -157,7 +157,7 @@ def ensure_codes(world, clips, codec_dir, cache_dir, num_codebooks, num_proc, wa
             folder = Path(cache_dir) / codec_fingerprint(codec_dir)
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(_locked(folder / "lock", wait_limit_s))
+                stack.enter_context(_locked(folder / "lock", 0.9 * wait_limit_s))
             except OSError as error:
                 raise UserError(f"--code_cache {cache_dir}: cannot be written ({error.strerror})")
             return folder, share_work(clips, CacheIndex(folder), world.size)
@@ -267,7 +267,7 @@ class _Decode(Dataset):
         path, _, cuts = self.work[i]
         try:
             digest, waves = decode_audio(path, [(c.offset, c.duration) for c in cuts])
-            return i, digest, [torch.from_numpy(w) for w in waves], ""
+            return i, digest, waves, ""     # numpy: tensors would travel through /dev/shm, which containers keep small
         except ValueError as error:
             return i, "", [], f"{path}: {error}"
 
@@ -280,7 +280,11 @@ def load_codec(codec_dir, device, num_codebooks):
         raise UserError("encoding new audio needs torchaudio, which is not installed (training from a filled "
                         "--code_cache does not): run launch/setup.sh or pip install torchaudio==2.11.0")
     from transformers import HiggsAudioV2TokenizerModel
-    codec, info = HiggsAudioV2TokenizerModel.from_pretrained(codec_dir, output_loading_info=True)
+    try:
+        codec, info = HiggsAudioV2TokenizerModel.from_pretrained(codec_dir, dtype=torch.float32,
+                                                                 output_loading_info=True)
+    except Exception as error:
+        raise UserError(f"{codec_dir}: codec cannot be loaded ({str(error).splitlines()[0]})")
     lost = sorted(info["missing_keys"]) + sorted(info["unexpected_keys"])
     if lost:
         raise UserError(f"{codec_dir}: {len(lost)} missing or unexpected codec weights, first {lost[:5]}")
@@ -297,8 +301,13 @@ def load_codec(codec_dir, device, num_codebooks):
 
 @torch.no_grad()
 def encode_clip(codec, wave, bandwidth, num_codebooks):
-    """Mono float32 waveform (n,) at 24 kHz -> (T, num_codebooks) int16 codes on the CPU."""
-    codes = codec.encode(wave[None, None].to(codec.device), bandwidth=bandwidth).audio_codes[0]
+    """Mono float32 waveform (n,) at 24 kHz, numpy -> (T, num_codebooks) int16 codes on the CPU.
+
+    Never in TF32: a cached code must not depend on the first run's speed flags.
+    """
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        wave = torch.from_numpy(wave)[None, None].to(codec.device)
+        codes = codec.encode(wave, bandwidth=bandwidth).audio_codes[0]
     assert codes.shape[0] == num_codebooks, f"codec gave {codes.shape[0]} codebooks, the model has {num_codebooks}"
     return codes.T.to(torch.int16).contiguous().cpu().numpy()     # safetensors writes memory as it lies
 
@@ -324,7 +333,7 @@ def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progr
     index, seen, batch, flushed = CacheIndex(folder), set(), Batch(folder, num_codebooks), time.monotonic()
     codec, bandwidth = load_codec(codec_dir, world.device, num_codebooks)
     workers = min(num_proc, len(mine))
-    loader = DataLoader(_Decode(mine), batch_size=None, num_workers=workers,
+    loader = DataLoader(_Decode(mine), batch_size=None, num_workers=workers, collate_fn=lambda item: item,
                         multiprocessing_context="fork" if workers else None)
     for i, digest, waves, problem in loader:
         path, stat, cuts = mine[i]
@@ -333,7 +342,10 @@ def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progr
         for clip, wave in zip(cuts, waves):
             key = _digest(digest, _cut(clip))
             if key not in seen and not index.has(key) and _claim(world, key):
-                batch.add_codes(key, encode_clip(codec, wave, bandwidth, num_codebooks))
+                try:
+                    batch.add_codes(key, encode_clip(codec, wave, bandwidth, num_codebooks))
+                except torch.OutOfMemoryError:
+                    problems.append(f"{path}: {len(wave) / SAMPLE_RATE:.0f} s are too long to encode on this device")
             seen.add(key)
             batch.add_file(_digest(path, *stat, _cut(clip)), key)
         progress.add(len(cuts))

@@ -10,6 +10,7 @@ T codes and one end-of-stream are trained, begin-of-stream and the fill never. A
 
 No worker imports the model or touches CUDA. Copy with it: chatml.py, code_cache.py, parallel.py, checkpoint.py.
 """
+import hashlib
 import itertools
 import json
 import shutil
@@ -28,6 +29,7 @@ from code_cache import FRAME_RATE, CodeReader, ensure_codes
 from parallel import UserError
 
 IGNORE = -100
+PAD_LENGTH = 128        # padding comes in samples this short: attention costs the square of a sample's length
 CONTROL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
                   "<|eom_id|>", "<|audio_bos|>", "<|audio_eos|>", "<|audio_out_bos|>", "<|AUDIO|>", "<|AUDIO_OUT|>")
 
@@ -115,7 +117,7 @@ class TableBuilder:
         self.control = {tokenizer.convert_tokens_to_ids(t): t for t in CONTROL_TOKENS}
         self.control[ids.delay] = tokenizer.convert_ids_to_tokens(ids.delay)
         self.clips, self._clip_numbers, self._known = [], {}, {}
-        self.tokens, self.labelled, self.sample_clips, self.names, self.speakers = [], [], [], [], []
+        self.tokens, self.labelled, self.sample_clips, self.names = [], [], [], []
 
     def __len__(self):
         return len(self.tokens)
@@ -181,7 +183,7 @@ class TableBuilder:
             return np.bincount(owner, values, minlength=len(self)).astype(np.int64)
 
         owner = np.repeat(np.arange(len(self)), n_clips)
-        names = [n.encode() for n in self.names]
+        names = [n.encode("utf-8", "backslashreplace") for n in self.names]
         arrays = {
             "tokens": tokens, "labelled": labelled, "token_offsets": np.cumsum([0, *n_tokens]),
             "clips": clips, "clip_offsets": np.cumsum([0, *n_clips]), "where": where,
@@ -208,6 +210,18 @@ class Table:
 
     def __len__(self):
         return len(self.lengths)
+
+    def fingerprint(self, numbers):
+        """Short hash of what these (sorted) samples are to the model: tokens, labels, clip lengths, their numbers."""
+        if not len(numbers):
+            return ""
+        first, stop = numbers[0], numbers[-1] + 1
+        tokens = slice(self.token_offsets[first], self.token_offsets[stop])
+        frames = self.where[self.clips[self.clip_offsets[first]:self.clip_offsets[stop]], 2]
+        digest = hashlib.sha256()
+        for array in (self.tokens[tokens], self.labelled[tokens], frames, numbers - first):
+            digest.update(np.ascontiguousarray(array))
+        return digest.hexdigest()[:16]
 
     def name(self, i):
         """Where sample i stands in the user's files."""
@@ -366,17 +380,17 @@ class SpeechSamples(Dataset):
 
 
 def collate(samples, ids, pad_to=0):
-    """List of sample dicts -> PackedBatch. pad_to: fill the flat sequence to this many tokens with a sample of padding.
+    """List of sample dicts -> PackedBatch. pad_to: fill the flat sequence to this many tokens with padding samples.
 
     An empty list gives a batch of padding that has no targets and weighs nothing.
     """
     total = sum(len(s["input_ids"]) for s in samples)
     padding = max(pad_to - total, 0 if samples else 1)
-    if padding:
-        none = np.empty((0, ids.num_codebooks), np.int64)
-        samples = [*samples, {"number": None, "input_ids": np.full(padding, ids.pad), "audio_labels": none,
-                              "is_audio": np.zeros(padding, bool), "text_labels": np.full(padding, IGNORE),
-                              "audio_ids": none}]
+    none = np.empty((0, ids.num_codebooks), np.int64)
+    for start in range(0, padding, PAD_LENGTH):
+        n = min(PAD_LENGTH, padding - start)
+        samples = [*samples, {"number": None, "input_ids": np.full(n, ids.pad), "is_audio": np.zeros(n, bool),
+                              "text_labels": np.full(n, IGNORE), "audio_ids": none, "audio_labels": none}]
     seqlens = [len(s["input_ids"]) for s in samples]
     joined = {key: np.concatenate([s[key] for s in samples]) for key in samples[0] if key != "number"}
     is_audio, next_text = joined["is_audio"], np.append(joined["text_labels"][1:], IGNORE)

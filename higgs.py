@@ -26,13 +26,11 @@ from parallel import UserError
 
 try:
     import torchaudio  # noqa: F401  (transformers imports it whenever it finds it, and dies with it)
-except ImportError as missing:
-    if missing.name != "torchaudio":
-        raise
-except (OSError, RuntimeError) as broken:
-    parallel.stop(f"torchaudio does not fit torch {torch.__version__} ({str(broken).splitlines()[0]}), and every "
-                  "transformers import fails with it. Run launch/setup.sh, or: pip uninstall torchaudio (training from "
-                  "a filled --code_cache needs none)")
+except (ImportError, OSError, RuntimeError) as broken:
+    if not isinstance(broken, ModuleNotFoundError):     # absent is fine, broken is not
+        parallel.stop(f"torchaudio does not fit torch {torch.__version__} ({str(broken).splitlines()[0]}), and every "
+                      "transformers import fails with it. Run launch/setup.sh, or: pip uninstall torchaudio (training "
+                      "from a filled --code_cache needs none)")
 
 from safetensors import SafetensorError  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402

@@ -17,6 +17,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -24,15 +25,19 @@ import soundfile
 import soxr
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    DacFeatureExtractor,
-    GenerationConfig,
-    HiggsAudioV2Config,
-    HiggsAudioV2ForConditionalGeneration,
-    HiggsAudioV2Processor,
-    PreTrainedTokenizerFast,
-)
-from transformers.utils.logging import disable_progress_bar
+
+try:
+    from transformers import (
+        DacFeatureExtractor,
+        GenerationConfig,
+        HiggsAudioV2Config,
+        HiggsAudioV2ForConditionalGeneration,
+        HiggsAudioV2Processor,
+        PreTrainedTokenizerFast,
+    )
+    from transformers.utils.logging import disable_progress_bar
+except (ImportError, OSError, RuntimeError) as broken:      # most often a torchaudio built for another torch
+    sys.exit(f"error: transformers cannot be imported ({str(broken).splitlines()[0]}). Run launch/setup.sh")
 
 VOCAB_SIZE = 600
 CODEC_RATE = 24000  # Hz

@@ -5,12 +5,13 @@
 Shared module: torch only (TensorBoard, W&B, matplotlib when used), imports nothing of ours.
 """
 import argparse
-import hashlib
 import json
 import math
 import os
+import re
 import resource
 import sys
+import uuid
 from pathlib import Path
 
 import torch
@@ -25,15 +26,14 @@ def peak_flops(device):
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_BF16.items() if part in name), None)
+    return next((peak for part, peak in PEAK_BF16.items() if re.search(rf"\b{part}\b", name)), None)
 
 
 def peak_memory(device):
-    """(GiB, total GiB): peak allocated GPU memory, or this process's peak resident memory on a CPU."""
+    """GiB: peak allocated GPU memory, or this process's peak resident memory on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30, torch.cuda.mem_get_info(device)[1] / 2**30
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30, total / 2**30
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
 
 
 def duration(seconds):
@@ -48,7 +48,7 @@ def speed_report(totals, seconds, steps, slots, waited, device, world_size):
     totals: useful work of all ranks, {"tokens", "samples", "flops"} (numbers); slots: tokens with padding; waited:
     seconds this rank waited for data. MFU is model FLOP/s over the known bf16 peak of all GPUs.
     """
-    memory, peak = peak_memory(device)[0], peak_flops(device)
+    memory, peak = peak_memory(device), peak_flops(device)
     values = {"train/throughput": totals["tokens"] / seconds, "train/samples_per_second": totals["samples"] / seconds,
               "train/step_seconds": seconds / steps, "train/padding": 1 - totals["tokens"] / slots,
               "train/data_wait_seconds": waited, "train/memory_gib": memory}
@@ -81,9 +81,11 @@ class MetricsLog:
             self.board.add_text("config", "```\n" + json.dumps(config, indent=1) + "\n```", resumed_step)
         if report_to == "wandb":
             import wandb
-            name = str(Path(output_dir).resolve())      # a resumed run goes on in the same W&B run
+            run_id = Path(output_dir) / "wandb_id"      # a resumed run goes on in the same W&B run, a new one does not
+            if not resumed_step or not run_id.exists():
+                run_id.write_text(uuid.uuid4().hex[:16])
             self.wandb = wandb.init(project=wandb_project, dir=str(output_dir), config=config, resume="allow",
-                                    name=Path(name).name, id=hashlib.sha256(name.encode()).hexdigest()[:16])
+                                    name=Path(output_dir).resolve().name, id=run_id.read_text())
 
     def write(self, step, values):
         """Record {name: number} at an optimizer step everywhere; a number that is not finite becomes null in JSON."""

@@ -7,19 +7,25 @@ import math
 import torch
 
 
-def build_adamw(named_parameters, lr, weight_decay, betas, decays, fused=None):
-    """AdamW over the trainable parameters in two groups.
+def build_adamw(named_parameters, lr, weight_decay, betas, decays):
+    """Fused AdamW over the trainable parameters in two groups; fused, because guarded_step needs it.
 
     named_parameters: iterable of (name, parameter). decays(name, parameter) -> bool says what weight decay may shrink.
-    fused: default yes; the fused step can be skipped on the device without a host sync (see guarded_step).
     """
     decay, keep = [], []
     for name, parameter in named_parameters:
         if parameter.requires_grad:
             (decay if decays(name, parameter) else keep).append(parameter)
     groups = [{"params": decay, "weight_decay": weight_decay}, {"params": keep, "weight_decay": 0.0}]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=1e-8,
-                             fused=True if fused is None else fused)
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=1e-8, fused=True)
+
+
+def load_optimizer(optimizer, state):
+    """Moments and step counters of a saved optimizer; weight decay and betas stay as this run's flags say."""
+    ours = [{key: group[key] for key in ("weight_decay", "betas")} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, values in zip(optimizer.param_groups, ours):
+        group.update(values)
 
 
 def lr_factor(step, total_steps, warmup_steps, scheduler="cosine", min_ratio=0.0):
@@ -65,12 +71,12 @@ def guarded_step(optimizer, bad):
 class BadSteps:
     """Counts optimizer steps whose gradient was not finite, one step late so that the device is never waited for."""
 
-    def __init__(self, device):
+    def __init__(self, device, total=0):
         cuda = device.type == "cuda"
         self.host = torch.zeros((), pin_memory=cuda)
         self.event = torch.cuda.Event() if cuda else None
         self.pending = None         # what the caller wants back about the step whose flag is on its way
-        self.in_a_row = self.total = 0
+        self.in_a_row, self.total = 0, total
 
     def push(self, bad, about):
         """Start fetching the flag of the step just queued; `about` comes back from pop when it was bad."""

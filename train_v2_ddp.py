@@ -14,7 +14,6 @@ Files to copy with it: data.py chatml.py code_cache.py higgs.py lora.py (its own
 checkpoint.py metrics.py (shared).
 """
 import argparse
-import hashlib
 import json
 import math
 import os
@@ -114,7 +113,7 @@ def build_parser():
     g.add_argument("--wait_timeout", type=int, default=21600, help="seconds to wait for encoding, validation, saving")
 
     g = p.add_argument_group("logging, validation, checkpoints")
-    g.add_argument("--output_dir", default="./output", help="checkpoints, metrics.jsonl, code cache")
+    g.add_argument("--output_dir", default="./output", help="everything written goes here; shared by all nodes")
     g.add_argument("--logging_dir", default="./logs", help="TensorBoard files go to a folder in here")
     g.add_argument("--logging_steps", type=int, default=10, help="optimizer steps between log lines")
     g.add_argument("--report_to", choices=("tensorboard", "wandb", "none"), default="tensorboard",
@@ -144,11 +143,11 @@ def check_flags(args, world_size):
          "--disable_eval and validation data exclude each other")
     for flag in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
                  "num_train_epochs", "logging_steps", "strategic_logging_steps", "max_bad_steps", "lora_rank",
-                 "prefetch_factor", "collective_timeout", "wait_timeout"):
+                 "lora_alpha", "prefetch_factor", "collective_timeout", "wait_timeout"):
         need(getattr(args, flag) >= 1, f"--{flag} is {getattr(args, flag)}; it must be at least 1")
     for flag in ("max_tokens_per_batch", "global_batch_size", "max_steps", "warmup_steps", "eval_steps", "save_steps",
                  "save_total_limit", "num_workers", "preprocess_num_proc", "max_length", "scale_lr_from_batch",
-                 "weight_decay", "max_grad_norm", "text_loss_weight", "learning_rate"):
+                 "weight_decay", "max_grad_norm", "text_loss_weight", "learning_rate", "seed"):
         need(0 <= getattr(args, flag) < math.inf, f"--{flag} is {getattr(args, flag)}; it must be 0 or more and finite")
     for flag in ("lora_dropout", "validation_split", "adam_beta1", "adam_beta2"):
         need(0 <= getattr(args, flag) < 1, f"--{flag} is {getattr(args, flag)}; it must be at least 0 and below 1")
@@ -178,8 +177,8 @@ def check_flags(args, world_size):
 
 
 def find_checkpoints(args):
-    """((model folder, its config.json), (codec folder, its config.json))."""
-    return higgs.find_model(args.model_path), higgs.find_codec(args.audio_tokenizer_path)
+    """((model folder, its config.json), codec folder)."""
+    return higgs.find_model(args.model_path), higgs.find_codec(args.audio_tokenizer_path)[0]
 
 
 def build_model(args, folder, config, resume):
@@ -202,13 +201,12 @@ def build_model(args, folder, config, resume):
 
 def run_identity(args, folder, table, train):
     """What a checkpoint must share with the run that resumes it, {name: value}; JSON-able."""
-    data = hashlib.sha256()
-    for array in (table.tokens, table.labelled, table.clips, table.where[:, 2], train):
-        data.update(np.ascontiguousarray(array))
     batch = (f"{args.max_tokens_per_batch} tokens" if args.max_tokens_per_batch else
              f"{args.per_device_train_batch_size} samples") + (" by length" if args.group_by_length else "")
-    return {"method": "lora" if args.use_lora else "full", "base model": higgs.fingerprint_weights(folder),
-            "training data": data.hexdigest()[:16], "pack": batch, "seed": args.seed}
+    trained = "lora" if args.use_lora else "audio embedding and head" if args.freeze_llm else "full"
+    return {"set of trained weights": trained if args.text_loss_weight else f"{trained} without text",
+            "base model": higgs.fingerprint_weights(folder), "codec": Path(table.reader.folder).name,
+            "training data": table.fingerprint(train), "pack": batch, "seed": args.seed}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -265,9 +263,9 @@ def save_checkpoint(world, args, model, native, tokenizer, folder, optimizer, me
     parallel.rank0_first(world, write)
 
 
-def bad_step_report(world, step, flags, skipped):
+def bad_step_report(world, table, step, flags, skipped):
     """Print and return what a skipped step was about: the samples whose loss was not finite, from all ranks."""
-    local = [name for finite, names in flags if not finite.item() for name in names]
+    local = [table.name(i) for finite, numbers in flags if not finite.item() for i in numbers]
     names = sorted({name for rank_names in parallel.gather_objects(world, local) for name in rank_names})
     what = f"samples with a non-finite loss: {'; '.join(names[:20])}" if names else "every loss was finite"
     text = f"step {step}: gradient norm is not finite, step skipped ({skipped} so far); {what}"
@@ -329,7 +327,7 @@ def print_sample(table, tokenizer, ids, batch):
 
 def main(argv=None):
     args = build_parser().parse_args(argv)
-    sys.stdout.reconfigure(line_buffering=True)     # a log file shows each line at once
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")      # a log file shows each line at once
     with parallel.one_clear_error():
         train(args)
     parallel.finish()
@@ -340,11 +338,13 @@ def train(args):
     check_flags(args, int(os.environ.get("WORLD_SIZE", "1")))
     world = parallel.init(args.collective_timeout, args.wait_timeout)
     device, main_rank = world.device, world.is_main
-    if args.tf32:
-        torch.set_float32_matmul_precision("high")
+    if args.bf16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        raise UserError(f"--bf16: {torch.cuda.get_device_name(device)} has no bfloat16; drop the flag")
     parallel.rank0_first(world, checkpoint.prepare_output, args.output_dir)
-    parallel.rank0_first(world, find_checkpoints, args)     # hub names are downloaded once a node
-    (folder, config_dict), (codec_dir, _) = find_checkpoints(args)
+    if args.report_to == "tensorboard":
+        parallel.rank0_first(world, checkpoint.prepare_output, args.logging_dir, "--logging_dir")
+    parallel.rank0_first(world, find_checkpoints, args)     # a hub name is downloaded before the others look for it
+    (folder, config_dict), codec_dir = find_checkpoints(args)
     config = higgs.native_config(config_dict)
     tokenizer = higgs.load_tokenizer(folder)
     ids = token_ids(tokenizer, config)
@@ -358,7 +358,10 @@ def train(args):
               f"{len(all_eval) - len(eval_ids)} of {len(all_eval)} validation samples")
     if not len(train_ids):
         raise UserError("no training samples are left after the length limit")
-    identity = run_identity(args, folder, table, train_ids)
+    if args.tf32:       # only now: codes in the cache must not depend on it
+        torch.set_float32_matmul_precision("high")
+    identity = run_identity(args, folder, table, train_ids) if main_rank else None
+    validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
     resume, meta = parallel.rank0_first(world, checkpoint.find_resume, args.output_dir, args.resume, identity)
 
     # -- order, steps -------------------------------------------------------------------------------------------------
@@ -384,18 +387,21 @@ def train(args):
     if args.compile:
         for layer in native.model.layers:
             layer.compile()
-    wrapped = parallel.wrap(model, world)
     trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise UserError("these flags leave no weight to train")
+    wrapped = parallel.wrap(model, world)
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
                                   (args.adam_beta1, args.adam_beta2), higgs.decays)
     parallel.seed_everything(args.seed, world.rank)     # other dropout on every rank
     best_loss, best_step = None, None
     if meta:
-        optimizer.load_state_dict(checkpoint.load_state(resume, "optimizer"))
+        optim.load_optimizer(optimizer, checkpoint.load_state(resume, "optimizer"))
         states = checkpoint.load_state(resume, "rng")
         if world.rank < len(states):
             checkpoint.set_rng_state(states[world.rank], device)
-        best_loss, best_step = meta["best_loss"], meta["best_step"]
+        if meta["validation"] == validation:        # losses on other data, or by another formula, do not compare
+            best_loss, best_step = meta["best_loss"], meta["best_step"]
     packs = ([int(train_ids[i]) for i in pack] for pack in
              rank_packs(order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
     batches = iter(make_loader(table, ids, packs, num_workers=args.num_workers, prefetch_factor=args.prefetch_factor,
@@ -411,7 +417,7 @@ def train(args):
                     f"start      step {at['step']}, {f'resumed from {resume}' if resume else 'base model'}")
 
     # -- loop ---------------------------------------------------------------------------------------------------------
-    bad_steps = optim.BadSteps(device)
+    bad_steps = optim.BadSteps(device, meta["skipped"] if meta else 0)
     sums = torch.zeros(books + 6, dtype=torch.float64, device=device)   # losses, eos; audio and text targets on rank 0
     if meta and main_rank:
         sums += torch.tensor(meta["unlogged"], dtype=torch.float64, device=device)
@@ -421,8 +427,9 @@ def train(args):
 
     def save():
         nonlocal saved_step
-        meta = {**at, "identity": identity, "best_step": best_step, "best_loss": best_loss, "args": vars(args),
-                "unlogged": parallel.all_sum(world, sums.clone()).tolist()}
+        meta = {**at, "identity": identity, "validation": validation, "best_step": best_step, "best_loss": best_loss,
+                "skipped": bad_steps.total, "unlogged": parallel.all_sum(world, sums.clone()).tolist(),
+                "args": vars(args)}
         save_checkpoint(world, args, model, native, tokenizer, folder, optimizer, meta)
         saved_step = at["step"]
 
@@ -434,7 +441,7 @@ def train(args):
             tqdm.write(f"eval   step {at['step']:>6} | loss {values['eval/loss']:7.4f} | "
                        f"audio {values['eval/audio_loss']:6.3f} | text {values['eval/text_loss']:6.3f} | "
                        f"eos {values['eval/eos_loss']:6.3f} acc {values['eval/eos_accuracy'] * 100:5.1f}%")
-        if best_loss is None or values["eval/loss"] < best_loss:
+        if math.isfinite(values["eval/loss"]) and (best_loss is None or values["eval/loss"] < best_loss):
             best_loss, best_step = values["eval/loss"], at["step"]
             save()
 
@@ -450,8 +457,8 @@ def train(args):
             batch = next(batches)
             waited += time.monotonic() - asked
             mine = list(batch.samples)
-            assert batch.counts["audio_targets"] == table.audio_targets[mine].sum() and \
-                len(batch.input_ids) == (args.max_tokens_per_batch or len(batch.input_ids)), "loader and plan disagree"
+            assert batch.counts["audio_targets"] == table.audio_targets[mine].sum(), "loader and plan disagree"
+            assert args.max_tokens_per_batch in (0, len(batch.input_ids)), "the pack is not filled to its budget"
             if main_rank and args.enable_strategic_logging and micro == 0 \
                     and at["step"] % args.strategic_logging_steps == 0:
                 print_sample(table, tokenizer, ids, batch)
@@ -462,7 +469,7 @@ def train(args):
                 loss = higgs.total_loss(audio, n_audio, text, n_text, args.audio_loss_reduction, args.text_loss_weight)
                 (loss * world.size).backward()          # DDP averages over ranks; the loss is already a global mean
             step_sums[:books + 4] += torch.cat([audio.detach(), text.detach()[None], eos])
-            flags.append((torch.isfinite(loss.detach()), [table.name(i) for i in mine]))
+            flags.append((torch.isfinite(loss.detach()), mine))
         norm = optim.clip_gradients(trainable, args.max_grad_norm)
         bad = 1 - torch.isfinite(norm).float()          # the same on every rank; a bad loss makes its gradient bad
         factor = optim.lr_factor(at["step"], total_steps, args.warmup_steps, args.lr_scheduler, args.min_lr_ratio)
@@ -481,7 +488,7 @@ def train(args):
         last = at["step"] == total_steps
         for about in (previous, bad_steps.pop() if last else None):
             if about:
-                text = bad_step_report(world, *about, bad_steps.total)
+                text = bad_step_report(world, table, *about, bad_steps.total)
                 if bad_steps.in_a_row >= args.max_bad_steps:
                     raise UserError(f"{bad_steps.in_a_row} steps in a row had a non-finite gradient; {text}")
 

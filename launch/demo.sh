@@ -16,12 +16,16 @@ gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 ranks=$((gpus == 1 ? 1 : 2))
 mkdir -p "$OUT"
 run=$(mktemp -d "$OUT/run-XXXX")
-[ -e "$OUT/tiny/train.json" ] || python make_tiny.py "$OUT/tiny" --clips "$CLIPS"
+tiny=$OUT/tiny-$CLIPS
+if [ ! -e "$tiny/complete" ]; then
+    python make_tiny.py "$tiny" --clips "$CLIPS"
+    touch "$tiny/complete"
+fi
 
 train() {
     torchrun --standalone --nproc_per_node="$ranks" train_v2_ddp.py \
-        --model_path "$OUT/tiny/model" --audio_tokenizer_path "$OUT/tiny/codec" \
-        --train_data_file "$OUT/tiny/train.json" --code_cache "$OUT/codes" \
+        --model_path "$tiny/model" --audio_tokenizer_path "$tiny/codec" \
+        --train_data_file "$tiny/train.json" --code_cache "$OUT/codes" \
         --output_dir "$run" --logging_dir "$OUT/tensorboard" \
         --use_lora --lora_target_modules all-linear --learning_rate 5e-3 --lr_scheduler constant --warmup_steps 10 \
         --per_device_train_batch_size 4 --validation_split 0.1 --eval_steps $((STEPS / 4)) --save_steps $((STEPS / 4)) \

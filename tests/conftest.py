@@ -16,10 +16,6 @@ sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: more than 20 seconds; leave out with -m 'not slow'")
-
-
 @dataclass
 class Tiny:
     """A tiny native model, codec, speech and train.json, with the audio already encoded in a code cache."""

@@ -12,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 import soundfile
+import torch
 from conftest import ROOT, Run, trainer_command
 
 FORK_SERVER = """
@@ -388,6 +389,20 @@ def used_copy(used, tmp_path):
     return shutil.copytree(used, tmp_path / "out" / "checkpoint-1")
 
 
+def test_resume_takes_weight_decay_and_betas_from_the_flags(run, used_copy):
+    done = run(*LORA, "--max_steps", 2, "--weight_decay", 0.3, "--adam_beta2", 0.95)
+    assert done.status == 0
+    groups = torch.load(used_copy.with_name("checkpoint-2") / "trainer_state" / "optimizer.pt")["param_groups"]
+    assert [(g["weight_decay"], g["betas"]) for g in groups] == [(0.3, (0.9, 0.95))]
+
+
+def test_sample_names_that_are_not_unicode(run, tiny, data):
+    """Half a surrogate pair in a sample id must not end a run after hours of encoding."""
+    odd = written(data, [{**tiny.samples()[0], "misc": {"sample_id": "odd\ud800"}}], "odd.json")
+    done = run(*LORA, "--train_data_file", odd, "--enable_strategic_logging")
+    assert done.status == 0 and "odd\\ud800" in done.output, done.output
+
+
 def test_resume_goes_on_when_all_is_well(run, used_copy):
     done = run(*LORA, "--max_steps", 2)
     assert done.status == 0 and "resumed from" in done.output and max(done.metrics("train/loss")) == 2
@@ -406,16 +421,38 @@ def other_model(tiny, tmp_path_factory):
     return folder / "model"
 
 
-def test_resume_of_another_run_is_refused(run, tiny, data, used, used_copy, other_model):
+@pytest.fixture(scope="module")
+def other_codec(tmp_path_factory):
+    import make_tiny
+    folder = tmp_path_factory.mktemp("other-codec")
+    make_tiny.make_codec(folder, seed=1)
+    return folder / "codec"
+
+
+def test_resume_of_another_run_is_refused(run, tiny, data, used, used_copy, other_model, other_codec):
     for resume in ((), ("--resume", used)):
         complains(run(*LORA, "--model_path", other_model, *resume), "checkpoint-1", "made with another base model",
                   "another --output_dir")
         fewer = written(data, tiny.samples()[:5], "fewer.json")
         complains(run(*LORA, "--train_data_file", fewer, *resume), "checkpoint-1", "another training data")
-        complains(run(*resume), "checkpoint-1", "another method (lora, this run full)")
+        complains(run(*resume), "checkpoint-1", "another set of trained weights (lora, this run full)")
+        complains(run(*LORA, "--text_loss_weight", 0, *resume), "another set of trained weights")
+        complains(run(*LORA, "--audio_tokenizer_path", other_codec, *resume), "another codec")
         complains(run(*LORA, "--per_device_train_batch_size", 2, *resume), "another pack", "4 samples", "2 samples")
         complains(run(*LORA, "--seed", 1, *resume), "another seed (42, this run 1)")
     assert sorted(p.name for p in used_copy.parent.glob("checkpoint-*")) == ["checkpoint-1"]
+
+
+def test_resume_may_change_validation_data(run, tiny, data, used_copy):
+    held_out = written(data, tiny.samples()[-3:], "held_out.json")
+    done = run(*LORA, "--max_steps", 2, "--eval_data_file", held_out, evaluate=True)
+    assert done.status == 0 and "resumed from" in done.output and done.metrics("eval/loss").keys() == {2}
+
+
+def test_going_back_beside_later_checkpoints_is_refused(run, used, used_copy):
+    """--resume OLD, then a kill and --resume auto, would go on from the abandoned later checkpoint."""
+    later = used_copy.rename(used_copy.with_name("checkpoint-7"))
+    complains(run(*LORA, "--resume", used), "later checkpoints stand in --output_dir", str(later), "delete them")
 
 
 def test_resume_with_other_adapters_is_refused(run, used_copy):

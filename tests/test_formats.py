@@ -279,6 +279,7 @@ def test_wild_form_with_two_exchanges_trains_the_last_alone_for_zero(folder):
 
 
 @pytest.mark.parametrize("start_index, said", [
+    (-1, "start_index is -1"),
     (5, "start_index 5 of 5 messages"), (99, "start_index 99"), ("3", "start_index is '3'"), (True, "is True"),
     (1.5, "is 1.5")])
 def test_start_index_out_of_range(folder, start_index, said):
