@@ -413,6 +413,11 @@ def executed_flops(packed, batch):
     return counts["aten.mm"], counts["aten.bmm"]
 
 
+def rotary_flops(config, batch):
+    """transformers 5.17 multiplies positions and frequencies as matrices, once a forward; 5.23 does not."""
+    return 0, len(batch.position_ids) * config.head_dim
+
+
 def test_flops_equal_torchs_own_count_full(data, packed):
     ids, samples = data
     config = packed.net.config
@@ -426,7 +431,7 @@ def test_flops_equal_torchs_own_count_full(data, packed):
                                             counts["text_targets"], 0, lora=False)
     # SDPA's math computes the full square of every sample
     square = sum(n * n for n in batch.seqlens)
-    assert attention == higgs.flops_per_pack(config, 0, 0, 0, square, lora=False)
+    assert attention - higgs.flops_per_pack(config, 0, 0, 0, square, lora=False) in rotary_flops(config, batch)
 
 
 def test_flops_equal_torchs_own_count_lora(tiny, data):
@@ -441,7 +446,8 @@ def test_flops_equal_torchs_own_count_lora(tiny, data):
     adapters = 6 * tokens * rank * 2 * ((h + q) + 2 * (h + kv) + (q + h))   # not counted, says flops_per_pack
     first = 2 * tokens * (h * (q + 2 * kv) + 3 * rank * h)      # nothing before layer 0's projections is trained
     assert matrices == base + adapters - first
-    assert attention == higgs.flops_per_pack(config, 0, 0, 0, sum(n * n for n in batch.seqlens), lora=True)
+    square = higgs.flops_per_pack(config, 0, 0, 0, sum(n * n for n in batch.seqlens), lora=True)
+    assert attention - square in rotary_flops(config, batch)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
