@@ -667,6 +667,16 @@ def test_skipped_step_claims_no_loss(poisoned, train):
         json.loads(line, parse_constant=not_json)
 
 
+def test_validation_without_a_number_is_never_the_best(poisoned, train):
+    """A NaN that became the best loss would stay it for ever: nothing is smaller."""
+    flags = poisoned[0]
+    run = train("--model_path", flags[1], "--eval_data_file", flags[3], "--use_lora", "--max_steps", 2,
+                "--eval_steps", 1, "--save_steps", 1)
+    assert list(run.metrics("eval/loss").values()) == [None, None]
+    state = json.loads((run.output_dir / "checkpoint-2" / "trainer_state" / "state.json").read_text())
+    assert state["best_step"] is None and state["best_loss"] is None
+
+
 def not_json(name):
     raise AssertionError(f"metrics.jsonl has a {name}, which is not JSON")
 
