@@ -1,18 +1,13 @@
-"""The native transformers Higgs-Audio V2 model on packed batches: forward, loss, loading, saving.
+"""The native transformers Higgs-Audio V2 model on packed batches: forward and loss.
 
 Parameter names stay transformers' own, so hub checkpoints load, PEFT attaches and save_pretrained and generate work.
 What changes is the training forward: one flat axis for all samples, hidden states in modality order (text rows, then
 audio rows) so that each FFN of the dual-FFN layers works on a contiguous slice, variable-length attention, heads on
 supervised rows only, no host sync anywhere.
 
-Copy with it: data.py (PackedBatch), parallel.py (UserError), and what data.py names.
+Copy with it: data.py (PackedBatch), higgs_io.py, and what those name.
 """
-import hashlib
 import inspect
-import json
-import os
-import shutil
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -20,32 +15,14 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
-import parallel
+import higgs_io  # noqa: F401  (first: it explains a torchaudio that breaks every transformers import)
 from data import IGNORE, PackedBatch
-from parallel import UserError
 
-try:
-    import torchaudio  # noqa: F401  (transformers imports it whenever it finds it, and dies with it)
-except (ImportError, OSError, RuntimeError) as broken:
-    if not isinstance(broken, ModuleNotFoundError):     # absent is fine, broken is not
-        parallel.stop(f"torchaudio does not fit torch {torch.__version__} ({str(broken).splitlines()[0]}), and every "
-                      "transformers import fails with it. Run launch/setup.sh, or: pip uninstall torchaudio (training "
-                      "from a filled --code_cache needs none)")
-
-from safetensors import SafetensorError  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from transformers import (  # noqa: E402
-    AutoTokenizer,
-    HiggsAudioV2Config,
-    HiggsAudioV2ForConditionalGeneration,
-    logging,
-)
-from transformers.models.higgs_audio_v2.modeling_higgs_audio_v2 import (  # noqa: E402
+from transformers.models.higgs_audio_v2.modeling_higgs_audio_v2 import (  # isort: skip
     HiggsAudioV2DecoderLayer,
     apply_rotary_pos_emb,
 )
 
-logging.disable_progress_bar()      # of weights; one a rank would drown the log
 VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters      # torch >= 2.13
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -222,162 +199,3 @@ def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
     rows = tokens * layer * config.num_hidden_layers
     rows += audio_targets * h * config.codebook_size + text_targets * h * config.vocab_size
     return (4 if lora else 6) * rows + 3 * 4 * heads * d * pairs * config.num_hidden_layers
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Loading and saving
-
-ORIGINAL_NAMES = (("audio_codebook_embeddings.", "model.embed_audio_tokens.embed_audio_tokens."),
-                  ("audio_decoder_proj.", ""), ("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."),
-                  ("norm.", "model.norm."))
-ORIGINAL_DROPPED = ("audio_codebook_weights", "inv_freq")
-ORIGINAL_SPLIT = {".embedding_frozen.weight": (".weight", 0), ".embedding_trainable.weight": (".weight", 1),
-                  ".linear_frozen.weight": (".weight", 0), ".linear_trainable.weight": (".weight", 1)}
-EXTRA_FILES = ("generation_config.json", "processor_config.json", "preprocessor_config.json", "chat_template.jinja")
-
-
-def find_folder(name, flag, model_types, advice):
-    """Local folder of a checkpoint given as a path or hub name, with its config dict. Raises UserError.
-
-    advice: {model_type of some other checkpoint: what to tell the user who gave it}.
-    """
-    folder = Path(name)
-    if not folder.is_dir():
-        if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
-            raise UserError(f"{flag} {name}: no such folder (nor a hub name of the form owner/name)")
-        from huggingface_hub import snapshot_download
-        try:
-            folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
-        except Exception as error:
-            raise UserError(f"{flag} {name}: neither a folder here nor to be had from the hub "
-                            f"({type(error).__name__}: {str(error).splitlines()[0]})")
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{flag} {name}: has no readable config.json ({error})")
-    kind = config.get("model_type")
-    if kind not in model_types:
-        raise UserError(f"{flag} {name}: is a {kind!r} checkpoint, not {' or '.join(map(repr, model_types))}"
-                        + (f"; {advice[kind]}" if kind in advice else ""))
-    return folder, config
-
-
-def find_model(name, flag="--model_path"):
-    """find_folder for the language model, native or 2025 format."""
-    return find_folder(name, flag, ("higgs_audio_v2", "higgs_audio"),
-                       {"higgs_audio_v2_tokenizer": "--model_path and --audio_tokenizer_path are swapped"})
-
-
-def find_codec(name, flag="--audio_tokenizer_path"):
-    """find_folder for the native audio tokenizer."""
-    return find_folder(name, flag, ("higgs_audio_v2_tokenizer",), {
-        "higgs_audio_v2": "--model_path and --audio_tokenizer_path are swapped",
-        "higgs_audio": "--model_path and --audio_tokenizer_path are swapped",
-        None: "the 2025 codec format is not read, use the native one"})
-
-
-def native_config(config):
-    """HiggsAudioV2Config of a config.json dict, native or 2025 format. Raises UserError for variants never released."""
-    if config["model_type"] == "higgs_audio_v2":
-        native = HiggsAudioV2Config.from_dict(config)
-    else:
-        text = config.get("text_config", {})
-        layers = list(range(text.get("num_hidden_layers", 28)))
-        released = {"audio_adapter_type": ["dual_ffn", "dual_ffn_fast_forward"], "audio_dual_ffn_layers": [layers],
-                    "use_audio_out_self_attention": [False, None], "use_audio_out_embed_projector": [False, None],
-                    "audio_embed_avg": [False, None], "skip_audio_tower": [True]}
-        wrong = [key for key, values in released.items() if config.get(key) not in values]
-        if wrong:
-            raise UserError("this 2025-format model has parts the native class lacks: "
-                            + ", ".join(f"{key}={config.get(key)!r}" for key in wrong))
-        keep = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act", "max_position_embeddings")
-        native = HiggsAudioV2Config(
-            **{key: text[key] for key in keep if key in text}, num_codebooks=config.get("audio_num_codebooks", 8),
-            codebook_size=config.get("audio_codebook_size", 1024) + 2, audio_token_id=config["audio_out_token_idx"],
-            audio_bos_token_id=config["audio_out_bos_token_id"], pad_token_id=config.get("pad_token_id", 128001),
-            audio_stream_bos_id=config.get("audio_stream_bos_id", 1024),
-            audio_stream_eos_id=config.get("audio_stream_eos_id", 1025))
-    if native.codebook_size <= native.audio_stream_eos_id:
-        raise UserError(f"config.json has codebook_size {native.codebook_size}, but end-of-stream is code "
-                        f"{native.audio_stream_eos_id}: it must be {native.audio_stream_eos_id + 1}")
-    return native
-
-
-def native_names(state):
-    """2025-format state dict -> native names; split (frozen + trainable) tensors are joined. Raises UserError.
-
-    Key map: transformers' convert_higgs_audio_v2_to_hf.py.
-    """
-    parts = {}
-    for name, tensor in state.items():
-        if any(drop in name for drop in ORIGINAL_DROPPED):
-            continue
-        order = 0
-        for suffix, (plain, place) in ORIGINAL_SPLIT.items():
-            if name.endswith(suffix):
-                name, order = name.removesuffix(suffix) + plain, place
-        name = next((new + name.removeprefix(old) for old, new in ORIGINAL_NAMES if name.startswith(old)), name)
-        if order in parts.setdefault(name, {}):
-            raise UserError(f"two tensors of the checkpoint map to {name}")
-        parts[name][order] = tensor
-    return {name: torch.cat([p[i] for i in sorted(p)]) if len(p) > 1 else next(iter(p.values()))
-            for name, p in parts.items()}
-
-
-def load_model(folder, config, dtype):
-    """Native model with its text head from a native or 2025-format folder. Raises UserError naming lost weights."""
-    native = native_config(config)
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()           # its report of missing weights is our error below
-    try:
-        if config["model_type"] == "higgs_audio_v2":
-            source, state = folder, None
-        else:
-            shards = sorted(Path(folder).glob("*.safetensors"))
-            source, state = None, native_names({k: v for shard in shards for k, v in load_file(shard).items()})
-        model, info = HiggsAudioV2ForConditionalGeneration.from_pretrained(
-            source, config=native, state_dict=state, dtype=dtype, use_text_head=True, output_loading_info=True,
-            ignore_mismatched_sizes=True)   # else transformers raises without saying which; below they stop us
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise UserError(f"{folder}: weights cannot be loaded ({str(error).splitlines()[0]})")
-    finally:
-        logging.set_verbosity(verbosity)
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        names = sorted(n if isinstance(n, str) else f"{n[0]} {tuple(n[1])} instead of {tuple(n[2])}"
-                       for n in info[what])
-        if names:
-            hint = " (saved by a trainer that dropped the text head; copy it from the base model)" \
-                if names == ["text_lm_head.weight"] else ""
-            raise UserError(f"{folder}: {len(names)} {what.replace('_', ' ')}, first {', '.join(names[:20])}{hint}")
-    return model
-
-
-def load_tokenizer(folder):
-    """Tokenizer of a model folder; raises UserError when there is none."""
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except Exception as error:
-        raise UserError(f"{folder}: no tokenizer can be loaded from it ({str(error).splitlines()[0]})")
-
-
-def save_model(model, tokenizer, folder, source):
-    """Write a native checkpoint that from_pretrained, processor and generate can use; source: where it came from."""
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    for name in EXTRA_FILES:
-        if os.path.exists(os.path.join(source, name)) and not os.path.exists(os.path.join(folder, name)):
-            shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
-
-
-def fingerprint_weights(folder):
-    """Short hash of a checkpoint folder's config and of both ends of each weight file: which model is this?"""
-    digest = hashlib.sha256()
-    for path in sorted(Path(folder).glob("*.safetensors")) + [Path(folder) / "config.json"]:
-        with open(path, "rb") as f:
-            size = f.seek(0, os.SEEK_END)
-            digest.update(f"{path.name} {size}".encode())
-            for at in (0, max(0, size - 2**20)):
-                f.seek(at)
-                digest.update(f.read(2**20))
-    return digest.hexdigest()[:16]

@@ -2,7 +2,7 @@
 
     python lora.py merge --model_path BASE --adapter out/checkpoint-500 --output_dir merged    # plain native checkpoint
 
-Copy with it: higgs.py and what that file names.
+Copy with it: higgs_io.py and what that file names.
 """
 import argparse
 import json
@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-import higgs
+import higgs_io
 from parallel import UserError, one_clear_error
 
-# after higgs, which explains a broken torchaudio
+# after higgs_io, which explains a broken torchaudio
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict  # isort: skip
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -81,14 +81,14 @@ def load_lora_weights(model, folder):
 
 def merge(model_path, adapter, output_dir):
     """Fold an adapter into its base in fp32 and write a plain native checkpoint (bf16 would lose small deltas)."""
-    folder, config = higgs.find_model(model_path)
+    folder, config = higgs_io.find_model(model_path)
     if not (Path(adapter) / "adapter_config.json").is_file():
         raise UserError(f"--adapter {adapter}: no such folder, or no adapter_config.json in it")
     adapter_config = LoraConfig.from_pretrained(adapter)
     adapter_config.base_model_name_or_path = None
-    model = _wrap(higgs.load_model(folder, config, torch.float32), adapter_config)
+    model = _wrap(higgs_io.load_model(folder, config, torch.float32), adapter_config)
     load_lora_weights(model, adapter)       # PeftModel.from_pretrained would only warn about weights that are missing
-    higgs.save_model(model.merge_and_unload(safe_merge=True), higgs.load_tokenizer(folder), output_dir, folder)
+    higgs_io.save_model(model.merge_and_unload(safe_merge=True), higgs_io.load_tokenizer(folder), output_dir, folder)
 
 
 def main(argv=None):

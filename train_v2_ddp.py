@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 import checkpoint
 import higgs
+import higgs_io
 import lora
 import metrics
 import optim
@@ -178,14 +179,14 @@ def check_flags(args, world_size):
 
 def find_checkpoints(args):
     """((model folder, its config.json), codec folder)."""
-    return higgs.find_model(args.model_path), higgs.find_codec(args.audio_tokenizer_path)[0]
+    return higgs_io.find_model(args.model_path), higgs_io.find_codec(args.audio_tokenizer_path)[0]
 
 
 def build_model(args, folder, config, resume):
     """(PackedHiggs on the CPU, its native model) with exactly the trainable weights requiring gradients."""
     dtype = torch.bfloat16 if args.bf16 and args.use_lora else torch.float32
     source = resume if resume and not args.use_lora else folder
-    native = higgs.load_model(source, json.loads((Path(source) / "config.json").read_text()), dtype)
+    native = higgs_io.load_model(source, json.loads((Path(source) / "config.json").read_text()), dtype)
     net = native
     if args.use_lora:
         net = lora.add_lora(native, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules,
@@ -205,7 +206,7 @@ def run_identity(args, folder, table, train):
              f"{args.per_device_train_batch_size} samples") + (" by length" if args.group_by_length else "")
     trained = "lora" if args.use_lora else "audio embedding and head" if args.freeze_llm else "full"
     return {"set of trained weights": trained if args.text_loss_weight else f"{trained} without text",
-            "base model": higgs.fingerprint_weights(folder), "codec": Path(table.reader.folder).name,
+            "base model": higgs_io.fingerprint_weights(folder), "codec": Path(table.reader.folder).name,
             "training data": table.fingerprint(train), "pack": batch, "seed": args.seed}
 
 
@@ -251,7 +252,7 @@ def save_checkpoint(world, args, model, native, tokenizer, folder, optimizer, me
         if args.use_lora:
             lora.save_lora(model.net, path)
         else:
-            higgs.save_model(native, tokenizer, path, folder)
+            higgs_io.save_model(native, tokenizer, path, folder)
 
     def write():
         try:
@@ -345,8 +346,8 @@ def train(args):
         parallel.rank0_first(world, checkpoint.prepare_output, args.logging_dir, "--logging_dir")
     parallel.rank0_first(world, find_checkpoints, args)     # a hub name is downloaded before the others look for it
     (folder, config_dict), codec_dir = find_checkpoints(args)
-    config = higgs.native_config(config_dict)
-    tokenizer = higgs.load_tokenizer(folder)
+    config = higgs_io.native_config(config_dict)
+    tokenizer = higgs_io.load_tokenizer(folder)
     ids = token_ids(tokenizer, config)
     books = ids.num_codebooks
     table, all_train, all_eval = prepare_table(world, args, tokenizer, ids, codec_dir)
