@@ -1,10 +1,11 @@
-"""Checkpoints that are either whole or not there, rotation, and everything exact resume needs.
+"""Checkpoints: whole or not there, written while training goes on, and with everything that exact resume needs.
 
 output_dir/checkpoint-<step>/ holds what people use (adapter or model files) beside trainer_state/ (optimizer, random
 states of every rank, position) and manifest.json, written last, with the size and SHA-256 of every file. The folder is
-built under a .tmp name, synced to disk and renamed, so a kill at any instant leaves the last whole one untouched.
+built under a .tmp name, synced to disk and renamed, so a kill at any instant leaves the last whole one untouched. Each
+rank writes its own share from copies on the CPU and tells rank 0, which completes the folder.
 
-Shared module: torch and numpy; copy parallel.py (UserError) with it.
+Shared module: torch and numpy; copy tensor_files.py and parallel.py (UserError) with it.
 """
 import hashlib
 import io
@@ -13,11 +14,14 @@ import os
 import random
 import re
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import torch
 
+import tensor_files
 from parallel import UserError
 
 MANIFEST = "manifest.json"
@@ -86,37 +90,129 @@ def set_rng_state(data, device):
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def save(output_dir, step, write_model, trainer_state, meta, keep=0):
-    """Write output_dir/checkpoint-<step> whole or not at all; returns its path. Call on one rank.
+class Writer:
+    """Writes checkpoints in a background thread of every rank, one at a time, while training goes on."""
 
-    write_model(folder) writes the files people use. trainer_state: {file stem: object for torch.save}. meta: JSON-able
-    dict for trainer_state/state.json; meta["best_step"] names the checkpoint that rotation must keep. keep: how many of
-    the newest stay (0 = all). An error leaves earlier checkpoints as they were.
-    """
-    final = Path(output_dir) / f"checkpoint-{step}"
-    building = final.with_name(final.name + ".tmp")
-    for stale in Path(output_dir).glob("checkpoint-*.tmp*"):        # left by a kill
-        shutil.rmtree(stale)
-    try:
-        (building / STATE_DIR).mkdir(parents=True)
-        write_model(building)
-        for stem, value in trainer_state.items():
-            torch.save(value, building / STATE_DIR / f"{stem}.pt")
-        (building / STATE_DIR / "state.json").write_text(json.dumps(meta, indent=1))
-        files = sorted(p for p in building.rglob("*") if p.is_file())
-        manifest = {str(p.relative_to(building)): {"bytes": p.stat().st_size, "sha256": sha256_file(p)} for p in files}
-        (building / MANIFEST).write_text(json.dumps({"step": step, "files": manifest}, indent=1))
-        for path in [*files, building / MANIFEST, *[p for p in building.rglob("*") if p.is_dir()], building]:
-            fsync_path(path)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
-    if final.exists():      # damaged, so passed over when resuming; now this step is reached again
-        delete(final)
-    os.rename(building, final)
-    fsync_path(final.parent)
-    rotate(output_dir, step, keep, meta.get("best_step"))
-    return final
+    def __init__(self, world, output_dir, keep=0, limit_s=6 * 3600):
+        """keep: how many of the newest stay, beside the best (0 = all). limit_s: how long a rank waits for another."""
+        self.world, self.output_dir, self.keep, self.limit_s = world, Path(output_dir), keep, limit_s
+        self.thread, self.error, self.saves = None, None, 0
+
+    def begin(self, step):
+        """Before the files of checkpoint-<step> are put together: end the last write, make the folder. On every rank.
+
+        A collective has to follow before save(), so that the folder is there for all.
+        """
+        self.wait()
+        if self.world.is_main:
+            try:
+                for stale in self.output_dir.glob("checkpoint-*.tmp*"):     # left by a kill
+                    shutil.rmtree(stale)
+                (self.building(step) / STATE_DIR).mkdir(parents=True)
+            except OSError as error:
+                raise self.failed(step, error)
+
+    def save(self, step, files, meta=None):
+        """Start writing checkpoint-<step>, whole or not at all. On every rank.
+
+        files: {relative path: write(path)}, this rank's share; under "*" write(folder) that writes several. They must
+        not touch tensors that training goes on to change. meta (rank 0): JSON-able dict for
+        trainer_state/state.json; meta["best_step"] names the checkpoint that rotation must keep.
+        """
+        self.saves += 1
+        self.thread = threading.Thread(target=self._write, args=(step, files, meta))
+        self.thread.start()
+
+    def building(self, step):
+        """Where checkpoint-<step> grows."""
+        return self.output_dir / f"checkpoint-{step}.tmp"
+
+    def check(self):
+        """Raise UserError when the last write failed; rank 0 hears of every rank's failure. Cheap."""
+        if self.error:
+            raise self.error
+
+    def wait(self):
+        """Wait for the write under way, if any; check(). Rank 0 returns when the checkpoint is complete."""
+        if self.thread is not None:
+            self.thread.join()
+        self.check()
+
+    def failed(self, step, why):
+        """The UserError of a checkpoint that could not be written."""
+        return UserError(f"checkpoint-{step} could not be written to {self.output_dir} ({why}); "
+                         "earlier checkpoints are intact")
+
+    def _write(self, step, files, meta):
+        rank, store = self.world.rank, self.world.store
+        try:
+            written, why = write_files(self.building(step), files), None
+        except Exception as error:
+            written, why = {}, str(error)
+        try:
+            if store is not None:
+                store.set(f"checkpoint/{self.saves}/{rank}", json.dumps([written, why]))
+            if self.world.is_main:
+                self._complete(step, self._reports() if store is not None else [(written, why)], meta)
+        except Exception as error:
+            self.error = self.failed(step, error)
+
+    def _reports(self):
+        """[(files, error)] of every rank, as they come in; polled, since a blocking call would hold the store."""
+        reports, end = [], time.monotonic() + self.limit_s
+        for rank in range(self.world.size):
+            key = f"checkpoint/{self.saves}/{rank}"
+            while not self.world.store.check([key]):
+                if time.monotonic() > end:
+                    raise TimeoutError(f"rank {rank} did not write its share within {self.limit_s} s")
+                time.sleep(0.02)
+            reports.append(json.loads(self.world.store.get(key)))
+        return reports
+
+    def _complete(self, step, reports, meta):
+        """Every share is on disk: state, manifest, the real name, rotation."""
+        building, final = self.building(step), self.output_dir / f"checkpoint-{step}"
+        try:
+            if errors := [f"rank {rank}: {why}" for rank, (_, why) in enumerate(reports) if why]:
+                raise OSError("; ".join(dict.fromkeys(errors)))
+            state = f"{STATE_DIR}/state.json"
+            written = write_files(building, {state: lambda path: path.write_text(json.dumps(meta, indent=1))})
+            for files, _ in reports:
+                written |= files
+            manifest = json.dumps({"step": step, "files": dict(sorted(written.items()))}, indent=1)
+            write_files(building, {MANIFEST: lambda path: path.write_text(manifest)})
+            for folder in [p for p in building.rglob("*") if p.is_dir()] + [building]:
+                fsync_path(folder)
+        except BaseException:
+            shutil.rmtree(building, ignore_errors=True)
+            raise
+        if final.exists():      # damaged, so passed over when resuming; now this step is reached again
+            delete(final)
+        os.rename(building, final)
+        fsync_path(final.parent)
+        rotate(self.output_dir, step, self.keep, meta.get("best_step"))
+
+
+def write_files(folder, files):
+    """Call each write(path), sync to disk; {relative path: {"bytes", "sha256"}} of what was written."""
+    written = {}
+    for name, write in files.items():
+        time.sleep(float(os.environ.get("TEST_SLOW_WRITE", "0")))       # seconds; tests kill in here
+        names = [name]
+        if name == "*":             # apart first, or the files of other ranks would look like ours
+            part = folder / f".part-{os.getpid()}"
+            part.mkdir()
+            write(part)
+            names = sorted(os.listdir(part))
+            for name in names:
+                os.rename(part / name, folder / name)
+            part.rmdir()
+        else:
+            write(folder / name)
+        for name in names:
+            fsync_path(folder / name)
+            written[name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256_file(folder / name)}
+    return written
 
 
 def checkpoints(output_dir):
@@ -183,9 +279,21 @@ def load_meta(path):
     return json.loads((Path(path) / STATE_DIR / "state.json").read_text())
 
 
-def load_state(path, stem):
-    """Object saved as trainer_state/<stem>.pt, on the CPU; tensors stay mapped to the file until they are used."""
-    return torch.load(Path(path) / STATE_DIR / f"{stem}.pt", map_location="cpu", weights_only=True, mmap=True)
+def load_optimizer(path, tensors):
+    """Fill tensors (optim.state_tensors, plain or sharded) from a checkpoint folder; UserError if they differ."""
+    files = tensor_files.files_in(Path(path) / STATE_DIR, "optimizer")
+    found = {name: [part] for name, part in tensor_files.open_tensors(files).items()}
+    if problem := tensor_files.compare({name: t.shape or (1,) for name, t in tensors.items()}, found):
+        raise UserError(f"{path}: its optimizer state does not fit this run: {problem}")
+    for name, tensor in tensors.items():
+        tensor_files.read_into(tensor, found[name])
+
+
+def load_rng(path, rank, device):
+    """Put back the random states of this rank; a rank that the saved run did not have keeps its own."""
+    states = torch.load(Path(path) / STATE_DIR / "rng.pt", weights_only=True)
+    if rank < len(states):
+        set_rng_state(states[rank], device)
 
 
 def find_resume(output_dir, resume, identity):

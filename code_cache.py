@@ -8,7 +8,7 @@ Shards appear atomically under unique names, so runs may share a cache; a lock k
 
 The codec (and with it torchaudio) is imported only when a clip is missing.
 
-Copy with it: parallel.py, checkpoint.py (write_atomically).
+Copy with it: parallel.py, checkpoint.py (write_atomically), watchdog.py (a run asked to stop), tensor_files.py.
 """
 import contextlib
 import fcntl
@@ -29,7 +29,8 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from checkpoint import write_atomically
-from parallel import UserError, all_ranks_ok, rank0_first
+from parallel import UserError, all_ranks_ok, gather_objects, rank0_first
+from watchdog import Stopped, stop_requested
 
 SAMPLE_RATE = 24_000
 FRAME_RATE = 25                 # codec frames a second: 24 kHz / hop 960
@@ -165,6 +166,8 @@ def ensure_codes(world, clips, codec_dir, cache_dir, num_codebooks, num_proc, wa
         if any(work):
             workers = max(1, num_proc // world.local_size) if num_proc else 0
             all_ranks_ok(world, encode_share(world, work, folder, codec_dir, num_codebooks, workers, wait_limit_s))
+            if any(gather_objects(world, stop_requested())):
+                raise Stopped("asked to stop while audio was being encoded; what is done stays in the code cache")
     return (folder, *locate(folder, clips)) if world.is_main else None
 
 
@@ -349,6 +352,8 @@ def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progr
             seen.add(key)
             batch.add_file(_digest(path, *stat, _cut(clip)), key)
         progress.add(len(cuts))
+        if stop_requested():
+            break
         if len(batch.files) >= SHARD_CLIPS or time.monotonic() - flushed > SHARD_SECONDS:
             batch.write()
             flushed = time.monotonic()

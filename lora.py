@@ -5,19 +5,20 @@
 Copy with it: higgs_io.py and what that file names.
 """
 import argparse
+import copy
 import json
+import math
 import warnings
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 import higgs_io
+import tensor_files
 from parallel import UserError, one_clear_error
 
 # after higgs_io, which explains a broken torchaudio
-from peft import LoraConfig, get_peft_model, set_peft_model_state_dict  # isort: skip
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict  # isort: skip
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 TARGETS = {
@@ -54,13 +55,37 @@ def _wrap(model, config):
         return get_peft_model(model, config)
 
 
-def save_lora(model, folder):
-    """adapter_model.safetensors + adapter_config.json, loadable with PeftModel.from_pretrained(base, folder)."""
-    model.save_pretrained(folder, save_embedding_layers=False)
+def base_weights(model):
+    """{native name: parameter} of the base inside a PeftModel."""
+    named = model.get_base_model().named_parameters()
+    return {name.replace(".base_layer.", "."): parameter for name, parameter in named if ".lora_" not in name}
+
+
+def adapter_weights(model):
+    """{name in adapter_model.safetensors: parameter}."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
+    return get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False)
+
+
+def init_adapters(model, seed):
+    """Fill new adapters: A as PEFT does (Kaiming uniform), B with zeros. The same for any sharding of the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in adapter_weights(model).items():
+        whole = torch.zeros(parameter.shape)
+        if ".lora_A." in name:
+            torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+        tensor_files.fill(parameter, whole)
+
+
+def save_config(model, folder):
+    """adapter_config.json; beside adapter_weights in adapter_model.safetensors PeftModel.from_pretrained loads it."""
+    config = copy.copy(model.peft_config["default"])
+    config.inference_mode = True
+    config.save_pretrained(folder)
 
 
 def load_lora_weights(model, folder):
-    """Copy a saved adapter into a freshly wrapped model; raises UserError when shapes or names differ."""
+    """Copy a saved adapter into a freshly wrapped model, sharded or not; raises UserError when it does not fit."""
     saved = json.loads((Path(folder) / "adapter_config.json").read_text())
     ours = model.peft_config["default"]
     for key, value in (("r", ours.r), ("lora_alpha", ours.lora_alpha), ("target_modules", ours.target_modules)):
@@ -68,15 +93,12 @@ def load_lora_weights(model, folder):
         if stored != (set(value) if key == "target_modules" else value):
             raise UserError(f"{folder}: adapter has {key} {saved[key]}, this run {value}; give the same LoRA flags or "
                             "another --output_dir")
-    try:
-        result = set_peft_model_state_dict(model, load_file(Path(folder) / "adapter_model.safetensors"))
-    except RuntimeError as error:       # its first line is a heading, the second names a weight
-        raise UserError(f"{folder}: adapter does not fit this model ({str(error).splitlines()[:2][-1].strip()})")
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder}: adapter_model.safetensors cannot be read ({error})")
-    lost = [n for n in result.missing_keys if "lora_" in n] + list(result.unexpected_keys)
-    if lost:
-        raise UserError(f"{folder}: {len(lost)} adapter weights missing or unexpected, first {lost[0]}")
+    weights, found = adapter_weights(model), tensor_files.open_tensors([Path(folder) / "adapter_model.safetensors"])
+    found = {name: [part] for name, part in found.items()}
+    if problem := tensor_files.compare({name: p.shape for name, p in weights.items()}, found):
+        raise UserError(f"{folder}: the adapter does not fit this model: {problem}")
+    for name, parameter in weights.items():
+        tensor_files.read_into(parameter.detach(), found[name])
 
 
 def merge(model_path, adapter, output_dir):

@@ -5,6 +5,7 @@ Shared module: torch only, imports nothing of ours.
 import math
 
 import torch
+from torch.distributed.tensor import DTensor
 
 
 def build_adamw(named_parameters, lr, weight_decay, betas, decays):
@@ -20,12 +21,21 @@ def build_adamw(named_parameters, lr, weight_decay, betas, decays):
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=1e-8, fused=True)
 
 
-def load_optimizer(optimizer, state):
-    """Moments and step counters of a saved optimizer; weight decay and betas stay as this run's flags say."""
-    ours = [{key: group[key] for key in ("weight_decay", "betas")} for group in optimizer.param_groups]
-    optimizer.load_state_dict(state)
-    for group, values in zip(optimizer.param_groups, ours):
-        group.update(values)
+def state_tensors(optimizer, named_parameters):
+    """{"parameter name.exp_avg" and so on: tensor} of all that AdamW remembers, to be saved or filled in place.
+
+    Parameters that had no step yet get the zeros that their first step would give them.
+    """
+    tensors, known = {}, {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            assert id(parameter) in known, f"{name} is not what the optimizer updates: gathered weights were not freed"
+            state = optimizer.state[parameter]
+            if not state:
+                state |= {"step": torch.zeros((), device=parameter.device), "exp_avg": torch.zeros_like(parameter),
+                          "exp_avg_sq": torch.zeros_like(parameter)}
+            tensors |= {f"{name}.{key}": value for key, value in state.items()}
+    return tensors
 
 
 def lr_factor(step, total_steps, warmup_steps, scheduler="cosine", min_ratio=0.0):
@@ -48,12 +58,15 @@ def sqrt_lr(lr, batch, base_batch):
 
 
 def clip_gradients(parameters, max_norm):
-    """Global L2 norm of the gradients, a 0-d tensor on their device; scales them to max_norm when max_norm > 0."""
+    """Global L2 norm of the gradients, a 0-d tensor on their device; scales them to max_norm when max_norm > 0.
+
+    Collective when the gradients are sharded: the norm is over all shards.
+    """
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
     if max_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def guarded_step(optimizer, bad):
@@ -68,19 +81,21 @@ def guarded_step(optimizer, bad):
         del optimizer.grad_scale, optimizer.found_inf
 
 
-class BadSteps:
-    """Counts optimizer steps whose gradient was not finite, one step late so that the device is never waited for."""
+class StepFlags:
+    """What the host has to know of each optimizer step, fetched one step late so that the device is never waited for:
+    was its gradient not finite, did any rank ask to stop.
+    """
 
-    def __init__(self, device, total=0):
+    def __init__(self, device, bad_total=0):
         cuda = device.type == "cuda"
-        self.host = torch.zeros((), pin_memory=cuda)
+        self.host = torch.zeros(2, pin_memory=cuda)
         self.event = torch.cuda.Event() if cuda else None
-        self.pending = None         # what the caller wants back about the step whose flag is on its way
-        self.in_a_row, self.total = 0, total
+        self.pending = None         # what the caller wants back about the step whose flags are on their way
+        self.bad_in_a_row, self.bad_total, self.stop = 0, bad_total, False
 
-    def push(self, bad, about):
-        """Start fetching the flag of the step just queued; `about` comes back from pop when it was bad."""
-        self.host.copy_(bad, non_blocking=True)
+    def push(self, bad, stop, about):
+        """Start fetching the flags (0-d tensors) of the step just queued; pop returns `about` when it was bad."""
+        self.host.copy_(torch.stack([bad, stop]), non_blocking=True)
         if self.event:
             self.event.record()
         self.pending = (about,)
@@ -92,7 +107,8 @@ class BadSteps:
         if self.event:
             self.event.synchronize()
         (about,), self.pending = self.pending, None
-        bad = bool(self.host.item())
-        self.in_a_row = self.in_a_row + 1 if bad else 0
-        self.total += bad
+        bad, stop = (bool(flag) for flag in self.host.tolist())
+        self.bad_in_a_row = self.bad_in_a_row + 1 if bad else 0
+        self.bad_total += bad
+        self.stop |= stop
         return about if bad else None

@@ -1,9 +1,9 @@
-"""Process group, ranks, DDP wrapping, and failing together with one clear line.
+"""Process group, ranks, DDP and FSDP2 wrapping, and failing together with one clear line.
 
 Global rank decides samplers, logs, validation and saves; local rank picks the GPU and nothing else. Without torchrun
-everything here works for one process and starts no process group. Two groups exist: the default one (NCCL on GPUs) for
-gradients, and a gloo group on the CPU with a long time limit for waits that may honestly take hours (encoding audio,
-validation on rank 0), where an NCCL watchdog would fire.
+everything here works for one process; it then has a process group only where FSDP2 needs one. Two groups exist: the
+default one (NCCL on GPUs) for gradients, and a gloo group on the CPU with a long time limit for waits that may honestly
+take hours (encoding audio, validation on rank 0), where an NCCL watchdog would fire.
 
 Shared module: torch only, imports nothing of ours.
 """
@@ -12,6 +12,7 @@ import inspect
 import os
 import random
 import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -20,10 +21,17 @@ from datetime import timedelta
 import numpy as np
 import torch
 from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 GRACE_S = 5     # seconds a rank lets the one with the message speak first
+COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset", "Broken pipe", "TCPStore")
+LATER_S = 30    # a collective may outlive its time limit by this, so that the watchdog can name who hangs
+
+_world = None   # this process's World, for the last words
+_claimed = threading.Event()
 
 
 class UserError(Exception):
@@ -46,12 +54,15 @@ class World:
         return self.rank == 0
 
 
-def init(timeout_s=600, slow_timeout_s=6 * 3600, device=None):
+def init(timeout_s=600, slow_timeout_s=6 * 3600, device=None, alone_too=False, cpu_too=False):
     """Join the process group that torchrun describes; returns World.
 
     timeout_s: limit of one gradient collective. slow_timeout_s: limit of a wait on the slow group. device: "cpu" or
-    "cuda", default CUDA when there is one. Raises UserError when more processes than GPUs were started on this node.
+    "cuda", default CUDA when there is one. alone_too: a process group for a single process as well, which FSDP2 needs.
+    cpu_too: collectives on CPU tensors beside the GPU's, which CPU offload needs. Raises UserError when more processes
+    than GPUs were started on this node.
     """
+    global _world
     env = os.environ
     size, rank = int(env.get("WORLD_SIZE", 1)), int(env.get("RANK", 0))
     local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
@@ -62,14 +73,16 @@ def init(timeout_s=600, slow_timeout_s=6 * 3600, device=None):
                             f"start torchrun with --nproc_per_node={torch.cuda.device_count()}")
         torch.cuda.set_device(local_rank)
     where = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
-    world = World(rank, local_rank, size, local_size, where)
+    _world = world = World(rank, local_rank, size, local_size, where)
     if size > 1:
         world.store, _, _ = next(rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))
-        dist.init_process_group("nccl" if use_cuda else "gloo", store=dist.PrefixStore("trainer", world.store),
-                                rank=rank, world_size=size,
-                                timeout=timedelta(seconds=timeout_s), device_id=where if use_cuda else None)
-        # new_group ignores the default group's limit, so it is given again
-        world.slow_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=slow_timeout_s))
+    if size > 1 or alone_too:
+        backend = ("cpu:gloo,cuda:nccl" if cpu_too else "nccl") if use_cuda else "gloo"
+        store = dist.PrefixStore("trainer", world.store) if world.store is not None else dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size,
+                                timeout=timedelta(seconds=timeout_s + LATER_S), device_id=where if use_cuda else None)
+    if size > 1:        # new_group ignores the default group's limit, so it is given again
+        world.slow_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=slow_timeout_s + LATER_S))
     return world
 
 
@@ -90,23 +103,40 @@ def seed_everything(seed, rank=0):
 def one_clear_error():
     """Run a trainer's main: UserError becomes its text and status 1; anything else one traceback that names the rank.
 
-    Ranks that leave because of another rank's error stay silent.
+    The first rank to fail has the last word; ranks whose collectives break because of it stay silent.
     """
     rank = int(os.environ.get("RANK", "0"))
     try:
         yield
     except UserError as error:
         stop(error)
-    except Exception:
-        print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        leave(130)
+    except Exception as error:
+        if any(word in str(error) for word in COLLECTIVE_ERRORS):
+            time.sleep(GRACE_S)     # a peer is gone: it, or torchrun, which ends this process, says more
+        if claim_last_word(_world.store if _world else None):
+            print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         leave(1)
+
+
+def claim_last_word(store):
+    """True for the first failing rank of the run (store: World.store), and for any rank that cannot ask."""
+    if _claimed.is_set():
+        return False
+    _claimed.set()
+    try:
+        return store is None or store.add("last word", 1) == 1
+    except Exception:       # the store's host is gone
+        return True
 
 
 def stop(message):
     """End this process with one line. Mostly all ranks do so alike: rank 0 speaks, torchrun ends the others unheard."""
     if int(os.environ.get("RANK", "0")) != 0:
         time.sleep(GRACE_S)
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    if claim_last_word(_world.store if _world else None):
+        print(f"error: {message}", file=sys.stderr, flush=True)
     leave(1)
 
 
@@ -180,7 +210,42 @@ def all_sum(world, tensor):
     return tensor
 
 
-def wrap(module, world):
+def any_rank(world, yes):
+    """0-d float tensor on the device, 1 where `yes` (bool) holds on any rank. No host sync."""
+    flag = torch.full((), float(bool(yes)), device=world.device)
+    if world.size > 1:
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return flag
+
+
+def shard(module, layers, world, bf16=False, reshard_after_forward=True, cpu_offload=False):
+    """FSDP2: each of `layers`, then what is left of `module`, becomes one sharded unit; in place, names stay.
+
+    Before weights are loaded and before an optimizer is built. bf16: computes in bfloat16; gradients are reduced and
+    weights kept as they are stored. reshard_after_forward: free each layer's weights between forward and backward.
+    cpu_offload: shards, gradients and optimizer live in host memory. Every rank must build `module` alike: nothing is
+    broadcast.
+    """
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    options = {"mesh": mesh, "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+               "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None,
+                                                 reduce_dtype=torch.float32, cast_forward_inputs=False)}
+    for layer in layers:
+        fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
+    fully_shard(module, reshard_after_forward=False, **options)     # needed again at once, by the backward
+
+
+def reshard(module):
+    """Free gathered weights, so that named_parameters() are the shards that the optimizer updates.
+
+    A forward pass without a backward, as in validation, leaves them gathered where reshard_after_forward is off.
+    """
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
+def wrap_ddp(module, world):
     """DistributedDataParallel for several ranks, the module itself for one. Call its forward only, never the inside.
 
     No static_graph: it asserts when the first backward runs under no_sync, which gradient accumulation needs.
@@ -195,4 +260,7 @@ def wrap(module, world):
 
 def gradient_sync(module, on):
     """Context for one micro-step: gradients are summed over the ranks only when `on` (the last micro-step)."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(on)
+        return contextlib.nullcontext()
     return contextlib.nullcontext() if on or not isinstance(module, DistributedDataParallel) else module.no_sync()

@@ -7,10 +7,12 @@ any other program can read them. A save moves each tensor over the network once:
 
 Shared module: torch and safetensors; copy parallel.py (UserError) with it.
 """
+import json
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from parallel import UserError
@@ -50,14 +52,26 @@ def compare(wanted, found):
                      some("unexpected keys", found.keys() - wanted.keys()) + some("mismatched keys", wrong))
 
 
+def local_rows(tensor):
+    """(plain tensor, its first row in the whole one); FSDP2 cuts dimension 0 as torch.chunk does. 0-d becomes (1,)."""
+    if not isinstance(tensor, DTensor):
+        return tensor.view(tensor.shape or (1,)), 0
+    rows, mesh = tensor.shape[0], tensor.device_mesh
+    return tensor.to_local(), min(mesh.get_local_rank() * -(-rows // mesh.size()), rows)
+
+
+@torch.no_grad()
+def fill(tensor, whole):
+    """Copy a whole tensor, the same on every rank, into a plain tensor or into the shards of one."""
+    local, first = local_rows(tensor)
+    local.copy_(whole[first:first + len(local)])
+
+
 @torch.no_grad()
 def read_into(tensor, parts):
-    """Fill a tensor (plain, or sharded by rows) from slice handles joined along dimension 0, in the tensor's dtype."""
-    local, first = tensor, 0
-    if isinstance(tensor, DTensor):
-        local, first = tensor.to_local(), first_row(tensor)
-    local = local.reshape(1) if local.ndim == 0 else local      # files hold no 0-d tensors of ours
-    at = 0                                                      # row of the joined tensor where this part begins
+    """Fill a tensor, plain or sharded, from slice handles joined along dimension 0; the dtype stays the tensor's."""
+    local, first = local_rows(tensor)
+    at = 0                              # row of the joined tensor where this part begins
     for part in parts:
         rows = part.get_shape()[0]
         start, stop = max(first, at), min(first + len(local), at + rows)
@@ -66,30 +80,44 @@ def read_into(tensor, parts):
         at += rows
 
 
-def first_row(tensor):
-    """Row of the whole tensor where this rank's shard begins; FSDP2 cuts dimension 0 as torch.chunk does."""
-    rows, mesh = tensor.shape[0], tensor.device_mesh
-    return min(mesh.get_local_rank() * -(-rows // mesh.size()), rows)
-
-
 @torch.no_grad()
-def gather_share(world, named):
-    """{name: whole tensor on the CPU} of those this rank has to write. Collective when any of them is sharded.
+def gather_share(world, named, spread=True):
+    """(share, owners): whole tensors on the CPU of those this rank has to write, and {name: rank that writes it}.
 
-    named: {name: tensor}, the same names on every rank. Plain tensors are alike everywhere, so rank 0 owns them all.
+    Collective when tensors are sharded. named: {name: tensor}, the same names on every rank. spread: share sharded
+    tensors out evenly, else rank 0 owns them; plain ones, alike everywhere, are always rank 0's.
     """
-    share, load = {}, [0] * world.size
+    share, owners, load = {}, {}, [0] * world.size
     for name, tensor in named.items():
-        owner = 0
+        owners[name] = 0
         if isinstance(tensor, DTensor):
-            owner = load.index(min(load))
-            load[owner] += tensor.numel()
-            if tensor.device.type != world.device.type:     # offloaded: the gradients' network carries GPU tensors
+            if spread:
+                owners[name] = load.index(min(load))
+            load[owners[name]] += tensor.numel()
+            if tensor.device.type != world.device.type:     # offloaded: gathered on the GPU, as gradients are
                 tensor = tensor.to(world.device)
             tensor = tensor.full_tensor()
-        if owner == world.rank:
+        if owners[name] == world.rank:
             share[name] = tensor.detach().reshape(tensor.shape or (1,)).to("cpu", copy=True).contiguous()
-    return share
+    return share, owners
+
+
+def stage(world, stem, named, spread=True):
+    """Copy tensors off the device: {file name: write(path)} of this rank's files, which training cannot change.
+
+    One file for each rank that owns tensors, with the index that transformers reads when there are several.
+    """
+    share, owners = gather_share(world, named, spread)
+    files = max(owners.values(), default=0) + 1
+    writes = {}
+    if share:
+        writes[file_name(stem, world.rank, files)] = lambda path: save_file(share, path, {"format": "pt"})
+    if files > 1 and world.is_main:
+        size = sum(tensor.numel() * tensor.element_size() for tensor in named.values())
+        places = {name: Path(file_name(stem, owner, files)).name for name, owner in owners.items()}
+        index = json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=1)
+        writes[f"{stem}.safetensors.index.json"] = lambda path: path.write_text(index)
+    return writes
 
 
 def file_name(stem, rank, files):

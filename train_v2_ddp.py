@@ -1,4 +1,4 @@
-"""Fine-tune Higgs-Audio V2 (text to speech): LoRA or full, one process or many GPUs under DDP.
+"""Fine-tune Higgs-Audio V2 (text to speech): LoRA or full, one process or many GPUs under DDP or FSDP2.
 
     torchrun --nproc_per_node=8 train_v2_ddp.py --model_path bosonai/higgs-audio-v2-generation-3B-base \
         --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --train_data_file train.json --output_dir ./out \
@@ -10,8 +10,10 @@ Loss: cross-entropy of the next row of codes, averaged over every trained code o
 all micro-steps, all 8 codebooks), plus --text_loss_weight times the same average over text targets. The counts come
 from the plan that all ranks share, so no rank has to ask another.
 
-Files to copy with it: data.py chatml.py code_cache.py higgs.py lora.py (its own) and packing.py parallel.py optim.py
-checkpoint.py metrics.py (shared).
+SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
+
+Files to copy with it: data.py chatml.py code_cache.py higgs.py higgs_io.py lora.py (its own) and packing.py parallel.py
+optim.py checkpoint.py tensor_files.py watchdog.py metrics.py (shared).
 """
 import argparse
 import json
@@ -33,6 +35,8 @@ import lora
 import metrics
 import optim
 import parallel
+import tensor_files
+import watchdog
 from chatml import TASK_TYPES
 from code_cache import FRAME_RATE
 from data import make_loader, prepare_table, token_ids, within_length
@@ -106,11 +110,17 @@ def build_parser():
     g.add_argument("--seed", type=int, default=42, help="of data order, adapters and dropout")
 
     g = p.add_argument_group("speed and memory")
-    g.add_argument("--bf16", action="store_true", help="bfloat16 autocast; a frozen base is stored in bfloat16")
+    g.add_argument("--parallel", choices=("ddp", "fsdp"), default="ddp",
+                   help="a whole model on every GPU, or weights, gradients and optimizer sharded (FSDP2)")
+    g.add_argument("--reshard_after_forward", action=argparse.BooleanOptionalAction, default=True,
+                   help="fsdp: free each layer's gathered weights until the backward pass; no-: faster, more memory")
+    g.add_argument("--cpu_offload", action="store_true", help="fsdp: keep shards and optimizer in host memory (slow)")
+    g.add_argument("--bf16", action="store_true", help="bfloat16 compute; a frozen base is stored in bfloat16")
     g.add_argument("--tf32", action="store_true", help="TF32 for float32 matrix products on CUDA")
     g.add_argument("--gradient_checkpointing", action="store_true", help="recompute each layer in the backward pass")
     g.add_argument("--compile", action="store_true", help="torch.compile each decoder layer")
-    g.add_argument("--collective_timeout", type=int, default=600, help="seconds one collective may take")
+    g.add_argument("--collective_timeout", type=int, default=600,
+                   help="seconds a step may take before the rank that hangs is named and all stop")
     g.add_argument("--wait_timeout", type=int, default=21600, help="seconds to wait for encoding, validation, saving")
 
     g = p.add_argument_group("logging, validation, checkpoints")
@@ -124,8 +134,9 @@ def build_parser():
     g.add_argument("--strategic_logging_steps", type=int, default=100, help="optimizer steps between printed samples")
     g.add_argument("--eval_steps", type=int, default=5000, help="optimizer steps between validations, 0 = at the end")
     g.add_argument("--disable_eval", "--disable_evaluation", action="store_true", help="no validation, no hold-out")
-    g.add_argument("--eval_ranks", choices=("rank0", "all"), default="rank0",
-                   help="who validates: rank 0 while the others wait, or all ranks a share; same number")
+    g.add_argument("--eval_ranks", choices=("rank0", "all"),
+                   help="who validates: rank 0 while the others wait, or all ranks a share; same number (default: "
+                        "rank0, with --parallel fsdp all)")
     g.add_argument("--save_steps", type=int, default=7000, help="optimizer steps between checkpoints, 0 = at the end")
     g.add_argument("--save_total_limit", type=int, default=3, help="newest checkpoints kept besides the best, 0 = all")
     g.add_argument("--resume", default="auto", help="auto (newest whole checkpoint in OUTPUT_DIR), none, or a folder")
@@ -155,6 +166,11 @@ def check_flags(args, world_size):
     need(0 <= args.min_lr_ratio <= 1, f"--min_lr_ratio is {args.min_lr_ratio}; it must lie between 0 and 1")
     need(args.use_lora or args.lora_target_modules == "attention", "--lora_target_modules needs --use_lora")
     need(not (args.use_lora and args.freeze_llm), "--use_lora freezes the whole base already: drop --freeze_llm")
+    need(args.parallel == "ddp" or args.eval_ranks != "rank0",
+         "--eval_ranks rank0 does not go with --parallel fsdp: every forward there needs all ranks; drop it")
+    need(args.parallel == "fsdp" or (args.reshard_after_forward and not args.cpu_offload),
+         "--no-reshard_after_forward and --cpu_offload need --parallel fsdp")
+    args.eval_ranks = args.eval_ranks or ("rank0" if args.parallel == "ddp" else "all")
     if args.max_tokens_per_batch:
         need(not args.group_by_length, "--group_by_length does nothing with --max_tokens_per_batch: packs are equal")
         need(not args.global_batch_size and not args.scale_lr_from_batch,
@@ -182,22 +198,41 @@ def find_checkpoints(args):
     return higgs_io.find_model(args.model_path), higgs_io.find_codec(args.audio_tokenizer_path)[0]
 
 
-def build_model(args, folder, config, resume):
-    """(PackedHiggs on the CPU, its native model) with exactly the trainable weights requiring gradients."""
+def build_model(world, args, folder, config, resume):
+    """(PackedHiggs, what to call in training, its native model) on this rank's device, weights loaded, sharded or not.
+
+    config: the folder's config.json dict. The weights that shall be trained require gradients, no others.
+    """
+    if resume and not args.use_lora:
+        folder, config = resume, json.loads((Path(resume) / "config.json").read_text())
     dtype = torch.bfloat16 if args.bf16 and args.use_lora else torch.float32
-    source = resume if resume and not args.use_lora else folder
-    native = higgs_io.load_model(source, json.loads((Path(source) / "config.json").read_text()), dtype)
-    net = native
+    native = net = higgs_io.empty_model(higgs_io.native_config(config), dtype, folder)
+    parts = higgs_io.weight_parts(folder, config)
+    higgs_io.check_weights(native, parts, folder)
     if args.use_lora:
         net = lora.add_lora(native, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules,
                             args.model_path)
-        if resume:
-            lora.load_lora_weights(net, resume)
     elif args.freeze_llm:
         for name, parameter in native.named_parameters():
             parameter.requires_grad_("embed_audio_tokens" in name or "audio_lm_head" in name)
     higgs.freeze_unreachable(native, args.text_loss_weight)
-    return higgs.PackedHiggs(net, args.gradient_checkpointing), native
+    model = higgs.PackedHiggs(net, args.gradient_checkpointing)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("these flags leave no weight to train")
+    if args.compile:
+        for layer in native.model.layers:
+            layer.compile()
+    if args.parallel == "fsdp":
+        parallel.shard(model, native.model.layers, world, args.bf16, args.reshard_after_forward, args.cpu_offload)
+    model.to_empty(device="cpu" if args.cpu_offload else world.device)      # from here on there is memory, still unset
+    higgs_io.reset_buffers(native, world.device)
+    higgs_io.load_weights(lora.base_weights(net) if args.use_lora else dict(native.named_parameters()), parts)
+    if args.use_lora and resume:
+        lora.load_lora_weights(net, resume)
+    elif args.use_lora:
+        lora.init_adapters(net, args.seed)
+    model.train()
+    return model, model if args.parallel == "fsdp" else parallel.wrap_ddp(model, world), native
 
 
 def run_identity(args, folder, table, train):
@@ -244,24 +279,22 @@ def evaluate(world, args, model, table, ids, held_out):
     return higgs.loss_report([*sums, *counts], args.audio_loss_reduction, args.text_loss_weight, "eval")
 
 
-def save_checkpoint(world, args, model, native, tokenizer, folder, optimizer, meta):
-    """Write checkpoint-<meta["step"]> on rank 0 while the others wait. Any failure ends all ranks."""
+def save_checkpoint(world, writer, args, model, native, tokenizer, folder, optimizer, meta):
+    """Copy all of checkpoint-<meta["step"]> off the device and start writing it. On every rank."""
+    writer.begin(meta["step"])
+    parallel.reshard(model)
     states = parallel.gather_objects(world, checkpoint.rng_state(world.device))
-
-    def write_model(path):
-        if args.use_lora:
-            lora.save_lora(model.net, path)
-        else:
-            higgs_io.save_model(native, tokenizer, path, folder)
-
-    def write():
-        try:
-            checkpoint.save(args.output_dir, meta["step"], write_model,
-                            {"optimizer": optimizer.state_dict(), "rng": states}, meta, args.save_total_limit)
-        except Exception as error:
-            raise UserError(f"checkpoint-{meta['step']} could not be written to {args.output_dir} ({error}); "
-                            "earlier checkpoints are intact")
-    parallel.rank0_first(world, write)
+    if args.use_lora:
+        files = tensor_files.stage(world, "adapter_model", lora.adapter_weights(model.net), spread=False)
+    else:
+        files = tensor_files.stage(world, "model", dict(native.named_parameters()))
+    moments = optim.state_tensors(optimizer, model.named_parameters())
+    files |= tensor_files.stage(world, f"{checkpoint.STATE_DIR}/optimizer", moments)
+    if world.is_main:
+        files[f"{checkpoint.STATE_DIR}/rng.pt"] = lambda path: torch.save(states, path)
+        files["*"] = (lambda path: lora.save_config(model.net, path)) if args.use_lora else \
+            (lambda path: higgs_io.save_config(native, tokenizer, path, folder))
+    writer.save(meta["step"], files, meta)
 
 
 def bad_step_report(world, table, step, flags, skipped):
@@ -330,18 +363,28 @@ def main(argv=None):
     args = build_parser().parse_args(argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")      # a log file shows each line at once
     with parallel.one_clear_error():
-        train(args)
+        try:
+            train(args)
+        except watchdog.Stopped as why:
+            if os.environ.get("RANK", "0") == "0":
+                watchdog.leave_marker(args.output_dir, str(why))
+                print(f"stopped    {why}")
     parallel.finish()
 
 
 def train(args):
     # -- ranks, paths, data -------------------------------------------------------------------------------------------
     check_flags(args, int(os.environ.get("WORLD_SIZE", "1")))
-    world = parallel.init(args.collective_timeout, args.wait_timeout)
+    watchdog.catch_signals()
+    fsdp = args.parallel == "fsdp"
+    world = parallel.init(args.collective_timeout, args.wait_timeout, alone_too=fsdp, cpu_too=args.cpu_offload)
     device, main_rank = world.device, world.is_main
+    watch = watchdog.Watchdog(world, args.collective_timeout)
+    watch.moved("data preparation", args.wait_timeout)
     if args.bf16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         raise UserError(f"--bf16: {torch.cuda.get_device_name(device)} has no bfloat16; drop the flag")
     parallel.rank0_first(world, checkpoint.prepare_output, args.output_dir)
+    parallel.rank0_first(world, watchdog.clear_marker, args.output_dir)
     if args.report_to == "tensorboard":
         parallel.rank0_first(world, checkpoint.prepare_output, args.logging_dir, "--logging_dir")
     parallel.rank0_first(world, find_checkpoints, args)     # a hub name is downloaded before the others look for it
@@ -382,25 +425,16 @@ def train(args):
         peak_lr = optim.sqrt_lr(peak_lr, per_step * args.per_device_train_batch_size, args.scale_lr_from_batch)
 
     # -- model, optimizer, resume -------------------------------------------------------------------------------------
-    parallel.seed_everything(args.seed)         # the same adapters on every rank
-    model, native = build_model(args, folder, config_dict, resume)
-    model.to(device).train()
-    if args.compile:
-        for layer in native.model.layers:
-            layer.compile()
+    watch.moved("loading the model", args.wait_timeout)
+    model, wrapped, native = build_model(world, args, folder, config_dict, resume)
     trainable = [p for p in model.parameters() if p.requires_grad]
-    if not trainable:
-        raise UserError("these flags leave no weight to train")
-    wrapped = parallel.wrap(model, world)
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
                                   (args.adam_beta1, args.adam_beta2), higgs.decays)
     parallel.seed_everything(args.seed, world.rank)     # other dropout on every rank
     best_loss, best_step = None, None
     if meta:
-        optim.load_optimizer(optimizer, checkpoint.load_state(resume, "optimizer"))
-        states = checkpoint.load_state(resume, "rng")
-        if world.rank < len(states):
-            checkpoint.set_rng_state(states[world.rank], device)
+        checkpoint.load_optimizer(resume, optim.state_tensors(optimizer, model.named_parameters()))
+        checkpoint.load_rng(resume, world.rank, device)
         if meta["validation"] == validation:        # losses on other data, or by another formula, do not compare
             best_loss, best_step = meta["best_loss"], meta["best_step"]
     packs = ([int(train_ids[i]) for i in pack] for pack in
@@ -418,7 +452,8 @@ def train(args):
                     f"start      step {at['step']}, {f'resumed from {resume}' if resume else 'base model'}")
 
     # -- loop ---------------------------------------------------------------------------------------------------------
-    bad_steps = optim.BadSteps(device, meta["skipped"] if meta else 0)
+    writer = checkpoint.Writer(world, args.output_dir, args.save_total_limit, args.wait_timeout)
+    flags = optim.StepFlags(device, meta["skipped"] if meta else 0)
     sums = torch.zeros(books + 6, dtype=torch.float64, device=device)   # losses, eos; audio and text targets on rank 0
     if meta and main_rank:
         sums += torch.tensor(meta["unlogged"], dtype=torch.float64, device=device)
@@ -429,13 +464,15 @@ def train(args):
     def save():
         nonlocal saved_step
         meta = {**at, "identity": identity, "validation": validation, "best_step": best_step, "best_loss": best_loss,
-                "skipped": bad_steps.total, "unlogged": parallel.all_sum(world, sums.clone()).tolist(),
+                "skipped": flags.bad_total, "unlogged": parallel.all_sum(world, sums.clone()).tolist(),
                 "args": vars(args)}
-        save_checkpoint(world, args, model, native, tokenizer, folder, optimizer, meta)
+        watch.moved(f"saving at step {at['step']}", args.wait_timeout)
+        save_checkpoint(world, writer, args, model, native, tokenizer, folder, optimizer, meta)
         saved_step = at["step"]
 
     def validate():
         nonlocal best_loss, best_step
+        watch.moved(f"validation at step {at['step']}", args.wait_timeout)
         values = evaluate(world, args, model, table, ids, eval_ids)
         if main_rank:
             log.write(at["step"], values)
@@ -446,16 +483,21 @@ def train(args):
             best_loss, best_step = values["eval/loss"], at["step"]
             save()
 
+    def every(steps):
+        return steps > 0 and at["step"] % steps == 0
+
     while at["step"] < total_steps:
         if at["first"] >= order.packs_per_epoch:
             at["epoch"], at["first"] = at["epoch"] + 1, 0
         window = train_ids[order.window(at["epoch"], at["first"], per_step)]
         work = pack_totals(config, table, window, args)
         n_audio, n_text = work["audio_targets"], work["text_targets"]
-        step_sums, flags = torch.zeros_like(sums), []
+        step_sums, finite = torch.zeros_like(sums), []
         for micro in range(accumulation):
             asked = time.monotonic()
+            watch.moved(f"loading data for step {at['step'] + 1}")
             batch = next(batches)
+            watch.moved(f"step {at['step'] + 1}")
             waited += time.monotonic() - asked
             mine = list(batch.samples)
             assert batch.counts["audio_targets"] == table.audio_targets[mine].sum(), "loader and plan disagree"
@@ -468,11 +510,12 @@ def train(args):
                 with autocast(args, device):
                     audio, text, eos = wrapped(batch)
                 loss = higgs.total_loss(audio, n_audio, text, n_text, args.audio_loss_reduction, args.text_loss_weight)
-                (loss * world.size).backward()          # DDP averages over ranks; the loss is already a global mean
+                (loss * world.size).backward()          # gradients are averaged over ranks, the loss is a global mean
             step_sums[:books + 4] += torch.cat([audio.detach(), text.detach()[None], eos])
-            flags.append((torch.isfinite(loss.detach()), mine))
+            finite.append((torch.isfinite(loss.detach()), mine))
         norm = optim.clip_gradients(trainable, args.max_grad_norm)
         bad = 1 - torch.isfinite(norm).float()          # the same on every rank; a bad loss makes its gradient bad
+        stop = parallel.any_rank(world, watchdog.stop_requested())
         factor = optim.lr_factor(at["step"], total_steps, args.warmup_steps, args.lr_scheduler, args.min_lr_ratio)
         for group in optimizer.param_groups:
             group["lr"] = peak_lr * factor
@@ -481,17 +524,22 @@ def train(args):
         if main_rank:
             step_sums[-2] += n_audio
             step_sums[-1] += n_text
+        bad = bad.to(device)                            # with --cpu_offload gradients are elsewhere
         sums += torch.where(bad > 0, 0.0, step_sums)
         at["step"], at["first"] = at["step"] + 1, at["first"] + per_step
 
-        previous = bad_steps.pop()
-        bad_steps.push(bad, (at["step"], flags))
+        previous = flags.pop()
+        flags.push(bad, stop, (at["step"], finite))
         last = at["step"] == total_steps
-        for about in (previous, bad_steps.pop() if last else None):
+        stopping = flags.stop and not last
+        evaluating = len(eval_ids) and not stopping and (last or every(args.eval_steps))
+        saving = last or stopping or every(args.save_steps)
+        for about in (previous, flags.pop() if saving or evaluating else None):
             if about:
-                text = bad_step_report(world, table, *about, bad_steps.total)
-                if bad_steps.in_a_row >= args.max_bad_steps:
-                    raise UserError(f"{bad_steps.in_a_row} steps in a row had a non-finite gradient; {text}")
+                text = bad_step_report(world, table, *about, flags.bad_total)
+                if flags.bad_in_a_row >= args.max_bad_steps:
+                    writer.wait()
+                    raise UserError(f"{flags.bad_in_a_row} steps in a row had a non-finite gradient; {text}")
 
         # -- log ------------------------------------------------------------------------------------------------------
         totals.update(work)
@@ -506,7 +554,7 @@ def train(args):
                 values |= {"train/learning_rate": peak_lr * factor, "train/grad_norm": float(norm),
                            "train/epoch": at["epoch"] + min(1.0, at["first"] / order.packs_per_epoch),
                            "train/audio_seconds_per_second": totals["frames"] / FRAME_RATE / (now - since),
-                           "train/bad_steps": bad_steps.total,
+                           "train/bad_steps": flags.bad_total,
                            **metrics.speed_report(totals, now - since, steps, slots, waited, device, world.size)}
                 log.write(at["step"], values)
                 tqdm.write(console_line(at["step"], total_steps, values, books))
@@ -517,17 +565,27 @@ def train(args):
 
         # -- validate, save -------------------------------------------------------------------------------------------
         paused = time.monotonic()
-        if len(eval_ids) and (last or (args.eval_steps and at["step"] % args.eval_steps == 0)):
+        writer.check()
+        if evaluating:
             validate()
-        if saved_step != at["step"] and (last or (args.save_steps and at["step"] % args.save_steps == 0)):
+        if saving and saved_step != at["step"]:
             save()
         since += time.monotonic() - paused      # throughput is about training steps
+        if stopping:
+            break
 
+    watch.moved("waiting for the last checkpoint", args.wait_timeout)
+    parallel.rank0_first(world, writer.wait)
     bar.close()
     if main_rank:
         log.close()
+        if at["step"] < total_steps:
+            why = f"asked to stop by {watchdog.stop_requested() or 'a signal to another rank'} at step {at['step']}"
+            watchdog.leave_marker(args.output_dir, why)
+            print(f"stopped    {why} of {total_steps}; saved; the same command goes on")
+            return
         final = Path(args.output_dir) / f"checkpoint-{at['step']}"
-        print(f"done       step {at['step']}; {bad_steps.total} steps skipped; final checkpoint {final}"
+        print(f"done       step {at['step']}; {flags.bad_total} steps skipped; final checkpoint {final}"
               + (f"; best validation loss {best_loss:.4f} at step {best_step}" if best_step is not None else ""))
 
 
