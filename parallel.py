@@ -226,8 +226,8 @@ def shard(module, layers, world, bf16=False, reshard_after_forward=True, cpu_off
     cpu_offload: shards, gradients and optimizer live in host memory. Every rank must build `module` alike: nothing is
     broadcast.
     """
-    mesh = init_device_mesh(world.device.type, (world.size,))
-    options = {"mesh": mesh, "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+    mesh, on_gpu = init_device_mesh(world.device.type, (world.size,)), world.device.type == "cuda"
+    options = {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy(),
                "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None,
                                                  reduce_dtype=torch.float32, cast_forward_inputs=False)}
     for layer in layers:
