@@ -5,7 +5,7 @@ launcher and exits with status 0. Every rank has a thread that tells the others 
 main thread has come. When a main thread does not move for its time limit, the ranks that are furthest behind are named,
 each of them prints where it stands, and all end with status 1, before the process group's own time limit.
 
-Shared module: torch only; copy parallel.py with it.
+Shared module: copy parallel.py and checkpoint.py (write_atomically) with it.
 """
 import itertools
 import json

@@ -31,7 +31,7 @@ DEFAULTS = {
 TASKS = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker_smart_voice",
          "multi_speaker_voice_cloning")
 SCRIPT_NAMES = re.compile(r"(train|make|generate|sample|create|evaluate)_\w+")     # what people start
-SHARED = {"packing", "parallel", "optim", "checkpoint", "metrics"}                 # what all trainers share
+SHARED = {"packing", "parallel", "optim", "checkpoint", "tensor_files", "watchdog", "metrics"}   # of all trainers
 
 
 def parse(*flags):
@@ -137,7 +137,6 @@ def closure(name, step):
 
 def test_docstring_of_the_script_names_what_to_copy():
     assert named_files("train_v2_ddp") == closure("train_v2_ddp", local_imports)
-    assert len(named_files("train_v2_ddp")) == 10
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
@@ -163,7 +162,7 @@ def test_copied_files_work_alone(tmp_path):
     done = subprocess.run([sys.executable, "train_v2_ddp.py", "--help"], cwd=tmp_path, text=True, env=environment,
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert done.returncode == 0, done.stderr
-    shown = set(re.findall(r"--\w+", done.stdout))
+    shown = set(re.findall(r"--[\w-]+", done.stdout))
     assert shown >= {option for action in train_v2_ddp.build_parser()._actions for option in action.option_strings
                      if option.startswith("--")}
     assert "Fine-tune Higgs-Audio V2" in done.stdout and not done.stderr

@@ -14,8 +14,9 @@ from transformers import HiggsAudioV2ForConditionalGeneration
 
 import higgs
 import lora
+import tensor_files
 from data import collate
-from parallel import UserError
+from parallel import UserError, World
 
 ATTENTION = {f"self_attn.{p}_proj" for p in "qkvo"}
 AUDIO = {f"audio_mlp.{p}_proj" for p in ("gate", "up", "down")}
@@ -134,12 +135,20 @@ def test_adapters_are_fp32_on_a_bf16_base(tiny, data):
 # Files
 
 
+def save(net, folder):
+    """The adapter files as the trainer writes them."""
+    folder.mkdir(exist_ok=True)
+    for name, write in tensor_files.stage(World(), "adapter_model", lora.adapter_weights(net), spread=False).items():
+        write(folder / name)
+    lora.save_config(net, folder)
+
+
 @pytest.fixture(scope="module")
 def saved(tiny, tmp_path_factory):
     """(adapter folder, the model that was saved)."""
     folder, net = tmp_path_factory.mktemp("adapter"), adapted(tiny)
     higgs.PackedHiggs(net)      # a trainer saves after wrapping
-    lora.save_lora(net, folder)
+    save(net, folder)
     return folder, net
 
 
@@ -188,7 +197,7 @@ def test_adapter_of_other_flags_is_refused(tiny, saved, change, parts):
 
 def spoiled(saved, folder, what):
     """A copy of the saved adapter with one tensor lost, one too many, or one of another shape."""
-    lora.save_lora(saved[1], folder)
+    save(saved[1], folder)
     state = load_file(folder / "adapter_model.safetensors")
     name = "base_model.model.model.layers.1.self_attn.k_proj.lora_A.weight"
     tensor = state.pop(name)
@@ -202,11 +211,11 @@ def spoiled(saved, folder, what):
 
 @pytest.mark.parametrize("content", [None, b"not weights"])
 def test_unreadable_adapter_file_is_one_clear_line(tiny, saved, tmp_path, content):
-    lora.save_lora(saved[1], tmp_path)
+    save(saved[1], tmp_path)
     (tmp_path / "adapter_model.safetensors").unlink()
     if content:
         (tmp_path / "adapter_model.safetensors").write_bytes(content)
-    with pytest.raises(UserError, match="adapter_model.safetensors cannot be read") as error:
+    with pytest.raises(UserError, match="adapter_model.safetensors: cannot be read") as error:
         lora.load_lora_weights(adapted(tiny), tmp_path)
     assert "\n" not in str(error.value)
 
