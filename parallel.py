@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 GRACE_S = 5     # seconds a rank lets the one with the message speak first
 COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset", "Broken pipe", "TCPStore")
 LATER_S = 30    # a collective may outlive its time limit by this, so that the watchdog can name who hangs
+LAST_WORD = "last word"     # key in the store: a rank has failed and says why
 
 _world = None   # this process's World, for the last words
 _claimed = threading.Event()
@@ -126,7 +127,7 @@ def claim_last_word(store):
         return False
     _claimed.set()
     try:
-        return store is None or store.add("last word", 1) == 1
+        return store is None or store.add(LAST_WORD, 1) == 1
     except Exception:       # the store's host is gone
         return True
 

@@ -369,6 +369,7 @@ def main(argv=None):
             if os.environ.get("RANK", "0") == "0":
                 watchdog.leave_marker(args.output_dir, str(why))
                 print(f"stopped    {why}")
+        watchdog.rest()
     parallel.finish()
 
 

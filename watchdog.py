@@ -19,12 +19,13 @@ import traceback
 from pathlib import Path
 
 from checkpoint import write_atomically
-from parallel import GRACE_S, claim_last_word
+from parallel import GRACE_S, LAST_WORD, claim_last_word
 
 MARKER = "requeue"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 _requested = []         # names of the signals that came
+_at_rest = threading.Event()
 
 
 class Stopped(Exception):
@@ -40,6 +41,11 @@ def catch_signals():
 def stop_requested():
     """Name of the first signal that asked this process to stop, or None."""
     return _requested[0] if _requested else None
+
+
+def rest():
+    """The run is over: ranks may end at their own pace from here on."""
+    _at_rest.set()
 
 
 def clear_marker(output_dir):
@@ -75,6 +81,8 @@ class Watchdog:
         before, decide, leave = None, None, None
         try:
             for beat in itertools.count():
+                if _at_rest.is_set():
+                    return
                 count, where, since, limit_s = self.state
                 self.world.store.set(f"watch/{self.world.rank}", json.dumps(
                     [beat, count, where, f"{socket.gethostname()}, process {os.getpid()}"]))
@@ -82,6 +90,8 @@ class Watchdog:
                 if leave is not None:           # beats on, or a slower judge would take this rank for silent
                     if time.monotonic() > leave:
                         os._exit(1)
+                elif self.world.store.check([LAST_WORD]):       # a rank failed; this one may wait for it
+                    leave = time.monotonic() + GRACE_S
                 elif stuck <= limit_s:
                     before = None
                 elif before is None:
@@ -92,10 +102,11 @@ class Watchdog:
                 time.sleep(self.beat_s)
         except Exception as error:      # the store is gone or silent: its host is
             time.sleep(GRACE_S)         # torchrun, when it noticed too, ends this process meanwhile
-            if claim_last_word(None):
+            if not _at_rest.is_set() and not _requested and claim_last_word(None):
                 print("error: rank 0 or its node is gone: the store of the run does not answer "
                       f"({str(error).splitlines()[0]})", file=sys.stderr, flush=True)
-            os._exit(1)
+            if not _at_rest.is_set():
+                os._exit(1)
 
     def _states(self):
         """{rank: [beat, count, where, host and process]} as last told."""

@@ -26,6 +26,7 @@ from transformers import AutoTokenizer
 import checkpoint
 from data import Table
 from optim import lr_factor
+from parallel import World
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -472,7 +473,10 @@ def test_rotation_keeps_the_newest_and_the_best(train):
 def test_rotation_spares_the_new_checkpoint_beside_a_damaged_newer_one(tmp_path):
     """After a fall back to an older checkpoint the damaged one is still the newest by number."""
     def save(step):
-        checkpoint.save(tmp_path, step, lambda folder: (folder / "weights").write_text(str(step)), {}, {}, keep=1)
+        writer = checkpoint.Writer(World(), tmp_path, keep=1)
+        writer.begin(step)
+        writer.save(step, {"weights": lambda path: path.write_text(str(step))}, {})
+        writer.wait()
     save(8)
     (tmp_path / "checkpoint-8" / "weights").write_text("?")
     save(4)
@@ -649,8 +653,8 @@ def test_bad_step_is_skipped_and_the_sample_named(poisoned, train):
     assert re.search(r"train\.json.*\b4\b", names[0]), names[0]
     assert "2 steps skipped" in run.output
     assert run.metrics("train/bad_steps")[12] == 2
-    state = checkpoint.load_state(run.output_dir / "checkpoint-12", "optimizer")["state"]
-    assert {int(parameter["step"]) for parameter in state.values()} == {10}
+    state = load_file(run.output_dir / "checkpoint-12" / "trainer_state" / "optimizer.safetensors")
+    assert {int(tensor) for name, tensor in state.items() if name.endswith(".step")} == {10}
     trained = weights(run)
     trained["model.embed_tokens.weight"][bad] = 0               # the one that was NaN from the beginning
     assert all(torch.isfinite(tensor).all() for tensor in trained.values())
