@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from checkpoint import write_atomically
 from parallel import UserError, all_ranks_ok, gather_objects, rank0_first
-from watchdog import Stopped, stop_requested
+from watchdog import Stopped, ignore_in_worker, stop_requested
 
 SAMPLE_RATE = 24_000
 FRAME_RATE = 25                 # codec frames a second: 24 kHz / hop 960
@@ -337,7 +337,7 @@ def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progr
     codec, bandwidth = load_codec(codec_dir, world.device, num_codebooks)
     workers = min(num_proc, len(mine))
     loader = DataLoader(_Decode(mine), batch_size=None, num_workers=workers, collate_fn=lambda item: item,
-                        multiprocessing_context="fork" if workers else None)
+                        multiprocessing_context="fork" if workers else None, worker_init_fn=ignore_in_worker)
     for i, digest, waves, problem in loader:
         path, stat, cuts = mine[i]
         if problem:

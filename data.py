@@ -8,7 +8,8 @@ Labels follow boson-ai/higgs-audio's collator: a clip of T frames takes T + 9 ro
 T codes and one end-of-stream are trained, begin-of-stream and the fill never. A trained assistant turn's text,
 <|audio_out_bos|>, <|audio_eos|> and <|eot_id|> are text targets.
 
-No worker imports the model or touches CUDA. Copy with it: chatml.py, code_cache.py, parallel.py, checkpoint.py.
+No worker imports the model or touches CUDA. Copy with it: chatml.py, code_cache.py, parallel.py, checkpoint.py,
+watchdog.py.
 """
 import hashlib
 import itertools
@@ -27,6 +28,7 @@ import parallel
 from chatml import Clip, read_samples
 from code_cache import FRAME_RATE, CodeReader, ensure_codes
 from parallel import UserError
+from watchdog import ignore_in_worker
 
 IGNORE = -100
 PAD_LENGTH = 128        # padding comes in samples this short: attention costs the square of a sample's length
@@ -419,4 +421,5 @@ def make_loader(table, ids, packs, *, num_workers, prefetch_factor, pin_memory, 
                       collate_fn=lambda samples: collate(samples, ids, pad_to),
                       prefetch_factor=prefetch_factor if num_workers else None, persistent_workers=num_workers > 0,
                       multiprocessing_context="fork" if num_workers else None,      # workers share the mapped table
+                      worker_init_fn=ignore_in_worker,
                       generator=torch.Generator())      # else each loader would draw from the generator of the dropout

@@ -115,7 +115,7 @@ def one_clear_error():
         leave(130)
     except Exception as error:
         if any(word in str(error) for word in COLLECTIVE_ERRORS):
-            time.sleep(GRACE_S)     # a peer is gone: it, or torchrun, which ends this process, says more
+            _give_way()         # a peer is gone: it, or torchrun, which ends this process, says more
         if claim_last_word(_world.store if _world else None):
             print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         leave(1)
@@ -135,7 +135,7 @@ def claim_last_word(store):
 def stop(message):
     """End this process with one line. Mostly all ranks do so alike: rank 0 speaks, torchrun ends the others unheard."""
     if int(os.environ.get("RANK", "0")) != 0:
-        time.sleep(GRACE_S)
+        _give_way()
     if claim_last_word(_world.store if _world else None):
         print(f"error: {message}", file=sys.stderr, flush=True)
     leave(1)
@@ -152,8 +152,13 @@ def leave(status):
 
 def leave_quietly():
     """End a process that another one's error stops, after giving that one the time to say why."""
-    time.sleep(GRACE_S)
+    _give_way()
     leave(1)
+
+
+def _give_way():
+    with contextlib.suppress(Exception):        # torch's SIGCHLD handler raises here when a loader process ends, too
+        time.sleep(GRACE_S)
 
 
 def rank0_first(world, work, *args):

@@ -38,6 +38,15 @@ def catch_signals():
         signal.signal(number, lambda came, frame: _requested.append(signal.Signals(came).name))
 
 
+def ignore_in_worker(worker_id):
+    """worker_init_fn of every DataLoader: a signal sent to all processes must not take the trainer's data away.
+
+    Loader processes end when the trainer tells them to, or within seconds of its end.
+    """
+    for number in (*SIGNALS, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def stop_requested():
     """Name of the first signal that asked this process to stop, or None."""
     return _requested[0] if _requested else None
