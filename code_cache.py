@@ -249,12 +249,17 @@ def decode_audio(path, cuts):
         start = round((offset or 0) * rate)
         part = mono[start:start + round(length * rate)] if length else mono[start:]
         wave = soxr.resample(part, rate, SAMPLE_RATE, quality="HQ") if len(part) else part
-        if len(wave) < MIN_SAMPLES:
-            where = f" from offset {offset} s" if offset else ""
-            raise ValueError(f"is too short: {len(wave) / SAMPLE_RATE:.3f} s{where}; "
-                             f"a clip needs {MIN_SAMPLES / SAMPLE_RATE} s")
+        check_length(len(wave), offset)
         waves.append(np.ascontiguousarray(wave, np.float32))
     return hashlib.sha256(data).hexdigest(), waves
+
+
+def check_length(samples, offset):
+    """Raise ValueError unless a cut has enough samples at 24 kHz for one codec frame."""
+    if samples < MIN_SAMPLES:
+        where = f" from offset {offset} s" if offset else ""
+        raise ValueError(f"is too short: {samples / SAMPLE_RATE:.3f} s{where}; "
+                         f"a clip needs {MIN_SAMPLES / SAMPLE_RATE} s")
 
 
 class _Decode(Dataset):
@@ -275,6 +280,24 @@ class _Decode(Dataset):
             return i, "", [], f"{path}: {error}"
 
 
+def codec_config(codec_dir, num_codebooks):
+    """(HiggsAudioV2TokenizerConfig, bandwidth in kbit/s that gives num_codebooks); needs no torchaudio. UserError."""
+    from transformers import HiggsAudioV2TokenizerConfig
+    try:
+        config = HiggsAudioV2TokenizerConfig.from_pretrained(codec_dir)
+        rates = (config.sample_rate, config.frame_rate)
+    except Exception as error:
+        raise UserError(f"{codec_dir}: codec cannot be loaded ({str(error).splitlines()[0]})")
+    if rates != (SAMPLE_RATE, FRAME_RATE):
+        raise UserError(f"{codec_dir}: codec runs at {rates[0]} Hz and {rates[1]} frames/s; "
+                        f"Higgs-Audio V2 needs {SAMPLE_RATE} Hz and {FRAME_RATE}")
+    bandwidth = num_codebooks * config.frame_rate * config.codebook_nbits / 1000
+    if bandwidth not in config.target_bandwidths:
+        raise UserError(f"{codec_dir}: {num_codebooks} codebooks need bandwidth {bandwidth}, "
+                        f"the codec has {list(config.target_bandwidths)}")
+    return config, bandwidth
+
+
 def load_codec(codec_dir, device, num_codebooks):
     """(codec in eval mode on device, bandwidth in kbit/s that gives num_codebooks). Raises UserError."""
     try:
@@ -283,6 +306,7 @@ def load_codec(codec_dir, device, num_codebooks):
         raise UserError("encoding new audio needs torchaudio, which is not installed (training from a filled "
                         "--code_cache does not): run launch/setup.sh or pip install torchaudio==2.11.0")
     from transformers import HiggsAudioV2TokenizerModel
+    _, bandwidth = codec_config(codec_dir, num_codebooks)
     try:
         codec, info = HiggsAudioV2TokenizerModel.from_pretrained(codec_dir, dtype=torch.float32,
                                                                  output_loading_info=True)
@@ -291,14 +315,6 @@ def load_codec(codec_dir, device, num_codebooks):
     lost = sorted(info["missing_keys"]) + sorted(info["unexpected_keys"])
     if lost:
         raise UserError(f"{codec_dir}: {len(lost)} missing or unexpected codec weights, first {lost[:5]}")
-    config = codec.config
-    if (config.sample_rate, config.frame_rate) != (SAMPLE_RATE, FRAME_RATE):
-        raise UserError(f"{codec_dir}: codec runs at {config.sample_rate} Hz and {config.frame_rate} frames/s; "
-                        f"Higgs-Audio V2 needs {SAMPLE_RATE} Hz and {FRAME_RATE}")
-    bandwidth = num_codebooks * config.frame_rate * config.codebook_nbits / 1000
-    if bandwidth not in config.target_bandwidths:
-        raise UserError(f"{codec_dir}: {num_codebooks} codebooks need bandwidth {bandwidth}, "
-                        f"the codec has {list(config.target_bandwidths)}")
     return codec.to(device).eval(), bandwidth
 
 

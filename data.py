@@ -237,6 +237,15 @@ def split_validation(n, share, seed):
     return np.sort(order[held_out:]), np.sort(order[:held_out])
 
 
+def split_samples(args, n_train, n):
+    """(train, validation) sample numbers of n samples, of which those from n_train on came as validation data."""
+    if args.disable_eval:
+        return np.arange(n_train), np.arange(0)
+    if n > n_train:
+        return np.arange(n_train), np.arange(n_train, n)
+    return split_validation(n_train, args.validation_split, args.seed)
+
+
 def within_length(table, numbers, limits, drop):
     """Sample numbers that fit every limit {flag: tokens}. Longer ones are dropped, or raise UserError naming them."""
     flag, limit = min(limits.items(), key=lambda item: item[1])
@@ -299,12 +308,7 @@ def prepare_table(world, args, tokenizer, ids, codec_dir):
                          args.code_cache or Path(args.output_dir) / "codes", ids.num_codebooks,
                          args.preprocess_num_proc, args.wait_timeout)
     table = Table(parallel.rank0_first(world, write))
-    train, held_out = np.arange(n_train), np.arange(n_train, n)
-    if args.disable_eval:
-        held_out = held_out[:0]
-    elif n == n_train:
-        train, held_out = split_validation(n_train, args.validation_split, args.seed)
-    return table, train, held_out
+    return table, *split_samples(args, n_train, n)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

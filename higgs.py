@@ -9,6 +9,7 @@ Copy with it: data.py (PackedBatch), higgs_io.py, and what those name.
 """
 import inspect
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -199,3 +200,88 @@ def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
     rows = tokens * layer * config.num_hidden_layers
     rows += audio_targets * h * config.codebook_size + text_targets * h * config.vocab_size
     return (4 if lora else 6) * rows + 3 * 4 * heads * d * pairs * config.num_hidden_layers
+
+
+def activation_bytes(model, text, audio, bf16, recompute, stream=None, cuda=True):
+    """Bytes autograd keeps of one pack -> (of all layers from forward to backward, of one layer alone).
+
+    model: a native model with dtypes and requires_grad as trained, adapters inside; may be on the meta device. text,
+    audio: rows of each modality (ints or int arrays). bf16: bfloat16 compute. stream: bytes a value of the residual
+    stream, by default the stored embedding's. cuda=False: what the CPU's kernels keep instead. With recompute
+    (activation checkpointing) a layer keeps its input only; one at a time is whole during the backward pass.
+
+    Formula: what each operation saves a row, at c bytes a compute value (2 or 4) and s a stream value: 2 norms with
+    their fp32 input (4 H), 1 / rms (4) and, if trained, the normalised rows (s H); attention's q, k, v, output (c each)
+    and log-sum-exp (4 a head); gate, silu(gate), up (c F each); the inputs of linear layers as linear_input_bytes says.
+    Counted on this file's forward; tests compare it with what a real one leaves alive. Left out: the heads' inputs, and
+    that the first layer over a frozen embedding keeps less.
+    """
+    config, layer = model.config, model.model.layers[0]
+    attention, h, d, heads = layer.self_attn, config.hidden_size, config.head_dim, config.num_attention_heads
+    c, s = 2 if bf16 else 4, stream or model.get_input_embeddings().weight.element_size()
+    kv = config.num_key_value_heads if cuda and VARLEN_GQA else heads       # else keys and values are repeated
+
+    def inputs(*linears):
+        return linear_input_bytes(linears, c, s, cuda)
+
+    def norm(module):
+        return 4 * h + 4 + s * h * module.weight.requires_grad
+
+    def ffn(mlp):
+        return inputs(mlp.gate_proj, mlp.up_proj) + 3 * c * config.intermediate_size + inputs(mlp.down_proj)
+
+    row = norm(layer.input_layernorm) + norm(layer.post_attention_layernorm)
+    row += inputs(attention.q_proj, attention.k_proj, attention.v_proj) + inputs(attention.o_proj)
+    row += c * d * (2 * heads + 2 * kv) + 4 * heads
+    one = (text + audio) * row + text * ffn(layer.mlp) + audio * ffn(layer.audio_mlp)
+    ends = (text + audio) * (norm(model.model.norm) + 2 * s * d)        # rotary cos and sin are shared by the layers
+    kept = (text + audio) * s * h if recompute else one
+    return kept * config.num_hidden_layers + ends, one
+
+
+def linear_input_bytes(linears, c, s, cuda=True):
+    """Bytes a row that linear layers fed with the same rows keep of their input; c, s, cuda as in activation_bytes.
+
+    A frozen one keeps nothing, a trained one its input: once for all where the dtypes agree, else each its own cast
+    copy. An adapter keeps its rank-wide middle and, under dropout, its own dropped input and mask (a byte on CUDA).
+    """
+    own, shared = 0, 0
+    for linear in linears:
+        width = linear.in_features
+        if hasattr(linear, "lora_A"):
+            own += c * linear.r["default"]
+            if isinstance(linear.lora_dropout["default"], nn.Dropout):
+                own += width * (c + (1 if cuda else c))
+            else:
+                shared = c * width
+        elif linear.weight.requires_grad and c < s and len(linears) > 1:
+            own += c * width
+        elif linear.weight.requires_grad:
+            shared = c * width
+    return own + shared
+
+
+def logit_bytes(config, audio_rows, text_rows):
+    """Bytes of both heads' logits -> (kept from forward to backward, peak). rows: supervised ones, ints or int arrays.
+
+    A head's logits (rows x num_codebooks x codebook_size, or rows x vocab_size) stand in fp32, 4 bytes each, beside
+    their log-softmax, which is kept; the backward adds two gradients of that size, the text head's first.
+    """
+    audio = 4 * audio_rows * config.num_codebooks * config.codebook_size
+    text = 4 * text_rows * config.vocab_size
+    return audio + text, np.maximum(2 * (audio + text), np.maximum(audio + 3 * text, 3 * audio))
+
+
+def cast_bytes(model):
+    """Bytes of the bf16 copies that autocast makes of fp32 weights in linear layers and holds to the end of forward."""
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear) and m.weight.dtype == torch.float32]
+    return 2 * sum(m.weight.numel() for m in linears)
+
+
+def unit_sizes(model):
+    """[(values, stored bytes, trained values)] of everything outside the layers first, then of each layer."""
+    def size(parameters):
+        sizes = [(p.numel(), p.nbytes, p.numel() * p.requires_grad) for p in parameters]
+        return [sum(column) for column in zip(*sizes)]
+    layers = [size(layer.parameters()) for layer in model.model.layers]
+    return [[whole - sum(part) for whole, part in zip(size(model.parameters()), zip(*layers))], *layers]

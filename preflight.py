@@ -1,0 +1,159 @@
+"""What a run would take, worked out and printed before it takes it: lengths, packing, memory per GPU, disk.
+
+Plain numbers and arrays in, lines of text and lists of problems out; nothing is allocated, written or loaded here.
+
+Memory of one GPU, in bytes, for a model of W weight values of which T are trained, on N GPUs:
+
+    part          ddp                        fsdp (fully_shard per layer; / N each, on the host under CPU offload)
+    weights       stored dtype x W           stored dtype x W / N
+    gradients     4 T (DDP: bucket views)    4 T / N, and 4 T whole while accumulation goes without reducing
+    optimizer     8 T (Adam, fp32)           8 T / N
+    copies        2 x fp32 matrices, while   c x (root unit, the layer at work, the next one and the buffer it is
+                  autocast caches its casts  gathered in; or all W, when layers are not freed after their forward)
+    reduction     none (in the buckets)      (c + 4) x T of a layer, c x T of the root, whose turn comes last
+
+c is the bytes of a compute value: FSDP2 gathers in the compute dtype and reduces in fp32.
+
+On top come activations and logits, which only the model knows. They are not there all at once: peak_stages adds up what
+is alive in each stage of a step. FIXED covers the CUDA context, cuBLAS and NCCL; fragmentation is not modelled.
+
+Shared module: numpy only; copy parallel.py (UserError, problem_text) with it.
+"""
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from parallel import UserError
+
+GIB = 2**30
+FIXED = 1.0 * GIB           # CUDA context, library workspaces, NCCL buffers: about this much on current GPUs
+BACKWARD = 1.2              # a recomputed layer with the gradients that pass through it, over what the layer keeps
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Problems
+
+
+def attempt(problems, work, *args):
+    """work(*args), or None when it raises UserError, whose lines go to the list `problems`."""
+    try:
+        return work(*args)
+    except UserError as error:
+        first, *rest = str(error).splitlines()
+        listed = first.endswith(" problems:")       # parallel.problem_text
+        problems += [line.strip() for line in rest] if listed else ["\n    ".join([first, *rest])]
+        return None
+
+
+def existing_folder(path):
+    """The folder itself, or the nearest one above it that exists."""
+    path = Path(path).absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def check_writable(path, flag):
+    """Raise UserError unless a folder is there and can be written, or can be made. Leaves nothing behind."""
+    try:
+        with tempfile.TemporaryFile(dir=existing_folder(path)):
+            pass
+    except OSError as error:
+        raise UserError(f"{flag} {path}: cannot be written ({error.strerror})")
+
+
+def check_disk(path, needed, what):
+    """Raise UserError when the disk that `path` is or will be on has fewer than `needed` bytes free."""
+    free = shutil.disk_usage(existing_folder(path)).free
+    if needed > free:
+        raise UserError(f"{path}: {what} need {needed / GIB:,.1f} GiB, the disk has {free / GIB:,.1f} GiB free")
+
+
+def folder_bytes(path):
+    """Bytes of all files below a folder."""
+    return sum(os.path.getsize(os.path.join(place, name)) for place, _, names in os.walk(path) for name in names)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lengths and packing
+
+
+def histogram(lengths, bins=8, width=40):
+    """Lines of an aligned histogram of lengths (n,) in tokens; bins are equally wide and end on round numbers."""
+    low, high = int(lengths.min()), int(lengths.max())
+    step = max(1, -(-(high - low + 1) // bins))
+    unit = 10 ** max(0, len(str(step)) - 1)
+    step = -(-step // unit) * unit                          # one leading digit
+    edges = np.arange(low // step * step, high + step + 1, step)
+    counts, _ = np.histogram(lengths, edges)
+    digits, count_digits = len(f"{edges[-1]:,}"), len(f"{counts.max():,}")
+    return [f"{a:>{digits},} - {b - 1:<{digits},} {n:>{count_digits},} {'#' * -(-width * n // counts.max())}".rstrip()
+            for a, b, n in zip(edges, edges[1:], counts) if a <= high]
+
+
+def packing_report(tokens, ranks, budget=0):
+    """How full and how even an epoch's packs are -> {"useful", "balance"}: shares, 1 is best.
+
+    tokens: (n,) of each pack in order; every `ranks` neighbours run side by side. useful: tokens over slots, where a
+    pack has `budget` slots, or, when that is 0, as many as tokens, but one at least: empty packs fill the last round.
+    balance: mean over max of the ranks' tokens, averaged over the rounds: what waiting for the slowest leaves.
+    """
+    rounds = np.zeros(-(-len(tokens) // ranks) * ranks, np.int64)
+    rounds[:len(tokens)] = tokens
+    slots = len(rounds) * budget or np.maximum(rounds, 1).sum()
+    rounds = rounds.reshape(-1, ranks)
+    return {"useful": tokens.sum() / slots, "balance": (rounds.mean(1) / np.maximum(1, rounds.max(1))).mean()}
+
+
+def pack_sums(plan, values):
+    """Sum of values (n_samples,) over each pack of a packing.EpochPlan -> (n_packs,) int64."""
+    sums = np.concatenate([[0], np.cumsum(values[plan.samples], dtype=np.int64)])
+    return sums[plan.offsets[1:]] - sums[plan.offsets[:-1]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def memory_parts(units, *, world=1, sharded=False, offload=False, reshard=True, compute=4, casts=0, whole=False):
+    """What stands in one GPU's memory beside activations and logits -> {part: bytes}; see the top of the file.
+
+    units: [(values, stored bytes, trained values)] of the root (all outside the layers) first, then of each layer.
+    compute: bytes of the compute dtype. casts: bytes of autocast's weight copies (ddp). reshard: a layer is freed after
+    its forward. whole: gradients stay unsharded between micro-steps. "host": what offload puts into host memory.
+    """
+    values, stored, trained = (sum(column) for column in zip(*units))
+    shards = world if sharded else 1
+    state = {"weights": stored / shards, "gradients": 4 * trained / shards, "optimizer": 8 * trained / shards}
+    parts = {**(dict.fromkeys(state, 0) if offload else state), "copies": casts, "reduction": 0, "last reduction": 0,
+             "host": sum(state.values()) if offload else 0}
+    if sharded:
+        root, layers = units[0], units[1:]
+        in_flight = root[0] + sum(sorted(layer[0] for layer in layers)[-3:])
+        parts["copies"] = compute * (in_flight if reshard else values)
+        parts["gradients"] += 4 * trained * whole
+        parts["reduction"] = (compute + 4) * max(layer[2] for layer in layers) + compute * root[2]
+        parts["last reduction"] = (compute + 4) * root[2]
+    return parts
+
+
+def peak_stages(parts, activations, layer, logits, recompute):
+    """Bytes alive on one GPU in the stages of a step -> {stage: bytes}; the largest is the peak.
+
+    parts: of memory_parts. activations: kept from forward to backward; layer: of one layer; logits: peak of the heads'.
+    Numbers or arrays over packs.
+    """
+    standing = sum(parts[name] for name in ("weights", "gradients", "optimizer", "copies")) + FIXED
+    work = (BACKWARD if recompute else BACKWARD - 1) * layer
+    return {"the heads": standing + activations + logits,
+            "a layer's backward": standing + activations + work + parts["reduction"],
+            "the last reduction": standing + parts["last reduction"] + 0 * layer}
+
+
+def memory_table(rows):
+    """Aligned lines of [(name, bytes, note)], in GiB."""
+    wide = max(len(name) for name, _, _ in rows)
+    return [f"{name:<{wide}}  {size / GIB:9.2f} GiB  {note}".rstrip() for name, size, note in rows]
