@@ -65,11 +65,15 @@ def check_writable(path, flag):
         raise UserError(f"{flag} {path}: cannot be written ({error.strerror})")
 
 
+def free_disk(path):
+    """Bytes free on the disk that `path` is or will be on."""
+    return shutil.disk_usage(existing_folder(path)).free
+
+
 def check_disk(path, needed, what):
-    """Raise UserError when the disk that `path` is or will be on has fewer than `needed` bytes free."""
-    free = shutil.disk_usage(existing_folder(path)).free
-    if needed > free:
-        raise UserError(f"{path}: {what} need {needed / GIB:,.1f} GiB, the disk has {free / GIB:,.1f} GiB free")
+    """Raise UserError when the disk of `path` has fewer than `needed` bytes free."""
+    if needed > free_disk(path):
+        raise UserError(f"{path}: {what} need {size(needed)}, its disk has {size(free_disk(path))} free")
 
 
 def folder_bytes(path):
@@ -94,18 +98,19 @@ def histogram(lengths, bins=8, width=40):
             for a, b, n in zip(edges, edges[1:], counts) if a <= high]
 
 
-def packing_report(tokens, ranks, budget=0):
+def packing_report(tokens, ranks, accumulation=1, budget=0):
     """How full and how even an epoch's packs are -> {"useful", "balance"}: shares, 1 is best.
 
     tokens: (n,) of each pack in order; every `ranks` neighbours run side by side. useful: tokens over slots, where a
-    pack has `budget` slots, or, when that is 0, as many as tokens, but one at least: empty packs fill the last round.
-    balance: mean over max of the ranks' tokens, averaged over the rounds: what waiting for the slowest leaves.
+    pack has `budget` slots, or, when that is 0, as many as tokens, but one at least: empty packs fill the last step.
+    balance: mean over max of the ranks' tokens, averaged over the micro-steps: what waiting for the slowest leaves.
     """
-    rounds = np.zeros(-(-len(tokens) // ranks) * ranks, np.int64)
-    rounds[:len(tokens)] = tokens
-    slots = len(rounds) * budget or np.maximum(rounds, 1).sum()
-    rounds = rounds.reshape(-1, ranks)
-    return {"useful": tokens.sum() / slots, "balance": (rounds.mean(1) / np.maximum(1, rounds.max(1))).mean()}
+    per_step = ranks * accumulation
+    packs = np.zeros(-(-len(tokens) // per_step) * per_step, np.int64)
+    packs[:len(tokens)] = tokens
+    slots = len(packs) * budget or np.maximum(packs, 1).sum()
+    side_by_side = np.maximum(packs, budget or 1).reshape(-1, ranks)
+    return {"useful": tokens.sum() / slots, "balance": (side_by_side.mean(1) / side_by_side.max(1)).mean()}
 
 
 def pack_sums(plan, values):
@@ -151,6 +156,11 @@ def peak_stages(parts, activations, layer, logits, recompute):
     return {"the heads": standing + activations + logits,
             "a layer's backward": standing + activations + work + parts["reduction"],
             "the last reduction": standing + parts["last reduction"] + 0 * layer}
+
+
+def size(n):
+    """Bytes as text."""
+    return f"{n / GIB:,.2f} GiB" if n >= GIB / 10 else f"{n / 2**20:,.2f} MiB"
 
 
 def memory_table(rows):

@@ -1,17 +1,67 @@
-"""What the data comes to, without encoding: clips' frames from audio headers, and the table a run would train on.
+"""What a run will be, before it is one: its samples, steps and memory; clips' frames from headers, nothing encoded.
 
-The counterpart of code_cache.ensure_codes and data.prepare_table for a dry run. Writes nothing but a temporary table.
+The trainer asks for samples and steps here; --dry_run also for a table without encoding (the counterpart of
+data.prepare_table and code_cache.ensure_codes) and for the report. Writes nothing but a temporary table.
 
-Copy with it: data.py, code_cache.py, and what those name.
+Copy with it: data.py, code_cache.py, higgs.py, packing.py, preflight.py, checkpoint.py and what those name.
 """
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from code_cache import SAMPLE_RATE, CacheIndex, check_length, codec_config, codec_fingerprint, file_keys
-from data import Table, read_all, split_samples
+import checkpoint
+import higgs
+import preflight
+from code_cache import FRAME_RATE, SAMPLE_RATE, CacheIndex, check_length, codec_config, codec_fingerprint, file_keys
+from data import Table, read_all, split_samples, within_length
+from packing import PackOrder
+from parallel import UserError
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Samples and steps
+
+
+def usable_samples(args, config, table, train, held_out, say=True):
+    """(training, validation) sample numbers within the length limits; say: tell how many others were dropped."""
+    limits = {"--max_length": args.max_length or config.max_position_embeddings,
+              "--max_tokens_per_batch": args.max_tokens_per_batch or sys.maxsize}
+    train_ids, eval_ids = (within_length(table, n, limits, args.drop_too_long) for n in (train, held_out))
+    if say and len(train_ids) + len(eval_ids) < len(train) + len(held_out):
+        print(f"data       dropped as too long: {len(train) - len(train_ids)} of {len(train)} training and "
+              f"{len(held_out) - len(eval_ids)} of {len(held_out)} validation samples")
+    if not len(train_ids):
+        raise UserError("no training samples are left after the length limit")
+    return train_ids, eval_ids
+
+
+def pack_order(args, lengths):
+    """PackOrder of the training samples. lengths: (n,) tokens."""
+    return PackOrder(lengths, seed=args.seed, group_by_length=args.group_by_length,
+                     tokens_per_pack=args.max_tokens_per_batch,
+                     samples_per_pack=0 if args.max_tokens_per_batch else args.per_device_train_batch_size)
+
+
+def run_length(args, order, per_step, at):
+    """(optimizer steps an epoch, of the whole run). per_step: packs a step; at: position to start from."""
+    steps_per_epoch = -(-order.packs_per_epoch // per_step)
+    left = -(-max(0, order.packs_per_epoch - at["first"]) // per_step)
+    left += (args.num_train_epochs - at["epoch"] - 1) * steps_per_epoch
+    return steps_per_epoch, args.max_steps or at["step"] + max(0, left)
+
+
+def samples_line(table, train_ids, eval_ids):
+    """How many samples, how long."""
+    lengths, hours = table.lengths[train_ids], table.frames[train_ids].sum() / FRAME_RATE / 3600
+    return (f"samples    {len(train_ids)} to train, {len(eval_ids)} to validate; tokens mean {lengths.mean():.0f} "
+            f"max {lengths.max()}; {hours:.2f} h of audio")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Frames and table without encoding
 
 
 def wave_samples(frames, rate):
@@ -83,7 +133,7 @@ def plan_codes(clips, codec_dir, cache_dir, num_codebooks, problems):
 
 
 def plan_table(args, tokenizer, ids, codec_dir, scratch, problems):
-    """prepare_table without encoding -> (Table, training and validation sample numbers, clips to encode, their frames).
+    """prepare_table without encoding -> (Table, training and validation sample numbers, (clips, frames) to encode).
 
     args: the trainer's flags. scratch: an empty folder for the table's arrays. Bad samples raise UserError, clips that
     cannot be used go to the list `problems`.
@@ -94,7 +144,7 @@ def plan_table(args, tokenizer, ids, codec_dir, scratch, problems):
                                         ids.num_codebooks, problems)
     builder.write(scratch, folder, [], where)
     new = where[:, 0] < 0
-    return Table(scratch), *split_samples(args, n_train, len(builder)), int(new.sum()), int(where[new, 2].sum())
+    return Table(scratch), *split_samples(args, n_train, len(builder)), (int(new.sum()), int(where[new, 2].sum()))
 
 
 def rows_by_kind(table, ids):
@@ -110,3 +160,146 @@ def rows_by_kind(table, ids):
     # codebook k of a clip with T frames is trained on rows k + 1 to k + 1 + T
     audio_rows = table.audio_targets // ids.num_codebooks + (ids.num_codebooks - 1) * trained_clips
     return {"text": table.lengths - audio, "audio": audio, "audio_rows": audio_rows, "text_rows": table.text_targets}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The report of a dry run
+
+
+def packs_of(order, epochs, rows, budget):
+    """Rows of every pack of the given epochs -> rows_by_kind's dict with (packs,) arrays; budget: padded up to it."""
+    plans = [order.epoch(epoch) for epoch in epochs]
+    packs = {kind: np.concatenate([preflight.pack_sums(plan, n) for plan in plans]) for kind, n in rows.items()}
+    packs["text"] = np.maximum(packs["text"], budget - packs["audio"])      # padding is text
+    return packs
+
+
+def memory_stages(args, native, ranks, packs, eval_packs):
+    """(parts, stages, tokens of the worst pack): bytes of one GPU, as preflight has them, at the worst pack.
+
+    native: the empty model as trained. packs, eval_packs: of packs_of. parts holds activations and logits as well.
+    """
+    fsdp, recompute, compute = args.parallel == "fsdp", args.gradient_checkpointing, 2 if args.bf16 else 4
+    parts = preflight.memory_parts(
+        higgs.unit_sizes(native), world=ranks, sharded=fsdp, offload=args.cpu_offload, compute=compute,
+        reshard=args.reshard_after_forward, casts=higgs.cast_bytes(native) if args.bf16 and not fsdp else 0,
+        whole=fsdp and args.gradient_accumulation_steps > 1)
+    stream = 2 if fsdp and args.bf16 else None
+    kept, layer = higgs.activation_bytes(native, packs["text"], packs["audio"], args.bf16, recompute, stream)
+    logits = higgs.logit_bytes(native.config, packs["audio_rows"], packs["text_rows"])[1]
+    stages = preflight.peak_stages(parts, kept, layer, logits, recompute)
+    worst = int(np.maximum.reduce(list(stages.values())).argmax())
+    parts |= {"activations": kept[worst], "layer": layer[worst], "logits": logits[worst]}
+    stages = {name: values[worst] for name, values in stages.items()}
+    if len(eval_packs["text"]):     # no gradients: one layer's work, and logits beside their log-softmax
+        one = higgs.activation_bytes(native, eval_packs["text"], eval_packs["audio"], args.bf16, False, stream)[1]
+        kept = higgs.logit_bytes(native.config, eval_packs["audio_rows"], eval_packs["text_rows"])[0]
+        stages["validation"] = stages["the heads"] - parts["activations"] - parts["logits"] + (one + 2 * kept).max()
+    return parts, stages, int(packs["text"][worst] + packs["audio"][worst])
+
+
+def memory_lines(args, parts, stages, tokens):
+    """Lines of the memory table."""
+    fsdp = args.parallel == "fsdp"
+    where = "on the host" if args.cpu_offload else "a shard" if fsdp else "whole on every GPU"
+    copies = f"gathered in {'bf16' if args.bf16 else 'fp32'}" if fsdp else "bf16 casts of fp32 weights"
+    rows = [("weights", parts["weights"], where),
+            ("gradients", parts["gradients"], "fp32" + ", not sharded between micro-steps" * (
+                fsdp and args.gradient_accumulation_steps > 1)),
+            ("optimizer", parts["optimizer"], "two fp32 moments"),
+            ("copies", parts["copies"], copies),
+            ("reduction", max(parts["reduction"], parts["last reduction"]), "gradients being summed over the GPUs"),
+            ("activations", parts["activations"],
+             f"worst pack, {tokens:,} tokens" + ", recomputed by layer" * args.gradient_checkpointing),
+            ("logits", parts["logits"], "worst pack, at their peak"),
+            ("fixed", preflight.FIXED, "CUDA context and libraries: a guess"),
+            ("peak estimate", max(stages.values()), f"reached in {max(stages, key=stages.get)}; parts come and go"),
+            ("host", parts["host"], "host memory for each GPU")]
+    return preflight.memory_table([row for row in rows if row[1]])
+
+
+def gpu_memory(args):
+    """Bytes of one GPU: --gpu_memory, or what the GPU here has, or 80 GiB."""
+    if args.gpu_memory:
+        return args.gpu_memory * preflight.GIB
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 * preflight.GIB
+
+
+def check_memory(args, peak, limit):
+    """Raise UserError when a peak is above a limit, both in bytes, naming the flags that are left to help."""
+    if peak <= limit:
+        return
+    fsdp, many = args.parallel == "fsdp", args.gradient_accumulation_steps > 1
+    helps = {"--gradient_checkpointing": not args.gradient_checkpointing, "--bf16": not args.bf16,
+             "a smaller --max_tokens_per_batch": args.max_tokens_per_batch > 0,
+             "a smaller --per_device_train_batch_size":
+                 not args.max_tokens_per_batch and args.per_device_train_batch_size > 1,
+             "--parallel fsdp": not fsdp, "--gradient_accumulation_steps 1": fsdp and many,
+             "--reshard_after_forward": not args.reshard_after_forward, "--cpu_offload": fsdp and not args.cpu_offload,
+             "--use_lora": not args.use_lora}
+    raise UserError(f"memory: about {preflight.size(peak)} needed on each GPU, which has {preflight.size(limit)}; what "
+                    f"helps: {', '.join(flag for flag, use in helps.items() if use) or 'shorter samples'}")
+
+
+def checkpoint_bytes(args, native):
+    """Bytes of one checkpoint: fp32 weights (the adapters' under LoRA) and two moments; the rest is small."""
+    trained = sum(p.numel() for p in native.parameters() if p.requires_grad)
+    return 4 * (trained if args.use_lora else sum(p.numel() for p in native.parameters())) + 8 * trained
+
+
+def checkpoints_at_once(args, steps, validates):
+    """Most checkpoints that stand on disk together in a run of `steps` optimizer steps, one being written included."""
+    saves = 1 + sum(steps // every for every in (args.save_steps, args.eval_steps * validates) if every)
+    return min(saves, args.save_total_limit + 1 + validates) if args.save_total_limit else saves
+
+
+def print_plan(args, ranks, native, ids, table, train_ids, eval_ids, codes, resume, meta, problems):
+    """Print all that a run with these flags comes to; what it will not fit into goes to the list `problems`."""
+    lengths, accumulation = table.lengths[train_ids], args.gradient_accumulation_steps
+    order, per_step = pack_order(args, lengths), ranks * accumulation
+    at = {key: meta[key] for key in ("step", "epoch", "first")} if meta else {"step": 0, "epoch": 0, "first": 0}
+    steps_per_epoch, total_steps = run_length(args, order, per_step, at)
+    epochs = range(at["epoch"], at["epoch"] + min(20, -(-max(1, total_steps - at["step"]) // steps_per_epoch)))
+    rows = rows_by_kind(table, ids)
+    eval_order = PackOrder(table.lengths[eval_ids], samples_per_pack=args.per_device_eval_batch_size, shuffle=False)
+    packs = packs_of(order, epochs, {k: v[train_ids] for k, v in rows.items()}, args.max_tokens_per_batch)
+    eval_packs = packs_of(eval_order, [0], {k: v[eval_ids] for k, v in rows.items()}, 0)
+    report = preflight.packing_report(preflight.pack_sums(order.epoch(0), lengths), ranks, accumulation,
+                                      args.max_tokens_per_batch)
+    values, _, trained = (sum(column) for column in zip(*higgs.unit_sizes(native)))
+    parts, stages, tokens = memory_stages(args, native, ranks, packs, eval_packs)
+    limit = gpu_memory(args)
+    per_pack = len(train_ids) / order.packs_per_epoch
+    samples = per_step * (per_pack if args.max_tokens_per_batch else args.per_device_train_batch_size)
+    seconds = table.frames[train_ids].sum() / FRAME_RATE / steps_per_epoch
+    size, most = checkpoint_bytes(args, native), checkpoints_at_once(args, total_steps - at["step"], len(eval_ids) > 0)
+    have = sum(preflight.folder_bytes(path) for _, path in checkpoint.checkpoints(args.output_dir))
+    warmup = f"{args.warmup_steps / max(1, total_steps) * 100:.0f}% of the run"
+
+    print(f"plan       {ranks} GPUs, {args.parallel}, {'bf16' if args.bf16 else 'fp32'}\n"
+          f"model      {values / 1e6:,.1f} M parameters, {trained / 1e6:,.3f} M trainable "
+          f"({'LoRA' if args.use_lora else 'full'}); the weight files have them all\n"
+          f"{samples_line(table, train_ids, eval_ids)}\n"
+          f"audio      {len(table.where):,} distinct clips, {codes[0]:,} still to be encoded "
+          f"({codes[1] / FRAME_RATE / 3600:.2f} h)\n"
+          f"lengths    {lengths.sum():,} tokens an epoch; tokens a sample and how many samples have them:")
+    for line in preflight.histogram(lengths):
+        print(f"           {line}")
+    print(f"packs      {order.packs_per_epoch:,} an epoch; a pack has on average {per_pack:.1f} samples, "
+          f"{packs['text'].mean():,.0f} text and {packs['audio'].mean():,.0f} audio rows\n"
+          f"           {report['useful'] * 100:.1f}% of slots hold tokens; balance of the ranks (mean over max of "
+          f"their slots) {report['balance'] * 100:.0f}%\n"
+          f"steps      {total_steps} ({steps_per_epoch} an epoch), {per_step} packs a step = {ranks} ranks x "
+          f"{accumulation} micro-steps; warm-up {args.warmup_steps} steps, {warmup}\n"
+          f"batch      {samples:,.1f} samples a step, about {lengths.sum() / steps_per_epoch:,.0f} tokens, "
+          f"{seconds:,.0f} s of audio\n"
+          f"start      step {at['step']}, {f'resuming from {resume}' if resume else 'base model'}\n"
+          f"memory     estimate for one GPU; it has {preflight.size(limit)}")
+    for line in memory_lines(args, parts, stages, tokens):
+        print(f"           {line}")
+    print(f"disk       {preflight.size(size)} a checkpoint, at most {most} at once: {preflight.size(size * most)}; "
+          f"{preflight.size(preflight.free_disk(args.output_dir))} free for --output_dir")
+    preflight.attempt(problems, check_memory, args, max(stages.values()), limit)
+    preflight.attempt(problems, preflight.check_disk, args.output_dir, size * most - have, f"{most} checkpoints")
+    preflight.attempt(problems, preflight.check_disk, args.code_cache or Path(args.output_dir) / "codes",
+                      codes[1] * 2 * ids.num_codebooks, "codes of new clips")

@@ -12,14 +12,15 @@ from the plan that all ranks share, so no rank has to ask another.
 
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
 
-Files to copy with it: data.py chatml.py code_cache.py higgs.py higgs_io.py lora.py (its own) and packing.py parallel.py
-optim.py checkpoint.py tensor_files.py watchdog.py metrics.py (shared).
+Files to copy with it: data.py chatml.py code_cache.py speech_plan.py higgs.py higgs_io.py lora.py (its own), packing.py
+parallel.py optim.py checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py (shared).
 """
 import argparse
 import json
 import math
 import os
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -35,11 +36,13 @@ import lora
 import metrics
 import optim
 import parallel
+import preflight
+import speech_plan
 import tensor_files
 import watchdog
 from chatml import TASK_TYPES
 from code_cache import FRAME_RATE
-from data import make_loader, prepare_table, token_ids, within_length
+from data import make_loader, prepare_table, token_ids
 from packing import PackOrder, rank_packs
 from parallel import UserError
 
@@ -50,6 +53,12 @@ from parallel import UserError
 def build_parser():
     p = argparse.ArgumentParser(description="Fine-tune Higgs-Audio V2.", allow_abbrev=False,
                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    g = p.add_argument_group("before the run")
+    g.add_argument("--dry_run", nargs="?", type=int, const=0, metavar="GPUS",
+                   help="check everything, print what the run will be and take, and stop; needs no GPU. GPUS: plan for "
+                        "so many (default: the processes of this launch)")
+    g.add_argument("--gpu_memory", type=float, metavar="GIB",
+                   help="dry run: memory of one GPU (default: of the GPU here, else 80)")
     g = p.add_argument_group("model")
     g.add_argument("--model_path", required=True, help="Higgs-Audio V2 folder or hub name, native or 2025 format")
     g.add_argument("--audio_tokenizer_path", required=True, help="native audio tokenizer, folder or hub name")
@@ -163,6 +172,9 @@ def check_flags(args, world_size):
         need(0 <= getattr(args, flag) < math.inf, f"--{flag} is {getattr(args, flag)}; it must be 0 or more and finite")
     for flag in ("lora_dropout", "validation_split", "adam_beta1", "adam_beta2"):
         need(0 <= getattr(args, flag) < 1, f"--{flag} is {getattr(args, flag)}; it must be at least 0 and below 1")
+    need(args.dry_run is None or args.dry_run >= 0, f"--dry_run is {args.dry_run}; it must be 0 or more")
+    need(args.gpu_memory is None or args.gpu_memory > 0, f"--gpu_memory is {args.gpu_memory}; it must be more than 0")
+    need(args.gpu_memory is None or args.dry_run is not None, "--gpu_memory needs --dry_run")
     need(0 <= args.min_lr_ratio <= 1, f"--min_lr_ratio is {args.min_lr_ratio}; it must lie between 0 and 1")
     need(args.use_lora or args.lora_target_modules == "attention", "--lora_target_modules needs --use_lora")
     need(not (args.use_lora and args.freeze_llm), "--use_lora freezes the whole base already: drop --freeze_llm")
@@ -189,6 +201,12 @@ def check_flags(args, world_size):
             raise UserError(f"--report_to {args.report_to}: pip install {args.report_to}, or --report_to none")
 
 
+def check_device(args, device):
+    """Raise UserError when this GPU cannot do what the flags ask for."""
+    if args.bf16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        raise UserError(f"--bf16: {torch.cuda.get_device_name(device)} has no bfloat16; drop the flag")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Model, identity
 
@@ -198,13 +216,12 @@ def find_checkpoints(args):
     return higgs_io.find_model(args.model_path), higgs_io.find_codec(args.audio_tokenizer_path)[0]
 
 
-def build_model(world, args, folder, config, resume):
-    """(PackedHiggs, what to call in training, its native model) on this rank's device, weights loaded, sharded or not.
+def empty_trained_model(args, folder, config):
+    """(PackedHiggs on the meta device, its native model, its weights' slice handles by name), adapters inside.
 
-    config: the folder's config.json dict. The weights that shall be trained require gradients, no others.
+    config: the folder's config.json dict. The weights that shall be trained require gradients, no others. Raises
+    UserError when the folder does not hold exactly the model's weights, or the flags leave none to train.
     """
-    if resume and not args.use_lora:
-        folder, config = resume, json.loads((Path(resume) / "config.json").read_text())
     dtype = torch.bfloat16 if args.bf16 and args.use_lora else torch.float32
     native = net = higgs_io.empty_model(higgs_io.native_config(config), dtype, folder)
     parts = higgs_io.weight_parts(folder, config)
@@ -219,6 +236,18 @@ def build_model(world, args, folder, config, resume):
     model = higgs.PackedHiggs(net, args.gradient_checkpointing)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("these flags leave no weight to train")
+    return model, native, parts
+
+
+def build_model(world, args, folder, config, resume):
+    """(PackedHiggs, what to call in training, its native model) on this rank's device, weights loaded, sharded or not.
+
+    config: the folder's config.json dict.
+    """
+    if resume and not args.use_lora:
+        folder, config = resume, json.loads((Path(resume) / "config.json").read_text())
+    model, native, parts = empty_trained_model(args, folder, config)
+    net = model.net
     if args.compile:
         for layer in native.model.layers:
             layer.compile()
@@ -233,6 +262,15 @@ def build_model(world, args, folder, config, resume):
         lora.init_adapters(net, args.seed)
     model.train()
     return model, model if args.parallel == "fsdp" else parallel.wrap_ddp(model, world), native
+
+
+def check_resume(args, model, native, resume):
+    """Raise UserError when the checkpoint folder `resume` does not fit this (empty) model."""
+    if args.use_lora:
+        lora.load_lora_weights(model.net, resume)       # onto the meta device: nothing but the comparison is left of it
+    else:
+        config = json.loads((Path(resume) / "config.json").read_text())
+        higgs_io.check_weights(native, higgs_io.weight_parts(resume, config), resume)
 
 
 def run_identity(args, folder, table, train):
@@ -337,12 +375,10 @@ def print_start(world, args, model, table, train_ids, eval_ids, plan):
     """What is about to run, before the first step."""
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     n, n_trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))
-    lengths, hours = table.lengths[train_ids], table.frames[train_ids].sum() / FRAME_RATE / 3600
     print(f"device     {world.size} x {where}, torch {torch.__version__}, {'bf16 autocast' if args.bf16 else 'fp32'}\n"
           f"model      {n / 1e6:,.1f} M parameters, {n_trained / 1e6:,.3f} M trainable "
           f"({'LoRA' if args.use_lora else 'full'})\n"
-          f"samples    {len(train_ids)} to train, {len(eval_ids)} to validate; tokens mean {lengths.mean():.0f} "
-          f"max {lengths.max()}; {hours:.2f} h of audio\n{plan}")
+          f"{speech_plan.samples_line(table, train_ids, eval_ids)}\n{plan}")
 
 
 def print_sample(table, tokenizer, ids, batch):
@@ -356,6 +392,50 @@ def print_sample(table, tokenizer, ids, batch):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Dry run
+
+
+def dry_run(args):
+    """--dry_run: print what this run would be and take; raise UserError with all that would stop it.
+
+    Of the weights only headers are read, of new audio too; nothing is written but a temporary table. Rank 0 does it.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    ranks, problems = args.dry_run or int(os.environ.get("WORLD_SIZE", "1")), []
+
+    def check(work, *given):        # None where it fails, or where what it needs is None already
+        return preflight.attempt(problems, work, *given) if all(value is not None for value in given) else None
+
+    check(check_flags, args, ranks)
+    cache = args.code_cache or Path(args.output_dir) / "codes"
+    check(preflight.check_writable, args.output_dir, "--output_dir")
+    check(preflight.check_writable, cache, "--code_cache")
+    check(preflight.check_writable, args.logging_dir if args.report_to == "tensorboard" else None, "--logging_dir")
+    check(check_device, args, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    folder, config_dict = check(higgs_io.find_model, args.model_path) or (None, None)
+    codec_dir = (check(higgs_io.find_codec, args.audio_tokenizer_path) or [None])[0]
+    config, tokenizer = check(higgs_io.native_config, config_dict), check(higgs_io.load_tokenizer, folder)
+    ids = check(token_ids, tokenizer, config)
+    model, native, _ = check(empty_trained_model, args, folder, config_dict) or (None, None, None)
+    with tempfile.TemporaryDirectory() as scratch:
+        table, train_ids, eval_ids, codes = \
+            check(speech_plan.plan_table, args, tokenizer, ids, codec_dir, scratch, problems) or [None] * 4
+        if not problems:
+            train_ids, eval_ids = \
+                check(speech_plan.usable_samples, args, config, table, train_ids, eval_ids) or [None] * 2
+        if not problems:
+            resume, meta = check(checkpoint.find_resume, args.output_dir, args.resume,
+                                 run_identity(args, folder, table, train_ids)) or [None] * 2
+            check(check_resume, args, model, native, resume)
+        if not problems:
+            speech_plan.print_plan(args, ranks, native, ids, table, train_ids, eval_ids, codes, resume, meta, problems)
+    if problems:
+        raise UserError(parallel.problem_text(problems))
+    print("dry run ok")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Main
 
 
@@ -364,7 +444,7 @@ def main(argv=None):
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")      # a log file shows each line at once
     with parallel.one_clear_error():
         try:
-            train(args)
+            dry_run(args) if args.dry_run is not None else train(args)
         except watchdog.Stopped as why:
             if os.environ.get("RANK", "0") == "0":
                 watchdog.leave_marker(args.output_dir, str(why))
@@ -382,8 +462,7 @@ def train(args):
     device, main_rank = world.device, world.is_main
     watch = watchdog.Watchdog(world, args.collective_timeout)
     watch.moved("data preparation", args.wait_timeout)
-    if args.bf16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        raise UserError(f"--bf16: {torch.cuda.get_device_name(device)} has no bfloat16; drop the flag")
+    check_device(args, device)
     parallel.rank0_first(world, checkpoint.prepare_output, args.output_dir)
     parallel.rank0_first(world, watchdog.clear_marker, args.output_dir)
     if args.report_to == "tensorboard":
@@ -395,14 +474,7 @@ def train(args):
     ids = token_ids(tokenizer, config)
     books = ids.num_codebooks
     table, all_train, all_eval = prepare_table(world, args, tokenizer, ids, codec_dir)
-    limits = {"--max_length": args.max_length or config.max_position_embeddings,
-              "--max_tokens_per_batch": args.max_tokens_per_batch or sys.maxsize}
-    train_ids, eval_ids = (within_length(table, n, limits, args.drop_too_long) for n in (all_train, all_eval))
-    if main_rank and len(train_ids) + len(eval_ids) < len(all_train) + len(all_eval):
-        print(f"data       dropped as too long: {len(all_train) - len(train_ids)} of {len(all_train)} training and "
-              f"{len(all_eval) - len(eval_ids)} of {len(all_eval)} validation samples")
-    if not len(train_ids):
-        raise UserError("no training samples are left after the length limit")
+    train_ids, eval_ids = speech_plan.usable_samples(args, config, table, all_train, all_eval, main_rank)
     if args.tf32:       # only now: codes in the cache must not depend on it
         torch.set_float32_matmul_precision("high")
     identity = run_identity(args, folder, table, train_ids) if main_rank else None
@@ -411,15 +483,10 @@ def train(args):
 
     # -- order, steps -------------------------------------------------------------------------------------------------
     accumulation = args.gradient_accumulation_steps
-    order = PackOrder(table.lengths[train_ids], seed=args.seed, group_by_length=args.group_by_length,
-                      tokens_per_pack=args.max_tokens_per_batch,
-                      samples_per_pack=0 if args.max_tokens_per_batch else args.per_device_train_batch_size)
+    order = speech_plan.pack_order(args, table.lengths[train_ids])
     per_step = world.size * accumulation
-    steps_per_epoch = -(-order.packs_per_epoch // per_step)
     at = {key: meta[key] for key in ("step", "epoch", "first")} if meta else {"step": 0, "epoch": 0, "first": 0}
-    left = -(-max(0, order.packs_per_epoch - at["first"]) // per_step)
-    left += (args.num_train_epochs - at["epoch"] - 1) * steps_per_epoch
-    total_steps = args.max_steps or at["step"] + max(0, left)
+    steps_per_epoch, total_steps = speech_plan.run_length(args, order, per_step, at)
     epochs = sys.maxsize if args.max_steps else args.num_train_epochs
     peak_lr = args.learning_rate
     if args.scale_lr_from_batch:

@@ -246,8 +246,10 @@ def test_packing_report():
     even = preflight.packing_report(np.array([100, 100, 100, 100]), 2)
     assert even == {"useful": 1.0, "balance": 1.0}
     uneven = preflight.packing_report(np.array([100, 50, 80]), 2)        # the fourth pack is an empty one of one slot
-    assert uneven["useful"] == 230 / 231 and uneven["balance"] == pytest.approx((0.75 + 0.5) / 2)
-    assert preflight.packing_report(np.array([100, 50, 80]), 2, budget=128)["useful"] == 230 / 512
+    assert uneven["useful"] == 230 / 231 and uneven["balance"] == pytest.approx((0.75 + 81 / 160) / 2)
+    padded = preflight.packing_report(np.array([100, 50, 80]), 2, budget=128)
+    assert padded == {"useful": 230 / 512, "balance": 1.0}
+    assert preflight.packing_report(np.array([100, 50, 80]), 2, 3, budget=128)["useful"] == 230 / (6 * 128)
 
 
 def test_pack_sums():
