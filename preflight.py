@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from parallel import UserError
+from parallel import UserError, problem_text
 
 GIB = 2**30
 FIXED = 1.0 * GIB           # CUDA context, library workspaces, NCCL buffers: about this much on current GPUs
@@ -38,14 +38,22 @@ BACKWARD = 1.2              # a recomputed layer with the gradients that pass th
 
 
 def attempt(problems, work, *args):
-    """work(*args), or None when it raises UserError, whose lines go to the list `problems`."""
+    """work(*args), or None when it raises UserError, whose text goes to the list `problems`."""
     try:
         return work(*args)
     except UserError as error:
-        first, *rest = str(error).splitlines()
-        listed = first.endswith(" problems:")       # parallel.problem_text
-        problems += [line.strip() for line in rest] if listed else ["\n    ".join([first, *rest])]
+        problems.append(str(error))
         return None
+
+
+def all_problems(texts):
+    """Several UserErrors' texts as one; those that are lists themselves (parallel.problem_text) are taken apart."""
+    if len(texts) == 1:
+        return texts[0]
+    lines = []
+    for first, *rest in map(str.splitlines, texts):
+        lines += [line.strip() for line in rest] if first.endswith(" problems:") else ["\n    ".join([first, *rest])]
+    return problem_text(lines)
 
 
 def existing_folder(path):

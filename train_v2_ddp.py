@@ -408,6 +408,7 @@ def dry_run(args):
         return preflight.attempt(problems, work, *given) if all(value is not None for value in given) else None
 
     check(check_flags, args, ranks)
+    flags_fit = not problems or None
     cache = args.code_cache or Path(args.output_dir) / "codes"
     check(preflight.check_writable, args.output_dir, "--output_dir")
     check(preflight.check_writable, cache, "--code_cache")
@@ -419,8 +420,8 @@ def dry_run(args):
     ids = check(token_ids, tokenizer, config)
     model, native, _ = check(empty_trained_model, args, folder, config_dict) or (None, None, None)
     with tempfile.TemporaryDirectory() as scratch:
-        table, train_ids, eval_ids, codes = \
-            check(speech_plan.plan_table, args, tokenizer, ids, codec_dir, scratch, problems) or [None] * 4
+        planned = check(speech_plan.plan_table, flags_fit and args, tokenizer, ids, codec_dir, scratch, problems)
+        table, train_ids, eval_ids, codes = planned or [None] * 4
         if not problems:
             train_ids, eval_ids = \
                 check(speech_plan.usable_samples, args, config, table, train_ids, eval_ids) or [None] * 2
@@ -431,7 +432,7 @@ def dry_run(args):
         if not problems:
             speech_plan.print_plan(args, ranks, native, ids, table, train_ids, eval_ids, codes, resume, meta, problems)
     if problems:
-        raise UserError(parallel.problem_text(problems))
+        raise UserError(preflight.all_problems(problems))
     print("dry run ok")
 
 

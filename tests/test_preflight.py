@@ -1,10 +1,18 @@
 """--dry_run: its numbers are the real run's, its memory formulas a real step's, and it finds what would fail later."""
+import json
+import os
+import re
+import subprocess
 import weakref
 
 import numpy as np
 import pytest
 import soundfile
+import test_bad_input
 import torch
+from conftest import trainer_command
+from safetensors.torch import load_file, save_file
+from test_bad_input import complains, copy_of, written
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -14,10 +22,11 @@ import higgs_io
 import lora
 import preflight
 import speech_plan
-from data import IGNORE, TokenIds, collate
+from data import IGNORE, TokenIds, collate, split_validation
 from packing import PackOrder
 
 GIB = 2**30
+LORA = ("--use_lora", "--lora_rank", 4, "--lora_alpha", 8)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -256,3 +265,212 @@ def test_pack_sums():
     order = PackOrder(np.arange(1, 8), samples_per_pack=3, seed=1)
     plan = order.epoch(0)
     assert preflight.pack_sums(plan, np.arange(1, 8)).tolist() == [sum(plan.pack(p) + 1) for p in range(3)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A dry run and the run
+
+
+def everything_in(folder):
+    """{relative path: (size, modification time)} of files below a folder, without what the trainer printed."""
+    return {str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns)
+            for path in folder.rglob("*") if path.is_file() and path != folder / "output"}
+
+
+def line_of(output, start):
+    """The one line of an output that starts with a word."""
+    lines = [line for line in output.splitlines() if line.startswith(start)]
+    assert len(lines) == 1, output
+    return lines[0]
+
+
+def number(pattern, text):
+    """The number that a pattern's group finds."""
+    return float(re.search(pattern, text)[1].replace(",", ""))
+
+
+def test_a_dry_run_says_what_the_run_then_does(train, real_run, tiny, tmp_path):
+    """Two ranks under torchrun, an empty code cache. Then the real run, and what a dry run says of going on."""
+    flags = (*LORA, "--code_cache", tmp_path / "codes", "--num_train_epochs", 2, "--max_tokens_per_batch", 700,
+             "--gradient_accumulation_steps", 2, "--logging_steps", 99, "--validation_split", 0.1, "--save_steps", 3)
+    said = train(*flags, "--dry_run", ranks=2).output
+    assert not (tmp_path / "out").exists() and not (tmp_path / "codes").exists()
+    assert said.count("dry run ok") == 1 and "2 GPUs" in line_of(said, "plan")
+    clips = int(number(r"(\d+) distinct clips", said))
+    assert f"{clips} still to be encoded" in said
+    # one process that plans for two GPUs says the same
+    alone = real_run(*flags, "--max_steps", 0, "--dry_run", 2, evaluate=True).output
+    assert said[said.index("plan  "):said.index("dry run ok")] in alone
+
+    done = train(*flags, ranks=2)
+    assert line_of(done.output, "samples") == line_of(said, "samples")
+    assert line_of(said, "steps").startswith(line_of(done.output, "steps").partition(";")[0])
+    lengths = np.load(next((tmp_path / "out").glob("table-*")) / "lengths.npy")
+    train_ids, _ = split_validation(24, 0.1, 42)
+    assert number(r"samples +(\d+)", said) == len(train_ids) == 22
+    assert number(r"([\d,]+) tokens an epoch", said) == lengths[train_ids].sum()
+    (padding,) = done.metrics("train/padding").values()
+    assert number(r"([\d.]+)% of slots", said) == pytest.approx(100 * (1 - padding), abs=0.05)
+    (step,) = done.metrics("train/loss")
+    assert step == number(r"steps +(\d+)", said)
+    newest = tmp_path / "out" / f"checkpoint-{step}"
+    assert number(r"disk +([\d.]+) MiB", said) == pytest.approx(preflight.folder_bytes(newest) / 2**20, abs=0.1)
+
+    before = everything_in(tmp_path)
+    again = real_run(*flags, "--max_steps", 0, "--dry_run", 2, evaluate=True).output
+    assert everything_in(tmp_path) == before
+    assert line_of(again, "start") == f"start      step {step}, resuming from {newest}"
+    assert f"{clips} distinct clips, 0 still to be encoded (0.00 h)" in again
+    same = "samples", "lengths", "packs", "batch"
+    assert [line_of(again, word) for word in same] == [line_of(said, word) for word in same]
+
+
+@pytest.fixture(scope="module")
+def huge(tiny, tmp_path_factory, real):
+    """The 3B model as a checkpoint whose weights are a header and a hole: 11 GiB that take no disk."""
+    folder = tmp_path_factory.mktemp("huge") / "model"
+    copy_of(tiny.model, folder, "*.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    sizes = {key: value for key, value in REAL.items() if "token_id" not in key}
+    (folder / "config.json").write_text(json.dumps({**config, **sizes, "dtype": "bfloat16"}))
+    header, at = {}, 0
+    for name, parameter in real.named_parameters():
+        end = at + 2 * parameter.numel()
+        header[name] = {"dtype": "BF16", "shape": list(parameter.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(folder / "model.safetensors", "wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        f.truncate(8 + len(text) + at)
+    assert (folder / "model.safetensors").stat().st_blocks * 512 < 2**20 < 2**33 < at
+    return folder
+
+
+def run_alone(command, cwd):
+    """(status, output, peak resident MiB) of a process of its own."""
+    with subprocess.Popen([*map(str, command)], cwd=cwd, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT) as process:
+        output = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    return process.returncode, output, usage.ru_maxrss / 1024
+
+
+def test_the_3b_model_is_planned_without_its_weights(tiny, huge, tmp_path):
+    flags = ("--model_path", huge, "--bf16", "--gradient_checkpointing", "--dry_run", 8)
+    status, output, memory = run_alone(trainer_command(tiny, tmp_path / "out", *flags, "--parallel", "fsdp"), tmp_path)
+    room = preflight.free_disk(tmp_path) > 65 * GIB
+    assert status == (0 if room else 1) and ("1 checkpoints need 64.50 GiB" in output) == (not room), output
+    assert memory < 1500, "weights were loaded"
+    assert "5,771.3 M parameters, 5,771.283 M trainable (full)" in line_of(output, "model")
+    assert [number(rf"{part} +([\d.]+) GiB", output) for part in ("weights", "gradients", "optimizer")] == \
+        [2.69, 2.69, 5.37]
+    assert 15 < number(r"peak estimate +([\d.]+) GiB", output) < 30
+    assert number(r"disk +([\d.]+) GiB", output) == pytest.approx(12 * 5.771e9 / GIB, abs=0.05)
+
+
+def test_full_fine_tuning_of_3b_in_ddp_is_refused(run, huge):
+    complains(run("--model_path", huge, "--bf16", "--dry_run", 8), "memory: about ", "80.00 GiB", "what helps: "
+              "--gradient_checkpointing, a smaller --per_device_train_batch_size, --parallel fsdp, --use_lora")
+    lora = run("--model_path", huge, "--bf16", "--use_lora", "--dry_run", 8)
+    assert lora.status == 0 and "9.175 M trainable" in lora.output, lora.output
+    weights = number(r"weights +([\d.]+) GiB", lora.output)
+    assert weights == pytest.approx((2 * 5.771e9 + 4 * 9.175e6) / GIB, abs=0.01)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a dry run finds. What stops a run with a clear message stops a dry run with the same one: some tests of bad input
+# once more, with their trainer started as a dry run.
+
+AGAIN = ("server", "data", "two_good", "used", "used_copy",       # fixtures
+         "test_data_folder", "test_missing_audio_lists_the_places_tried", "test_an_offset_behind_the_end",
+         "test_twenty_five_bad_samples_are_one_message", "test_model_and_tokenizer_paths",
+         "test_problems_of_training_and_validation_data_come_together", "test_incomplete_model_and_codec_folders",
+         "test_output_that_cannot_be_written", "test_samples_that_are_too_long",
+         "test_going_back_beside_later_checkpoints_is_refused", "test_resume_with_other_adapters_is_refused",
+         "test_resume_of_what_is_not_there_or_damaged")
+globals().update({name: getattr(test_bad_input, name) for name in AGAIN}, real_run=test_bad_input.run)
+
+
+@pytest.fixture
+def run(real_run):
+    """test_bad_input's run as a dry run."""
+    return lambda *flags, **options: real_run("--dry_run", *flags, **options)
+
+
+def test_all_is_well(run):
+    assert run().output.endswith("dry run ok\n") and run().status == 0
+    assert "resuming from" not in run().output
+
+
+def test_a_checkpoint_of_another_run(run, used_copy, tiny, data):
+    complains(run(*LORA, "--seed", 1), "checkpoint-1", "another seed (42, this run 1)")
+    fewer = written(data, tiny.samples()[:5], "fewer.json")
+    complains(run(*LORA, "--train_data_file", fewer), "checkpoint-1", "another training data")
+    assert "resuming from" in run(*LORA, "--max_steps", 2).output
+
+
+def test_several_problems_are_one_list(run, tiny, data, tmp_path):
+    """A flag, a folder, bad weights and bad audio; what rests on something broken is left out."""
+    said = test_bad_input.spoilt_audio(data / "spoilt")
+    del said["nan.wav"]                         # its header is fine: only decoding finds it
+    path = written(data, test_bad_input.with_audio(tiny, [f"spoilt/{name}" for name in said]), "odd.json")
+    (tmp_path / "taken").write_text("a file")
+    flags = ("--train_data_file", path, "--code_cache", tmp_path / "taken" / "codes", "--use_lora",
+             "--lora_target_modules", "gone_proj")
+    message = complains(run(*flags), "error: 7 problems:", "taken/codes: cannot be written",
+                        "'gone_proj' matches no linear layer", *said.values())
+    assert len(message) == 8
+    message = complains(run(*flags, "--logging_steps", 0), "error: 3 problems:", "--logging_steps is 0")
+    assert len(message) == 4
+
+
+def change_weights(folder, change):
+    """Rewrite model.safetensors of a folder as change({name: tensor}) makes it."""
+    state = load_file(folder / "model.safetensors")
+    save_file(change(state), folder / "model.safetensors")
+    return folder
+
+
+def test_weights_that_do_not_fit(run, tiny, tmp_path):
+    def lost(state):
+        return {name: tensor for name, tensor in state.items() if "layers.1.mlp.up_proj" not in name}
+
+    def narrow(state):
+        return {**state, "audio_lm_head.weight": state["audio_lm_head.weight"][:, :-1].clone()}
+
+    for spoil, said in ((lost, "1 missing keys, first model.layers.1.mlp.up_proj.weight"),
+                        (narrow, "audio_lm_head.weight (8208, 127) instead of (8208, 128)")):
+        folder = change_weights(copy_of(tiny.model, tmp_path / spoil.__name__, "nothing"), spoil)
+        complains(run("--model_path", folder), folder, said)
+    folder = copy_of(tiny.model, tmp_path / "cut", "nothing")
+    os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 1)
+    complains(run("--model_path", folder), folder, "cannot be read")
+
+
+def test_codec_of_another_kind(run, tiny, tmp_path):
+    for key, value, said in (("sample_rate", 16000, "codec runs at 16000 Hz"),
+                             ("target_bandwidths", [0.5, 1.0], "8 codebooks need bandwidth 2.0, the codec has [0.5,")):
+        folder = copy_of(tiny.codec, tmp_path / key, "nothing")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, key: value}))
+        complains(run("--audio_tokenizer_path", folder), folder, said)
+
+
+def test_memory_and_disk(run):
+    message = complains(run("--gpu_memory", 1.01), "memory: about 1.", "each GPU, which has 1.01 GiB; what helps: "
+                        "--gradient_checkpointing, --bf16, a smaller --per_device_train_batch_size, --parallel fsdp, "
+                        "--use_lora")
+    assert len(message) == 1
+    message = complains(run("--gpu_memory", 1.01, "--parallel", "fsdp", "--gradient_checkpointing", "--bf16",
+                            "--per_device_train_batch_size", 1, "--use_lora"), "what helps: --cpu_offload")
+    many = ("--max_steps", 10**7, "--save_steps", 1, "--save_total_limit")
+    complains(run(*many, 0), "10000001 checkpoints need", "its disk has", "GiB free")
+    assert run(*many, 3).status == 0
+    complains(run("--gpu_memory", 0), "--gpu_memory is 0.0; it must be more than 0")
+    complains(run("--dry_run", -1), "--dry_run is -1")
+
+
+def test_flags_that_only_go_with_a_dry_run(real_run):
+    complains(real_run("--gpu_memory", 80), "--gpu_memory needs --dry_run")
