@@ -298,13 +298,18 @@ def codec_config(codec_dir, num_codebooks):
     return config, bandwidth
 
 
-def load_codec(codec_dir, device, num_codebooks):
-    """(codec in eval mode on device, bandwidth in kbit/s that gives num_codebooks). Raises UserError."""
+def check_encoder():
+    """Raise UserError unless all that encoding new audio imports is there."""
     try:
         import torchaudio  # noqa: F401  (the codec resamples with it; say so before transformers does)
     except ImportError:
         raise UserError("encoding new audio needs torchaudio, which is not installed (training from a filled "
                         "--code_cache does not): run launch/setup.sh or pip install torchaudio==2.11.0")
+
+
+def load_codec(codec_dir, device, num_codebooks):
+    """(codec in eval mode on device, bandwidth in kbit/s that gives num_codebooks). Raises UserError."""
+    check_encoder()
     from transformers import HiggsAudioV2TokenizerModel
     _, bandwidth = codec_config(codec_dir, num_codebooks)
     try:

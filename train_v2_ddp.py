@@ -30,6 +30,7 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
+import code_cache
 import higgs
 import higgs_io
 import lora
@@ -398,7 +399,8 @@ def print_sample(table, tokenizer, ids, batch):
 def dry_run(args):
     """--dry_run: print what this run would be and take; raise UserError with all that would stop it.
 
-    Of the weights only headers are read, of new audio too; nothing is written but a temporary table. Rank 0 does it.
+    Of weights and new audio only headers are read; a checkpoint to resume from is read whole, for its checksums. Writes
+    nothing but a temporary table. Rank 0 does it all.
     """
     if os.environ.get("RANK", "0") != "0":
         return
@@ -408,7 +410,7 @@ def dry_run(args):
         return preflight.attempt(problems, work, *given) if all(value is not None for value in given) else None
 
     check(check_flags, args, ranks)
-    flags_fit = not problems or None
+    flags_fit = not problems or None        # else model and data are not tried with them
     cache = args.code_cache or Path(args.output_dir) / "codes"
     check(preflight.check_writable, args.output_dir, "--output_dir")
     check(preflight.check_writable, cache, "--code_cache")
@@ -418,10 +420,12 @@ def dry_run(args):
     codec_dir = (check(higgs_io.find_codec, args.audio_tokenizer_path) or [None])[0]
     config, tokenizer = check(higgs_io.native_config, config_dict), check(higgs_io.load_tokenizer, folder)
     ids = check(token_ids, tokenizer, config)
-    model, native, _ = check(empty_trained_model, args, folder, config_dict) or (None, None, None)
+    model, native, _ = check(empty_trained_model, flags_fit and args, folder, config_dict) or (None, None, None)
     with tempfile.TemporaryDirectory() as scratch:
         planned = check(speech_plan.plan_table, flags_fit and args, tokenizer, ids, codec_dir, scratch, problems)
         table, train_ids, eval_ids, codes = planned or [None] * 4
+        if codes and codes[0]:
+            check(code_cache.check_encoder)
         if not problems:
             train_ids, eval_ids = \
                 check(speech_plan.usable_samples, args, config, table, train_ids, eval_ids) or [None] * 2

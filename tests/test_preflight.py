@@ -3,11 +3,13 @@ import json
 import os
 import re
 import subprocess
+import sys
 import weakref
 
 import numpy as np
 import pytest
 import soundfile
+import soxr
 import test_bad_input
 import torch
 from conftest import trainer_command
@@ -24,6 +26,7 @@ import preflight
 import speech_plan
 from data import IGNORE, TokenIds, collate, split_validation
 from packing import PackOrder
+from parallel import UserError
 
 GIB = 2**30
 LORA = ("--use_lora", "--lora_rank", 4, "--lora_alpha", 8)
@@ -227,6 +230,14 @@ def test_frames_from_the_header_are_those_of_the_codec(tiny, codec, tmp_path, ex
         assert speech_plan.header_frames(path, cuts, config) == encoded
 
 
+def test_samples_after_resampling():
+    rng = np.random.default_rng(0)
+    for rate in (8000, 11025, 16000, 22050, 24000, 32000, 44100, 48000):
+        for frames in rng.integers(1, 5000, 40).tolist():
+            assert speech_plan.wave_samples(frames, rate) == \
+                len(soxr.resample(np.zeros(frames, np.float32), rate, 24000, quality="HQ"))
+
+
 def test_frames_of_every_length_around_the_codec_steps(tiny, codec):
     """The rule changes within a frame of 960 samples: walk through a few of them."""
     config, _ = code_cache.codec_config(tiny.codec, 8)
@@ -422,8 +433,8 @@ def test_several_problems_are_one_list(run, tiny, data, tmp_path):
     message = complains(run(*flags), "error: 7 problems:", "taken/codes: cannot be written",
                         "'gone_proj' matches no linear layer", *said.values())
     assert len(message) == 8
-    message = complains(run(*flags, "--logging_steps", 0), "error: 3 problems:", "--logging_steps is 0")
-    assert len(message) == 4
+    message = complains(run(*flags, "--lora_rank", 0), "error: 2 problems:", "--lora_rank is 0", "taken/codes")
+    assert len(message) == 3
 
 
 def change_weights(folder, change):
@@ -470,6 +481,19 @@ def test_memory_and_disk(run):
     assert run(*many, 3).status == 0
     complains(run("--gpu_memory", 0), "--gpu_memory is 0.0; it must be more than 0")
     complains(run("--dry_run", -1), "--dry_run is -1")
+
+
+def test_validation_may_need_more_memory_than_training(run):
+    few = ("--per_device_train_batch_size", 1, "--text_loss_weight", 0, "--validation_split", 0.7)
+    assert "reached in the heads" in run(*few, evaluate=True).output
+    assert "reached in validation" in run(*few, "--per_device_eval_batch_size", 16, evaluate=True).output
+
+
+def test_new_audio_needs_torchaudio(monkeypatch):
+    code_cache.check_encoder()
+    monkeypatch.setitem(sys.modules, "torchaudio", None)        # as if it were not installed
+    with pytest.raises(UserError, match="needs torchaudio"):
+        code_cache.check_encoder()
 
 
 def test_flags_that_only_go_with_a_dry_run(real_run):
