@@ -188,7 +188,7 @@ def memory_stages(args, native, ranks, packs, eval_packs):
     kept, layer = higgs.activation_bytes(native, packs["text"], packs["audio"], args.bf16, recompute, stream)
     logits = higgs.logit_bytes(native.config, packs["audio_rows"], packs["text_rows"])[1]
     stages = preflight.peak_stages(parts, kept, layer, logits, recompute)
-    worst = int(np.maximum.reduce(list(stages.values())).argmax())
+    worst = int(np.maximum(stages["the heads"], stages["a layer's backward"]).argmax())     # what depends on the pack
     parts |= {"activations": kept[worst], "layer": layer[worst], "logits": logits[worst]}
     stages = {name: values[worst] for name, values in stages.items()}
     if len(eval_packs["text"]):     # no gradients: one layer's work, and logits beside their log-softmax
