@@ -309,9 +309,9 @@ def test_a_dry_run_says_what_the_run_then_does(train, real_run, tiny, tmp_path):
     assert said.count("dry run ok") == 1 and "2 GPUs" in line_of(said, "plan")
     clips = int(number(r"(\d+) distinct clips", said))
     assert f"{clips} still to be encoded" in said
-    # one process that plans for two GPUs says the same
+    # one process that plans for two GPUs says the same, up to what is free on the disk
     alone = real_run(*flags, "--max_steps", 0, "--dry_run", 2, evaluate=True).output
-    assert said[said.index("plan  "):said.index("dry run ok")] in alone
+    assert said[said.index("plan  "):said.rindex("; ")] in alone
 
     done = train(*flags, ranks=2)
     assert line_of(done.output, "samples") == line_of(said, "samples")
