@@ -1,0 +1,132 @@
+"""Does training at the 3B shape fit, how fast is it, and how good is --dry_run's estimate of its memory?
+
+    python bench/memory_3b.py                   # on a GPU machine: the real shape, about 5 minutes and 12 GB of disk
+    python bench/memory_3b.py --shape tiny      # anywhere: shows that this script works, measures nothing of use
+
+Random weights in the real shape, speech from make_tiny.py, the real trainer in processes of its own: first its dry run,
+then some steps, whose peak memory, step time and MFU are read from metrics.jsonl. Writes
+bench/results/memory_3b-DEVICE.json.
+"""
+import argparse
+import datetime
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import higgs_io  # noqa: E402
+import make_tiny  # noqa: E402
+
+SHAPES = {"3b": {"vocab_size": 128256, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
+                 "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128}, "tiny": {}}
+LORA = ("--use_lora", "--lora_target_modules", "all-linear", "--lora_rank", 16, "--lora_alpha", 64)
+MODES = {
+    "LoRA, DDP": LORA,
+    "LoRA, FSDP2": (*LORA, "--parallel", "fsdp"),
+    "LoRA, FSDP2, checkpointing": (*LORA, "--parallel", "fsdp", "--gradient_checkpointing"),
+    "full, FSDP2, checkpointing": ("--parallel", "fsdp", "--gradient_checkpointing"),
+}
+
+
+def write_model(folder, tiny, shape):
+    """A random bf16 checkpoint of the shape in the native format, one file a layer, with the tiny model's tokenizer."""
+    shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((tiny / "config.json").read_text()) | SHAPES[shape]
+    model = higgs_io.empty_model(higgs_io.native_config(config), torch.bfloat16)
+    model.config.save_pretrained(folder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    files = {}
+    for name, parameter in model.named_parameters():
+        files.setdefault(".".join(name.split(".")[:3]), {})[name] = parameter.shape
+    for i, shapes in enumerate(files.values()):
+        tensors = {name: torch.ones(s, dtype=torch.bfloat16) if "norm" in name else
+                   (torch.randn(s, dtype=torch.bfloat16, device=device) * 0.02).cpu() for name, s in shapes.items()}
+        save_file(tensors, folder / f"model-{i + 1:05d}-of-{len(files):05d}.safetensors", {"format": "pt"})
+
+
+def run(command, output_dir, steps, limit_s):
+    """Train until `steps` are logged, then end the processes at once (a full checkpoint is 69 GB); metrics by step."""
+    metrics, end = output_dir / "metrics.jsonl", time.monotonic() + limit_s
+    with tempfile.TemporaryFile("w+") as log:
+        job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        rows = []
+        while time.monotonic() < end and job.poll() is None and len(rows) < steps:
+            time.sleep(0.2)
+            if metrics.exists():
+                rows = [json.loads(line) for line in metrics.read_text().splitlines(keepends=True) if line[-1:] == "\n"]
+        status = job.poll()
+        alive = subprocess.run(["pgrep", "-f", str(output_dir)], text=True, stdout=subprocess.PIPE).stdout
+        for process in alive.split():
+            if int(process) != os.getpid():
+                os.kill(int(process), signal.SIGKILL)
+        job.wait()
+        log.seek(0)
+        text = log.read()
+    if len(rows) < steps:
+        raise SystemExit(f"only {len(rows)} of {steps} steps (status {status}):\n{text[-3000:]}")
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="3b", help="size of the model")
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each mode; the last half is timed")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens per step and GPU")
+    parser.add_argument("--modes", default="", help="comma-separated numbers of the modes to run, from 0; empty = all")
+    parser.add_argument("--work_dir", help="where models and runs go (default: a temporary folder)")
+    args = parser.parse_args()
+    gpus = torch.cuda.device_count()
+    device = torch.cuda.get_device_name(0) if gpus else "CPU"
+    names = [name for i, name in enumerate(MODES) if not args.modes or str(i) in args.modes.split(",")]
+    results = []
+    with tempfile.TemporaryDirectory(dir=args.work_dir) as work:
+        work = Path(work)
+        make_tiny.main([str(work), "--clips", "96", "--voice", "numpy"])
+        write_model(work / "big", work / "model", args.shape)
+        for i, name in enumerate(names):
+            output_dir = work / f"run{i}"
+            trainer = [str(ROOT / "train_v2_ddp.py"), "--model_path", work / "big", "--audio_tokenizer_path",
+                       work / "codec", "--train_data_file", work / "train.json", "--code_cache", work / "codes",
+                       "--output_dir", output_dir, "--report_to", "none", "--bf16", "--disable_eval",
+                       "--logging_steps", 1, "--max_tokens_per_batch", args.tokens, "--max_steps", 1000,
+                       "--save_steps", 0, *MODES[name]]
+            trainer = list(map(str, trainer))
+            plan = subprocess.run([sys.executable, *trainer, "--dry_run", str(max(1, gpus)), "--gpu_memory", "1000"],
+                                  text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout
+            estimate = re.search(r"peak estimate +([\d.,]+) GiB", plan)
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                        f"--nproc_per_node={max(1, gpus)}"]
+            rows = run([*launcher, *trainer], output_dir, args.steps, 400)
+            timed = rows[args.steps // 2:args.steps]
+            mean = {key: sum(row[key] for row in timed) / len(timed) for key in timed[0] if key.startswith("train/")}
+            results.append({"mode": name, "estimate_gib": float(estimate[1].replace(",", "")) if estimate else None,
+                            "measured_gib": max(row["train/memory_gib"] for row in rows),
+                            "step_seconds": mean["train/step_seconds"], "tokens_per_second": mean["train/throughput"],
+                            "mfu": mean.get("train/mfu"), "loss": rows[-1]["train/loss"]})
+            print(json.dumps(results[-1]), flush=True)
+    out = ROOT / "bench" / "results" / f"memory_3b-{'-'.join(device.lower().split())}.json"
+    if args.shape != "3b":
+        print("not the real shape: nothing is written")
+        return
+    out.parent.mkdir(exist_ok=True)
+    out.write_text(json.dumps({
+        "question": "memory and speed at the 3B shape, random weights, bf16", "device": device, "gpus": gpus,
+        "tokens_per_step_and_gpu": args.tokens, "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(), "results": results}, indent=1) + "\n")
+    print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    main()
