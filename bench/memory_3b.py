@@ -10,7 +10,6 @@ bench/results/memory_3b-DEVICE.json.
 import argparse
 import datetime
 import json
-import os
 import re
 import shutil
 import signal
@@ -61,17 +60,17 @@ def run(command, output_dir, steps, limit_s):
     metrics, end = output_dir / "metrics.jsonl", time.monotonic() + limit_s
     with tempfile.TemporaryFile("w+") as log:
         job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        rows = []
-        while time.monotonic() < end and job.poll() is None and len(rows) < steps:
-            time.sleep(0.2)
-            if metrics.exists():
-                rows = [json.loads(line) for line in metrics.read_text().splitlines(keepends=True) if line[-1:] == "\n"]
-        status = job.poll()
-        alive = subprocess.run(["pgrep", "-f", str(output_dir)], text=True, stdout=subprocess.PIPE).stdout
-        for process in alive.split():
-            if int(process) != os.getpid():
-                os.kill(int(process), signal.SIGKILL)
-        job.wait()
+        rows, status = [], None
+        try:
+            while time.monotonic() < end and status is None and len(rows) < steps:
+                time.sleep(0.2)
+                status = job.poll()
+                if metrics.exists():
+                    lines = metrics.read_text().splitlines(keepends=True)
+                    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        finally:        # torchrun's workers have sessions of their own
+            subprocess.run(["pkill", "-KILL", "-f", f"output_dir {output_dir}"])
+            job.wait()
         log.seek(0)
         text = log.read()
     if len(rows) < steps:
@@ -87,6 +86,7 @@ def main():
     parser.add_argument("--modes", default="", help="comma-separated numbers of the modes to run, from 0; empty = all")
     parser.add_argument("--work_dir", help="where models and runs go (default: a temporary folder)")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))       # `timeout` leaves no trainer behind
     gpus = torch.cuda.device_count()
     device = torch.cuda.get_device_name(0) if gpus else "CPU"
     names = [name for i, name in enumerate(MODES) if not args.modes or str(i) in args.modes.split(",")]
