@@ -302,8 +302,9 @@ def number(pattern, text):
 
 def test_a_dry_run_says_what_the_run_then_does(train, real_run, tiny, tmp_path):
     """Two ranks under torchrun, an empty code cache. Then the real run, and what a dry run says of going on."""
-    flags = (*LORA, "--code_cache", tmp_path / "codes", "--num_train_epochs", 2, "--max_tokens_per_batch", 700,
-             "--gradient_accumulation_steps", 2, "--logging_steps", 99, "--validation_split", 0.1, "--save_steps", 3)
+    flags = ("--use_lora", "--lora_rank", 64, "--code_cache", tmp_path / "codes", "--num_train_epochs", 2,
+             "--max_tokens_per_batch", 700, "--gradient_accumulation_steps", 2, "--logging_steps", 99,
+             "--validation_split", 0.1, "--save_steps", 3)
     said = train(*flags, "--dry_run", ranks=2).output
     assert not (tmp_path / "out").exists() and not (tmp_path / "codes").exists()
     assert said.count("dry run ok") == 1 and "2 GPUs" in line_of(said, "plan")
