@@ -3,10 +3,11 @@
 The trainer asks for samples and steps here; --dry_run also for a table without encoding (the counterpart of
 data.prepare_table and code_cache.ensure_codes) and for the report. Writes nothing but a temporary table.
 
-Copy with it: data.py, code_cache.py, higgs.py, packing.py, preflight.py, checkpoint.py and what those name.
+Copy with it: data.py, code_cache.py, speech_model.py, packing.py, preflight.py and what those name.
 """
 import os
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,10 +15,13 @@ import numpy as np
 import torch
 
 import checkpoint
+import code_cache
 import higgs
+import higgs_io
 import preflight
+import speech_model
 from code_cache import FRAME_RATE, SAMPLE_RATE, CacheIndex, check_length, codec_config, codec_fingerprint, file_keys
-from data import Table, read_all, split_samples, within_length
+from data import Table, read_all, split_samples, token_ids, within_length
 from packing import PackOrder
 from parallel import UserError
 
@@ -303,3 +307,48 @@ def print_plan(args, ranks, native, ids, table, train_ids, eval_ids, codes, resu
     preflight.attempt(problems, preflight.check_disk, args.output_dir, size * most - have, f"{most} checkpoints")
     preflight.attempt(problems, preflight.check_disk, args.code_cache or Path(args.output_dir) / "codes",
                       codes[1] * 2 * ids.num_codebooks, "codes of new clips")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The dry run
+
+
+def dry_run(args, ranks, check_flags):
+    """Print what this run would be and take on `ranks` GPUs; raise UserError with all that would stop it.
+
+    Of weights and new audio only headers are read; a checkpoint to resume from is read whole, for its checksums. Writes
+    nothing but a temporary table. check_flags(args, ranks) is the script's own, and fills in what flags derive.
+    """
+    problems = []
+
+    def check(work, *given):        # None where it fails, or where what it needs is None already
+        return preflight.attempt(problems, work, *given) if all(value is not None for value in given) else None
+
+    check(check_flags, args, ranks)
+    flags_fit = not problems or None        # else model and data are not tried with them
+    cache = args.code_cache or Path(args.output_dir) / "codes"
+    check(preflight.check_writable, args.output_dir, "--output_dir")
+    check(preflight.check_writable, cache, "--code_cache")
+    check(preflight.check_writable, args.logging_dir if args.report_to == "tensorboard" else None, "--logging_dir")
+    check(speech_model.check_device, args, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    folder, config_dict = check(higgs_io.find_model, args.model_path) or (None, None)
+    codec_dir = (check(higgs_io.find_codec, args.audio_tokenizer_path) or [None])[0]
+    config, tokenizer = check(higgs_io.native_config, config_dict), check(higgs_io.load_tokenizer, folder)
+    ids = check(token_ids, tokenizer, config)
+    model, native, _ = check(speech_model.empty_trained_model, flags_fit and args, folder, config_dict) or [None] * 3
+    with tempfile.TemporaryDirectory() as scratch:
+        planned = check(plan_table, flags_fit and args, tokenizer, ids, codec_dir, scratch, problems)
+        table, train_ids, eval_ids, codes = planned or [None] * 4
+        if codes and codes[0]:
+            check(code_cache.check_encoder)
+        if not problems:
+            train_ids, eval_ids = check(usable_samples, args, config, table, train_ids, eval_ids) or [None] * 2
+        if not problems:
+            resume, meta = check(checkpoint.find_resume, args.output_dir, args.resume,
+                                 speech_model.run_identity(args, folder, table, train_ids)) or [None] * 2
+            check(speech_model.check_resume, args, model, native, resume)
+        if not problems:
+            print_plan(args, ranks, native, ids, table, train_ids, eval_ids, codes, resume, meta, problems)
+    if problems:
+        raise UserError(preflight.all_problems(problems))
+    print("dry run ok")

@@ -12,15 +12,13 @@ from the plan that all ranks share, so no rank has to ask another.
 
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
 
-Files to copy with it: data.py chatml.py code_cache.py speech_plan.py higgs.py higgs_io.py lora.py (its own), packing.py
-parallel.py optim.py checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py (shared).
+Files to copy with it: data.py chatml.py code_cache.py speech_model.py speech_plan.py higgs.py higgs_io.py lora.py (its
+own), packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py (shared).
 """
 import argparse
-import json
 import math
 import os
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -30,16 +28,14 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
-import code_cache
 import higgs
 import higgs_io
 import lora
 import metrics
 import optim
 import parallel
-import preflight
+import speech_model
 import speech_plan
-import tensor_files
 import watchdog
 from chatml import TASK_TYPES
 from code_cache import FRAME_RATE
@@ -202,88 +198,6 @@ def check_flags(args, world_size):
             raise UserError(f"--report_to {args.report_to}: pip install {args.report_to}, or --report_to none")
 
 
-def check_device(args, device):
-    """Raise UserError when this GPU cannot do what the flags ask for."""
-    if args.bf16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        raise UserError(f"--bf16: {torch.cuda.get_device_name(device)} has no bfloat16; drop the flag")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Model, identity
-
-
-def find_checkpoints(args):
-    """((model folder, its config.json), codec folder)."""
-    return higgs_io.find_model(args.model_path), higgs_io.find_codec(args.audio_tokenizer_path)[0]
-
-
-def empty_trained_model(args, folder, config):
-    """(PackedHiggs on the meta device, its native model, its weights' slice handles by name), adapters inside.
-
-    config: the folder's config.json dict. The weights that shall be trained require gradients, no others. Raises
-    UserError when the folder does not hold exactly the model's weights, or the flags leave none to train.
-    """
-    dtype = torch.bfloat16 if args.bf16 and args.use_lora else torch.float32
-    native = net = higgs_io.empty_model(higgs_io.native_config(config), dtype, folder)
-    parts = higgs_io.weight_parts(folder, config)
-    higgs_io.check_weights(native, parts, folder)
-    if args.use_lora:
-        net = lora.add_lora(native, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules,
-                            args.model_path)
-    elif args.freeze_llm:
-        for name, parameter in native.named_parameters():
-            parameter.requires_grad_("embed_audio_tokens" in name or "audio_lm_head" in name)
-    higgs.freeze_unreachable(native, args.text_loss_weight)
-    model = higgs.PackedHiggs(net, args.gradient_checkpointing)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError("these flags leave no weight to train")
-    return model, native, parts
-
-
-def build_model(world, args, folder, config, resume):
-    """(PackedHiggs, what to call in training, its native model) on this rank's device, weights loaded, sharded or not.
-
-    config: the folder's config.json dict.
-    """
-    if resume and not args.use_lora:
-        folder, config = resume, json.loads((Path(resume) / "config.json").read_text())
-    model, native, parts = empty_trained_model(args, folder, config)
-    net = model.net
-    if args.compile:
-        for layer in native.model.layers:
-            layer.compile()
-    if args.parallel == "fsdp":
-        parallel.shard(model, native.model.layers, world, args.bf16, args.reshard_after_forward, args.cpu_offload)
-    model.to_empty(device="cpu" if args.cpu_offload else world.device)      # from here on there is memory, still unset
-    higgs_io.reset_buffers(native, world.device)
-    higgs_io.load_weights(lora.base_weights(net) if args.use_lora else dict(native.named_parameters()), parts)
-    if args.use_lora and resume:
-        lora.load_lora_weights(net, resume)
-    elif args.use_lora:
-        lora.init_adapters(net, args.seed)
-    model.train()
-    return model, model if args.parallel == "fsdp" else parallel.wrap_ddp(model, world), native
-
-
-def check_resume(args, model, native, resume):
-    """Raise UserError when the checkpoint folder `resume` does not fit this (empty) model."""
-    if args.use_lora:
-        lora.load_lora_weights(model.net, resume)       # onto the meta device: nothing but the comparison is left of it
-    else:
-        config = json.loads((Path(resume) / "config.json").read_text())
-        higgs_io.check_weights(native, higgs_io.weight_parts(resume, config), resume)
-
-
-def run_identity(args, folder, table, train):
-    """What a checkpoint must share with the run that resumes it, {name: value}; JSON-able."""
-    batch = (f"{args.max_tokens_per_batch} tokens" if args.max_tokens_per_batch else
-             f"{args.per_device_train_batch_size} samples") + (" by length" if args.group_by_length else "")
-    trained = "lora" if args.use_lora else "audio embedding and head" if args.freeze_llm else "full"
-    return {"set of trained weights": trained if args.text_loss_weight else f"{trained} without text",
-            "base model": higgs_io.fingerprint_weights(folder), "codec": Path(table.reader.folder).name,
-            "training data": table.fingerprint(train), "pack": batch, "seed": args.seed}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Validation, saving, reports
 
@@ -316,24 +230,6 @@ def evaluate(world, args, model, table, ids, held_out):
     model.train()
     counts = [int(table.audio_targets[held_out].sum()), int(table.text_targets[held_out].sum())]
     return higgs.loss_report([*sums, *counts], args.audio_loss_reduction, args.text_loss_weight, "eval")
-
-
-def save_checkpoint(world, writer, args, model, native, tokenizer, folder, optimizer, meta):
-    """Copy all of checkpoint-<meta["step"]> off the device and start writing it. On every rank."""
-    writer.begin(meta["step"])
-    parallel.reshard(model)
-    states = parallel.gather_objects(world, checkpoint.rng_state(world.device))
-    if args.use_lora:
-        files = tensor_files.stage(world, "adapter_model", lora.adapter_weights(model.net), spread=False)
-    else:
-        files = tensor_files.stage(world, "model", dict(native.named_parameters()))
-    moments = optim.state_tensors(optimizer, model.named_parameters())
-    files |= tensor_files.stage(world, f"{checkpoint.STATE_DIR}/optimizer", moments)
-    if world.is_main:
-        files[f"{checkpoint.STATE_DIR}/rng.pt"] = lambda path: torch.save(states, path)
-        files["*"] = (lambda path: lora.save_config(model.net, path)) if args.use_lora else \
-            (lambda path: higgs_io.save_config(native, tokenizer, path, folder))
-    writer.save(meta["step"], files, meta)
 
 
 def bad_step_report(world, table, step, flags, skipped):
@@ -393,54 +289,6 @@ def print_sample(table, tokenizer, ids, batch):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Dry run
-
-
-def dry_run(args):
-    """--dry_run: print what this run would be and take; raise UserError with all that would stop it.
-
-    Of weights and new audio only headers are read; a checkpoint to resume from is read whole, for its checksums. Writes
-    nothing but a temporary table. Rank 0 does it all.
-    """
-    if os.environ.get("RANK", "0") != "0":
-        return
-    ranks, problems = args.dry_run or int(os.environ.get("WORLD_SIZE", "1")), []
-
-    def check(work, *given):        # None where it fails, or where what it needs is None already
-        return preflight.attempt(problems, work, *given) if all(value is not None for value in given) else None
-
-    check(check_flags, args, ranks)
-    flags_fit = not problems or None        # else model and data are not tried with them
-    cache = args.code_cache or Path(args.output_dir) / "codes"
-    check(preflight.check_writable, args.output_dir, "--output_dir")
-    check(preflight.check_writable, cache, "--code_cache")
-    check(preflight.check_writable, args.logging_dir if args.report_to == "tensorboard" else None, "--logging_dir")
-    check(check_device, args, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    folder, config_dict = check(higgs_io.find_model, args.model_path) or (None, None)
-    codec_dir = (check(higgs_io.find_codec, args.audio_tokenizer_path) or [None])[0]
-    config, tokenizer = check(higgs_io.native_config, config_dict), check(higgs_io.load_tokenizer, folder)
-    ids = check(token_ids, tokenizer, config)
-    model, native, _ = check(empty_trained_model, flags_fit and args, folder, config_dict) or (None, None, None)
-    with tempfile.TemporaryDirectory() as scratch:
-        planned = check(speech_plan.plan_table, flags_fit and args, tokenizer, ids, codec_dir, scratch, problems)
-        table, train_ids, eval_ids, codes = planned or [None] * 4
-        if codes and codes[0]:
-            check(code_cache.check_encoder)
-        if not problems:
-            train_ids, eval_ids = \
-                check(speech_plan.usable_samples, args, config, table, train_ids, eval_ids) or [None] * 2
-        if not problems:
-            resume, meta = check(checkpoint.find_resume, args.output_dir, args.resume,
-                                 run_identity(args, folder, table, train_ids)) or [None] * 2
-            check(check_resume, args, model, native, resume)
-        if not problems:
-            speech_plan.print_plan(args, ranks, native, ids, table, train_ids, eval_ids, codes, resume, meta, problems)
-    if problems:
-        raise UserError(preflight.all_problems(problems))
-    print("dry run ok")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Main
 
 
@@ -449,7 +297,10 @@ def main(argv=None):
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")      # a log file shows each line at once
     with parallel.one_clear_error():
         try:
-            dry_run(args) if args.dry_run is not None else train(args)
+            if args.dry_run is None:
+                train(args)
+            elif os.environ.get("RANK", "0") == "0":
+                speech_plan.dry_run(args, args.dry_run or int(os.environ.get("WORLD_SIZE", "1")), check_flags)
         except watchdog.Stopped as why:
             if os.environ.get("RANK", "0") == "0":
                 watchdog.leave_marker(args.output_dir, str(why))
@@ -467,13 +318,13 @@ def train(args):
     device, main_rank = world.device, world.is_main
     watch = watchdog.Watchdog(world, args.collective_timeout)
     watch.moved("data preparation", args.wait_timeout)
-    check_device(args, device)
+    speech_model.check_device(args, device)
     parallel.rank0_first(world, checkpoint.prepare_output, args.output_dir)
     parallel.rank0_first(world, watchdog.clear_marker, args.output_dir)
     if args.report_to == "tensorboard":
         parallel.rank0_first(world, checkpoint.prepare_output, args.logging_dir, "--logging_dir")
-    parallel.rank0_first(world, find_checkpoints, args)     # a hub name is downloaded before the others look for it
-    (folder, config_dict), codec_dir = find_checkpoints(args)
+    parallel.rank0_first(world, speech_model.find_checkpoints, args)    # downloads hub names before the others look
+    (folder, config_dict), codec_dir = speech_model.find_checkpoints(args)
     config = higgs_io.native_config(config_dict)
     tokenizer = higgs_io.load_tokenizer(folder)
     ids = token_ids(tokenizer, config)
@@ -482,7 +333,7 @@ def train(args):
     train_ids, eval_ids = speech_plan.usable_samples(args, config, table, all_train, all_eval, main_rank)
     if args.tf32:       # only now: codes in the cache must not depend on it
         torch.set_float32_matmul_precision("high")
-    identity = run_identity(args, folder, table, train_ids) if main_rank else None
+    identity = speech_model.run_identity(args, folder, table, train_ids) if main_rank else None
     validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
     resume, meta = parallel.rank0_first(world, checkpoint.find_resume, args.output_dir, args.resume, identity)
 
@@ -499,7 +350,7 @@ def train(args):
 
     # -- model, optimizer, resume -------------------------------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)
-    model, wrapped, native = build_model(world, args, folder, config_dict, resume)
+    model, wrapped, native = speech_model.build_model(world, args, folder, config_dict, resume)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
                                   (args.adam_beta1, args.adam_beta2), higgs.decays)
@@ -540,7 +391,7 @@ def train(args):
                 "skipped": flags.bad_total, "unlogged": parallel.all_sum(world, sums.clone()).tolist(),
                 "args": vars(args)}
         watch.moved(f"saving at step {at['step']}", args.wait_timeout)
-        save_checkpoint(world, writer, args, model, native, tokenizer, folder, optimizer, meta)
+        speech_model.save_checkpoint(world, writer, args, model, native, tokenizer, folder, optimizer, meta)
         saved_step = at["step"]
 
     def validate():
