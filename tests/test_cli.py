@@ -31,7 +31,8 @@ DEFAULTS = {
 TASKS = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker_smart_voice",
          "multi_speaker_voice_cloning")
 SCRIPT_NAMES = re.compile(r"(train|make|generate|sample|create|evaluate)_\w+")     # what people start
-SHARED = {"packing", "parallel", "optim", "checkpoint", "tensor_files", "watchdog", "metrics"}   # of all trainers
+SHARED = {"packing", "parallel", "optim", "checkpoint", "tensor_files", "watchdog", "metrics",
+          "preflight"}       # what all trainers share
 
 
 def parse(*flags):
