@@ -90,6 +90,7 @@ def init(timeout_s=600, slow_timeout_s=6 * 3600, device=None, alone_too=False, c
 def finish():
     """Leave the process group; harmless when there is none."""
     if dist.is_initialized():
+        time.sleep(0.1)     # a gloo thread still dropping its last work needs the GIL, which the next line never yields
         dist.destroy_process_group()
 
 

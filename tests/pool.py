@@ -4,6 +4,7 @@ Importing torch and transformers takes most of a tiny run's time. Ranks of a Poo
 asks for fork a fresh process; these meet on a port of their own, since torchrun's store remembers earlier jobs.
 """
 import ctypes
+import faulthandler
 import importlib
 import json
 import os
@@ -36,7 +37,7 @@ class Pool:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        job.with_suffix(".tmp").write_text(json.dumps([ranks, port, function, args]))
+        job.with_suffix(".tmp").write_text(json.dumps([ranks, port, timeout, function, args]))
         job.with_suffix(".tmp").rename(job.with_suffix(".job"))
         ends, deadline = [job.with_suffix(f".end{rank}") for rank in range(ranks)], time.monotonic() + timeout
         while not all(end.exists() for end in ends):
@@ -91,9 +92,10 @@ def work(job):
     log = os.open(job.with_suffix(".txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    ranks, port, function, args = json.loads(job.read_text())
+    ranks, port, timeout, function, args = json.loads(job.read_text())
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_PORT": str(port),
                    "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    faulthandler.dump_traceback_later(0.9 * timeout)        # where it hangs, before the pool gives up
     module, name = function.rsplit(".", 1)
     status = 0
     try:
@@ -115,3 +117,4 @@ if __name__ == "__main__":
     import train_v2_ddp  # noqa: F401  (what takes long)
     torch.set_num_threads(1)
     serve(Path(sys.argv[1]), int(sys.argv[2]))
+    os._exit(0)

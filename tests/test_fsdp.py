@@ -23,7 +23,6 @@ from peft import PeftModel
 from pool import Pool
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 
 import checkpoint
@@ -83,7 +82,8 @@ def odd(tiny, tmp_path_factory):
         wave, rate = soundfile.read(tiny.root / sample["messages"][-1]["content"][-1]["audio_url"])
         soundfile.write(root / f"{number}.wav", wave[rate:int(rate * (1.3 + 0.02 * number))], rate)
         text = " ".join(sample["misc"]["target_transcript"].split()[:2 + number % 4])
-        turns = {"system": "Generate audio.", "user": text, "assistant": {"type": "audio", "audio_url": f"{number}.wav"}}
+        spoken = {"type": "audio", "audio_url": f"{number}.wav"}
+        turns = {"system": "Generate audio.", "user": text, "assistant": spoken}
         samples.append({"messages": [{"role": role, "content": content} for role, content in turns.items()]})
     (root / "train.json").write_text(json.dumps(samples))
     return Tiny(root)
@@ -227,30 +227,28 @@ def test_bf16_is_close_to_ddp_and_the_trained_weights_stay_fp32(shared, method):
         ours, theirs = part(fsdp), part(ddp)
         assert {tensor.dtype for tensor in ours.values()} == {torch.float32}
         for name in ours:       # gradients that bf16 hardly resolves may go either way
-            if not name.endswith("step"):
-                alike = torch.cosine_similarity(ours[name].flatten(), theirs[name].flatten(), dim=0)
-                assert alike > 0.9, f"{name} {alike}"
+            mine, yours = ours[name].double().flatten(), theirs[name].double().flatten()
+            alike = mine @ yours / (mine.norm() * yours.norm())
+            assert alike > 0.9, f"{name} {alike}"
         assert any((tensor.bfloat16() != tensor).any() for tensor in ours.values())     # not rounded anywhere
     assert any(weight.abs().max() > LR for weight in tensors(fsdp).values())
 
 
 def test_gradients_are_reduced_once_a_step(pool, odd, tmp_path):
-    """Counted in the run: three micro-steps cost the reductions of one."""
-    counts = []
-    for name in ("full fsdp 2x2x3", "full fsdp 2x6x1"):
-        ranks, flags = flags_of(name)
-        argv = arguments(odd, tmp_path / name, *flags, "--disable_eval", "--max_steps", 2)
-        statuses, output = pool.run(ranks, "test_fsdp.count_collectives", argv, str(tmp_path / "counts.json"))
-        assert not any(statuses), output
-        counts.append(json.loads((tmp_path / "counts.json").read_text()))
-    (many, once) = ({k: n for k, n in count.items() if "reduce_scatter" in k} for count in counts)
-    assert many == once and sum(once.values()) == 2 * 3         # steps x (two layers, and the rest)
+    """Counted in the run: three micro-steps cost the reductions of one, a layer each and one for the rest."""
+    ranks, flags = flags_of("full fsdp 2x2x3")
+    argv = arguments(odd, tmp_path / "out", *flags, "--disable_eval", "--max_steps", 1)
+    statuses, output = pool.run(ranks, "test_fsdp.count_collectives", argv, str(tmp_path / "counts.json"))
+    assert not any(statuses), output
+    counts = json.loads((tmp_path / "counts.json").read_text())
+    assert sum(number for name, number in counts.items() if "reduce_scatter" in name) == 2 + 1, counts
 
 
 def count_collectives(argv, path):
-    with CommDebugMode() as counter:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         train_v2_ddp.main(argv)
-    Path(path).write_text(json.dumps({str(op): n for op, n in counter.get_comm_counts().items()}))
+    counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("c10d::")}
+    Path(path).write_text(json.dumps(counts))
 
 
 def test_a_bad_step_is_skipped_on_every_rank(pool, odd, tmp_path):
@@ -420,18 +418,18 @@ def test_adapters_start_alike_however_sharded_on_a_bf16_base(pool, odd, tmp_path
 
 
 def test_a_rank_never_holds_the_whole_model(pool, odd, tmp_path):
-    """Loading needs less than the rank's shards and one file; the model has four files."""
+    """Loading needs less than the rank's shards and one file; the model has twelve files."""
     config = json.loads((odd.model / "config.json").read_text())
     config |= {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2,
                "head_dim": 128, "num_hidden_layers": 3}
     shapes = {n: p.shape for n, p in higgs_io.empty_model(higgs_io.native_config(config), torch.float32)
               .named_parameters()}
     state = {name: torch.rand(shape) for name, shape in shapes.items()}
-    folder = test_higgs.write_checkpoint(tmp_path / "model", config, state, 5)
+    folder = test_higgs.write_checkpoint(tmp_path / "model", config, state, 12)
     size = sum(tensor.nbytes for tensor in state.values())
     file = max(path.stat().st_size for path in folder.glob("*.safetensors"))
     del state
-    assert size > 200 * 2**20 and file < size / 3
+    assert size > 200 * 2**20 and file < size / 4
     statuses, output = pool.run(2, "test_fsdp.measure_start", arguments(odd, tmp_path / "out", "--parallel", "fsdp",
                                                                         "--model_path", folder), str(tmp_path))
     assert not any(statuses), output
