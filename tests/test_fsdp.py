@@ -210,6 +210,7 @@ def test_compiled_layers_train_the_same(pool, odd, shared, tmp_path, backend):
     statuses, output = pool.run(ranks, "test_fsdp.train_compiled", backend, arguments(odd, tmp_path / "out", *flags),
                                 timeout=280)
     assert not any(statuses), output
+    assert "recompile_limit" not in output      # beyond it torch goes on uncompiled
     assert_close(Run(0, output, tmp_path / "out"), shared("full fsdp 2x2x3"))
 
 
