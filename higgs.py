@@ -67,6 +67,9 @@ def _attention_by_sample(q, k, v, seqlens):
 class PackedDecoderLayer(HiggsAudioV2DecoderLayer):
     """The native layer with a second forward for packed batches; without `packed` it is the native one (generate)."""
 
+    def __init_subclass__(cls, **kwargs):
+        """FSDP2 subclasses. transformers would wrap the forward once more, and torch.compile reach its limit sooner."""
+
     def forward(self, hidden_states, *args, packed=None, **kwargs):
         """(S, H) -> (S, H) in modality order; packed is what PackedHiggs.hidden_states puts together."""
         if packed is None:

@@ -31,6 +31,7 @@ import higgs_io
 import lora
 import make_tiny
 import parallel
+import speech_model
 import tensor_files
 import train_v2_ddp
 from data import collate
@@ -352,7 +353,7 @@ def start(argv):
     train_v2_ddp.check_flags(args, int(os.environ["WORLD_SIZE"]))
     world = parallel.init(60, 60, alone_too=args.parallel == "fsdp")
     folder, config = higgs_io.find_model(args.model_path)
-    return world, args, *train_v2_ddp.build_model(world, args, folder, config, None)
+    return world, args, *speech_model.build_model(world, args, folder, config, None)
 
 
 def whole(tensor):
