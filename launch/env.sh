@@ -1,0 +1,118 @@
+#!/usr/bin/env bash
+# Settings and checks shared by the launchers; sourced, not run. What is set already is kept: NCCL_DEBUG=INFO sbatch ...
+
+# -- what this node has -------------------------------------------------------------------------------------------------
+
+# The GPUs torch will see: those the driver lists, or fewer when CUDA_VISIBLE_DEVICES says so.
+count_gpus() {
+    local listed=0 visible=()
+    if command -v nvidia-smi >/dev/null; then listed=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true); fi
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+        IFS=, read -ra visible <<<"$CUDA_VISIBLE_DEVICES"
+        if [ "${#visible[@]}" -lt "$listed" ]; then listed=${#visible[@]}; fi
+    fi
+    echo "$listed"
+}
+
+# The CPUs we may use: Slurm's share, else what affinity allows (nproc obeys OMP_NUM_THREADS, so without it).
+count_cpus() { echo "${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-$(env -u OMP_NUM_THREADS nproc)}}"; }
+
+# Host memory in GiB: what Slurm gave, else what the machine has.
+count_memory() {
+    if [ "${SLURM_MEM_PER_NODE:-0}" -gt 0 ]; then echo $((SLURM_MEM_PER_NODE / 1024)); return; fi
+    awk '/^MemTotal:/ { print int($2 / 1048576) }' /proc/meminfo
+}
+
+# True where an InfiniBand port is up; RoCE and Ethernet ports show up in the same folder.
+has_infiniband() {
+    local port
+    for port in "${INFINIBAND_SYSFS:-/sys/class/infiniband}"/*/ports/*; do
+        if grep -qs InfiniBand "$port/link_layer" && grep -qs ACTIVE "$port/state"; then return 0; fi
+    done
+    return 1
+}
+
+# -- checks, each ending in one clear line ------------------------------------------------------------------------------
+
+die() { echo "$(basename "$0" .sh): error: $*" >&2; exit 1; }
+
+need_file() { [ -e "$1" ] || die "${2:-$1}: no such file: $1"; }
+
+need_free_port() {
+    if (exec 3<>"/dev/tcp/localhost/$1") 2>/dev/null; then
+        die "port $1 on $(hostname) is in use; set MASTER_PORT to another one"
+    fi
+}
+
+# The value of a flag in a command line, the last one as in the trainer: flag_value --output_dir ./output "$@"
+flag_value() {
+    local flag=$1 value=$2
+    shift 2
+    while [ $# -gt 0 ]; do
+        case $1 in
+        "$flag") value=${2:-} ;;
+        "$flag="*) value=${1#*=} ;;
+        esac
+        shift
+    done
+    echo "$value"
+}
+
+# -- settings for torch -------------------------------------------------------------------------------------------------
+
+# Segments that grow fit batches of changing length without fragments. No max_split_size_mb beside it: it would only bar
+# requests below that size from larger free blocks, so memory would grow. CUDA 12's older name would win if it were set.
+if [ -z "${PYTORCH_CUDA_ALLOC_CONF:-}" ]; then
+    export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+fi
+
+# TORCH_NCCL_ASYNC_ERROR_HANDLING is not set: its default, 3, ends a rank whose collective failed; the 1 of older advice
+# aborts communicators first, which can block the dump below.
+# CUDA_DEVICE_MAX_CONNECTIONS is not set: 1 orders kernels for tensor parallelism and takes overlap from DDP and FSDP.
+
+export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}                   # flight recorder: last collectives of a rank
+export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}          # written out when one hangs
+
+# Each start of the workers gets a store of its own: out of the agent's, restarted workers read addresses of dead ones.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
+
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN}                   # INFO shows rings, networks and versions, in the nodes' logs
+export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}      # its threads do not survive the loaders' fork
+export PYTHONUNBUFFERED=1                               # the last words of a killed process are in the log
+
+if has_infiniband; then
+    export NCCL_IB_TIMEOUT=${NCCL_IB_TIMEOUT:-22}       # 17 s: a switch that reroutes does not end the run
+    export NCCL_IB_RETRY_CNT=${NCCL_IB_RETRY_CNT:-7}    # as often as InfiniBand can
+fi
+
+# -- running a child ----------------------------------------------------------------------------------------------------
+
+REPEAT_S=${REPEAT_S:-5}     # seconds until the wish to stop is repeated: trainers that are still starting miss it
+
+# supervise ASK END COMMAND...: run the command, wait for it, return its status. USR1, TERM, HUP and a first INT become
+# ASK PID, repeated until it ends; a second INT becomes END PID. $asked is the first signal that came.
+supervise() {
+    local ask=$1 end=$2 pid status reminder=''
+    shift 2
+    asked=''
+    # shellcheck disable=SC2329     # the traps call it
+    stop() {
+        if [ -n "$asked" ]; then return; fi
+        asked=$1
+        echo "$(basename "$0" .sh): $1: asking the trainers to save and stop" >&2
+        (trap '' USR1 TERM HUP INT; while true; do "$ask" "$pid" || true; sleep "$REPEAT_S"; done) 2>/dev/null &
+        reminder=$!
+    }
+    trap 'stop USR1' USR1
+    trap 'stop TERM' TERM
+    trap 'stop HUP' HUP
+    trap 'if [ -z "$asked" ]; then stop INT; else "$end" "$pid"; fi' INT
+    set -m                  # in a process group of its own: Ctrl-C comes to this shell alone
+    (trap '' USR1; exec "$@") &     # ignored until the child listens to it: a signal that comes early is not its death
+    pid=$!
+    set +m
+    while wait "$pid"; status=$?; kill -0 "$pid" 2>/dev/null; do :; done      # a signal ends wait, not the child
+    trap '' USR1 TERM HUP INT
+    if [ -n "$reminder" ]; then kill -KILL "$reminder"; wait "$reminder" || true; fi 2>/dev/null
+    return $status
+}

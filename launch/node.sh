@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# One node's part of a launch: node.sh LOG torchrun ...; train_tts.sh calls it once on every node.
+# The node's own copy of the output goes to LOG-NODE.log; "" keeps none.
+trap '' USR1                # first of all: nothing here may die of the wish to stop
+set -euo pipefail
+
+NEED_GPUS=${NEED_GPUS:-0}   # GPUs this node must have
+
+# shellcheck source=launch/env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+log=$1 copy=''
+shift
+if [ -n "$log" ]; then
+    exec > >(trap '' USR1 TERM HUP INT; exec tee -a "$log-${SLURMD_NODENAME:-$HOSTNAME}.log") 2>&1
+    copy=$!
+fi
+[ "$(count_gpus)" -ge "$NEED_GPUS" ] || die "$HOSTNAME has $(count_gpus) GPUs, $NEED_GPUS are needed"
+
+# Trainers are torchrun's children. It gets no signal itself: it would kill them 30 s later, saved or not.
+# shellcheck disable=SC2329     # supervise calls it
+ask_trainers() {
+    local trainers
+    trainers=$(grep -ls "^PPid:[[:space:]]*$1\$" /proc/[0-9]*/status | cut -d/ -f3) || true
+    # shellcheck disable=SC2086
+    kill -USR1 $trainers
+}
+
+# No child may outlive this shell. torchrun puts trainers into sessions of their own, so all are known by a mark.
+export LAUNCH_ID=$HOSTNAME-$$
+end_all() {
+    local left
+    for _ in 1 2 3; do      # again, for what was being started meanwhile; grep's status speaks of vanished files too
+        left=$(env -u LAUNCH_ID grep -lszxF "LAUNCH_ID=$LAUNCH_ID" /proc/[0-9]*/environ | env -u LAUNCH_ID cut -d/ -f3) || true
+        [ -n "$left" ] || return 0
+        # shellcheck disable=SC2086
+        kill -KILL $left 2>/dev/null || true
+    done
+}
+
+status=0
+supervise ask_trainers end_all "$@" || status=$?
+end_all
+if [ -n "$copy" ]; then exec >&- 2>&-; wait "$copy" || true; fi
+exit $status
