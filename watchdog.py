@@ -53,7 +53,9 @@ def stop_requested():
 
 
 def rest():
-    """The run is over: ranks may end at their own pace from here on."""
+    """The run is over: ranks may end at their own pace from here on, and a signal repeated now is too late to kill."""
+    for number in SIGNALS:      # ignored: the interpreter's own end gives handlers back to the default, death
+        signal.signal(number, signal.SIG_IGN)
     _at_rest.set()
 
 
