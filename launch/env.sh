@@ -34,7 +34,8 @@ has_infiniband() {
 
 # -- checks, each ending in one clear line ------------------------------------------------------------------------------
 
-die() { echo "$(basename "$0" .sh): error: $*" >&2; exit 1; }
+say() { echo "${LAUNCHER:-launch}: $*" >&2; }
+die() { say "error: $*"; exit 1; }
 
 need_file() { [ -e "$1" ] || die "${2:-$1}: no such file: $1"; }
 
@@ -76,6 +77,9 @@ export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}          # wr
 # Each start of the workers gets a store of its own: out of the agent's, restarted workers read addresses of dead ones.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 
+# Only errors of torch's C++ side: nodes that leave after the first one print a page of warnings about its store.
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
+
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}                   # INFO shows rings, networks and versions, in the nodes' logs
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}      # its threads do not survive the loaders' fork
 export PYTHONUNBUFFERED=1                               # the last words of a killed process are in the log
@@ -92,26 +96,27 @@ REPEAT_S=${REPEAT_S:-5}     # seconds until the wish to stop is repeated: traine
 # supervise ASK END COMMAND...: run the command, wait for it, return its status. USR1, TERM, HUP and a first INT become
 # ASK PID, repeated until it ends; a second INT becomes END PID. $asked is the first signal that came.
 supervise() {
-    local ask=$1 end=$2 pid status reminder=''
+    local ask=$1 end=$2 pid status signalled reminder=''
     shift 2
     asked=''
     # shellcheck disable=SC2329     # the traps call it
     stop() {
+        signalled=1
         if [ -n "$asked" ]; then return; fi
         asked=$1
-        echo "$(basename "$0" .sh): $1: asking the trainers to save and stop" >&2
+        say "$1: asking the trainers to save and stop"
         (trap '' USR1 TERM HUP INT; while true; do "$ask" "$pid" || true; sleep "$REPEAT_S"; done) 2>/dev/null &
         reminder=$!
     }
     trap 'stop USR1' USR1
     trap 'stop TERM' TERM
     trap 'stop HUP' HUP
-    trap 'if [ -z "$asked" ]; then stop INT; else "$end" "$pid"; fi' INT
+    trap 'if [ -n "$asked" ]; then "$end" "$pid"; fi; stop INT' INT
     set -m                  # in a process group of its own: Ctrl-C comes to this shell alone
     (trap '' USR1; exec "$@") &     # ignored until the child listens to it: a signal that comes early is not its death
     pid=$!
     set +m
-    while wait "$pid"; status=$?; kill -0 "$pid" 2>/dev/null; do :; done      # a signal ends wait, not the child
+    while signalled='' status=0; wait "$pid" || status=$?; [ -n "$signalled" ]; do :; done    # a signal ends the wait only
     trap '' USR1 TERM HUP INT
     if [ -n "$reminder" ]; then kill -KILL "$reminder"; wait "$reminder" || true; fi 2>/dev/null
     return $status

@@ -3,6 +3,7 @@
 # The node's own copy of the output goes to LOG-NODE.log; "" keeps none.
 trap '' USR1                # first of all: nothing here may die of the wish to stop
 set -euo pipefail
+LAUNCHER=${SLURMD_NODENAME:-$HOSTNAME}
 
 NEED_GPUS=${NEED_GPUS:-0}   # GPUs this node must have
 

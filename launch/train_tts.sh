@@ -19,12 +19,16 @@
 #SBATCH --signal=B:USR1@600
 #SBATCH --output=%x-%j.out
 set -euo pipefail
+LAUNCHER=train_tts
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-[ -e "$repo/launch/env.sh" ] || repo=${SLURM_SUBMIT_DIR:-}      # sbatch runs a copy from its spool folder
+if [ ! -e "$repo/launch/env.sh" ]; then         # sbatch runs a copy from its spool folder; Slurm knows where it came from
+    repo=$(scontrol show job "${SLURM_JOB_ID:-0}" | sed -n 's|^ *Command=\(.*\)/launch/[a-z0-9_]*\.sh.*|\1|p')
+    repo=$(cd "${SLURM_SUBMIT_DIR:-.}" && cd "$repo" && pwd)
+fi
 REPO=${REPO:-$repo}                             # this repository
 [ -e "$REPO/launch/env.sh" ] ||
-    { echo "train_tts: error: no launch/env.sh in '$REPO': sbatch in the repository, or set REPO" >&2; exit 1; }
+    { echo "train_tts: error: no launch/env.sh in '$REPO': set REPO to the repository's folder" >&2; exit 1; }
 # shellcheck source=launch/env.sh
 source "$REPO/launch/env.sh"
 
@@ -80,7 +84,7 @@ elif [ "$gpus" -gt 0 ] && [ "$NPROC_PER_NODE" -gt "$gpus" ]; then
     die "NPROC_PER_NODE=$NPROC_PER_NODE, but $HOSTNAME has $gpus GPUs"
 fi
 if [ "$gpus" = 0 ]; then
-    echo "train_tts: no GPU on $HOSTNAME: trainers run on CPUs, $NPROC_PER_NODE a node (NPROC_PER_NODE)" >&2
+    say "no GPU on $HOSTNAME: trainers run on CPUs, $NPROC_PER_NODE a node (NPROC_PER_NODE)"
 else
     export NEED_GPUS=$NPROC_PER_NODE            # on every node
 fi
@@ -112,15 +116,36 @@ need_free_port "$port"
 mkdir -p "$LOG_DIR"
 rm -f "$MARKER"
 export TORCH_FR_DUMP_TEMP_FILE=${TORCH_FR_DUMP_TEMP_FILE:-$LOG_DIR/$job-flight-}    # and the rank, when one hangs
-echo "train_tts: job $job, start $((restart + 1)), on $SLURM_JOB_NODELIST: $nodes x $NPROC_PER_NODE trainers," \
+say "job $job, start $((restart + 1)), on $SLURM_JOB_NODELIST: $nodes x $NPROC_PER_NODE trainers," \
     "$OMP_NUM_THREADS threads each; rendezvous $first:$port; node logs $LOG_DIR/$job-*.log"
 
 # shellcheck disable=SC2329     # supervise calls both
 ask_srun() { kill -USR1 "$1"; }      # srun passes it on to every task
 # shellcheck disable=SC2329
 end_srun() { kill -TERM "$1"; }      # srun ends the step
-status=0 began=$SECONDS
+status=0
 supervise ask_srun end_srun "${command[@]}" || status=$?
-echo "DEBUG status=$status asked=$asked $((SECONDS - began)) s"
-scontrol show job "$job" -o | grep -oE '(JobState|Reason|ExitCode|Restarts)=\S+' | tr '\n' ' '; sinfo -hN -o '%N %T'
-exit $status
+
+# A lost node never told Slurm that its part had ended, so the step is still there after srun. Its exit status says
+# nothing: the trainers left behind fail as after any error. Slurm itself requeues only what it notices before --wait.
+node_lost() {
+    for _ in {1..10}; do
+        squeue --noheader --steps --jobs="$job" --format=%i | grep -qE '\.[0-9]+$' || return 1
+        sleep 1
+    done
+}
+
+why=''
+if [ -e "$MARKER" ]; then
+    why=$(cat "$MARKER")
+elif [ $status != 0 ] && [ "$REQUEUE_ON_FAILURE" = any ]; then
+    why="failed with status $status"
+elif [ $status != 0 ] && [ "$REQUEUE_ON_FAILURE" = node ] && node_lost; then
+    why="a node was lost"
+fi
+[ -n "$why" ] || exit $status
+state=$(scontrol show job "$job" | sed -n 's/^ *JobState=\([A-Z_]*\).*/\1/p')
+[ "$state" = RUNNING ] || { say "$why; the job is $state"; exit $status; }  # scancel, or Slurm requeues it
+[ "$restart" -lt "$MAX_REQUEUES" ] || die "$why; not queued again, this was start $((restart + 1)) (MAX_REQUEUES)"
+say "$why; the job is queued again"
+scontrol requeue "$job" || die "could not be queued again; the same sbatch command goes on from the newest checkpoint"
