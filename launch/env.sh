@@ -105,8 +105,11 @@ supervise() {
         if [ -n "$asked" ]; then return; fi
         asked=$1
         say "$1: asking the trainers to save and stop"
-        (trap '' USR1 TERM HUP INT; while true; do "$ask" "$pid" || true; sleep "$REPEAT_S"; done) 2>/dev/null &
+        set -m
+        (trap '' USR1 TERM HUP INT; while kill -0 $$; do "$ask" "$pid" || true; sleep "$REPEAT_S"; done) 2>/dev/null &
         reminder=$!
+        disown "$reminder"
+        set +m
     }
     trap 'stop USR1' USR1
     trap 'stop TERM' TERM
@@ -118,6 +121,6 @@ supervise() {
     set +m
     while signalled='' status=0; wait "$pid" || status=$?; [ -n "$signalled" ]; do :; done    # a signal ends the wait only
     trap '' USR1 TERM HUP INT
-    if [ -n "$reminder" ]; then kill -KILL "$reminder"; wait "$reminder" || true; fi 2>/dev/null
+    if [ -n "$reminder" ]; then kill -KILL -- "-$reminder"; fi
     return $status
 }

@@ -28,19 +28,29 @@ ask_trainers() {
 }
 
 # No child may outlive this shell. torchrun puts trainers into sessions of their own, so all are known by a mark.
-export LAUNCH_ID=$HOSTNAME-$$
+LAUNCH_ID=$HOSTNAME-$$
+left() {        # grep's status speaks of processes that ended meanwhile
+    env -u LAUNCH_ID grep -lszxF "LAUNCH_ID=$LAUNCH_ID" /proc/[0-9]*/environ | env -u LAUNCH_ID cut -d/ -f3 || true
+}
+# shellcheck disable=SC2046,SC2329
 end_all() {
-    local left
-    for _ in 1 2 3; do      # again, for what was being started meanwhile; grep's status speaks of vanished files too
-        left=$(env -u LAUNCH_ID grep -lszxF "LAUNCH_ID=$LAUNCH_ID" /proc/[0-9]*/environ | env -u LAUNCH_ID cut -d/ -f3) || true
-        [ -n "$left" ] || return 0
-        # shellcheck disable=SC2086
-        kill -KILL $left 2>/dev/null || true
-    done
+    for _ in 1 2 3; do kill -KILL $(left) 2>/dev/null || return 0; done     # again, for what was being started meanwhile
 }
 
+# Should this shell itself be killed, its children have the time that Slurm gives by default, 30 s.
+set -m
+(trap '' USR1 TERM HUP INT
+ while kill -0 $$; do sleep 1; done
+ for _ in {1..30}; do [ -n "$(left)" ] || exit 0; sleep 1; done
+ end_all) </dev/null >/dev/null 2>&1 &
+guard=$!
+disown "$guard"
+set +m
+
 status=0
+export LAUNCH_ID
 supervise ask_trainers end_all "$@" || status=$?
 end_all
+kill -KILL -- "-$guard"
 if [ -n "$copy" ]; then exec >&- 2>&-; wait "$copy" || true; fi
 exit $status

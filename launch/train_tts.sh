@@ -126,11 +126,15 @@ end_srun() { kill -TERM "$1"; }      # srun ends the step
 status=0
 supervise ask_srun end_srun "${command[@]}" || status=$?
 
-# A lost node never told Slurm that its part had ended, so the step is still there after srun. Its exit status says
-# nothing: the trainers left behind fail as after any error. Slurm itself requeues only what it notices before --wait.
+# A node that was lost never told Slurm that its part has ended, so the step is still there after srun; or it starts
+# nothing any more. The exit status does not tell: trainers that lose a peer fail as after any error. When Slurm itself
+# finds the node missing, before --wait is over, it queues the job again on its own.
 node_lost() {
     for _ in {1..10}; do
-        squeue --noheader --steps --jobs="$job" --format=%i | grep -qE '\.[0-9]+$' || return 1
+        if ! squeue --noheader --steps --jobs="$job" --format=%i | grep -qE '\.[0-9]+$'; then
+            ! timeout 60 srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --input=none true
+            return
+        fi
         sleep 1
     done
 }
