@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Settings and checks shared by the launchers; sourced, not run. What is set already is kept: NCCL_DEBUG=INFO sbatch ...
 
-# -- what this node has -------------------------------------------------------------------------------------------------
+# -- what this node has ------------------------------------------------------------------------------------------------
 
 # The GPUs torch will see: those the driver lists, or fewer when CUDA_VISIBLE_DEVICES says so.
 count_gpus() {
@@ -32,7 +32,7 @@ has_infiniband() {
     return 1
 }
 
-# -- checks, each ending in one clear line ------------------------------------------------------------------------------
+# -- checks, each ending in one clear line -----------------------------------------------------------------------------
 
 say() { echo "${LAUNCHER:-launch}: $*" >&2; }
 die() { say "error: $*"; exit 1; }
@@ -59,7 +59,7 @@ flag_value() {
     echo "$value"
 }
 
-# -- settings for torch -------------------------------------------------------------------------------------------------
+# -- settings for torch ------------------------------------------------------------------------------------------------
 
 # Segments that grow fit batches of changing length without fragments. No max_split_size_mb beside it: it would only bar
 # requests below that size from larger free blocks, so memory would grow. CUDA 12's older name would win if it were set.
@@ -71,7 +71,7 @@ fi
 # aborts communicators first, which can block the dump below.
 # CUDA_DEVICE_MAX_CONNECTIONS is not set: 1 orders kernels for tensor parallelism and takes overlap from DDP and FSDP.
 
-export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}                   # flight recorder: last collectives of a rank
+export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}                   # flight recorder: a rank's last collectives
 export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}          # written out when one hangs
 
 # Each start of the workers gets a store of its own: out of the agent's, restarted workers read addresses of dead ones.
@@ -89,27 +89,30 @@ if has_infiniband; then
     export NCCL_IB_RETRY_CNT=${NCCL_IB_RETRY_CNT:-7}    # as often as InfiniBand can
 fi
 
-# -- running a child ----------------------------------------------------------------------------------------------------
+# -- running a child ---------------------------------------------------------------------------------------------------
 
 REPEAT_S=${REPEAT_S:-5}     # seconds until the wish to stop is repeated: trainers that are still starting miss it
 
 # supervise ASK END COMMAND...: run the command, wait for it, return its status. USR1, TERM, HUP and a first INT become
 # ASK PID, repeated until it ends; a second INT becomes END PID. $asked is the first signal that came.
 supervise() {
-    local ask=$1 end=$2 pid status signalled reminder=''
+    local ask=$1 end=$2 pid='' early='' reminder='' status signalled
     shift 2
     asked=''
     # shellcheck disable=SC2329     # the traps call it
-    stop() {
+    stop() {                # without `return`: in a trap that interrupts wait, bash would leave the script
         signalled=1
-        if [ -n "$asked" ]; then return; fi
-        asked=$1
-        say "$1: asking the trainers to save and stop"
-        set -m
-        (trap '' USR1 TERM HUP INT; while kill -0 $$; do "$ask" "$pid" || true; sleep "$REPEAT_S"; done) 2>/dev/null &
-        reminder=$!
-        disown "$reminder"
-        set +m
+        if [ -z "$pid" ]; then
+            early=$1
+        elif [ -z "$asked" ]; then
+            asked=$1
+            say "$1: asking the trainers to save and stop"
+            set -m
+            (trap '' USR1 TERM HUP INT; while kill -0 $$; do "$ask" "$pid" || true; sleep "$REPEAT_S"; done) 2>/dev/null &
+            reminder=$!
+            disown "$reminder"
+            set +m
+        fi
     }
     trap 'stop USR1' USR1
     trap 'stop TERM' TERM
@@ -119,7 +122,8 @@ supervise() {
     (trap '' USR1; exec "$@") &     # ignored until the child listens to it: a signal that comes early is not its death
     pid=$!
     set +m
-    while signalled='' status=0; wait "$pid" || status=$?; [ -n "$signalled" ]; do :; done    # a signal ends the wait only
+    if [ -n "$early" ]; then stop "$early"; fi
+    while signalled='' status=0; wait "$pid" || status=$?; [ -n "$signalled" ]; do :; done   # a signal ends wait, too
     trap '' USR1 TERM HUP INT
     if [ -n "$reminder" ]; then kill -KILL -- "-$reminder"; fi
     return $status

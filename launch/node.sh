@@ -6,6 +6,7 @@ set -euo pipefail
 LAUNCHER=${SLURMD_NODENAME:-$HOSTNAME}
 
 NEED_GPUS=${NEED_GPUS:-0}   # GPUs this node must have
+ORPHAN_S=${ORPHAN_S:-30}    # seconds that children may outlive this shell; as long as Slurm gives by default
 
 # shellcheck source=launch/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -34,14 +35,14 @@ left() {        # grep's status speaks of processes that ended meanwhile
 }
 # shellcheck disable=SC2046,SC2329
 end_all() {
-    for _ in 1 2 3; do kill -KILL $(left) 2>/dev/null || return 0; done     # again, for what was being started meanwhile
+    for _ in 1 2 3; do kill -KILL $(left) 2>/dev/null || break; done    # again, for what was just being started
 }
 
-# Should this shell itself be killed, its children have the time that Slurm gives by default, 30 s.
+# Should this shell itself be killed, this one sees to the end of its children.
 set -m
 (trap '' USR1 TERM HUP INT
  while kill -0 $$; do sleep 1; done
- for _ in {1..30}; do [ -n "$(left)" ] || exit 0; sleep 1; done
+ for ((i = 0; i < ORPHAN_S; i++)); do [ -n "$(left)" ] || exit 0; sleep 1; done
  end_all) </dev/null >/dev/null 2>&1 &
 guard=$!
 disown "$guard"

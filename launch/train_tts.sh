@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Train Higgs-Audio V2 on one node or many; arguments go to train_v2_ddp.py.
 #
-#   sbatch launch/train_tts.sh --train_data_file train.json --output_dir out ...     2 nodes x 8 GPUs; or sbatch --nodes=1
-#   bash launch/train_tts.sh --train_data_file train.json --output_dir out ...       this machine, all its GPUs
+#   sbatch launch/train_tts.sh --train_data_file train.json --output_dir out ...   2 nodes x 8 GPUs; or sbatch --nodes=1
+#   bash launch/train_tts.sh --train_data_file train.json --output_dir out ...     this machine, all its GPUs
 #
-# DRY_RUN=1 prints the command and ends. Slurm's warning before the time limit, SIGTERM and Ctrl-C let the trainers finish
-# their step and save; after the warning the job is queued again. A second Ctrl-C ends everything at once.
+# DRY_RUN=1 prints the command and ends. Slurm's warning before the time limit, SIGTERM and Ctrl-C let the trainers
+# finish their step and save; after the warning the job is queued again. A second Ctrl-C ends everything at once.
 #
 #SBATCH --job-name=train_tts
 #SBATCH --nodes=2
@@ -22,7 +22,7 @@ set -euo pipefail
 LAUNCHER=train_tts
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-if [ ! -e "$repo/launch/env.sh" ]; then         # sbatch runs a copy from its spool folder; Slurm knows where it came from
+if [ ! -e "$repo/launch/env.sh" ]; then         # sbatch runs a copy from its spool folder; Slurm knows the original
     repo=$(scontrol show job "${SLURM_JOB_ID:-0}" | sed -n 's|^ *Command=\(.*\)/launch/[a-z0-9_]*\.sh.*|\1|p')
     repo=$(cd "${SLURM_SUBMIT_DIR:-.}" && cd "$repo" && pwd)
 fi
@@ -38,7 +38,7 @@ CONDA_ENV=${CONDA_ENV:-}                        # a conda environment; default t
 NPROC_PER_NODE=${NPROC_PER_NODE:-}              # trainers a node; default: one a GPU
 PORT_BASE=${PORT_BASE:-29500}                   # to which job id % 1000 is added; below 32768 the kernel takes no ports
 MASTER_PORT=${MASTER_PORT:-}                    # rendezvous port on the first node, instead of that sum
-MAX_RESTARTS=${MAX_RESTARTS:-0}                 # torchrun's own restarts; 0: Slurm starts the job anew, on nodes that work
+MAX_RESTARTS=${MAX_RESTARTS:-0}                 # torchrun's own restarts; 0: Slurm starts anew, on nodes that work
 MAX_REQUEUES=${MAX_REQUEUES:-100}               # starts over which a job may go on queueing itself
 REQUEUE_ON_FAILURE=${REQUEUE_ON_FAILURE:-node}  # node: when a node was lost; any: after any failure; never
 SRUN_WAIT=${SRUN_WAIT:-60}                      # seconds after one node's end until a silent one is given up
@@ -51,7 +51,7 @@ MARKER=$OUTPUT_DIR/requeue                      # left by trainers that saved be
 job=${SLURM_JOB_ID:-} restart=${SLURM_RESTART_COUNT:-0}
 if [ -n "${SLURM_STEP_ID:-}" ]; then job=''; fi # a shell in a job step (srun --pty bash): srun would wait for its end
 
-# -- environment --------------------------------------------------------------------------------------------------------
+# -- environment -------------------------------------------------------------------------------------------------------
 
 if [ -n "$VENV" ]; then
     need_file "$VENV/bin/activate" VENV
@@ -66,7 +66,7 @@ elif [ -n "$CONDA_ENV" ]; then
     die "CONDA_ENV=$CONDA_ENV: no such conda environment"
 fi
 
-# -- checks -------------------------------------------------------------------------------------------------------------
+# -- checks ------------------------------------------------------------------------------------------------------------
 
 command -v torchrun >/dev/null || die "no torchrun on PATH: set VENV or CONDA_ENV"
 need_file "$TRAINER" TRAINER
@@ -91,27 +91,29 @@ fi
 threads=$(($(count_cpus) / NPROC_PER_NODE))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}       # a trainer's share of the CPUs
 
-# -- this machine -------------------------------------------------------------------------------------------------------
+dry_run() { printf '%q ' "OMP_NUM_THREADS=$OMP_NUM_THREADS" "${command[@]}"; echo; exit; }
+
+# -- this machine ------------------------------------------------------------------------------------------------------
 
 if [ -z "$job" ]; then
     command=(bash "$REPO/launch/node.sh" ""
         torchrun --standalone --nproc-per-node="$NPROC_PER_NODE" --max-restarts="$MAX_RESTARTS" "$TRAINER" "$@")
-    if [ "$DRY_RUN" = 1 ]; then printf '%q ' "${command[@]}"; echo; exit; fi
+    if [ "$DRY_RUN" = 1 ]; then dry_run; fi
     exec "${command[@]}"
 fi
 
-# -- Slurm --------------------------------------------------------------------------------------------------------------
+# -- Slurm -------------------------------------------------------------------------------------------------------------
 
 nodes=$SLURM_JOB_NUM_NODES
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=${MASTER_PORT:-$((PORT_BASE + job % 1000))}
 # srun no longer inherits --cpus-per-task. --kill-on-bad-exit: a node's failure ends the others. --wait: srun would wait
 # for ever for a node that died and came back before Slurm noticed.
-command=(srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpus-per-task="$(count_cpus)" --export=ALL --input=none
-    --kill-on-bad-exit=1 --wait="$SRUN_WAIT" bash "$REPO/launch/node.sh" "$LOG_DIR/$job"
+command=(srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpus-per-task="$(count_cpus)" --export=ALL
+    --input=none --kill-on-bad-exit=1 --wait="$SRUN_WAIT" bash "$REPO/launch/node.sh" "$LOG_DIR/$job"
     torchrun --nnodes="$nodes" --nproc-per-node="$NPROC_PER_NODE" --max-restarts="$MAX_RESTARTS"
     --rdzv-backend=c10d --rdzv-id="$job.$restart" --rdzv-endpoint="$first:$port" "$TRAINER" "$@")
-if [ "$DRY_RUN" = 1 ]; then printf '%q ' "${command[@]}"; echo; exit; fi
+if [ "$DRY_RUN" = 1 ]; then dry_run; fi
 need_free_port "$port"
 mkdir -p "$LOG_DIR"
 rm -f "$MARKER"
@@ -132,8 +134,8 @@ supervise ask_srun end_srun "${command[@]}" || status=$?
 node_lost() {
     for _ in {1..10}; do
         if ! squeue --noheader --steps --jobs="$job" --format=%i | grep -qE '\.[0-9]+$'; then
-            ! timeout 60 srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --input=none true
-            return
+            timeout 60 srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --input=none true && return 1
+            return 0
         fi
         sleep 1
     done

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# LoRA fine-tuning of Higgs-Audio V2 on one node of 8 H200 GPUs; arguments go to train_v2_ddp.py and win over those here.
+# LoRA fine-tuning of Higgs-Audio V2 on one node of 8 H200 GPUs; arguments go to train_v2_ddp.py, after those from here.
 #
 #   sbatch launch/train_tts_h200x8.sh --model_path ... --audio_tokenizer_path ... --train_data_file ... --output_dir ...
 #   bash launch/train_tts_h200x8.sh   ... the same, on the machine itself
@@ -21,12 +21,13 @@ set -euo pipefail
 LAUNCHER=train_tts_h200x8
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-if [ ! -e "$repo/launch/env.sh" ]; then         # sbatch runs a copy from its spool folder; Slurm knows where it came from
+if [ ! -e "$repo/launch/env.sh" ]; then         # sbatch runs a copy from its spool folder; Slurm knows the original
     repo=$(scontrol show job "${SLURM_JOB_ID:-0}" | sed -n 's|^ *Command=\(.*\)/launch/[a-z0-9_]*\.sh.*|\1|p')
     repo=$(cd "${SLURM_SUBMIT_DIR:-.}" && cd "$repo" && pwd)
 fi
 export REPO=${REPO:-$repo}                      # this repository
-[ -e "$REPO/launch/env.sh" ] || { echo "$LAUNCHER: error: no launch/env.sh in '$REPO'; set REPO to the repository" >&2; exit 1; }
+[ -e "$REPO/launch/env.sh" ] ||
+    { echo "train_tts_h200x8: error: no launch/env.sh in '$REPO': set REPO to the repository's folder" >&2; exit 1; }
 # shellcheck source=launch/env.sh
 source "$REPO/launch/env.sh"
 
