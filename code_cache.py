@@ -373,7 +373,7 @@ def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progr
             seen.add(key)
             batch.add_file(_digest(path, *stat, _cut(clip)), key)
         progress.add(len(cuts))
-        if stop_requested():
+        if progress.stopping():
             break
         if len(batch.files) >= SHARD_CLIPS or time.monotonic() - flushed > SHARD_SECONDS:
             batch.write()
@@ -438,6 +438,11 @@ class Progress:
         done = self._count("clips", n) if self.world.store else self.local
         if self.bar:
             self.bar.update(done - self.bar.n)
+
+    def stopping(self):
+        """True once any rank was asked to stop."""
+        asked = bool(stop_requested())
+        return self._count("stop", int(asked)) > 0 if self.world.store else asked
 
     def finish(self):
         """Rank 0 stays, updating the bar, until every rank has finished; the others go on to wait for it."""

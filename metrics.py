@@ -90,7 +90,10 @@ class MetricsLog:
     def write(self, step, values):
         """Record {name: number} at an optimizer step everywhere; a number that is not finite becomes null in JSON."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self.file.write(json.dumps({"step": step, **finite}) + "\n")
+        try:
+            self.file.write(json.dumps({"step": step, **finite}) + "\n")
+        except OSError as error:        # it does not say which file it is about
+            raise OSError(error.errno, error.strerror, str(self.path))
         if self.board:
             for name, value in values.items():
                 self.board.add_scalar(name, value, step)

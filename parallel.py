@@ -8,9 +8,12 @@ take hours (encoding audio, validation on rank 0), where an NCCL watchdog would 
 Shared module: torch only, imports nothing of ours.
 """
 import contextlib
+import errno
 import inspect
+import multiprocessing
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -28,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 GRACE_S = 5     # seconds a rank lets the one with the message speak first
 COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset", "Broken pipe", "TCPStore")
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 LATER_S = 30    # a collective may outlive its time limit by this, so that the watchdog can name who hangs
 LAST_WORD = "last word"     # key in the store: a rank has failed and says why
 
@@ -115,6 +119,8 @@ def one_clear_error():
     except KeyboardInterrupt:
         leave(130)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            stop(f"{error.filename or 'a file of this run'} cannot be written ({error.strerror})")
         if any(word in str(error) for word in COLLECTIVE_ERRORS):
             _give_way()         # a peer is gone: it, or torchrun, which ends this process, says more
         if claim_last_word(_world.store if _world else None):
@@ -146,8 +152,14 @@ def leave(status):
     """End the process at once: a clean interpreter exit could wait for peers that are gone."""
     sys.stdout.flush()
     sys.stderr.flush()
+    if hosts_store(_world):     # the others learn from it that all has been said, and end in that time
+        _give_way(GRACE_S + 3)
     if dist.is_initialized():
         os._exit(status)
+    if children := multiprocessing.active_children():       # loaders: the exit would wait for them, who ignore SIGTERM
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)       # torch's handler raises when one ends
+        for child in children:
+            child.kill()
     sys.exit(status)
 
 
@@ -157,9 +169,17 @@ def leave_quietly():
     leave(1)
 
 
-def _give_way():
-    with contextlib.suppress(Exception):        # torch's SIGCHLD handler raises here when a loader process ends, too
-        time.sleep(GRACE_S)
+def _give_way(seconds=GRACE_S):
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        with contextlib.suppress(Exception):        # torch's SIGCHLD handler raises here when a loader process ends
+            time.sleep(left)
+
+
+def hosts_store(world):
+    """True on the rank whose end takes the run's store away; under torchrun that is no rank, but torchrun."""
+    return world is not None and world.store is not None and world.is_main \
+        and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def rank0_first(world, work, *args):

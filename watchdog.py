@@ -19,7 +19,7 @@ import traceback
 from pathlib import Path
 
 from checkpoint import write_atomically
-from parallel import GRACE_S, LAST_WORD, claim_last_word
+from parallel import GRACE_S, LAST_WORD, claim_last_word, hosts_store
 
 MARKER = "requeue"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -77,6 +77,7 @@ class Watchdog:
         self.world, self.limit_s = world, limit_s
         self.main = threading.get_ident()
         self.beat_s = min(1.0, limit_s / 10)
+        self.grace_s = GRACE_S + 3 * hosts_store(world)     # who hosts the store ends last
         self.state = (0, "start", time.monotonic(), limit_s)
         if world.store is not None:
             threading.Thread(target=self._watch, daemon=True).start()
@@ -102,14 +103,14 @@ class Watchdog:
                     if time.monotonic() > leave:
                         os._exit(1)
                 elif self.world.store.check([LAST_WORD]):       # a rank failed; this one may wait for it
-                    leave = time.monotonic() + GRACE_S
+                    leave = time.monotonic() + self.grace_s
                 elif stuck <= limit_s:
                     before = None
                 elif before is None:
                     before, decide = self._states(), beat + 5
                 elif beat >= decide:
                     self._judge(before, self._states(), stuck)
-                    leave = time.monotonic() + GRACE_S      # time for the stacks of other ranks
+                    leave = time.monotonic() + self.grace_s     # time for the stacks of other ranks
                 time.sleep(self.beat_s)
         except Exception as error:      # the store is gone or silent: its host is
             time.sleep(GRACE_S)         # torchrun, when it noticed too, ends this process meanwhile

@@ -438,8 +438,9 @@ def test_signal_while_audio_is_encoded(launch, speech, tmp_path):
     assert job.wait(60) == [0, 0], job.text()
     assert "asked to stop while audio was being encoded" in marker(out) and "Traceback" not in job.text()
     assert not steps_of(out) and encoded(job) == clips
-    done = sum(len(load_file(path)["lengths"]) for path in (tmp_path / "codes").rglob("*.safetensors"))
-    assert 0 < done < clips
+    shares = [len(load_file(path)["lengths"]) for path in (tmp_path / "codes").rglob("*.safetensors")]
+    done = sum(shares)
+    assert done and max(shares) < clips // 2 - 4, "a rank went on to the end of its share"
     again = launch(out, *flags, ranks=2)
     assert again.wait() == [0, 0], again.text()
     assert encoded(again) == clips - done and steps_of(out) == [2] and marker(out) is None
@@ -459,7 +460,7 @@ def test_one_rank_failing_ends_all_with_one_traceback(launch, tmp_path, torchrun
     assert all(job.wait(60))
     assert time.monotonic() - start < 45
     assert re.findall(r"^rank \d failed:", job.text(), re.M) == ["rank 1 failed:"], job.text()
-    assert len(re.findall(r"^RuntimeError: DataLoader worker .* exited unexpectedly", job.text(), re.M)) == 1
+    assert len(re.findall(r"^RuntimeError: DataLoader worker .*(?:Killed|exited unexpectedly)", job.text(), re.M)) == 1
 
 
 def test_all_ranks_failing_show_one_traceback(launch, tiny, tmp_path):
@@ -470,7 +471,7 @@ def test_all_ranks_failing_show_one_traceback(launch, tiny, tmp_path):
     for shard in (tmp_path / "codes").rglob("*.safetensors"):
         os.truncate(shard, 10)
     assert job.wait(60) == [1, 1]
-    assert len(re.findall(r"^rank \d failed:", job.text(), re.M)) == 1, job.text()
+    assert len(re.findall(r"rank \d failed:", job.text())) == 1, job.text()     # what killed the loader ends no line
     assert "Bus error" in job.text()
 
 
@@ -500,7 +501,7 @@ def test_rank_whose_loader_hangs_is_named(launch, tmp_path):
     rank, loaders = job.rank(1), children(job.rank(1))
     job.signal(signal.SIGSTOP, loaders)
     assert job.statuses(60) == [1, 1], job.text()
-    job.signal(signal.SIGCONT, loaders)
+    job.signal(signal.SIGKILL, loaders)
     job.wait()
     errors = re.findall("^error: .*", job.text(), re.M)
     assert len(errors) == 1 and re.match(rf"error: hangs: rank 1 \(\S+, process {rank}\) in: loading data for step "
