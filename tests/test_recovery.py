@@ -348,7 +348,7 @@ def test_kills_at_any_moment_cost_no_bit(launch, whole, tmp_path):
     """From the first import on: while data is prepared, the log is cut back, the model loaded, a checkpoint deleted."""
     print(f"TEST_SEED={SEED}")
     draw, out = random.Random(f"{SEED} any"), tmp_path / "out"
-    for _ in range(8):
+    for _ in range(6):
         before = newest(out)
         job = launch(out, *KINDS["lora"][1], "--save_steps", 1, "--save_total_limit", 1)
         time.sleep(draw.uniform(0.1, 2.5))
@@ -539,7 +539,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(launch, whole, tmp_path)
     most = 15
     while growing(out) == 15:
         most = max(most, last_step(out))
-        assert len(list(out.glob("*.tmp"))) == 1
+        assert len(list(out.glob("*.tmp"))) <= 1        # none: renamed since the line before
         time.sleep(0.005)
     assert 20 <= most <= 30         # not held up by the write, but the next save waits for it
     job.wait_for(lambda: growing(out) == 30)
@@ -575,7 +575,7 @@ def test_damaged_checkpoints_are_reported_and_passed_over(launch, whole, tmp_pat
     shard = out / "checkpoint-8" / "model-00002-of-00002.safetensors"
     os.truncate(shard, shard.stat().st_size - 4096)
     flip_byte(out / "checkpoint-6" / "trainer_state" / "optimizer-00002-of-00002.safetensors")
-    job = launch(out, *flags, "--save_steps", 2, "--save_total_limit", 1, ranks=ranks)
+    job = launch(out, *flags, "--save_steps", 20, "--save_total_limit", 1, ranks=ranks)
     assert job.wait() == [0, 0], job.text()
     assert "start      step 4, resumed from" in job.text()
     reports = re.findall(r"^checkpoint \S+-(\d+) is damaged \((.*)\); trying the one before", job.text(), re.M)
