@@ -2,8 +2,10 @@
 # Set up, then run every test; arguments go to pytest, e.g. launch/test.sh tests/test_labels.py -x
 set -euo pipefail
 
+TEST_PROCESSES=${TEST_PROCESSES:-2}     # test files that run side by side
+
 here=$(dirname "${BASH_SOURCE[0]}")
 # shellcheck source=launch/setup.sh
 source "$here/setup.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
-exec python -m pytest -q --durations=10 "$@"
+exec python -m pytest -q --durations=10 -n "$TEST_PROCESSES" --dist loadfile "$@"
