@@ -244,11 +244,10 @@ def test_a_wrong_flag_fails_once(submit):
     assert job.show("ExitCode") != "0:0"
 
 
-def test_requeues_are_bounded(submit, tmp_path):
-    """A trainer that always asks for another start gets MAX_REQUEUES of them."""
-    trainer = tmp_path / "asks_again.py"
-    trainer.write_text("import sys; open(sys.argv[sys.argv.index('--output_dir') + 1] + '/requeue', 'w').write('more')")
-    job = submit(TRAINER=str(trainer), MAX_REQUEUES="1")
+def test_requeues_on_any_failure_are_bounded(submit, tmp_path):
+    trainer = tmp_path / "fails.py"
+    trainer.write_text("raise SystemExit(3)")
+    job = submit(TRAINER=str(trainer), REQUEUE_ON_FAILURE="any", MAX_REQUEUES="1")
     assert job.end() == ("FAILED", 1), job.log
     assert "not queued again, this was start 2 (MAX_REQUEUES)" in job.log
 
