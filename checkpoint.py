@@ -106,8 +106,8 @@ class Writer:
         self.wait()
         if self.world.is_main:
             try:
-                for stale in self.output_dir.glob("checkpoint-*.tmp*"):     # left by a kill
-                    shutil.rmtree(stale)
+                for stale in self.output_dir.glob("checkpoint-*.tmp*"):     # left by a kill, or still open somewhere
+                    shutil.rmtree(stale, ignore_errors=stale != self.building(step))
                 (self.building(step) / STATE_DIR).mkdir(parents=True)
             except OSError as error:
                 raise self.failed(step, error)
@@ -238,10 +238,13 @@ def rotate(output_dir, newest, keep, best_step=None):
 
 
 def delete(path):
-    """Delete a checkpoint folder; it loses its name first, so that a kill leaves no half of one under it."""
-    doomed = path.with_name(path.name + ".tmp-deleted")
+    """Delete a checkpoint folder; it loses its name first, so that a kill leaves no half of one under it.
+
+    What cannot be deleted (NFS keeps files that somebody has open) is left to the next save.
+    """
+    doomed = path.with_name(f"{path.name}.tmp-deleted-{time.time_ns()}")
     os.rename(path, doomed)
-    shutil.rmtree(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def damage(path):

@@ -30,6 +30,8 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 GRACE_S = 5     # seconds a rank lets the one with the message speak first
+# How an ending goes: the first rank to fail claims the last word in the store and speaks; the others see that within a
+# second, stay silent and end GRACE_S later, 3 s later still where they host the store.
 COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset", "Broken pipe", "TCPStore")
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 LATER_S = 30    # a collective may outlive its time limit by this, so that the watchdog can name who hangs
@@ -65,7 +67,7 @@ def init(timeout_s=600, slow_timeout_s=6 * 3600, device=None, alone_too=False, c
     timeout_s: limit of one gradient collective. slow_timeout_s: limit of a wait on the slow group. device: "cpu" or
     "cuda", default CUDA when there is one. alone_too: a process group for a single process as well, which FSDP2 needs.
     cpu_too: collectives on CPU tensors beside the GPU's, which CPU offload needs. Raises UserError when more processes
-    than GPUs were started on this node.
+    than GPUs were started on this node, or torchrun restarted workers on a used store.
     """
     global _world
     env = os.environ
@@ -79,6 +81,9 @@ def init(timeout_s=600, slow_timeout_s=6 * 3600, device=None, alone_too=False, c
         torch.cuda.set_device(local_rank)
     where = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     _world = world = World(rank, local_rank, size, local_size, where)
+    if env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise UserError("torchrun --max-restarts: the workers that died left their keys in torchrun's store; "
+                        "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
     if size > 1:
         world.store, _, _ = next(rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))
     if size > 1 or alone_too:
@@ -121,7 +126,7 @@ def one_clear_error():
     except Exception as error:
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             stop(f"{error.filename or 'a file of this run'} cannot be written ({error.strerror})")
-        if any(word in str(error) for word in COLLECTIVE_ERRORS):
+        if isinstance(error, dist.DistError) or any(word in str(error) for word in COLLECTIVE_ERRORS):
             _give_way()         # a peer is gone: it, or torchrun, which ends this process, says more
         if claim_last_word(_world.store if _world else None):
             print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
@@ -129,14 +134,20 @@ def one_clear_error():
 
 
 def claim_last_word(store):
-    """True for the first failing rank of the run (store: World.store), and for any rank that cannot ask."""
+    """True for the first failing rank of the run (store: World.store), and for any rank that gets no answer."""
     if _claimed.is_set():
         return False
     _claimed.set()
-    try:
-        return store is None or store.add(LAST_WORD, 1) == 1
-    except Exception:       # the store's host is gone
-        return True
+    answers = []
+
+    def ask():
+        with contextlib.suppress(Exception):        # the store's host is gone
+            answers.append(store.add(LAST_WORD, 1) == 1)
+    if store is not None:       # in a thread: a host that stands still would hold this call for ever
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(GRACE_S)
+    return answers[0] if answers else True
 
 
 def stop(message):
@@ -177,7 +188,10 @@ def _give_way(seconds=GRACE_S):
 
 
 def hosts_store(world):
-    """True on the rank whose end takes the run's store away; under torchrun that is no rank, but torchrun."""
+    """True on the rank whose end takes the run's store away.
+
+    By default torchrun itself hosts it; rank 0 does with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, as in our launchers.
+    """
     return world is not None and world.store is not None and world.is_main \
         and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 

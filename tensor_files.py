@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from parallel import UserError
 
+WINDOW = 256 * 2**20        # bytes a rank gathers for itself before it copies them to the CPU
+
 
 def open_tensors(paths):
     """{tensor name: slice handle with get_shape() and [rows]} over safetensors files; reads only their headers.
@@ -87,18 +89,27 @@ def gather_share(world, named, spread=True):
     Collective when tensors are sharded. named: {name: tensor}, the same names on every rank. spread: share sharded
     tensors out evenly, else rank 0 owns them; plain ones, alike everywhere, are always rank 0's.
     """
-    share, owners, load = {}, {}, [0] * world.size
+    share, owners, load, waiting, gathered = {}, {}, [0] * world.size, {}, 0
+
+    def fetch():
+        share.update({name: tensor.to("cpu", copy=True) for name, tensor in waiting.items()})
+        waiting.clear()
     for name, tensor in named.items():
         owners[name] = 0
         if isinstance(tensor, DTensor):
             if spread:
                 owners[name] = load.index(min(load))
-            load[owners[name]] += tensor.numel()
+                load[owners[name]] += tensor.numel()
             if tensor.device.type != world.device.type:     # offloaded: gathered on the GPU, as gradients are
                 tensor = tensor.to(world.device)
             tensor = tensor.full_tensor()
+            gathered += tensor.numel() * tensor.element_size()
         if owners[name] == world.rank:
-            share[name] = tensor.detach().reshape(tensor.shape or (1,)).to("cpu", copy=True).contiguous()
+            waiting[name] = tensor.detach().reshape(tensor.shape or (1,)).contiguous()
+        if gathered > WINDOW * world.size:      # now all ranks copy their own at the same time, not one after another
+            fetch()
+            gathered = 0
+    fetch()
     return share, owners
 
 

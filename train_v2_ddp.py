@@ -207,27 +207,38 @@ def autocast(args, device):
 
 
 @torch.no_grad()
-def evaluate(world, args, model, table, ids, held_out):
-    """Exact target-weighted validation losses {eval/...: float}, the same for --eval_ranks rank0 and all."""
+def evaluate(world, args, model, table, ids, held_out, check):
+    """Exact target-weighted validation losses {eval/...: float}, the same for --eval_ranks rank0 and all.
+
+    Now and then calls check(), which may raise, and looks for a request to stop: then it returns None, on all ranks.
+    """
     order = PackOrder(table.lengths[held_out], samples_per_pack=args.per_device_eval_batch_size, shuffle=False)
     codebooks = ids.num_codebooks
 
     def share(rank, size):
         packs = [[int(held_out[i]) for i in pack] for pack in rank_packs(order, rank, size, 1, epochs=1)]
         sums = torch.zeros(codebooks + 4, dtype=torch.float64, device=world.device)
-        for batch in make_loader(table, ids, packs, num_workers=min(1, args.num_workers), prefetch_factor=2,
-                                 pin_memory=False):
+        loader = make_loader(table, ids, packs, num_workers=min(1, args.num_workers), prefetch_factor=2,
+                             pin_memory=False)
+        for i, batch in enumerate(loader):
+            if i % 16 == 0:
+                check()
+                stop = bool(watchdog.stop_requested())
+                if stop if size == 1 else parallel.any_rank(world, stop).item():
+                    return None
             with autocast(args, world.device):
                 audio, text, eos = model(batch.to(world.device))
             sums += torch.cat([audio, text[None], eos]).double()
-        return sums
+        return sums.tolist()
 
     model.eval()
     if args.eval_ranks == "rank0":
-        sums = parallel.rank0_first(world, lambda: share(0, 1).tolist())
-    else:
-        sums = parallel.all_sum(world, share(world.rank, world.size)).tolist()
+        sums = parallel.rank0_first(world, share, 0, 1)
+    elif (sums := share(world.rank, world.size)) is not None:
+        sums = parallel.all_sum(world, torch.tensor(sums, dtype=torch.float64, device=world.device)).tolist()
     model.train()
+    if sums is None:
+        return None
     counts = [int(table.audio_targets[held_out].sum()), int(table.text_targets[held_out].sum())]
     return higgs.loss_report([*sums, *counts], args.audio_loss_reduction, args.text_loss_weight, "eval")
 
@@ -382,7 +393,7 @@ def train(args):
     if meta and main_rank:
         sums += torch.tensor(meta["unlogged"], dtype=torch.float64, device=device)
     totals, steps, slots, waited = Counter(), 0, 0, 0.0     # since the last log line
-    since, saved_step = time.monotonic(), at["step"] if resume else None
+    since, start_step, saved_step = time.monotonic(), at["step"], at["step"] if resume else None
     bar = tqdm(total=total_steps, initial=at["step"], unit="step", disable=None if main_rank else True)
 
     def save():
@@ -397,7 +408,9 @@ def train(args):
     def validate():
         nonlocal best_loss, best_step
         watch.moved(f"validation at step {at['step']}", args.wait_timeout)
-        values = evaluate(world, args, model, table, ids, eval_ids)
+        values = evaluate(world, args, model, table, ids, eval_ids, writer.check)
+        if values is None:
+            return False
         if main_rank:
             log.write(at["step"], values)
             tqdm.write(f"eval   step {at['step']:>6} | loss {values['eval/loss']:7.4f} | "
@@ -406,6 +419,15 @@ def train(args):
         if math.isfinite(values["eval/loss"]) and (best_loss is None or values["eval/loss"] < best_loss):
             best_loss, best_step = values["eval/loss"], at["step"]
             save()
+        return True
+
+    def report_bad(about):
+        if about:
+            text = bad_step_report(world, table, *about, flags.bad_total)
+            if flags.bad_in_a_row >= args.max_bad_steps:
+                watch.moved("waiting for the checkpoint under way", args.wait_timeout)
+                parallel.rank0_first(world, writer.wait)
+                raise UserError(f"{flags.bad_in_a_row} steps in a row had a non-finite gradient; {text}")
 
     def every(steps):
         return steps > 0 and at["step"] % steps == 0
@@ -421,7 +443,8 @@ def train(args):
             asked = time.monotonic()
             watch.moved(f"loading data for step {at['step'] + 1}")
             batch = next(batches)
-            watch.moved(f"step {at['step'] + 1}")
+            compiling = args.compile and at["step"] == start_step
+            watch.moved(f"step {at['step'] + 1}", args.wait_timeout if compiling else None)
             waited += time.monotonic() - asked
             mine = list(batch.samples)
             assert batch.counts["audio_targets"] == table.audio_targets[mine].sum(), "loader and plan disagree"
@@ -452,18 +475,13 @@ def train(args):
         sums += torch.where(bad > 0, 0.0, step_sums)
         at["step"], at["first"] = at["step"] + 1, at["first"] + per_step
 
-        previous = flags.pop()
+        report_bad(flags.pop())                         # of the step before: this one is still being computed
         flags.push(bad, stop, (at["step"], finite))
         last = at["step"] == total_steps
+        evaluating, saving = len(eval_ids) and (last or every(args.eval_steps)), last or every(args.save_steps)
+        if evaluating or saving or flags.stop:          # these wait for this step anyway
+            report_bad(flags.pop())
         stopping = flags.stop and not last
-        evaluating = len(eval_ids) and not stopping and (last or every(args.eval_steps))
-        saving = last or stopping or every(args.save_steps)
-        for about in (previous, flags.pop() if saving or evaluating else None):
-            if about:
-                text = bad_step_report(world, table, *about, flags.bad_total)
-                if flags.bad_in_a_row >= args.max_bad_steps:
-                    writer.wait()
-                    raise UserError(f"{flags.bad_in_a_row} steps in a row had a non-finite gradient; {text}")
 
         # -- log ------------------------------------------------------------------------------------------------------
         totals.update(work)
@@ -490,9 +508,9 @@ def train(args):
         # -- validate, save -------------------------------------------------------------------------------------------
         paused = time.monotonic()
         writer.check()
-        if evaluating:
-            validate()
-        if saving and saved_step != at["step"]:
+        if evaluating and not stopping:
+            stopping = not validate() and not last
+        if (saving or stopping) and saved_step != at["step"]:
             save()
         since += time.monotonic() - paused      # throughput is about training steps
         if stopping:

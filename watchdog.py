@@ -24,6 +24,8 @@ from parallel import GRACE_S, LAST_WORD, claim_last_word, hosts_store
 MARKER = "requeue"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
+SILENT_BEATS = 5        # beats without one of another rank's after which it counts as silent
+
 _requested = []         # names of the signals that came
 _at_rest = threading.Event()
 
@@ -79,8 +81,10 @@ class Watchdog:
         self.beat_s = min(1.0, limit_s / 10)
         self.grace_s = GRACE_S + 3 * hosts_store(world)     # who hosts the store ends last
         self.state = (0, "start", time.monotonic(), limit_s)
+        self.answered = time.monotonic()        # when the store last did
         if world.store is not None:
             threading.Thread(target=self._watch, daemon=True).start()
+            threading.Thread(target=self._watch_store, daemon=True).start()
 
     def moved(self, where, limit_s=None):
         """Call on every rank, at the same places, whenever the main thread has come further.
@@ -90,6 +94,7 @@ class Watchdog:
         self.state = (self.state[0] + 1, where, time.monotonic(), limit_s or self.limit_s)
 
     def _watch(self):
+        """Healthy -> suspicious (before: all ranks' beats then) -> judged, or a failure elsewhere -> leaving."""
         before, decide, leave = None, None, None
         try:
             for beat in itertools.count():
@@ -99,6 +104,7 @@ class Watchdog:
                 self.world.store.set(f"watch/{self.world.rank}", json.dumps(
                     [beat, count, where, f"{socket.gethostname()}, process {os.getpid()}"]))
                 stuck = time.monotonic() - since
+                self.answered = time.monotonic()
                 if leave is not None:           # beats on, or a slower judge would take this rank for silent
                     if time.monotonic() > leave:
                         os._exit(1)
@@ -107,7 +113,7 @@ class Watchdog:
                 elif stuck <= limit_s:
                     before = None
                 elif before is None:
-                    before, decide = self._states(), beat + 5
+                    before, decide = self._states(), beat + SILENT_BEATS
                 elif beat >= decide:
                     self._judge(before, self._states(), stuck)
                     leave = time.monotonic() + self.grace_s     # time for the stacks of other ranks
@@ -118,6 +124,17 @@ class Watchdog:
                 print("error: rank 0 or its node is gone: the store of the run does not answer "
                       f"({str(error).splitlines()[0]})", file=sys.stderr, flush=True)
             if not _at_rest.is_set():
+                os._exit(1)
+
+    def _watch_store(self):
+        """A store whose host stands still answers no call, and no call to it ends: that takes another thread to see."""
+        while not _at_rest.is_set():
+            time.sleep(self.beat_s)
+            silent = time.monotonic() - self.answered
+            if silent > self.limit_s + GRACE_S:
+                if self.world.local_rank == 0 or self.world.rank == 1:      # one voice a node is enough
+                    print(f"error: no answer from rank 0 for {silent:.0f} s: its process, which hosts the run's store, "
+                          "or torchrun, or its node stands still", file=sys.stderr, flush=True)
                 os._exit(1)
 
     def _states(self):
