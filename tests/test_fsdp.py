@@ -307,13 +307,25 @@ def test_batches_without_audio_or_text_on_one_rank(pool, odd, tmp_path, method):
     gradients = {}
     for mode, ranks in (("ddp", 1), ("ddp", 2), ("fsdp", 2)):
         argv = arguments(odd, tmp_path / "out", *METHODS[method], "--parallel", mode)
-        statuses, output = pool.run(ranks, "test_fsdp.step_on_odd_batches", argv, str(tmp_path), timeout=60)
+        statuses, output = pool.run(ranks, "test_fsdp.step_on_odd_batches", argv, str(tmp_path))
         assert not any(statuses), output
         gradients[mode, ranks] = load_file(tmp_path / "gradients.safetensors")
     one = gradients["ddp", 1]
     assert all(gradient.any() for gradient in one.values() if method == "full")
     for several in (gradients["ddp", 2], gradients["fsdp", 2]):
         assert max(apart(several, one, relative=True).values()) < 1e-5
+
+
+def test_bf16_weights_are_gathered_and_gradients_reduced_in_fp32(pool, odd, tmp_path):
+    """Half the bytes on the way there; what comes back is not rounded."""
+    argv = arguments(odd, tmp_path / "out", "--parallel", "fsdp", "--bf16")
+    statuses, output = pool.run(2, "test_fsdp.step_on_odd_batches", argv, str(tmp_path))
+    assert not any(statuses), output
+    assert (tmp_path / "computed_in").read_text() == "torch.bfloat16"
+    gradients = load_file(tmp_path / "gradients.safetensors")
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    # a sum over two ranks and two micro-steps that is a bfloat16 again would have been made in it
+    assert all((gradient.bfloat16() != gradient).any() for gradient in gradients.values())
 
 
 def step_on_odd_batches(argv, folder):
@@ -334,16 +346,20 @@ def step_on_odd_batches(argv, folder):
     lacking = [(len(pack.text_pos) == 0, len(pack.audio_pos) == 0) for pack in packs]
     assert lacking == [(False, True), (True, False), (False, False), (False, True)]
     n_audio, n_text = (sum(pack.counts[key] for pack in packs) for key in ("audio_targets", "text_targets"))
-    mine = packs[world.rank::world.size]
+    mine, computed_in = packs[world.rank::world.size], set()
+    model.base_model.model.layers[1].self_attn.k_proj.register_forward_pre_hook(
+        lambda module, _: computed_in.add(str(module.weight.dtype)))
     for number, pack in enumerate(mine):
         with parallel.gradient_sync(wrapped, number == len(mine) - 1):
-            audio, text, _ = wrapped(pack)
+            with train_v2_ddp.autocast(args, world.device):
+                audio, text, _ = wrapped(pack)
             loss = higgs.total_loss(audio, n_audio, text, n_text, "mean", 1.0)
             (loss * world.size).backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = {name: whole(gradient) for name, gradient in found.items()}
     if world.is_main:
         save_file(found, Path(folder) / "gradients.safetensors")
+        (Path(folder) / "computed_in").write_text(" ".join(computed_in))
     parallel.finish()
 
 
@@ -379,7 +395,7 @@ def started(pool, odd, folder, ranks, *flags):
     """What each rank wrote."""
     folder.mkdir(exist_ok=True)
     argv = arguments(odd, folder / "out", "--parallel", "fsdp", *flags)
-    statuses, output = pool.run(ranks, "test_fsdp.write_shards", argv, str(folder), timeout=60)
+    statuses, output = pool.run(ranks, "test_fsdp.write_shards", argv, str(folder))
     assert not any(statuses), output
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(ranks)]
 
