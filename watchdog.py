@@ -129,7 +129,10 @@ class Watchdog:
     def _watch_store(self):
         """A store whose host stands still answers no call, and no call to it ends: that takes another thread to see."""
         while not _at_rest.is_set():
+            before = time.monotonic()
             time.sleep(self.beat_s)
+            if time.monotonic() - before > self.limit_s / 2:    # this process stood still itself: no reason to blame
+                self.answered = time.monotonic()
             silent = time.monotonic() - self.answered
             if silent > self.limit_s + GRACE_S:
                 if self.world.local_rank == 0 or self.world.rank == 1:      # one voice a node is enough

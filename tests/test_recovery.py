@@ -446,6 +446,23 @@ def test_signal_while_audio_is_encoded(launch, speech, tmp_path):
     assert encoded(again) == clips - done and steps_of(out) == [2] and marker(out) is None
 
 
+@pytest.mark.parametrize("kind, rank", [("ddp", 0), ("fsdp", 1)])
+def test_signal_breaks_validation_off(launch, speech, tmp_path, kind, rank):
+    """Its loader stands still while the signal comes, so that it comes in the middle."""
+    out, (data, _) = tmp_path / "out", speech
+    flags = [flag for flag in KINDS[kind][1] if flag != "--disable_eval"]
+    job = launch(out, *flags, "--eval_data_file", data, "--eval_steps", 3, "--save_steps", 0, ranks=2)
+    before = job.wait_for(lambda: job.seen(1) and children(job.rank(0)))
+    loaders = job.wait_for(lambda: job.seen(3) and sorted(set(children(job.rank(0))) - set(before)))
+    job.signal(signal.SIGSTOP, loaders)
+    job.signal(signal.SIGUSR1, [job.rank(rank)])
+    time.sleep(0.5)
+    job.signal(signal.SIGCONT, loaders)
+    assert job.wait(60) == [0, 0], job.text()
+    assert steps_of(out) == [3] and marker(out).endswith("at step 3\n"), job.text()
+    assert "eval   step" not in job.text()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # One rank fails or hangs
 
@@ -493,6 +510,22 @@ def test_rank_that_does_not_answer_is_named(launch, tmp_path):
                                          r"the other ranks have waited for \d+ s", errors[0])
     assert "Traceback" not in job.text()
     assert 4 < took < 30
+
+
+def test_rank_0_that_stands_still_with_the_store_is_named(launch, tmp_path):
+    """Without torchrun's store, as under the launchers: no call to the store returns any more, or fails."""
+    job = launch(tmp_path / "out", *KINDS["ddp"][1], "--max_steps", 10_000, *LIMIT, ranks=2)
+    job.wait_for(lambda: job.seen(2))
+    stopped = job.rank(0)
+    job.signal(signal.SIGSTOP, [stopped])
+    job.ranks[1].join(60)
+    status = job.ranks[1].exitcode
+    job.signal(signal.SIGKILL, [stopped])
+    job.wait()
+    assert status == 1, job.text()
+    errors = re.findall("^error: .*", job.text(), re.M)
+    assert len(errors) == 1 and errors[0].startswith("error: no answer from rank 0 for "), job.text()
+    assert "rank 1 failed" not in job.text()
 
 
 def test_rank_whose_loader_hangs_is_named(launch, tmp_path):
@@ -548,6 +581,18 @@ def test_training_goes_on_while_a_checkpoint_is_written(launch, whole, tmp_path)
     assert steps_of(out) == [15]
     finish(launch, out, "lora")     # what stands in it is step 15, although training went on meanwhile
     assert_same_end(out, whole("lora"))
+
+
+def test_checkpoint_under_way_is_completed_when_the_run_gives_up(launch, tmp_path):
+    """A rate beyond all numbers; the write takes longer than the others would wait for rank 0."""
+    out = tmp_path / "out"
+    job = launch(out, *KINDS["ddp"][1], "--learning_rate", 1e30, "--warmup_steps", 0, "--save_steps", 1,
+                 "--max_bad_steps", 3, ranks=2, env={"TEST_SLOW_WRITE": "2"})
+    assert job.wait(120) == [1, 1], job.text()
+    errors = re.findall("^error: .*", job.text(), re.M)
+    assert len(errors) == 1 and "3 steps in a row had a non-finite gradient" in errors[0], job.text()
+    assert steps_of(out) and not list(out.glob("*.tmp*"))
+    assert_all_whole(out)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
