@@ -31,7 +31,8 @@ class Pool:
             with open(self.folder / "torchrun.txt", "a") as log:
                 self.process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone",
                                                  f"--nproc_per_node={self.ranks}", __file__, str(self.folder),
-                                                 str(self.jobs)], cwd=self.folder, stdout=log, stderr=log)
+                                                 str(self.jobs), str(os.getpid())], cwd=self.folder, stdout=log,
+                                                stderr=log)
             timeout += 60
         job, self.jobs = self.folder / str(self.jobs), self.jobs + 1
         with socket.socket() as free:
@@ -60,11 +61,17 @@ class Pool:
             self.process.kill()
 
 
-def serve(folder, job):
-    """One rank: fork for each job from this one on, write its exit status to <job>.end<rank>, until torchrun ends or
-    Pool.close."""
+def serve(folder, job, owner):
+    """One rank: fork for each job from this one on, write its exit status to <job>.end<rank>.
+
+    Until Pool.close, or torchrun or the process `owner` is gone.
+    """
     rank, torchrun = int(os.environ["RANK"]), os.getppid()
-    while os.getppid() == torchrun and not (folder / "close").exists():
+
+    def wanted():
+        return os.getppid() == torchrun and os.path.exists(f"/proc/{owner}")
+
+    while wanted() and not (folder / "close").exists():
         if not (folder / f"{job}.job").exists():
             time.sleep(0.02)
             continue
@@ -78,7 +85,7 @@ def serve(folder, job):
         done = 0
         while not done:
             done, status = os.waitpid(child, os.WNOHANG)
-            if os.getppid() != torchrun:
+            if not wanted():
                 return
             time.sleep(0.01)
         part = folder / f"{job}.part{rank}"
@@ -116,5 +123,5 @@ if __name__ == "__main__":
 
     import train_v2_ddp  # noqa: F401  (what takes long)
     torch.set_num_threads(1)
-    serve(Path(sys.argv[1]), int(sys.argv[2]))
+    serve(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
     os._exit(0)
