@@ -1,4 +1,4 @@
-"""What a run would take, worked out and printed before it takes it: lengths, packing, memory per GPU, disk.
+"""What a run would take, worked out and printed before it takes it: lengths, packing, memory of GPU and host, disk.
 
 Plain numbers and arrays in, lines of text and lists of problems out; nothing is allocated, written or loaded here.
 
@@ -15,11 +15,12 @@ Memory of one GPU, in bytes, for a model of W weight values of which T are train
 c is the bytes of a compute value: FSDP2 gathers in the compute dtype and reduces in fp32.
 
 On top come activations and logits, which only the model knows. They are not there all at once: peak_stages adds up what
-is alive in each stage of a step. FIXED covers the CUDA context, cuBLAS and NCCL; fragmentation is not modelled.
+is alive in each stage of a step. "fixed" covers the CUDA context, cuBLAS and NCCL; fragmentation is not modelled.
 
 Shared module: numpy only; copy parallel.py (UserError, problem_text) with it.
 """
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -29,7 +30,8 @@ import numpy as np
 from parallel import UserError, problem_text
 
 GIB = 2**30
-FIXED = 1.0 * GIB           # CUDA context, library workspaces, NCCL buffers: about this much on current GPUs
+FIXED = 1.0 * GIB           # CUDA context and library workspaces: about this much on current GPUs
+FIXED_NCCL = 1.0 * GIB      # NCCL's buffers and channels beside it: a guess
 BACKWARD = 1.2              # a recomputed layer with the gradients that pass through it, over what the layer keeps
 
 
@@ -142,7 +144,7 @@ def memory_parts(units, *, world=1, sharded=False, offload=False, reshard=True, 
     shards = world if sharded else 1
     state = {"weights": stored / shards, "gradients": 4 * trained / shards, "optimizer": 8 * trained / shards}
     parts = {**(dict.fromkeys(state, 0) if offload else state), "copies": casts, "reduction": 0, "last reduction": 0,
-             "host": sum(state.values()) if offload else 0}
+             "fixed": FIXED + FIXED_NCCL * (world > 1 or sharded), "host": sum(state.values()) if offload else 0}
     if sharded:
         root, layers = units[0], units[1:]
         in_flight = root[0] + sum(sorted(layer[0] for layer in layers)[-3:])
@@ -159,11 +161,23 @@ def peak_stages(parts, activations, layer, logits, recompute):
     parts: of memory_parts. activations: kept from forward to backward; layer: of one layer; logits: peak of the heads'.
     Numbers or arrays over packs.
     """
-    standing = sum(parts[name] for name in ("weights", "gradients", "optimizer", "copies")) + FIXED
+    standing = sum(parts[name] for name in ("weights", "gradients", "optimizer", "copies", "fixed"))
     work = (BACKWARD if recompute else BACKWARD - 1) * layer
     return {"the heads": standing + activations + logits,
             "a layer's backward": standing + activations + work + parts["reduction"],
             "the last reduction": standing + parts["last reduction"] + 0 * layer}
+
+
+def local_ranks(ranks):
+    """How many of `ranks` processes run on one node: what torchrun says, else up to 8."""
+    return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", 8)))
+
+
+def host_memory(meminfo="/proc/meminfo"):
+    """Bytes of host memory that are free on this machine, or what Slurm gives the job, if that is less."""
+    free = 1024 * int(re.search(r"MemAvailable: +(\d+) kB", Path(meminfo).read_text())[1])
+    given = 2**20 * int(os.environ.get("SLURM_MEM_PER_NODE", 0))        # 0: all that the node has
+    return min(free, given or free)
 
 
 def size(n):

@@ -12,8 +12,9 @@ from the plan that all ranks share, so no rank has to ask another.
 
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
 
-Files to copy with it: data.py chatml.py code_cache.py speech_model.py speech_plan.py higgs.py higgs_io.py lora.py (its
-own), packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py (shared).
+Files to copy with it: data.py chatml.py code_cache.py speech_model.py speech_plan.py dry_run.py higgs.py higgs_io.py
+lora.py (its own), packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py
+(shared).
 """
 import argparse
 import math
@@ -28,6 +29,7 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
+import dry_run
 import higgs
 import higgs_io
 import lora
@@ -56,6 +58,8 @@ def build_parser():
                         "so many (default: the processes of this launch)")
     g.add_argument("--gpu_memory", type=float, metavar="GIB",
                    help="dry run: memory of one GPU (default: of the GPU here, else 80)")
+    g.add_argument("--host_memory", type=float, metavar="GIB",
+                   help="dry run: free memory of a node (default: what is free here, or the Slurm job's share)")
     g = p.add_argument_group("model")
     g.add_argument("--model_path", required=True, help="Higgs-Audio V2 folder or hub name, native or 2025 format")
     g.add_argument("--audio_tokenizer_path", required=True, help="native audio tokenizer, folder or hub name")
@@ -170,8 +174,10 @@ def check_flags(args, world_size):
     for flag in ("lora_dropout", "validation_split", "adam_beta1", "adam_beta2"):
         need(0 <= getattr(args, flag) < 1, f"--{flag} is {getattr(args, flag)}; it must be at least 0 and below 1")
     need(args.dry_run is None or args.dry_run >= 0, f"--dry_run is {args.dry_run}; it must be 0 or more")
-    need(args.gpu_memory is None or args.gpu_memory > 0, f"--gpu_memory is {args.gpu_memory}; it must be more than 0")
-    need(args.gpu_memory is None or args.dry_run is not None, "--gpu_memory needs --dry_run")
+    for flag in ("gpu_memory", "host_memory"):
+        value = getattr(args, flag)
+        need(value is None or value > 0, f"--{flag} is {value}; it must be more than 0")
+        need(value is None or args.dry_run is not None, f"--{flag} needs --dry_run")
     need(0 <= args.min_lr_ratio <= 1, f"--min_lr_ratio is {args.min_lr_ratio}; it must lie between 0 and 1")
     need(args.use_lora or args.lora_target_modules == "attention", "--lora_target_modules needs --use_lora")
     need(not (args.use_lora and args.freeze_llm), "--use_lora freezes the whole base already: drop --freeze_llm")
@@ -311,7 +317,7 @@ def main(argv=None):
             if args.dry_run is None:
                 train(args)
             elif os.environ.get("RANK", "0") == "0":
-                speech_plan.dry_run(args, args.dry_run or int(os.environ.get("WORLD_SIZE", "1")), check_flags)
+                dry_run.run(args, args.dry_run or int(os.environ.get("WORLD_SIZE", "1")), check_flags)
         except watchdog.Stopped as why:
             if os.environ.get("RANK", "0") == "0":
                 watchdog.leave_marker(args.output_dir, str(why))

@@ -19,11 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import code_cache
+import dry_run
 import higgs
 import higgs_io
 import lora
 import preflight
-import speech_plan
+import train_v2_ddp
 from data import IGNORE, TokenIds, collate, split_validation
 from packing import PackOrder
 from parallel import UserError
@@ -206,6 +207,54 @@ def test_offload_moves_state_to_the_host_and_reshard_frees_layers(real):
     assert away["host"] == 2 * sum(unit[0] for unit in units)           # 16 bytes over 8 GPUs
 
 
+def test_libraries_take_more_with_several_gpus(real):
+    units = higgs.unit_sizes(real)
+    assert preflight.memory_parts(units)["fixed"] == GIB
+    for many in (dict(world=2), dict(sharded=True), dict(world=8, sharded=True)):
+        parts = preflight.memory_parts(units, **many)
+        assert parts["fixed"] == 2 * GIB
+        assert preflight.peak_stages(parts, 0, 0, 0, False)["the heads"] == sum(
+            parts[name] for name in ("weights", "gradients", "optimizer", "copies")) + 2 * GIB
+
+
+def parsed(*given):
+    """The trainer's flags."""
+    return train_v2_ddp.build_parser().parse_args(["--model_path", "m", "--audio_tokenizer_path", "c", *given])
+
+
+def test_a_margin_of_the_gpu_stays_free():
+    dry_run.check_memory(parsed(), 75.9 * GIB, 80 * GIB)
+    with pytest.raises(UserError, match="about 76.10 GiB needed on each GPU, which has 80.00 GiB, 5 % of it left"):
+        dry_run.check_memory(parsed(), 76.1 * GIB, 80 * GIB)
+
+
+def test_host_memory_of_a_node(real, monkeypatch):
+    """fp32 weights and two moments, 12 bytes a value: whole on rank 0's node (DDP) or what its ranks own (FSDP2)."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    n = sum(p.numel() for p in real.parameters())
+    fsdp, adapters = parsed("--parallel", "fsdp"), small_model("attention", torch.float32, False)[1].base_model
+    trained = sum(p.numel() for p in adapters.parameters() if p.requires_grad)
+    assert dry_run.host_parts(parsed(), real, 16, 0) == (0, 12 * n, 8)
+    assert dry_run.host_parts(fsdp, real, 16, 5 * GIB) == (40 * GIB, 6 * n, 8)
+    assert dry_run.host_parts(fsdp, real, 2, 5 * GIB) == (10 * GIB, 12 * n, 2)
+    assert dry_run.host_parts(parsed("--use_lora"), adapters, 16, 0) == (0, 12 * trained, 8)
+    lora_fsdp = parsed("--use_lora", "--parallel", "fsdp")
+    assert dry_run.host_parts(lora_fsdp, adapters, 16, 0) == (0, 4 * trained + 4 * trained, 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert dry_run.host_parts(fsdp, real, 16, GIB) == (4 * GIB, 3 * n, 4)
+
+
+def test_host_memory_that_there_is(tmp_path, monkeypatch):
+    (tmp_path / "meminfo").write_text("MemTotal: 9000000 kB\nMemFree:  100 kB\nMemAvailable:    4194304 kB\n")
+    for given, said in (({}, 4), ({"SLURM_MEM_PER_NODE": "2048"}, 2), ({"SLURM_MEM_PER_NODE": "8192"}, 4),
+                        ({"SLURM_MEM_PER_NODE": "0"}, 4)):
+        monkeypatch.delenv("SLURM_MEM_PER_NODE", raising=False)
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        assert preflight.host_memory(tmp_path / "meminfo") == said * GIB
+    assert preflight.host_memory() > 0
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Lengths from headers
 
@@ -227,14 +276,14 @@ def test_frames_from_the_header_are_those_of_the_codec(tiny, codec, tmp_path, ex
         cuts += [(seconds / 3, None), (0.007, seconds / 2), (0.0, 99.0)] if seconds > 0.1 else []
         _, waves = code_cache.decode_audio(path, cuts)
         encoded = [len(code_cache.encode_clip(codec[0], wave, codec[1], 8)) for wave in waves]
-        assert speech_plan.header_frames(path, cuts, config) == encoded
+        assert dry_run.header_frames(path, cuts, config) == encoded
 
 
 def test_samples_after_resampling():
     rng = np.random.default_rng(0)
     for rate in (8000, 11025, 16000, 22050, 24000, 32000, 44100, 48000):
         for frames in rng.integers(1, 5000, 40).tolist():
-            assert speech_plan.wave_samples(frames, rate) == \
+            assert dry_run.wave_samples(frames, rate) == \
                 len(soxr.resample(np.zeros(frames, np.float32), rate, 24000, quality="HQ"))
 
 
@@ -245,7 +294,7 @@ def test_frames_of_every_length_around_the_codec_steps(tiny, codec):
     for samples in [*range(960, 4000, 53), *(960 * k + d for k in (1, 2, 7, 20) for d in (-1, 0, 1, 159, 160, 161))]:
         if samples >= 960:
             wave = 0.1 * rng.standard_normal(samples, np.float32)
-            assert speech_plan.codec_frames(samples, config) == len(code_cache.encode_clip(codec[0], wave, codec[1], 8))
+            assert dry_run.codec_frames(samples, config) == len(code_cache.encode_clip(codec[0], wave, codec[1], 8))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -305,13 +354,13 @@ def test_a_dry_run_says_what_the_run_then_does(train, real_run, tiny, tmp_path):
     flags = ("--use_lora", "--lora_rank", 64, "--code_cache", tmp_path / "codes", "--num_train_epochs", 2,
              "--max_tokens_per_batch", 700, "--gradient_accumulation_steps", 2, "--logging_steps", 99,
              "--validation_split", 0.1, "--save_steps", 3)
-    said = train(*flags, "--dry_run", ranks=2).output
+    said = train(*flags, "--dry_run", "--host_memory", 64, ranks=2).output
     assert not (tmp_path / "out").exists() and not (tmp_path / "codes").exists()
     assert said.count("dry run ok") == 1 and "2 GPUs" in line_of(said, "plan")
     clips = int(number(r"(\d+) distinct clips", said))
     assert f"{clips} still to be encoded" in said
     # one process that plans for two GPUs says the same, up to what is free on the disk
-    alone = real_run(*flags, "--max_steps", 0, "--dry_run", 2, evaluate=True).output
+    alone = real_run(*flags, "--max_steps", 0, "--dry_run", 2, "--host_memory", 64, evaluate=True).output
     assert said[said.index("plan  "):said.rindex("; ")] in alone
 
     done = train(*flags, ranks=2)
@@ -370,8 +419,9 @@ def run_alone(command, cwd):
 
 
 def test_the_3b_model_is_planned_without_its_weights(tiny, huge, tmp_path):
-    flags = ("--model_path", huge, "--bf16", "--gradient_checkpointing", "--dry_run", 8)
-    status, output, memory = run_alone(trainer_command(tiny, tmp_path / "out", *flags, "--parallel", "fsdp"), tmp_path)
+    flags = ("--model_path", huge, "--bf16", "--gradient_checkpointing", "--dry_run", 8, "--parallel", "fsdp",
+             "--host_memory", 65)
+    status, output, memory = run_alone(trainer_command(tiny, tmp_path / "out", *flags), tmp_path)
     room = preflight.free_disk(tmp_path) > 65 * GIB
     assert status == (0 if room else 1) and ("1 checkpoints need 64.50 GiB" in output) == (not room), output
     assert memory < 1500, "weights were loaded"
@@ -380,11 +430,24 @@ def test_the_3b_model_is_planned_without_its_weights(tiny, huge, tmp_path):
         [2.69, 2.69, 5.37]
     assert 15 < number(r"peak estimate +([\d.]+) GiB", output) < 30
     assert number(r"disk +([\d.]+) GiB", output) == pytest.approx(12 * 5.771e9 / GIB, abs=0.05)
+    assert "64.50 GiB for the 8 ranks of a node: 0.00 MiB offloaded, 64.50 GiB copied" in line_of(output, "host")
+    assert number(r"fixed +([\d.]+) GiB", output) == 2 and "it has 80.00 GiB, 5 % of it left" in output
+
+
+def test_too_little_host_memory(run, huge):
+    """A save takes 12 bytes a value on the node of DDP's rank 0; offloading 16 more."""
+    offload = ("--model_path", huge, "--bf16", "--parallel", "fsdp", "--cpu_offload", "--dry_run", 16)
+    complains(run(*offload, "--host_memory", 75.2), "host memory: about 75.25 GiB needed by the 8 ranks of a node, "
+              "which has 75.20 GiB; what helps: a node or Slurm job with more (--host_memory", "no --cpu_offload, "
+              "more nodes, --use_lora")
+    assert "host memory:" not in run(*offload, "--host_memory", 75.3).output
+    complains(run("--host_memory", 0.01), "host memory: about ", "--parallel fsdp on several nodes, --use_lora")
 
 
 def test_full_fine_tuning_of_3b_in_ddp_is_refused(run, huge):
-    complains(run("--model_path", huge, "--bf16", "--dry_run", 8), "memory: about ", "80.00 GiB", "what helps: "
-              "--gradient_checkpointing, a smaller --per_device_train_batch_size, --parallel fsdp, --use_lora")
+    complains(run("--model_path", huge, "--bf16", "--dry_run", 8, "--host_memory", 65), "memory: about ", "80.00 GiB",
+              "what helps: --gradient_checkpointing, a smaller --per_device_train_batch_size, --parallel fsdp, "
+              "--use_lora")
     lora = run("--model_path", huge, "--bf16", "--use_lora", "--dry_run", 8)
     assert lora.status == 0 and "9.175 M trainable" in lora.output, lora.output
     weights = number(r"weights +([\d.]+) GiB", lora.output)
@@ -471,16 +534,17 @@ def test_codec_of_another_kind(run, tiny, tmp_path):
 
 
 def test_memory_and_disk(run):
-    message = complains(run("--gpu_memory", 1.01), "memory: about 1.", "each GPU, which has 1.01 GiB; what helps: "
-                        "--gradient_checkpointing, --bf16, a smaller --per_device_train_batch_size, --parallel fsdp, "
-                        "--use_lora")
+    message = complains(run("--gpu_memory", 1.01), "memory: about 1.", "each GPU, which has 1.01 GiB, 5 % of it left "
+                        "for fragmentation; what helps: --gradient_checkpointing, --bf16, a smaller "
+                        "--per_device_train_batch_size, --parallel fsdp, --use_lora")
     assert len(message) == 1
     message = complains(run("--gpu_memory", 1.01, "--parallel", "fsdp", "--gradient_checkpointing", "--bf16",
                             "--per_device_train_batch_size", 1, "--use_lora"), "what helps: --cpu_offload")
     many = ("--max_steps", 10**7, "--save_steps", 1, "--save_total_limit")
     complains(run(*many, 0), "10000001 checkpoints need", "its disk has", "GiB free")
     assert run(*many, 3).status == 0
-    complains(run("--gpu_memory", 0), "--gpu_memory is 0.0; it must be more than 0")
+    for flag in ("--gpu_memory", "--host_memory"):
+        complains(run(flag, 0), f"{flag} is 0.0; it must be more than 0")
     complains(run("--dry_run", -1), "--dry_run is -1")
 
 
@@ -498,4 +562,5 @@ def test_new_audio_needs_torchaudio(monkeypatch):
 
 
 def test_flags_that_only_go_with_a_dry_run(real_run):
-    complains(real_run("--gpu_memory", 80), "--gpu_memory needs --dry_run")
+    for flag in ("--gpu_memory", "--host_memory"):
+        complains(real_run(flag, 80), f"{flag} needs --dry_run")
