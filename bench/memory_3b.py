@@ -4,12 +4,15 @@
     python bench/memory_3b.py --shape tiny      # anywhere: shows that this script works, measures nothing of use
 
 Random weights in the real shape, speech from make_tiny.py, the real trainer in processes of its own: first its dry run,
-then some steps, whose peak memory, step time and MFU are read from metrics.jsonl. Writes
-bench/results/memory_3b-DEVICE.json.
+then some steps, whose step time, MFU and peak of allocated memory are read from metrics.jsonl. That peak has no CUDA
+context in it: it compares with the estimate less its fixed part. What the GPU had in use, seen from outside, compares
+with the whole one. Writes bench/results/memory_3b-DEVICE.json.
 """
 import argparse
+import contextlib
 import datetime
 import json
+import os
 import re
 import shutil
 import signal
@@ -31,11 +34,14 @@ import make_tiny  # noqa: E402
 SHAPES = {"3b": {"vocab_size": 128256, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
                  "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128}, "tiny": {}}
 LORA = ("--use_lora", "--lora_target_modules", "all-linear", "--lora_rank", 16, "--lora_alpha", 64)
+FULL = ("--parallel", "fsdp", "--gradient_checkpointing")
 MODES = {
     "LoRA, DDP": LORA,
     "LoRA, FSDP2": (*LORA, "--parallel", "fsdp"),
     "LoRA, FSDP2, checkpointing": (*LORA, "--parallel", "fsdp", "--gradient_checkpointing"),
-    "full, FSDP2, checkpointing": ("--parallel", "fsdp", "--gradient_checkpointing"),
+    "full, FSDP2, checkpointing": FULL,
+    "full, FSDP2, checkpointing, layers kept": (*FULL, "--no-reshard_after_forward"),
+    "full, FSDP2, checkpointing, 2 micro-steps": (*FULL, "--gradient_accumulation_steps", 2),
 }
 
 
@@ -55,9 +61,31 @@ def write_model(folder, tiny, shape):
         save_file(tensors, folder / f"model-{i + 1:05d}-of-{len(files):05d}.safetensors", {"format": "pt"})
 
 
+def used_memory():
+    """Bytes in use on each GPU, by whatever process."""
+    return [total - free for free, total in map(torch.cuda.mem_get_info, range(torch.cuda.device_count()))]
+
+
+def kill_tree(pid):
+    """End a process and all that it started, at once; torchrun's workers have sessions of their own."""
+    pairs = subprocess.run(["ps", "-e", "-o", "pid=,ppid="], text=True, stdout=subprocess.PIPE).stdout.splitlines()
+    children, doomed = {}, [pid]
+    for child, parent in (map(int, pair.split()) for pair in pairs):
+        children.setdefault(parent, []).append(child)
+    for process in doomed:
+        doomed += children.get(process, [])
+    for process in doomed:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
 def run(command, output_dir, steps, limit_s):
-    """Train until `steps` are logged, then end the processes at once (a full checkpoint is 69 GB); metrics by step."""
+    """Train until `steps` are logged, then end the processes at once (a full checkpoint is 69 GB).
+
+    -> (metrics by step, most bytes in use on one GPU that were not before, None without a GPU).
+    """
     metrics, end = output_dir / "metrics.jsonl", time.monotonic() + limit_s
+    before, used = used_memory(), []
     with tempfile.TemporaryFile("w+") as log:
         job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         rows, status = [], None
@@ -65,17 +93,18 @@ def run(command, output_dir, steps, limit_s):
             while time.monotonic() < end and status is None and len(rows) < steps:
                 time.sleep(0.2)
                 status = job.poll()
+                used += [now - then for now, then in zip(used_memory(), before)]
                 if metrics.exists():
                     lines = metrics.read_text().splitlines(keepends=True)
                     rows = [json.loads(line) for line in lines if line.endswith("\n")]
-        finally:        # torchrun's workers have sessions of their own
-            subprocess.run(["pkill", "-KILL", "-f", f"output_dir {output_dir}"])
+        finally:
+            kill_tree(job.pid)
             job.wait()
         log.seek(0)
         text = log.read()
     if len(rows) < steps:
         raise SystemExit(f"only {len(rows)} of {steps} steps (status {status}):\n{text[-3000:]}")
-    return rows
+    return rows, max(used, default=None)
 
 
 def main():
@@ -103,16 +132,22 @@ def main():
                        "--logging_steps", 1, "--max_tokens_per_batch", args.tokens, "--max_steps", 1000,
                        "--save_steps", 0, *MODES[name]]
             trainer = list(map(str, trainer))
-            plan = subprocess.run([sys.executable, *trainer, "--dry_run", str(max(1, gpus)), "--gpu_memory", "1000"],
-                                  text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout
-            estimate = re.search(r"peak estimate +([\d.,]+) GiB", plan)
+            plan = subprocess.run([sys.executable, *trainer, "--dry_run", str(max(1, gpus)), "--gpu_memory", "1000",
+                                   "--host_memory", "1000"], text=True, stdout=subprocess.PIPE,
+                                  stderr=subprocess.STDOUT).stdout
+            try:
+                estimate, fixed = (float(re.search(part + r" +([\d.,]+) GiB", plan)[1].replace(",", ""))
+                                   for part in ("peak estimate", "fixed"))
+            except TypeError:
+                raise SystemExit(f"the dry run gave no estimate:\n{plan[-3000:]}")
             launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                         f"--nproc_per_node={max(1, gpus)}"]
-            rows = run([*launcher, *trainer], output_dir, args.steps, 400)
+            rows, used = run([*launcher, *trainer], output_dir, args.steps, 400)
             timed = rows[args.steps // 2:args.steps]
             mean = {key: sum(row[key] for row in timed) / len(timed) for key in timed[0] if key.startswith("train/")}
-            results.append({"mode": name, "estimate_gib": float(estimate[1].replace(",", "")) if estimate else None,
-                            "measured_gib": max(row["train/memory_gib"] for row in rows),
+            results.append({"mode": name, "estimate_gib": estimate, "used_gib": used and round(used / 2**30, 2),
+                            "estimate_without_fixed_gib": round(estimate - fixed, 2),
+                            "allocated_gib": max(row["train/memory_gib"] for row in rows),
                             "step_seconds": mean["train/step_seconds"], "tokens_per_second": mean["train/throughput"],
                             "mfu": mean.get("train/mfu"), "loss": rows[-1]["train/loss"]})
             print(json.dumps(results[-1]), flush=True)
