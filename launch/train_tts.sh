@@ -49,6 +49,7 @@ OUTPUT_DIR=$(flag_value --output_dir ./output "$@")
 LOG_DIR=${LOG_DIR:-$OUTPUT_DIR/node_logs}
 MARKER=$OUTPUT_DIR/requeue                      # left by trainers that saved because they were asked to stop
 job=${SLURM_JOB_ID:-} restart=${SLURM_RESTART_COUNT:-0}
+PROGRESS=$LOG_DIR/$job.progress                 # newest checkpoint when the job last queued itself for a lost node
 if [ -n "${SLURM_STEP_ID:-}" ]; then job=''; fi # a shell in a job step (srun --pty bash): srun would wait for its end
 
 # -- environment -------------------------------------------------------------------------------------------------------
@@ -117,6 +118,7 @@ if [ "$DRY_RUN" = 1 ]; then dry_run; fi
 need_free_port "$port"
 mkdir -p "$LOG_DIR"
 rm -f "$MARKER"
+if [ "$restart" = 0 ]; then rm -f "$PROGRESS"; fi   # another cluster's job of the same number
 export TORCH_FR_DUMP_TEMP_FILE=${TORCH_FR_DUMP_TEMP_FILE:-$LOG_DIR/$job-flight-}    # and the rank, when one hangs
 say "job $job, start $((restart + 1)), on $SLURM_JOB_NODELIST: $nodes x $NPROC_PER_NODE trainers," \
     "$OMP_NUM_THREADS threads each; rendezvous $first:$port; node logs $LOG_DIR/$job-*.log"
@@ -139,19 +141,30 @@ node_lost() {
         fi
         sleep 1
     done
+    return 0        # the step is still there
 }
 
-why=''
+# Both signs may also come of an error that repeats: processes that end slowly, a probe that waits too long. So the job
+# goes on only if there is a newer checkpoint than at its last such requeue: two starts from one checkpoint, not 100.
+progressed() {
+    local noted newest
+    noted=$(cat "$PROGRESS" 2>/dev/null) || noted=-1        # the first such requeue
+    newest=$(find "$OUTPUT_DIR" -maxdepth 1 | sed -n 's|.*/checkpoint-\([0-9]*\)$|\1|p' | sort -n | tail -n 1)
+    [ "${newest:-0}" -gt "$noted" ] && echo "${newest:-0}" >"$PROGRESS"
+}
+
+lost='a node was lost' why=''
 if [ -e "$MARKER" ]; then
     why=$(cat "$MARKER")
 elif [ $status != 0 ] && [ "$REQUEUE_ON_FAILURE" = any ]; then
     why="failed with status $status"
 elif [ $status != 0 ] && [ "$REQUEUE_ON_FAILURE" = node ] && node_lost; then
-    why="a node was lost"
+    why=$lost
 fi
 [ -n "$why" ] || exit $status
 state=$(scontrol show job "$job" | sed -n 's/^ *JobState=\([A-Z_]*\).*/\1/p')
 [ "$state" = RUNNING ] || { say "$why; the job is $state"; exit $status; }  # scancel, or Slurm requeues it
 [ "$restart" -lt "$MAX_REQUEUES" ] || die "$why; not queued again, this was start $((restart + 1)) (MAX_REQUEUES)"
+[ "$why" != "$lost" ] || progressed || die "$why, and no new checkpoint since the last time; not queued again"
 say "$why; the job is queued again"
 scontrol requeue "$job" || die "could not be queued again; the same sbatch command goes on from the newest checkpoint"

@@ -1,4 +1,5 @@
 """The launchers without Slurm: what they would run, what they refuse; signals save and leave no process behind."""
+import itertools
 import json
 import os
 import re
@@ -148,7 +149,18 @@ def test_h200_launcher_takes_less_on_a_small_machine():
     _, flags = printed_command(done)
     assert flags[flags.index("--preprocess_num_proc") + 1] == "6"       # 12 GiB, 2 for each
     assert flags[flags.index("--lora_rank") + 1] == "4"
-    assert "--bf16" not in flags
+    assert "--bf16" not in flags and "--use_lora" in flags
+
+
+@pytest.mark.parametrize("switches", [None, "", "--bf16"])
+def test_h200_launcher_without_lora_is_full_fine_tuning_under_fsdp(switches):
+    done = launch("train_tts_h200x8.sh", "--model_path", "m", "--audio_tokenizer_path", "c", "--train_data_file",
+                  str(ROOT / "README.md"), DRY_RUN="1", MIN_GPUS="0", NPROC_PER_NODE="8", LORA="0",
+                  **({} if switches is None else {"SWITCHES": switches}))
+    args = train_v2_ddp.build_parser().parse_args(printed_command(done)[1])
+    train_v2_ddp.check_flags(args, world_size=8)        # refuses flags of adapters without --use_lora
+    assert not args.use_lora and args.parallel == "fsdp"
+    assert (args.bf16, args.tf32, args.gradient_checkpointing) == (switches != "", switches is None, switches is None)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -162,6 +174,7 @@ def test_h200_launcher_takes_less_on_a_small_machine():
     ("train_tts.sh", [], {"VENV": "/nowhere"}, r"VENV: no such file: /nowhere/bin/activate"),
     ("train_tts.sh", [], {"PATH": "/usr/bin:/bin"}, r"no torchrun on PATH"),
     ("train_tts.sh", [], {"CONDA_ENV": "no-such-env"}, r"CONDA_ENV=no-such-env: no such conda environment"),
+    ("train_tts_h200x8.sh", [], {"MIN_GPUS": "0", "LORA": "no"}, r"LORA=no: 1 or 0"),
     ("train_tts.sh", [], {"REPO": "/nowhere"}, r"no launch/env.sh in '/nowhere'"),
     ("train_tts_h200x8.sh", [], {"REPO": "/nowhere"}, r"no launch/env.sh in '/nowhere'"),
 ])
@@ -274,6 +287,72 @@ def test_a_killed_launcher_leaves_no_process(tmp_path, script, start):
     process.kill()
     process.wait()
     wait_until(lambda: not alive(process.mark), "end of every process", seconds=20)
+
+
+def test_torchruns_restart_resumes_from_the_newest_checkpoint(tiny, tmp_path, start):
+    out = tmp_path / "out"
+    flags = trainer_command(tiny, out, "--use_lora", "--max_steps", 40, "--num_train_epochs", 1000, "--disable_eval",
+                            "--save_steps", 10)[2:]
+    process = start(*flags, NPROC_PER_NODE="2", MAX_RESTARTS="1")
+    wait_until(lambda: (out / "checkpoint-10").exists() or process.poll() is not None, "first checkpoint")
+    # of the processes with rank 1, loaders too, the trainer is the oldest
+    os.kill(min(pid for pid in alive(process.mark) if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()),
+            signal.SIGKILL)
+    assert process.wait(timeout=200) == 0, process.log.read_text()[-3000:]
+    starts = [int(step) for step in re.findall(r"^start +step (\d+)", process.log.read_text(), re.M)]
+    assert len(starts) == 2 and starts[0] == 0 and starts[1] in (10, 20, 30)
+    assert (out / "checkpoint-40" / "manifest.json").exists()
+    wait_until(lambda: not alive(process.mark), "end of every process", seconds=5)
+
+
+# -- queueing again, with stand-ins for Slurm's commands; the real ones are in test_slurm.py ---------------------------
+
+
+@pytest.fixture
+def failing_job(tmp_path):
+    """failing_job(step=0, lists=False, **settings): one start of a job that saves checkpoint-STEP, then fails.
+
+    lists: Slurm goes on listing the step; otherwise it fails to start the probe. Returns True if it was queued again.
+    """
+    stand_ins, out, queued = tmp_path / "bin", tmp_path / "out", tmp_path / "queued"
+    stand_ins.mkdir()
+    for name, text in {
+            "scontrol": 'case "$*" in requeue*) touch "$QUEUED" ;; *job*) echo JobState=RUNNING ;; *) echo n1 ;; esac',
+            "squeue": 'echo "$STEPS"',
+            "srun": '[ "$SAVES" = 0 ] || mkdir -p "$SAVES"; exit 1'}.items():
+        (stand_ins / name).write_text(f"#!/bin/bash\n{text}\n")
+        (stand_ins / name).chmod(0o755)
+    starts = itertools.count()
+
+    def run(step=0, lists=False):
+        queued.unlink(missing_ok=True)
+        done = launch("train_tts.sh", "--output_dir", str(out), PATH=f"{stand_ins}:{os.environ['PATH']}",
+                      SLURM_JOB_ID="7", SLURM_RESTART_COUNT=str(next(starts)), SLURM_JOB_NUM_NODES="1",
+                      SLURM_JOB_NODELIST="n1", QUEUED=str(queued), STEPS="7.0" if lists else "",
+                      SAVES=str(out / f"checkpoint-{step}") if step else "0")
+        assert done.returncode == (0 if queued.exists() else 1), done.stderr
+        assert ("a node was lost; the job is queued again" in done.stderr) == queued.exists()
+        assert ("and no new checkpoint since the last time; not" in done.stderr) != queued.exists()
+        return queued.exists()
+    run.out = out
+    return run
+
+
+@pytest.mark.parametrize("lists", [False, True])
+def test_an_error_that_looks_like_a_lost_node_is_queued_again_once(failing_job, lists):
+    assert [failing_job(lists=lists), failing_job(lists=lists)] == [True, False]
+
+
+def test_lost_nodes_are_queued_again_as_long_as_checkpoints_come(failing_job):
+    assert [failing_job(step) for step in (0, 8, 16, 100)] == [True] * 4
+    (failing_job.out / "checkpoint-200.tmp").mkdir()        # unfinished
+    assert not failing_job()
+
+
+def test_another_job_of_the_same_number_starts_afresh(failing_job):
+    (failing_job.out / "node_logs").mkdir(parents=True)
+    (failing_job.out / "node_logs" / "7.progress").write_text("50\n")
+    assert failing_job(10)
 
 
 # -- the scripts themselves -------------------------------------------------------------------------------------------
