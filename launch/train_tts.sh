@@ -106,7 +106,7 @@ fi
 # -- Slurm -------------------------------------------------------------------------------------------------------------
 
 nodes=$SLURM_JOB_NUM_NODES
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)      # head could end scontrol, and with it us
 port=${MASTER_PORT:-$((PORT_BASE + job % 1000))}
 # srun no longer inherits --cpus-per-task. --kill-on-bad-exit: a node's failure ends the others. --wait: srun would wait
 # for ever for a node that died and came back before Slurm noticed.

@@ -355,6 +355,19 @@ def test_another_job_of_the_same_number_starts_afresh(failing_job):
     assert failing_job(10)
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_copy_in_slurms_spool_folder_finds_the_repository(launcher, tmp_path):
+    (tmp_path / "scontrol").write_text(f'#!/bin/bash\n[ "$3" = 7 ] || echo n1\n'
+                                       f'echo "   Command={ROOT}/launch/{launcher} --output_dir out"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    copy = shutil.copy(ROOT / "launch" / launcher, tmp_path / "slurm_script")
+    done = launch(copy, "--output_dir", "out", cwd=tmp_path, DRY_RUN="1", MIN_GPUS="0", SLURM_JOB_ID="7",
+                  SLURM_JOB_NUM_NODES="1", SLURM_JOB_NODELIST="n1", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    words, flags = printed_command(done)
+    assert f"{ROOT}/launch/node.sh" in words and f"{ROOT}/train_v2_ddp.py" in words
+    assert flags[-2:] == ["--output_dir", "out"] and ("--lora_rank" in flags) == ("h200" in launcher)
+
+
 # -- the scripts themselves -------------------------------------------------------------------------------------------
 
 
