@@ -108,10 +108,10 @@ class Watchdog:
                 if leave is not None:           # beats on, or a slower judge would take this rank for silent
                     if time.monotonic() > leave:
                         os._exit(1)
-                elif self.world.store.check([LAST_WORD]):       # a rank failed; this one may wait for it
-                    leave = time.monotonic() + self.grace_s
                 elif stuck <= limit_s:
                     before = None
+                    if self.world.store.check([LAST_WORD]):     # a rank failed; this one may wait for it
+                        leave = time.monotonic() + self.grace_s
                 elif before is None:
                     before, decide = self._states(), beat + SILENT_BEATS
                 elif beat >= decide:
