@@ -3,6 +3,7 @@
 The cluster is tests/slurm/cluster.sh: slurmctld and two slurmds on this machine, GPUs on paper, trainers on the CPU.
 What a run is compared with is one that nobody disturbed, under plain torchrun with as many ranks: same bits.
 """
+import fcntl
 import os
 import re
 import shutil
@@ -108,23 +109,25 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def cluster():
     """A running cluster; cluster("kill", "n2") and cluster("up", "n2") break and mend a node."""
-    folder = Path("/tmp") / f"flat-slurm-{os.getpid()}"         # short: Unix sockets live there
+    folder = Path("/tmp/flat-slurm")         # short, for Unix sockets; names and ports are fixed, so one at a time
+    monkeypatch = pytest.MonkeyPatch()
 
     def call(command, *node):
         subprocess.run(["bash", CLUSTER, command, str(folder), *node], check=True)
-    kept = os.environ.get("SLURM_CONF")
-    try:
-        call("start")
-        os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
-        yield call
-    finally:
-        call("stop")
-        shutil.rmtree(folder)
-        os.environ.pop("SLURM_CONF")
-        if kept is not None:
-            os.environ["SLURM_CONF"] = kept
+    with open("/tmp/flat-slurm.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            call("stop")                    # what a killed test run has left
+            shutil.rmtree(folder)
+            call("start")
+            monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+            yield call
+        finally:
+            call("stop")
+            shutil.rmtree(folder)
+            monkeypatch.undo()
 
 
 @pytest.fixture(scope="module")
