@@ -381,7 +381,8 @@ def test_signal_saves_within_a_step_and_asks_for_requeue(launch, whole, tmp_path
     seen, pids = last_step(out), pids()
     job.signal(number, pids)
     assert job.wait(60) == ([1] if torchrun else [0] * ranks), job.text()       # torchrun says 1 after SIGTERM
-    assert steps_of(out) == [newest(out)] and seen < newest(out) <= seen + 2
+    # the step under way may be two further than the log, and one more is allowed
+    assert steps_of(out) == [newest(out)] and seen < newest(out) <= seen + 3
     assert re.findall("^stopped .*", job.text(), re.M) == [
         f"stopped    {marker(out).strip()} of {flags[flags.index('--max_steps') + 1]}; saved; the same command goes on"]
     who = number.name if to != "rank 1" else "a signal to another rank"
@@ -401,7 +402,7 @@ def test_signals_while_a_checkpoint_is_written(launch, whole, tmp_path):
         job.signal(random.choice([signal.SIGTERM, signal.SIGUSR1]), [job.rank(0)])
         time.sleep(0.02)
     assert job.wait() == [0], job.text()
-    assert steps_of(out)[0] == 3 and steps_of(out)[1:] == [newest(out)] and 3 < newest(out) <= seen + 2
+    assert steps_of(out)[0] == 3 and steps_of(out)[1:] == [newest(out)] and 3 < newest(out) <= seen + 3
     assert_all_whole(out)
     assert not list(out.glob("*.tmp*")) and marker(out)
     finish(launch, out, "lora")
