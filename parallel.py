@@ -124,6 +124,7 @@ def one_clear_error():
     except KeyboardInterrupt:
         leave(130)
     except Exception as error:
+        _ignore_loaders()
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             stop(f"{error.filename or 'a file of this run'} cannot be written ({error.strerror})")
         if isinstance(error, dist.DistError) or any(word in str(error) for word in COLLECTIVE_ERRORS):
@@ -152,6 +153,7 @@ def claim_last_word(store):
 
 def stop(message):
     """End this process with one line. Mostly all ranks do so alike: rank 0 speaks, torchrun ends the others unheard."""
+    _ignore_loaders()
     if int(os.environ.get("RANK", "0")) != 0:
         _give_way()
     if claim_last_word(_world.store if _world else None):
@@ -168,10 +170,17 @@ def leave(status):
     if dist.is_initialized():
         os._exit(status)
     if children := multiprocessing.active_children():       # loaders: the exit would wait for them, who ignore SIGTERM
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)       # torch's handler raises when one ends
+        _ignore_loaders()
         for child in children:
             child.kill()
     sys.exit(status)
+
+
+def _ignore_loaders():
+    """The end of a loader process raises nothing any more: torch's SIGCHLD handler would, amid an ending."""
+    for _ in range(2):      # the first call may raise what has come already
+        with contextlib.suppress(Exception):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def leave_quietly():

@@ -181,8 +181,13 @@ def free_port():
 
 
 def children(pid):
-    return [int(child) for task in Path(f"/proc/{pid}/task").glob("*")
-            for child in (task / "children").read_text().split()]
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        try:
+            found += map(int, (task / "children").read_text().split())
+        except OSError:         # the thread has ended
+            continue
+    return found
 
 
 def command(pid):
