@@ -1,0 +1,140 @@
+"""Blockwise sampling: one block after the other is unmasked behind the cached keys and values of clean tokens.
+
+Many problems at a time, each with its own context; those that reach their end token leave the batch. Orders of
+unmasking: one random token a pass (first hitting, as BD3-LM samples), the k surest, or all that are sure enough.
+
+Own module of sample_bd3lm.py and of the tests of train_bd3lm.py. Copy with it: dit.py.
+"""
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+ORDERS = ("first_hitting", "top_k", "confidence")
+
+
+class Generated(NamedTuple):
+    """What generate wrote for one problem."""
+    ids: list           # whole blocks, pinned ids first; ends with the block of the end token, or when the room is up
+    forwards: int       # network passes until its last token was there (NFE); passes that fill the cache not counted
+    ended: bool         # whether the end token came
+
+
+def prefill(model, tokens, position, block, known):
+    """Cache [(keys, values)] of clean context. tokens, position, block (B, P) ints; known (B, P) bool, no padding."""
+    device, config = tokens.device, model.config
+    kind = device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.embed.weight.dtype
+    empty = torch.zeros(len(tokens), config.heads, 0, config.hidden_size // config.heads, device=device, dtype=dtype)
+    past = [(empty, empty)] * config.layers
+    if not tokens.shape[1]:
+        return past
+    seen = (block[:, :, None] >= block[:, None, :]) & known[:, None, :]
+    seen |= torch.eye(tokens.shape[1], dtype=torch.bool, device=device)
+    return model.extend(tokens, position, seen[:, None], past)[1]
+
+
+def pick(logits, temperature, top_p, generator):
+    """Draw one token from each row of logits (n, V) -> (ids (n,), probability of each under the logits (n,)).
+
+    temperature 0: the likeliest. top_p: only the fewest likeliest tokens that together reach this probability.
+    """
+    logits = logits.double()
+    plain = logits.softmax(-1)
+    if temperature == 0:
+        ids = logits.argmax(-1)
+    else:
+        probabilities = (logits / temperature).softmax(-1)
+        if top_p < 1:
+            ordered, index = probabilities.sort(-1, descending=True)
+            ordered[ordered.cumsum(-1) - ordered >= top_p] = 0
+            probabilities = torch.zeros_like(probabilities).scatter(-1, index, ordered)
+        ids = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+    return ids, plain.gather(-1, ids[:, None])[:, 0]
+
+
+def unmask(model, hidden, tokens, masked, order, tokens_per_step, threshold, temperature, top_p, generator):
+    """One step: put tokens at some of the masked positions, at least at one in each row that has any; in place.
+
+    hidden (B, T, H), tokens (B, T), masked (B, T) bool.
+    """
+    if order == "first_hitting":
+        chance = torch.rand(tokens.shape, generator=generator, device=tokens.device).masked_fill(~masked, -1)
+        chosen = masked & (chance == chance.amax(1, keepdim=True))
+        tokens[chosen] = pick(model.logits(hidden[chosen]), temperature, top_p, generator)[0]
+    else:
+        proposed, sure = tokens.clone(), torch.full(tokens.shape, -1.0, dtype=torch.float64, device=tokens.device)
+        proposed[masked], sure[masked] = pick(model.logits(hidden[masked]), temperature, top_p, generator)
+        rank = sure.argsort(1, descending=True).argsort(1)
+        chosen = rank < tokens_per_step if order == "top_k" else (rank < 1) | (sure >= threshold)
+        chosen &= masked
+        tokens[chosen] = proposed[chosen]
+    masked &= ~chosen
+
+
+@torch.no_grad()
+def generate(model, contexts, pinned, rooms, block_size, end, *, order="first_hitting", tokens_per_step=1,
+             threshold=0.9, temperature=1.0, top_p=1.0, use_cache=True, generator=None):
+    """Generate blocks for every problem until `end` comes or its room is up -> list of Generated.
+
+    model: DiT in eval mode. contexts: one (3, n) int array a problem: ids, positions and block numbers of clean tokens.
+    pinned: (ids that the first block begins with, position of its first token) of each, fewer ids than block_size.
+    rooms: blocks each may have. order "top_k" unmasks tokens_per_step a pass, "confidence" all tokens whose probability
+    is at least threshold, but one at least. use_cache=False: compute the context again for every pass. generator: on
+    the model's device.
+    """
+    device, config = model.embed.weight.device, model.config
+    number, width = len(contexts), max((c.shape[1] for c in contexts), default=0)
+    history = np.zeros((4, number, width), np.int64)        # ids, position, block, known
+    for row, context in enumerate(contexts):
+        history[:3, row, :context.shape[1]], history[3, row, :context.shape[1]] = context, 1
+    tokens, position, block, known = torch.from_numpy(history).to(device)
+    known = known.bool()
+    following = torch.tensor([c[2].max(initial=-1) + 1 for c in contexts], device=device)
+    starts = torch.tensor([first for _, first in pinned], device=device)
+    active = [i for i in range(number) if rooms[i] > 0]
+    written, forwards, ended = [[] for _ in contexts], [0] * number, [False] * number
+
+    def keep(rows):
+        """Forget the other rows of the batch."""
+        nonlocal tokens, position, block, known, past
+        tokens, position, block, known = (t[rows] for t in (tokens, position, block, known))
+        past = [(k[rows], v[rows]) for k, v in past]
+
+    past = prefill(model, tokens, position, block, known)
+    keep(torch.tensor(active, dtype=torch.int64, device=device))
+    done = 0
+    while active:
+        rows = torch.tensor(active, device=device)
+        new = torch.full((len(active), block_size), config.mask_id, device=device)
+        if done == 0:
+            for row, i in enumerate(active):
+                new[row, :len(pinned[i][0])] = torch.tensor(pinned[i][0], dtype=torch.int64, device=device)
+        masked = new == config.mask_id
+        given = ~masked
+        at = starts[rows, None] + done * block_size + torch.arange(block_size, device=device)
+        seen = torch.cat([known, torch.ones_like(masked)], 1)[:, None, None].expand(-1, -1, block_size, -1)
+        while masked.any():
+            for row, waits in enumerate(masked.any(1).tolist()):
+                forwards[active[row]] += waits
+            if not use_cache:
+                past = prefill(model, tokens, position, block, known)
+            hidden, _ = model.extend(new, at, seen, past)
+            unmask(model, hidden, new, masked, order, tokens_per_step, threshold, temperature, top_p, generator)
+        done += 1
+        stop = ((new == end) & ~given).any(1).tolist()
+        left = []
+        for row, i in enumerate(active):
+            written[i] += new[row].tolist()
+            ended[i] = stop[row]
+            if not stop[row] and done < rooms[i]:
+                left.append(row)
+        if left and use_cache:      # the finished block once more, now clean, for its keys and values
+            own = model.extend(new, at, seen, past)[1]
+            past = [(torch.cat([k, new_k], 2), torch.cat([v, new_v], 2)) for (k, v), (new_k, new_v) in zip(past, own)]
+        tokens, position = torch.cat([tokens, new], 1), torch.cat([position, at], 1)
+        block = torch.cat([block, (following[rows, None] + done - 1).expand_as(new)], 1)
+        known = torch.cat([known, torch.ones_like(given)], 1)
+        keep(torch.tensor(left, dtype=torch.int64, device=device))
+        active = [active[row] for row in left]
+    return [Generated(*parts) for parts in zip(written, forwards, ended)]
