@@ -4,7 +4,7 @@ A model starts empty on torch's meta device and takes its weights from the files
 more than it trains. Native checkpoints and the original 2025 format are read; missing, unexpected or misshapen weights
 stop the run.
 
-Copy with it: tensor_files.py, parallel.py (UserError).
+Copy with it: chat_template.jinja, tensor_files.py, parallel.py (UserError).
 """
 import hashlib
 import json
@@ -28,21 +28,25 @@ except (ImportError, OSError, RuntimeError) as broken:
 
 from transformers import (  # noqa: E402
     AutoTokenizer,
+    DacFeatureExtractor,
     GenerationConfig,
     HiggsAudioV2Config,
     HiggsAudioV2ForConditionalGeneration,
+    HiggsAudioV2Processor,
     logging,
 )
 
 logging.disable_progress_bar()      # of weights; one a rank would drown the log
 
 ORIGINAL_NAMES = (("audio_codebook_embeddings.", "model.embed_audio_tokens.embed_audio_tokens."),
-                  ("audio_decoder_proj.", ""), ("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."),
-                  ("norm.", "model.norm."))
+                  ("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."), ("norm.", "model.norm."),
+                  ("audio_decoder_proj.", ""))        # last: every native name begins with ""
+EXTRA_IDS = ("audio_delay_token_id", "bos_token_id", "eos_token_id")     # the 2025 config.json has no place for them
 ORIGINAL_DROPPED = ("audio_codebook_weights", "inv_freq")
 ORIGINAL_SPLIT = {".embedding_frozen.weight": (".weight", 0), ".embedding_trainable.weight": (".weight", 1),
                   ".linear_frozen.weight": (".weight", 0), ".linear_trainable.weight": (".weight", 1)}
-EXTRA_FILES = ("generation_config.json", "processor_config.json", "preprocessor_config.json", "chat_template.jinja")
+EXTRA_FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja")
+HUB_CODEC = "bosonai/higgs-audio-v2-tokenizer"      # what a processor names as its codec when the base names none
 
 
 def find_folder(name, flag, model_types, advice):
@@ -105,6 +109,7 @@ def native_config(config):
             **{key: text[key] for key in keep if key in text}, num_codebooks=config.get("audio_num_codebooks", 8),
             codebook_size=config.get("audio_codebook_size", 1024) + 2, audio_token_id=config["audio_out_token_idx"],
             audio_bos_token_id=config["audio_out_bos_token_id"], pad_token_id=config.get("pad_token_id", 128001),
+            **{key: config[key] for key in EXTRA_IDS if key in config},
             audio_stream_bos_id=config.get("audio_stream_bos_id", 1024),
             audio_stream_eos_id=config.get("audio_stream_eos_id", 1025))
     if native.codebook_size <= native.audio_stream_eos_id:
@@ -134,17 +139,69 @@ def native_names(names):
     return {name: [p[i] for i in sorted(p)] for name, p in parts.items()}
 
 
+def original_names(names):
+    """{native name: 2025-format name}: the inverse of native_names, whose split tensors stay joined."""
+    return {name: next(old + name.removeprefix(new) for old, new in ORIGINAL_NAMES if name.startswith(new))
+            for name in names}
+
+
+def original_config(native, tokenizer, dtype):
+    """config.json dict of the 2025 layout for a native config: key by key that of the released checkpoint.
+
+    The rope parameters are Llama 3.2's spelling, numerically the native ones. Ids that the layout has no place for are
+    added only where they differ from the released model's; boson's config class keeps keys it does not know.
+    """
+    def token(name):
+        return tokenizer.convert_tokens_to_ids(name)
+    text = {key: getattr(native, key) for key in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
+        "num_key_value_heads", "rms_norm_eps", "hidden_act", "initializer_range", "attention_bias", "attention_dropout",
+        "mlp_bias")}
+    text |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": dtype,
+             "bos_token_id": token("<|begin_of_text|>"), "eos_token_id": token("<|end_of_text|>"),
+             "max_position_embeddings": 131072,     # the released one's: a server may refuse more than native's 2048
+             "rope_theta": 500000.0, "rope_scaling": {
+                 "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+                 "original_max_position_embeddings": 8192}}
+    usual = HiggsAudioV2Config()
+    return {key: getattr(native, key) for key in EXTRA_IDS if getattr(native, key) != getattr(usual, key)} | {
+        "model_type": "higgs_audio", "architectures": ["HiggsAudioModel"], "text_config": text, "torch_dtype": dtype,
+        "audio_adapter_type": "dual_ffn_fast_forward", "audio_decoder_proj_num_layers": 0, "audio_embed_avg": False,
+        "audio_dual_ffn_layers": list(range(native.num_hidden_layers)), "hidden_size": native.hidden_size,
+        "audio_ffn_hidden_size": native.hidden_size, "audio_ffn_intermediate_size": native.intermediate_size,
+        "audio_num_codebooks": native.num_codebooks, "audio_codebook_size": native.codebook_size - 2,
+        "audio_stream_bos_id": native.audio_stream_bos_id, "audio_stream_eos_id": native.audio_stream_eos_id,
+        "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>", "audio_in_token": "<|AUDIO|>",
+        "audio_out_bos_token": "<|audio_out_bos|>", "audio_out_token": "<|AUDIO_OUT|>",
+        "audio_eos_token_id": token("<|audio_eos|>"), "audio_in_token_idx": token("<|AUDIO|>"),
+        "audio_out_bos_token_id": native.audio_bos_token_id, "audio_out_token_idx": native.audio_token_id,
+        "pad_token_id": native.pad_token_id, "skip_audio_tower": True, "use_delay_pattern": True,
+        "encode_audio_in_tokens": True, "encode_whisper_embed": False, "use_audio_out_embed_projector": False,
+        "use_audio_out_self_attention": False, "use_rq_transformer": False}
+
+
 def empty_model(config, dtype, folder=None):
     """Native model with its text head on the meta device: names, shapes and dtypes, no memory.
 
-    config: HiggsAudioV2Config. folder: takes over the generation_config.json there, if any.
+    config: HiggsAudioV2Config. folder: takes over the generation_config.json there if it is a native one. The 2025
+    format's ends at a token that speech never reaches and knows no repetition guard: generate would run to its limit.
     """
     with torch.device("meta"):
         model = HiggsAudioV2ForConditionalGeneration(config, use_text_head=True).to(dtype)
     config.architectures, config.dtype = [type(model).__name__], dtype
-    if folder and (Path(folder) / "generation_config.json").is_file():
+    stored = Path(folder or "") / "generation_config.json"
+    if folder and stored.is_file() and "ras_win_len" in json.loads(stored.read_text()):
         model.generation_config = GenerationConfig.from_pretrained(folder)
+    else:
+        model.generation_config = released_generation(config)
     return model
+
+
+def released_generation(config):
+    """GenerationConfig with the released model's settings and this config's ids: sampling, repetition guard, ending."""
+    return GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id,
+                            pad_token_id=config.pad_token_id, do_sample=True, temperature=1.0, top_k=50, top_p=0.95,
+                            ras_win_len=7, ras_win_max_num_repeat=2, use_text_head=True)
 
 
 def weight_parts(folder, config):
@@ -207,14 +264,36 @@ def save_model(model, tokenizer, folder, source):
     save_config(model, tokenizer, folder, source)
 
 
-def save_config(model, tokenizer, folder, source):
-    """The files of a native checkpoint beside its weights."""
+def save_config(model, tokenizer, folder, source, codec=None):
+    """The files of a native checkpoint beside its weights. -> {file that source did not have: what was made of it}.
+
+    codec: folder or hub name that the processor shall name as its codec; None: what source names, else the hub's.
+    """
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    folder, source, made = Path(folder), Path(source), {}
     for name in EXTRA_FILES:
-        if os.path.exists(os.path.join(source, name)) and not os.path.exists(os.path.join(folder, name)):
-            shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if not (source / "processor_config.json").is_file():
+        save_processor(folder, tokenizer)
+        made = dict.fromkeys(EXTRA_FILES, f"{source} has none; made for the released codec "
+                             f"(24 kHz, 960 samples a frame), named {codec or HUB_CODEC}")
+    if codec or made:
+        path = folder / "processor_config.json"
+        config = json.loads(path.read_text()) | {"audio_tokenizer": {
+            "audio_tokenizer_class": "HiggsAudioV2TokenizerModel", "audio_tokenizer_name_or_path": codec or HUB_CODEC}}
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return made
+
+
+def save_processor(folder, tokenizer):
+    """Processor files for a base without any, as 2025-format ones are; the codec's name is still to be put in."""
+    extractor = DacFeatureExtractor(feature_size=1, sampling_rate=24000, hop_length=960)    # the released codec's
+    extractor.save_pretrained(folder)
+    template = Path(__file__).with_name("chat_template.jinja").read_text()
+    HiggsAudioV2Processor(extractor, tokenizer, audio_tokenizer=None, chat_template=template).save_pretrained(folder)
 
 
 def fingerprint_weights(folder):

@@ -1,8 +1,10 @@
 """LoRA on Higgs-Audio V2: which layers get adapters, saving, loading, merging; the files are PEFT's own format.
 
-    python lora.py merge --model_path BASE --adapter out/checkpoint-500 --output_dir merged    # plain native checkpoint
+    python lora.py merge --model_path BASE --adapter out/checkpoint-500 --output_dir merged     # a native checkpoint
+    python lora.py export --model_path BASE --adapter out/checkpoint-500 --output_dir served    # the 2025 layout
+    python lora.py export --model_path full/checkpoint-500 --output_dir served                  # of a full fine-tuning
 
-Copy with it: higgs_io.py and what that file names.
+Copy with it: higgs_export.py, higgs_io.py and what those name.
 """
 import argparse
 import copy
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+import higgs_export
 import higgs_io
 import tensor_files
 from parallel import UserError, one_clear_error
@@ -101,28 +104,62 @@ def load_lora_weights(model, folder):
         tensor_files.read_into(parameter.detach(), found[name])
 
 
-def merge(model_path, adapter, output_dir):
-    """Fold an adapter into its base in fp32 and write a plain native checkpoint (bf16 would lose small deltas)."""
-    folder, config = higgs_io.find_model(model_path)
+def folds(model, adapter):
+    """{weight name: function that adds the adapter's update to that weight in fp32}; model: native, on the meta device.
+
+    Raises UserError when the adapter's files and the model do not fit together exactly: PeftModel.from_pretrained would
+    only warn about weights that are missing.
+    """
     if not (Path(adapter) / "adapter_config.json").is_file():
         raise UserError(f"--adapter {adapter}: no such folder, or no adapter_config.json in it")
-    adapter_config = LoraConfig.from_pretrained(adapter)
-    adapter_config.base_model_name_or_path = None
-    model = _wrap(higgs_io.load_model(folder, config, torch.float32), adapter_config)
-    load_lora_weights(model, adapter)       # PeftModel.from_pretrained would only warn about weights that are missing
-    higgs_io.save_model(model.merge_and_unload(safe_merge=True), higgs_io.load_tokenizer(folder), output_dir, folder)
+    config = LoraConfig.from_pretrained(adapter)
+    config.base_model_name_or_path = None
+    net = _wrap(model, config)
+    if other := [name for name in adapter_weights(net) if not name.endswith((".lora_A.weight", ".lora_B.weight"))]:
+        raise UserError(f"--adapter {adapter}: only plain LoRA can be folded in, this has {other[0]}")
+    load_lora_weights(net, adapter)     # onto the meta device: nothing but the comparison is left of it
+    stored = tensor_files.open_tensors([Path(adapter) / "adapter_model.safetensors"])
+
+    def fold(name, scaling):
+        a, b = (stored[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
+        return lambda weight: weight.addmm_(b[:].float(), a[:].float(), alpha=scaling)
+    return {f"{name}.weight": fold(name, module.scaling["default"])
+            for name, module in net.get_base_model().named_modules() if hasattr(module, "lora_A")}
+
+
+def merge(model_path, adapter, output_dir, dtype="float32", shard_bytes=5 * 10**9, layout="native", codec=None):
+    """Fold an adapter, or none, into its base in fp32 and write a plain checkpoint; see higgs_export.export."""
+    return higgs_export.export(model_path, output_dir, layout, dtype, shard_bytes,
+                               (lambda model: folds(model, adapter)) if adapter else None, codec)
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description="Work with Higgs-Audio V2 adapters.")
-    parser.add_argument("command", choices=["merge"], help="merge: fold the adapter into the base weights")
-    parser.add_argument("--model_path", required=True, help="base model, folder or hub name")
-    parser.add_argument("--adapter", required=True, help="folder with adapter_model.safetensors")
-    parser.add_argument("--output_dir", required=True, help="where the merged native checkpoint is written")
+    parser = argparse.ArgumentParser(description="Write a Higgs-Audio V2 checkpoint with its adapter folded in.")
+    parser.add_argument("command", choices=["merge", "export"],
+                        help="merge: adapter and base into a native checkpoint; export: for other code, adapter or not")
+    parser.add_argument("--model_path", required=True, help="base model or full fine-tuning's checkpoint, or hub name")
+    parser.add_argument("--adapter", help="folder with adapter_model.safetensors; merge needs one")
+    parser.add_argument("--output_dir", required=True, help="new folder for the checkpoint")
+    parser.add_argument("--format", choices=higgs_export.LAYOUTS, help="layout to write: native (default of merge), or "
+                        "2025 for boson-ai's own code (default of export)")
+    parser.add_argument("--dtype", choices=list(higgs_export.DTYPES), help="of the weights; default float32 with an "
+                        "adapter (bfloat16 halves the size and rounds part of the update away), else the source's")
+    parser.add_argument("--max_shard_gb", type=float, default=5.0, help="largest weight file in GB, so also the memory "
+                        "this takes")
+    parser.add_argument("--audio_tokenizer_path", help="folder or hub name that the native processor shall name as its "
+                        f"codec (default: what the base names, else {higgs_io.HUB_CODEC})")
     args = parser.parse_args(argv)
+    layout = args.format or {"merge": "native", "export": "2025"}[args.command]
     with one_clear_error():
-        merge(args.model_path, args.adapter, args.output_dir)
-        print(f"merged {args.adapter} into {args.model_path}: {args.output_dir}")
+        if args.command == "merge" and not args.adapter:
+            raise UserError("merge needs --adapter FOLDER; to convert a checkpoint without one: lora.py export")
+        if layout == "2025" and args.audio_tokenizer_path:
+            raise UserError("--audio_tokenizer_path: the 2025 layout names no codec; drop it")
+        if args.max_shard_gb <= 0:
+            raise UserError(f"--max_shard_gb {args.max_shard_gb}: must be positive")
+        notes = merge(args.model_path, args.adapter, args.output_dir, args.dtype, int(args.max_shard_gb * 1e9), layout,
+                      args.audio_tokenizer_path)
+        print(f"{layout} checkpoint: {args.output_dir}", *notes, sep="\n  ")
 
 
 if __name__ == "__main__":
