@@ -112,13 +112,13 @@ def folds(model, adapter):
     """
     if not (Path(adapter) / "adapter_config.json").is_file():
         raise UserError(f"--adapter {adapter}: no such folder, or no adapter_config.json in it")
+    stored = tensor_files.open_tensors([Path(adapter) / "adapter_model.safetensors"])
+    if other := [name for name in stored if not name.endswith((".lora_A.weight", ".lora_B.weight"))]:
+        raise UserError(f"--adapter {adapter}: only plain LoRA can be folded in, this has {min(other)}")
     config = LoraConfig.from_pretrained(adapter)
     config.base_model_name_or_path = None
     net = _wrap(model, config)
-    if other := [name for name in adapter_weights(net) if not name.endswith((".lora_A.weight", ".lora_B.weight"))]:
-        raise UserError(f"--adapter {adapter}: only plain LoRA can be folded in, this has {other[0]}")
     load_lora_weights(net, adapter)     # onto the meta device: nothing but the comparison is left of it
-    stored = tensor_files.open_tensors([Path(adapter) / "adapter_model.safetensors"])
 
     def fold(name, scaling):
         a, b = (stored[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
