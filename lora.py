@@ -122,7 +122,7 @@ def folds(model, adapter):
 
     def fold(name, scaling):
         a, b = (stored[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
-        return lambda weight: weight.addmm_(b[:].float(), a[:].float(), alpha=scaling)
+        return lambda weight: torch.addmm(weight, b[:].float(), a[:].float(), alpha=scaling)
     return {f"{name}.weight": fold(name, module.scaling["default"])
             for name, module in net.get_base_model().named_modules() if hasattr(module, "lora_A")}
 

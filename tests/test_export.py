@@ -290,6 +290,8 @@ def test_merged_model_equals_the_adapter_on_its_base(tiny, adapter, data, tmp_pa
     folder, net = adapter
     lora.merge(str(tiny.model), folder, tmp_path / "out", layout=layout, shard_bytes=3 * 10**6)
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) == 4
+    named = read(tmp_path / "out", "model.safetensors.index.json")["weight_map"].keys()
+    assert named == (NAMES.keys() if layout == "2025" else set(NAMES.values()))
     back = tmp_path / "out"
     if layout == "2025":
         lora.merge(str(back), None, back := tmp_path / "back", None)
