@@ -20,10 +20,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Pool:
-    """At most so many ranks under one torchrun. folder: an empty one for jobs and their output."""
+    """At most so many ranks under one torchrun. folder: an empty one for jobs and their output; preload: a script."""
 
-    def __init__(self, ranks, folder):
-        self.ranks, self.folder, self.jobs, self.process = ranks, Path(folder), 0, None
+    def __init__(self, ranks, folder, preload="train_v2_ddp"):
+        self.ranks, self.folder, self.preload, self.jobs, self.process = ranks, Path(folder), preload, 0, None
 
     def run(self, ranks, function, *args, timeout=120):
         """Call "module.function" with these (JSON-able) arguments on ranks 0 to ranks - 1; (their statuses, output)."""
@@ -31,8 +31,8 @@ class Pool:
             with open(self.folder / "torchrun.txt", "a") as log:
                 self.process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone",
                                                  f"--nproc_per_node={self.ranks}", __file__, str(self.folder),
-                                                 str(self.jobs), str(os.getpid())], cwd=self.folder, stdout=log,
-                                                stderr=log)
+                                                 str(self.jobs), str(os.getpid()), self.preload],
+                                                cwd=self.folder, stdout=log, stderr=log)
             timeout += 60
         job, self.jobs = self.folder / str(self.jobs), self.jobs + 1
         with socket.socket() as free:
@@ -121,7 +121,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     import torch
 
-    import train_v2_ddp  # noqa: F401  (what takes long)
+    importlib.import_module(sys.argv[4])        # what takes long
     torch.set_num_threads(1)
     serve(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
     os._exit(0)
