@@ -64,7 +64,7 @@ def build_parser():
     g.add_argument("--system", choices=SYSTEMS, default="gsm8k",
                    help="gsm8k: question, answer; hdp: question, plan, execution")
     g.add_argument("--train_data", help="JSONL or JSON file, dataset folder (its train split) or hub name")
-    g.add_argument("--eval_data", help="the same (test split) for validation; without it --validation_split is held out")
+    g.add_argument("--eval_data", help="the same (test split) for validation; else --validation_split is held out")
     g.add_argument("--validation_split", type=float, default=0.05, help="share of problems held out, 0 = no validation")
     g.add_argument("--tokenizer", default="gpt2", help="tokenizer.json, folder with it or with GPT-2's files, hub name")
     g.add_argument("--demo", nargs="?", type=int, const=2000, metavar="PROBLEMS",
