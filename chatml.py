@@ -82,12 +82,12 @@ class Paths:
         return found
 
 
-def read_samples(path, problems, task_type="single_speaker_smart_voice", ref_in_system=False):
+def read_samples(path, problems, task_type="single_speaker_smart_voice", ref_in_system=False, prompts=False):
     """Yield the Samples of a data file (JSON, JSONL) or folder (metadata.json or audio + .txt pairs).
 
     A sample that cannot be used appends one line to the list `problems` (file, sample, reason) and is not yielded; the
-    caller decides. task_type and ref_in_system shape the folder format only. Raises UserError when the file itself
-    cannot be read.
+    caller decides. task_type and ref_in_system shape the folder format only. prompts: as canonical_prompt makes them.
+    Raises UserError when the file itself cannot be read.
     """
     path = Path(path)
     if path.is_dir():
@@ -101,7 +101,7 @@ def read_samples(path, problems, task_type="single_speaker_smart_voice", ref_in_
                 misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
                 label = misc.get("sample_id") or entry.get("id") or entry.get("speaker")
                 name += f" ({label})" if label else ""
-            yield canonical_sample(name, entry, paths)
+            yield (canonical_prompt if prompts else canonical_sample)(name, entry, paths)
         except BadSample as error:
             problems.append(f"{name}: {error}")
 
@@ -327,6 +327,39 @@ def canonical_sample(name, entry, paths):
     Trained are the assistant turns from message index start_index on, as in the official collator; without start_index,
     or with 0 in the community form, the last assistant turn with audio.
     """
+    turns, rewritten = _turns(entry, paths)
+    _mark_trained(turns, entry.get("start_index"), rewritten, len(entry["messages"]))
+    for before, turn in zip(turns, turns[1:]):
+        if turn.trained and not turn.text and not (before.role == "user" and before.text.strip()):
+            raise BadSample("the trained clip has no text: no user text stands before it and the assistant has none")
+    return Sample(name, [_trimmed(t) for t in turns], str(entry.get("speaker") or ""))
+
+
+def canonical_prompt(name, entry, paths):
+    """One raw sample -> Sample to be spoken: its last turn is the assistant's and ends with the clip to generate.
+
+    The sample may hold that clip already, as training data does; else it is Clip(""). Raises BadSample.
+    """
+    turns, _ = _turns(entry, paths)
+    asked = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=0)
+    spoken = [i for i, turn in enumerate(turns) if i > asked and turn.role == "assistant" and turn.clips]
+    if spoken:
+        turns, answer = turns[:spoken[-1] + 1], turns[spoken[-1]]
+        answer.parts = answer.parts[:1 + max(i for i, part in enumerate(answer.parts) if isinstance(part, Clip))]
+    else:
+        turns.append(Turn("assistant", [Clip("")], None))
+    if not spoken_text(sample := Sample(name, [_trimmed(t) for t in turns], str(entry.get("speaker") or ""))):
+        raise BadSample("has no text to speak: no user text stands before the clip to generate")
+    return sample
+
+
+def spoken_text(sample):
+    """The text of a canonical_prompt that is to be heard."""
+    return (sample.turns[-1].text or sample.turns[-2].text * (sample.turns[-2].role == "user")).strip()
+
+
+def _turns(entry, paths):
+    """(canonical turns of a raw sample, whether a user's reference audio was moved to turns of its own)."""
     messages = entry.get("messages") if isinstance(entry, dict) else None
     if not isinstance(messages, list) or not messages:
         raise BadSample("has no list 'messages'")
@@ -350,11 +383,7 @@ def canonical_sample(name, entry, paths):
     if not turns or turns[0].role != "system":
         turns.insert(0, Turn("system", [DEFAULT_SYSTEM], None))
     _add_scenes(turns[0], scenes)
-    _mark_trained(turns, entry.get("start_index"), rewritten, len(messages))
-    for before, turn in zip(turns, turns[1:]):
-        if turn.trained and not turn.text and not (before.role == "user" and before.text.strip()):
-            raise BadSample("the trained clip has no text: no user text stands before it and the assistant has none")
-    return Sample(name, [_trimmed(t) for t in turns], str(entry.get("speaker") or ""))
+    return turns, rewritten
 
 
 def _text(misc, key):

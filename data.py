@@ -361,28 +361,37 @@ class SpeechSamples(Dataset):
         return len(self.table)
 
     def __getitem__(self, i):
-        """Dict of number, input_ids (n,), is_audio (n,), text_labels (n,), audio_ids (a, 8), audio_labels (a, 8)."""
-        t, ids = self.table, self.ids
-        tokens = t.tokens[t.token_offsets[i]:t.token_offsets[i + 1]].astype(np.int64)
-        labelled = t.labelled[t.token_offsets[i]:t.token_offsets[i + 1]]
-        holes = np.flatnonzero(tokens == ids.audio)
-        repeats = np.ones(len(tokens), np.int64)
-        rows, labels, placeholders = [], [], []
-        for hole, clip in zip(holes, t.clips[t.clip_offsets[i]:t.clip_offsets[i + 1]]):
-            codes = t.reader.codes(*t.where[clip].tolist())
-            rows.append(delay_rows(codes, ids.stream_bos, ids.stream_eos))
-            labels.append(delay_labels(codes, ids.stream_eos) if labelled[hole] else np.full_like(rows[-1], IGNORE))
-            repeats[hole] = len(rows[-1])
-            placeholders.append(np.full(len(rows[-1]), ids.audio))
-            placeholders[-1][-(ids.num_codebooks - 1):] = ids.delay
-        is_audio = np.repeat(tokens == ids.audio, repeats)
-        input_ids = np.repeat(tokens, repeats)
-        text_labels = np.where(np.repeat(labelled, repeats) & ~is_audio, input_ids, IGNORE)
-        empty = np.empty((0, ids.num_codebooks), np.int64)
-        if placeholders:
-            input_ids[is_audio] = np.concatenate(placeholders)
-        return {"number": i, "input_ids": input_ids, "is_audio": is_audio, "text_labels": text_labels,
-                "audio_ids": np.concatenate([empty, *rows]), "audio_labels": np.concatenate([empty, *labels])}
+        """The sample's number and what assemble makes of it."""
+        t = self.table
+        tokens = slice(t.token_offsets[i], t.token_offsets[i + 1])
+        clips = t.clips[t.clip_offsets[i]:t.clip_offsets[i + 1]]
+        codes = [t.reader.codes(*t.where[clip].tolist()) for clip in clips]
+        return {"number": i, **assemble(t.tokens[tokens].astype(np.int64), t.labelled[tokens], codes, self.ids)}
+
+
+def assemble(tokens, labelled, codes, ids):
+    """One sample as the model sees it: each of its clips takes the place of its <|AUDIO_OUT|>, in delayed rows.
+
+    tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array a clip. Returns a dict of input_ids (n,), is_audio
+    (n,), text_labels (n,), audio_ids (a, 8), audio_labels (a, 8).
+    """
+    holes = np.flatnonzero(tokens == ids.audio)
+    repeats = np.ones(len(tokens), np.int64)
+    rows, labels, placeholders = [], [], []
+    for hole, clip in zip(holes, codes):
+        rows.append(delay_rows(clip, ids.stream_bos, ids.stream_eos))
+        labels.append(delay_labels(clip, ids.stream_eos) if labelled[hole] else np.full_like(rows[-1], IGNORE))
+        repeats[hole] = len(rows[-1])
+        placeholders.append(np.full(len(rows[-1]), ids.audio))
+        placeholders[-1][-(ids.num_codebooks - 1):] = ids.delay
+    is_audio = np.repeat(tokens == ids.audio, repeats)
+    input_ids = np.repeat(tokens, repeats)
+    text_labels = np.where(np.repeat(labelled, repeats) & ~is_audio, input_ids, IGNORE)
+    empty = np.empty((0, ids.num_codebooks), np.int64)
+    if placeholders:
+        input_ids[is_audio] = np.concatenate(placeholders)
+    return {"input_ids": input_ids, "is_audio": is_audio, "text_labels": text_labels,
+            "audio_ids": np.concatenate([empty, *rows]), "audio_labels": np.concatenate([empty, *labels])}
 
 
 def collate(samples, ids, pad_to=0):

@@ -19,6 +19,7 @@ import code_cache
 import higgs
 import higgs_io
 import preflight
+import run_samples
 import speech_model
 from code_cache import FRAME_RATE, SAMPLE_RATE, CacheIndex, check_length, codec_config, codec_fingerprint, file_keys
 from data import Table, read_all, split_samples, token_ids
@@ -347,6 +348,7 @@ def run(args, ranks, check_flags):
     codec_dir = (check(higgs_io.find_codec, args.audio_tokenizer_path) or [None])[0]
     config, tokenizer = check(higgs_io.native_config, config_dict), check(higgs_io.load_tokenizer, folder)
     ids = check(token_ids, tokenizer, config)
+    check(run_samples.read, flags_fit and args.sample_prompts)
     model, native, _ = check(speech_model.empty_trained_model, flags_fit and args, folder, config_dict) or [None] * 3
     with tempfile.TemporaryDirectory() as scratch:
         data = check(plan_table, flags_fit and args, tokenizer, ids, codec_dir, scratch, problems)

@@ -52,6 +52,15 @@ def add_lora(model, rank, alpha, dropout, targets, base_name):
     return wrapped
 
 
+def add_saved(model, adapter):
+    """Wrap a native model in the adapters of a PEFT folder, their weights not yet loaded. Raises UserError."""
+    if not (Path(adapter) / "adapter_config.json").is_file():
+        raise UserError(f"--adapter {adapter}: no such folder, or no adapter_config.json in it")
+    config = LoraConfig.from_pretrained(adapter)
+    config.base_model_name_or_path = None
+    return _wrap(model, config)
+
+
 def _wrap(model, config):
     with warnings.catch_warnings():     # peft asks transformers in a way that newer transformers finds old
         warnings.simplefilter("ignore", FutureWarning)
@@ -110,14 +119,10 @@ def folds(model, adapter):
     Raises UserError when the adapter's files and the model do not fit together exactly: PeftModel.from_pretrained would
     only warn about weights that are missing.
     """
-    if not (Path(adapter) / "adapter_config.json").is_file():
-        raise UserError(f"--adapter {adapter}: no such folder, or no adapter_config.json in it")
+    net = add_saved(model, adapter)
     stored = tensor_files.open_tensors([Path(adapter) / "adapter_model.safetensors"])
     if other := [name for name in stored if not name.endswith((".lora_A.weight", ".lora_B.weight"))]:
         raise UserError(f"--adapter {adapter}: only plain LoRA can be folded in, this has {min(other)}")
-    config = LoraConfig.from_pretrained(adapter)
-    config.base_model_name_or_path = None
-    net = _wrap(model, config)
     load_lora_weights(net, adapter)     # onto the meta device: nothing but the comparison is left of it
 
     def fold(name, scaling):

@@ -101,6 +101,16 @@ class MetricsLog:
         if self.wandb:
             self.wandb.log(values, step=step)
 
+    def write_speech(self, step, name, wave, rate, picture):
+        """Sound (n,) float32 in -1..1 at `rate` Hz and its picture (H, W, 3) uint8, to TensorBoard or W&B."""
+        if self.board:
+            self.board.add_audio(name, torch.from_numpy(wave)[None], step, rate)
+            self.board.add_image(f"{name}/mel", picture, step, dataformats="HWC")
+            self.board.flush()
+        if self.wandb:
+            import wandb
+            self.wandb.log({name: wandb.Audio(wave, rate), f"{name}/mel": wandb.Image(picture)}, step=step)
+
     def close(self):
         """Flush and close every writer."""
         os.fsync(self.file.fileno())

@@ -76,6 +76,24 @@ def build_model(world, args, folder, config, resume):
     return model, model if args.parallel == "fsdp" else parallel.wrap_ddp(model, world), native
 
 
+def load_to_speak(folder, config, adapter, dtype, device):
+    """Native model for generate on the device, in eval mode; an adapter stays beside its frozen base, in fp32.
+
+    config: the folder's config.json dict. adapter: PEFT folder or None. Raises UserError.
+    """
+    native = net = higgs_io.empty_model(higgs_io.native_config(config), dtype, folder)
+    parts = higgs_io.weight_parts(folder, config)
+    higgs_io.check_weights(native, parts, folder)
+    if adapter:
+        net = lora.add_saved(native, adapter)
+    net.to_empty(device=device)
+    higgs_io.reset_buffers(native, device)
+    higgs_io.load_weights(lora.base_weights(net) if adapter else dict(native.named_parameters()), parts)
+    if adapter:
+        lora.load_lora_weights(net, adapter)
+    return native.eval()
+
+
 def check_resume(args, model, native, resume):
     """Raise UserError when the checkpoint folder `resume` does not fit this (empty) model."""
     if args.use_lora:

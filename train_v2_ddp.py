@@ -13,8 +13,8 @@ from the plan that all ranks share, so no rank has to ask another.
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
 
 Files to copy with it: data.py chatml.py code_cache.py speech_model.py speech_plan.py dry_run.py higgs.py higgs_io.py
-lora.py (its own), packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py
-(shared).
+lora.py speak.py run_samples.py (its own), packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py
+metrics.py preflight.py (shared).
 """
 import argparse
 import math
@@ -36,6 +36,7 @@ import lora
 import metrics
 import optim
 import parallel
+import run_samples
 import speech_model
 import speech_plan
 import watchdog
@@ -147,6 +148,11 @@ def build_parser():
     g.add_argument("--eval_ranks", choices=("rank0", "all"),
                    help="who validates: rank 0 while the others wait, or all ranks a share; same number (default: "
                         "rank0, with --parallel fsdp all)")
+    g.add_argument("--sample_prompts", metavar="FILE",
+                   help="prompts spoken at every validation: one text a line, or ChatML .json/.jsonl")
+    g.add_argument("--sample_seconds", type=float, default=10.0, help="seconds of speech a sample prompt may give")
+    g.add_argument("--sample_time_limit", type=float, default=120.0,
+                   help="seconds that generating all of them may take at one validation")
     g.add_argument("--save_steps", type=int, default=7000, help="optimizer steps between checkpoints, 0 = at the end")
     g.add_argument("--save_total_limit", type=int, default=3, help="newest checkpoints kept besides the best, 0 = all")
     g.add_argument("--resume", default="auto", help="auto (newest whole checkpoint in OUTPUT_DIR), none, or a folder")
@@ -179,6 +185,8 @@ def check_flags(args, world_size):
         need(value is None or value > 0, f"--{flag} is {value}; it must be more than 0")
         need(value is None or args.dry_run is not None, f"--{flag} needs --dry_run")
     need(0 <= args.min_lr_ratio <= 1, f"--min_lr_ratio is {args.min_lr_ratio}; it must lie between 0 and 1")
+    for flag in ("sample_seconds", "sample_time_limit"):
+        need(0 < getattr(args, flag) < math.inf, f"--{flag} is {getattr(args, flag)}; it must be above 0 and finite")
     need(args.use_lora or args.lora_target_modules == "attention", "--lora_target_modules needs --use_lora")
     need(not (args.use_lora and args.freeze_llm), "--use_lora freezes the whole base already: drop --freeze_llm")
     need(args.parallel == "ddp" or args.eval_ranks != "rank0",
@@ -348,6 +356,8 @@ def train(args):
     books = ids.num_codebooks
     table, all_train, all_eval = prepare_table(world, args, tokenizer, ids, codec_dir)
     train_ids, eval_ids = speech_plan.usable_samples(args, config, table, all_train, all_eval, main_rank)
+    prompts, settings = parallel.rank0_first(world, run_samples.load, args, tokenizer, ids, config, codec_dir, device) \
+        if args.sample_prompts else ([], None)
     if args.tf32:       # only now: codes in the cache must not depend on it
         torch.set_float32_matmul_precision("high")
     identity = speech_model.run_identity(args, folder, table, train_ids) if main_rank else None
@@ -385,6 +395,7 @@ def train(args):
 
     log = None
     if main_rank:
+        run_samples.forget_later(args.output_dir, at["step"])
         board = Path(args.logging_dir) / Path(args.output_dir).resolve().name
         log = metrics.MetricsLog(args.output_dir, board, args.report_to, vars(args), at["step"], args.wandb_project)
         print_start(world, args, model, table, train_ids, eval_ids,
@@ -414,16 +425,25 @@ def train(args):
     def validate():
         nonlocal best_loss, best_step
         watch.moved(f"validation at step {at['step']}", args.wait_timeout)
-        values = evaluate(world, args, model, table, ids, eval_ids, writer.check)
+        values = evaluate(world, args, model, table, ids, eval_ids, writer.check) if len(eval_ids) else {}
         if values is None:
             return False
-        if main_rank:
-            log.write(at["step"], values)
+        if values and main_rank:
             tqdm.write(f"eval   step {at['step']:>6} | loss {values['eval/loss']:7.4f} | "
                        f"audio {values['eval/audio_loss']:6.3f} | text {values['eval/text_loss']:6.3f} | "
                        f"eos {values['eval/eos_loss']:6.3f} acc {values['eval/eos_accuracy'] * 100:5.1f}%")
-        if math.isfinite(values["eval/loss"]) and (best_loss is None or values["eval/loss"] < best_loss):
-            best_loss, best_step = values["eval/loss"], at["step"]
+        if prompts:
+            watch.moved(f"sample prompts at step {at['step']}", args.wait_timeout)
+            model.eval()
+            with parallel.gathered(model), autocast(args, device):
+                values |= parallel.rank0_first(world, lambda: run_samples.speak_all(
+                    args, native, prompts, settings, ids, codec_dir, device, at["step"], log, watchdog.stop_requested))
+            model.train()
+        if values and main_rank:
+            log.write(at["step"], values)
+        loss = values.get("eval/loss", math.nan)
+        if math.isfinite(loss) and (best_loss is None or loss < best_loss):
+            best_loss, best_step = loss, at["step"]
             save()
         return True
 
@@ -484,7 +504,8 @@ def train(args):
         report_bad(flags.pop())                         # of the step before: this one is still being computed
         flags.push(bad, stop, (at["step"], finite))
         last = at["step"] == total_steps
-        evaluating, saving = len(eval_ids) and (last or every(args.eval_steps)), last or every(args.save_steps)
+        evaluating = (len(eval_ids) or prompts) and (last or every(args.eval_steps))
+        saving = last or every(args.save_steps)
         if evaluating or saving or flags.stop:          # these wait for this step anyway
             report_bad(flags.pop())
         stopping = flags.stop and not last
