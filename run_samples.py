@@ -50,7 +50,7 @@ def speak_all(args, native, prompts, settings, ids, codec_dir, device, step, log
     """Speak and record every prompt -> {metric: float}. On one rank, with whole weights and the model in eval mode.
 
     native: the native model, adapters inside. asked: a request to stop; then, or when --sample_time_limit is over, the
-    prompts not yet spoken are left out, and a line says so. So it does when the GPU's memory does not suffice.
+    prompts not yet spoken are left out, and the line says so; as it does when the GPU's memory does not suffice.
     """
     end, start, spoken = time.monotonic() + args.sample_time_limit, time.monotonic(), []
     try:
@@ -60,7 +60,8 @@ def speak_all(args, native, prompts, settings, ids, codec_dir, device, step, log
                     batch = prompts[first:first + BATCH]
                     seed = args.seed + first // BATCH
                     spoken += speak.generate(native, batch, ids, settings, seed, device, end, asked)
-        codec, _ = load_codec(codec_dir, device, ids.num_codebooks)
+        with torch.random.fork_rng(devices=[]):         # building the codec draws numbers, dropout must not feel it
+            codec, _ = load_codec(codec_dir, device, ids.num_codebooks)
         waves = [speak.decode(codec, codes) for codes, _ in spoken]
     except torch.OutOfMemoryError:
         tqdm.write(f"samples step {step:>6} | left out: too little GPU memory is free; give fewer prompts or a shorter "
@@ -74,14 +75,12 @@ def speak_all(args, native, prompts, settings, ids, codec_dir, device, step, log
         speak.write_sample(Path(args.output_dir) / "samples" / f"step-{step}", prompt.name, wave, picture,
                            {**about, "step": step})
         log.write_speech(step, f"samples/{prompt.name}", wave, speak.SAMPLE_RATE, picture)
-        if about["target_seconds"]:
+        if about["target_seconds"] and ended_by != "time":
             ratios.append(about["seconds"] / about["target_seconds"])
-    if not spoken:
-        return {}
-    values = {"eval/stop_rate": sum(ended_by == "eos" for _, ended_by in spoken) / len(spoken)}
-    if ratios:
-        values["eval/length_ratio"] = sum(ratios) / len(ratios)
-    tqdm.write(f"speech step {step:>6} | {len(spoken)} of {len(prompts)} prompts, {total:.1f} s in {took:.1f} s | stop "
-               f"rate {values['eval/stop_rate'] * 100:5.1f}%" +
-               (f" | length ratio {values['eval/length_ratio']:5.2f}" if ratios else ""))
-    return values
+    whole = [ended_by for _, ended_by in spoken if ended_by != "time"]      # a sample out of time says nothing
+    stopped = whole.count("eos") / max(1, len(whole))
+    tqdm.write(f"speech step {step:>6} | {len(whole)} of {len(prompts)} prompts, {total:.1f} s in {took:.1f} s" +
+               (f" | stop rate {stopped * 100:5.1f}%" if whole else " (--sample_time_limit)") +
+               (f" | length ratio {sum(ratios) / len(ratios):5.2f}" if ratios else ""))
+    return {**({"eval/stop_rate": stopped} if whole else {}),
+            **({"eval/length_ratio": sum(ratios) / len(ratios)} if ratios else {})}

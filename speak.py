@@ -191,7 +191,8 @@ def generate(native, prompts, ids, settings, seed, device, moment=float("inf"), 
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            out = native.generate(**batch, return_dict_in_generate=True,
+            # synced_gpus would ask every rank at each step, by default whenever FSDP2 is seen
+            out = native.generate(**batch, return_dict_in_generate=True, synced_gpus=False,
                                   stopping_criteria=StoppingCriteriaList([Deadline(moment, asked)]))
     finally:
         native.generation_config = own
@@ -220,7 +221,7 @@ def decode(codec, codes):
     """(T, 8) codes -> (960 T,) float32 mono waveform at 24 kHz, numpy."""
     if not len(codes):
         return np.zeros(0, np.float32)
-    codes = torch.from_numpy(np.ascontiguousarray(codes.T))[None].to(codec.device)
+    codes = torch.from_numpy(codes.T.astype(np.int64))[None].to(codec.device)
     return codec.decode(codes).audio_values[0, 0].float().cpu().numpy()
 
 
