@@ -3,7 +3,8 @@
 A table without encoding (the counterpart of data.prepare_table and code_cache.ensure_codes: clips' frames come from
 their headers), the report, and all that would stop the run, as one list. Writes nothing but a temporary table.
 
-Copy with it: data.py, code_cache.py, speech_model.py, speech_plan.py, packing.py, preflight.py and what those name.
+Copy with it: data.py, code_cache.py, speech_model.py, speech_plan.py, run_samples.py, packing.py, preflight.py and what
+those name.
 """
 import os
 import tempfile
