@@ -9,8 +9,8 @@ real_time_factor (seconds of computing for a second of speech, its batch as a wh
 stopped by itself, "length" when --max_seconds cut it off. The same seed and batch size give the same speech on any
 number of GPUs.
 
-Files to copy with it: speak.py speech_model.py data.py chatml.py code_cache.py higgs.py higgs_io.py lora.py (its own),
-parallel.py optim.py checkpoint.py tensor_files.py watchdog.py (shared).
+Files to copy with it: speak.py speech_model.py data.py chatml.py code_cache.py higgs.py higgs_io.py higgs_export.py
+lora.py (its own), parallel.py optim.py checkpoint.py tensor_files.py watchdog.py preflight.py (shared).
 """
 import argparse
 import math
