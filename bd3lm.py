@@ -139,13 +139,18 @@ def allowed_counts(n, t_range):
     return torch.ceil(low * n - 1e-9).long(), torch.floor(high * n + 1e-9).long()
 
 
+def range_fits(t_range, block_size):
+    """Whether some number of masked tokens of a full block, not none, lies in the range."""
+    fewest, most = allowed_counts(torch.tensor([float(block_size)]), t_range)
+    return bool(fewest <= most) and bool(most > 0)
+
+
 def check_range(t_range, block_size):
     """Raise UserError for a range that is none, or that no number of masked tokens of a full block lies in."""
     low, high = t_range
     if not 0 < low <= high <= 1:
         raise UserError(f"noise range {low:g} to {high:g}: it must lie above 0, up to 1, lower end first")
-    fewest, most = allowed_counts(torch.tensor([float(block_size)]), t_range)
-    if fewest > most:
+    if not range_fits(t_range, block_size):
         raise UserError(f"noise range {low:g} to {high:g}: no number of masked tokens out of {block_size} lies in it; "
                         "widen it")
 
@@ -154,11 +159,12 @@ def truncated_counts(n, rate, t_range, uniform):
     """Masked tokens (G,) of blocks with n (G,) targets: binomial(n, rate) given that the share lies in t_range.
 
     That is the law of drawing a block again until its share lies inside, as the official code does, without the loop.
-    Blocks too short to have any share inside get the nearest numbers on both sides. rate, uniform: (G,) float64.
+    Blocks too short to have any share inside, or only 0, get the nearest numbers on both sides, so that every token
+    is masked at times. rate, uniform: (G,) float64.
     """
     n = n.double()
     fewest, most = allowed_counts(n, t_range)
-    fewest, most = torch.minimum(fewest, most), torch.maximum(fewest, most)
+    fewest, most = torch.minimum(fewest, most), torch.maximum(fewest, most).clamp(min=1)
     k = torch.arange(int(n.max()) + 1, dtype=torch.float64)
     left, rate = (n[:, None] - k).clamp(min=0), rate.clamp(max=1 - 1e-12)[:, None]
     log_pmf = torch.lgamma(n[:, None] + 1) - torch.lgamma(k + 1) - torch.lgamma(left + 1) \

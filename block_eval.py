@@ -113,11 +113,8 @@ def candidates(widths, block_sizes):
     for width in widths:
         steps = int(round((1 - width) / 0.05, 6)) + 1
         found += [(max(round(0.05 * i, 2), bd3lm.FULL[0]), round(0.05 * i + width, 6)) for i in range(steps)]
-
-    def possible(t_range):
-        counts = [bd3lm.allowed_counts(torch.tensor([float(size)]), t_range) for size in block_sizes]
-        return all(fewest <= most for fewest, most in counts)
-    return list(dict.fromkeys(t_range for t_range in found if possible(t_range)))
+    return list(dict.fromkeys(t_range for t_range in found
+                              if all(bd3lm.range_fits(t_range, size) for size in block_sizes)))
 
 
 @torch.no_grad()

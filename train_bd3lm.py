@@ -297,9 +297,8 @@ def train(args):
         torch.set_float32_matmul_precision("high")
     table, regions = block_setup.row_table(rows), block_eval.REGIONS[args.system]
     batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    identity = {"model": [args.model_size, tokens.vocab_size], "training data": rows.documents.fingerprint(
-        d for members in rows.members for d in members), "rows of a batch": [batch_rows, rows.length],
-        "seed": args.seed}
+    identity = {"seed": args.seed, "model": [args.model_size, tokens.vocab_size], "batch": [batch_rows, rows.length],
+                "training data": rows.documents.fingerprint(d for members in rows.members for d in members)}
     validation = eval_rows and [eval_rows.documents.fingerprint(d for members in eval_rows.members for d in members),
                                 args.eval_repeats, args.per_device_eval_batch_size]
     resume, meta = parallel.rank0_first(world, checkpoint.find_resume, args.output_dir, args.resume, identity)

@@ -404,6 +404,8 @@ def test_ranges_without_a_count_end_or_are_refused():
     masked = bd3lm.choose_masked(batch, torch.full((600,), 0.42, dtype=torch.float64), draws, (0.4, 0.45)).view(200, 6)
     assert set(masked[:, :1].sum(1).tolist()) == {0, 1} and set(masked[:, 1:3].sum(1).tolist()) == {0, 1}
     assert set(masked[:, 3:].sum(1).tolist()) == {1, 2}
+    masked = bd3lm.choose_masked(batch, torch.full((600,), 0.3, dtype=torch.float64), draws, (1e-3, 0.45)).view(200, 6)
+    assert set(masked[:, 0].tolist()) == {True, False}      # a lone token is masked at times
 
 
 def test_only_targets_are_masked_and_weighted():
