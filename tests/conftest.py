@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")      # two busy cores: more thread
 
 import pytest
 import torch
+from pool import Pool
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -62,20 +63,35 @@ def tiny(tmp_path_factory):
     return Tiny(root)
 
 
+def trainer_arguments(tiny, output_dir, *flags):
+    """What follows the script's name to train the tiny model; flags override the defaults given here."""
+    return ["--model_path", str(tiny.model), "--audio_tokenizer_path", str(tiny.codec), "--train_data_file",
+            str(tiny.train_json), "--code_cache", str(tiny.codes), "--output_dir", str(output_dir), "--logging_dir",
+            str(output_dir) + "-logs", "--report_to", "none", "--logging_steps", "1", "--warmup_steps", "2",
+            "--num_workers", "1", "--preprocess_num_proc", "1", *map(str, flags)]
+
+
 def trainer_command(tiny, output_dir, *flags, ranks=1):
-    """The command line of a trainer on the tiny model; flags override the defaults given here."""
+    """A trainer's whole command line, as a user types it."""
     launcher = [sys.executable] if ranks == 1 else \
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return [*launcher, str(ROOT / "train_v2_ddp.py"), "--model_path", str(tiny.model), "--audio_tokenizer_path",
-            str(tiny.codec), "--train_data_file", str(tiny.train_json), "--code_cache", str(tiny.codes),
-            "--output_dir", str(output_dir), "--logging_dir", str(output_dir) + "-logs", "--report_to", "none",
-            "--logging_steps", "1", "--warmup_steps", "2", "--num_workers", "1", "--preprocess_num_proc", "1",
-            *map(str, flags)]
+    return [*launcher, str(ROOT / "train_v2_ddp.py"), *trainer_arguments(tiny, output_dir, *flags)]
+
+
+@pytest.fixture(scope="session")
+def pool(tmp_path_factory):
+    """Ranks of the trainer without its start-up time."""
+    ranks = Pool(4, tmp_path_factory.mktemp("pool"))
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture
 def train(tiny, tmp_path):
-    """train(*flags, ranks=1, name="out", env=None, ok=True) runs train_v2_ddp.py for real and returns a Run."""
+    """train(*flags, ranks=1, name="out", env=None, ok=True) runs train_v2_ddp.py for real and returns a Run.
+
+    It starts like a user's, with seconds of imports; see `forked`.
+    """
     def run(*flags, ranks=1, name="out", env=None, ok=True, timeout=300):
         output_dir = tmp_path / name
         done = subprocess.run(trainer_command(tiny, output_dir, *flags, ranks=ranks), cwd=tmp_path, text=True,
@@ -83,4 +99,20 @@ def train(tiny, tmp_path):
                               env={**os.environ, **(env or {})})
         assert not ok or done.returncode == 0, done.stdout[-4000:]
         return Run(done.returncode, done.stdout, output_dir)
+    return run
+
+
+def train_forked(pool, tiny, output_dir, *flags, ranks=1, ok=True, main="train_v2_ddp.main", env=None):
+    """The trainer's real main() on a real command line in ranks of the pool, each a process; returns the Run."""
+    statuses, output = pool.run(ranks, main, trainer_arguments(tiny, output_dir, *flags), cwd=output_dir.parent,
+                                env=env)
+    assert not ok or not any(statuses), output[-4000:]
+    return Run(max(statuses, key=abs), output, output_dir)
+
+
+@pytest.fixture
+def forked(pool, tiny, tmp_path):
+    """As `train`, but its ranks are forked from a process that has done the imports."""
+    def run(*flags, name="out", **options):
+        return train_forked(pool, tiny, tmp_path / name, *flags, **options)
     return run

@@ -1,13 +1,14 @@
-"""Real ranks without their start-up time: torchrun starts them once, they import once, and fork for every job.
+"""Real ranks without their start-up time: a process imports a trainer once and forks the ranks of every job.
 
-Importing torch and transformers takes most of a tiny run's time. Ranks of a Pool stay, and for each job as many as it
-asks for fork a fresh process; these meet on a port of their own, since torchrun's store remembers earlier jobs.
+Importing torch and transformers takes most of a tiny run's time. A rank is a fresh process with the environment that
+torchrun gives; the ranks of a job meet on a port of their own, where rank 0 hosts their store, as under our launchers.
 """
 import ctypes
 import faulthandler
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -20,88 +21,76 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Pool:
-    """At most so many ranks under one torchrun. folder: an empty one for jobs and their output; preload: a script."""
+    """Jobs of at most so many ranks. folder: an empty one for their output; preload: the script imported once."""
 
     def __init__(self, ranks, folder, preload="train_v2_ddp"):
-        self.ranks, self.folder, self.preload, self.jobs, self.process = ranks, Path(folder), preload, 0, None
+        self.ranks, self.folder, self.preload, self.jobs, self.server = ranks, Path(folder), preload, 0, None
 
-    def run(self, ranks, function, *args, timeout=120):
+    def run(self, ranks, function, *args, timeout=120, cwd=None, env=None):
         """Call "module.function" with these (JSON-able) arguments on ranks 0 to ranks - 1; (their statuses, output)."""
-        if self.process is None or self.process.poll() is not None:
-            with open(self.folder / "torchrun.txt", "a") as log:
-                self.process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone",
-                                                 f"--nproc_per_node={self.ranks}", __file__, str(self.folder),
-                                                 str(self.jobs), str(os.getpid()), self.preload],
-                                                cwd=self.folder, stdout=log, stderr=log)
+        assert ranks <= self.ranks
+        if self.server is None or self.server.poll() is not None:
+            with open(self.folder / "server.txt", "a") as log:
+                self.server = subprocess.Popen([sys.executable, __file__, self.preload], cwd=self.folder,
+                                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, bufsize=0)
             timeout += 60
-        job, self.jobs = self.folder / str(self.jobs), self.jobs + 1
+        log, self.jobs = self.folder / f"{self.jobs}.txt", self.jobs + 1
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        job.with_suffix(".tmp").write_text(json.dumps([ranks, port, timeout, function, args]))
-        job.with_suffix(".tmp").rename(job.with_suffix(".job"))
-        ends, deadline = [job.with_suffix(f".end{rank}") for rank in range(ranks)], time.monotonic() + timeout
-        while not all(end.exists() for end in ends):
-            if time.monotonic() > deadline or self.process.poll() is not None:
-                self.process.kill()         # the ranks see it and go; the next job starts others
-                hung = [rank for rank, end in enumerate(ends) if not end.exists()]
-                raise AssertionError(f"{function} {args}: ranks {hung} did not end in {timeout} s\n{self.output(job)}")
-            time.sleep(0.02)
-        return [int(end.read_text()) for end in ends], self.output(job)
+        job = [ranks, port, timeout, str(log), str(cwd or self.folder), env or {}, function, args]
+        self.server.stdin.write(json.dumps(job).encode() + b"\n")
+        statuses, deadline = {}, time.monotonic() + timeout
+        while len(statuses) < ranks:
+            ready, _, _ = select.select([self.server.stdout], [], [], max(0, deadline - time.monotonic()))
+            line = self.server.stdout.readline() if ready else b""
+            if not line:
+                self.server.kill()          # the ranks go with it; the next job starts another
+                self.server.wait()
+                hung = [rank for rank in range(ranks) if rank not in statuses]
+                raise AssertionError(f"{function} {args}: ranks {hung} did not end in {timeout} s\n{self.output(log)}")
+            rank, status = line.split()
+            statuses[int(rank)] = int(status)
+        return [statuses[rank] for rank in range(ranks)], self.output(log)
 
-    def output(self, job):
-        text = job.with_suffix(".txt").read_text() if job.with_suffix(".txt").exists() else ""
-        return text + (self.folder / "torchrun.txt").read_text()
+    def output(self, log):
+        text = log.read_text(errors="replace") if log.exists() else ""
+        return text + (self.folder / "server.txt").read_text()
 
     def close(self):
-        (self.folder / "close").touch()
-        try:
-            self.process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+        if self.server:
+            self.server.stdin.close()
+            self.server.wait(timeout=60)
 
 
-def serve(folder, job, owner):
-    """One rank: fork for each job from this one on, write its exit status to <job>.end<rank>.
-
-    Until Pool.close, or torchrun or the process `owner` is gone.
-    """
-    rank, torchrun = int(os.environ["RANK"]), os.getppid()
-
-    def wanted():
-        return os.getppid() == torchrun and os.path.exists(f"/proc/{owner}")
-
-    while wanted() and not (folder / "close").exists():
-        if not (folder / f"{job}.job").exists():
-            time.sleep(0.02)
-            continue
-        if rank >= json.loads((folder / f"{job}.job").read_text())[0]:
-            job += 1
-            continue
-        child = os.fork()
-        if child == 0:
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)      # PR_SET_PDEATHSIG: a job never outlives its rank
-            os._exit(work(folder / f"{job}.job"))
-        done = 0
-        while not done:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if not wanted():
-                return
-            time.sleep(0.01)
-        part = folder / f"{job}.part{rank}"
-        part.write_text(str(os.waitstatus_to_exitcode(status)))
-        part.rename(folder / f"{job}.end{rank}")
-        job += 1
+def serve():
+    """For each job that stdin has: fork its ranks, print "rank status" when one has ended."""
+    for line in sys.stdin:
+        ranks, *job = json.loads(line)
+        pids = {}
+        for rank in range(ranks):
+            child = os.fork()
+            if child == 0:
+                status = 1
+                try:
+                    status = work(rank, ranks, *job)
+                finally:
+                    os._exit(status)        # tearing down a copy of all that was imported takes a second
+            pids[child] = rank
+        while pids:
+            child, status = os.wait()
+            print(pids.pop(child), os.waitstatus_to_exitcode(status), flush=True)
 
 
-def work(job):
-    """Run one job in this process, all its output in <job>.txt; returns the exit status."""
-    log = os.open(job.with_suffix(".txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    ranks, port, timeout, function, args = json.loads(job.read_text())
-    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_PORT": str(port),
-                   "TORCHELASTIC_USE_AGENT_STORE": "False"}
+def work(rank, ranks, port, timeout, log, cwd, env, function, args):
+    """Run one rank of a job in this process, all its output in the log; returns the exit status."""
+    die_with_parent()
+    out, nothing = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), os.open(os.devnull, os.O_RDONLY)
+    for ours, theirs in ((nothing, 0), (out, 1), (out, 2)):
+        os.dup2(ours, theirs)
+    os.chdir(cwd)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **env}
     faulthandler.dump_traceback_later(0.9 * timeout)        # where it hangs, before the pool gives up
     module, name = function.rsplit(".", 1)
     status = 0
@@ -117,11 +106,16 @@ def work(job):
     return status
 
 
+def die_with_parent():
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)      # PR_SET_PDEATHSIG: no process outlives the one that it works for
+
+
 if __name__ == "__main__":
+    die_with_parent()
     sys.path.insert(0, str(ROOT))
     import torch
 
-    importlib.import_module(sys.argv[4])        # what takes long
+    importlib.import_module(sys.argv[1])        # what takes long
     torch.set_num_threads(1)
-    serve(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    serve()
     os._exit(0)
