@@ -1,8 +1,10 @@
 """Whole training runs, one process and two: equal to each other, resumable, logged once, and hard to poison.
 
-A run costs seconds of imports, so runs that several tests look at are trained once, by name (SHARED).
+Most are forked from a process that has done the imports (pool.py); one alone and some under torchrun start like a
+user's. Runs that several tests look at are trained once, by name (SHARED).
 """
 import ctypes
+import functools
 import json
 import math
 import os
@@ -19,11 +21,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Run, Tiny, trainer_command
+from conftest import Run, Tiny, train_forked, trainer_command
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import checkpoint
+import train_v2_ddp
 from data import Table
 from optim import lr_factor
 from parallel import World
@@ -56,8 +59,8 @@ SHARED = {
 }
 
 
-def complete(tiny, output_dir, *flags, ranks=1, env=None):
-    """Run the trainer to its end in its own folder; returns the Run."""
+def launched(tiny, output_dir, *flags, ranks=1, env=None):
+    """Start the trainer as a user does and run it to its end; returns the Run."""
     done = subprocess.run(trainer_command(tiny, output_dir, *flags, ranks=ranks), cwd=output_dir.parent, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=200,
                           env={**os.environ, **(env or {})})
@@ -66,14 +69,21 @@ def complete(tiny, output_dir, *flags, ranks=1, env=None):
 
 
 @pytest.fixture(scope="module")
-def shared(tiny, tmp_path_factory):
+def complete(pool, tiny):
+    """complete(output_dir, *flags, ranks=1) -> Run of a forked trainer."""
+    return functools.partial(train_forked, pool, tiny)
+
+
+@pytest.fixture(scope="module")
+def shared(complete, tiny, tmp_path_factory):
     """shared(name) -> Run of SHARED[name], trained when first asked for. Look, do not touch."""
     root, done = tmp_path_factory.mktemp("shared"), {}
 
     def get(name):
         if name not in done:
             ranks, flags = SHARED[name]
-            done[name] = complete(tiny, root / name.replace(" ", "-"), *flags, ranks=ranks)
+            start = functools.partial(launched, tiny) if name == "dropout" else complete    # forks must do as it does
+            done[name] = start(root / name.replace(" ", "-"), *flags, ranks=ranks)
         return done[name]
     return get
 
@@ -154,16 +164,16 @@ def test_token_packs_on_one_and_two_ranks(shared):
     assert max(one.metrics("train/epoch").values()) > 1         # the topped-up tail of an epoch was among the steps
 
 
-def test_loader_processes_change_nothing(shared, tiny, tmp_path):
+def test_loader_processes_change_nothing(shared, complete, tmp_path):
     for workers, prefetch in ((0, 4), (2, 1)):
-        other = complete(tiny, tmp_path / f"workers{workers}", *DROPOUT, "--num_workers", workers,
-                         "--prefetch_factor", prefetch)
+        other = complete(tmp_path / f"workers{workers}", *DROPOUT, "--num_workers", workers, "--prefetch_factor",
+                         prefetch)
         assert_same_bits(shared("dropout"), other)
 
 
-def test_gradient_checkpointing_changes_nothing(shared, train):
+def test_gradient_checkpointing_changes_nothing(shared, forked):
     """With dropout: the recomputed layers must draw the same masks again."""
-    recomputed = train(*DROPOUT, "--gradient_checkpointing")
+    recomputed = forked(*DROPOUT, "--gradient_checkpointing")
     ours, theirs = shared("dropout").metrics("train/loss"), recomputed.metrics("train/loss")
     assert ours == pytest.approx(theirs, abs=1e-6)
     assert weights(recomputed).keys() == weights(shared("dropout")).keys()
@@ -174,51 +184,51 @@ def test_gradient_checkpointing_changes_nothing(shared, train):
 
 
 @pytest.fixture(scope="module")
-def stopped(tiny, tmp_path_factory):
+def stopped(complete, tmp_path_factory):
     """The "dropout" run stopped at steps 3 (in an epoch), 6 (exactly after one: 24 samples, no eval) and 8; its folder.
 
     Every stop is a new process that resumes from the newest checkpoint, which is what --resume auto means.
     """
     output_dir = tmp_path_factory.mktemp("stopped") / "out"
     for step, before in ((3, None), (6, 3), (8, 6)):
-        part = complete(tiny, output_dir, *DROPOUT, "--max_steps", step)
+        part = complete(output_dir, *DROPOUT, "--max_steps", step)
         where = f"resumed from {output_dir}/checkpoint-{before}" if before else "base model"
         assert f"start      step {before or 0}, {where}" in part.output
     return output_dir
 
 
-def test_resumed_run_equals_uninterrupted(shared, stopped, tiny, tmp_path):
+def test_resumed_run_equals_uninterrupted(shared, stopped, complete, tmp_path):
     """Stopped in the middle of an epoch, exactly at its end, and in the second one."""
     output_dir = shutil.copytree(stopped, tmp_path / "out")
     assert [checkpoint.load_meta(path)["epoch"] for _, path in checkpoint.checkpoints(output_dir)] == [0, 0, 1]
-    resumed = complete(tiny, output_dir, *DROPOUT)
+    resumed = complete(output_dir, *DROPOUT)
     assert [row["step"] for row in rows(resumed)] == list(range(1, 13))     # no step twice, none left out
     assert_same_bits(shared("dropout"), resumed)
 
     before = weights(resumed)
-    again = complete(tiny, output_dir, *DROPOUT)                            # a finished run has nothing left to do
+    again = complete(output_dir, *DROPOUT)                                  # a finished run has nothing left to do
     assert_same_bits(shared("dropout"), again)
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(again).items())
     assert steps_of(output_dir) == [6, 8, 12]
 
 
-def test_damaged_checkpoint_is_passed_over(shared, stopped, tiny, tmp_path):
+def test_damaged_checkpoint_is_passed_over(shared, stopped, complete, tmp_path):
     output_dir = shutil.copytree(stopped, tmp_path / "out")
     victim = output_dir / "checkpoint-8" / "adapter_model.safetensors"
     data = bytearray(victim.read_bytes())
     data[-5] ^= 1
     victim.write_bytes(data)
-    resumed = complete(tiny, output_dir, *DROPOUT)
+    resumed = complete(output_dir, *DROPOUT)
     assert "checkpoint-8 is damaged (adapter_model.safetensors has another checksum" in resumed.output
     assert "start      step 6, resumed from" in resumed.output
     assert_same_bits(shared("dropout"), resumed)        # steps 7 and 8 stand in metrics.jsonl once
 
 
-def test_resume_onto_fewer_packs_a_step_finishes_every_epoch(tiny, tmp_path):
+def test_resume_onto_fewer_packs_a_step_finishes_every_epoch(complete, tmp_path):
     """An epoch ends between the packs of a step. Resumed with smaller steps, the next epochs are still whole."""
     flags = ("--use_lora", "--disable_eval", "--per_device_train_batch_size", 8)        # 3 packs an epoch
-    complete(tiny, tmp_path / "out", *flags, "--gradient_accumulation_steps", 4, "--max_steps", 1)
-    resumed = complete(tiny, tmp_path / "out", *flags, "--num_train_epochs", 2)
+    complete(tmp_path / "out", *flags, "--gradient_accumulation_steps", 4, "--max_steps", 1)
+    resumed = complete(tmp_path / "out", *flags, "--num_train_epochs", 2)
     assert sorted(resumed.metrics("train/epoch")) == [1, 2, 3, 4]
     assert resumed.metrics("train/epoch")[4] == 2
 
@@ -237,16 +247,16 @@ def killed(tiny, tmp_path_factory):
     return output_dir
 
 
-def test_killed_full_run_resumes_exactly(shared, killed, tiny, tmp_path):
+def test_killed_full_run_resumes_exactly(shared, killed, complete, tmp_path):
     output_dir = shutil.copytree(killed, tmp_path / "out")
-    resumed = complete(tiny, output_dir, *SHARED["full 2x2"][1], ranks=2)
+    resumed = complete(output_dir, *SHARED["full 2x2"][1], ranks=2)
     assert re.search(r"start      step [1-9], resumed from", resumed.output)
     assert_same_bits(shared("full 2x2"), resumed)
 
 
-def test_run_of_two_ranks_goes_on_with_one(shared, killed, tiny, tmp_path):
+def test_run_of_two_ranks_goes_on_with_one(shared, killed, complete, tmp_path):
     output_dir = shutil.copytree(killed, tmp_path / "out")
-    resumed = complete(tiny, output_dir, *SHARED["full 2x2"][1], "--gradient_accumulation_steps", 2, ranks=1)
+    resumed = complete(output_dir, *SHARED["full 2x2"][1], "--gradient_accumulation_steps", 2, ranks=1)
     assert re.search(r"start      step [1-9], resumed from", resumed.output)
     assert_close(shared("full 2x2"), resumed)
 
@@ -367,9 +377,8 @@ sys.addaudithook(hook)
 """
 
 
-
 @pytest.fixture(scope="module")
-def watched(tiny, tmp_path_factory):
+def watched(pool, tiny, tmp_path_factory):
     """Two runs on an own copy of the speech and an empty code cache, everything they open and rename written down.
 
     Returns a list of (Run, opens by the kernel's count, [(rank, what, path)], code cache shards after it). Both train 2
@@ -388,16 +397,22 @@ def watched(tiny, tmp_path_factory):
         (root / name).symlink_to(tiny.root / name)
     (root / "hook").mkdir()
     (root / "hook" / "sitecustomize.py").write_text(AUDIT)
-    results = []
-    for name in ("first", "second"):
+    results, audited = [], functools.partial(train_forked, pool, main="test_training.train_audited")
+    for name, start in (("first", launched), ("second", audited)):
         opens = Opens(root / "speech")
-        run = complete(Tiny(root), root / name, *COMMON, "--per_device_train_batch_size", 2, "--report_to",
-                       "tensorboard", "--save_steps", 2, "--save_total_limit", 2, "--preprocess_num_proc", 2, ranks=2,
-                       env={"PYTHONPATH": str(root / "hook"), "AUDIT_LOG": str(root / f"{name}.audit")})
+        run = start(Tiny(root), root / name, *COMMON, "--per_device_train_batch_size", 2, "--report_to",
+                    "tensorboard", "--save_steps", 2, "--save_total_limit", 2, "--preprocess_num_proc", 2, ranks=2,
+                    env={"PYTHONPATH": str(root / "hook"), "AUDIT_LOG": str(root / f"{name}.audit")})
         audit = [line.split(" ", 2) for line in (root / f"{name}.audit").read_text().splitlines()]
         shards = sorted((path.name, path.stat().st_mtime_ns) for path in (root / "codes").rglob("*.safetensors"))
         results.append((run, opens.count(), audit, shards))
     return results
+
+
+def train_audited(argv):
+    """In a fork, which started without sitecustomize."""
+    exec(AUDIT, {})
+    train_v2_ddp.main(argv)
 
 
 def test_audio_is_opened_and_encoded_once_ever(watched, tiny):
@@ -410,6 +425,7 @@ def test_audio_is_opened_and_encoded_once_ever(watched, tiny):
     assert Counter(Path(path).name for _, what, path in audit if path.endswith(".wav")) == dict.fromkeys(names, 1)
     assert not later_opens
     assert not [path for _, _, path in later_audit if path.endswith(".wav")]
+    assert {rank for rank, _, _ in later_audit} >= {"0", "1"}       # it did report
 
     contents = {(root / "speech" / name).read_bytes() for name in names}
     assert len(contents) == 24
@@ -457,10 +473,10 @@ def test_tensorboard_has_the_same_numbers(watched):
 # Checkpoints that stay
 
 
-def test_rotation_keeps_the_newest_and_the_best(train):
+def test_rotation_keeps_the_newest_and_the_best(forked):
     """A rate far too high: the loss is lowest at the first validation, so the best checkpoint is the oldest."""
-    run = train("--learning_rate", 0.3, "--lr_scheduler", "constant", "--warmup_steps", 0, "--validation_split", 0.2,
-                "--max_steps", 7, "--eval_steps", 1, "--save_steps", 2, "--save_total_limit", 2)
+    run = forked("--learning_rate", 0.3, "--lr_scheduler", "constant", "--warmup_steps", 0, "--validation_split", 0.2,
+                 "--max_steps", 7, "--eval_steps", 1, "--save_steps", 2, "--save_total_limit", 2)
     losses = run.metrics("eval/loss")
     best = min(losses, key=losses.get)
     assert sorted(losses) == [1, 2, 3, 4, 5, 6, 7] and best < 6
@@ -492,9 +508,9 @@ def test_rotation_spares_the_new_checkpoint_beside_a_damaged_newer_one(tmp_path)
 # What the optimizer may touch
 
 
-def test_weights_that_no_loss_reaches_stay_as_they_were(train, tiny):
-    run = train("--text_loss_weight", 0, "--weight_decay", 0.1, "--learning_rate", LR, "--disable_eval",
-                "--max_steps", 3, "--per_device_train_batch_size", 8)
+def test_weights_that_no_loss_reaches_stay_as_they_were(forked, tiny):
+    run = forked("--text_loss_weight", 0, "--weight_decay", 0.1, "--learning_rate", LR, "--disable_eval",
+                 "--max_steps", 3, "--per_device_train_batch_size", 8)
     base, trained = base_weights(tiny), weights(run)
     table = Table(next(run.output_dir.glob("table-*")))
     last = "model.layers.1."
@@ -522,9 +538,9 @@ def used_codes(table):
     return np.unique(np.concatenate([*(c + books for c in codes), 1024 + books[None], 1025 + books[None]]))
 
 
-def test_frozen_llm_trains_audio_embedding_and_head_only(shared, train, tiny):
-    run = train(*COMMON, "--freeze_llm", "--audio_loss_reduction", "sum", "--max_steps", 3, "--num_workers", 0,
-                "--enable_strategic_logging", "--strategic_logging_steps", 2, "--text_loss_weight", 0.5)
+def test_frozen_llm_trains_audio_embedding_and_head_only(shared, forked, tiny):
+    run = forked(*COMMON, "--freeze_llm", "--audio_loss_reduction", "sum", "--max_steps", 3, "--num_workers", 0,
+                 "--enable_strategic_logging", "--strategic_logging_steps", 2, "--text_loss_weight", 0.5)
     base, trained = base_weights(tiny), weights(run)
     assert {name for name in base if not torch.equal(base[name], trained[name])} == {
         "model.embed_audio_tokens.embed_audio_tokens.weight", "audio_lm_head.weight"}
@@ -603,11 +619,11 @@ def test_log_names_and_console_line(shared):
         rf"wait +{number} s \| mem +{number} GiB( \| mfu +{number}%)? \| eta \d+:\d\d:\d\d", line), line
 
 
-def test_batch_derived_flags_and_schedule(train):
+def test_batch_derived_flags_and_schedule(forked):
     """--global_batch_size makes the accumulation, the square-root rule the peak rate, the schedule the way down."""
-    run = train("--use_lora", "--per_device_train_batch_size", 2, "--global_batch_size", 8, "--scale_lr_from_batch", 2,
-                "--learning_rate", 1e-4, "--lr_scheduler", "linear", "--min_lr_ratio", 0.25, "--warmup_steps", 2,
-                "--disable_eval", "--num_train_epochs", 4, "--group_by_length")
+    run = forked("--use_lora", "--per_device_train_batch_size", 2, "--global_batch_size", 8, "--scale_lr_from_batch", 2,
+                 "--learning_rate", 1e-4, "--lr_scheduler", "linear", "--min_lr_ratio", 0.25, "--warmup_steps", 2,
+                 "--disable_eval", "--num_train_epochs", 4, "--group_by_length")
     assert "4 packs a step = 1 ranks x 4 micro-steps; peak lr 2.00e-04" in run.output
     rate = run.metrics("train/learning_rate")
     assert sorted(rate) == list(range(1, 13))                   # 24 samples, 8 a step, 4 epochs
@@ -642,9 +658,9 @@ def poisoned(tiny, tmp_path_factory):
             "--per_device_train_batch_size", 1, "--num_train_epochs", 2), bad
 
 
-def test_bad_step_is_skipped_and_the_sample_named(poisoned, train):
+def test_bad_step_is_skipped_and_the_sample_named(poisoned, forked):
     flags, bad = poisoned
-    run = train(*flags)
+    run = forked(*flags)
     skipped = re.findall(r"^step (\d+): gradient norm is not finite, step skipped .*?with a non-finite loss: (.*)$",
                          run.output, re.M)
     assert len(skipped) == 2                                    # once an epoch
@@ -662,20 +678,20 @@ def test_bad_step_is_skipped_and_the_sample_named(poisoned, train):
     assert all(0 < run.metrics("train/loss")[step] < 100 for step in good)
 
 
-def test_skipped_step_claims_no_loss(poisoned, train):
+def test_skipped_step_claims_no_loss(poisoned, forked):
     """A step without a loss must not be logged as a loss of 0: it would pull means and pictures down."""
-    run = train(*poisoned[0], "--use_lora")
+    run = forked(*poisoned[0], "--use_lora")
     assert "2 steps skipped" in run.output and all(torch.isfinite(tensor).all() for tensor in weights(run).values())
     assert all(value is None or value > 1 for value in run.metrics("train/loss").values())
     for line in (run.output_dir / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=not_json)
 
 
-def test_validation_without_a_number_is_never_the_best(poisoned, train):
+def test_validation_without_a_number_is_never_the_best(poisoned, forked):
     """A NaN that became the best loss would stay it for ever: nothing is smaller."""
     flags = poisoned[0]
-    run = train("--model_path", flags[1], "--eval_data_file", flags[3], "--use_lora", "--max_steps", 2,
-                "--eval_steps", 1, "--save_steps", 1)
+    run = forked("--model_path", flags[1], "--eval_data_file", flags[3], "--use_lora", "--max_steps", 2,
+                 "--eval_steps", 1, "--save_steps", 1)
     assert list(run.metrics("eval/loss").values()) == [None, None]
     state = json.loads((run.output_dir / "checkpoint-2" / "trainer_state" / "state.json").read_text())
     assert state["best_step"] is None and state["best_loss"] is None
@@ -686,12 +702,12 @@ def not_json(name):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_too_many_bad_steps_end_the_run(poisoned, train, ranks):
+def test_too_many_bad_steps_end_the_run(poisoned, forked, ranks):
     start = time.monotonic()
-    run = train(*poisoned[0], "--max_bad_steps", 1, ranks=ranks, ok=False, timeout=120)
+    run = forked(*poisoned[0], "--max_bad_steps", 1, ranks=ranks, ok=False)
     assert run.status == 1
     errors = re.findall(r"^error: .*$", run.output, re.M)
     assert len(errors) == 1 and "1 steps in a row" in errors[0] and "train.json" in errors[0]
-    assert ranks > 1 or "Traceback" not in run.output
+    assert "Traceback" not in run.output
     assert not checkpoint.checkpoints(run.output_dir)
     assert time.monotonic() - start < 90
