@@ -102,10 +102,10 @@ def train(tiny, tmp_path):
     return run
 
 
-def train_forked(pool, tiny, output_dir, *flags, ranks=1, ok=True, main="train_v2_ddp.main", env=None):
+def train_forked(pool, tiny, output_dir, *flags, ranks=1, ok=True, main="train_v2_ddp.main", cwd=None, env=None):
     """The trainer's real main() on a real command line in ranks of the pool, each a process; returns the Run."""
-    statuses, output = pool.run(ranks, main, trainer_arguments(tiny, output_dir, *flags), cwd=output_dir.parent,
-                                env=env)
+    statuses, output = pool.run(ranks, main, trainer_arguments(tiny, output_dir, *flags),
+                                cwd=cwd or output_dir.parent, env=env)
     assert not ok or not any(statuses), output[-4000:]
     return Run(max(statuses, key=abs), output, output_dir)
 
@@ -114,5 +114,5 @@ def train_forked(pool, tiny, output_dir, *flags, ranks=1, ok=True, main="train_v
 def forked(pool, tiny, tmp_path):
     """As `train`, but its ranks are forked from a process that has done the imports."""
     def run(*flags, name="out", **options):
-        return train_forked(pool, tiny, tmp_path / name, *flags, **options)
+        return train_forked(pool, tiny, tmp_path / name, *flags, cwd=tmp_path, **options)
     return run

@@ -32,7 +32,8 @@ class Pool:
         if self.server is None or self.server.poll() is not None:
             with open(self.folder / "server.txt", "a") as log:
                 self.server = subprocess.Popen([sys.executable, __file__, self.preload], cwd=self.folder,
-                                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, bufsize=0)
+                                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, bufsize=0,
+                                               env={**os.environ, "HF_HUB_OFFLINE": "1"})      # read while importing
             timeout += 60
         log, self.jobs = self.folder / f"{self.jobs}.txt", self.jobs + 1
         with socket.socket() as free:

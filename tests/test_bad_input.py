@@ -1,70 +1,24 @@
 """Each mistake a user can make ends the trainer with status 1 and one clear message: file, sample, remedy.
 
-Most runs are forks of one process that has imported the trainer already: the real main() on real command lines, minus
-the seconds of importing. A few start like a user's, alone and under torchrun.
+Most runs are forks of one process that has imported the trainer already (pool.py): the real main() on real command
+lines, minus the seconds of importing. A few start like a user's, alone and under torchrun.
 """
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import soundfile
-from conftest import ROOT, Run, trainer_command
-
-FORK_SERVER = """
-import json, os, sys, traceback
-sys.path.insert(0, sys.argv[1])
-import train_v2_ddp
-for line in sys.stdin:
-    job = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        sys.stdin = open(os.devnull)
-        os.chdir(job["cwd"])
-        try:
-            train_v2_ddp.main(job["argv"])
-            status = 0
-        except SystemExit as end:
-            status = end.code
-        except BaseException:
-            traceback.print_exc()
-            status = 1
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)        # tearing down a copy of all that was imported takes a second
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def server():
-    """A process that runs the trainer's main() in a fork for each line of JSON it reads."""
-    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen([sys.executable, "-c", FORK_SERVER, str(ROOT)], stdin=subprocess.PIPE, env=env,
-                          stdout=subprocess.PIPE, text=True) as process:
-        yield process
-        process.stdin.close()
+from conftest import Run, train_forked
 
 
 @pytest.fixture
-def run(tiny, tmp_path, server):
-    """run(*flags, name="out") like conftest's train, in a fork of the server; never fails by itself."""
-    def start(*flags, name="out", evaluate=False):
-        flags = [*([] if evaluate else ["--disable_eval"]), *flags]
-        command = trainer_command(tiny, tmp_path / name, "--max_steps", 1, "--num_workers", 0,
-                                  "--preprocess_num_proc", 0, *flags)
-        log = tmp_path / "output"
-        job = {"argv": command[command.index(str(ROOT / "train_v2_ddp.py")) + 1:], "cwd": str(tmp_path),
-               "log": str(log)}
-        server.stdin.write(json.dumps(job) + "\n")
-        server.stdin.flush()
-        return Run(int(server.stdout.readline()), log.read_text(), tmp_path / name)
+def run(forked):
+    """run(*flags, name="out") trains for a step in a fork, without loaders; never fails by itself."""
+    def start(*flags, evaluate=False, **options):
+        return forked("--max_steps", 1, "--num_workers", 0, "--preprocess_num_proc", 0,
+                      *([] if evaluate else ["--disable_eval"]), *flags, ok=False, **options)
     return start
 
 
@@ -371,15 +325,11 @@ LORA = ("--use_lora", "--lora_rank", 4, "--lora_alpha", 8)
 
 
 @pytest.fixture(scope="module")
-def used(tiny, tmp_path_factory, server):
+def used(pool, tiny, tmp_path_factory):
     """An output folder with one LoRA checkpoint."""
-    folder = tmp_path_factory.mktemp("used")
-    command = trainer_command(tiny, folder / "out", "--disable_eval", "--max_steps", 1, "--num_workers", 0, *LORA)
-    server.stdin.write(json.dumps({"argv": command[command.index(str(ROOT / "train_v2_ddp.py")) + 1:],
-                                   "cwd": str(folder), "log": str(folder / "log")}) + "\n")
-    server.stdin.flush()
-    assert server.stdout.readline() == "0\n", (folder / "log").read_text()
-    return folder / "out" / "checkpoint-1"
+    output_dir = tmp_path_factory.mktemp("used") / "out"
+    train_forked(pool, tiny, output_dir, "--disable_eval", "--max_steps", 1, "--num_workers", 0, *LORA)
+    return output_dir / "checkpoint-1"
 
 
 @pytest.fixture
@@ -522,7 +472,24 @@ def test_flags_that_do_not_parse(run, flags, said):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Started as users start it
+# Two ranks, and started as users start it
+
+
+def test_bad_audio_of_two_ranks_is_one_list(forked, tiny, data, tmp_path):
+    """Each rank decodes its share; rank 0 tells of all."""
+    said = spoilt_audio(data / "spoilt")
+    path = written(data, with_audio(tiny, [f"spoilt/{name}" for name in said]), "two.json")
+    done = forked("--train_data_file", path, "--code_cache", tmp_path / "codes", ranks=2, ok=False)
+    message = complains(done, "error: 6 problems:", *[data / "spoilt" / name for name in said])
+    assert len([line for line in message if "spoilt" in line]) == 6
+
+
+def test_fewer_samples_than_ranks_trains(forked, tiny, data):
+    path = written(data, tiny.samples()[:1], "one.json")
+    done = forked("--train_data_file", path, "--num_train_epochs", 2, "--use_lora", ranks=2)
+    losses = done.metrics("train/loss")
+    assert sorted(losses) == [1, 2] and all(np.isfinite(list(losses.values())))
+    assert "samples    1 to train, 0 to validate" in done.output
 
 
 def test_alone_the_message_is_all_there_is(train, data):
@@ -532,30 +499,10 @@ def test_alone_the_message_is_all_there_is(train, data):
     assert complains(done, path, "truncated") == done.output.strip().splitlines()
 
 
-def under_torchrun(done):
-    """What our ranks printed; torchrun adds a traceback of its own when a rank has failed."""
+def test_a_mistake_that_all_ranks_find_is_told_once(train, used_copy):
+    """torchrun adds a traceback of its own when a rank has failed."""
+    done = train("--use_lora", "--lora_rank", 8, "--lora_alpha", 8, "--disable_eval", ranks=2, ok=False)
     ours = done.output.partition("torch/distributed/elastic")[0].partition("Traceback (most recent call last)")[0]
     assert done.output.count("error:") == ours.count("error:") and "rank 1 failed" not in done.output
-    return Run(done.status, "\n".join(line for line in ours.splitlines() if "elastic" not in line), done.output_dir)
-
-
-def test_bad_audio_of_two_ranks_is_one_list(train, tiny, data, tmp_path):
-    """Each rank decodes its share; rank 0 tells of all."""
-    said = spoilt_audio(data / "spoilt")
-    path = written(data, with_audio(tiny, [f"spoilt/{name}" for name in said]), "two.json")
-    done = under_torchrun(train("--train_data_file", path, "--code_cache", tmp_path / "codes", ranks=2, ok=False))
-    message = complains(done, "error: 6 problems:", *[data / "spoilt" / name for name in said])
-    assert len([line for line in message if "spoilt" in line]) == 6
-
-
-def test_a_mistake_that_all_ranks_find_is_told_once(train, used_copy):
-    done = under_torchrun(train("--use_lora", "--lora_rank", 8, "--lora_alpha", 8, "--disable_eval", ranks=2, ok=False))
-    complains(done, "adapter has r 4, this run 8")
-
-
-def test_fewer_samples_than_ranks_trains(train, tiny, data):
-    path = written(data, tiny.samples()[:1], "one.json")
-    done = train("--train_data_file", path, "--num_train_epochs", 2, "--use_lora", ranks=2)
-    losses = done.metrics("train/loss")
-    assert sorted(losses) == [1, 2] and all(np.isfinite(list(losses.values())))
-    assert "samples    1 to train, 0 to validate" in done.output
+    ours = "\n".join(line for line in ours.splitlines() if "elastic" not in line)
+    complains(Run(done.status, ours, done.output_dir), "adapter has r 4, this run 8")
