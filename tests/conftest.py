@@ -16,6 +16,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
 
+LONGEST = ("recovery", "fsdp", "training", "slurm", "launchers", "preflight", "code_cache", "bad_input")
+
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False      # xdist would begin with the files of most tests, not of the longest
+
+
+def pytest_collection_modifyitems(items):
+    """Files that take minutes first: begun last, one would run alone at the end."""
+    place = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
 
 @dataclass
 class Tiny:
