@@ -594,7 +594,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(launch, whole, tmp_path)
 def test_checkpoint_under_way_is_completed_when_the_run_gives_up(launch, tmp_path):
     """A rate beyond all numbers; the write takes longer than the others would wait for rank 0."""
     out = tmp_path / "out"
-    job = launch(out, *KINDS["ddp"][1], "--learning_rate", 1e30, "--warmup_steps", 0, "--save_steps", 1,
+    job = launch(out, *KINDS["ddp"][1], "--learning_rate", 1e30, "--warmup_steps", 0, "--save_steps", 2,
                  "--max_bad_steps", 3, ranks=2, env={"TEST_SLOW_WRITE": "2"})
     assert job.wait(120) == [1, 1], job.text()
     errors = re.findall("^error: .*", job.text(), re.M)
