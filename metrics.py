@@ -10,7 +10,9 @@ import math
 import os
 import re
 import resource
+import socket
 import sys
+import time
 import uuid
 from pathlib import Path
 
@@ -63,7 +65,7 @@ class MetricsLog:
     """Rank 0's record of a run. Make it on rank 0 only. report_to: "tensorboard", "wandb" or "none".
 
     Lines of metrics.jsonl and TensorBoard points later than resumed_step (work lost in a crash) are dropped first, so
-    no step stands there twice.
+    no step stands there twice. Every start adds a line to starts.jsonl: when, where, from which step, how configured.
     """
 
     def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, wandb_project=None):
@@ -73,6 +75,10 @@ class MetricsLog:
             temporary = self.path.with_suffix(".tmp")
             temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
             os.replace(temporary, self.path)
+        start = {"time": time.time(), "step": resumed_step, "ranks": int(os.environ.get("WORLD_SIZE", "1")),
+                 "host": socket.gethostname(), "config": config}
+        with open(self.path.with_name("starts.jsonl"), "a") as starts:
+            starts.write(json.dumps(start) + "\n")
         self.file = open(self.path, "a", buffering=1)
         self.board = self.wandb = None
         if report_to == "tensorboard":

@@ -1,0 +1,226 @@
+"""What a run has left in its folder, read for a report: numbers, starts, checkpoints, samples, evaluations.
+
+Reads small text files and folder listings only, never weights, and may be used while the run goes on: a last line that
+is still being written is left out. Anything else that is wrong is a ValueError naming file and line.
+
+Used by report.py. Standard library only, so that it also runs where no torch is; imports nothing of ours.
+"""
+import json
+import math
+import re
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MARKER = "requeue"          # left by a trainer that was asked to stop (watchdog.py)
+SILENT_S = 600              # seconds without a new line before a run no longer counts as going on
+
+
+@dataclass
+class Run:
+    """One output_dir. args: {flag: value} of the newest start, or of the newest checkpoint where none was noted."""
+    folder: Path
+    name: str
+    rows: list                                      # metrics.jsonl: {"step": int, metric: float or None}
+    starts: list = field(default_factory=list)      # starts.jsonl: {"time", "step", "ranks", "host", "config"}
+    checkpoints: list = field(default_factory=list)
+    args: dict = field(default_factory=dict)
+    best_step: int = None                           # of the newest checkpoint's state.json
+    written: float = 0.0                            # time of the newest line of metrics.jsonl
+
+    def curve(self, metric):
+        """([step], [value or None]) of one metric, by step."""
+        points = sorted(((row["step"], row[metric]) for row in self.rows if metric in row), key=lambda point: point[0])
+        return [step for step, _ in points], [value for _, value in points]
+
+    def metrics(self):
+        """Names of all metrics in the order of their first appearance."""
+        return list(dict.fromkeys(name for row in self.rows for name in row if name != "step"))
+
+    @property
+    def step(self):
+        """The last step that was logged, 0 before the first."""
+        return max((row["step"] for row in self.rows), default=0)
+
+
+@dataclass
+class Sample:
+    """One generated clip; paths of files that are there, facts from its JSON."""
+    name: str
+    audio: Path
+    picture: Path = None
+    reference: Path = None
+    facts: dict = field(default_factory=dict)
+
+
+def load_json(path):
+    """A JSON file's content; ValueError names the file."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: is not JSON ({error})")
+
+
+def read_lines(path):
+    """Objects of a JSONL file; a last line without its end is being written, or was cut off by a kill: left out."""
+    text = Path(path).read_bytes().decode("utf-8", errors="replace")
+    lines, rows = text.split("\n"), []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError("not an object")
+        except (ValueError, RecursionError) as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}: line {number} cannot be read ({error}): {line[:60]!r}; mend or delete it")
+        rows.append(row)
+    return rows
+
+
+def read_numbers(path):
+    """Rows of a metrics.jsonl, {"step": int, metric: float or None}; what is not finite becomes None."""
+    rows = read_lines(path)
+    for row in rows:
+        if type(row.get("step")) is not int:
+            raise ValueError(f"{path}: a line has no whole number as its step: {json.dumps(row)[:60]}")
+        for name, value in row.items():
+            if value is not None and type(value) not in (int, float):
+                raise ValueError(f"{path}: step {row['step']}: {name} is {json.dumps(value)[:40]}, not a number")
+            if type(value) is float and not math.isfinite(value):
+                row[name] = None
+    return rows
+
+
+def read_run(folder):
+    """Run of an output_dir; ValueError when it is none."""
+    folder = Path(folder)
+    path = folder / "metrics.jsonl"
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder; give the --output_dir of a run")
+    if not path.is_file():
+        raise ValueError(f"{folder}: no metrics.jsonl in it; give the --output_dir of a run that has started")
+    run = Run(folder, folder.resolve().name, read_numbers(path), written=path.stat().st_mtime)
+    if (folder / "starts.jsonl").is_file():
+        run.starts = [start for start in read_lines(folder / "starts.jsonl") if isinstance(start.get("config"), dict)]
+    run.checkpoints = read_checkpoints(folder)
+    metas = [found["meta"] for found in run.checkpoints if found["meta"]]
+    if metas:
+        run.args, run.best_step = metas[-1].get("args", {}), metas[-1].get("best_step")
+    if run.starts:
+        run.args = run.starts[-1]["config"]
+    return run
+
+
+def read_checkpoints(folder):
+    """[{"step", "path", "bytes", "time", "wrong", "meta"}] by step; wrong: "" or what sizes and manifest tell.
+
+    Checksums are left to the trainer, which compares them when it resumes: hashing weights would take minutes.
+    """
+    found = []
+    for path in folder.glob("checkpoint-*"):
+        match = re.fullmatch(r"checkpoint-(\d+)", path.name)
+        if not match or not path.is_dir():
+            continue
+        wrong, size = "", sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        try:
+            files = json.loads((path / "manifest.json").read_text())["files"]
+            sizes = {name: (path / name).stat().st_size if (path / name).is_file() else None for name in files}
+            wrong = next((f"{name} is missing" if sizes[name] is None else
+                          f"{name} has {sizes[name]} bytes instead of {facts['bytes']}"
+                          for name, facts in files.items() if sizes[name] != facts["bytes"]), "")
+        except FileNotFoundError:
+            wrong = "no manifest.json"
+        except (ValueError, KeyError, TypeError, AttributeError):
+            wrong = "unreadable manifest.json"
+        try:
+            meta = json.loads((path / "trainer_state" / "state.json").read_text())
+        except (OSError, ValueError):
+            meta = None
+        found.append({"step": int(match[1]), "path": path, "bytes": size, "time": path.stat().st_mtime, "wrong": wrong,
+                      "meta": meta if isinstance(meta, dict) else None})
+    return sorted(found, key=lambda checkpoint: checkpoint["step"])
+
+
+def total_steps(run):
+    """Steps the whole run will have, as far as flags and epochs tell, or None."""
+    if run.args.get("max_steps"):
+        return run.args["max_steps"]
+    steps, epochs = run.curve("train/epoch")
+    if run.args.get("num_train_epochs") and epochs and epochs[-1]:
+        return max(run.step, round(steps[-1] / epochs[-1] * run.args["num_train_epochs"]))
+    return None
+
+
+def state(run, now=None):
+    """(word, sentence) on where a run stands: finished, stopped, running or silent. now: seconds since 1970."""
+    now = time.time() if now is None else now
+    if (run.folder / MARKER).is_file():
+        return "stopped", (run.folder / MARKER).read_text(errors="replace").strip() + "; the same command goes on"
+    whole = [found["step"] for found in run.checkpoints if not found["wrong"]]
+    epochs = [value for value in run.curve("train/epoch")[1] if value is not None]
+    limit = run.args.get("max_steps")
+    ended = run.step >= limit if limit else bool(epochs) and epochs[-1] >= run.args.get("num_train_epochs", math.inf)
+    if ended and run.step in whole:
+        return "finished", f"at step {run.step}, saved"
+    age, seconds = now - run.written, [value for value in run.curve("train/step_seconds")[1] if value]
+    interval = run.args.get("logging_steps", 1) * seconds[-1] if seconds else 0
+    last = f"last line {ago(age)} ago"
+    if age < max(SILENT_S, 3 * interval):
+        return "running", last
+    goes_on = f"step {whole[-1]}" if whole else "the start"
+    return "silent", f"{last}, no end noted: killed, failed or hanging; the same command goes on from {goes_on}"
+
+
+def ago(seconds):
+    """A span of time in words."""
+    for name, unit in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{max(0, seconds):.0f} seconds"
+
+
+def read_samples(folder):
+    """[Sample] of a folder's <name>.wav with <name>.png and <name>.json beside them, in natural order of names."""
+    samples = []
+    for audio in sorted(Path(folder).glob("*.wav"), key=lambda path: natural(path.stem)):
+        picture, notes = audio.with_suffix(".png"), audio.with_suffix(".json")
+        facts = load_json(notes) if notes.is_file() else {}
+        if not isinstance(facts, dict):
+            raise ValueError(f"{notes}: is not a JSON object")
+        given = facts.get("reference_audio")
+        places = [Path(folder) / given, Path(given)] if isinstance(given, str) and given else []
+        reference = next((path for path in places if path.is_file() and path.suffix == ".wav"), None)
+        samples.append(Sample(audio.stem, audio, picture if picture.is_file() else None, reference, facts))
+    return samples
+
+
+def sample_steps(folder, wanted):
+    """[(step, folder)] of OUTPUT_DIR/samples/step-N: at most `wanted` (0 = all), evenly chosen, first and last among
+    them."""
+    found = sorted((int(match[1]), path) for path in (Path(folder) / "samples").glob("step-*")
+                   if (match := re.fullmatch(r"step-(\d+)", path.name)) and any(path.glob("*.wav")))
+    if 0 < wanted < len(found):
+        places = {round(i * (len(found) - 1) / (wanted - 1)) for i in range(wanted)} if wanted > 1 else {-1}
+        found = [found[place] for place in sorted(places)]
+    return found
+
+
+def natural(text):
+    """Sort key: numbers in a name by their value."""
+    return [int(part) if part.isdecimal() else part.lower() for part in re.split(r"(\d+)", text)]
+
+
+def read_evaluation(path):
+    """An evaluation.json: {"name": str, "metrics": {metric: number or None}, "samples": [...], "settings": {...}}."""
+    found = load_json(path)
+    if not isinstance(found, dict) or not isinstance(found.get("metrics"), dict):
+        raise ValueError(f"{path}: has no metrics; evaluate_tts.py writes such files")
+    for name, value in found["metrics"].items():
+        if value is not None and type(value) not in (int, float):
+            raise ValueError(f"{path}: {name} is {json.dumps(value)[:40]}, not a number")
+    return {"name": str(found.get("name", Path(path).parent.name)), "metrics": found["metrics"], "path": Path(path),
+            "samples": [row for row in found.get("samples") or [] if isinstance(row, dict)],
+            "settings": found.get("settings") or {}}
