@@ -114,9 +114,9 @@ def data_uri(path):
 
 def family(metric):
     """train/audio_loss_codebook_3 -> ("train", "audio_loss_codebook", "3")."""
-    prefix, _, rest = metric.rpartition("/")
-    stem, index = re.fullmatch(r"(.+?)(?:_(\d+))?", rest or metric).groups()
-    return prefix, stem, index
+    prefix, slash, rest = metric.partition("/")
+    stem, index = re.fullmatch(r"(.*?)(?:_(\d+))?", rest if slash else metric, re.DOTALL).groups()
+    return prefix if slash else "", stem, index
 
 
 def about(stem):
@@ -166,7 +166,7 @@ def panels(runs):
             color = int(index) if index else place if len(runs) > 1 else len(series)
             steps, values = thin(steps, values)
             series.append({"metric": metric, "run": place, "label": label, "color": color % 8, "steps": steps,
-                           "values": values, "dots": kind != "train"})
+                           "values": values, "dots": kind not in ("train", "system", "")})
         places = sorted({place for place, *_ in members})
         heading = " · ".join([title, *([prefix] if prefix else []),
                               *([runs[places[0]].name] if prefix and len(runs) > 1 else [])])
@@ -232,7 +232,7 @@ def sample_cell(label, sample, heading):
 
 
 def sample_rows(columns):
-    """The same prompt of every step or folder side by side. columns: [(row, label, [Sample])]; a run has its own row."""
+    """The same prompt of every step or folder side by side. columns: [(row, label, [Sample])]; a row is a run's."""
     rows = {}
     for row, label, samples in columns:
         for sample in samples:
@@ -343,8 +343,8 @@ def page(runs, sample_columns, evaluations, now=None):
     body = "".join(f'<section id="{escape(name.replace(" ", "-"))}"><h2>{escape(name)}</h2>{content}</section>'
                    for name, content in parts.items())
     values = {"title": escape(title), "links": links, "made": moment(time.time() if now is None else now),
-              "summary": "".join(f'<section class="run">{named(run, "h2", summary(run, now))}</section>' for run in runs),
-              "body": body,
+              "body": body, "summary": "".join(f'<section class="run">{named(run, "h2", summary(run, now))}</section>'
+                                               for run in runs),
               "data": json.dumps(drawn, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")}
     template = (Path(__file__).resolve().parent / "report_page.html").read_text(encoding="utf-8")
     script = re.search(r"<script>(.*?)</script>", template, re.DOTALL)[1]
