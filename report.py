@@ -143,8 +143,9 @@ def thin(steps, values, points=POINTS):
 def panels(runs):
     """[panel] in the order of the page; a panel has curves of one family, of one prefix and run if it is numbered.
 
-    panel: {"section", "title", "unit", "series": [{"metric", "run", "label", "color", "dots", "steps", "values"}],
-            "scale": panels alike share limits, "starts": [step at which a run was resumed]}
+    panel: {"section", "title", "unit", "note": what is not drawn, "scale": panels alike share their limits,
+            "series": [{"metric", "run", "label", "color", "dots", "steps", "values"}],
+            "starts": [step at which a run was resumed]}
     """
     found = {}
     for place, run in enumerate(runs):
@@ -158,19 +159,21 @@ def panels(runs):
         section, title, unit = about(stem)
         members.sort(key=lambda member: (member[0], int(member[2] or 0), "eval" in member[1]))
         several = len({place for place, *_ in members}) > 1
-        series = []
+        series, note = [], ""
         for place, metric, index in members:
             run, kind = runs[place], family(metric)[0]
             steps, values = run.curve(metric)
             label = index or " ".join(filter(None, (run.name if several else "", kind))) or metric
             color = int(index) if index else place if len(runs) > 1 else len(series)
-            steps, values = thin(steps, values)
-            series.append({"metric": metric, "run": place, "label": label, "color": color % 8, "steps": steps,
+            shown, values = thin(steps, values)
+            note = f"{len(shown):,} of {len(steps):,} values drawn" if len(shown) < len(steps) else note
+            series.append({"metric": metric, "run": place, "label": label, "color": color % 8, "steps": shown,
                            "values": values, "dots": kind not in ("train", "system", "")})
         places = sorted({place for place, *_ in members})
         heading = " · ".join([title, *([prefix] if prefix else []),
                               *([runs[places[0]].name] if prefix and len(runs) > 1 else [])])
-        made.append({"section": section, "title": heading, "unit": unit, "series": series, "scale": f"{stem} {prefix}",
+        made.append({"section": section, "title": heading, "unit": unit, "note": note, "series": series,
+                     "scale": f"{stem} {prefix}",
                      "starts": [start["step"] for place in places for start in runs[place].starts if start["step"]]})
     return made
 

@@ -191,6 +191,11 @@ def test_hover_log_legend_smoothing_zoom(page, run):
     values = {row["step"]: row["train/loss"] for row in read_metrics(run / "metrics.jsonl") if "train/loss" in row}
     page.mouse(*place(page, "train/loss", 30))
     assert tip(page, "train/loss").split() == ["step", "30", "train", f"{values[30]:.5g}", "eval", "4.1"]
+    left, top, right, bottom = page.run("""(() => {
+        const tip = document.querySelector('.tip:not([hidden])'), box = tip.getBoundingClientRect();
+        const one = tip.closest('figure').getBoundingClientRect();
+        return [box.left - one.left, box.top - one.top, one.right - box.right, one.bottom - box.bottom]; })()""")
+    assert min(left, top, right) >= 0 and bottom > 100     # in its chart, beside the line
     page.mouse(*place(page, "train/loss", BAD))
     assert "step 13" in tip(page, "train/loss") and "not finite" in tip(page, "train/loss")
     page.mouse(*place(page, "train/eos_accuracy", 25))
@@ -425,7 +430,8 @@ def test_long_curves_keep_their_spikes():
     ("train/loss", "Loss", "loss"), ("eval/audio_loss_codebook_3", "Loss", "audio loss by codebook · eval"),
     ("eval/nll_bound", "Loss", "nll bound"), ("train/tokens_per_second", "Speed and memory", "tokens per second"),
     ("system/gpu_memory_allocated", "Speed and memory", "GPU memory allocated"), ("surprise", "Other", "surprise"),
-    ("loss", "Loss", "loss"), ("a/b/c_d", "Other", "b/c d"), ("train/exact_match_accuracy", "Loss", "exact match accuracy"), ("eval/mask_rate", "Other", "mask rate")])
+    ("a/b/c_d", "Other", "b/c d"), ("train/exact_match_accuracy", "Loss", "exact match accuracy"),
+    ("loss", "Loss", "loss"), ("eval/mask_rate", "Other", "mask rate")])
 def test_metrics_find_their_section(metric, section, title, tmp_path):
     run = run_files.Run(tmp_path, "run", [{"step": 1, metric: 1.0}])
     (panel,) = report.panels([run])
