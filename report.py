@@ -14,6 +14,7 @@ import argparse
 import base64
 import hashlib
 import json
+import math
 import mimetypes
 import os
 import re
@@ -77,8 +78,8 @@ def details(title, content):
 
 
 def number(value, digits=5):
-    """A number for people; None (missing, or not finite in the log) is a dash."""
-    if value is None:
+    """A number for people; what is missing or not finite is a dash."""
+    if value is None or not math.isfinite(value):
         return "–"
     if isinstance(value, int) or (value == round(value) and abs(value) >= 10 ** digits):
         return f"{value:,.0f}"
@@ -265,7 +266,7 @@ def evaluation_tables(evaluations):
         keys = list(dict.fromkeys(key for row in found["samples"] for key in row))
         rows = [[number(row.get(key)) if isinstance(row.get(key), (int, float, type(None))) else row[key]
                  for key in keys] for row in found["samples"]]
-        settings = [[key, json.dumps(value, ensure_ascii=False)] for key, value in dict(found["settings"]).items()]
+        settings = [[key, json.dumps(value, ensure_ascii=False)] for key, value in found["settings"].items()]
         parts.append(details(f"{found['name']}: {len(rows)} samples, {found['path']}",
                              (table(keys, rows) if rows else "") + (table(["setting", "value"], settings)
                                                                     if settings else "")))

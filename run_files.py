@@ -108,7 +108,7 @@ def read_run(folder):
     run.checkpoints = read_checkpoints(folder)
     metas = [found["meta"] for found in run.checkpoints if found["meta"]]
     if metas:
-        run.args, run.best_step = metas[-1].get("args", {}), metas[-1].get("best_step")
+        run.args, run.best_step = metas[-1].get("args") or {}, metas[-1].get("best_step")
     if run.starts:
         run.args = run.starts[-1]["config"]
     return run
@@ -183,9 +183,9 @@ def ago(seconds):
 
 
 def read_samples(folder):
-    """[Sample] of a folder's <name>.wav with <name>.png and <name>.json beside them, in natural order of names."""
+    """[Sample] of a folder's <name>.wav with <name>.png and <name>.json beside them."""
     samples = []
-    for audio in sorted(Path(folder).glob("*.wav"), key=lambda path: natural(path.stem)):
+    for audio in sorted(Path(folder).glob("*.wav")):
         picture, notes = audio.with_suffix(".png"), audio.with_suffix(".json")
         facts = load_json(notes) if notes.is_file() else {}
         if not isinstance(facts, dict):
@@ -221,6 +221,10 @@ def read_evaluation(path):
     for name, value in found["metrics"].items():
         if value is not None and type(value) not in (int, float):
             raise ValueError(f"{path}: {name} is {json.dumps(value)[:40]}, not a number")
+    samples, settings = found.get("samples", []), found.get("settings", {})
+    if not isinstance(samples, list) or not all(isinstance(row, dict) for row in samples):
+        raise ValueError(f"{path}: its samples are not a list of objects")
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path}: its settings are not an object")
     return {"name": str(found.get("name", Path(path).parent.name)), "metrics": found["metrics"], "path": Path(path),
-            "samples": [row for row in found.get("samples") or [] if isinstance(row, dict)],
-            "settings": found.get("settings") or {}}
+            "samples": samples, "settings": settings}

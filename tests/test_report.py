@@ -25,6 +25,7 @@ pytestmark = pytest.mark.timeout(120)
 needs_browser = pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed (apt-get install chromium)")
 
 RATE, STEPS, EVALS, BAD = 24_000, 40, (10, 20, 30, 40), 13
+PROMPTS = ("prompt-1", "prompt-2", "prompt-10")
 TEXTS = ['</script><script>window.broken = 1</script><img src=x onerror="window.broken = 2">',
          "\"It's\" {{body}} & <b>bold</b>", "héllo, 你好 \ud800"]
 ARGS = {"model_path": "voices/big-model", "use_lora": True, "max_steps": STEPS, "logging_steps": 1,
@@ -70,14 +71,14 @@ def make_samples(folder, step):
     matplotlib.use("Agg")
     from matplotlib import pyplot
     folder.mkdir(parents=True)
-    for i, text in enumerate(TEXTS):
+    for i, (name, text) in enumerate(zip(PROMPTS, TEXTS)):
         frames = 10 + 5 * i + step
         wave = 0.3 * np.sin(np.arange(frames * 960) * (0.02 + 0.01 * i + step / 5000))
-        soundfile.write(folder / f"prompt-{i}.wav", wave, RATE, subtype=("PCM_16", "PCM_16", "FLOAT")[i])
-        pyplot.imsave(folder / f"prompt-{i}.png", np.outer(np.arange(40), np.ones(frames)))
+        soundfile.write(folder / f"{name}.wav", wave, RATE, subtype=("PCM_16", "PCM_16", "FLOAT")[i])
+        pyplot.imsave(folder / f"{name}.png", np.outer(np.arange(40), np.ones(frames)))
         facts = {"text": text, "seed": 7 + i, "frames": frames, "seconds": frames / 25, "real_time_factor": 0.5,
                  "ended_by": "eos" if step > 20 else "length", "step": step, "reference_audio": "reference.wav"}
-        (folder / f"prompt-{i}.json").write_text(json.dumps(facts))
+        (folder / f"{name}.json").write_text(json.dumps(facts))
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +91,10 @@ def run(tmp_path_factory):
         {"name": "<i>step 40</i>", "metrics": {"word_error_rate": 0.125, "f0_correlation": None},
          "samples": [{"name": TEXTS[0], "word_error_rate": 0.25}], "settings": {"asr": "small"}}))
     other = folder.parent / "base.json"
-    other.write_text(json.dumps({"name": "base", "metrics": {"word_error_rate": 0.5, "similarity": 0.75}}))
+    other.write_text(json.dumps({"name": "base", "metrics": {"word_error_rate": 0.5, "similarity": 0.75,
+                                                                  "f0_correlation": math.nan}}))
     make_samples(folder.parent / "spoken", 99)
-    shutil.copy(folder / "samples" / "step-40" / "prompt-0.wav", folder.parent / "spoken" / "reference.wav")
+    shutil.copy(folder / "samples" / "step-40" / "prompt-1.wav", folder.parent / "spoken" / "reference.wav")
     done = make_report(folder, "--samples", folder.parent / "spoken", "--evaluations", other)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"report     .*/report.html \(\d+\.\d [KM]iB\): 44 lines of metrics, 16 samples, "
@@ -173,6 +175,8 @@ def test_page_has_every_number_and_stays_offline(page, run):
     assert tiles == {"State": "finished", "Step": "40", "Training loss": "3.175", "Validation loss": "4.2",
                      "Throughput": "9,020 tok/s", "Time in steps": "0:00:10", "Peak memory": "1.54 GiB", "Ranks": "1",
                      "Resumed at": "20", "Model": "voices/big-model"}
+    notes = page.run("[...document.querySelectorAll('.tiles small')].map(note => note.textContent)")
+    assert {"2.0% of it waiting for data", "of 40", "first 10", "best 4 at step 20", "2 starts", "LoRA"} <= set(notes)
     assert [cells[0:3:2] + cells[5:] for cells in rows_of(page, ".checkpoints")[1:]] == \
         [["20 best", "4", "whole"], ["40", "4.2", "whole"]]
     assert dict(rows_of(page, "#settings")[1:]) == {name: json.dumps(value) for name, value in ARGS.items()}
@@ -243,9 +247,8 @@ def test_hover_log_legend_smoothing_zoom(page, run):
 
 @needs_browser
 def test_samples_can_be_heard_and_seen(page, run):
-    files = [run / "samples" / f"step-{step}" / f"prompt-{i}.wav" for i in range(3) for step in EVALS]
-    for i in range(3):
-        files.insert(5 * i + 4, run.parent / "spoken" / f"prompt-{i}.wav")
+    files = [folder / f"{name}.wav" for name in PROMPTS for folder in
+             (*(run / "samples" / f"step-{step}" for step in EVALS), run.parent / "spoken")]
     page.run("""Promise.all([...document.querySelectorAll('audio')].map(audio => audio.readyState >= 1 ||
                 new Promise(done => { audio.onloadedmetadata = audio.onerror = done; })))""")
     names = page.run("[...document.querySelectorAll('.sample')].map(one => one.dataset.name)")
@@ -274,7 +277,7 @@ def test_samples_can_be_heard_and_seen(page, run):
     page.run("Promise.all([...document.images].map(image => { image.loading = 'eager'; return image.decode(); }))")
     sizes = page.run("[...document.querySelectorAll('.sample img')].map(image => [image.naturalWidth, image.alt])")
     assert [width for width, _ in sizes] == [len(wave) // 960 for wave in waves]      # one column a frame
-    assert sizes[0][1] == "mel spectrogram of prompt-0, step 10"
+    assert sizes[0][1] == "mel spectrogram of prompt-1, step 10"
 
     cells = page.run("[...document.querySelectorAll('.sample')].map(one => one.innerText)")
     assert "step 10" in cells[0] and "cut off by length" in cells[0] and "0.80 s · 20 frames · seed 7" in cells[0]
@@ -475,6 +478,8 @@ GOOD = '{"step": 1, "train/loss": 2.0}\n'
     (plant("samples/step-1/a.json", "[]"), [], "samples/step-1/a.json: is not a JSON object"),
     (plant("x/evaluation.json", '{"name": "a"}'), [], "x/evaluation.json: has no metrics; evaluate_tts.py writes"),
     (plant("x/evaluation.json", '{"metrics": {"wer": "low"}}'), [], 'evaluation.json: wer is "low", not a number'),
+    (plant("x/evaluation.json", '{"metrics": {}, "samples": [1]}'), [], "its samples are not a list of objects"),
+    (plant("x/evaluation.json", '{"metrics": {}, "settings": []}'), [], "its settings are not an object"),
     (plant("a", ""), ["--samples", "nowhere"], "--samples nowhere: no .wav file in it"),
     (plant("a", ""), ["--evaluations", "gone.json"], "gone.json: No such file"),
     (plant("a", ""), ["--sample_steps", "-1"], "--sample_steps is -1; it must be 0 or more"),
