@@ -77,8 +77,11 @@ class MetricsLog:
             os.replace(temporary, self.path)
         start = {"time": time.time(), "step": resumed_step, "ranks": int(os.environ.get("WORLD_SIZE", "1")),
                  "host": socket.gethostname(), "config": config}
-        with open(self.path.with_name("starts.jsonl"), "a") as starts:
-            starts.write(json.dumps(start) + "\n")
+        starts = self.path.with_name("starts.jsonl")
+        earlier = starts.read_text() if starts.exists() else ""
+        temporary = starts.with_suffix(".tmp")
+        temporary.write_text(earlier + json.dumps(start, default=str) + "\n")
+        os.replace(temporary, starts)
         self.file = open(self.path, "a", buffering=1)
         self.board = self.wandb = None
         if report_to == "tensorboard":
