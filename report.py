@@ -36,6 +36,9 @@ KNOWN = {
     "eos_loss": ("Loss", "end-of-stream loss", "nats"),
     "eos_accuracy": ("Loss", "end-of-stream accuracy", "%"),
     "audio_loss_codebook": ("Loss", "audio loss by codebook", "nats per code"),
+    "nll": ("Loss", "negative log-likelihood", "at most, nats per token"),
+    "masked_loss": ("Loss", "loss of masked tokens", "nats per token"),
+    "masked": ("Loss", "tokens masked", "%"),
     "learning_rate": ("Optimisation", "learning rate", ""),
     "grad_norm": ("Optimisation", "gradient norm", "before clipping"),
     "bad_steps": ("Optimisation", "steps skipped", "in all"),
@@ -50,7 +53,7 @@ KNOWN = {
     "memory_gib": ("Speed and memory", "peak memory", "GiB"),
     "gpu_memory_allocated": ("Speed and memory", "GPU memory allocated", "GiB"),
 }
-GUESSES = ((r"loss|nll|perplexity|accuracy|exact|elbo", "Loss"), (r"lr|norm|skipped", "Optimisation"),
+GUESSES = ((r"loss|nll|perplexity|accuracy|bits|stderr", "Loss"), (r"lr|norm|skipped", "Optimisation"),
            (r"second|memory|tokens_per|flops", "Speed and memory"))
 FACTS = {"seconds": "{:.2f} s", "frames": "{} frames", "seed": "seed {}", "real_time_factor": "real-time factor {:.2f}"}
 SECTIONS = ("Loss", "Samples", "Evaluation", "Optimisation", "Speed and memory", "Other")
@@ -213,9 +216,9 @@ def summary(run, now):
                       len(set(ranks)) > 1 else "") if len(run.starts) > 1 else "one start"))
         tiles.append(("Resumed at", ", ".join(f"{step:,}" for step in resumed[-3:]) or "never",
                       f"{len(resumed)} times" if len(resumed) > 1 else ""))
-    if run.args.get("model_path"):
+    if model := run.args.get("model_path") or run.args.get("model_size"):
         what = "LoRA" if run.args.get("use_lora") else "full fine-tuning" if "use_lora" in run.args else ""
-        tiles.append(("Model", "/".join(Path(str(run.args["model_path"])).parts[-2:]), what))
+        tiles.append(("Model", "/".join(Path(str(model)).parts[-2:]), what))
     cells = "".join(f"<div><dt>{html(title)}</dt><dd>{html(value)}</dd><small>{html(note)}</small></div>"
                     for title, value, note in tiles)
     return Raw(f'<p class="path">{html(run.folder.resolve())}</p><dl class="tiles">{cells}</dl>')

@@ -37,6 +37,13 @@ class Run:
         """Names of all metrics in the order of their first appearance."""
         return list(dict.fromkeys(name for row in self.rows for name in row if name != "step"))
 
+    def flag(self, name):
+        """A flag's number; None where it has none. Some trainers note their flags as text."""
+        try:
+            return float(self.args.get(name))
+        except (TypeError, ValueError):
+            return None
+
     @property
     def step(self):
         """The last step that was logged, 0 before the first."""
@@ -146,11 +153,11 @@ def read_checkpoints(folder):
 
 def total_steps(run):
     """Steps the whole run will have, as far as flags and epochs tell, or None."""
-    if run.args.get("max_steps"):
-        return run.args["max_steps"]
+    if run.flag("max_steps"):
+        return int(run.flag("max_steps"))
     steps, epochs = run.curve("train/epoch")
-    if run.args.get("num_train_epochs") and epochs and epochs[-1]:
-        return max(run.step, round(steps[-1] / epochs[-1] * run.args["num_train_epochs"]))
+    if run.flag("num_train_epochs") and epochs and epochs[-1]:
+        return max(run.step, round(steps[-1] / epochs[-1] * run.flag("num_train_epochs")))
     return None
 
 
@@ -161,12 +168,12 @@ def state(run, now=None):
         return "stopped", (run.folder / MARKER).read_text(errors="replace").strip() + "; the same command goes on"
     whole = [found["step"] for found in run.checkpoints if not found["wrong"]]
     epochs = [value for value in run.curve("train/epoch")[1] if value is not None]
-    limit = run.args.get("max_steps")
-    ended = run.step >= limit if limit else bool(epochs) and epochs[-1] >= run.args.get("num_train_epochs", math.inf)
+    limit, last_epoch = run.flag("max_steps"), run.flag("num_train_epochs") or math.inf
+    ended = run.step >= limit if limit else bool(epochs) and epochs[-1] >= last_epoch
     if ended and run.step in whole:
         return "finished", f"at step {run.step}, saved"
     age, seconds = now - run.written, [value for value in run.curve("train/step_seconds")[1] if value]
-    interval = run.args.get("logging_steps", 1) * seconds[-1] if seconds else 0
+    interval = (run.flag("logging_steps") or 1) * seconds[-1] if seconds else 0
     last = f"last line {ago(age)} ago"
     if age < max(SILENT_S, 3 * interval):
         return "running", last

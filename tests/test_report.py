@@ -401,6 +401,8 @@ def test_epochs_tell_the_end_as_well(tmp_path):
     folder = make_run(tmp_path / "run", samples=(), args=args)
     run = run_files.read_run(folder)        # 20 steps an epoch
     assert run_files.total_steps(run) == 40 and run_files.state(run)[0] == "finished"
+    run.args = {"num_train_epochs": "2", "max_steps": "None"}       # a trainer that notes its flags as text
+    assert run_files.total_steps(run) == 40 and run_files.state(run)[0] == "finished"
     run.args = {**args, "num_train_epochs": 3}
     assert run_files.total_steps(run) == 60 and run_files.state(run)[0] == "running"
 
