@@ -90,8 +90,10 @@ def work(rank, ranks, port, timeout, log, cwd, env, function, args):
     for ours, theirs in ((nothing, 0), (out, 1), (out, 2)):
         os.dup2(ours, theirs)
     os.chdir(cwd)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **env}
+    os.environ |= {"WORLD_SIZE": str(ranks), **env}
+    if ranks > 1:       # one is alone, as without torchrun
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
+                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     faulthandler.dump_traceback_later(0.9 * timeout)        # where it hangs, before the pool gives up
     module, name = function.rsplit(".", 1)
     status = 0

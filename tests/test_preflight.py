@@ -458,7 +458,7 @@ def test_full_fine_tuning_of_3b_in_ddp_is_refused(run, huge):
 # What a dry run finds. What stops a run with a clear message stops a dry run with the same one: some tests of bad input
 # once more, with their trainer started as a dry run.
 
-AGAIN = ("server", "data", "two_good", "used", "used_copy",       # fixtures
+AGAIN = ("data", "two_good", "used", "used_copy",       # fixtures
          "test_data_folder", "test_missing_audio_lists_the_places_tried", "test_an_offset_behind_the_end",
          "test_twenty_five_bad_samples_are_one_message", "test_model_and_tokenizer_paths",
          "test_problems_of_training_and_validation_data_come_together", "test_incomplete_model_and_codec_folders",
