@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The whole main job on a tiny model, offline: set-up, speech, LoRA fine-tuning on 2 processes, validation, checkpoints,
-# one resume, loss curve. Exit status 0 only if the training loss fell. Needs no GPU; uses them when there are some.
+# The whole main job on a tiny model, offline: set-up, speech, LoRA fine-tuning on 2 processes, validation with spoken
+# samples, checkpoints, one resume, speech from the adapter, a page to look at and listen to. Exit status 0 only if the
+# training loss fell. Needs no GPU; uses them when there are some.
 set -euo pipefail
 
 OUT=${OUT:-demo_out}          # everything is written below this folder
@@ -22,6 +23,8 @@ if [ ! -e "$tiny/complete" ]; then
     touch "$tiny/complete"
 fi
 
+printf '%s\n' "The moon rose slowly over the harbour." "Could you pass me the blue notebook?" >"$run/prompts.txt"
+
 train() {
     torchrun --standalone --nproc_per_node="$ranks" train_v2_ddp.py \
         --model_path "$tiny/model" --audio_tokenizer_path "$tiny/codec" \
@@ -29,7 +32,7 @@ train() {
         --output_dir "$run" --logging_dir "$OUT/tensorboard" \
         --use_lora --lora_target_modules all-linear --learning_rate 5e-3 --lr_scheduler constant --warmup_steps 10 \
         --per_device_train_batch_size 4 --validation_split 0.1 --eval_steps $((STEPS / 4)) --save_steps $((STEPS / 4)) \
-        --logging_steps 10 --num_workers 1 "$@"
+        --sample_prompts "$run/prompts.txt" --sample_seconds 4 --logging_steps 10 --num_workers 1 "$@"
 }
 
 echo "== training to step $((STEPS / 2))"
@@ -37,9 +40,14 @@ train --max_steps $((STEPS / 2))
 echo "== the same command again, to step $STEPS: it resumes from the newest checkpoint"
 train --max_steps "$STEPS"
 
+echo "== speaking with the adapter"
+python generate_tts.py --model_path "$tiny/model" --audio_tokenizer_path "$tiny/codec" --adapter "$run/checkpoint-$STEPS" \
+    --prompts "$run/prompts.txt" --max_seconds 4 --output_dir "$run/spoken"
+
 echo "== result"
 status=0
 python metrics.py "$run" || status=$?
+python report.py "$run" --samples "$run/spoken"
 cat <<END
 adapter:      $run/checkpoint-$STEPS   (PeftModel.from_pretrained loads it)
 metrics:      $run/metrics.jsonl
