@@ -56,16 +56,18 @@ class Inputs(NamedTuple):
     rows: torch.Tensor          # (R,) int64         masked targets, in the flat (B * N) noisy copies
     labels: torch.Tensor        # (R,) int64         their clean tokens
     weights: torch.Tensor       # (R,) float32       factor of their cross-entropy
-    places: torch.Tensor        # (R,) int64         where they stand in the flat (B * L) clean tokens; stays on the CPU
+    places: torch.Tensor        # (R,) int64         where they stand in the flat (B * L) clean tokens
     n_noisy: int                # N
     layout: bytes               # equal for batches that need the same attention mask
 
     def to(self, device):
-        """The same on a device; on a GPU without waiting for it."""
-        if torch.device(device).type == "cpu":
-            return self
-        moved = {name: getattr(self, name).pin_memory().to(device, non_blocking=True) for name in self._fields[:7]}
-        return self._replace(**moved)
+        """The same on a device."""
+        return self._replace(**{name: send(getattr(self, name), device) for name in self._fields[:8]})
+
+
+def send(tensor, device):
+    """A CPU tensor on a device; from pinned memory, since otherwise the host would wait for what the GPU has to do."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def build_model(world, args, tokens, resume):
     model = dit.DiT(config, backend, args.gradient_checkpointing).to(device)
     if args.compile:
         for layer in model.layers:
-            layer.compile()
+            layer.compile(dynamic=False)        # FlexAttention of unknown lengths is slow
     if fsdp:
         parallel.shard(model, model.layers, world, args.bf16)
     if resume:

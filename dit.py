@@ -27,6 +27,7 @@ SIZES = {"nano": (64, 2, 4, 16), "tiny": (256, 8, 8, 64), "small": (768, 12, 12,
 compiled_flex = torch.compile(flex_attention, dynamic=False)        # uncompiled it would write out all scores
 
 
+
 @dataclass
 class Config:
     """Shape of a DiT. vocab_size includes the mask token mask_id, which is never predicted."""
@@ -83,10 +84,15 @@ def attention_masks(doc, block, n_noisy, backend):
             clean_rule(b, 0, at[:n_clean, None], at[:n_clean])[:, None])
 
 
+@torch.compiler.disable     # a graph of its own: inside a compiled layer torch 2.13's CPU kernel misread its input
+def sparse_attention(q, k, v, mask):
+    return (compiled_flex if q.is_cuda else flex_attention)(q, k, v, block_mask=mask)
+
+
 def attention(q, k, v, mask):
     """Attention of q (B, heads, queries, D) to k, v (B, heads, keys, D) where mask allows it -> like q."""
     if isinstance(mask, BlockMask):
-        return (compiled_flex if q.is_cuda else flex_attention)(q, k, v, block_mask=mask)
+        return sparse_attention(q, k, v, mask)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 

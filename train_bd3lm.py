@@ -429,7 +429,7 @@ def train(args):
             assert batch.n_targets == table["targets"][mine].sum(), "loader and plan disagree"
             part = draws.part(first, batch_rows, first_groups[min(first, len(window))], batch.n_groups)
             inputs = bd3lm.diffuse(batch, part, tokens.mask, t_range, args.noise_schedule, args.loss_weighting)
-            region = batch.region.flatten()[inputs.places].to(device, non_blocking=True)
+            region = bd3lm.send(batch.region.flatten()[inputs.places], device)
             inputs = inputs.to(device)
             with parallel.gradient_sync(wrapped, micro == accumulation - 1):
                 with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
@@ -451,7 +451,8 @@ def train(args):
         optimizer.zero_grad(set_to_none=True)
         average.update(bad)
         if main_rank:
-            step_sums[4:8] += torch.tensor([work[f"targets_{i}"] for i in range(4)], device=device)
+            for i in range(4):      # numbers, not a tensor: making one on the GPU would wait for it
+                step_sums[4 + i] += work[f"targets_{i}"]
         sums += torch.where(bad > 0, 0.0, step_sums)
         at["step"], at["first"] = at["step"] + 1, at["first"] + per_step
 

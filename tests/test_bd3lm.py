@@ -295,6 +295,21 @@ def test_chunked_head_and_recomputation_change_nothing(monkeypatch):
     close(results[0], results[2])
 
 
+def test_compiled_layers_train_the_same():
+    """inductor is what --compile uses, half a minute of g++; aot_eager shows whether tracing alone is at fault."""
+    batch, results = blocks(MIXED, 26, 24), []
+    for compiled in (False, True):
+        model = network()
+        if compiled:
+            for layer in model.layers:
+                layer.compile(backend="aot_eager", dynamic=False)
+        for inputs in (noised(batch), noised(blocks(MIXED[::-1], 26, 24))):
+            loss = loss_of(model, inputs, batch.n_targets)
+            results.append([loss, *gradients(model, loss)])
+    close(results[0], results[2])
+    close(results[1], results[3])
+
+
 def test_a_batch_of_padding_gives_zero_gradients():
     batch, model = blocks([[], []], 8, 8), network()
     loss = loss_of(model, noised(batch), 1)

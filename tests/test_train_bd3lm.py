@@ -229,6 +229,16 @@ def test_half_precision_shards_train_nearly_the_same(shared):
         assert a["train/loss"] == pytest.approx(b["train/loss"], rel=2e-2) and a != b
 
 
+def test_validation_leaves_no_averaged_weights_behind(shared):
+    """Where no better bound makes a checkpoint, that would put things right."""
+    runs = [shared(f"{mode} 1x4 --learning_rate 0.05 --warmup_steps 0 --eval_steps 1 --eval_repeats 1")
+            for mode in ("ddp", "fsdp")]
+    bounds = [row["eval/nll"] for row in lines(runs[0]) if "eval/nll" in row]
+    assert bounds[2] > min(bounds[:2])
+    for a, b in zip(*map(training, runs), strict=True):
+        assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-3)
+
+
 def layout_of(config):
     return gsm8k.Layout(**config["layout"])
 
@@ -290,6 +300,21 @@ def test_counts_and_report_add_up(demo):
     assert values["eval/stderr"] == pytest.approx(counts.sum() / text)      # of 2 and 4
     assert all(values[f"eval/nll_{name}"] == 3 for name in ("plan", "execution", "fill"))
     assert values["eval/nll_block_01"] == 3
+
+
+def test_ranks_share_batches_without_a_rest(demo):
+    tokens = problems.load_tokenizer(demo, "gsm8k")
+    documents = gsm8k.make_documents(problems.read_problems(demo / "train.jsonl", "train", "gsm8k"), tokens,
+                                     gsm8k.Layout(block_size=8, max_length=96))
+    rows = gsm8k.make_rows(documents, np.arange(24), 96, False)
+    for most, expected in ((None, 24), (2, 10), (5, 24), (9, 24)):
+        for size in (1, 2, 3):
+            shares = [list(block_eval.share_of_batches(parallel.World(rank=rank, size=size), rows, 5, most))
+                      for rank in range(size)]
+            assert len({len(share) for share in shares}) == 1
+            found = sorted((number, batch.documents) for share in shares for number, batch in share)
+            assert [number for number, _ in found] == list(range(len(found)))
+            assert sum(documents for _, documents in found) == expected and found[0] == (0, 5)
 
 
 def test_search_takes_the_range_of_least_variance(demo):
@@ -383,6 +408,31 @@ def test_a_loss_that_is_not_finite_stops_the_run(pool, demo, tmp_path):
     error, = [line for line in run.output.splitlines() if line.startswith("error: ")]
     assert "3 steps in a row had a non-finite gradient" in error and re.search(r"train.jsonl line \d+", error)
     assert "Traceback" not in run.output
+
+
+def poisoned(arguments, call):
+    """Train; the losses of one forward pass are not numbers."""
+    forward, calls = dit.DiT.forward, []
+
+    def poison(self, inputs):
+        calls.append(1)
+        return forward(self, inputs) * (math.nan if len(calls) == call else 1)
+    dit.DiT.forward = poison
+    train_bd3lm.main(arguments)
+
+
+def test_one_bad_step_changes_nothing_and_is_told(pool, demo, tmp_path):
+    flags = arguments(demo, tmp_path / "out", "--eval_steps", 0, "--validation_split", 0, "--save_steps", 1)
+    statuses, output = pool.run(1, "test_train_bd3lm.poisoned", flags, 2)
+    run = Run(max(statuses), output, tmp_path / "out")
+    assert run.status == 0 and "done       step 4; 1 steps skipped" in output, output
+    assert re.search(r"step 2: gradient norm is not finite, step skipped .*train.jsonl line \d+", output)
+    losses = [row["train/loss"] for row in training(run)]
+    assert losses[1] is None and all(math.isfinite(loss) for loss in losses[:1] + losses[2:])
+    one, two, three = (states(run.output_dir / f"checkpoint-{step}") for step in (1, 2, 3))
+    assert all(torch.equal(tensor, two[key]) for key, tensor in one.items())
+    assert not all(torch.equal(tensor, three[key]) for key, tensor in one.items())
+    assert checkpoint.load_meta(newest(run))["averaged"] == 3
 
 
 def test_a_dry_run_trains_nothing(pool, demo, tmp_path):
