@@ -120,8 +120,8 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room):
                               [builder.clips[c].path for c in clips[:-1]], target if target.path else None))
         assert len(row["input_ids"]) >= MIN_TOKENS
         if len(row["input_ids"]) > room:
-            problems.append(f"{sample.name}: {len(row['input_ids'])} tokens, and with what may follow more than the "
-                            f"model's positions allow ({room} are left); shorten it or lower the speech limit")
+            problems.append(f"{sample.name}: {len(row['input_ids'])} tokens; the model's positions have room for "
+                            f"{max(0, room)} beside the speech to come: shorten it, or allow fewer seconds of speech")
     if problems:
         raise UserError(parallel.problem_text(problems))
     return prompts

@@ -15,7 +15,6 @@ import soundfile
 import speech
 import torch
 from conftest import ROOT, trainer_command
-from pool import Pool
 from transformers import AutoProcessor, AutoTokenizer
 
 import code_cache
@@ -27,13 +26,6 @@ from data import Table, delay_rows, token_ids
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory):
-    ranks = Pool(2, tmp_path_factory.mktemp("pool"))
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(scope="module")
