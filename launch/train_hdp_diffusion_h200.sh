@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Train HDP-Diffusion (question -> plan -> execution) on one H200, then answer the test problems: the plan first, then
+# the execution behind it. Arguments go to train_bd3lm.py, after those from here.
+#
+#   TRAIN_DATA=train_hdp.json TEST_DATA=test_hdp.json sbatch launch/train_hdp_diffusion_h200.sh       or bash
+#   bash launch/train_hdp_diffusion_h200.sh --demo                   small, on problems it makes itself; no GPU needed
+#   python make_gsm8k.py plans --input train.jsonl --output train_hdp.json      plans by rule, where there are none
+#
+# All else - PRESET, DRY_RUN=1, signals, requeueing - is train_gsm8k_bd3lm_h200.sh, which this one calls.
+#
+#SBATCH --job-name=train_hdp_diffusion
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=1
+#SBATCH --cpus-per-task=18
+#SBATCH --mem=64G
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@300
+#SBATCH --output=%x-%j.out
+set -euo pipefail
+export LAUNCHER=train_hdp_diffusion_h200
+
+repo=${REPO:-$(dirname "${BASH_SOURCE[0]}")/..}     # the other launcher makes it absolute, from its own path
+if [ ! -e "$repo/launch/env.sh" ] && [ -z "${REPO:-}" ]; then       # sbatch runs a copy; Slurm knows the original
+    repo=$(scontrol show job "${SLURM_JOB_ID:-0}" | sed -n 's|^ *Command=\(.*\)/launch/[a-z0-9_]*\.sh.*|\1|p')
+    repo=$(cd "${SLURM_SUBMIT_DIR:-.}" && cd "$repo" && pwd)
+fi
+[ -e "$repo/launch/env.sh" ] || { echo "$LAUNCHER: error: no launch/env.sh in '$repo'; set REPO" >&2; exit 1; }
+
+export SYSTEM=hdp
+export TRAIN_DATA=${TRAIN_DATA:-}           # HDP JSON: question, plan, execution, answer
+export TEST_DATA=${TEST_DATA:-}             # the same for the test problems; empty: no accuracy
+HDP_LAYOUT=${HDP_LAYOUT:-hierarchical}      # flat: the source's padded form, for comparison
+layout=(--hdp_layout "$HDP_LAYOUT")
+if [ "$HDP_LAYOUT" = flat ]; then layout+=(--no-pack); fi
+
+exec bash "$repo/launch/train_gsm8k_bd3lm_h200.sh" "${layout[@]}" "$@"
