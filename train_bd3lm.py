@@ -9,7 +9,8 @@ ranks and micro-steps. The counts come from the plan that all ranks share, and s
 the whole step: any split of a step over ranks and micro-steps trains the same model (dropout aside).
 
 Validation, early stopping and samples use the averaged weights. 50,000 steps of 512 problems are 3,400 passes over
-GSM8K's 7,473: such a run memorises, so watch eval/nll and keep --early_stop_patience on.
+GSM8K's 7,473, and of 512 packed rows, three problems each, 10,000: such a run memorises, so watch eval/nll and keep
+--early_stop_patience on.
 
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
 
@@ -314,8 +315,9 @@ def train(args):
     config = dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout)
     if main_rank:
         print_start(world, args, config, rows, eval_rows, table,
-                    f"steps      {total_steps} = {epochs:,.1f} epochs; a step is {per_step * batch_rows} rows = "
-                    f"{world.size} ranks x {accumulation} micro-steps x {batch_rows}; peak lr {peak_lr:.2e}, warm-up "
+                    f"steps      {total_steps} = {epochs:,.1f} epochs; a step is {per_step * batch_rows} rows "
+                    f"({per_step * batch_rows * table['samples'].mean():,.0f} problems) = {world.size} ranks x "
+                    f"{accumulation} micro-steps x {batch_rows}; peak lr {peak_lr:.2e}, warm-up "
                     f"{args.warmup_steps}\nstart      step {at['step']}, "
                     f"{f'resumed from {resume}' if resume else 'new weights'}")
     if args.dry_run:
