@@ -5,8 +5,9 @@
     python evaluate_tts.py samples_base samples_trained         # the same prompts from two checkpoints
 
 A folder holds what generate_tts.py writes: NAME.wav and NAME.json with "text", "ended_by" ("eos" or "length"), and
-maybe "reference_audio" (the voice to be cloned) and "target_audio" (the same text, truly spoken). Printed is a table;
-each folder gets evaluation.json and evaluation.png, the first one also comparison.png when there are several.
+maybe "reference_audio" (the voice to be cloned) and "target_audio" (the same text, truly spoken; all of the file, or
+"target_seconds" of it from "target_offset" on). Printed is a table; each folder gets evaluation.json and
+evaluation.png, the first one also comparison.png when there are several.
 
     wer, cer             errors against "text" over its words or characters, all samples together, as heard by
                          --asr_model; normalised as speech_metrics.normalise says. An error of the listener counts too,
@@ -48,6 +49,7 @@ class Sample:
     text: str | None
     ended_by: str | None
     target: Path | None
+    stretch: tuple          # what of the target: (offset, seconds); the offset is None for all of it
     voice: Path | None
 
 
@@ -86,6 +88,9 @@ def read_sample(audio, reference_dir, needs_text):
         raise UserError(f'{path}: "text" is {text!r}; --asr_model needs the text that was to be spoken')
     if ended_by not in ("eos", "length", None):
         raise UserError(f'{path}: "ended_by" is {ended_by!r}; it must be "eos" or "length"')
+    stretch = (None, None) if reference_dir else (facts.get("target_offset"), facts.get("target_seconds"))
+    if stretch[0] is not None and not all(isinstance(x, (int, float)) and x >= 0 for x in stretch):
+        raise UserError(f'{path}: "target_offset" and "target_seconds" are {stretch}, not two numbers of seconds')
     if reference_dir:
         target = next((t for end in AUDIO if (t := Path(reference_dir) / (audio.stem + end)).is_file()), None)
         if target is None:
@@ -93,7 +98,7 @@ def read_sample(audio, reference_dir, needs_text):
                             f"for {audio}")
     else:
         target = find_audio(facts, "target_audio", path)
-    return Sample(audio.stem, audio, text, ended_by, target, find_audio(facts, "reference_audio", path))
+    return Sample(audio.stem, audio, text, ended_by, target, stretch, find_audio(facts, "reference_audio", path))
 
 
 def find_audio(facts, key, path):
@@ -166,12 +171,12 @@ def transcribe(listener, samples, batch_size, language, notes):
 
 
 @torch.inference_mode()
-def voice_of(speaker, path, notes):
-    """Unit (D,) embedding of a recording, or None. One at a time: padding would change what group norms make of it."""
+def voice_of(speaker, clip, notes):
+    """Unit (D,) embedding of read_audio(*clip), or None. One at a time: padding would change what group norms see."""
     model, extractor = speaker
-    wave = speech_metrics.read_audio(path)
+    wave = speech_metrics.read_audio(*clip)
     if len(wave) < SHORTEST_VOICE_S * speech_metrics.RATE:
-        notes.append(f"{path}: shorter than {SHORTEST_VOICE_S} s, its voice is not judged")
+        notes.append(f"{clip[0]}: shorter than {SHORTEST_VOICE_S} s, its voice is not judged")
         return None
     wave = speech_metrics.resample(wave, speech_metrics.RATE, extractor.sampling_rate)
     inputs = extractor(wave, sampling_rate=extractor.sampling_rate, return_tensors="pt")
@@ -189,15 +194,17 @@ def evaluate(folder, samples, args, listener, speaker):
     for sample in samples:
         row = {"name": sample.name} | dict.fromkeys(METRICS)
         if sample.target:
-            row |= speech_metrics.compare(*map(speech_metrics.read_audio, (sample.audio, sample.target)))
+            row |= speech_metrics.compare(speech_metrics.read_audio(sample.audio),
+                                          speech_metrics.read_audio(sample.target, *sample.stretch))
             if row["mcd"] is None:
                 notes.append(f"{sample.audio}: it or its target is silent, so mcd, pitch and voicing are not judged")
         if sample.ended_by:
             row["stop_rate"] = float(sample.ended_by == "eos")
-        if speaker and (like := sample.voice or sample.target):
-            for path in {sample.audio, like} - voices.keys():
-                voices[path] = voice_of(speaker, path, notes)
-            a, b = voices[sample.audio], voices[like]
+        like = (sample.voice,) if sample.voice else (sample.target, *sample.stretch) if sample.target else None
+        if speaker and like:
+            for clip in {(sample.audio,), like} - voices.keys():
+                voices[clip] = voice_of(speaker, clip, notes)
+            a, b = voices[sample.audio,], voices[like]
             row["speaker_similarity"] = None if a is None or b is None else float(a @ b)
         rows.append(row)
     heard = transcribe(listener, samples, args.batch_size, args.language, notes) if listener else []

@@ -25,14 +25,16 @@ LOW_HZ, HIGH_HZ = 60, 500       # where pitch is looked for
 VOICE_HZ = 2000                 # pitch sees nothing above: hiss would look like the highest pitch
 
 
-def read_audio(path):
-    """(n,) float32 mono at RATE; raises UserError naming the file."""
+def read_audio(path, offset=None, seconds=None):
+    """(n,) float32 mono at RATE: the file, or so many seconds of it from offset on. UserError names the file."""
     try:
         wave, rate = soundfile.read(path, dtype="float32", always_2d=True)
     except (OSError, RuntimeError) as error:        # soundfile's own errors are RuntimeErrors
         raise UserError(f"{path}: cannot be read as audio ({error}); generate it again or take it out")
     if not np.isfinite(wave).all():
         raise UserError(f"{path}: has samples that are not numbers; generate it again or take it out")
+    if offset is not None:
+        wave = wave[round(offset * rate):round((offset + seconds) * rate)]
     return resample(wave.mean(axis=1), rate, RATE)
 
 

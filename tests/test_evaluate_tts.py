@@ -29,7 +29,9 @@ from transformers import (
 import evaluate_tts
 import make_tiny
 import parallel
+import speak
 import speech_metrics as sm
+from chatml import Clip
 
 RATE = sm.RATE
 
@@ -353,6 +355,22 @@ def test_similarity_is_the_cosine_to_the_voice_that_was_cloned(waves, targets, s
     assert found["samples"][3]["speaker_similarity"] is None and found["samples"][3]["mcd"] is None
 
 
+def test_what_generate_tts_writes_is_read(waves, targets, speaker, tmp_path):
+    """Its own record and files; the target may be a stretch of a longer file."""
+    folder, long = tmp_path / "a", tmp_path / "long.wav"
+    soundfile.write(long, np.concatenate([waves[1], waves[0], waves[2]]), RATE, subtype="FLOAT")
+    offset, seconds = len(waves[1]) / RATE, len(waves[0]) / RATE
+    for i, target in enumerate((Clip(str(long), offset, seconds), Clip(str(targets / "0001.wav"), None, 9.9), None)):
+        prompt = speak.Prompt(f"{i:04d}", "here", TEXTS[i], None, None, [str(targets / "0002.wav")] * (i == 2), target)
+        about = speak.record(prompt, np.zeros((25, 8)), "eos" if i else "length", 0, 1.5)
+        speak.write_sample(folder, f"{i:04d}", waves[i], np.zeros((8, 8, 3), np.uint8), about)
+    found = run(folder, "--speaker_model", speaker)
+    assert list(by_name(found, "length_ratio").values()) == [1, 1, None]
+    assert list(by_name(found, "mcd").values()) == pytest.approx([0, 0, None], abs=0.3)     # 16 bit
+    assert list(by_name(found, "stop_rate").values()) == [0, 1, 1]
+    assert list(by_name(found, "speaker_similarity").values()) == pytest.approx([1, 1, 1], abs=0.01)
+
+
 @torch.no_grad()
 def hear(folder, wave, **options):
     """What the model hears, by transformers alone, one clip at a time."""
@@ -487,7 +505,8 @@ def spoil(folder, what):
     ("not numbers", ["0001.wav: has samples that are not numbers"]),
     ({"text": 7}, ['0001.json: "text" is 7']), ({"ended_by": "tired"}, ["0001.json", "'tired'", '"eos" or "length"']),
     ({"target_audio": "gone.wav"}, ['0001.json: "target_audio" gone.wav is not there']),
-    ({"target_audio": 3}, ["not a path"]), ({"reference_audio": "gone.wav"}, ['"reference_audio" gone.wav'])], ids=str)
+    ({"target_audio": 3}, ["not a path"]), ({"target_offset": "1"}, ["not two numbers"]),
+    ({"reference_audio": "gone.wav"}, ['"reference_audio" gone.wav'])], ids=str)
 def test_bad_samples_are_one_line(waves, targets, tmp_path, capsys, what, parts):
     folder = write(tmp_path / "a", waves[:2], target_audio=[str(targets / f"000{i}.wav") for i in range(2)])
     spoil(folder, what)
