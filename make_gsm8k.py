@@ -49,14 +49,14 @@ KINDS = (
 
 
 def demo_problems(n, seed=0):
-    """n different problems as dicts {id, question, plan, execution, answer, solution}; numbers from 2 to 9.
+    """n different problems as dicts {id, question, plan, execution, answer, solution}; given numbers from 2 to 6.
 
     solution is GSM8K's form of the answer, marks and #### included. Raises UserError when there are not so many.
     """
     rng, found, repeats = random.Random(seed), {}, 0
     while len(found) < n:
         question, steps, plan, result = rng.choice(KINDS)
-        a, b = rng.randint(2, 9), rng.randint(2, 9)
+        a, b = rng.randint(2, 6), rng.randint(2, 6)
         values = {"name": rng.choice(NAMES), "things": rng.choice(THINGS), "a": a, "b": b, "plus": a + b, "big": a + b,
                   "times": a * b, "c": (c := rng.randint(2, a + b - 1)), "rest": a + b - c}
         steps = [step.format(**values) for step in steps]

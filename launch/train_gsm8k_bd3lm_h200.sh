@@ -94,9 +94,9 @@ fi
 
 if [ $demo = 1 ]; then      # everything small, so that two CPU cores show falling bounds and an accuracy in minutes
     settings=(--model_size nano --dropout 0 --block_size 8 --max_length 96 --question_budget 48 --plan_budget 32
-        --execution_budget 48 --row_length 128 --per_device_train_batch_size 16 --gradient_accumulation_steps 1
-        --learning_rate 3e-3 --warmup_steps 50 --max_steps 1000 --ema_decay 0.99 --eval_steps 250 --save_steps 0
-        --logging_steps 50 --num_workers 1 --report_to none)
+        --execution_budget 48 --row_length 128 --per_device_train_batch_size 8 --gradient_accumulation_steps 1
+        --learning_rate 2e-3 --warmup_steps 100 --max_steps 2400 --ema_decay 0.99 --eval_steps 400 --save_steps 0
+        --logging_steps 200 --strip_calculator --num_workers 1 --report_to none)
     TEST_DATA=$OUTPUT_DIR/demo/$test_file
     SAMPLE_FLAGS='--order confidence'
 else

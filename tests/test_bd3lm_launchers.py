@@ -1,4 +1,5 @@
 """The block-diffusion launchers without Slurm: what they would run, what they refuse, signals, requeueing, the demo."""
+import contextlib
 import itertools
 import json
 import os
@@ -103,7 +104,7 @@ def test_the_demo_is_small_and_needs_neither_gpu_nor_files(system, demo):
     words, args, sample = printed(launch(LAUNCHERS[system], *demo, DRY_RUN="1"))
     layout = train_bd3lm.check_flags(args)
     assert layout.system == system and args.model_size == "nano" and not args.bf16 and args.train_data is None
-    assert args.demo == (300 if len("".join(demo)) > 6 else 2000) and args.max_steps <= 2000
+    assert args.demo == (300 if len("".join(demo)) > 6 else 2000) and args.max_steps < 3000
     ending = "test.jsonl" if system == "gsm8k" else "test_hdp.json"
     assert sample.test_file == f"outputs/{system}_h200/demo/{ending}"
 
@@ -170,13 +171,13 @@ def started(tmp_path, script, stand_ins):
     running, numbers = [], itertools.count()
 
     def run(**settings):
-        log = tmp_path / f"log-{next(numbers)}"
+        log, mark = tmp_path / f"log-{next(numbers)}", uuid.uuid4().hex
         process = subprocess.Popen(["bash", str(ROOT / "launch" / LAUNCHERS["gsm8k"])], cwd=tmp_path, process_group=0,
                                    stdout=log.open("w"), stderr=subprocess.STDOUT,
                                    env=environment(TRAINER=script(TRAINER), MIN_GPUS="0", OUTPUT_DIR="out",
-                                                   PATH=f"{stand_ins}:{os.environ['PATH']}",
+                                                   MARK=mark, PATH=f"{stand_ins}:{os.environ['PATH']}",
                                                    TEST_DATA="none.jsonl", **settings))
-        process.log = log
+        process.log, process.mark = log, mark
         running.append(process)
         listens = tmp_path / "out" / "listens"
         wait_until(lambda: listens.exists() or process.poll() is not None, "trainer")
@@ -185,8 +186,9 @@ def started(tmp_path, script, stand_ins):
         return process
     yield run
     for process in running:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        for pid in {*alive(process.mark), process.pid} if process.poll() is None else alive(process.mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         process.wait()
 
 
@@ -205,14 +207,13 @@ def test_a_signal_lets_the_trainer_save_and_skips_the_answers(started, tmp_path)
 
 
 def test_a_second_ctrl_c_ends_everything_at_once(started, tmp_path):
-    mark = uuid.uuid4().hex
-    process = started(MARK=mark, DEAF="1")
+    process = started(DEAF="1")
     os.killpg(process.pid, signal.SIGINT)
     wait_until(lambda: process.log.read_text().count("asking the trainers") == 2, "answer to the first Ctrl-C")
-    assert process.poll() is None and alive(mark)
+    assert process.poll() is None and alive(process.mark)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=20) == 128 + signal.SIGKILL
-    wait_until(lambda: not alive(mark), "end of every process")
+    wait_until(lambda: not alive(process.mark), "end of every process")
 
 
 @pytest.mark.parametrize("state, restarts, queued, said", [
