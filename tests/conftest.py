@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
 
-LONGEST = ("recovery", "fsdp", "training", "slurm", "launchers", "preflight", "code_cache", "generate_tts", "train_bd3lm",
-           "bad_input")
+LONGEST = ("recovery", "fsdp", "training", "slurm", "launchers", "preflight", "code_cache", "generate_tts",
+           "train_bd3lm", "bad_input")
 
 
 def pytest_configure(config):
