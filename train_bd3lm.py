@@ -45,8 +45,8 @@ from packing import PackOrder, rank_packs
 from parallel import UserError
 from problems import SYSTEMS
 
-# rows per micro-step, micro-steps (on one GPU), learning rate, warm-up, steps. Rates of 256, 512 and 1024 rows are from
-# ngocbao220/hdp-diffusion's H200 guide, that of 768 follows the square root; source is what its scripts run.
+# problems per micro-step, micro-steps (on one GPU), learning rate, warm-up, steps. Rates of 256, 512 and 1024 problems
+# are from ngocbao220/hdp-diffusion's H200 guide, that of 768 follows the square root; source is what its scripts run.
 PRESETS = {"conservative": (64, 4, 4e-4, 5000, 50_000), "recommended": (128, 4, 5e-4, 5000, 50_000),
            "aggressive": (192, 4, 6e-4, 5000, 50_000), "extreme": (256, 4, 7e-4, 10_000, 50_000),
            "source": (16, 16, 1e-3, 1000, 10_000)}
@@ -105,7 +105,8 @@ def build_parser():
     g.add_argument("--batch_preset", choices=tuple(PRESETS), default="recommended",
                    help="defaults of the next two, and of rate, warm-up and steps: "
                    + "; ".join(f"{name} {b} x {a}, {lr:g}" for name, (b, a, lr, _, _) in PRESETS.items()))
-    g.add_argument("--per_device_train_batch_size", type=int, help="rows per micro-step and rank (default: preset's)")
+    g.add_argument("--per_device_train_batch_size", type=int,
+                   help="rows per micro-step and rank (default: as many as hold the preset's problems on average)")
     g.add_argument("--gradient_accumulation_steps", type=int, help="micro-steps per optimizer step (default: preset's)")
     g.add_argument("--per_device_eval_batch_size", type=int, default=32, help="rows per validation batch")
     g.add_argument("--max_steps", type=int, help="optimizer steps (default: preset's)")
@@ -282,6 +283,7 @@ def main(argv=None):
 
 def train(args):
     # -- ranks, paths, data -------------------------------------------------------------------------------------------
+    given_rows = args.per_device_train_batch_size
     layout = check_flags(args)
     watchdog.catch_signals()
     fsdp = args.parallel == "fsdp"
@@ -297,6 +299,8 @@ def train(args):
     if args.tf32:
         torch.set_float32_matmul_precision("high")
     table, regions = block_setup.row_table(rows), block_eval.REGIONS[args.system]
+    if given_rows is None:      # the preset means problems; a packed row holds several
+        args.per_device_train_batch_size = max(1, round(args.per_device_train_batch_size / table["samples"].mean()))
     batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     identity = {"seed": args.seed, "model": [args.model_size, tokens.vocab_size], "batch": [batch_rows, rows.length],
                 "training data": rows.documents.fingerprint(d for members in rows.members for d in members)}

@@ -486,6 +486,19 @@ def test_presets_fill_what_the_command_line_leaves_open():
     assert flags("--batch_preset", "extreme", "--warmup_steps", "0")[:4] == [256, 4, 7e-4, 0]
 
 
+def test_a_preset_means_problems_packed_or_not(demo, tmp_path, capsys):
+    """24 problems in rows of 96 or of 192 tokens: 64 x 4 problems a step, in fewer and fewer rows."""
+    rows = {}
+    for more in ("--no-pack", "--row_length 96", "--row_length 192"):
+        train_bd3lm.main(["--train_data", str(demo / "train.jsonl"), "--tokenizer", str(demo), "--output_dir",
+                          str(tmp_path), "--batch_preset", "conservative", "--max_length", "96", "--block_size", "8",
+                          "--validation_split", "0", "--report_to", "none", "--dry_run", *more.split()])
+        step = re.search(r"a step is (\d+) rows \((\d+) problems\)", capsys.readouterr().out)
+        rows[more] = int(step[1])
+        assert abs(int(step[2]) / 256 - 1) < 0.1, more
+    assert 256 == rows["--no-pack"] > rows["--row_length 96"] > 1.8 * rows["--row_length 192"]
+
+
 @pytest.mark.parametrize("flags,expected", [
     ("--seed 1", "was made with another seed"), ("--row_length 104", "was made with another batch"),
     ("--block_size 4", "was made with another training data"), ("--attn_backend flex", "trains on CUDA only"),
