@@ -35,14 +35,14 @@ REPO=${REPO:-$repo}                             # this repository
 source "$REPO/launch/env.sh"
 
 SYSTEM=${SYSTEM:-gsm8k}                         # gsm8k or hdp; train_hdp_diffusion_h200.sh sets hdp
-PRESET=${PRESET:-recommended}                   # or conservative, aggressive, extreme: rows, rate, warm-up, steps
+PRESET=${PRESET:-recommended}                   # or conservative, aggressive, extreme: problems, rate, steps
 TRAIN_DATA=${TRAIN_DATA-openai/gsm8k}           # JSONL, JSON, dataset folder or hub name
 TEST_DATA=${TEST_DATA-openai/gsm8k}             # the same with a test split, answered after training; empty: not done
 TOKENIZER=${TOKENIZER:-gpt2}                    # folder with GPT-2's files or tokenizer.json, or hub name
-OUTPUT_DIR=${OUTPUT_DIR:-outputs/${SYSTEM}_h200}    # checkpoints, logs, answers
+OUTPUT_DIR=${OUTPUT_DIR:-}                      # checkpoints, logs, answers; default outputs/SYSTEM_h200, or _demo
 SIZE=${SIZE:-small}                             # model: nano, tiny, small, medium
 BLOCK_SIZE=${BLOCK_SIZE:-16}                    # tokens of a block
-GPUS=${GPUS:-1}                                 # trainers; each takes the preset's rows, so a step grows with them
+GPUS=${GPUS:-1}                                 # trainers; each takes the preset's problems, so a step grows
 MIN_GPUS=${MIN_GPUS:-1}                         # GPUs that must be there; 0 lets a dry run or a trial start anywhere
 switches='--bf16 --tf32 --compile --pack --drop_too_long'
 SWITCHES=${SWITCHES-$switches}                  # flags without a value; SWITCHES= gives none of them
@@ -59,6 +59,7 @@ demo=0
 for argument in "$@"; do
     case $argument in --demo | --demo=*) demo=1 ;; esac
 done
+OUTPUT_DIR=${OUTPUT_DIR:-outputs/${SYSTEM}_$([ $demo = 1 ] && echo demo || echo h200)}
 OUTPUT_DIR=$(flag_value --output_dir "$OUTPUT_DIR" "$@")
 LOG_DIR=${LOG_DIR:-$OUTPUT_DIR/node_logs}
 MARKER=$OUTPUT_DIR/requeue                      # left by a trainer that saved because it was asked to stop
@@ -97,6 +98,7 @@ if [ $demo = 1 ]; then      # everything small, so that two CPU cores show falli
         --execution_budget 48 --row_length 128 --per_device_train_batch_size 8 --gradient_accumulation_steps 1
         --learning_rate 2e-3 --warmup_steps 100 --max_steps 2400 --ema_decay 0.99 --eval_steps 400 --save_steps 0
         --logging_steps 200 --strip_calculator --num_workers 1 --report_to none)
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}    # on busy cores more threads make small steps many times slower
     TEST_DATA=$OUTPUT_DIR/demo/$test_file
     SAMPLE_FLAGS='--order confidence'
 else

@@ -101,12 +101,14 @@ def test_settings_and_arguments_reach_the_trainer_and_the_last_word_is_the_users
 @pytest.mark.parametrize("system", LAUNCHERS)
 @pytest.mark.parametrize("demo", [["--demo"], ["--demo=300"], ["--demo", "300"]])
 def test_the_demo_is_small_and_needs_neither_gpu_nor_files(system, demo):
-    words, args, sample = printed(launch(LAUNCHERS[system], *demo, DRY_RUN="1"))
+    words, args, sample = printed(launch(LAUNCHERS[system], *demo, DRY_RUN="1", OMP_NUM_THREADS=""))
+    assert words[0] == "OMP_NUM_THREADS=1"
     layout = train_bd3lm.check_flags(args)
     assert layout.system == system and args.model_size == "nano" and not args.bf16 and args.train_data is None
     assert args.demo == (300 if len("".join(demo)) > 6 else 2000) and args.max_steps < 3000
     ending = "test.jsonl" if system == "gsm8k" else "test_hdp.json"
-    assert sample.test_file == f"outputs/{system}_h200/demo/{ending}"
+    assert sample.test_file == f"outputs/{system}_demo/demo/{ending}"
+    assert args.output_dir == sample.checkpoint == f"outputs/{system}_demo"
 
 
 @pytest.mark.parametrize("system", LAUNCHERS)
@@ -117,7 +119,7 @@ def test_a_copy_in_slurms_spool_folder_finds_the_repository(system, tmp_path):
     done = launch(copy, "--demo", cwd=tmp_path, DRY_RUN="1", SLURM_JOB_ID="7", PATH=f"{tmp_path}:{os.environ['PATH']}")
     words, args, _ = printed(done)
     assert f"{ROOT}/launch/node.sh" in words and f"{ROOT}/train_bd3lm.py" in words and args.system == system
-    assert f"outputs/{system}_h200/node_logs/7" in words
+    assert f"outputs/{system}_demo/node_logs/7" in words
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
