@@ -178,6 +178,12 @@ def memory_stages(args, native, ranks, packs, eval_packs):
         one = higgs.activation_bytes(native, eval_packs["text"], eval_packs["audio"], args.bf16, False, stream)[1]
         kept = higgs.logit_bytes(native.config, eval_packs["audio_rows"], eval_packs["text_rows"])[0]
         stages["validation"] = stages["the heads"] - parts["activations"] - parts["logits"] + (one + 2 * kept).max()
+    if args.sample_prompts:         # whole weights, whoever has shards of them, and the cache of a batch of prompts
+        config = native.config
+        cache = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers * compute
+        whole = compute * sum(values for values, _, _ in higgs.unit_sizes(native)) if fsdp else 0
+        stages["speaking samples"] = parts["weights"] + parts["optimizer"] + parts["fixed"] + parts["copies"] * (
+            not fsdp) + whole + run_samples.BATCH * config.max_position_embeddings * cache
     return parts, stages, int(packs["text"][worst] + packs["audio"][worst])
 
 
@@ -349,7 +355,8 @@ def run(args, ranks, check_flags):
     codec_dir = (check(higgs_io.find_codec, args.audio_tokenizer_path) or [None])[0]
     config, tokenizer = check(higgs_io.native_config, config_dict), check(higgs_io.load_tokenizer, folder)
     ids = check(token_ids, tokenizer, config)
-    check(run_samples.read, flags_fit and args.sample_prompts)
+    if args.sample_prompts:     # the whole of it, codec included: a bad prompt would be found at the first validation
+        check(run_samples.load, flags_fit and args, tokenizer, ids, config, codec_dir, torch.device("cpu"))
     model, native, _ = check(speech_model.empty_trained_model, flags_fit and args, folder, config_dict) or [None] * 3
     with tempfile.TemporaryDirectory() as scratch:
         data = check(plan_table, flags_fit and args, tokenizer, ids, codec_dir, scratch, problems)

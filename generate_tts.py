@@ -56,7 +56,8 @@ def build_parser():
     g.add_argument("--top_k", type=int, default=50, help="draw from so many likeliest codes, 0 = all")
     g.add_argument("--top_p", type=float, default=0.95, help="draw from the likeliest codes of this total probability")
     g.add_argument("--ras_window", type=int, default=7, help="repetition-aware sampling: rows looked back at, 0 = off")
-    g.add_argument("--ras_repeats", type=int, default=2, help="repeats in those rows that make a code be drawn again")
+    g.add_argument("--ras_repeats", type=int, default=2,
+                   help="repeats in those rows that make a code be drawn again, 0 = off")
     g.add_argument("--max_seconds", type=float, default=30.0, help="of speech; longer speech is cut, and says so")
     g.add_argument("--seed", type=int, default=42, help="of the draws")
     g.add_argument("--batch_size", type=int, default=4, help="prompts generated together on each device")
@@ -81,6 +82,7 @@ def check_flags(args):
          "--reference_audio and --reference_text go together: the model needs to know what the clip says")
     for flag in ("temperature", "top_k", "ras_window", "ras_repeats", "seed"):
         need(0 <= getattr(args, flag) < math.inf, f"--{flag} is {getattr(args, flag)}; it must be 0 or more and finite")
+    need(args.seed < 2**62, f"--seed is {args.seed}; it must be below 2**62")
     need(0 < args.top_p <= 1, f"--top_p is {args.top_p}; it must be more than 0 and at most 1")
     need(0 < args.max_seconds < math.inf, f"--max_seconds is {args.max_seconds}; it must be more than 0 and finite")
     need(args.batch_size >= 1, f"--batch_size is {args.batch_size}; it must be at least 1")
@@ -96,16 +98,28 @@ def read_texts(args):
                               args.scene)
 
 
-def clear_output(args):
-    """Make the output folder; an earlier run's results in it are deleted on request only. Raises UserError."""
+def earlier_results(args):
+    """Make the output folder; files of an earlier run in it, which only --overwrite allows. Raises UserError."""
     checkpoint.prepare_output(args.output_dir)
     old = [path for path in Path(args.output_dir).iterdir()
            if path.suffix in (".wav", ".png", ".json", ".npy") and path.stem.isdigit()]
     if old and not args.overwrite:
         raise UserError(f"--output_dir {args.output_dir} holds an earlier run's results ({old[0].name}, {len(old)} "
                         "files): give another folder, or --overwrite")
-    for path in old:
-        path.unlink()
+    return old
+
+
+def prepare_share(world, args, samples, mine, tokenizer, ids, codec, bandwidth, room):
+    """{batch number: Prompts} of this rank's batches; a bad prompt of any rank's raises UserError."""
+    share, problems = {}, []
+    for batch in mine:
+        numbers = range(len(samples))[batch * args.batch_size:(batch + 1) * args.batch_size]
+        try:
+            share[batch] = speak.prepare([samples[i] for i in numbers], tokenizer, ids, codec, bandwidth, room, numbers)
+        except UserError as error:
+            problems.append(str(error))
+    parallel.all_ranks_ok(world, problems)
+    return share
 
 
 def settings_of(args):
@@ -117,8 +131,12 @@ def settings_of(args):
 def speak_batch(args, native, codec, ids, settings, prompts, seed):
     """Generate, decode and write one batch of Prompts; returns what their JSON files say."""
     start = time.monotonic()
-    spoken = speak.generate(native, prompts, ids, settings, seed, codec.device)
-    waves = [speak.decode(codec, codes) for codes, _ in spoken]
+    try:
+        spoken = speak.generate(native, prompts, ids, settings, seed, codec.device)
+        waves = [speak.decode(codec, codes) for codes, _ in spoken]
+    except torch.OutOfMemoryError:
+        raise UserError(f"the GPU's memory is too small for {len(prompts)} prompts together: lower --batch_size or "
+                        "--max_seconds")
     seconds, records = time.monotonic() - start, []
     total = sum(len(codes) for codes, _ in spoken) / FRAME_RATE
     for prompt, (codes, ended_by), wave in zip(prompts, spoken, waves):
@@ -142,6 +160,14 @@ def record_line(about):
             f"{about['text'][:60]!r}{notice}")
 
 
+def base_dtype(args, device):
+    """torch.dtype of --dtype; "auto" is bfloat16 on GPUs that have it."""
+    if args.dtype != "auto":
+        return getattr(torch, args.dtype)
+    has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.bfloat16 if has_bf16 else torch.float32
+
+
 def main(argv=None):
     args = build_parser().parse_args(argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
@@ -149,7 +175,7 @@ def main(argv=None):
         check_flags(args)
         world = parallel.init(device=None if args.device == "auto" else args.device)
         samples = read_texts(args)
-        parallel.rank0_first(world, clear_output, args)
+        old = parallel.rank0_first(world, earlier_results, args)
         # hub names are downloaded once, before the other ranks look
         parallel.rank0_first(world, speech_model.find_checkpoints, args)
         (folder, config_dict), codec_dir = speech_model.find_checkpoints(args)
@@ -160,22 +186,23 @@ def main(argv=None):
         settings = speak.sampling(config, args.max_seconds, args.temperature, args.top_k, args.top_p,
                                   args.ras_window, args.ras_repeats)
         room = config.max_position_embeddings - settings.max_new_tokens
-        prompts = speak.prepare(samples, tokenizer, ids, codec, bandwidth, room)
-
-        dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32,
-                 "auto": torch.bfloat16 if world.device.type == "cuda" else torch.float32}[args.dtype]
+        # batches are cut from the whole list, so that the number of ranks changes nothing in them
+        mine = range(-(-len(samples) // args.batch_size))[world.rank::world.size]
+        share = prepare_share(world, args, samples, mine, tokenizer, ids, codec, bandwidth, room)
+        dtype = base_dtype(args, world.device)
         native = speech_model.load_to_speak(folder, config_dict, args.adapter, dtype, world.device)
+        if world.is_main:       # only now that nothing can be wrong any more
+            for path in old:
+                path.unlink()
+        parallel.gather_objects(world, None)        # nobody writes before that is done
         if world.is_main:
             what = f"{args.model_path} + {args.adapter}" if args.adapter else args.model_path
             print(f"model      {what}, {str(dtype).removeprefix('torch.')} on {world.size} x {world.device.type}\n"
-                  f"prompts    {len(prompts)} in batches of {args.batch_size}; at most {args.max_seconds:g} s each")
+                  f"prompts    {len(samples)} in batches of {args.batch_size}; at most {args.max_seconds:g} s each")
 
-        # batches are cut from the whole list first, so that the number of ranks changes nothing in them
-        batches = [prompts[i:i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
-        mine = range(world.rank, len(batches), world.size)
         records = []
         for number in tqdm(mine, unit="batch", disable=None if world.is_main else True):
-            records += speak_batch(args, native, codec, ids, settings, batches[number], args.seed + number)
+            records += speak_batch(args, native, codec, ids, settings, share[number], args.seed + number)
         records = [record for share in parallel.gather_objects(world, records) for record in share]
         if world.is_main:
             lengths = np.array([record["seconds"] for record in records])

@@ -113,7 +113,8 @@ class MetricsLog:
     def write_speech(self, step, name, wave, rate, picture):
         """Sound (n,) float32 in -1..1 at `rate` Hz and its picture (H, W, 3) uint8, to TensorBoard or W&B."""
         if self.board:
-            self.board.add_audio(name, torch.from_numpy(wave).clamp(-1, 1)[None], step, rate)
+            if len(wave):       # TensorBoard cannot take silence of no length
+                self.board.add_audio(name, torch.from_numpy(wave).clamp(-1, 1)[None], step, rate)
             self.board.add_image(f"{name}/mel", picture, step, dataformats="HWC")
             self.board.flush()
         if self.wandb:

@@ -10,6 +10,7 @@ import shutil
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -33,6 +34,10 @@ def read(path):
 def load(args, tokenizer, ids, config, codec_dir, device):
     """(Prompts of --sample_prompts, GenerationConfig), checked and encoded before training starts. Raises UserError."""
     samples = read(args.sample_prompts)
+    try:
+        speak.mel_picture(np.zeros(0, np.float32), "")
+    except ImportError as error:
+        raise UserError(f"--sample_prompts draws spectrograms: pip install matplotlib ({error})")
     settings = speak.sampling(config, args.sample_seconds)
     codec, bandwidth = load_codec(codec_dir, device, ids.num_codebooks)
     room = config.max_position_embeddings - settings.max_new_tokens
@@ -50,7 +55,8 @@ def speak_all(args, native, prompts, settings, ids, codec_dir, device, step, log
     """Speak and record every prompt -> {metric: float}. On one rank, with whole weights and the model in eval mode.
 
     native: the native model, adapters inside. asked: a request to stop; then, or when --sample_time_limit is over, the
-    prompts not yet spoken are left out, and the line says so; as it does when the GPU's memory does not suffice.
+    prompts not yet spoken are left out, and the line says so; as it does when the GPU's memory does not suffice. Speech
+    that the time limit cut off did not stop by itself: it counts in the stop rate, but not in the length ratio.
     """
     end, start, spoken = time.monotonic() + args.sample_time_limit, time.monotonic(), []
     try:
@@ -77,10 +83,15 @@ def speak_all(args, native, prompts, settings, ids, codec_dir, device, step, log
         log.write_speech(step, f"samples/{prompt.name}", wave, speak.SAMPLE_RATE, picture)
         if about["target_seconds"] and ended_by != "time":
             ratios.append(about["seconds"] / about["target_seconds"])
-    whole = [ended_by for _, ended_by in spoken if ended_by != "time"]      # a sample out of time says nothing
-    stopped = whole.count("eos") / max(1, len(whole))
-    tqdm.write(f"speech step {step:>6} | {len(whole)} of {len(prompts)} prompts, {total:.1f} s in {took:.1f} s" +
-               (f" | stop rate {stopped * 100:5.1f}%" if whole else " (--sample_time_limit)") +
-               (f" | length ratio {sum(ratios) / len(ratios):5.2f}" if ratios else ""))
-    return {**({"eval/stop_rate": stopped} if whole else {}),
-            **({"eval/length_ratio": sum(ratios) / len(ratios)} if ratios else {})}
+    ends = [ended_by for _, ended_by in spoken]
+    whole = len(ends) - ends.count("time")
+    why = "" if whole == len(prompts) else " (asked to stop)" if asked() else " (--sample_time_limit)"
+    values = {}
+    if ends and not asked():
+        values["eval/stop_rate"] = ends.count("eos") / len(ends)
+    if ratios:
+        values["eval/length_ratio"] = sum(ratios) / len(ratios)
+    tqdm.write(f"speech step {step:>6} | {whole} of {len(prompts)} prompts, {total:.1f} s in {took:.1f} s{why}" +
+               (f" | stop rate {values['eval/stop_rate'] * 100:5.1f}%" if "eval/stop_rate" in values else "") +
+               (f" | length ratio {values['eval/length_ratio']:5.2f}" if ratios else ""))
+    return values

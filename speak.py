@@ -8,6 +8,7 @@ Copy with it: higgs_io.py, data.py, chatml.py, code_cache.py, checkpoint.py, par
 """
 import io
 import json
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from transformers.audio_utils import mel_filter_bank, spectrogram, window_functi
 
 MIN_TOKENS = 8          # transformers' delay processor miscounts on shorter prompts
 MEL_BANDS, MEL_WINDOW, MEL_HOP = 80, 1024, 240      # 10 ms a column
+UNDRAWN = re.compile("[\u0590-\u1dff\u2e80-\U0010ffff]")      # scripts that matplotlib's font would draw as boxes
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Prompts
@@ -44,6 +46,7 @@ class Prompt:
     audio_ids: np.ndarray   # (a, 8) int64 delayed codes of the clips in it
     references: list        # paths of those clips
     target: Clip | None     # the true recording, where the file has one
+    target_seconds: float | None = None
 
 
 def read_prompts(path):
@@ -94,10 +97,11 @@ def text_prompts(named_texts, reference_audio=None, reference_text=None, system=
     return samples
 
 
-def prepare(samples, tokenizer, ids, codec, bandwidth, room):
+def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
     """Samples of canonical_prompt -> Prompts, their clips encoded. codec: as load_codec gives it.
 
-    room: tokens a prompt may have. Raises UserError with every prompt that is too long or whose audio is bad.
+    room: tokens a prompt may have. numbers: which prompts these are, for their names (default: 0, 1, ...). Raises
+    UserError with every prompt that is too long or whose audio is bad.
     """
     builder, problems, codes = TableBuilder(tokenizer, ids), [], {}
     builder.add(samples, problems)
@@ -108,16 +112,22 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room):
             codes[number] = encode_clip(codec, wave, bandwidth, ids.num_codebooks)
         except ValueError as error:
             problems.append(f"{clip.path}: {error}")
+        except torch.OutOfMemoryError:
+            problems.append(f"{clip.path}: {len(wave) / SAMPLE_RATE:.0f} s are too long to encode on this device")
     if problems:
         raise UserError(parallel.problem_text(problems))
     prompts = []
-    for i, sample in enumerate(samples):
+    for i, (sample, number) in enumerate(zip(samples, numbers or range(len(samples)))):
         clips, tokens = builder.sample_clips[i], builder.tokens[i].astype(np.int64)
         tokens = tokens[:np.flatnonzero(tokens == ids.audio)[-1]]
         row = assemble(tokens, np.zeros(len(tokens), bool), [codes[c] for c in clips[:-1]], ids)
-        target = builder.clips[clips[-1]]
-        prompts.append(Prompt(f"{i:04d}", sample.name, spoken_text(sample), row["input_ids"], row["audio_ids"],
-                              [builder.clips[c].path for c in clips[:-1]], target if target.path else None))
+        target, length = builder.clips[clips[-1]], None
+        try:
+            length = clip_seconds(target) if target.path else None
+        except ValueError as error:
+            problems.append(f"{sample.name}: its true recording {target.path} {error}; mend it, or leave it out")
+        prompts.append(Prompt(f"{number:04d}", sample.name, spoken_text(sample), row["input_ids"], row["audio_ids"],
+                              [builder.clips[c].path for c in clips[:-1]], target if target.path else None, length))
         assert len(row["input_ids"]) >= MIN_TOKENS
         if len(row["input_ids"]) > room:
             problems.append(f"{sample.name}: {len(row['input_ids'])} tokens; the model's positions have room for "
@@ -125,6 +135,18 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room):
     if problems:
         raise UserError(parallel.problem_text(problems))
     return prompts
+
+
+def clip_seconds(clip):
+    """Length of a Clip from its file's header; raises ValueError with the reason."""
+    try:
+        whole = soundfile.info(clip.path).duration
+    except (soundfile.SoundFileError, OSError) as error:
+        raise ValueError(f"is not readable audio ({str(error).rpartition(': ')[2].strip().rstrip('.')})")
+    left = whole - (clip.offset or 0)
+    if left <= 0:
+        raise ValueError(f"has nothing from {clip.offset} s on: it is {whole:.2f} s long")
+    return min(clip.duration or left, left)
 
 
 def prompt_batch(prompts, ids):
@@ -246,6 +268,7 @@ def mel_picture(wave, title):
     mel = log_mel(wave)
     picture = axes.imshow(mel, origin="lower", aspect="auto", cmap="magma", vmin=mel.max() - 80, vmax=mel.max(),
                           extent=(0, mel.shape[1] * MEL_HOP / SAMPLE_RATE, 0, MEL_BANDS))
+    title = UNDRAWN.sub("\N{MIDDLE DOT}", title)
     axes.set(xlabel="seconds", ylabel="mel band", title=title if len(title) <= 90 else title[:87] + "...")
     axes.title.set(fontsize=9, parse_math=False)
     figure.colorbar(picture, label="dB")
@@ -264,11 +287,11 @@ def png(picture):
 def record(prompt, codes, ended_by, seed, real_time_factor):
     """What is to be known about one spoken Prompt, for its JSON file."""
     clip = prompt.target
-    length = clip and (clip.duration if clip.offset is not None else soundfile.info(clip.path).duration)
     return {"name": prompt.name, "text": prompt.text, "source": prompt.source, "seed": seed, "frames": len(codes),
             "seconds": len(codes) / FRAME_RATE, "real_time_factor": real_time_factor, "ended_by": ended_by,
             "reference_audio": prompt.references[-1] if prompt.references else None,
-            "target_audio": clip and clip.path, "target_offset": clip and clip.offset, "target_seconds": length}
+            "target_audio": clip and clip.path, "target_offset": clip and clip.offset,
+            "target_seconds": prompt.target_seconds}
 
 
 def save_codes(path, codes):

@@ -187,6 +187,11 @@ def check_flags(args, world_size):
     need(0 <= args.min_lr_ratio <= 1, f"--min_lr_ratio is {args.min_lr_ratio}; it must lie between 0 and 1")
     for flag in ("sample_seconds", "sample_time_limit"):
         need(0 < getattr(args, flag) < math.inf, f"--{flag} is {getattr(args, flag)}; it must be above 0 and finite")
+        need(args.sample_prompts or getattr(args, flag) == {"sample_seconds": 10, "sample_time_limit": 120}[flag],
+             f"--{flag} needs --sample_prompts")
+    need(args.sample_time_limit < args.wait_timeout, f"--sample_time_limit {args.sample_time_limit:g} must be below "
+         f"--wait_timeout {args.wait_timeout}")
+    need(args.seed < 2**62, f"--seed is {args.seed}; it must be below 2**62")
     need(args.use_lora or args.lora_target_modules == "attention", "--lora_target_modules needs --use_lora")
     need(not (args.use_lora and args.freeze_llm), "--use_lora freezes the whole base already: drop --freeze_llm")
     need(args.parallel == "ddp" or args.eval_ranks != "rank0",

@@ -7,6 +7,7 @@ import copy
 import io
 import json
 import re
+import warnings
 
 import matplotlib.image
 import numpy as np
@@ -20,7 +21,9 @@ from transformers import AutoProcessor, AutoTokenizer
 import code_cache
 import generate_tts
 import parallel
+import run_samples
 import speak
+import train_v2_ddp
 from chatml import Clip
 from data import Table, delay_rows, token_ids
 
@@ -232,7 +235,9 @@ def test_mel_shows_where_a_tone_is(voice):
     assert loud[60:95].min() - loud[5:40].max() > 60
     bands = 15 + 27 * np.log(12000 / 1000) / np.log(6.4)        # Slaney's mel scale: 1 kHz is 15 of so many
     assert abs(mel[:, 75].argmax() + 1 - 81 * 15 / bands) <= 1
-    picture = speak.mel_picture(np.zeros(0, np.float32), "nothing $\\frac{")       # no speech, and no formula
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")          # of glyphs that the font lacks
+        picture = speak.mel_picture(np.zeros(0, np.float32), "nothing $\\frac{ 你好 “é”")        # and no formula
     assert picture.dtype == np.uint8 and picture.shape[2] == 3
 
 
@@ -360,9 +365,74 @@ def test_two_ranks_say_what_one_says(pool, tiny, short, tmp_path):
 
 
 def test_a_run_out_of_time_for_samples_goes_on(pool, tiny, short, tmp_path):
-    output = train(pool, tiny, short, tmp_path / "out", "--eval_data_file", short, *SMALL, "--sample_prompts", short,
-                   "--sample_time_limit", 1e-6)
-    assert "0 of 3 prompts" in output and "done       step 3" in output
+    """No prompt begun, or stopped after its first row: no frame to hear, which is not all that TensorBoard can take."""
+    for name, limit in (("none", 1e-6), ("few", 0.01)):
+        output = train(pool, tiny, short, tmp_path / name, "--eval_data_file", short, *SMALL, "--sample_prompts", short,
+                       "--sample_time_limit", limit, "--report_to", "tensorboard")
+        assert "0 of 3 prompts, 0.0 s" in output and "(--sample_time_limit)" in output and "done       step 3" in output
+
+
+class Asked:
+    """A log that notes what is written to it, and an answer to: shall we stop?"""
+
+    def __init__(self, after):
+        self.heard, self.after = [], after
+
+    def write_speech(self, step, name, wave, rate, picture):
+        self.heard.append((name, len(wave)))
+
+    def __call__(self):
+        self.after -= 1
+        return self.after < 0
+
+
+def test_what_time_cut_off_did_not_stop_by_itself(tiny, voice, short, tmp_path, monkeypatch, capsys):
+    """Rates of one that ended, one at its length and one out of time; after a request to stop there are none."""
+    native, tokenizer, ids, codec, bandwidth = voice
+    args = train_v2_ddp.build_parser().parse_args(
+        ["--model_path", "m", "--audio_tokenizer_path", "c", "--sample_prompts", str(short), "--output_dir",
+         str(tmp_path)])
+    prompts, settings = run_samples.load(args, tokenizer, ids, native.config, tiny.codec, CPU)
+    true = [round(prompt.target_seconds * 25) for prompt in prompts]
+    ends = [(np.zeros((2 * true[0], 8), int), "eos"), (np.zeros((true[1], 8), int), "length"),
+            (np.zeros((0, 8), int), "time")]
+    monkeypatch.setattr(run_samples.speak, "generate", lambda *a: ends)
+    log = Asked(10**9)
+    values = run_samples.speak_all(args, native, prompts, settings, ids, tiny.codec, CPU, 5, log, log)
+    assert values["eval/stop_rate"] == pytest.approx(1 / 3) and values["eval/length_ratio"] == pytest.approx(1.5, 0.02)
+    assert log.heard == [("samples/0000", 1920 * true[0]), ("samples/0001", 960 * true[1]), ("samples/0002", 0)]
+    assert "2 of 3 prompts" in capsys.readouterr().out
+    values = run_samples.speak_all(args, native, prompts, settings, ids, tiny.codec, CPU, 6, log, Asked(1))
+    assert "eval/stop_rate" not in values and "(asked to stop)" in capsys.readouterr().out
+
+
+def test_dry_run_counts_and_checks_the_prompts(tiny, short, tmp_path, capsys, monkeypatch):
+    """A bad clip, a bad true recording and too long speech are told before the run; so is the memory it takes."""
+    def dry(prompts, *more, status=0):
+        parallel._claimed.clear()
+        command = trainer_command(tiny, tmp_path / "out", "--train_data_file", short, "--dry_run", 2, "--parallel",
+                                  "fsdp", "--sample_prompts", prompts, *more)
+        words = command[command.index(str(ROOT / "train_v2_ddp.py")) + 1:]
+        if status:
+            with pytest.raises(SystemExit) as end:
+                train_v2_ddp.main(words)
+            assert end.value.code == status
+        else:
+            train_v2_ddp.main(words)
+        out = capsys.readouterr()
+        return out.out + out.err
+    entries = json.loads(short.read_text())
+    (tmp_path / "noise.wav").write_bytes(b"RIFF????")
+    entries[0]["messages"][2]["content"][1]["audio_url"] = str(tmp_path / "noise.wav")
+    assert "sample_00000000): its true recording" in dry(written(tmp_path / "target.json", entries), status=1)
+    entries[0]["messages"][1]["content"][1]["audio_url"] = str(tmp_path / "noise.wav")
+    assert "noise.wav: is not readable audio" in dry(written(tmp_path / "clip.json", entries), status=1)
+    assert "room for 0" in dry(short, "--sample_seconds", 300, status=1)
+    assert "dry run ok" in dry(short)
+    monkeypatch.setattr(run_samples, "BATCH", 2000)     # prompts together: their cache alone is 4 GiB
+    heard = dry(short)
+    assert "reached in speaking samples" in heard
+    assert 3.9 < float(re.search(r"peak estimate +([\d.]+) GiB", heard)[1]) - 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -394,6 +464,7 @@ def refuse(tiny, tmp_path, capsys):
     (("--text", "a", "--max_seconds", 0), "--max_seconds is 0.0"),
     (("--text", "a", "--max_seconds", 300), "--text 'a': 51 tokens"),
     (("--text", "a", "--batch_size", 0), "--batch_size is 0"),
+    (("--text", "a", "--seed", 10**20), "--seed is 1000"),
     (("--text", "a <|eot_id|>"), "text contains the control token <|eot_id|>"),
     (("--text", " "), "has no text to speak"),
     (("--text", "a", "--reference_audio", "gone.wav", "--reference_text", "b"), "audio file 'gone.wav' not found"),
@@ -419,6 +490,9 @@ def test_mistakes_in_files(refuse, tiny, short, tmp_path):
     assert "empty.txt: holds no text" in refuse("--prompts", tmp_path / "empty.txt")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     assert "is not UTF-8 text" in refuse("--prompts", tmp_path / "latin.txt")
+    entries = json.loads(short.read_text())
+    entries[2]["messages"][2]["content"][1] |= {"offset": 99.0}
+    assert "has nothing from 99.0 s on" in refuse("--prompts", written(tmp_path / "late.json", entries))
 
 
 def test_results_of_an_earlier_run_are_not_mixed_in(refuse, tmp_path):
@@ -426,6 +500,13 @@ def test_results_of_an_earlier_run_are_not_mixed_in(refuse, tmp_path):
     (tmp_path / "out" / "0007.wav").write_bytes(b"old")
     assert "holds an earlier run's results (0007.wav, 1 files)" in refuse("--text", "a")
     assert (tmp_path / "out" / "0007.wav").exists()
+
+
+def test_overwriting_waits_until_all_is_checked(refuse, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "0007.wav").write_bytes(b"good")
+    assert "--adapter nowhere" in refuse("--text", "a", "--overwrite", "--adapter", "nowhere")
+    assert (tmp_path / "out" / "0007.wav").read_bytes() == b"good"
 
 
 def test_overwriting_deletes_results_and_nothing_else(pool, tiny, tmp_path):
