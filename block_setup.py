@@ -1,6 +1,6 @@
 """The data, the DiT and the checkpoints of a block diffusion run as the trainer's flags want them.
 
-Own module of train_bd3lm.py. Copy with it: dit.py bd3lm.py gsm8k.py problems.py make_gsm8k.py tensor_files.py
+Own module of train_bd3lm.py. Copy with it: dit.py bd3lm.py gsm8k.py problems.py problem_maker.py tensor_files.py
 parallel.py optim.py checkpoint.py and what those name.
 """
 import dataclasses
@@ -14,9 +14,9 @@ import bd3lm
 import checkpoint
 import dit
 import gsm8k
-import make_gsm8k
 import optim
 import parallel
+import problem_maker
 import tensor_files
 from parallel import UserError
 from problems import load_tokenizer, read_problems
@@ -26,7 +26,7 @@ def prepare_data(world, args, layout):
     """(problems.Tokens, training gsm8k.Rows, validation Rows or None)."""
     if args.demo is not None:
         folder = Path(args.output_dir) / "demo"
-        parallel.rank0_first(world, make_gsm8k.write_demo, folder, args.demo, max(8, args.demo // 10))
+        parallel.rank0_first(world, problem_maker.write_demo, folder, args.demo, max(8, args.demo // 10))
         ending = ".jsonl" if args.system == "gsm8k" else "_hdp.json"
         args.train_data, args.eval_data, args.tokenizer = folder / f"train{ending}", folder / f"test{ending}", folder
     tokens = parallel.rank0_first(world, load_tokenizer, args.tokenizer, args.system)   # one download for all

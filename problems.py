@@ -63,7 +63,7 @@ def parse_problem(name, entry, system, strip_calculator):
     keys = ("question", "answer") if system == "gsm8k" else ("question", "plan", "execution", "answer")
     for key in keys:
         if not isinstance(entry.get(key), str) or not entry[key].strip():
-            hint = "; make plans with make_gsm8k.py plans" if key in ("plan", "execution") else ""
+            hint = "; make plans with problem_maker.py plans" if key in ("plan", "execution") else ""
             raise ValueError(f"has no {key!r} (a text that is not empty){hint}")
     question, solution = entry["question"].strip(), entry[keys[-2] if system == "hdp" else "answer"].strip()
     if strip_calculator:

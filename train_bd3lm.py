@@ -14,7 +14,7 @@ GSM8K's 7,473, and of 512 packed rows, three problems each, 10,000: such a run m
 
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
 
-Files to copy with it: dit.py bd3lm.py block_setup.py block_eval.py gsm8k.py problems.py make_gsm8k.py (its own),
+Files to copy with it: dit.py bd3lm.py block_setup.py block_eval.py gsm8k.py problems.py problem_maker.py (its own),
 packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py (shared).
 """
 import argparse

@@ -4,7 +4,7 @@
 #
 #   TRAIN_DATA=train_hdp.json TEST_DATA=test_hdp.json sbatch launch/train_hdp_diffusion_h200.sh       or bash
 #   bash launch/train_hdp_diffusion_h200.sh --demo                   small, on problems it makes itself; no GPU needed
-#   python make_gsm8k.py plans --input train.jsonl --output train_hdp.json      plans by rule, where there are none
+#   python problem_maker.py plans --input train.jsonl --output train_hdp.json      plans by rule, where there are none
 #
 # All else - PRESET, DRY_RUN=1, signals, requeueing - is train_gsm8k_bd3lm_h200.sh, which this one calls.
 #

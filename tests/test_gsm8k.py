@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gsm8k
-import make_gsm8k
+import problem_maker
 import problems
 from gsm8k import EXECUTION, FILL, PLAN, QUESTION, Layout
 from packing import PackOrder, rank_packs
@@ -35,7 +35,7 @@ LAYOUTS = {
 def demo(tmp_path_factory):
     """Folder of demo files: 60 training and 20 test problems of both systems, tokenizer.json."""
     folder = tmp_path_factory.mktemp("demo")
-    make_gsm8k.main(["demo", str(folder), "--problems", "60", "--test", "20"])
+    problem_maker.main(["demo", str(folder), "--problems", "60", "--test", "20"])
     return folder
 
 
@@ -161,7 +161,7 @@ GOOD = {"question": "q", "answer": "a #### 3"}
     ("gsm8k", json.dumps({"question": "q", "answer": "it is 3"}), r"line 1: its 'answer' has no '#### N' line; add"),
     ("gsm8k", json.dumps({"question": "q", "answer": "#### three"}), r"its final answer 'three' is not a number"),
     ("gsm8k", "[3]", r"p.jsonl sample 0: is a int, not an object with 'question'"),
-    ("hdp", json.dumps([GOOD | {"id": "x7"}]), r"sample 0 \(x7\): has no 'plan' .*; make plans with make_gsm8k.py"),
+    ("hdp", json.dumps([GOOD | {"id": "x7"}]), r"sample 0 \(x7\): has no 'plan' .*; make plans with problem_maker.py"),
     ("hdp", json.dumps([{"question": "q", "plan": "p", "answer": "3"}]), r"sample 0: has no 'execution'"),
     ("hdp", json.dumps([{"question": "q", "plan": "p", "execution": "e"}]), r"sample 0: has no 'answer'"),
     ("hdp", json.dumps([{"question": "q", "plan": "p", "execution": "e", "answer": "3 ducks"}]), r"'3 ducks' is not a"),
@@ -531,8 +531,8 @@ def test_text_ends_at_the_first_end_token(demo):
 
 
 def test_demo_problems_are_distinct_and_right(monkeypatch):
-    found = make_gsm8k.demo_problems(500, seed=1)
-    assert len({p["question"] for p in found}) == 500 and found == make_gsm8k.demo_problems(500, seed=1)
+    found = problem_maker.demo_problems(500, seed=1)
+    assert len({p["question"] for p in found}) == 500 and found == problem_maker.demo_problems(500, seed=1)
     kinds = set()
     for p in found:
         marks = re.findall(r"<<(.*?)=(.*?)>>", p["solution"])
@@ -543,16 +543,16 @@ def test_demo_problems_are_distinct_and_right(monkeypatch):
         assert not re.search(r"\d", p["plan"]) and "<<" not in p["execution"] and int(p["answer"]) > 0
         kinds.add(tuple(sorted(re.sub(r"\d", "", left) for left, _ in marks)))
     assert kinds == {("+",), ("-",), ("*",), ("+", "-")}
-    monkeypatch.setattr(make_gsm8k, "NAMES", ("Anna",))
-    monkeypatch.setattr(make_gsm8k, "THINGS", ("pens",))
+    monkeypatch.setattr(problem_maker, "NAMES", ("Anna",))
+    monkeypatch.setattr(problem_maker, "THINGS", ("pens",))
     with pytest.raises(UserError, match="there are not 2000 different demo problems"):
-        make_gsm8k.demo_problems(2000)
+        problem_maker.demo_problems(2000)
 
 
 def test_demo_files_share_no_question_and_repeat_exactly(demo, tmp_path):
     train, test = (read_problems(demo, split, "gsm8k") for split in ("train", "test"))
     assert (len(train), len(test)) == (60, 20) and not {p.question for p in train} & {p.question for p in test}
-    make_gsm8k.write_demo(tmp_path, 60, 20)
+    problem_maker.write_demo(tmp_path, 60, 20)
     for file in ("train.jsonl", "test.jsonl", "train_hdp.json", "test_hdp.json", "tokenizer.json"):
         assert (tmp_path / file).read_bytes() == (demo / file).read_bytes()
 
@@ -560,15 +560,15 @@ def test_demo_files_share_no_question_and_repeat_exactly(demo, tmp_path):
 def test_rule_plans_follow_the_steps_and_never_hold_a_number():
     solution = ("Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nThen -3*2 = <<-3*2=-6>>6 were lost, 7 of 9.\n"
                 "She has $<<24-6=18>>18.50 left over 2 days.\n")
-    assert make_gsm8k.rule_plan(solution) == ("First divide to find clips in May. Then multiply to find were lost. "
+    assert problem_maker.rule_plan(solution) == ("First divide to find clips in May. Then multiply to find were lost. "
                                               "Finally subtract to find left over days.")
-    assert make_gsm8k.rule_plan("<<1+1=2>>2") == "Simply add to find the next amount."
-    assert make_gsm8k.rule_plan("no marks at all") == "Work out the answer from the given amounts."
+    assert problem_maker.rule_plan("<<1+1=2>>2") == "Simply add to find the next amount."
+    assert problem_maker.rule_plan("no marks at all") == "Work out the answer from the given amounts."
 
 
 def test_plans_by_rule_are_hdp_problems_labelled_as_such(demo, tmp_path, capsys):
     out = tmp_path / "new" / "plans.json"
-    make_gsm8k.main(["plans", "--input", str(demo), "--split", "test", "--output", str(out)])
+    problem_maker.main(["plans", "--input", str(demo), "--split", "test", "--output", str(out)])
     assert f"{out}: 20 problems with plans by rule" in capsys.readouterr().out
     entries = json.loads(out.read_text())
     assert all(e["plan_source"] == "rule" and not re.search(r"\d", e["plan"]) for e in entries)
@@ -581,4 +581,4 @@ def test_plans_by_rule_are_hdp_problems_labelled_as_such(demo, tmp_path, capsys)
 def test_plans_need_steps(tmp_path):
     (tmp_path / "p.jsonl").write_text(json.dumps(GOOD | {"answer": "#### 3"}))
     with pytest.raises(UserError, match=r"p.jsonl line 1: its answer has no steps before ####; a plan needs some"):
-        make_gsm8k.make_plans(tmp_path / "p.jsonl")
+        problem_maker.make_plans(tmp_path / "p.jsonl")

@@ -13,7 +13,7 @@ import bd3lm
 import checkpoint
 import dit
 import gsm8k
-import make_gsm8k
+import problem_maker
 import sample_bd3lm
 from gsm8k import Layout
 from parallel import UserError
@@ -32,7 +32,7 @@ FILES = {"gsm8k": "train.jsonl", "hdp": "train_hdp.json"}
 def demo(tmp_path_factory):
     """Folder with eight problems of both systems and a tokenizer."""
     folder = tmp_path_factory.mktemp("demo")
-    make_gsm8k.write_demo(folder, n_train=8, n_test=4)
+    problem_maker.write_demo(folder, n_train=8, n_test=4)
     return folder
 
 

@@ -25,8 +25,8 @@ import block_sampler
 import checkpoint
 import dit
 import gsm8k
-import make_gsm8k
 import parallel
+import problem_maker
 import problems
 import train_bd3lm
 from parallel import UserError
@@ -51,7 +51,7 @@ SPLITS = ("ddp 1x4", "ddp 1x2x2 --gradient_checkpointing", "ddp 2x2 --num_worker
 def demo(tmp_path_factory):
     """Folder with 24 training and 8 test problems for both systems and their tokenizer."""
     folder = tmp_path_factory.mktemp("demo")
-    make_gsm8k.write_demo(folder, 24, 8)
+    problem_maker.write_demo(folder, 24, 8)
     return folder
 
 

@@ -1,7 +1,7 @@
 """Problems and plans without a download: arithmetic word problems with their own tokenizer, and plans made by rule.
 
-    python make_gsm8k.py demo FOLDER [--problems 2000] [--test 200]     # train and test files, tokenizer.json
-    python make_gsm8k.py plans --input train.jsonl --output train_hdp.json
+    python problem_maker.py demo FOLDER [--problems 2000] [--test 200]     # train and test files, tokenizer.json
+    python problem_maker.py plans --input train.jsonl --output train_hdp.json
 
 `plans` turns GSM8K into the HDP form {id, question, plan, execution, answer, plan_source: "rule"}. Its plans come from
 the operators of the calculator marks and the words behind each result, not from a language model: they say which
