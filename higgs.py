@@ -126,8 +126,9 @@ class PackedHiggs(nn.Module):
         return model.norm(hidden)
 
     def forward(self, batch: PackedBatch):
-        """(audio (K,), text (), eos (3,)) fp32 sums over targets: cross-entropy per codebook, text cross-entropy, and
-        of the end-of-stream targets (detached) cross-entropy, correct argmax and number.
+        """(audio (K,), text (), eos (5,)) fp32 sums over targets: cross-entropy per codebook, text cross-entropy, and
+        (detached) of the end-of-stream targets cross-entropy, correct argmax and number; of codebook 0 alone, which
+        ends speech, correct end-of-streams and false ones (argmax is end-of-stream, the target a code).
         """
         config, base = self.base_model.config, self.base_model
         hidden = self.hidden_states(batch)
@@ -138,8 +139,11 @@ class PackedHiggs(nn.Module):
         text = F.cross_entropy(text_logits, batch.text_targets, ignore_index=IGNORE, reduction="sum")
         with torch.no_grad():
             is_eos = targets == config.audio_stream_eos_id
-            correct = is_eos & (logits.argmax(-1) == config.audio_stream_eos_id)
-            eos = torch.stack([(losses.detach() * is_eos).sum(), correct.sum(), is_eos.sum()]).float()
+            says_eos = logits.argmax(-1) == config.audio_stream_eos_id
+            correct, false = ((says_eos & where).view(-1, config.num_codebooks)
+                              for where in (is_eos, ~is_eos & (targets != IGNORE)))
+            eos = torch.stack([(losses.detach() * is_eos).sum(), correct.sum(), is_eos.sum(), correct[:, 0].sum(),
+                               false[:, 0].sum()]).float()
         return losses.view(-1, config.num_codebooks).sum(0), text, eos
 
 
@@ -156,14 +160,19 @@ def total_loss(audio, n_audio, text, n_text, reduction, text_weight):
 def loss_report(sums, reduction, text_weight, prefix):
     """Sums over all ranks -> {metric name: float}.
 
-    sums: floats: audio loss of each codebook, text loss, end-of-stream loss, its right answers and its number, then
-    the numbers of audio and text targets.
+    sums: floats, K + 8: PackedHiggs.forward's (audio loss of each codebook, text loss, end-of-stream loss, its right
+    answers and its number, right and false ends of codebook 0), then the numbers of audio and text targets. Each
+    codebook has one K-th of the audio and of the end-of-stream targets; there are as many ends of one as clips.
+    stop_recall: right ends of codebook 0 per clip; false_stop_rate: its false ends per target that is a code.
     """
-    audio, (text, eos, correct, n_eos, n_audio, n_text) = sums[:-6], sums[-6:]
+    audio, (text, eos, correct, n_eos, stops, false_stops, n_audio, n_text) = sums[:-8], sums[-8:]
+    books = len(audio)
     values = {"loss": total_loss(audio, n_audio, text, n_text, reduction, text_weight),
               "audio_loss": sum(audio) / max(1, n_audio), "text_loss": text / max(1, n_text),
-              "eos_loss": eos / max(1, n_eos), "eos_accuracy": correct / max(1, n_eos)}
-    values |= {f"audio_loss_codebook_{k}": s * len(audio) / max(1, n_audio) for k, s in enumerate(audio)}
+              "eos_loss": eos / max(1, n_eos), "eos_accuracy": correct / max(1, n_eos),
+              "stop_recall": stops * books / max(1, n_eos),
+              "false_stop_rate": false_stops * books / max(1, n_audio - n_eos)}
+    values |= {f"audio_loss_codebook_{k}": s * books / max(1, n_audio) for k, s in enumerate(audio)}
     if n_audio + n_text == 0:       # every step was skipped: no loss to claim
         values = dict.fromkeys(values, float("nan"))
     return {f"{prefix}/{name}": value for name, value in values.items()}

@@ -67,6 +67,9 @@ def find_folder(name, flag, model_types, advice):
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
+        if (folder / "adapter_config.json").is_file():
+            raise UserError(f"{flag} {name}: is an adapter; give the base as --model_path and this folder as --adapter "
+                            "(generate_tts.py, lora.py)")
         raise UserError(f"{flag} {name}: has no readable config.json ({error})")
     kind = config.get("model_type")
     if kind not in model_types:

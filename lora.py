@@ -54,11 +54,21 @@ def add_lora(model, rank, alpha, dropout, targets, base_name):
 
 def add_saved(model, adapter):
     """Wrap a native model in the adapters of a PEFT folder, their weights not yet loaded. Raises UserError."""
-    if not (Path(adapter) / "adapter_config.json").is_file():
+    path = Path(adapter) / "adapter_config.json"
+    if not path.is_file():
         raise UserError(f"--adapter {adapter}: no such folder, or no adapter_config.json in it")
-    config = LoraConfig.from_pretrained(adapter)
-    config.base_model_name_or_path = None
-    return _wrap(model, config)
+    try:
+        saved = json.loads(path.read_text())
+        if saved["peft_type"] != "LORA":
+            raise UserError(f"{path}: is a {saved['peft_type']!r} adapter; only those of peft_type 'LORA' are read")
+        missing = [key for key in ("r", "lora_alpha", "target_modules") if key not in saved]
+        if missing:
+            raise UserError(f"{path}: has no {' and no '.join(missing)}")
+        config = LoraConfig.from_pretrained(adapter)
+        config.base_model_name_or_path = None
+        return _wrap(model, config)
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: is no LoRA configuration for this model ({repr(error)[:200]})")
 
 
 def _wrap(model, config):

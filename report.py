@@ -15,7 +15,6 @@ import base64
 import hashlib
 import json
 import math
-import mimetypes
 import os
 import re
 import statistics
@@ -26,6 +25,7 @@ from pathlib import Path
 
 import run_files
 
+NOTICE_BYTES = 30 * 2**20     # of a page, from which on it is slow to open and send
 POINTS = 2000       # of one curve; longer ones keep the smallest and the largest value of each bucket
 
 # what is known about a metric: its name without train/ or eval/ and without a trailing number -> section, title, unit
@@ -33,12 +33,16 @@ KNOWN = {
     "loss": ("Loss", "loss", "nats per target"),
     "audio_loss": ("Loss", "audio loss", "nats per code"),
     "text_loss": ("Loss", "text loss", "nats per token"),
-    "eos_loss": ("Loss", "end-of-stream loss", "nats"),
-    "eos_accuracy": ("Loss", "end-of-stream accuracy", "%"),
     "audio_loss_codebook": ("Loss", "audio loss by codebook", "nats per code"),
     "nll": ("Loss", "negative log-likelihood", "at most, nats per token"),
     "masked_loss": ("Loss", "loss of masked tokens", "nats per token"),
     "masked": ("Loss", "tokens masked", "%"),
+    "stop_recall": ("End of speech", "stop recall", "%"),
+    "false_stop_rate": ("End of speech", "false stops", "%"),
+    "eos_loss": ("End of speech", "end-of-stream loss", "nats"),
+    "eos_accuracy": ("End of speech", "end-of-stream accuracy", "%"),
+    "stop_rate": ("End of speech", "sample prompts that ended by themselves", "%"),
+    "length_ratio": ("End of speech", "length of sample prompts", "1 = target"),
     "learning_rate": ("Optimisation", "learning rate", ""),
     "grad_norm": ("Optimisation", "gradient norm", "before clipping"),
     "bad_steps": ("Optimisation", "steps skipped", "in all"),
@@ -56,7 +60,7 @@ KNOWN = {
 GUESSES = ((r"loss|nll|perplexity|accuracy|bits|stderr", "Loss"), (r"lr|norm|skipped", "Optimisation"),
            (r"second|memory|tokens_per|flops", "Speed and memory"))
 FACTS = {"seconds": "{:.2f} s", "frames": "{} frames", "seed": "seed {}", "real_time_factor": "real-time factor {:.2f}"}
-SECTIONS = ("Loss", "Samples", "Evaluation", "Optimisation", "Speed and memory", "Other")
+SECTIONS = ("Loss", "End of speech", "Samples", "Evaluation", "Optimisation", "Speed and memory", "Other")
 
 
 class Raw(str):
@@ -107,9 +111,9 @@ def moment(seconds):
 
 
 def data_uri(path):
-    """A file's bytes as a data: URI."""
-    kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
-    return f"data:{kind.replace('x-wav', 'wav')};base64,{base64.b64encode(Path(path).read_bytes()).decode()}"
+    """Bytes of a .png or of a clip as a data: URI; its kind is not left to the machine's own list of them."""
+    kind = run_files.PLAYABLE.get(path.suffix.lower(), "image/png")
+    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -224,38 +228,45 @@ def summary(run, now):
     return Raw(f'<p class="path">{html(run.folder.resolve())}</p><dl class="tiles">{cells}</dl>')
 
 
-def sample_cell(label, sample, heading):
-    """Player, mel picture and facts of one sample; its text only where it is not the row's."""
+def sample_cell(label, sample):
+    """Player, mel picture and facts of one sample."""
     facts = sample.facts
     line = [text.format(facts[key]) for key, text in FACTS.items() if isinstance(facts.get(key), (int, float))]
     ends = {"eos": '<span class="good">ended by itself</span>', "length": '<span class="bad">cut off by length</span>'}
     ended = ends.get(facts.get("ended_by"), "")
     picture = (f'<img loading="lazy" alt="mel spectrogram of {html(sample.name)}, {html(label)}" '
                f'src="{data_uri(sample.picture)}">' if sample.picture else "")
-    other = f"<p>{html(facts['text'])}</p>" if str(facts.get("text", heading)) != heading else ""
     return (f'<figure class="sample" data-name="{html(sample.name)}"><figcaption>{html(label)} {ended}</figcaption>'
-            f'<audio controls preload="metadata" src="{data_uri(sample.audio)}"></audio>{picture}{other}'
+            f'<audio controls preload="metadata" src="{data_uri(sample.audio)}"></audio>{picture}'
             f"<small>{html(' · '.join(line))}</small></figure>")
 
 
 def sample_rows(columns):
-    """The same prompt of every step or folder side by side. columns: [(row, label, [Sample])]; a row is a run's."""
-    rows = {}
+    """The same prompt, name and text, of every step or folder side by side.
+
+    columns: [(row, label, [Sample])]; a row is a run's. A sample of unknown text stands with the first of its name.
+    """
+    texts, rows = {}, {}
+    for *_, samples in columns:
+        for sample in samples:
+            if sample.facts.get("text"):
+                texts.setdefault(sample.name, str(sample.facts["text"]))
     for row, label, samples in columns:
         for sample in samples:
-            rows.setdefault(sample.name, {}).setdefault(row, []).append((label, sample))
+            text = str(sample.facts.get("text") or texts.get(sample.name, ""))
+            rows.setdefault((sample.name, text), {}).setdefault(row, []).append((label, sample))
     parts = []
-    for name in sorted(rows, key=run_files.natural):
-        cells = [cell for row in rows[name].values() for cell in row]
-        heading = next((str(sample.facts["text"]) for _, sample in cells if sample.facts.get("text")), "")
+    for name, heading in sorted(rows, key=lambda prompt: run_files.natural(prompt[0])):
+        prompt_rows = rows[name, heading]
+        cells = [cell for row in prompt_rows.values() for cell in row]
         reference = next((sample.reference for _, sample in cells if sample.reference), None)
         prompt = next((str(sample.facts["prompt"]) for _, sample in cells if sample.facts.get("prompt")), "")
         voice = (f'<p class="reference">reference voice: {html(reference.name)}'
                  f'<audio controls preload="metadata" src="{data_uri(reference)}"></audio></p>' if reference else "")
         parts.append(f"<h3>{html(name)}</h3><blockquote>{html(heading)}</blockquote>"
                      + (f'<p class="path">prompt: {html(prompt)}</p>' if prompt and prompt != heading else "") + voice
-                     + "".join(f'<div class="samples">{"".join(sample_cell(*cell, heading) for cell in row)}</div>'
-                               for row in rows[name].values()))
+                     + "".join(f'<div class="samples">{"".join(sample_cell(*cell) for cell in row)}</div>'
+                               for row in prompt_rows.values()))
     return Raw("".join(parts))
 
 
@@ -322,15 +333,16 @@ def starts_table(run):
 # The page
 
 
-def page(runs, sample_columns, evaluations, now=None):
-    """The whole HTML text. sample_columns: [(row, label, [Sample])]."""
+def page(runs, sample_columns, evaluations, left_out="", now=None):
+    """The whole HTML text. sample_columns: [(row, label, [Sample])]; left_out: a sentence on samples not among them."""
     drawn = panels(runs)
     content = {section: [f'<figure class="chart" data-panel="{place}"></figure>'
                          for place, panel in enumerate(drawn) if panel["section"] == section] for section in SECTIONS}
     parts = {section: Raw(f'<div class="charts">{"".join(figures)}</div>')
              for section, figures in content.items() if figures}
     if any(samples for *_, samples in sample_columns):
-        parts["Samples"] = sample_rows(sample_columns)
+        note = f'<p class="path" id="left-out">{html(left_out)}</p>' if left_out else ""
+        parts["Samples"] = Raw(note + sample_rows(sample_columns))
     if evaluations:
         parts["Evaluation"] = evaluation_tables(evaluations)
     parts = {section: parts[section] for section in SECTIONS if section in parts}
@@ -384,16 +396,26 @@ def write_report(args):
         if not (samples := run_files.read_samples(folder)):
             raise ValueError(f"--samples {folder}: no .wav file in it; give a folder that generate_tts.py wrote")
         columns.append((0 if len(runs) == 1 else len(runs), folder.resolve().name, samples))
+    found = sum(len(samples) for *_, samples in columns)
+    if args.sample_count:       # the same prompts at every step: the first by name
+        columns = [(row, label, sorted(samples, key=lambda sample: run_files.natural(sample.name))[:args.sample_count])
+                   for row, label, samples in columns]
+    shown = sum(len(samples) for *_, samples in columns)
+    left_out = (f"{found - shown} of {found} samples left out: of each step and folder the first {args.sample_count} "
+                "are shown (--sample_count, 0 = all)" if shown < found else "")
     files = [path for run in runs for path in sorted(run.folder.rglob("evaluation.json"))]
     files += [path for path in map(Path, args.evaluations) if path.resolve() not in [file.resolve() for file in files]]
     evaluations = [run_files.read_evaluation(path) for path in files]
     output = Path(args.output or runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html"))
     if not output.parent.is_dir():
         raise ValueError(f"--output {output}: there is no folder {output.parent}")
-    text = page(runs, columns, evaluations)
+    text = page(runs, columns, evaluations, left_out)
     write_atomically(output, text)
     print(f"report     {output} ({size(output.stat().st_size)}): {sum(len(run.rows) for run in runs)} lines of "
-          f"metrics, {sum(len(samples) for *_, samples in columns)} samples, {len(evaluations)} evaluations")
+          f"metrics, {shown} samples, {len(evaluations)} evaluations" + (f"; {left_out}" if left_out else ""))
+    if output.stat().st_size > NOTICE_BYTES:
+        print(f"notice: {output} is large ({size(output.stat().st_size)}): a smaller --sample_steps (now "
+              f"{args.sample_steps}) or --sample_count (now {args.sample_count}) puts fewer samples into it, 0 = all")
 
 
 def main(argv=None):
@@ -404,12 +426,15 @@ def main(argv=None):
     p.add_argument("--samples", nargs="+", default=[], metavar="FOLDER", help="more folders of generated .wav files")
     p.add_argument("--sample_steps", type=int, default=5,
                    help="steps of a run whose samples are shown, evenly chosen from first to last, 0 = all")
+    p.add_argument("--sample_count", type=int, default=8,
+                   help="samples shown of each step and of each folder of --samples, the first by name, 0 = all")
     p.add_argument("--evaluations", nargs="+", default=[], metavar="FILE",
                    help="evaluation.json files beside those below OUTPUT_DIR")
     args = p.parse_args(argv)
     try:
-        if args.sample_steps < 0:
-            raise ValueError(f"--sample_steps is {args.sample_steps}; it must be 0 or more")
+        for flag in ("sample_steps", "sample_count"):
+            if getattr(args, flag) < 0:
+                raise ValueError(f"--{flag} is {getattr(args, flag)}; it must be 0 or more")
         write_report(args)
     except OSError as error:
         sys.exit(f"error: {error.filename}: {error.strerror}")

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 MARKER = "requeue"          # left by a trainer that was asked to stop (watchdog.py)
+PLAYABLE = {".wav": "audio/wav", ".flac": "audio/flac", ".mp3": "audio/mpeg", ".ogg": "audio/ogg", ".opus": "audio/ogg",
+            ".m4a": "audio/mp4"}     # what browsers play
 SILENT_S = 600              # seconds without a new line before a run no longer counts as going on
 
 
@@ -199,7 +201,7 @@ def read_samples(folder):
             raise ValueError(f"{notes}: is not a JSON object")
         given = facts.get("reference_audio")
         places = [Path(folder) / given, Path(given)] if isinstance(given, str) and given else []
-        reference = next((path for path in places if path.is_file() and path.suffix == ".wav"), None)
+        reference = next((path for path in places if path.is_file() and path.suffix.lower() in PLAYABLE), None)
         samples.append(Sample(audio.stem, audio, picture if picture.is_file() else None, reference, facts))
     return samples
 

@@ -236,7 +236,7 @@ def evaluate(world, args, model, table, ids, held_out, check):
 
     def share(rank, size):
         packs = [[int(held_out[i]) for i in pack] for pack in rank_packs(order, rank, size, 1, epochs=1)]
-        sums = torch.zeros(codebooks + 4, dtype=torch.float64, device=world.device)
+        sums = torch.zeros(codebooks + 6, dtype=torch.float64, device=world.device)
         loader = make_loader(table, ids, packs, num_workers=min(1, args.num_workers), prefetch_factor=2,
                              pin_memory=False)
         for i, batch in enumerate(loader):
@@ -280,7 +280,7 @@ def console_line(step, total_steps, v, codebooks):
     eta = metrics.duration((total_steps - step) * v["train/step_seconds"])
     return (f"step {step:>6}/{total_steps} | epoch {v['train/epoch']:6.2f} | loss {v['train/loss']:7.4f} | "
             f"audio {v['train/audio_loss']:6.3f} ({books}) | text {v['train/text_loss']:6.3f} | "
-            f"eos {v['train/eos_loss']:6.3f} acc {v['train/eos_accuracy'] * 100:5.1f}% | "
+            f"eos {v['train/eos_loss']:6.3f} stop {v['train/stop_recall'] * 100:5.1f}% | "
             f"lr {v['train/learning_rate']:.2e} | grad_norm {v['train/grad_norm']:7.3f} | "
             f"{v['train/throughput']:>8,.0f} tok/s {v['train/audio_seconds_per_second']:>7,.1f} audio-s/s "
             f"{v['train/samples_per_second']:>6,.1f} samples/s | pad {v['train/padding'] * 100:4.1f}% | "
@@ -411,8 +411,8 @@ def train(args):
     # -- loop ---------------------------------------------------------------------------------------------------------
     writer = checkpoint.Writer(world, args.output_dir, args.save_total_limit, args.wait_timeout)
     flags = optim.StepFlags(device, meta["skipped"] if meta else 0)
-    sums = torch.zeros(books + 6, dtype=torch.float64, device=device)   # losses, eos; audio and text targets on rank 0
-    if meta and main_rank:
+    sums = torch.zeros(books + 8, dtype=torch.float64, device=device)   # losses, eos; audio and text targets on rank 0
+    if meta and main_rank and len(meta["unlogged"]) == len(sums):       # an older checkpoint's has other numbers
         sums += torch.tensor(meta["unlogged"], dtype=torch.float64, device=device)
     totals, steps, slots, waited = Counter(), 0, 0, 0.0     # since the last log line
     since, start_step, saved_step = time.monotonic(), at["step"], at["step"] if resume else None
@@ -436,7 +436,7 @@ def train(args):
         if values and main_rank:
             tqdm.write(f"eval   step {at['step']:>6} | loss {values['eval/loss']:7.4f} | "
                        f"audio {values['eval/audio_loss']:6.3f} | text {values['eval/text_loss']:6.3f} | "
-                       f"eos {values['eval/eos_loss']:6.3f} acc {values['eval/eos_accuracy'] * 100:5.1f}%")
+                       f"eos {values['eval/eos_loss']:6.3f} stop {values['eval/stop_recall'] * 100:5.1f}%")
         if prompts:
             watch.moved(f"sample prompts at step {at['step']}", args.wait_timeout)
             model.eval()
@@ -489,7 +489,7 @@ def train(args):
                     audio, text, eos = wrapped(batch)
                 loss = higgs.total_loss(audio, n_audio, text, n_text, args.audio_loss_reduction, args.text_loss_weight)
                 (loss * world.size).backward()          # gradients are averaged over ranks, the loss is a global mean
-            step_sums[:books + 4] += torch.cat([audio.detach(), text.detach()[None], eos])
+            step_sums[:books + 6] += torch.cat([audio.detach(), text.detach()[None], eos])
             finite.append((torch.isfinite(loss.detach()), mine))
         norm = optim.clip_gradients(trainable, args.max_grad_norm)
         bad = 1 - torch.isfinite(norm).float()          # the same on every rank; a bad loss makes its gradient bad

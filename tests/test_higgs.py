@@ -107,6 +107,41 @@ def test_end_of_stream_accuracy_counts_right_answers(data, packed):
     assert correct == expected and 0 < expected < 10
 
 
+@pytest.mark.parametrize("speaks", [(0,), (1, 7), ()])
+def test_stops_count_codebook_0_alone(data, packed, speaks):
+    """Codebook 0's end-of-stream decides when speech stops; the others only follow it."""
+    ids, samples = data
+    batch = collate([samples["cloning"], samples["long"]], ids, pad_to=700)
+    first = batch.audio_targets.view(-1, 8)[:, 0]
+    clips, codes = (first == ids.stream_eos).sum(), ((first != ids.stream_eos) & (first >= 0)).sum()
+    with torch.no_grad():
+        heads = packed.net.audio_lm_head.weight.view(8, 1026, -1)
+        heads[:] = 0.0
+        heads[list(speaks), ids.stream_eos] = 1.0       # these say end-of-stream where the state's sum is positive
+        state = packed.hidden_states(batch).index_select(0, batch.audio_rows).sum(-1)
+        audio, text, (*_, stops, false_stops) = sums = packed(batch)
+        targets = [(batch.audio_targets >= 0).sum(), (batch.text_targets >= 0).sum()]
+    says = (state > 0) & (0 in speaks)
+    assert stops == (says & (first == ids.stream_eos)).sum() and false_stops == (says & (first < 1024)
+                                                                                 & (first >= 0)).sum()
+    assert (0 < false_stops < codes) == (0 in speaks) and len(audio) + 1 + len(sums[2]) == 14
+    values = higgs.loss_report([*audio.tolist(), text.item(), *sums[2].tolist(), *map(int, targets)], "mean", 1.0, "x")
+    assert values["x/stop_recall"] == pytest.approx((stops / clips).item())
+    assert values["x/false_stop_rate"] == pytest.approx((false_stops / codes).item())
+
+
+def test_report_of_sums():
+    """Two clips, 100 codes a codebook: 1 of 2 ends found by codebook 0, 14 of 16 by all, 5 false ends."""
+    sums = [102.0 * (k + 1) for k in range(8)] + [20.0, 32.0, 14, 16, 1, 5, 8 * 102, 10]
+    values = higgs.loss_report(sums, "mean", 1.0, "eval")
+    assert values["eval/stop_recall"] == 0.5 and values["eval/false_stop_rate"] == 5 / 100
+    assert values["eval/eos_accuracy"] == 14 / 16 and values["eval/eos_loss"] == 2 and values["eval/text_loss"] == 2
+    assert values["eval/audio_loss"] == 4.5 and values["eval/audio_loss_codebook_7"] == 8
+    assert values["eval/loss"] == 6.5
+    nothing = higgs.loss_report([0.0] * 16, "mean", 1.0, "eval")
+    assert nothing.keys() == values.keys() and all(value != value for value in nothing.values())
+
+
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_hidden_states_and_logits_equal_transformers_padded_forward(tiny, data, packed, side):
     ids, samples = data
@@ -148,7 +183,7 @@ def test_empty_pack_weighs_nothing_and_touches_every_trainable_weight(tiny, data
         net = lora.add_lora(net, 4, 8, 0.0, "all-linear", "base")
     packed = higgs.PackedHiggs(net)
     audio, text, eos = packed(collate([], data[0], pad_to))
-    assert audio.tolist() == [0.0] * 8 and text.item() == 0.0 and eos.tolist() == [0.0] * 3
+    assert audio.tolist() == [0.0] * 8 and text.item() == 0.0 and eos.tolist() == [0.0] * 5
     (audio.sum() + text).backward()
     trainable = {n: p for n, p in packed.named_parameters() if p.requires_grad}
     assert len(trainable) == (2 * 2 * 10 if method == "lora" else 33)

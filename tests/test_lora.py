@@ -195,6 +195,20 @@ def test_adapter_of_other_flags_is_refused(tiny, saved, change, parts):
     assert all(torch.equal(p, b) for p, b in zip(net.parameters(), before))
 
 
+@pytest.mark.parametrize("content, said", [
+    (b'{"peft_type": "LO', "JSONDecodeError"), (b"[]", "TypeError"), (b"{}", "KeyError('peft_type')"),
+    (b"\xff\xfe{}", "UnicodeDecodeError"), (b'{"peft_type": "LOHA", "r": 4}', "is a 'LOHA' adapter"),
+    (b'{"peft_type": "LORA", "lora_alpha": 8}', "has no r and no target_modules"),
+    (b'{"peft_type": "LORA", "r": 0, "lora_alpha": 8, "target_modules": ["q_proj"]}', "positive integer"),
+    (b'{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["nowhere"]}', "nowhere")])
+def test_bad_adapter_config_is_one_clear_line(tiny, tmp_path, content, said):
+    (tmp_path / "adapter_config.json").write_bytes(content)
+    with pytest.raises(UserError) as error:
+        lora.add_saved(base(tiny), tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / 'adapter_config.json'}: ") and said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 def spoiled(saved, folder, what):
     """A copy of the saved adapter with one tensor lost, one too many, or one of another shape."""
     save(saved[1], folder)
@@ -264,6 +278,14 @@ def test_merging_what_does_not_fit_stops_before_writing(tiny, saved, tmp_path):
             lora.merge(str(tiny.model), str(tmp_path / what), str(tmp_path / "merged"))
         assert name in str(error.value)
     assert not (tmp_path / "merged").exists()
+
+
+def test_adapter_given_as_the_base_is_named(saved, tmp_path):
+    save(saved[1], tmp_path)
+    with pytest.raises(UserError) as error:
+        lora.merge(str(tmp_path), str(tmp_path), str(tmp_path / "merged"))
+    assert str(error.value).startswith(f"--model_path {tmp_path}: is an adapter; give the base as --model_path and "
+                                       "this folder as --adapter")
 
 
 def test_merging_a_folder_without_adapter_is_one_clear_line(tiny, tmp_path):

@@ -431,7 +431,66 @@ def test_long_curves_keep_their_spikes():
     assert report.thin(steps[:2000], values[:2000]) == (steps[:2000], values[:2000])
 
 
+def columns_of(*columns):
+    """[(row, label, [(name, text)])] -> what sample_rows takes."""
+    return [(row, label, [run_files.Sample(name, ROOT / "ruff.toml", facts={"text": text} if text else {})
+                          for name, text in prompts]) for row, label, prompts in columns]
+
+
+def test_other_texts_of_the_same_name_stand_apart():
+    text = report.sample_rows(columns_of((0, "step 1", [("0000", "one"), ("0001", "two")]),
+                                         (0, "step 2", [("0000", "one"), ("0001", "two")]),
+                                         (0, "spoken", [("0000", "other"), ("0001", None)])))
+    parts = [re.findall(r"<blockquote>(.*?)</blockquote>|<figcaption>(.*?) </figcaption>", part)
+             for part in text.split("<h3>")[1:]]
+    assert [[heading or label for heading, label in part] for part in parts] == [
+        ["one", "step 1", "step 2"], ["other", "spoken"], ["two", "step 1", "step 2", "spoken"]]
+
+
+def test_page_has_a_bound(tmp_path, monkeypatch, capsys):
+    """64 prompts a step: the first 8 by name are shown, the page and the console say so."""
+    plant("metrics.jsonl", GOOD)(tmp_path)
+    for step in (1, 2):
+        for number in range(64):
+            plant(f"samples/step-{step}/p{number}.wav", "x" * 999)(tmp_path)
+    report.main([str(tmp_path)])
+    said, text = capsys.readouterr().out, (tmp_path / "report.html").read_text()
+    left_out = ("112 of 128 samples left out: of each step and folder the first 8 are shown (--sample_count, 0 = all)")
+    assert text.count("<audio") == 16 and f'<p class="path" id="left-out">{left_out}</p>' in text
+    assert re.findall("<h3>(.*?)</h3>", text)[:8] == [f"p{number}" for number in range(8)]
+    assert f" 16 samples, 0 evaluations; {left_out}\n" in said and "notice" not in said
+    monkeypatch.setattr(report, "NOTICE_BYTES", len(text) + 1000)
+    report.main([str(tmp_path), "--sample_count", "0"])
+    said, text = capsys.readouterr().out, (tmp_path / "report.html").read_text()
+    assert text.count("<audio") == 128 and "left-out" not in text and "left out" not in said
+    assert re.search(r"^notice: .*report.html is large \(.*\): a smaller --sample_steps \(now 5\) or --sample_count "
+                     r"\(now 0\)", said, re.M)
+
+
+@needs_browser
+def test_reference_voices_of_any_kind_play(browser, tmp_path):
+    wave, names = 0.3 * np.sin(np.arange(RATE) * 0.05), ("a.wav", "b.WAV", "c.flac", "d.mp3", "e.ogg")
+    plant("metrics.jsonl", GOOD)(tmp_path)
+    for name in names:
+        soundfile.write(tmp_path / name, wave, RATE)
+        plant(f"spoken/{name[0]}.json", json.dumps({"reference_audio": str(tmp_path / name)}))(tmp_path)
+        shutil.copy(tmp_path / "a.wav", tmp_path / "spoken" / f"{name[0]}.wav")
+    plant("spoken/z.json", json.dumps({"reference_audio": str(tmp_path / "metrics.jsonl")}))(tmp_path)
+    shutil.copy(tmp_path / "a.wav", tmp_path / "spoken" / "z.wav")
+    assert make_report(tmp_path, "--samples", tmp_path / "spoken").returncode == 0
+    page = browser.open(tmp_path / "report.html")
+    page.run("""Promise.all([...document.querySelectorAll('audio')].map(audio => audio.readyState >= 1 ||
+                new Promise(done => { audio.onloadedmetadata = audio.onerror = done; })))""")
+    voices = page.run("[...document.querySelectorAll('.reference')].map(one => [one.innerText.trim(), "
+                      "one.firstElementChild.error === null, one.firstElementChild.duration])")
+    assert [voice[:2] for voice in voices] == [[f"reference voice: {name}", True] for name in names]
+    assert [voice[2] for voice in voices] == pytest.approx([1.0] * 5, abs=0.1)
+
+
 @pytest.mark.parametrize("metric, section, title", [
+    ("train/stop_recall", "End of speech", "stop recall"), ("eval/false_stop_rate", "End of speech", "false stops"),
+    ("eval/stop_rate", "End of speech", "sample prompts that ended by themselves"),
+    ("eval/length_ratio", "End of speech", "length of sample prompts"),
     ("train/loss", "Loss", "loss"), ("eval/audio_loss_codebook_3", "Loss", "audio loss by codebook · eval"),
     ("eval/nll_bound", "Loss", "nll bound"), ("train/tokens_per_second", "Speed and memory", "tokens per second"),
     ("system/gpu_memory_allocated", "Speed and memory", "GPU memory allocated"), ("surprise", "Other", "surprise"),
@@ -485,6 +544,7 @@ GOOD = '{"step": 1, "train/loss": 2.0}\n'
     (plant("a", ""), ["--samples", "nowhere"], "--samples nowhere: no .wav file in it"),
     (plant("a", ""), ["--evaluations", "gone.json"], "gone.json: No such file"),
     (plant("a", ""), ["--sample_steps", "-1"], "--sample_steps is -1; it must be 0 or more"),
+    (plant("a", ""), ["--sample_count", "-1"], "--sample_count is -1; it must be 0 or more"),
     (plant("a", ""), ["--output", "no/where.html"], "--output no/where.html: there is no folder no"),
 ])
 def test_bad_input_is_one_line(change, flags, said, tmp_path, capsys):
