@@ -12,6 +12,8 @@ import pytest
 import soundfile
 from conftest import Run, train_forked
 
+import checkpoint
+
 
 @pytest.fixture
 def run(forked):
@@ -348,6 +350,18 @@ def test_sample_names_that_are_not_unicode(run, tiny, data):
 def test_resume_goes_on_when_all_is_well(run, used_copy):
     done = run(*LORA, "--max_steps", 2)
     assert done.status == 0 and "resumed from" in done.output and max(done.metrics("train/loss")) == 2
+
+
+def test_resume_of_a_checkpoint_that_summed_up_fewer_numbers(run, used_copy):
+    state, manifest = used_copy / "trainer_state" / "state.json", used_copy / "manifest.json"
+    meta, listed = json.loads(state.read_text()), json.loads(manifest.read_text())
+    meta["unlogged"] = meta["unlogged"][:14]
+    state.write_text(json.dumps(meta))
+    listed["files"]["trainer_state/state.json"] = {"bytes": state.stat().st_size,
+                                                   "sha256": checkpoint.sha256_file(state)}
+    manifest.write_text(json.dumps(listed))
+    done = run(*LORA, "--max_steps", 2)
+    assert done.status == 0 and "resumed from" in done.output and max(done.metrics("train/stop_recall")) == 2
 
 
 @pytest.fixture(scope="module")
