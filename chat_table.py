@@ -1,0 +1,250 @@
+"""Tokenised conversations as flat arrays on disk, what is held out of them, and packed batches for training.
+
+Rank 0 tokenises once; all ranks and loader workers map the arrays, so memory does not grow with ranks or workers.
+Nothing is padded per sample. Copy with it: chat.py, parallel.py, watchdog.py and what those name.
+"""
+import hashlib
+import itertools
+import json
+import shutil
+import time
+import uuid
+from array import array
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import parallel
+from chat import cut, read_chats
+from parallel import UserError
+from watchdog import ignore_in_worker
+
+PAD_LENGTH = 128        # padding comes in documents this short: attention costs the square of a document's length
+CHUNK = 1024            # conversations tokenised together
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sample table
+
+
+def write_table(folder, paths, encoder, limit, policy):
+    """Tokenise files into a table in `folder` -> {"samples": [of each file], "long": [...], "dropped": [...]}.
+
+    long: samples above `limit` tokens; dropped: those that are not in the table. Raises UserError with every sample
+    that cannot be used.
+    """
+    tokens, trained = array("i"), bytearray()
+    lengths, lines, keys, sources = (array("q") for _ in range(4))
+    problems, found = [], {"samples": [], "long": [], "dropped": []}
+    for source, path in enumerate(paths):
+        before, long, dropped = len(lengths), 0, 0
+        chats = read_chats(path, problems)
+        while chunk := list(itertools.islice(chats, CHUNK)):
+            for (line, key, _), result in zip(chunk, encoder.encode([messages for _, _, messages in chunk])):
+                try:
+                    if isinstance(result, ValueError):
+                        raise result
+                    long += len(result[0]) > limit
+                    kept = cut(*result, limit, policy)
+                except ValueError as error:
+                    problems.append(f"{path}:{line}: {error}")
+                    continue
+                if kept is None:
+                    dropped += 1
+                    continue
+                tokens.extend(kept[0])
+                trained.extend(kept[1])
+                for values, value in ((lengths, len(kept[0])), (lines, line), (sources, source),
+                                      (keys, -1 if key is None else key)):
+                    values.append(value)
+        if not problems and len(lengths) == before:
+            raise UserError(f"{path}: holds no conversations" + (f" of at most {limit} tokens" if dropped else ""))
+        for name, value in (("samples", len(lengths) - before), ("long", long), ("dropped", dropped)):
+            found[name].append(value)
+    if problems:
+        hint = "\nfix: shorten them, raise --max_length, or choose another --too_long" \
+            if any("tokens, more than" in problem for problem in problems) else ""
+        raise UserError(parallel.problem_text(problems) + hint)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    offsets = np.concatenate([[0], np.cumsum(np.frombuffer(lengths, np.int64))])
+    trained = np.frombuffer(trained, bool)
+    targets = trained.copy()
+    targets[offsets[:-1]] = False       # nothing predicts a sample's first token
+    arrays = {"tokens": np.frombuffer(tokens, np.int32), "trained": trained, "offsets": offsets,
+              "lengths": np.frombuffer(lengths, np.int64), "targets": np.add.reduceat(targets, offsets[:-1], dtype=int),
+              "lines": np.frombuffer(lines, np.int64), "keys": np.frombuffer(keys, np.int64),
+              "sources": np.frombuffer(sources, np.int64)}
+    for name, values in arrays.items():
+        np.save(folder / f"{name}.npy", values)
+    (folder / "sources.json").write_text(json.dumps([str(path) for path in paths]))
+    return found
+
+
+class ChatTable:
+    """Memory-mapped samples. tokens (n_tokens,) int32; trained (n_tokens,) bool; offsets (n + 1,); of each sample:
+    lengths (tokens), targets (trained tokens), lines (in the file, from 1), keys (the record's id or -1), sources.
+    """
+
+    def __init__(self, folder):
+        for path in Path(folder).glob("*.npy"):
+            setattr(self, path.stem, np.load(path, mmap_mode="r"))
+        self.paths = json.loads((Path(folder) / "sources.json").read_text())
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def name(self, i):
+        """Where sample i stands in the user's files."""
+        return f"{self.paths[self.sources[i]]}:{self.lines[i]}"
+
+    def fingerprint(self, numbers):
+        """Short hash of what these (sorted) samples are to the model: tokens, mask, numbers."""
+        if not len(numbers):
+            return ""
+        part = slice(self.offsets[numbers[0]], self.offsets[numbers[-1] + 1])
+        digest = hashlib.sha256()
+        for values in (self.tokens[part], self.trained[part], np.asarray(numbers - numbers[0])):
+            digest.update(np.ascontiguousarray(values))
+        return digest.hexdigest()[:16]
+
+
+def group_numbers(keys, lines, group_size):
+    """(n,) group of each sample: group_size neighbours by id, where all have one, else by line. Translations of one
+    sentence stand side by side, and one in training beside one held out would flatter the model.
+    """
+    return (keys if (keys >= 0).all() else lines - 1) // group_size
+
+
+def split_groups(groups, share, seed):
+    """(train, held out) sample numbers, whole groups each: a seeded shuffle of the groups, at least one group each.
+
+    share: of the groups, 0 to 1; 0 holds none out. Raises UserError when there is only one group.
+    """
+    everyone = np.arange(len(groups))
+    if share <= 0:
+        return everyone, everyone[:0]
+    names = np.unique(groups)
+    if len(names) < 2:
+        raise UserError("all samples are one group, so none can be held out; give --eval_data_file, a smaller "
+                        "--group_size, or --validation_split 0")
+    held_out = min(max(1, round(len(names) * share)), len(names) - 1)
+    out = np.isin(groups, np.random.default_rng((seed, 2)).permutation(names)[:held_out])
+    return everyone[~out], everyone[out]
+
+
+def split_samples(args, table, n_train):
+    """(train, held out) sample numbers of a table whose samples from n_train on came from --eval_data_file."""
+    if len(table) > n_train:
+        return np.arange(n_train), np.arange(n_train, len(table))
+    return split_groups(group_numbers(table.keys, table.lines, args.group_size), args.validation_split, args.seed)
+
+
+def build_table(args, encoder, limit, folder):
+    """Write the table of the trainer's flags into `folder`; (samples that train, what there is to say, turn ends).
+
+    Turn ends: sorted ids that trained turns end with.
+    """
+    start = time.monotonic()
+    paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
+    found = write_table(folder, paths, encoder, limit, args.too_long)
+    words = {"drop": "dropped", "cut_left": "cut on the left", "cut_right": "cut on the right"}
+    about = f"data       read in {time.monotonic() - start:.1f} s"
+    if sum(found["long"]):
+        about += f"; {sum(found['long'])} samples are longer than {limit} tokens: {words[args.too_long]}"
+    if gone := sum(found["dropped"]) - sum(found["long"]) * (args.too_long == "drop"):
+        about += f"; {gone} left out, as the cut left nothing to train"
+    return found["samples"][0], about, sorted(encoder.ends)
+
+
+def prepare_table(world, args, encoder, limit):
+    """build_table on rank 0, mapped by every rank -> (ChatTable, train numbers, held-out numbers, turn ends)."""
+    def build():
+        for old in Path(args.output_dir).glob("table-*"):       # a running job keeps what it has mapped
+            shutil.rmtree(old, ignore_errors=True)
+        folder = Path(args.output_dir) / f"table-{uuid.uuid4().hex[:8]}"
+        n_train, about, ends = build_table(args, encoder, limit, folder)
+        print(about, flush=True)
+        return folder, n_train, ends
+
+    folder, n_train, ends = parallel.rank0_first(world, build)
+    table = ChatTable(folder)
+    return table, *split_samples(args, table, n_train), ends
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Packed batches
+
+
+@dataclass
+class PackedChats:
+    """B conversations of S tokens in all on one flat axis. All tensors int64 unless said."""
+    input_ids: torch.Tensor         # (S,)
+    position_ids: torch.Tensor      # (S,) position within its conversation
+    cu_seqlens: torch.Tensor        # (B + 1,) int32 boundaries
+    rows: torch.Tensor              # (R,) places that predict a trained token
+    targets: torch.Tensor           # (R,) the tokens they predict
+    longest: int                    # longest conversation, rounded up to 128 so that compiled code sees few values
+    samples: tuple                  # sample numbers in the table, for naming them in errors
+    counts: dict                    # python ints: tokens, samples, targets
+
+    def _map(self, change):
+        return PackedChats(*[change(v) if isinstance(v, torch.Tensor) else v
+                             for v in (getattr(self, f.name) for f in fields(self))])
+
+    def to(self, device, non_blocking=False):
+        """The batch on another device."""
+        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self):
+        """Called by DataLoader(pin_memory=True)."""
+        return self._map(lambda t: t.pin_memory())
+
+
+class ChatSamples(Dataset):
+    """Samples of a ChatTable: (number, ids (n,) int64, trained (n,) bool)."""
+
+    def __init__(self, table):
+        self.table = table
+
+    def __len__(self):
+        return len(self.table)
+
+    def __getitem__(self, i):
+        part = slice(self.table.offsets[i], self.table.offsets[i + 1])
+        return i, self.table.tokens[part].astype(np.int64), self.table.trained[part]
+
+
+def collate(samples, pad_to=0, pad_id=0):
+    """List of samples -> PackedChats. pad_to: fill the flat axis to this many tokens with documents of padding.
+
+    An empty list gives one token of padding that has no targets and weighs nothing.
+    """
+    numbers = tuple(number for number, _, _ in samples)
+    total = sum(len(ids) for _, ids, _ in samples)
+    padding = max(pad_to - total, 0 if samples else 1)
+    for start in range(0, padding, PAD_LENGTH):
+        n = min(PAD_LENGTH, padding - start)
+        samples = [*samples, (None, np.full(n, pad_id, np.int64), np.zeros(n, bool))]
+    seqlens = [len(ids) for _, ids, _ in samples]
+    bounds = np.cumsum([0, *seqlens])
+    ids, trained = (np.concatenate(column) for column in list(zip(*samples))[1:])
+    trained[bounds[:-1]] = False        # nothing predicts a sample's first token
+    rows = np.flatnonzero(trained) - 1
+    positions = np.arange(len(ids)) - np.repeat(bounds[:-1], seqlens)
+    counts = {"tokens": total, "samples": len(numbers), "targets": len(rows)}
+    tensors = (ids, positions, bounds.astype(np.int32), rows, ids[rows + 1])
+    return PackedChats(*map(torch.from_numpy, tensors), -(-max(seqlens) // 128) * 128, numbers, counts)
+
+
+def make_loader(table, packs, *, num_workers, prefetch_factor, pin_memory, pad_to=0, pad_id=0):
+    """DataLoader of PackedChats over `packs`, an iterable of lists of sample numbers."""
+    return DataLoader(ChatSamples(table), batch_sampler=packs, num_workers=num_workers, pin_memory=pin_memory,
+                      collate_fn=lambda samples: collate(samples, pad_to, pad_id),
+                      prefetch_factor=prefetch_factor if num_workers else None, persistent_workers=num_workers > 0,
+                      multiprocessing_context="fork" if num_workers else None,      # workers share the mapped table
+                      worker_init_fn=ignore_in_worker,
+                      generator=torch.Generator())      # else each loader would draw from the generator of the dropout
