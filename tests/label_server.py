@@ -1,0 +1,91 @@
+"""A server with OpenAI's /v1/models and /v1/chat/completions, whose teacher tells the first word of a line.
+
+    python tests/label_server.py LOG
+
+Prints its port, then appends each request body to LOG. An answer depends on the message and the seed alone: some seeds
+give answers that must not count. Words in a line ask for trouble: slow, flaky (HTTP 500 first), busy (429 first), drop
+(connection closed first), garbage (no JSON first), never (no usable answer), long (400), refused (403).
+"""
+import hashlib
+import json
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+GOOD = "<think>\nThe form is\nFinal Answer: xx\nand zh is possible.\n</think>\n\nFinal Answer: {}"
+BAD = [("Looks like\nFinal Answer: hi", "length"), ("<think>\nMaybe\nFinal Answer: hi\nor not", "stop"),
+       ("Final Answer: hi or el", "stop"), ("Final Answer: xx", "stop")]
+seen, lock = set(), threading.Lock()
+
+
+def answer_to(line, seed):
+    """(text, finish_reason) of the teacher."""
+    draw = int(hashlib.sha256(f"{line}|{seed}".encode()).hexdigest()[:8], 16)
+    if "never" in line.split() or draw % 3 == 0:
+        return BAD[draw // 3 % len(BAD)]
+    return GOOD.format(line.split()[0]), "stop"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def reply(self, status, body, **headers):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self):
+        if self.path == "/v1/models":
+            return self.reply(200, {"object": "list", "data": [{"id": "teacher", "object": "model"}]})
+        self.reply(404, {"error": {"message": "Not Found"}})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        content = body["messages"][-1]["content"]
+        line = content.strip().split("\n")[-1]
+        words = line.split()
+        with lock:
+            first = (content, body["seed"]) not in seen
+            seen.add((content, body["seed"]))
+            with open(sys.argv[1], "a") as log:
+                log.write(json.dumps(body) + "\n")
+        if "slow" in words:
+            time.sleep(0.2)
+        if "long" in words:
+            return self.reply(400, {"error": {"message": "This model's maximum context length is 128 tokens."}})
+        if "refused" in words:
+            return self.reply(403, {"error": {"message": "not allowed"}})
+        if first and "flaky" in words:
+            return self.reply(500, b"oops")
+        if first and "busy" in words:
+            return self.reply(429, {"error": {"message": "rate limit"}}, Retry_After="1")
+        if first and "garbage" in words:
+            return self.reply(200, b"<html>")
+        if first and "drop" in words:
+            return self.connection.close()
+        text, reason = answer_to(line, body["seed"])
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
+        if body.get("logprobs"):
+            head, _, label = text.rpartition(" ")
+            choice["logprobs"] = {"content": [
+                {"token": token, "logprob": -0.25, "top_logprobs": [
+                    {"token": token, "logprob": -0.25}, {"token": " ot", "logprob": -2.5},
+                    {"token": "ot", "logprob": -3.5}][:body["top_logprobs"]]}
+                for token in (head, " " + label, "<|im_end|>")]}
+        self.reply(200, {"object": "chat.completion", "model": body["model"], "choices": [choice], "usage": {
+            "prompt_tokens": len(content), "completion_tokens": len(text),
+            "prompt_tokens_details": {"cached_tokens": len(content) // 2}}})
+
+    def log_message(self, *_):
+        pass
+
+
+if __name__ == "__main__":
+    ThreadingHTTPServer.request_queue_size = 256
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    print(server.server_address[1], flush=True)
+    server.handle_error = lambda *_: None       # clients are killed
+    server.serve_forever()
