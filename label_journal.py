@@ -1,8 +1,9 @@
 """Finished labels on disk: append-only journals, one a process, that a kill at any instant leaves usable.
 
-FOLDER/shard-I-of-N.jsonl: first {"header": {...}}, what the labels depend on, then one record a finished line, synced to
-disk every few seconds. A line torn by a kill is cut off by the next start. Every process reads the journals of all, whatever the number of shards was then, so nothing is asked twice; one
-with another header is refused, never mixed in. Only when all lines are there are the results written, in input order.
+FOLDER/shard-I-of-N.jsonl: first {"header": {...}}, what the labels depend on, then one record a finished line, synced
+to disk every few seconds. A line torn by a kill is cut off by the next start. Every process reads the journals of all,
+whatever the number of shards was then, so nothing is asked twice; one with another header is refused, never mixed in.
+Only when all lines are there are the results written, in input order.
 
 Own module of create_data.py. Copy with it: checkpoint.py, parallel.py and what those name.
 """

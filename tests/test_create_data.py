@@ -464,7 +464,7 @@ def test_transformers_answers_as_generate_does(tiny_chat):
     folder, model, tokenizer = tiny_chat
     requests = [teacher.Request(i, "a" * (3 * i + 1), i) for i in range(6)]
     found = {request.id: answer for request, answer in
-             ask_tiny(folder, "--temperature", "0", "--batch_size", "4", "--logprobs", "3", "--max_tokens", "4")(requests)}
+             ask_tiny(folder, "--temperature", "0", "--max_tokens", "4", "--logprobs", "3")(requests)}
     for request in requests:
         text = f"<|im_start|>user\n{request.prompt}<|im_end|>\n<|im_start|>assistant\n"
         prompt = tokenizer(text, return_tensors="pt")
@@ -567,6 +567,14 @@ def launch(server, tmp_path):
         process.wait()
 
 
+def stand_in(folder, lines, checked="exit"):
+    """A PATH whose python passes the launcher's check at once, its imports take seconds, and else runs lines of sh."""
+    (folder / "bin").mkdir()
+    (folder / "bin" / "python").write_text(f'#!/bin/sh\ncase "$*" in *--dry_run) {checked} ;; esac\n{lines}\n')
+    (folder / "bin" / "python").chmod(0o755)
+    return f"{folder / 'bin'}:{os.environ['PATH']}"
+
+
 def instance(process, number):
     """Pid of an instance of a launch, or None."""
     for pid in alive(process.mark):
@@ -593,7 +601,7 @@ def test_launcher_restarts_an_instance_and_merges(server, whole, launch, tmp_pat
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_launcher_leaves_no_process(name, server, whole, launch, tmp_path):
     files(tmp_path, whole[0])
-    process = launch("--chunk_size", "4")
+    process = launch("--chunk_size", "4", PATH=stand_in(tmp_path, f'exec {sys.executable} "$@"'))
     wait_until(lambda: labelled(tmp_path) >= 4 or process.poll() is not None, "first lines")
     number = getattr(signal, name)
     if name == "SIGINT":
@@ -607,14 +615,17 @@ def test_launcher_leaves_no_process(name, server, whole, launch, tmp_path):
     assert results(tmp_path) == whole[1]
 
 
-def test_launcher_gives_up_on_an_instance_that_keeps_failing(server, launch, tmp_path):
-    files(tmp_path, ["de one", "en refused", "fr three"])       # the server refuses the second shard's line
-    process = launch(MAX_RESTARTS="1")
-    assert process.wait(timeout=90) == 1
+def test_launcher_gives_up_on_an_instance_that_keeps_failing(launch, tmp_path):
+    files(tmp_path, make_lines(2))
+    lines = """case "$*" in *"--shard 0/2") sleep 1; touch finished ;;
+               *"--shard 1/2") sleep 100 & echo "error: no luck"; exit 7 ;; *) touch merged ;; esac"""
+    process = launch(PATH=stand_in(tmp_path, lines), MAX_RESTARTS="1")
+    assert process.wait(timeout=60) == 1
     printed = process.log.read_text()
-    assert printed.count("instance 1 ended with status 1: error: line 2: the server at") == 2
+    assert printed.count("instance 1 ended with status 7: error: no luck") == 2
     assert "error: instances 1 failed; finished lines are kept" in printed
-    assert labelled(tmp_path) == 2 and alive(process.mark) == [] and not (tmp_path / "labels.jsonl").exists()
+    assert (tmp_path / "finished").exists() and not (tmp_path / "merged").exists()      # the other one went on
+    assert alive(process.mark) == []        # what a failed one has started as well
 
 
 @pytest.mark.parametrize("gpus, tp, pp, visible, slices", [
@@ -623,13 +634,11 @@ def test_launcher_gives_up_on_an_instance_that_keeps_failing(server, launch, tmp
 ])
 def test_launcher_dry_run(gpus, tp, pp, visible, slices, server, tmp_path):
     files(tmp_path, make_lines(3))
-    # a stand-in for python, as the real one's imports take seconds: it would only check what other tests check
-    (tmp_path / "python").write_text('#!/bin/sh\necho "$@" >>"$0.log"\n')
-    (tmp_path / "python").chmod(0o755)
+    path = stand_in(tmp_path, "exit 9", checked='echo "$@" >checked; exit')
     done = subprocess.run(["bash", str(LAUNCHER), "lines.txt", "my labels.jsonl", tp, "--seed", "3"], cwd=tmp_path,
                           capture_output=True, text=True, env={
                               **os.environ, "GPUS": gpus, "PP": pp, "CUDA_VISIBLE_DEVICES": visible, "DRY_RUN": "1",
-                              "PATH": f"{tmp_path}:{os.environ['PATH']}"})
+                              "PATH": path})
     assert done.returncode == 0, done.stderr
     printed = done.stdout.splitlines()
     assert len(printed) == len(slices)
@@ -640,7 +649,7 @@ def test_launcher_dry_run(gpus, tp, pp, visible, slices, server, tmp_path):
         assert (args.shard, args.tensor_parallel_size, args.pipeline_parallel_size) == (f"{i}/{len(slices)}", int(tp),
                                                                                         int(pp))
         assert (args.output_file, args.seed, args.engine) == ("my labels.jsonl", 3, "vllm")
-    assert (tmp_path / "python.log").read_text().endswith("--seed 3 --dry_run\n")
+    assert (tmp_path / "checked").read_text().endswith("--seed 3 --dry_run\n")
 
 
 @pytest.mark.parametrize("words, settings, message", [
