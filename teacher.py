@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from parallel import UserError
 
 TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
+NOTICE_S = 10           # seconds between notices of calls that failed
 TOO_LONG = ("context length", "too long", "maximum model length", "max_model_len", "longer than")
 
 
@@ -187,8 +188,16 @@ def ask_server(args, url, request):
         if time.monotonic() + pause > end:
             raise UserError(f"line {request.id + 1}: no answer from {args.base_url} in {args.server_patience:g} s: "
                             f"{why}; what is finished is kept, the same command goes on")
+        tell(f"notice     line {request.id + 1} waits for {args.base_url}: {why}")
         time.sleep(pause)
         pause = min(2 * pause, 30)
+
+
+def tell(message, told=[float("-inf")]):        # noqa: B006  the time of the last one, of all threads
+    """Print a notice, at most one in NOTICE_S: a server that is down fails for every line."""
+    if time.monotonic() - told[0] > NOTICE_S:
+        told[0] = time.monotonic()
+        print(message)
 
 
 def call(url, body, timeout):

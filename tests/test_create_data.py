@@ -439,6 +439,9 @@ def test_servers_that_do_not_help(server, tmp_path):
     files(tmp_path, ["de busy 2"])
     printed = label(tmp_path, *flags(tmp_path, server, "--server_patience", "0.5", output="c.jsonl"), ok=False)
     assert "error: line 1: no answer from" in printed and "HTTP 429 rate limit" in printed
+    files(tmp_path, ["de busy 3"])
+    printed = label(tmp_path, *flags(tmp_path, server, "--max_retries", "9", output="d.jsonl"))
+    assert printed.count(f"notice     line 1 waits for {server.url}: HTTP 429 rate limit") == 1
 
 
 def test_damaged_journal_is_named(server, tmp_path):
