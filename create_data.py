@@ -229,8 +229,9 @@ def finished(args, number, tries, began):
               "completion_tokens": sum(a.completion_tokens for a, _, _ in tries),
               "cached_tokens": None if None in cached else sum(cached),
               "answers": [{"text": a.text, "finish_reason": a.finish_reason, "why": f.why} for a, f, _ in tries]}
-    if args.logprobs:
-        record["logprobs"] = label_logprobs(answer.tokens, answer.text, found) if found.label is not None else None
+    if args.logprobs:       # under a constraint they tell what was allowed, not what the teacher thought
+        free = found.label is not None and not forced
+        record["logprobs"] = label_logprobs(answer.tokens, answer.text, found) if free else None
     return record
 
 
@@ -256,8 +257,8 @@ def report(args, stats):
               f"in {stats['prompt_tokens_per_second']:,.0f} tok/s ({share(stats['cached_share'])} cached), "
               f"out {stats['completion_tokens_per_second']:,.0f} tok/s")
     if stats["without_logprobs"]:
-        print(f"notice     {stats['without_logprobs']:,} labels have no log-probabilities: their tokens do not end "
-              "where the label ends")
+        print(f"notice     {stats['without_logprobs']:,} labels have no log-probabilities: by constraint, or their "
+              "tokens do not end where the label ends")
     if stats["rejected"]:
         path = label_journal.rejected_path(args.output_file)
         print(f"notice     {stats['rejected']:,} lines without a label: {path}")

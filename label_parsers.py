@@ -119,7 +119,7 @@ def label_logprobs(tokens, text, found):
                 other = other.lstrip()
             elif before:
                 continue
-            if other and "\ufffd" not in other:
+            if other and "\ufffd" not in other and logprob > -math.inf:
                 high, low = max(merged.get(other, -math.inf), logprob), min(merged.get(other, -math.inf), logprob)
                 merged[other] = high + math.log1p(math.exp(low - high))
         rows.append([[other, round(logprob, 5)] for other, logprob in

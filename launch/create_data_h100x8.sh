@@ -6,23 +6,10 @@
 #
 # DRY_RUN=1 checks, prints the commands and ends. Ctrl-C, SIGTERM or a dying instance leave no process and lose nothing
 # that was finished: the same command goes on, also with another TP. OUTPUT appears when every line is finished.
-#
-#SBATCH --job-name=create_data_h100x8
-#SBATCH --nodes=1
-#SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node=8
-#SBATCH --cpus-per-task=64
-#SBATCH --mem=0
-#SBATCH --time=4:00:00
-#SBATCH --output=%x-%j.out
 set -euo pipefail
 LAUNCHER=create_data_h100x8
 
-repo=${REPO:-$(dirname "${BASH_SOURCE[0]}")/..}
-if [ ! -e "$repo/launch/env.sh" ] && [ -z "${REPO:-}" ]; then       # sbatch runs a copy; Slurm knows the original
-    repo=$(scontrol show job "${SLURM_JOB_ID:-0}" | sed -n 's|^ *Command=\(.*\)/launch/[a-z0-9_]*\.sh.*|\1|p')
-fi
-[ -e "$repo/launch/env.sh" ] || { echo "$LAUNCHER: error: no launch/env.sh in '$repo'; set REPO" >&2; exit 1; }
+repo=$(dirname "${BASH_SOURCE[0]}")/..
 allocator=${PYTORCH_ALLOC_CONF:-}
 # shellcheck source=launch/env.sh
 source "$repo/launch/env.sh"

@@ -79,6 +79,7 @@ class Child:
         self.log, self.status = Path(log), None
         self.pid = os.fork()
         if self.pid == 0:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)        # as a shell starts what runs in the background
             status = 1
             try:
                 out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -194,7 +195,8 @@ def test_logprobs_of_a_label():
     text = "<think>en\n</think>Final Answer: en"
     found = read_label(make_parser("language"), text, "stop")
     tokens = [("<think>en\n", []), ("</think>Final Answer:", []),
-              (" en", [(" en", math.log(0.5)), ("en", math.log(0.25)), (" fr", math.log(0.1)), ("\ufffd", -3.0)]),
+              (" en", [(" en", math.log(0.5)), ("en", math.log(0.25)), (" fr", math.log(0.1)), ("\ufffd", -3.0),
+                      ("!", math.nan), ("?", -math.inf)]),
               ("<|im_end|>", [("<|im_end|>", 0.0)])]            # its text holds the label as well
     [[first, second]] = label_parsers.label_logprobs(tokens, text, found)
     assert first == ["en", pytest.approx(math.log(0.75), abs=1e-5)]
@@ -621,14 +623,16 @@ def test_launcher_leaves_no_process(name, server, whole, launch, tmp_path):
 def test_launcher_gives_up_on_an_instance_that_keeps_failing(launch, tmp_path):
     files(tmp_path, make_lines(2))
     lines = """case "$*" in *"--shard 0/2") sleep 1; touch finished ;;
-               *"--shard 1/2") sleep 100 & echo "error: no luck"; exit 7 ;; *) touch merged ;; esac"""
+               *"--shard 1/2") [ -e left ] && grep -q . "/proc/$(cat left)/environ" && touch overlap
+                               sleep 100 & echo $! >left; echo "error: no luck"; exit 7 ;; *) touch merged ;; esac"""
     process = launch(PATH=stand_in(tmp_path, lines), MAX_RESTARTS="1")
     assert process.wait(timeout=60) == 1
     printed = process.log.read_text()
     assert printed.count("instance 1 ended with status 7: error: no luck") == 2
     assert "error: instances 1 failed; finished lines are kept" in printed
     assert (tmp_path / "finished").exists() and not (tmp_path / "merged").exists()      # the other one went on
-    assert alive(process.mark) == []        # what a failed one has started as well
+    assert alive(process.mark) == []        # nor what a failed one has started, which did not meet the next one
+    assert not (tmp_path / "overlap").exists()
 
 
 @pytest.mark.parametrize("gpus, tp, pp, visible, slices", [
