@@ -278,6 +278,11 @@ def test_constraint_only_where_asked_for(server, tmp_path):
         assert found[-1] == {"choice": [f"Final Answer: {x}" for x in LANGUAGES]}
         stats = json.loads((tmp_path / f"{when}.stats.json").read_text())
         assert stats["parse_rate"] == (0 if when == "last" else None)
+    files(tmp_path, make_lines(3))
+    label(tmp_path, *flags(tmp_path, server, "--constrain", "always", "--max_retries", "9", "--logprobs", "2"))
+    stats = json.loads((tmp_path / "labels.stats.json").read_text())
+    assert stats["labelled_by_constraint"] == stats["without_logprobs"] == 3
+    assert all("logprobs" not in row for row in rows(tmp_path / "labels.jsonl"))
 
 
 @pytest.fixture(scope="module")
