@@ -76,14 +76,18 @@ def _weights_on_meta():
 
 
 def empty_model(config, dtype, folder=None, attention=None):
-    """Causal LM whose parameters are on the meta device and whose buffers are computed, on the CPU.
+    """Causal LM whose parameters are on the meta device and whose buffers are computed, on the CPU; or UserError.
 
     folder: takes over the generation_config.json there. attention: name of a transformers attention function; None
     leaves the choice to transformers.
     """
     config = copy.deepcopy(config)
-    with _weights_on_meta():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    try:
+        with _weights_on_meta():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    except (KeyError, ValueError) as error:     # architectures that look the attention up among their own classes
+        raise UserError(f"{config.model_type} models cannot be built with another attention "
+                        f"({type(error).__name__}: {str(error).splitlines()[0]}); they are not supported")
     if stored := [name for name in model.state_dict() if name not in all_names(model)]:
         raise UserError(f"{config.model_type} models keep state beside their weights ({min(stored)}), which is not "
                         "supported")

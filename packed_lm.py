@@ -45,6 +45,8 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     places a token sees, itself included. CUDA in half precision: torch's variable-length flash attention. Elsewhere
     SDPA document by document, same result.
     """
+    if cu_seq_lens_q is None:
+        raise UserError(f"{type(module).__name__} is not told where documents end: this architecture cannot be packed")
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))       # (S, heads, D)
     if q.is_cuda and v.dtype in (torch.bfloat16, torch.float16):
         q, k = q.to(v.dtype), k.to(v.dtype)     # autocast: rotary embedding leaves them in fp32
@@ -162,9 +164,9 @@ def decays(name, parameter):
 
 
 def layer_weights(model):
-    """Values of all linear weights in the decoder layers, adapters aside: what a token is multiplied with."""
-    return sum(module.weight.numel() for layer in decoder_layers(model) for name, module in layer.named_modules()
-               if isinstance(module, nn.Linear) and ".lora_" not in name)
+    """Values of all matrices in the decoder layers, adapters aside: what a token is multiplied with."""
+    return sum(parameter.numel() for layer in decoder_layers(model) for name, parameter in layer.named_parameters()
+               if parameter.ndim == 2 and ".lora_" not in name)
 
 
 def flops(weights, config, tokens, targets, pairs, lora):

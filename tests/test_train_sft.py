@@ -20,11 +20,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from conftest import ROOT, Run
 from peft import PeftModel
 from pool import Pool
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, MambaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import causal_lm
 import chat
@@ -458,14 +459,52 @@ def test_flops_count_what_is_multiplied(made):
 # Bad input, and the dry run
 
 
-@pytest.mark.parametrize("config, part", [
-    (Gemma2Config(vocab_size=90, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
-                  num_key_value_heads=1, head_dim=4), "final_logit_softcapping 30.0, which is not supported"),
-    (MambaConfig(vocab_size=90, hidden_size=8, num_hidden_layers=2, state_size=2), "cannot be packed"),
+SIZES = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+         "eos_token_id": 2}
+GPT2 = {"vocab_size": 90, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0,
+        "bos_token_id": 1, "eos_token_id": 2}
+
+
+@pytest.mark.parametrize("kind, settings", [
+    ("Mistral", {"sliding_window": 5}), ("Phi3", {}), ("Olmo2", {}), ("SmolLM3", {}), ("GPT2", None),
+    ("Granite", {"embedding_multiplier": 2.0, "residual_multiplier": 0.5}),
+    ("Gemma3Text", {"head_dim": 8, "sliding_window": 5})])
+def test_other_architectures_packed(kind, settings):
+    """Sums of losses over documents equal those of each document alone by transformers' own forward."""
+    config = getattr(transformers, f"{kind}Config")(**GPT2 if settings is None else SIZES | settings)
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(config).eval()
+    ours = causal_lm.empty_model(config, torch.float32, attention=packed_lm.ATTENTION).eval()
+    packed_lm.check_model(ours)
+    causal_lm.give_memory(ours, "cpu")
+    weights = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        weights[name].data += 0.1 * torch.randn(parameter.shape)
+        parameter.data.copy_(weights[name].data)
+    documents = [torch.randint(3, 90, (n,)) for n in (9, 31, 17)]
+    batch = chat_table.collate([(i, ids.numpy(), np.ones(len(ids), bool)) for i, ids in enumerate(documents)])
+    with torch.no_grad():
+        alone = sum(F.cross_entropy(theirs(ids[None]).logits[0, :-1], ids[1:], reduction="sum").item()
+                    for ids in documents)
+        assert packed_lm.PackedLM(ours)(batch)[0].item() == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind, settings, part", [
+    ("Gemma2", {"head_dim": 8}, "final_logit_softcapping 30.0, which is not supported"),
+    ("Cohere", {}, "logit_scale 0.0625, which is not supported"),
+    ("Mamba", {}, "cannot be packed"), ("Qwen3Next", {"num_experts": 2, "moe_intermediate_size": 8}, "cannot be"),
+    ("GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}, "attention sinks"),
+    ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "carry state from one packed document into the next"),
+    ("GPTJ", {}, "cannot be built with another attention"), ("Nemotron", {}, "is not told where documents end"),
 ])
-def test_architectures_that_cannot_be_packed(config, part):
+def test_architectures_that_cannot_be_packed(kind, settings, part):
+    config = getattr(transformers, f"{kind}Config")(**SIZES | settings)
     with pytest.raises(UserError, match=re.escape(part)):
-        packed_lm.check_model(causal_lm.empty_model(config, torch.float32, attention=packed_lm.ATTENTION))
+        model = causal_lm.empty_model(config, torch.float32, attention=packed_lm.ATTENTION)
+        packed_lm.check_model(model)
+        causal_lm.give_memory(model, "cpu")
+        packed_lm.PackedLM(model)(chat_table.collate([(0, np.arange(5), np.ones(5, bool))]))
 
 
 def planned(made, output_dir, *flags, student="qwen"):
