@@ -151,7 +151,7 @@ def check_weights(model, parts, folder):
     """Raise UserError unless the files hold exactly the model's weights. model: bare of adapters."""
     if problem := tensor_files.compare({name: p.shape for name, p in model.named_parameters()}, parts):
         raise UserError(f"{folder}: {problem}; its files do not hold the weights under the names of "
-                        f"{type(model).__name__}. If from_pretrained loads it, load it and save_pretrained first")
+                        f"{type(model).__name__}. What from_pretrained converts (mixtures of experts) is not supported")
 
 
 def load_weights(weights, parts):
