@@ -58,23 +58,31 @@ def bound_range(layout):
 def bound(world, model, rows, mask_id, args, check):
     """Bound on the negative log-likelihood of rows (gsm8k.Rows) -> {"eval/...": float}, or None when asked to stop.
 
-    eval/loss: nats per target, as in training; eval/nll: the same sum per token of text (targets but fill), with
-    eval/stderr over args.eval_repeats draws of the noise; of every region and block number nats per target there.
-    check(): called before every batch; may raise.
+    eval/loss: nats per target; eval/nll: the same sum per token of text (targets but fill), with eval/stderr; of every
+    region and block number nats per target there. Noise is loglinear whatever schedule is trained on: the bound is the
+    same under all, but others would spend more of it on the levels below bd3lm.FULL, which are never drawn.
+    eval/stderr is of the noise alone, from how the args.eval_repeats draws of each block differ; as rare low levels
+    weigh much (1/t), it is itself rough where few blocks are validated. check(): called before every batch; may raise.
     """
     layout, sums = rows.documents.layout, torch.zeros(args.eval_repeats, 4 * PLACES, dtype=torch.float64,
                                                       device=world.device)
+    variance = torch.zeros((), dtype=torch.float64, device=world.device)        # of the mean of the repeats' sums
     for number, batch in share_of_batches(world, rows, args.per_device_eval_batch_size):
         check()
         if asked_to_stop(world):
             return None
         cell = (batch.region * PLACES + batch.block.clamp(max=PLACES - 1)).flatten()
+        of_block = torch.zeros(args.eval_repeats, batch.n_groups, dtype=torch.float64, device=world.device)
         for repeat in range(args.eval_repeats):
             draws = bd3lm.draw(args.seed, "validation", (number, repeat), batch.n_groups, *batch.doc.shape)
-            inputs = bd3lm.diffuse(batch, draws, mask_id, bound_range(layout), args.noise_schedule)
+            inputs = bd3lm.diffuse(batch, draws, mask_id, bound_range(layout))
             losses = weighted_losses(model, inputs, world.device, args.bf16)
             sums[repeat].index_add_(0, cell[inputs.places].to(world.device), losses)
-    return report(parallel.all_sum(world, sums).cpu().numpy(), target_counts(rows), REGIONS[layout.system])
+            of_block[repeat].index_add_(0, batch.group.flatten()[inputs.places].to(world.device), losses)
+        if args.eval_repeats > 1:
+            variance += of_block.var(0).sum() / args.eval_repeats
+    sums, variance = parallel.all_sum(world, sums), parallel.all_sum(world, variance)
+    return report(sums.cpu().numpy(), float(variance), target_counts(rows), REGIONS[layout.system])
 
 
 def target_counts(rows):
@@ -87,14 +95,17 @@ def target_counts(rows):
     return counts
 
 
-def report(sums, counts, regions):
-    """Sums of losses (repeats, 4 * PLACES) and numbers of targets (4 * PLACES,) -> {"eval/...": float}."""
+def report(sums, variance, counts, regions):
+    """Sums of losses (repeats, 4 * PLACES), variance of their mean over repeats, and numbers of targets (4 * PLACES,)
+    -> {"eval/...": float}.
+    """
     per_cell, counts = sums.mean(0).reshape(4, PLACES), counts.reshape(4, PLACES)
-    nll = sums.sum(1) / max(1, counts[:gsm8k.FILL].sum())
-    values = {"loss": per_cell.sum() / max(1, counts.sum()), "nll": nll.mean(),
-              "bits_per_token": nll.mean() / math.log(2), "perplexity": math.exp(min(700.0, nll.mean()))}
-    if len(nll) > 1:
-        values["stderr"] = nll.std(ddof=1) / math.sqrt(len(nll))
+    text = max(1, counts[:gsm8k.FILL].sum())
+    nll = per_cell.sum() / text
+    values = {"loss": per_cell.sum() / max(1, counts.sum()), "nll": nll, "bits_per_token": nll / math.log(2),
+              "perplexity": math.exp(min(700.0, nll))}
+    if len(sums) > 1:
+        values["stderr"] = math.sqrt(variance) / text
     for name, loss, n in zip(regions, per_cell.sum(1), counts.sum(1)):
         if n:
             values[f"nll_{name}"] = loss / n

@@ -147,7 +147,7 @@ class Documents:
         """Hash of the documents with these numbers (default: all), for recognising the same data on resume."""
         digest = hashlib.sha256()
         for d in range(len(self)) if numbers is None else numbers:
-            for array in (self.ids, self.block, self.target):
+            for array in (self.ids, self.position, self.block, self.target, self.region):
                 digest.update(array[self.offsets[d]:self.offsets[d + 1]].tobytes())
         return digest.hexdigest()[:16]
 

@@ -57,6 +57,11 @@ PRESET_FLAGS = ("per_device_train_batch_size", "gradient_accumulation_steps", "l
 # Flags
 
 
+def default_workers():
+    """Loader processes of this rank: its share of the CPUs it may use, 1 to 16."""
+    return min(16, max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
 def build_parser():
     p = argparse.ArgumentParser(description="Train block diffusion on GSM8K.", allow_abbrev=False,
                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -85,15 +90,17 @@ def build_parser():
     g.add_argument("--pack", action=argparse.BooleanOptionalAction, default=True,
                    help="several problems in a row instead of padding; same loss")
     g.add_argument("--row_length", type=int, default=0, help="clean tokens of a row, 0 = the longest problem allowed")
-    g.add_argument("--num_workers", type=int, default=2, help="loader processes per rank, 0 = in the trainer")
+    g.add_argument("--num_workers", type=int, default=default_workers(),
+                   help="loader processes per rank, 0 = in the trainer")
     g.add_argument("--prefetch_factor", type=int, default=4, help="batches each loader process prepares ahead")
 
     g = p.add_argument_group("model and noise")
     g.add_argument("--model_size", choices=tuple(dit.SIZES), default="small", help="nano is for demos and tests")
     g.add_argument("--dropout", type=float, default=0.1, help="on the output of attention and MLP, 0 to 1")
     g.add_argument("--noise_schedule", choices=bd3lm.SCHEDULES, default="loglinear", help="masked share as t grows")
-    g.add_argument("--t_range", type=float, nargs=2, default=bd3lm.FULL, metavar=("LOW", "HIGH"),
-                   help="noise levels trained on; a clipped range also clips the masked share of every block")
+    g.add_argument("--t_range", type=float, nargs=2, metavar=("LOW", "HIGH"),
+                   help="noise levels trained on; a clipped range also clips the masked share of every block (default: "
+                   f"{bd3lm.FULL[0]:g} to 1; 1 where all blocks are single tokens: autoregressive)")
     g.add_argument("--clip_search_widths", type=float, nargs="*", default=(), metavar="WIDTH",
                    help="after each validation train on the range of such a width whose loss varies least")
     g.add_argument("--clip_search_batches", type=int, default=4, help="validation batches that search may use")
@@ -114,7 +121,7 @@ def build_parser():
     g = p.add_argument_group("optimisation")
     g.add_argument("--learning_rate", type=float, help="peak learning rate (default: preset's)")
     g.add_argument("--scale_lr_from_batch", type=int, default=0, metavar="N",
-                   help="multiply the rate by sqrt(rows per optimizer step / N), 0 = off")
+                   help="multiply the rate by sqrt(problems per optimizer step / N), 0 = off")
     g.add_argument("--lr_scheduler", choices=("cosine", "linear", "constant"), default="constant", help="after warm-up")
     g.add_argument("--warmup_steps", type=int, help="optimizer steps of linear warm-up (default: preset's)")
     g.add_argument("--min_lr_ratio", type=float, default=0.0, help="final rate as a share of the peak")
@@ -185,7 +192,7 @@ def check_flags(args):
     need(args.hdp_layout == "hierarchical" or not args.pack, "--hdp_layout flat pads each problem: add --no-pack")
     layout = gsm8k.Layout(**{f.name: getattr(args, f.name) for f in dataclasses.fields(gsm8k.Layout)})
     layout.check()
-    args.t_range = tuple(args.t_range)
+    args.t_range = tuple(args.t_range or block_eval.bound_range(layout))
     args.row_length = args.row_length or layout.longest
     for size in {layout.region_block(gsm8k.PLAN), layout.region_block(gsm8k.EXECUTION)}:
         bd3lm.check_range(args.t_range, size)
@@ -302,7 +309,8 @@ def train(args):
     if given_rows is None:      # the preset means problems; a packed row holds several
         args.per_device_train_batch_size = max(1, round(args.per_device_train_batch_size / table["samples"].mean()))
     batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    identity = {"seed": args.seed, "model": [args.model_size, tokens.vocab_size], "batch": [batch_rows, rows.length],
+    identity = {"seed": args.seed, "model": [args.model_size, tokens.vocab_size], **dataclasses.asdict(layout),
+                "batch": [batch_rows, rows.length],
                 "training data": rows.documents.fingerprint(d for members in rows.members for d in members)}
     validation = eval_rows and [eval_rows.documents.fingerprint(d for members in eval_rows.members for d in members),
                                 args.eval_repeats, args.per_device_eval_batch_size]
@@ -311,18 +319,18 @@ def train(args):
     # -- order, steps -------------------------------------------------------------------------------------------------
     order = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, seed=args.seed)
     per_step, total_steps = world.size * accumulation, args.max_steps
+    step_problems = per_step * batch_rows * table["samples"].mean()
     at = {key: meta[key] for key in ("step", "epoch", "first")} if meta else {"step": 0, "epoch": 0, "first": 0}
     peak_lr = args.learning_rate
     if args.scale_lr_from_batch:
-        peak_lr = optim.sqrt_lr(peak_lr, per_step * batch_rows, args.scale_lr_from_batch)
+        peak_lr = optim.sqrt_lr(peak_lr, step_problems, args.scale_lr_from_batch)
     epochs = total_steps * per_step / order.packs_per_epoch
     config = dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout)
     if main_rank:
         print_start(world, args, config, rows, eval_rows, table,
                     f"steps      {total_steps} = {epochs:,.1f} epochs; a step is {per_step * batch_rows} rows "
-                    f"({per_step * batch_rows * table['samples'].mean():,.0f} problems) = {world.size} ranks x "
-                    f"{accumulation} micro-steps x {batch_rows}; peak lr {peak_lr:.2e}, warm-up "
-                    f"{args.warmup_steps}\nstart      step {at['step']}, "
+                    f"({step_problems:,.0f} problems) = {world.size} ranks x {accumulation} micro-steps x "
+                    f"{batch_rows}; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\nstart      step {at['step']}, "
                     f"{f'resumed from {resume}' if resume else 'new weights'}")
     if args.dry_run:
         if main_rank:
@@ -336,7 +344,7 @@ def train(args):
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
                                   (args.adam_beta1, args.adam_beta2), block_setup.decays)
     parallel.seed_everything(args.seed, world.rank)     # other dropout on every rank
-    t_range, best_loss, best_step, stale = args.t_range, None, None, 0
+    t_range, best_loss, best_step, stale, owed = args.t_range, None, None, 0, False
     if meta:
         checkpoint.load_optimizer(resume, optim.state_tensors(optimizer, model.named_parameters()))
         checkpoint.load_rng(resume, world.rank, device)
@@ -345,6 +353,7 @@ def train(args):
             t_range = tuple(meta["t_range"])
         if meta["validation"] == validation:        # bounds on other data or by other noise do not compare
             best_loss, best_step, stale = meta["best_loss"], meta["best_step"], meta["stale"]
+        owed = bool(eval_rows) and meta.get("owed", False)      # a validation that the stop was quicker than
     packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, at["epoch"], at["first"])
     batches = iter(gsm8k.make_loader(rows, packs, batch_rows, rows.noisy_length, num_workers=args.num_workers,
                                      prefetch_factor=args.prefetch_factor, pin_memory=False))
@@ -369,8 +378,8 @@ def train(args):
     def save():
         nonlocal saved_step
         meta = {**at, "identity": identity, "validation": validation, "best_step": best_step, "best_loss": best_loss,
-                "stale": stale, "t_range": t_range, "averaged": float(average.updates), "skipped": flags.bad_total,
-                "unlogged": parallel.all_sum(world, sums.clone()).tolist(),
+                "owed": owed, "stale": stale, "t_range": t_range, "averaged": float(average.updates),
+                "skipped": flags.bad_total, "unlogged": parallel.all_sum(world, sums.clone()).tolist(),
                 "args": {name: str(value) for name, value in vars(args).items()}}
         watch.moved(f"saving at step {at['step']}", args.wait_timeout)
         block_setup.save_checkpoint(world, writer, args, layout, model, average, tokens, optimizer, meta)
@@ -378,7 +387,7 @@ def train(args):
 
     def validate():
         """Bound and, if asked for, the noise range from here on, both of the averaged weights; False: asked to stop."""
-        nonlocal best_loss, best_step, stale, t_range
+        nonlocal best_loss, best_step, stale, t_range, owed
         watch.moved(f"validation at step {at['step']}", args.wait_timeout)
         parallel.reshard(model)
         average.swap()
@@ -392,7 +401,7 @@ def train(args):
         average.swap()
         if values is None or found is None:
             return False
-        t_range = found
+        t_range, owed = found, False
         if main_rank:
             log.write(at["step"], values)
             tqdm.write(eval_line(at["step"], values, regions))
@@ -413,8 +422,13 @@ def train(args):
     def every(steps):
         return steps > 0 and at["step"] % steps == 0
 
+    stopping = False
+    if owed:
+        saved_step, stopping = None, not validate()
+        if saved_step is None and not stopping:     # so that it is not owed twice
+            save()
     enough = bool(args.early_stop_patience) and stale >= args.early_stop_patience
-    while at["step"] < total_steps and not enough:
+    while at["step"] < total_steps and not (enough or stopping):
         if at["first"] >= order.packs_per_epoch:
             at["epoch"], at["first"] = at["epoch"] + 1, 0
         window = order.window(at["epoch"], at["first"], per_step)       # rows of this step, all ranks
@@ -465,10 +479,10 @@ def train(args):
         report_bad(flags.pop())                         # of the step before: this one is still being computed
         flags.push(bad, stop, (at["step"], finite))
         last = at["step"] == total_steps
-        evaluating, saving = eval_rows and (last or every(args.eval_steps)), last or every(args.save_steps)
-        if evaluating or saving or flags.stop:          # these wait for this step anyway
+        owed, saving = bool(eval_rows) and (last or every(args.eval_steps)), last or every(args.save_steps)
+        if owed or saving or flags.stop:                # these wait for this step anyway
             report_bad(flags.pop())
-        stopping = flags.stop and not last
+        stopping = flags.stop and (owed or not last)
 
         # -- log ------------------------------------------------------------------------------------------------------
         masked = work["targets"] * float(bd3lm.mask_rate(t_range[0] + (t_range[1] - t_range[0]) * levels,
@@ -494,14 +508,12 @@ def train(args):
         # -- validate, save -------------------------------------------------------------------------------------------
         paused = time.monotonic()
         writer.check()
-        if evaluating and not stopping:
-            stopping = not validate() and not last
+        if owed and not stopping:
+            stopping = not validate()
             enough = bool(args.early_stop_patience) and stale >= args.early_stop_patience
         if (saving or stopping or enough) and saved_step != at["step"]:
             save()
         since += time.monotonic() - paused      # throughput is about training steps
-        if stopping:
-            break
 
     watch.moved("waiting for the last checkpoint", args.wait_timeout)
     parallel.rank0_first(world, writer.wait)
@@ -509,7 +521,7 @@ def train(args):
     if main_rank:
         log.close()
         best = f"; best bound {best_loss:.4f} nats/token at step {best_step}" if best_step is not None else ""
-        if at["step"] < total_steps and not enough:
+        if stopping and not enough:
             why = f"asked to stop by {watchdog.stop_requested() or 'a signal to another rank'} at step {at['step']}"
             watchdog.leave_marker(args.output_dir, why)
             print(f"stopped    {why} of {total_steps}; saved; the same command goes on")

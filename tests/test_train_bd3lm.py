@@ -181,6 +181,51 @@ def interrupted(arguments, metrics, step):
     train_bd3lm.main(arguments)
 
 
+def asked_at(arguments, step):
+    """Train; SIGTERM comes while an optimizer step is under way, and is heeded after the next one."""
+    real, calls = train_bd3lm.optim.guarded_step, []
+
+    def guarded_step(*args):
+        calls.append(1)
+        if len(calls) == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        real(*args)
+    train_bd3lm.optim.guarded_step = guarded_step
+    train_bd3lm.main(arguments)
+
+
+def asked_in_validation(arguments, number):
+    """Train; SIGTERM comes at the start of a validation."""
+    real, calls = block_eval.bound, []
+
+    def bound(*args):
+        calls.append(1)
+        if len(calls) == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+    block_eval.bound = bound
+    train_bd3lm.main(arguments)
+
+
+def test_a_stop_that_cuts_a_validation_changes_nothing(pool, demo, shared, tmp_path):
+    whole = shared(f"ddp 1x4 --dropout 0.2 {SEARCH} --max_steps 6")
+    output = tmp_path / "out"
+    flags = arguments(demo, output, "--dropout", 0.2, *SEARCH.split(), "--max_steps", 6)
+    for name, number, step in (("asked_at", 1, 2), ("asked_in_validation", 1, 2), ("asked_in_validation", 3, 6)):
+        statuses, printed = pool.run(1, f"test_train_bd3lm.{name}", flags, number)
+        assert statuses == [0] and f"at step {step} of 6; saved; the same command goes on" in printed, printed
+        assert "SIGTERM" in (output / "requeue").read_text()
+    statuses, printed = pool.run(1, "train_bd3lm.main", flags)
+    assert statuses == [0] and "done       step 6" in printed and not (output / "requeue").exists(), printed
+    resumed = Run(0, printed, output)
+    assert lines(resumed) == lines(whole)
+    keys = ("best_step", "best_loss", "stale", "t_range", "owed")
+    metas = [checkpoint.load_meta(newest(run)) for run in (whole, resumed)]
+    assert [metas[0][key] for key in keys] == [metas[1][key] for key in keys] and not metas[0]["owed"]
+    one, other = states(newest(whole)), states(newest(resumed))
+    assert one.keys() == other.keys() and all(torch.equal(tensor, other[key]) for key, tensor in one.items())
+
+
 def test_a_signal_saves_and_leaves_the_marker(pool, demo, tmp_path):
     output = tmp_path / "out"
     flags = arguments(demo, output, "--max_steps", 100_000, "--eval_steps", 0, "--per_device_train_batch_size", 1)
@@ -294,12 +339,44 @@ def test_counts_and_report_add_up(demo):
     assert [row.sum() for row in counts] == [(documents.target[part] & (documents.region[part] == r)).sum()
                                              for r in range(4)]
     sums = np.stack([counts.flatten() * 2.0, counts.flatten() * 4.0])
-    values = block_eval.report(sums, counts.flatten(), block_eval.REGIONS["hdp"])
+    values = block_eval.report(sums, 9.0, counts.flatten(), block_eval.REGIONS["hdp"])
     text = counts[:3].sum()
     assert values["eval/loss"] == 3 and values["eval/nll"] == pytest.approx(3 * counts.sum() / text)
-    assert values["eval/stderr"] == pytest.approx(counts.sum() / text)      # of 2 and 4
+    assert values["eval/stderr"] == pytest.approx(3 / text)
     assert all(values[f"eval/nll_{name}"] == 3 for name in ("plan", "execution", "fill"))
     assert values["eval/nll_block_01"] == 3
+
+
+def validation_rows(demo):
+    tokens = problems.load_tokenizer(demo, "gsm8k")
+    documents = gsm8k.make_documents(problems.read_problems(demo / "test.jsonl", "test", "gsm8k"), tokens,
+                                     gsm8k.Layout(block_size=8, max_length=96))
+    return tokens, gsm8k.make_rows(documents, np.arange(8), 96, True)
+
+
+def bound_of(demo, model, *flags):
+    tokens, rows = validation_rows(demo)
+    args = train_bd3lm.build_parser().parse_args(arguments(demo, "out", *flags))
+    return block_eval.bound(parallel.World(device=torch.device("cpu")), model, rows, tokens.mask, args, int)
+
+
+def test_the_bound_does_not_depend_on_the_schedule_trained_on(demo):
+    def one_nat(inputs):
+        return torch.ones(len(inputs.rows))
+    values = [bound_of(demo, one_nat, "--noise_schedule", schedule, "--eval_repeats", 400)
+              for schedule in bd3lm.SCHEDULES]
+    assert all(value == values[0] for value in values)
+    assert abs(values[0]["eval/loss"] - 1) < 0.015
+
+
+def test_the_error_bar_covers_the_exact_bound(demo):
+    """Of two draws only: their difference alone would promise too much in three of ten validations."""
+    def one_nat(inputs):
+        return torch.ones(len(inputs.rows))
+    values = [bound_of(demo, one_nat, "--eval_repeats", 2, "--seed", seed) for seed in range(60)]
+    errors = [(value["eval/loss"] - 1) * value["eval/nll"] / value["eval/loss"] / value["eval/stderr"]
+              for value in values]
+    assert 0.85 < np.mean(np.abs(errors) < 2) and 0.5 < np.std(errors) < 1.5
 
 
 def test_ranks_share_batches_without_a_rest(demo):
@@ -476,6 +553,22 @@ def test_bad_flags_are_refused_by_name(demo, flags):
         train_bd3lm.check_flags(args)
 
 
+def test_single_tokens_train_autoregressively_unless_told(demo):
+    def t_range(*flags):
+        args = train_bd3lm.build_parser().parse_args(arguments(demo, "out", *flags))
+        train_bd3lm.check_flags(args)
+        return args.t_range
+    assert t_range() == bd3lm.FULL and t_range("--block_size", 1) == (1.0, 1.0)
+    assert t_range("--block_size", 1, "--t_range", 0.5, 1.0) == (0.5, 1.0)
+
+
+def test_loaders_share_the_cpus(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    for ranks, expected in (("1", 16), ("8", 8), ("128", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert train_bd3lm.build_parser().parse_args([]).num_workers == expected
+
+
 def test_presets_fill_what_the_command_line_leaves_open():
     def flags(*given):
         args = train_bd3lm.build_parser().parse_args(["--train_data", "x", "--report_to", "none", *given])
@@ -492,8 +585,12 @@ def test_a_preset_means_problems_packed_or_not(demo, tmp_path, capsys):
     for more in ("--no-pack", "--row_length 96", "--row_length 192"):
         train_bd3lm.main(["--train_data", str(demo / "train.jsonl"), "--tokenizer", str(demo), "--output_dir",
                           str(tmp_path), "--batch_preset", "conservative", "--max_length", "96", "--block_size", "8",
-                          "--validation_split", "0", "--report_to", "none", "--dry_run", *more.split()])
-        step = re.search(r"a step is (\d+) rows \((\d+) problems\)", capsys.readouterr().out)
+                          "--validation_split", "0", "--report_to", "none", "--dry_run", "--scale_lr_from_batch", "64",
+                          *more.split()])
+        printed = capsys.readouterr().out
+        step = re.search(r"a step is (\d+) rows \((\d+) problems\)", printed)
+        rate = float(re.search(r"peak lr (\S+),", printed)[1])
+        assert rate == pytest.approx(4e-4 * math.sqrt(int(step[2]) / 64), rel=0.02), more
         rows[more] = int(step[1])
         assert abs(int(step[2]) / 256 - 1) < 0.1, more
     assert 256 == rows["--no-pack"] > rows["--row_length 96"] > 1.8 * rows["--row_length 192"]
@@ -501,7 +598,9 @@ def test_a_preset_means_problems_packed_or_not(demo, tmp_path, capsys):
 
 @pytest.mark.parametrize("flags,expected", [
     ("--seed 1", "was made with another seed"), ("--row_length 104", "was made with another batch"),
-    ("--block_size 4", "was made with another training data"), ("--attn_backend flex", "trains on CUDA only"),
+    ("--block_size 4", "was made with another block_size (8, this run 4)"),
+    ("--strip_calculator", "was made with another strip_calculator (False, this run True)"),
+    ("--attn_backend flex", "trains on CUDA only"),
     ("--resume none", "holds checkpoints"), ("--row_length 40", "--row_length 40")])
 def test_what_does_not_fit_is_one_line(pool, demo, shared, flags, expected):
     output = shared(f"{SPLITS[0]} {SEARCH}").output_dir
@@ -509,6 +608,14 @@ def test_what_does_not_fit_is_one_line(pool, demo, shared, flags, expected):
     error, = [line for line in run.output.splitlines() if line.startswith("error: ")]
     assert run.status == 1 and expected in error and "Traceback" not in run.output
     assert checkpoint.checkpoints(output)[-1][0] == 4
+
+
+def test_other_budgets_are_another_run(pool, demo, shared):
+    flags = f"{HDP} --plan_block_size 4 --execution_block_size 16"
+    output = shared(f"ddp 1x4 {flags}").output_dir
+    run = complete(pool, demo, output, *flags.split(), "--question_budget", 64, "--row_length", 144, "--dry_run",
+                   ok=False)
+    assert run.status == 1 and "was made with another question_budget (48, this run 64)" in run.output
 
 
 def test_a_folder_without_such_a_model_is_named(tmp_path, shared):
