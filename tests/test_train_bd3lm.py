@@ -3,6 +3,7 @@ answers learnt by heart, early stops, bad flags and losses that are not finite.
 
 A run is trained once, when first asked for, by ranks that stay (pool.py).
 """
+import dataclasses
 import json
 import math
 import os
@@ -207,10 +208,11 @@ def asked_in_validation(arguments, number):
     train_bd3lm.main(arguments)
 
 
-def test_a_stop_that_cuts_a_validation_changes_nothing(pool, demo, shared, tmp_path):
-    whole = shared(f"ddp 1x4 --dropout 0.2 {SEARCH} --max_steps 6")
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_stop_that_cuts_a_validation_changes_nothing(pool, demo, shared, tmp_path, mode):
+    whole = shared(f"{mode} 1x4 --dropout 0.2 {SEARCH} --max_steps 6")
     output = tmp_path / "out"
-    flags = arguments(demo, output, "--dropout", 0.2, *SEARCH.split(), "--max_steps", 6)
+    flags = arguments(demo, output, "--dropout", 0.2, *SEARCH.split(), "--max_steps", 6, "--parallel", mode)
     for name, number, step in (("asked_at", 1, 2), ("asked_in_validation", 1, 2), ("asked_in_validation", 3, 6)):
         statuses, printed = pool.run(1, f"test_train_bd3lm.{name}", flags, number)
         assert statuses == [0] and f"at step {step} of 6; saved; the same command goes on" in printed, printed
@@ -616,6 +618,11 @@ def test_other_budgets_are_another_run(pool, demo, shared):
     run = complete(pool, demo, output, *flags.split(), "--question_budget", 64, "--row_length", 144, "--dry_run",
                    ok=False)
     assert run.status == 1 and "was made with another question_budget (48, this run 64)" in run.output
+    layout, tokens = gsm8k.Layout("hdp", block_size=8, plan_budget=32), problems.load_tokenizer(demo, "hdp")
+    found = problems.read_problems(demo / "test_hdp.json", "test", "hdp")
+    prints = [gsm8k.make_documents(found, tokens, dataclasses.replace(layout, question_budget=budget)).fingerprint()
+              for budget in (48, 64)]
+    assert prints[0] != prints[1]       # other positions
 
 
 def test_a_folder_without_such_a_model_is_named(tmp_path, shared):
