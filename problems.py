@@ -21,6 +21,7 @@ END = "<|endoftext|>"
 MARKERS = {"gsm8k": ("<|mask|>",), "hdp": ("<|pad|>", "<|plan|>", "<|execution|>", "<|answer|>", "<|mask|>")}
 NUMBER = re.compile(r"(?:(?<![\d)])-)?\d[\d,]*(?:\.\d+)?")       # the minus of 5-3 is no sign
 HUB_NAME = re.compile(r"(?!.*\.jsonl?$)\w[\w.-]*(/[\w.-]+)?")      # openai/gsm8k, gpt2
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")     # json joins pairs, so that whatever is left stands alone
 CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
@@ -65,6 +66,8 @@ def parse_problem(name, entry, system, strip_calculator):
         if not isinstance(entry.get(key), str) or not entry[key].strip():
             hint = "; make plans with problem_maker.py plans" if key in ("plan", "execution") else ""
             raise ValueError(f"has no {key!r} (a text that is not empty){hint}")
+        if LONE_SURROGATE.search(entry[key]):
+            raise ValueError(f"its {key!r} holds half of a surrogate pair (\\ud800 to \\udfff); write it whole")
     question, solution = entry["question"].strip(), entry[keys[-2] if system == "hdp" else "answer"].strip()
     if strip_calculator:
         solution = CALCULATOR.sub("", solution)
@@ -98,20 +101,24 @@ def read_entries(path, split):
     if not text.strip():
         raise UserError(f"{file}: is empty")
     if text.lstrip()[0] == "[":
-        try:
-            entries = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{file}: not valid JSON at line {error.lineno} column {error.colno}: {error.msg}")
-        for i, entry in enumerate(entries):
+        for i, entry in enumerate(parse_json(text, file)):
             label = entry.get("id") if isinstance(entry, dict) else None
-            yield f"{file} sample {i}" + (f" ({label})" if label else ""), entry
+            label = LONE_SURROGATE.sub("?", f" ({label})") if label else ""
+            yield f"{file} sample {i}{label}", entry
         return
     for number, line in enumerate(text.split("\n"), 1):     # splitlines() would also cut at characters inside strings
         if line.strip():
-            try:
-                yield f"{file} line {number}", json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{file}: not valid JSON at line {number} column {error.colno}: {error.msg}")
+            yield f"{file} line {number}", parse_json(line, file, number)
+
+
+def parse_json(text, file, line=1):
+    """JSON text that starts at this line of a file -> value; UserError names the place."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}: not valid JSON at line {line + error.lineno - 1} column {error.colno}: {error.msg}")
+    except (ValueError, RecursionError) as error:       # a number of thousands of digits, thousands of open brackets
+        raise UserError(f"{file}: JSON that cannot be read, from line {line} on: {error}")
 
 
 def find_split(folder, split):
@@ -213,9 +220,12 @@ def load_tokenizer(name, system):
     tokenizer.no_padding()
     tokenizer.no_truncation()
     tokenizer.add_special_tokens([END, *MARKERS[system]])
+    used, size = set(tokenizer.get_vocab().values()), tokenizer.get_vocab_size()
+    if used != set(range(size)):        # the model's embedding has a row for each of 0 to size - 1
+        raise UserError(f"--tokenizer {name}: its {size} tokens have ids up to {max(used)}, with gaps; {hint}")
     ids = {m: tokenizer.token_to_id(m) for m in MARKERS[system]}
     last = ids.get("<|pad|>", end)
-    return Tokens(tokenizer, tokenizer.get_vocab_size(), end if system == "gsm8k" else -1, last, last,
+    return Tokens(tokenizer, size, end if system == "gsm8k" else -1, last, last,
                   *(ids.get(m, -1) for m in ("<|plan|>", "<|execution|>", "<|answer|>")), ids["<|mask|>"])
 
 

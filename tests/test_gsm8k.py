@@ -4,8 +4,10 @@ import re
 from dataclasses import replace
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 
 import gsm8k
 import problem_maker
@@ -90,6 +92,7 @@ def test_a_saved_tokenizer_is_read_back_the_same(demo, tmp_path):
     ("no/such-model", r"--tokenizer no/such-model: no such file or folder, and nothing that could be .* \(\w+\)"),
     ("{tmp}", r"has neither tokenizer.json nor encoder.json with vocab.bpe nor vocab.json with merges.txt"),
     ("{tmp}/bad.json", r"bad.json: is not a tokenizer \(.+\); give"),
+    ("{tmp}/gaps.json", r"gaps.json: its \d+ tokens have ids up to 5000, with gaps; give"),
     ("{tmp}/other.json", r"other.json: has no token <\|endoftext\|>; take GPT-2's"),
 ])
 def test_unknown_tokenizers_are_one_clear_line(tmp_path, monkeypatch, demo, name, message):
@@ -97,6 +100,9 @@ def test_unknown_tokenizers_are_one_clear_line(tmp_path, monkeypatch, demo, name
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     (tmp_path / "bad.json").write_text("{}")
     (tmp_path / "other.json").write_text((demo / "tokenizer.json").read_text().replace("endoftext", "eos"))
+    gaps = json.loads((demo / "tokenizer.json").read_text())
+    gaps["model"]["vocab"][max(gaps["model"]["vocab"], key=gaps["model"]["vocab"].get)] = 5000
+    (tmp_path / "gaps.json").write_text(json.dumps(gaps))
     with pytest.raises(UserError, match=message) as caught:
         load_tokenizer(name.format(tmp=tmp_path), "gsm8k")
     assert "\n" not in str(caught.value)
@@ -131,8 +137,6 @@ def test_line_separators_inside_a_text_do_not_cut_it(tmp_path):
 
 
 def test_parquet_and_arrow_folders(demo, tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     entries = [json.loads(line) for line in (demo / "test.jsonl").read_text().splitlines()]
     table = pyarrow.Table.from_pylist(entries)
     (tmp_path / "hub" / "main").mkdir(parents=True)
@@ -160,6 +164,11 @@ GOOD = {"question": "q", "answer": "a #### 3"}
     ("gsm8k", json.dumps({"question": " ", "answer": "#### 3"}), r"line 1: has no 'question'"),
     ("gsm8k", json.dumps({"question": "q", "answer": "it is 3"}), r"line 1: its 'answer' has no '#### N' line; add"),
     ("gsm8k", json.dumps({"question": "q", "answer": "#### three"}), r"its final answer 'three' is not a number"),
+    ("gsm8k", json.dumps(GOOD) + '\n{"question": "\\ud83d", "answer": "#### 3"}', r"line 2: its 'question' holds half"),
+    ("hdp", json.dumps([{"id": "\ud83d", "question": "q", "plan": "\udc00"}]), r"0 \(\?\): its 'plan' holds half"),
+    ("gsm8k", "[" * 100_000, r"p.jsonl: JSON that cannot be read, from line 1 on: .*recursion"),
+    ("gsm8k", json.dumps(GOOD) + "\n" + '{"a":' * 100_000, r"JSON that cannot be read, from line 2 on: .*recursion"),
+    ("gsm8k", "7" * 5000, r"p.jsonl: JSON that cannot be read, from line 1 on: .*digits"),
     ("gsm8k", "[3]", r"p.jsonl sample 0: is a int, not an object with 'question'"),
     ("hdp", json.dumps([GOOD | {"id": "x7"}]), r"sample 0 \(x7\): has no 'plan' .*; make plans with problem_maker.py"),
     ("hdp", json.dumps([{"question": "q", "plan": "p", "answer": "3"}]), r"sample 0: has no 'execution'"),
