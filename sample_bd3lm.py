@@ -79,6 +79,7 @@ def check_flags(args):
     need(args.top_p == 1 or args.temperature > 0, "--top_p does nothing at --temperature 0; set --temperature 1")
     need(args.tokens_per_step == 1 or args.order == "top_k", "--tokens_per_step needs --order top_k")
     need(args.threshold == 0.9 or args.order == "confidence", "--threshold needs --order confidence")
+    need(not args.output or not Path(args.output).is_dir(), f"--output {args.output} is a folder; give a file")
     need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: torch sees no GPU here")
 
 

@@ -233,6 +233,7 @@ def test_too_long_questions_are_refused_or_counted_as_wrong(trained, tmp_path, c
     (["--tokens_per_step", 2], "--tokens_per_step needs --order top_k"),
     (["--threshold", 0.5], "--threshold needs --order confidence"),
     (["--test_file", "none.jsonl"], "none.jsonl: no such file or folder"),
+    (["--output", "."], "--output . is a folder; give a file"),
     (["--checkpoint", "nowhere"], "--checkpoint nowhere: no such folder"),
 ])
 def test_bad_flags_are_one_clear_line(trained, flags, message):
