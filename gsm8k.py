@@ -4,7 +4,8 @@ A document is a problem as tokens, each with the number of its block: the model 
 denoises. Two systems share everything behind that:
 - gsm8k: `<|endoftext|> Question: ... \\nAnswer: ... #### N <|endoftext|>`, cut into blocks of block_size;
 - hdp: question, plan, execution. Hierarchical: the question is block 0, plan blocks follow, then execution blocks.
-  Flat: the regions padded to their budgets and cut into blocks of one size, as in ngocbao220/hdp-diffusion.
+  Flat: the regions padded to their budgets and cut into blocks of one size, which gives the shape and the effective
+  mask of ngocbao220/hdp-diffusion; unlike there nobody sees the padding, and the loss is as below.
 The end token (`<|endoftext|>`; in hdp `<|pad|>` at the end of plan and execution) is repeated up to the block boundary
 and trained there, since a sampler always fills whole blocks. Nothing else is padded: rows of several problems (--pack)
 give the same loss as rows of one.

@@ -32,7 +32,7 @@ fi
 export SYSTEM=hdp
 export TRAIN_DATA=${TRAIN_DATA:-}           # HDP JSON: question, plan, execution, answer
 export TEST_DATA=${TEST_DATA:-}             # the same for the test problems; empty: no accuracy
-HDP_LAYOUT=${HDP_LAYOUT:-hierarchical}      # flat: the source's padded form, for comparison
+HDP_LAYOUT=${HDP_LAYOUT:-hierarchical}      # flat: the source's padded shape and its mask, for comparison
 layout=(--hdp_layout "$HDP_LAYOUT")
 if [ "$HDP_LAYOUT" = flat ]; then layout+=(--no-pack); fi
 
