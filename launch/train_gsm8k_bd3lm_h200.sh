@@ -8,7 +8,8 @@
 #   bash launch/train_gsm8k_bd3lm_h200.sh --demo                     small, on problems it makes itself; no GPU needed
 #
 # DRY_RUN=1 prints the commands and ends. Slurm's warning before the time limit, SIGTERM and Ctrl-C let the trainer
-# finish its step and save; after the warning the job is queued again. A second Ctrl-C ends everything at once.
+# finish its step and save; after the warning the job is queued again, also when it comes while problems are answered:
+# they are answered anew. A second Ctrl-C ends everything at once.
 #
 #SBATCH --job-name=train_gsm8k_bd3lm
 #SBATCH --nodes=1
@@ -97,7 +98,8 @@ if [ $demo = 1 ]; then      # everything small, so that two CPU cores show falli
     settings=(--model_size nano --dropout 0 --block_size 8 --max_length 96 --question_budget 48 --plan_budget 32
         --execution_budget 48 --row_length 128 --per_device_train_batch_size 8 --gradient_accumulation_steps 1
         --learning_rate 2e-3 --warmup_steps 100 --max_steps 2400 --ema_decay 0.99 --eval_steps 400 --save_steps 0
-        --logging_steps 200 --strip_calculator --num_workers 1 --report_to none)
+        --logging_steps 200 --strip_calculator --num_workers 1 --report_to none
+        --attn_backend sdpa)    # for under 128 noisy copies a row torch may compile flex without a backward pass
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}    # on busy cores more threads make small steps many times slower
     TEST_DATA=$OUTPUT_DIR/demo/$test_file
     SAMPLE_FLAGS='--order confidence'
@@ -137,18 +139,19 @@ ask_node() {        # node.sh passes it on to the trainers, once it catches TERM
 end_node() { kill -INT "$1"; }      # node.sh, asked before, ends them
 status=0
 supervise ask_node end_node "${train[@]}" || status=$?
-trap - USR1 TERM HUP INT
+trap - TERM HUP INT         # USR1 stays ignored until the answers are supervised
 
-if [ -e "$MARKER" ]; then
+queue_again() {     # REASON; does not return
+    local state
     if [ -z "$job" ]; then exit $status; fi
     state=$(scontrol show job "$job" | sed -n 's/^ *JobState=\([A-Z_]*\).*/\1/p')
-    [ "$state" = RUNNING ] || { say "$(cat "$MARKER"); the job is $state"; exit $status; }      # scancel
-    [ "$restart" -lt "$MAX_REQUEUES" ] ||
-        die "$(cat "$MARKER"); not queued again, this was start $((restart + 1)) (MAX_REQUEUES)"
-    say "$(cat "$MARKER"); the job is queued again"
+    [ "$state" = RUNNING ] || { say "$1; the job is $state"; exit $status; }      # scancel
+    [ "$restart" -lt "$MAX_REQUEUES" ] || die "$1; not queued again, this was start $((restart + 1)) (MAX_REQUEUES)"
+    say "$1; the job is queued again"
     scontrol requeue "$job" || die "could not be queued again; the same sbatch command goes on from the checkpoint"
-    exit
-fi
+    exit 0
+}
+if [ -e "$MARKER" ]; then queue_again "$(cat "$MARKER")"; fi
 [ $status = 0 ] || exit $status
 
 # -- accuracy ----------------------------------------------------------------------------------------------------------
@@ -159,4 +162,10 @@ if [ -z "$TEST_DATA" ]; then
     say "no TEST_DATA, so no accuracy"
     exit
 fi
-"${sample[@]}" 2>&1 | tee -a "$LOG_DIR/${job:-local}-sample.log"
+# shellcheck disable=SC2329     # supervise calls it
+end_answers() { kill -TERM -- "-$1"; }
+# shellcheck disable=SC2016     # the inner shell expands them
+supervise end_answers end_answers bash -o pipefail -c '"$@" 2>&1 | tee -a "$0"' \
+    "$LOG_DIR/${job:-local}-sample.log" "${sample[@]}" || status=$?
+[ $status = 0 ] || [ "$asked" != USR1 ] || queue_again "asked to stop by SIGUSR1 while problems were answered"
+exit $status

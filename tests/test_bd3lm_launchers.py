@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import uuid
 from pathlib import Path
 
@@ -105,6 +106,7 @@ def test_the_demo_is_small_and_needs_neither_gpu_nor_files(system, demo):
     assert words[0] == "OMP_NUM_THREADS=1"
     layout = train_bd3lm.check_flags(args)
     assert layout.system == system and args.model_size == "nano" and not args.bf16 and args.train_data is None
+    assert args.attn_backend == "sdpa"      # flex has no backward pass for rows of under 128 noisy copies
     assert args.demo == (300 if len("".join(demo)) > 6 else 2000) and args.max_steps < 3000
     ending = "test.jsonl" if system == "gsm8k" else "test_hdp.json"
     assert sample.test_file == f"outputs/{system}_demo/demo/{ending}"
@@ -233,6 +235,30 @@ def test_a_job_asked_to_stop_is_queued_again(started, stand_ins, tmp_path, state
     assert (tmp_path / "queued-7").exists() == queued
     assert said in process.log.read_text()
     assert list((tmp_path / "out" / "node_logs").glob("7-*.log"))
+
+
+def test_a_warning_while_problems_are_answered_queues_the_job_again(tmp_path, script, stand_ins):
+    (stand_ins / "scontrol").write_text(f'#!/bin/bash\n[ "$1" != requeue ] || touch "{tmp_path}/queued-$2"\n'
+                                        f'echo "   JobState=RUNNING Reason=None"\n')
+    (stand_ins / "python").write_text('#!/bin/bash\ncase $1 in */sample_bd3lm.py) echo answering; exec sleep 99; esac\n'
+                                      f'exec "{sys.executable}" "$@"\n')
+    for name in ("scontrol", "python"):
+        (stand_ins / name).chmod(0o755)
+    mark, log = uuid.uuid4().hex, tmp_path / "log"
+    process = subprocess.Popen(["bash", str(ROOT / "launch" / LAUNCHERS["gsm8k"])], cwd=tmp_path, process_group=0,
+                               stdout=log.open("w"), stderr=subprocess.STDOUT,
+                               env=environment(TRAINER=script("pass"), MIN_GPUS="0", OUTPUT_DIR="out", MARK=mark,
+                                               SLURM_JOB_ID="7", PATH=f"{stand_ins}:{os.environ['PATH']}"))
+    try:
+        wait_until(lambda: "answering" in log.read_text() or process.poll() is not None, "first answers")
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(timeout=60) == 0, log.read_text()
+        wait_until(lambda: not alive(mark), "end of every process")
+    finally:
+        for pid in alive(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    assert (tmp_path / "queued-7").exists() and "answered; the job is queued again" in log.read_text()
 
 
 def test_a_failed_training_gives_its_status_and_no_answers(tmp_path, script, stand_ins):
