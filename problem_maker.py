@@ -1,4 +1,4 @@
-"""Problems and plans without a download: arithmetic word problems with their own tokenizer, and plans made by rule.
+r"""Problems and plans without a download: arithmetic word problems with their own tokenizer, and plans made by rule.
 
     python problem_maker.py demo FOLDER [--problems 2000] [--test 200]     # train and test files, tokenizer.json
     python problem_maker.py plans --input train.jsonl --output train_hdp.json
@@ -6,6 +6,12 @@
 `plans` turns GSM8K into the HDP form {id, question, plan, execution, answer, plan_source: "rule"}. Its plans come from
 the operators of the calculator marks and the words behind each result, not from a language model: they say which
 operations follow one another and what each one finds, never a number. Expect less of them than of a teacher's plans.
+Those (plan_source: "teacher") take three steps:
+
+    python problem_maker.py lines --input train.jsonl --output lines.txt
+    python create_data.py --input_file lines.txt --prompt_file prompts/gsm8k_plan.txt --parser whole \
+        --temperature 0.6 --top_p 0.9 --output_file plans.jsonl --model_name TEACHER
+    python problem_maker.py plans --input train.jsonl --teacher plans.jsonl --output train_hdp.json
 
 Files to copy with it: problems.py checkpoint.py tensor_files.py parallel.py.
 """
@@ -126,16 +132,50 @@ def rule_plan(solution):
     return " ".join(f"{first} {verb} {goal}." for first, (verb, goal) in zip(lead, found))
 
 
-def make_plans(path, split="train"):
-    """GSM8K file, dataset folder or hub name -> list of dicts {id, question, plan, execution, answer, plan_source}."""
-    entries = []
-    for number, problem in enumerate(read_problems(path, split, "gsm8k")):
+def teacher_line(problem):
+    """One line of text with all that a teacher needs to plan a problem (problems.Problem)."""
+    solution = CALCULATOR.sub("", problem.solution.rpartition("####")[0])
+    return " ".join(f"Problem: {problem.question} Worked answer: {solution}".split())
+
+
+def read_teacher(path, problems):
+    """Plans of a chat JSONL that create_data.py made from the teacher_lines of these problems, in their order.
+
+    Raises UserError when one has no plan, or the file was made from other problems.
+    """
+    plans = {}
+    try:
+        for number, text in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+            record = json.loads(text)
+            asked, said = (message["content"] for message in record["messages"])
+            if not 0 <= record["id"] < len(problems) or asked != teacher_line(problems[record["id"]]):
+                raise UserError(f"--teacher {path} line {number}: was not made from the lines of these problems")
+            plans[record["id"]] = " ".join(said.split())
+    except OSError as error:
+        raise UserError(f"--teacher {path}: cannot be read ({error.strerror})")
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--teacher {path} line {number}: is no record of create_data.py ({error})")
+    if without := [problem.name for number, problem in enumerate(problems) if number not in plans]:
+        raise UserError(f"--teacher {path}: {len(without)} of {len(problems)} problems have no plan, the first is "
+                        f"{without[0]}; see .rejected.jsonl, and ask again with more --max_retries")
+    return [plans[number] for number in range(len(problems))]
+
+
+def make_plans(path, split="train", teacher=None):
+    """GSM8K file, dataset folder or hub name -> list of dicts {id, question, plan, execution, answer, plan_source}.
+
+    teacher: chat JSONL of create_data.py with the plans; None: plans by rule.
+    """
+    problems, entries = read_problems(path, split, "gsm8k"), []
+    plans = read_teacher(teacher, problems) if teacher else None
+    for number, problem in enumerate(problems):
         worked = problem.solution.rpartition("####")[0]
         execution = " ".join(CALCULATOR.sub("", worked).split())
         if not execution:
             raise UserError(f"{problem.name}: its answer has no steps before ####; a plan needs some")
-        entries.append({"id": f"gsm8k_{number}", "question": problem.question, "plan": rule_plan(worked),
-                        "execution": execution, "answer": problem.answer, "plan_source": "rule"})
+        entries.append({"id": f"gsm8k_{number}", "question": problem.question,
+                        "plan": plans[number] if teacher else rule_plan(worked), "execution": execution,
+                        "answer": problem.answer, "plan_source": "teacher" if teacher else "rule"})
     return entries
 
 
@@ -151,10 +191,13 @@ def main(argv=None):
     demo.add_argument("--problems", type=int, default=2000, help="training problems")
     demo.add_argument("--test", type=int, default=200, help="test problems")
     demo.add_argument("--seed", type=int, default=0, help="of the problems")
-    plans = commands.add_parser("plans", help="GSM8K -> HDP JSON with plans made by rule, not by a language model")
-    plans.add_argument("--input", required=True, help="GSM8K JSONL, dataset folder or hub name")
-    plans.add_argument("--split", default="train", help="split of a dataset folder or hub name")
-    plans.add_argument("--output", required=True, help="JSON file to write")
+    lines = commands.add_parser("lines", help="GSM8K -> one line a problem for create_data.py, to get plans")
+    plans = commands.add_parser("plans", help="GSM8K -> HDP JSON with plans by rule, or those of a teacher")
+    for command, what in ((lines, "text file to write"), (plans, "JSON file to write")):
+        command.add_argument("--input", required=True, help="GSM8K JSONL, dataset folder or hub name")
+        command.add_argument("--split", default="train", help="split of a dataset folder or hub name")
+        command.add_argument("--output", required=True, help=what)
+    plans.add_argument("--teacher", help="chat JSONL that create_data.py made of `lines`; default: plans by rule")
     args = p.parse_args(argv)
     with parallel.one_clear_error():
         if args.command == "demo":
@@ -162,11 +205,16 @@ def main(argv=None):
             tokens = load_tokenizer(args.folder, "gsm8k")
             print(f"{args.folder}: {args.problems} training and {args.test} test problems, "
                   f"{tokens.vocab_size - 1} token ids")
+        elif args.command == "lines":
+            texts = [teacher_line(problem) for problem in read_problems(args.input, args.split, "gsm8k")]
+            checkpoint.prepare_output(Path(args.output).resolve().parent, "--output")
+            write_text(Path(args.output), "".join(text + "\n" for text in texts))
+            print(f"{args.output}: {len(texts)} lines for create_data.py")
         else:
-            entries = make_plans(args.input, args.split)
+            entries = make_plans(args.input, args.split, args.teacher)
             checkpoint.prepare_output(Path(args.output).resolve().parent, "--output")
             write_text(Path(args.output), json.dumps(entries, indent=1, ensure_ascii=False) + "\n")
-            print(f"{args.output}: {len(entries)} problems with plans by rule")
+            print(f"{args.output}: {len(entries)} problems with plans by {'a teacher' if args.teacher else 'rule'}")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ from test_launchers import alive, wait_until
 
 import create_data
 import label_parsers
+import parallel
+import problem_maker
 import teacher
 from label_parsers import LANGUAGES, Found, make_parser, read_label
 
@@ -685,6 +687,39 @@ def test_launcher_errors_are_one_line(words, settings, message, tmp_path):
 
 
 @pytest.mark.slow
+def test_plans_of_a_teacher_for_gsm8k(server, tmp_path, capsys):
+    """The three steps that problem_maker.py names, with the prompt that ships; then what must not pass for plans."""
+    solutions = ["He sells <<48/2=24>>24 clips.\nThen 48+24 = 72.\n#### 72", "It is 3.\n#### 3", "5 is left.\n#### 5"]
+    questions = ["How many clips\ndid Ann sell?", "What is 1+2?", "How much is left?"]
+    (tmp_path / "train.jsonl").write_text("".join(
+        json.dumps({"question": q, "answer": a}) + "\n" for q, a in zip(questions, solutions)))
+
+    def make(command, *more):
+        given = [command, "--input", tmp_path / "train.jsonl", *more]
+        problem_maker.main([str(word) for word in given])
+        return json.loads((tmp_path / "hdp.json").read_text()) if command == "plans" else None
+    make("lines", "--output", tmp_path / "lines.txt")
+    lines = (tmp_path / "lines.txt").read_text().splitlines()
+    assert lines[0] == ("Problem: How many clips did Ann sell? Worked answer: He sells 24 clips. Then 48+24 = 72.")
+    create_data.main(flags(tmp_path, server, "--parser", "whole", "--max_retries", 9, "--prompt_file",
+                           ROOT / "prompts" / "gsm8k_plan.txt", output="plans.jsonl"))
+    found = make("plans", "--teacher", tmp_path / "plans.jsonl", "--output", tmp_path / "hdp.json")
+    records = [json.loads(line) for line in (tmp_path / "plans.jsonl").read_text().splitlines()]
+    for entry, record, question in zip(found, records, questions):
+        assert entry["plan"] == " ".join(record["messages"][1]["content"].split()) and entry["plan"]
+        assert entry["plan_source"] == "teacher" and entry["question"] == question
+    assert [entry["answer"] for entry in found] == ["72", "3", "5"]
+
+    for spoil, words in ((records[1:], "1 of 3 problems have no plan, the first is"),
+                         ([records[1] | {"id": 0}, *records[1:]], "line 1: was not made from the lines of these"),
+                         ([{"id": 0}], "line 1: is no record of create_data.py")):
+        (tmp_path / "plans.jsonl").write_text("".join(json.dumps(record) + "\n" for record in spoil))
+        parallel._claimed.clear()
+        with pytest.raises(SystemExit):
+            make("plans", "--teacher", tmp_path / "plans.jsonl", "--output", tmp_path / "hdp.json")
+        assert words in capsys.readouterr().err
+
+
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")
 def test_vllm_labels(tiny_chat, tmp_path):
     """In this process's own Python: chat template, per-request seeds, log-probabilities, a prompt that is too long."""
