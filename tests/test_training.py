@@ -617,7 +617,7 @@ def test_log_names_and_console_line(shared):
     number = r"\d+\.\d+"
     assert re.fullmatch(
         rf"step +2/{STEPS} \| epoch +{number} \| loss +{number} \| audio +{number} "
-        rf"\({'/'.join([number] * 8)}\) \| text +{number} \| eos +{number} acc +{number}% \| lr {number}e-\d+ \| "
+        rf"\({'/'.join([number] * 8)}\) \| text +{number} \| eos +{number} stop +{number}% \| lr {number}e-\d+ \| "
         rf"grad_norm +{number} \| +[\d,]+ tok/s +[\d,.]+ audio-s/s +[\d,.]+ samples/s \| pad +{number}% \| "
         rf"wait +{number} s \| mem +{number} GiB( \| mfu +{number}%)? \| eta \d+:\d\d:\d\d", line), line
 
