@@ -30,6 +30,14 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
+@pytest.fixture(autouse=True)
+def nothing_said_yet():
+    """A test that ran a script's main in this process must not leave its last word said: forks would stay silent."""
+    yield
+    if "parallel" in sys.modules:
+        sys.modules["parallel"]._claimed.clear()
+
+
 @dataclass
 class Tiny:
     """A tiny native model, codec, speech and train.json, with the audio already encoded in a code cache."""

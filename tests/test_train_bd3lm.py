@@ -456,7 +456,7 @@ def answers(folder, path, system, **options):
 
 @pytest.mark.parametrize("flags", ["--per_device_train_batch_size 5", f"{HDP} --per_device_train_batch_size 4"])
 def test_eight_problems_are_learnt_by_heart(pool, demo, tmp_path, flags):
-    run = complete(pool, demo, tmp_path / "out", "--demo", 8, *flags.split(), "--max_steps", 300, "--learning_rate",
+    run = complete(pool, demo, tmp_path / "out", "--demo", 8, *flags.split(), "--max_steps", 600, "--learning_rate",
                    8e-3, "--warmup_steps", 10, "--lr_scheduler", "cosine", "--adam_beta2", 0.95, "--loss_weighting",
                    "ce", "--t_range", 0.3, 1.0, "--ema_decay", 0.9, "--logging_steps", 100, "--eval_steps", 0,
                    "--early_stop_patience", 0)
