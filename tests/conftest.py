@@ -1,6 +1,7 @@
 """Shared pieces of the tests: one tiny real-architecture model and dataset a session, and real trainer processes."""
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -30,12 +31,32 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
+HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCHLD)
+
+
+def default_signals():
+    """Ignore no signal the project handles: children would ignore it as well, and bash can not even trap it then.
+
+    A shell starts its background jobs with Ctrl-C ignored, and a trainer that ends ignores what comes too late.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in HANDLED:
+        signal.signal(number, signal.SIG_DFL)
+
+
+default_signals()
+
+
 @pytest.fixture(autouse=True)
-def nothing_said_yet():
-    """A test that ran a script's main in this process must not leave its last word said: forks would stay silent."""
+def as_a_fresh_process():
+    """A script's main run in this process leaves its last word said and signals ignored; the next test starts anew."""
+    default_signals()
     yield
     if "parallel" in sys.modules:
         sys.modules["parallel"]._claimed.clear()
+    if "watchdog" in sys.modules:
+        sys.modules["watchdog"]._requested.clear()
+        sys.modules["watchdog"]._at_rest.clear()
 
 
 @dataclass
