@@ -1,0 +1,101 @@
+"""What the measurements in this folder share: two ways in turn, medians, the machine, one JSON file per question.
+
+A report has `tables`: {name: {"columns": [...], "rows": [[...], ...]}} of numbers and words, for bench/table.py, which
+renders them into README.md; everything else in it is there for whoever wants to look closer. Copy with it: nothing.
+"""
+import datetime
+import gc
+import json
+import os
+import platform
+import resource
+import statistics
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PACKAGES = ("torch", "transformers", "peft", "trl", "torchao")      # those installed are named in a report
+
+
+def synchronize(device):
+    """Wait for the GPU; a CPU is always done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def alternate(ways, rounds, device, warm_up=1):
+    """{name: [seconds of each round]} of {name: function}, called in turn: a busy moment of the machine hits all.
+
+    Each name's first `warm_up` calls are not timed. The order turns around every round, so none always goes first.
+    """
+    seconds = {name: [] for name in ways}
+    for turn in range(-warm_up, rounds):
+        for name in ways if turn % 2 == 0 else reversed(ways):
+            gc.collect()
+            synchronize(device)
+            start = time.perf_counter()
+            ways[name]()
+            synchronize(device)
+            if turn >= 0:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def median(values):
+    """Median and spread of a list of numbers: {"median", "least", "most"}."""
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+
+
+def ratio(ours, theirs):
+    """How many times faster: median over rounds of theirs / ours, two lists of seconds of the same rounds."""
+    return statistics.median(b / a for a, b in zip(ours, theirs))
+
+
+def matmul_rate(device, dtype=None, size=None, repeats=10):
+    """FLOP/s of a large matrix product, median: bf16, 8192 wide on a GPU, float32, 1024 wide on a CPU."""
+    cuda = device.type == "cuda"
+    size, dtype = size or (8192 if cuda else 1024), dtype or (torch.bfloat16 if cuda else torch.float32)
+    a, b = torch.randn(2, size, size, device=device, dtype=dtype)
+    seconds = alternate({"matmul": lambda: [a @ b for _ in range(10)]}, repeats, device, warm_up=3)["matmul"]
+    return 10 * 2 * size ** 3 / statistics.median(seconds)
+
+
+def peak_memory_gib(device):
+    """Most memory held since reset_peak: of the GPU as torch counts it, else resident memory of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20       # KiB on Linux; since the process began
+
+
+def device_name(device):
+    """"NVIDIA H200", or "CPU"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def new_report(question, device, command):
+    """What every report begins with: the question, the machine, versions, the day and the command."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if device.type == "cuda":
+        versions["cuda"] = torch.version.cuda
+    cpu = next((line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
+    return {"question": question, "device": device_name(device), "cpu": cpu, "cores": len(os.sched_getaffinity(0)),
+            "threads": torch.get_num_threads(), "date": datetime.date.today().isoformat(), "versions": versions,
+            "command": command, "tables": {}}
+
+
+def write_report(name, report, results_dir=RESULTS):
+    """Write results_dir/NAME-DEVICE.json and return its path."""
+    path = Path(results_dir) / f"{name}-{'-'.join(report['device'].lower().split())}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(report, indent=1) + "\n")
+    os.replace(temporary, path)
+    return path
