@@ -33,12 +33,17 @@ def add_lora(model, layers, rank, alpha, dropout, targets, base_name):
                             f"{endings or 'none, this model has no linear layers'}")
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none",
                         task_type="CAUSAL_LM")
+    return attach(model, config, base_name)
+
+
+def attach(model, config, base_name=None, autocast=True):
+    """Wrap a model as a peft LoraConfig says; adapters in fp32, the base frozen. autocast: it will run under that."""
     with warnings.catch_warnings():     # peft asks transformers in a way that newer transformers finds old
         warnings.simplefilter("ignore", FutureWarning)
         wrapped = get_peft_model(model, config)
     config.base_model_name_or_path = base_name      # now: get_peft_model overwrites it with the local folder
-    for module in wrapped.modules():        # autocast picks the compute dtype; PEFT need not cast inputs to fp32 first
-        if hasattr(module, "cast_input_dtype_enabled"):
+    for module in wrapped.modules():
+        if autocast and hasattr(module, "cast_input_dtype_enabled"):    # PEFT need not cast inputs to fp32 first
             module.cast_input_dtype_enabled = False
     return wrapped
 

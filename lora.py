@@ -1,16 +1,13 @@
-"""LoRA on Higgs-Audio V2: which layers get adapters, saving, loading, merging; the files are PEFT's own format.
+"""LoRA on Higgs-Audio V2: which layers get adapters, merging, export; the files are PEFT's own format.
 
     python lora.py merge --model_path BASE --adapter out/checkpoint-500 --output_dir merged     # a native checkpoint
     python lora.py export --model_path BASE --adapter out/checkpoint-500 --output_dir served    # the 2025 layout
     python lora.py export --model_path full/checkpoint-500 --output_dir served                  # of a full fine-tuning
 
-Copy with it: higgs_export.py, higgs_io.py and what those name.
+Copy with it: adapters.py, higgs_export.py, higgs_io.py and what those name.
 """
 import argparse
-import copy
 import json
-import math
-import warnings
 from pathlib import Path
 
 import torch
@@ -21,7 +18,8 @@ import tensor_files
 from parallel import UserError, one_clear_error
 
 # after higgs_io, which explains a broken torchaudio
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict  # isort: skip
+import adapters  # isort: skip
+from peft import LoraConfig  # isort: skip
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 TARGETS = {
@@ -44,12 +42,7 @@ def add_lora(model, rank, alpha, dropout, targets, base_name):
             raise UserError(f"--lora_target_modules {name!r} matches no linear layer; use one of {', '.join(TARGETS)} "
                             f"or endings such as q_proj, mlp.gate_proj, audio_mlp.gate_proj")
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none")
-    wrapped = _wrap(model, config)
-    config.base_model_name_or_path = base_name      # now: get_peft_model overwrites it with the local folder
-    for module in wrapped.modules():        # autocast picks the compute dtype; PEFT need not cast inputs to fp32 first
-        if hasattr(module, "cast_input_dtype_enabled"):
-            module.cast_input_dtype_enabled = False
-    return wrapped
+    return adapters.attach(model, config, base_name)
 
 
 def add_saved(model, adapter):
@@ -65,62 +58,10 @@ def add_saved(model, adapter):
         if missing:
             raise UserError(f"{path}: has no {' and no '.join(missing)}")
         config = LoraConfig.from_pretrained(adapter)
-        config.base_model_name_or_path = None
-        return _wrap(model, config)
+        config.base_model_name_or_path = None       # peft would warn that this base has another name
+        return adapters.attach(model, config, autocast=False)
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise UserError(f"{path}: is no LoRA configuration for this model ({repr(error)[:200]})")
-
-
-def _wrap(model, config):
-    with warnings.catch_warnings():     # peft asks transformers in a way that newer transformers finds old
-        warnings.simplefilter("ignore", FutureWarning)
-        return get_peft_model(model, config)
-
-
-def base_weights(model):
-    """{native name: parameter} of the base inside a PeftModel."""
-    named = model.get_base_model().named_parameters()
-    return {name.replace(".base_layer.", "."): parameter for name, parameter in named if ".lora_" not in name}
-
-
-def adapter_weights(model):
-    """{name in adapter_model.safetensors: parameter}."""
-    trained = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
-    return get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False)
-
-
-def init_adapters(model, seed):
-    """Fill new adapters: A as PEFT does (Kaiming uniform), B with zeros. The same for any sharding of the same seed."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in adapter_weights(model).items():
-        whole = torch.zeros(parameter.shape)
-        if ".lora_A." in name:
-            torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
-        tensor_files.fill(parameter, whole)
-
-
-def save_config(model, folder):
-    """adapter_config.json; beside adapter_weights in adapter_model.safetensors PeftModel.from_pretrained loads it."""
-    config = copy.copy(model.peft_config["default"])
-    config.inference_mode = True
-    config.save_pretrained(folder)
-
-
-def load_lora_weights(model, folder):
-    """Copy a saved adapter into a freshly wrapped model, sharded or not; raises UserError when it does not fit."""
-    saved = json.loads((Path(folder) / "adapter_config.json").read_text())
-    ours = model.peft_config["default"]
-    for key, value in (("r", ours.r), ("lora_alpha", ours.lora_alpha), ("target_modules", ours.target_modules)):
-        stored = set(saved[key]) if key == "target_modules" else saved[key]
-        if stored != (set(value) if key == "target_modules" else value):
-            raise UserError(f"{folder}: adapter has {key} {saved[key]}, this run {value}; give the same LoRA flags or "
-                            "another --output_dir")
-    weights, found = adapter_weights(model), tensor_files.open_tensors([Path(folder) / "adapter_model.safetensors"])
-    found = {name: [part] for name, part in found.items()}
-    if problem := tensor_files.compare({name: p.shape for name, p in weights.items()}, found):
-        raise UserError(f"{folder}: the adapter does not fit this model: {problem}")
-    for name, parameter in weights.items():
-        tensor_files.read_into(parameter.detach(), found[name])
 
 
 def folds(model, adapter):
@@ -133,7 +74,7 @@ def folds(model, adapter):
     stored = tensor_files.open_tensors([Path(adapter) / "adapter_model.safetensors"])
     if other := [name for name in stored if not name.endswith((".lora_A.weight", ".lora_B.weight"))]:
         raise UserError(f"--adapter {adapter}: only plain LoRA can be folded in, this has {min(other)}")
-    load_lora_weights(net, adapter)     # onto the meta device: nothing but the comparison is left of it
+    adapters.load_adapters(net, adapter)     # onto the meta device: nothing but the comparison is left of it
 
     def fold(name, scaling):
         a, b = (stored[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")

@@ -1,6 +1,7 @@
 """The Higgs-Audio V2 model as the trainer's flags want it: checked, empty, with adapters, sharded, loaded, saved.
 
-Copy with it: higgs.py, higgs_io.py, lora.py, tensor_files.py, parallel.py, optim.py, checkpoint.py and what those name.
+Copy with it: higgs.py, higgs_io.py, lora.py, adapters.py, tensor_files.py, parallel.py, optim.py, checkpoint.py and
+what those name.
 """
 import json
 from pathlib import Path
@@ -15,6 +16,8 @@ import optim
 import parallel
 import tensor_files
 from parallel import UserError
+
+import adapters  # isort: skip      # after higgs_io, which explains a broken torchaudio
 
 
 def check_device(args, device):
@@ -67,11 +70,11 @@ def build_model(world, args, folder, config, resume):
         parallel.shard(model, native.model.layers, world, args.bf16, args.reshard_after_forward, args.cpu_offload)
     model.to_empty(device="cpu" if args.cpu_offload else world.device)      # from here on there is memory, still unset
     higgs_io.reset_buffers(native, world.device)
-    higgs_io.load_weights(lora.base_weights(net) if args.use_lora else dict(native.named_parameters()), parts)
+    higgs_io.load_weights(adapters.base_weights(net) if args.use_lora else dict(native.named_parameters()), parts)
     if args.use_lora and resume:
-        lora.load_lora_weights(net, resume)
+        adapters.load_adapters(net, resume)
     elif args.use_lora:
-        lora.init_adapters(net, args.seed)
+        adapters.init_adapters(net, args.seed)
     model.train()
     return model, model if args.parallel == "fsdp" else parallel.wrap_ddp(model, world), native
 
@@ -88,16 +91,16 @@ def load_to_speak(folder, config, adapter, dtype, device):
         net = lora.add_saved(native, adapter)
     net.to_empty(device=device)
     higgs_io.reset_buffers(native, device)
-    higgs_io.load_weights(lora.base_weights(net) if adapter else dict(native.named_parameters()), parts)
+    higgs_io.load_weights(adapters.base_weights(net) if adapter else dict(native.named_parameters()), parts)
     if adapter:
-        lora.load_lora_weights(net, adapter)
+        adapters.load_adapters(net, adapter)
     return native.eval()
 
 
 def check_resume(args, model, native, resume):
     """Raise UserError when the checkpoint folder `resume` does not fit this (empty) model."""
     if args.use_lora:
-        lora.load_lora_weights(model.net, resume)       # onto the meta device: nothing but the comparison is left of it
+        adapters.load_adapters(model.net, resume)       # onto the meta device: nothing but the comparison is left of it
     else:
         config = json.loads((Path(resume) / "config.json").read_text())
         higgs_io.check_weights(native, higgs_io.weight_parts(resume, config), resume)
@@ -119,13 +122,13 @@ def save_checkpoint(world, writer, args, model, native, tokenizer, folder, optim
     parallel.reshard(model)
     states = parallel.gather_objects(world, checkpoint.rng_state(world.device))
     if args.use_lora:
-        files = tensor_files.stage(world, "adapter_model", lora.adapter_weights(model.net), spread=False)
+        files = tensor_files.stage(world, "adapter_model", adapters.adapter_weights(model.net), spread=False)
     else:
         files = tensor_files.stage(world, "model", dict(native.named_parameters()))
     moments = optim.state_tensors(optimizer, model.named_parameters())
     files |= tensor_files.stage(world, f"{checkpoint.STATE_DIR}/optimizer", moments)
     if world.is_main:
         files[f"{checkpoint.STATE_DIR}/rng.pt"] = lambda path: torch.save(states, path)
-        files["*"] = (lambda path: lora.save_config(model.net, path)) if args.use_lora else \
+        files["*"] = (lambda path: adapters.save_config(model.net, path)) if args.use_lora else \
             (lambda path: higgs_io.save_config(native, tokenizer, path, folder))
     writer.save(meta["step"], files, meta)

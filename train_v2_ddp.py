@@ -13,8 +13,8 @@ from the plan that all ranks share, so no rank has to ask another.
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
 
 Files to copy with it: data.py chatml.py code_cache.py speech_model.py speech_plan.py dry_run.py higgs.py higgs_io.py
-higgs_export.py lora.py speak.py run_samples.py (its own), packing.py parallel.py optim.py checkpoint.py tensor_files.py
-watchdog.py metrics.py preflight.py (shared).
+higgs_export.py lora.py speak.py run_samples.py (its own), adapters.py packing.py parallel.py optim.py checkpoint.py
+tensor_files.py watchdog.py metrics.py preflight.py (shared).
 """
 import argparse
 import math

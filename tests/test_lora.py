@@ -12,6 +12,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import HiggsAudioV2ForConditionalGeneration
 
+import adapters
 import higgs
 import lora
 import tensor_files
@@ -60,7 +61,7 @@ def assert_same_outputs(a, b, data, tolerance=1e-5):
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 
-def adapters(net):
+def with_adapter(net):
     """Names of the base's modules that carry an adapter."""
     return {name for name, module in net.get_base_model().named_modules() if hasattr(module, "lora_A")}
 
@@ -76,16 +77,16 @@ def adapters(net):
     ("self_attn.o_proj,mlp.down_proj", {"self_attn.o_proj", "mlp.down_proj"})])
 def test_targets_are_exactly_these_layers(tiny, targets, expected):
     net = lora.add_lora(base(tiny), 4, 8, 0.0, targets, "base")
-    assert adapters(net) == {f"model.layers.{i}.{name}" for i in range(2) for name in expected}
+    assert with_adapter(net) == {f"model.layers.{i}.{name}" for i in range(2) for name in expected}
     trainable = [n for n, p in net.named_parameters() if p.requires_grad]
     assert len(trainable) == 2 * 2 * len(expected) and all("lora_" in n for n in trainable)
-    layer = net.get_base_model().get_submodule(sorted(adapters(net))[0])
+    layer = net.get_base_model().get_submodule(sorted(with_adapter(net))[0])
     assert layer.r["default"] == 4 and layer.scaling["default"] == 2.0
 
 
 def test_one_layer_by_its_full_name(tiny):
     net = lora.add_lora(base(tiny), 4, 8, 0.0, "layers.1.self_attn.q_proj,audio_lm_head", "base")
-    assert adapters(net) == {"model.layers.1.self_attn.q_proj", "audio_lm_head"}
+    assert with_adapter(net) == {"model.layers.1.self_attn.q_proj", "audio_lm_head"}
 
 
 @pytest.mark.parametrize("targets, named", [("q_proj,audio_attn.q_proj", "'audio_attn.q_proj'"), ("proj", "'proj'"),
@@ -138,9 +139,10 @@ def test_adapters_are_fp32_on_a_bf16_base(tiny, data):
 def save(net, folder):
     """The adapter files as the trainer writes them."""
     folder.mkdir(exist_ok=True)
-    for name, write in tensor_files.stage(World(), "adapter_model", lora.adapter_weights(net), spread=False).items():
+    weights = adapters.adapter_weights(net)
+    for name, write in tensor_files.stage(World(), "adapter_model", weights, spread=False).items():
         write(folder / name)
-    lora.save_config(net, folder)
+    adapters.save_config(net, folder)
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +179,7 @@ def test_reload_continues_with_the_same_adapter(tiny, data, saved):
     folder, net = saved
     torch.manual_seed(7)
     again = lora.add_lora(base(tiny), 4, 8, 0.0, "attention+audio_mlp", "owner/base").eval()
-    lora.load_lora_weights(again, folder)
+    adapters.load_adapters(again, folder)
     assert_same_outputs(again, net, data, 0)
     assert sum(p.requires_grad for p in again.parameters()) == 2 * 2 * 7
 
@@ -190,7 +192,7 @@ def test_adapter_of_other_flags_is_refused(tiny, saved, change, parts):
     net = adapted(tiny, **change)
     before = [p.clone() for p in net.parameters()]
     with pytest.raises(UserError) as error:
-        lora.load_lora_weights(net, folder)
+        adapters.load_adapters(net, folder)
     assert all(part in str(error.value) for part in [str(folder), *parts])
     assert all(torch.equal(p, b) for p, b in zip(net.parameters(), before))
 
@@ -230,7 +232,7 @@ def test_unreadable_adapter_file_is_one_clear_line(tiny, saved, tmp_path, conten
     if content:
         (tmp_path / "adapter_model.safetensors").write_bytes(content)
     with pytest.raises(UserError, match="adapter_model.safetensors: cannot be read") as error:
-        lora.load_lora_weights(adapted(tiny), tmp_path)
+        adapters.load_adapters(adapted(tiny), tmp_path)
     assert "\n" not in str(error.value)
 
 
@@ -238,7 +240,7 @@ def test_unreadable_adapter_file_is_one_clear_line(tiny, saved, tmp_path, conten
 def test_adapter_file_that_does_not_fit_is_refused(tiny, saved, tmp_path, what):
     name = spoiled(saved, tmp_path, what)
     with pytest.raises(UserError) as error:
-        lora.load_lora_weights(adapted(tiny), tmp_path)
+        adapters.load_adapters(adapted(tiny), tmp_path)
     assert str(tmp_path) in str(error.value) and name in str(error.value)
 
 
