@@ -464,7 +464,7 @@ def test_a_rank_never_holds_the_whole_model(pool, odd, tmp_path):
     assert not any(statuses), output
     for rank in range(2):
         grown, samples = json.loads((tmp_path / f"memory{rank}.json").read_text())
-        assert samples > 20
+        assert samples > 5      # of a few hundred when the machine is idle
         assert size / 2 < grown < size / 2 + file, f"rank {rank} grew by {grown / size:.2f} of the model"
 
 
@@ -480,6 +480,7 @@ def measure_start(argv, folder):
     world, *_ = start(argv)
     ended.set()
     watcher.join()
+    sizes.append(anonymous_bytes())
     (Path(folder) / f"memory{world.rank}.json").write_text(json.dumps([max(sizes) - sizes[0], len(sizes)]))
     parallel.finish()
 
