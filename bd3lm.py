@@ -45,6 +45,8 @@ class Blocks(NamedTuple):
     n_targets: int
     documents: int
     tokens: int                 # clean ones without padding
+    noisy_tiles: torch.Tensor   # (B, tiles, tiles) int8   dit.tile_states: what flex attention may skip
+    clean_tiles: torch.Tensor   # (B, tiles, tiles) int8
 
 
 class Inputs(NamedTuple):
@@ -57,12 +59,14 @@ class Inputs(NamedTuple):
     labels: torch.Tensor        # (R,) int64         their clean tokens
     weights: torch.Tensor       # (R,) float32       factor of their cross-entropy
     places: torch.Tensor        # (R,) int64         where they stand in the flat (B * L) clean tokens
+    noisy_tiles: torch.Tensor   # as in Blocks
+    clean_tiles: torch.Tensor
     n_noisy: int                # N
     layout: bytes               # equal for batches that need the same attention mask
 
     def to(self, device):
         """The same on a device."""
-        return self._replace(**{name: send(getattr(self, name), device) for name in self._fields[:8]})
+        return self._replace(**{name: send(getattr(self, name), device) for name in self._fields[:10]})
 
 
 def send(tensor, device):
@@ -218,7 +222,8 @@ def diffuse(batch, draws, mask_id, t_range=FULL, schedule="loglinear", weighting
     layout = hashlib.sha256(doc.numpy().tobytes() + block.numpy().tobytes()).digest()
     return Inputs(torch.cat([clean.masked_fill(hidden, mask_id), batch.input_ids], 1),
                   torch.cat([batch.position.gather(1, at), batch.position], 1), doc, block,
-                  hidden.flatten().nonzero()[:, 0], clean[hidden], weights, places, at.shape[1], layout)
+                  hidden.flatten().nonzero()[:, 0], clean[hidden], weights, places,
+                  batch.noisy_tiles, batch.clean_tiles, at.shape[1], layout)
 
 
 def attended_pairs(batch):

@@ -6,26 +6,28 @@ and a hierarchy of question, plan and execution are one model. The backbone is t
 2503.09573; adaLN-zero from DiT, arXiv 2212.09748): RoPE, GELU MLP, untied zero-initialised head, no time conditioning,
 so that the modulation is a learned constant.
 
-Module of train_bd3lm.py and sample_bd3lm.py: torch only, imports nothing of ours.
+Module of train_bd3lm.py and sample_bd3lm.py: torch and numpy only, imports nothing of ours.
 """
 import math
 import re
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 HEAD_ROWS = 8192        # logits of so many rows at a time; of more, they are computed again in the backward pass
+TILE = 128              # queries and keys of a tile, flex_attention's unit of work
+NOTHING, SOME, ALL = 0, 1, 2        # how many pairs of a tile may attend
 THETA = 10_000.0        # base of the rotary frequencies
 FREQUENCIES = 256       # width of the sinusoid of the noise level
 # hidden size, layers, heads, width of the conditioning; nano is for demos and tests, the others are BD3-LM's
 SIZES = {"nano": (64, 2, 4, 16), "tiny": (256, 8, 8, 64), "small": (768, 12, 12, 128), "medium": (1024, 24, 16, 128)}
 
 compiled_flex = torch.compile(flex_attention, dynamic=False)        # uncompiled it would write out all scores
-
 
 
 @dataclass
@@ -65,19 +67,59 @@ def attends(doc, block, n_noisy):
     return rule
 
 
-def attention_masks(doc, block, n_noisy, backend):
+def tile_states(doc, block, n_noisy):
+    """What flex_attention may skip of attention_masks: two int8 tensors of NOTHING, SOME or ALL for each tile.
+
+    doc, block: (B, S) int arrays as in attends. -> (B, tiles of noisy queries, tiles of all keys), (B, tiles of clean
+    queries, tiles of clean keys). Pairs are counted by runs of tokens of one block, some 50 a row, not one by one as
+    create_block_mask does: cheap enough for a loader process. A last tile that is not whole is never ALL, as there.
+    """
+    rows, length = doc.shape
+    edges = [np.append(np.arange(first, last, TILE), last) for first, last in
+             ((0, n_noisy), (0, length), (n_noisy, length))]
+    counts = [np.zeros((rows, len(edges[q]) - 1, len(edges[k]) - 1), np.int64) for q, k in ((0, 1), (2, 2))]
+    for r in range(rows):
+        changes = np.flatnonzero((np.diff(doc[r]) != 0) | (np.diff(block[r]) != 0)) + 1
+        starts = np.unique(np.concatenate([[0, n_noisy], changes]))
+        at, live = np.arange(len(starts)), doc[r, starts] >= 0
+        rule = attends(doc[r:r + 1, starts], block[r:r + 1, starts], np.searchsorted(starts, n_noisy))
+        seen = rule(0, 0, at[:, None], at) & live       # of padding runs no token sees another one
+        noisy, both, clean = (covered(starts, length, some) for some in edges)
+        for count, queries, keys in zip(counts, (noisy, clean), (both, clean)):
+            count[r] = queries.T @ seen @ keys
+            tiles = np.arange(count.shape[1])
+            count[r, tiles, tiles] += (queries * ~live[:, None]).sum(0)     # but each sees itself
+    return tuple(torch.from_numpy(np.select([c == TILE * TILE, c > 0], [ALL, SOME], NOTHING).astype(np.int8))
+                 for c in counts)
+
+
+def covered(starts, length, edges):
+    """(runs, tiles) tokens of each run in each tile; a run ends where the next one starts, the last one at length."""
+    ends = np.append(starts[1:], length)[:, None]
+    return (np.minimum(ends, edges[1:]) - np.maximum(starts[:, None], edges[:-1])).clip(min=0)
+
+
+def block_mask(states, rule, queries, keys):
+    """BlockMask of states (B, query tiles, key tiles) from tile_states, equal to create_block_mask(rule, ...)."""
+    blocks = []
+    for state in (SOME, ALL):
+        where = (states[:, None] == state).int()
+        blocks += [where.sum(-1, dtype=torch.int32), where.argsort(dim=-1, descending=True, stable=True).int()]
+    return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=TILE, mask_mod=rule, seq_lengths=(queries, keys))
+
+
+def attention_masks(doc, block, n_noisy, states=None):
     """(mask of noisy queries over all keys, mask of clean queries over clean keys), for attention().
 
-    backend "flex": BlockMasks; "sdpa": (B, 1, queries, keys) bool.
+    With states (tile_states, on the device of doc and block) BlockMasks, else (B, 1, queries, keys) bool.
     """
     (rows, length), device = doc.shape, doc.device
     rule, n_clean = attends(doc, block, n_noisy), length - n_noisy
 
     def clean_rule(b, h, q, k):
         return rule(b, h, q + n_noisy, k + n_noisy)
-    if backend == "flex":
-        return (create_block_mask(rule, rows, None, n_noisy, length, device=device),
-                create_block_mask(clean_rule, rows, None, n_clean, n_clean, device=device))
+    if states is not None:
+        return block_mask(states[0], rule, n_noisy, length), block_mask(states[1], clean_rule, n_clean, n_clean)
     b = torch.arange(rows, device=device)[:, None, None]
     at = torch.arange(length, device=device)
     return (rule(b, 0, at[:n_noisy, None], at)[:, None],
@@ -197,7 +239,8 @@ class DiT(nn.Module):
         """Final hidden states (B, N, H) of the noisy copies. inputs: bd3lm.Inputs."""
         n = inputs.n_noisy
         if inputs.layout is None or self._masks[0] != inputs.layout:
-            self._masks = inputs.layout, attention_masks(inputs.doc, inputs.block, n, self.backend)
+            states = (inputs.noisy_tiles, inputs.clean_tiles) if self.backend == "flex" else None
+            self._masks = inputs.layout, attention_masks(inputs.doc, inputs.block, n, states)
         noisy_mask, clean_mask = self._masks[1]
         x = self.embed(inputs.tokens).float()
         cos, sin = self.rope(inputs.position)

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+import dit
 from bd3lm import Blocks
 from packing import best_fit
 from parallel import UserError, problem_text
@@ -359,14 +360,20 @@ def collate(rows, batch_rows, length, noisy_length, pad):
             array[r] = row[key]
         joined["group"][r][row["group"] >= 0] += groups
         groups += row["n_groups"]
-        copies = np.flatnonzero(row["group"] >= 0)
-        noisy[r, :len(copies)] = copies
+        places = np.flatnonzero(row["group"] >= 0)
+        noisy[r, :len(places)] = places
+    copied, at = noisy >= 0, noisy.clip(min=0)
+    copies = {key: np.take_along_axis(joined[key], at, 1) for key in ("doc", "block")}
+    noisy_tiles, clean_tiles = dit.tile_states(
+        np.concatenate([np.where(copied, copies["doc"], -1), joined["doc"]], 1),
+        np.concatenate([copies["block"], joined["block"]], 1), noisy_length)
     tensors = {key: torch.from_numpy(array) for key, array in joined.items()}
     tokens = int(((joined["doc"] >= 0) & (joined["region"] != FILL)).sum())
     return Blocks(input_ids=tensors["ids"], position=tensors["position"], doc=tensors["doc"], block=tensors["block"],
                   target=tensors["target"], region=tensors["region"], noisy=torch.from_numpy(noisy),
                   group=tensors["group"], n_groups=groups, n_targets=int(joined["target"].sum()),
-                  documents=sum(row["documents"] for row in rows), tokens=tokens)
+                  documents=sum(row["documents"] for row in rows), tokens=tokens,
+                  noisy_tiles=noisy_tiles, clean_tiles=clean_tiles)
 
 
 def make_loader(rows, packs, batch_rows, noisy_length, *, num_workers, prefetch_factor, pin_memory):

@@ -5,6 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 import bd3lm
 import block_sampler
@@ -49,8 +50,11 @@ def blocks(rows, length, width, everything=False):
             at, documents = at + len(table) + (at == 0), documents + 1
         copies = ((doc[r] >= 0) & ((group[r] >= 0) | everything)).nonzero()[:, 0]
         noisy[r, :len(copies)] = copies
+    at = noisy.clamp(min=0)
+    tiles = dit.tile_states(torch.cat([doc.gather(1, at).masked_fill(noisy < 0, -1), doc], 1).numpy(),
+                            torch.cat([block.gather(1, at), block], 1).numpy(), width)
     return bd3lm.Blocks(ids, position, doc, block, target, target.long(), noisy, group, groups, int(target.sum()),
-                        documents, int((doc >= 0).sum()))
+                        documents, int((doc >= 0).sum()), *tiles)
 
 
 def noised(batch, seed=0, **options):
@@ -89,7 +93,7 @@ MIXED = [[document([4, 4, 3], given=6), document([5, 3, 3, 2], question=1, seed=
 
 def seen_by(doc, block, n_noisy):
     """(B, S, S) bool of what attention_masks allows; clean queries see no noisy key, since they are not given any."""
-    of_noisy, of_clean = dit.attention_masks(doc, block, n_noisy, "sdpa")
+    of_noisy, of_clean = dit.attention_masks(doc, block, n_noisy)
     full = torch.zeros(len(doc), doc.shape[1], doc.shape[1], dtype=torch.bool)
     full[:, :n_noisy], full[:, n_noisy:, n_noisy:] = of_noisy[:, 0], of_clean[:, 0]
     return full
@@ -183,6 +187,32 @@ def test_flex_and_sdpa_agree():
     inputs = noised(batch)
     with torch.no_grad():
         torch.testing.assert_close(network(backend="flex")(inputs), network()(inputs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("system", ["gsm8k", "hdp", "random"])
+def test_tiles_are_those_of_create_block_mask(system):
+    """Ragged documents, padding, tiles that are whole and last ones that are not."""
+    rng = np.random.default_rng(len(system))
+    for n_noisy, n_clean in [(384, 512), (80, 112), (256, 384), (208, 640), (512, 256)]:
+        doc, block = np.full((3, n_noisy + n_clean), -1), np.zeros((3, n_noisy + n_clean), np.int64)
+        for r in range(3):
+            for first, last in ((0, n_noisy), (n_noisy, n_noisy + n_clean)):
+                at = first
+                for number in range(rng.integers(0, 5)):
+                    sizes = {"gsm8k": [16] * rng.integers(1, 20),
+                             "hdp": [rng.integers(1, 130), *[16] * rng.integers(1, 8), *[32] * rng.integers(1, 4)],
+                             "random": rng.integers(1, 300, 4)}[system]
+                    own = np.repeat(np.arange(len(sizes)), sizes)[:last - at]
+                    doc[r, at:at + len(own)], block[r, at:at + len(own)] = number, own
+                    at = min(last, at + len(own) + rng.integers(0, 3))
+        states = dit.tile_states(doc, block, n_noisy)
+        doc, block = torch.from_numpy(doc), torch.from_numpy(block)
+        rule, clean = dit.attends(doc, block, n_noisy), dit.attends(doc[:, n_noisy:], block[:, n_noisy:], 0)
+        wanted = (create_block_mask(rule, 3, None, n_noisy, n_noisy + n_clean, device="cpu"),
+                  create_block_mask(clean, 3, None, n_clean, n_clean, device="cpu"))
+        for ours, theirs in zip(dit.attention_masks(doc, block, n_noisy, states), wanted, strict=True):
+            for a, b in zip(ours.as_tuple(), theirs.as_tuple(), strict=True):
+                assert torch.equal(a, b) if isinstance(a, torch.Tensor) else callable(a) or a == b
 
 
 # ---------------------------------------------------------------------------------------------------------------------
