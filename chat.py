@@ -25,10 +25,24 @@ TOO_LONG = ("stop", "drop", "cut_left", "cut_right")
 
 
 def read_chats(path, problems):
-    """Yield (line number, group key or None, messages) of a JSONL file; what cannot be used goes to the list problems.
+    """Yield (line number, group key or None, messages) of a JSONL file, as read_records does.
 
-    group key: the record's integer "id", if it has one. Empty lines are passed over. Raises UserError when the file
-    cannot be read.
+    group key: the record's integer "id", if it has one.
+    """
+    for number, record in read_records(path, problems):
+        yield number, group_key(record), record["messages"]
+
+
+def group_key(record):
+    """The record's integer "id", or None."""
+    key = record.get("id")
+    return key if type(key) is int and key >= 0 else None
+
+
+def read_records(path, problems):
+    """Yield (line number, record with messages that can be used) of a JSONL file; others go to the list problems.
+
+    Empty lines are passed over. Raises UserError when the file cannot be read.
     """
     try:
         with open(path, "rb") as lines:
@@ -37,7 +51,7 @@ def read_chats(path, problems):
                     continue
                 try:
                     record = json.loads(line.decode())
-                    messages = check_messages(record)
+                    check_messages(record)
                 except UnicodeDecodeError:
                     problems.append(f"{path}:{number}: is not UTF-8 text")
                 except json.JSONDecodeError as error:
@@ -45,8 +59,7 @@ def read_chats(path, problems):
                 except ValueError as error:
                     problems.append(f"{path}:{number}: {error}")
                 else:
-                    key = record.get("id")
-                    yield number, key if type(key) is int and key >= 0 else None, messages
+                    yield number, record
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})")
 

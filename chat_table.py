@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import parallel
-from chat import cut, read_chats
+from chat import cut, group_key, read_records
 from parallel import UserError
 from watchdog import ignore_in_worker
 
@@ -30,25 +30,28 @@ CHUNK = 1024            # conversations tokenised together
 # Sample table
 
 
-def write_table(folder, paths, encoder, limit, policy):
+def write_table(folder, paths, encoder, limit, policy, teacher=None):
     """Tokenise files into a table in `folder` -> {"samples": [of each file], "long": [...], "dropped": [...]}.
 
-    long: samples above `limit` tokens; dropped: those that are not in the table. Raises UserError with every sample
-    that cannot be used.
+    long: samples above `limit` tokens; dropped: those that are not in the table. teacher: a fresh distill.Alternatives
+    where the table shall have them. Raises UserError with every sample that cannot be used.
     """
     tokens, trained = array("i"), bytearray()
     lengths, lines, keys, sources = (array("q") for _ in range(4))
     problems, found = [], {"samples": [], "long": [], "dropped": []}
     for source, path in enumerate(paths):
         before, long, dropped = len(lengths), 0, 0
-        chats = read_chats(path, problems)
-        while chunk := list(itertools.islice(chats, CHUNK)):
-            for (line, key, _), result in zip(chunk, encoder.encode([messages for _, _, messages in chunk])):
+        records = read_records(path, problems)
+        while chunk := list(itertools.islice(records, CHUNK)):
+            for (line, record), result in zip(chunk, encoder.encode([record["messages"] for _, record in chunk])):
                 try:
                     if isinstance(result, ValueError):
                         raise result
                     long += len(result[0]) > limit
                     kept = cut(*result, limit, policy)
+                    if teacher and kept is not None:
+                        shift = len(result[0]) - len(kept[0]) if policy == "cut_left" else 0
+                        teacher.add(record, *result, f"{path}:{line}", shift, shift + len(kept[0]))
                 except ValueError as error:
                     problems.append(f"{path}:{line}: {error}")
                     continue
@@ -57,6 +60,7 @@ def write_table(folder, paths, encoder, limit, policy):
                     continue
                 tokens.extend(kept[0])
                 trained.extend(kept[1])
+                key = group_key(record)
                 for values, value in ((lengths, len(kept[0])), (lines, line), (sources, source),
                                       (keys, -1 if key is None else key)):
                     values.append(value)
@@ -77,7 +81,7 @@ def write_table(folder, paths, encoder, limit, policy):
     arrays = {"tokens": np.frombuffer(tokens, np.int32), "trained": trained, "offsets": offsets,
               "lengths": np.frombuffer(lengths, np.int64), "targets": np.add.reduceat(targets, offsets[:-1], dtype=int),
               "lines": np.frombuffer(lines, np.int64), "keys": np.frombuffer(keys, np.int64),
-              "sources": np.frombuffer(sources, np.int64)}
+              "sources": np.frombuffer(sources, np.int64), **(teacher.arrays(paths[0]) if teacher else {})}
     for name, values in arrays.items():
         np.save(folder / f"{name}.npy", values)
     (folder / "sources.json").write_text(json.dumps([str(path) for path in paths]))
@@ -87,6 +91,9 @@ def write_table(folder, paths, encoder, limit, policy):
 class ChatTable:
     """Memory-mapped samples. tokens (n_tokens,) int32; trained (n_tokens,) bool; offsets (n + 1,); of each sample:
     lengths (tokens), targets (trained tokens), lines (in the file, from 1), keys (the record's id or -1), sources.
+
+    With a teacher, for each of T taught tokens: teacher_places (T,) in its sample, teacher_ids (T, K) int32, likeliest
+    first, teacher_logprobs (T, K) float32, -inf where there are fewer; teacher_offsets (n + 1,) of samples.
     """
 
     def __init__(self, folder):
@@ -101,6 +108,11 @@ class ChatTable:
         """Where sample i stands in the user's files."""
         return f"{self.paths[self.sources[i]]}:{self.lines[i]}"
 
+    @property
+    def topk(self):
+        """Alternatives K of a taught token; 0: the table has no teacher."""
+        return self.teacher_ids.shape[1] if hasattr(self, "teacher_ids") else 0
+
     def fingerprint(self, numbers):
         """Short hash of what these (sorted) samples are to the model: tokens, mask, numbers."""
         if not len(numbers):
@@ -110,6 +122,17 @@ class ChatTable:
         for values in (self.tokens[part], self.trained[part], np.asarray(numbers - numbers[0])):
             digest.update(np.ascontiguousarray(values))
         return digest.hexdigest()[:16]
+
+    def teacher_fingerprint(self, numbers):
+        """Short hash of what the teacher says about these samples, or None."""
+        if not self.topk:
+            return None
+        digest = hashlib.sha256()
+        for i in numbers:
+            part = slice(self.teacher_offsets[i], self.teacher_offsets[i + 1])
+            for values in (self.teacher_places[part], self.teacher_ids[part], self.teacher_logprobs[part]):
+                digest.update(np.ascontiguousarray(values))
+        return f"top {self.topk}, {digest.hexdigest()[:16]}"
 
 
 def group_numbers(keys, lines, group_size):
@@ -143,30 +166,32 @@ def split_samples(args, table, n_train):
     return split_groups(group_numbers(table.keys, table.lines, args.group_size), args.validation_split, args.seed)
 
 
-def build_table(args, encoder, limit, folder):
+def build_table(args, encoder, limit, folder, teacher=None):
     """Write the table of the trainer's flags into `folder`; (samples that train, what there is to say, turn ends).
 
-    Turn ends: sorted ids that trained turns end with.
+    Turn ends: sorted ids that trained turns end with. teacher: of write_table.
     """
     start = time.monotonic()
     paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
-    found = write_table(folder, paths, encoder, limit, args.too_long)
+    found = write_table(folder, paths, encoder, limit, args.too_long, teacher)
     words = {"drop": "dropped", "cut_left": "cut on the left", "cut_right": "cut on the right"}
     about = f"data       read in {time.monotonic() - start:.1f} s"
     if sum(found["long"]):
         about += f"; {sum(found['long'])} samples are longer than {limit} tokens: {words[args.too_long]}"
     if gone := sum(found["dropped"]) - sum(found["long"]) * (args.too_long == "drop"):
         about += f"; {gone} left out, as the cut left nothing to train"
+    if teacher:
+        about += f"\n{teacher.about()}"
     return found["samples"][0], about, sorted(encoder.ends)
 
 
-def prepare_table(world, args, encoder, limit):
+def prepare_table(world, args, encoder, limit, teacher=None):
     """build_table on rank 0, mapped by every rank -> (ChatTable, train numbers, held-out numbers, turn ends)."""
     def build():
         for old in Path(args.output_dir).glob("table-*"):       # a running job keeps what it has mapped
             shutil.rmtree(old, ignore_errors=True)
         folder = Path(args.output_dir) / f"table-{uuid.uuid4().hex[:8]}"
-        n_train, about, ends = build_table(args, encoder, limit, folder)
+        n_train, about, ends = build_table(args, encoder, limit, folder, teacher)
         print(about, flush=True)
         return folder, n_train, ends
 
@@ -190,6 +215,8 @@ class PackedChats:
     longest: int                    # longest conversation, rounded up to 128 so that compiled code sees few values
     samples: tuple                  # sample numbers in the table, for naming them in errors
     counts: dict                    # python ints: tokens, samples, targets
+    teacher_ids: torch.Tensor = None            # (R, K) alternatives to each target, where the table has a teacher
+    teacher_logprobs: torch.Tensor = None       # (R, K) float32 of them, -inf where there are fewer
 
     def _map(self, change):
         return PackedChats(*[change(v) if isinstance(v, torch.Tensor) else v
@@ -205,7 +232,7 @@ class PackedChats:
 
 
 class ChatSamples(Dataset):
-    """Samples of a ChatTable: (number, ids (n,) int64, trained (n,) bool)."""
+    """Samples of a ChatTable: (number, ids (n,) int64, trained (n,) bool[, teacher's (places, ids, logprobs)])."""
 
     def __init__(self, table):
         self.table = table
@@ -215,14 +242,21 @@ class ChatSamples(Dataset):
 
     def __getitem__(self, i):
         part = slice(self.table.offsets[i], self.table.offsets[i + 1])
-        return i, self.table.tokens[part].astype(np.int64), self.table.trained[part]
+        sample = i, self.table.tokens[part].astype(np.int64), self.table.trained[part]
+        if not self.table.topk:
+            return sample
+        part = slice(self.table.teacher_offsets[i], self.table.teacher_offsets[i + 1])
+        return *sample, (self.table.teacher_places[part], self.table.teacher_ids[part],
+                         self.table.teacher_logprobs[part])
 
 
-def collate(samples, pad_to=0, pad_id=0):
+def collate(samples, pad_to=0, pad_id=0, topk=0):
     """List of samples -> PackedChats. pad_to: fill the flat axis to this many tokens with documents of padding.
 
-    An empty list gives one token of padding that has no targets and weighs nothing.
+    An empty list gives one token of padding that has no targets and weighs nothing. topk: of a table with a teacher.
     """
+    taught = [sample[3] for sample in samples] if topk else []
+    samples = [sample[:3] for sample in samples]
     numbers = tuple(number for number, _, _ in samples)
     total = sum(len(ids) for _, ids, _ in samples)
     padding = max(pad_to - total, 0 if samples else 1)
@@ -237,13 +271,21 @@ def collate(samples, pad_to=0, pad_id=0):
     positions = np.arange(len(ids)) - np.repeat(bounds[:-1], seqlens)
     counts = {"tokens": total, "samples": len(numbers), "targets": len(rows)}
     tensors = (ids, positions, bounds.astype(np.int32), rows, ids[rows + 1])
-    return PackedChats(*map(torch.from_numpy, tensors), -(-max(seqlens) // 128) * 128, numbers, counts)
+    batch = PackedChats(*map(torch.from_numpy, tensors), -(-max(seqlens) // 128) * 128, numbers, counts)
+    if topk:
+        others = np.repeat(ids[rows + 1][:, None], topk, axis=1)
+        logprobs = np.full((len(rows), topk), -np.inf, np.float32)
+        for start, (places, teacher_ids, teacher_logprobs) in zip(bounds, taught):
+            at = np.searchsorted(rows, start + places - 1)
+            others[at], logprobs[at] = teacher_ids, teacher_logprobs
+        batch.teacher_ids, batch.teacher_logprobs = torch.from_numpy(others), torch.from_numpy(logprobs)
+    return batch
 
 
 def make_loader(table, packs, *, num_workers, prefetch_factor, pin_memory, pad_to=0, pad_id=0):
     """DataLoader of PackedChats over `packs`, an iterable of lists of sample numbers."""
     return DataLoader(ChatSamples(table), batch_sampler=packs, num_workers=num_workers, pin_memory=pin_memory,
-                      collate_fn=lambda samples: collate(samples, pad_to, pad_id),
+                      collate_fn=lambda samples: collate(samples, pad_to, pad_id, table.topk),
                       prefetch_factor=prefetch_factor if num_workers else None, persistent_workers=num_workers > 0,
                       multiprocessing_context="fork" if num_workers else None,      # workers share the mapped table
                       worker_init_fn=ignore_in_worker,

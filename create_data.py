@@ -231,7 +231,8 @@ def finished(args, number, tries, began):
               "answers": [{"text": a.text, "finish_reason": a.finish_reason, "why": f.why} for a, f, _ in tries]}
     if args.logprobs:       # under a constraint they tell what was allowed, not what the teacher thought
         free = found.label is not None and not forced
-        record["logprobs"] = label_logprobs(answer.tokens, answer.text, found) if free else None
+        record["label_tokens"], record["logprobs"] = (label_logprobs(answer.tokens, answer.text, found)
+                                                      if free else None) or (None, None)
     return record
 
 

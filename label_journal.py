@@ -87,7 +87,8 @@ def compare(folder, found, header):
 def write_results(output, lines, records):
     """Write the chat JSONL and the rejected file, in input order, each whole or not at all.
 
-    A chat record is {"id": 0-based line, "messages": [user, assistant]} and, where the teacher gave them, "logprobs".
+    A chat record is {"id": 0-based line, "messages": [user, assistant]} and, where the teacher gave them,
+    "label_tokens" (texts that make up the label) and "logprobs" (of each [[text, log-probability], ...], best first).
     """
     chats, rejected = [], []
     for number, text in enumerate(lines):
@@ -98,7 +99,7 @@ def write_results(output, lines, records):
             continue
         chat = {"id": number, "messages": [{"role": "user", "content": text},
                                            {"role": "assistant", "content": record["label"]}]}
-        chats.append(chat | ({"logprobs": record["logprobs"]} if record.get("logprobs") else {}))
+        chats.append(chat | {name: record[name] for name in ("label_tokens", "logprobs") if record.get(name)})
     for path, rows in ((rejected_path(output), rejected), (output, chats)):
         content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         write_atomically(path, lambda temporary, content=content: temporary.write_text(content, encoding="utf-8"))

@@ -90,7 +90,7 @@ def read_label(parser, text, finish_reason, must_think=False):
 
 
 def label_logprobs(tokens, text, found):
-    """The teacher's alternatives for each token of the label: [[[text, log-probability], ...], ...], or None.
+    """(texts of the label's tokens, the teacher's [[text, log-probability], ...] for each of them), or None.
 
     tokens: [(text, [(text, log-probability), ...])] of the whole answer, thoughts included, best first. The label
     alone is what a student writes, so what stands before it in its first token (a space) is taken away, and
@@ -104,7 +104,7 @@ def label_logprobs(tokens, text, found):
             start = len(joined) - len(tail)
     if start is None or text[found.start:found.end] != found.label or "\ufffd" in found.label:
         return None
-    end, place, rows = start + len(found.label), 0, []
+    end, place, texts, rows = start + len(found.label), 0, [], []
     for token, top in tokens:
         begin, place = place, place + len(token)
         if place <= start or begin >= end:
@@ -122,6 +122,7 @@ def label_logprobs(tokens, text, found):
             if other and "\ufffd" not in other and logprob > -math.inf:
                 high, low = max(merged.get(other, -math.inf), logprob), min(merged.get(other, -math.inf), logprob)
                 merged[other] = high + math.log1p(math.exp(low - high))
+        texts.append(token[len(before):])
         rows.append([[other, round(logprob, 5)] for other, logprob in
                      sorted(merged.items(), key=lambda pair: (-pair[1], pair[0]))])
-    return rows or None
+    return (texts, rows) if rows else None

@@ -7,10 +7,11 @@ layers that carry state along the axis, and heads that do more than multiply.
 The head works on the rows that predict a trained token, in pieces, so the logits of a batch never stand whole; it does
 so inside the wrapped forward, where FSDP2 has gathered its weight once.
 
-Copy with it: chat_table.py (PackedChats), causal_lm.py and what those name.
+Copy with it: chat_table.py (PackedChats), distill.py, causal_lm.py and what those name.
 """
 import functools
 import inspect
+import math
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from transformers import AttentionInterface
 
 from causal_lm import decoder_layers
 from chat_table import PackedChats
+from distill import mixed_loss
 from parallel import UserError
 
 VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters      # torch >= 2.13
@@ -105,18 +107,26 @@ def check_model(model):
 # Model and loss
 
 
-def head_loss(hidden, weight, bias, targets):
-    """(sum of cross-entropies, right guesses) of rows (R, H) against targets (R,), both 0-d fp32."""
+def head_loss(weight, bias, share, hidden, targets, *teacher):
+    """(loss, right guesses) of rows (R, H) against targets (R,), both sums and 0-d fp32; the loss is cross-entropy.
+
+    teacher: ids and logprobs as in distill.divergence, which has a share in the loss. Then the other sums of
+    distill.mixed_loss follow.
+    """
     logits = F.linear(hidden, weight, bias).float()
-    return F.cross_entropy(logits, targets, reduction="sum"), (logits.detach().argmax(-1) == targets).sum().float()
+    right = (logits.detach().argmax(-1) == targets).sum().float()
+    if not teacher:
+        return F.cross_entropy(logits, targets, reduction="sum"), right
+    loss, *parts = mixed_loss(logits, targets, *teacher, share)
+    return loss, right, *parts
 
 
-def chunked_loss(hidden, weight, bias, targets, chunk):
+def chunked_loss(hidden, weight, bias, targets, chunk, teacher=(), share=0.0):
     """head_loss over `chunk` rows at a time, each piece's logits made again in the backward pass: equal to 1e-7."""
-    pieces = list(zip(hidden.split(chunk), targets.split(chunk)))       # one, empty, when there are no rows
+    pieces = list(zip(*(rows.split(chunk) for rows in (hidden, targets, *teacher))))    # one, empty, without any rows
     if len(pieces) == 1:
-        return head_loss(hidden, weight, bias, targets)
-    sums = [checkpoint(head_loss, rows, weight, bias, wanted, use_reentrant=False) for rows, wanted in pieces]
+        return head_loss(weight, bias, share, *pieces[0])
+    sums = [checkpoint(head_loss, weight, bias, share, *piece, use_reentrant=False) for piece in pieces]
     return tuple(torch.stack(column).sum() for column in zip(*sums))
 
 
@@ -124,11 +134,13 @@ class PackedLM(nn.Module):
     """What DDP and FSDP2 wrap: forward(batch) -> sums, not means, so that any split over ranks and micro-steps adds up.
 
     net: a causal LM built with attention=ATTENTION, or the PeftModel around it. recompute: activation checkpointing.
+    share: of the teacher's divergence in the loss, where batches have a teacher.
     """
 
-    def __init__(self, net, recompute=False, logits=LOGITS):
+    def __init__(self, net, recompute=False, logits=LOGITS, share=0.0):
         super().__init__()
-        self.net = net
+        self.net, self.share = net, share
+        self.sums = 5 if share else 2       # how many forward returns
         self._native = [net.get_base_model() if hasattr(net, "peft_config") else net]   # listed: not registered twice
         if recompute:       # as transformers' own switch, whose name depends on the version
             for layer in decoder_layers(self.native):
@@ -142,20 +154,28 @@ class PackedLM(nn.Module):
         return self._native[0]
 
     def forward(self, batch: PackedChats):
-        """(loss (), right ()) in fp32: cross-entropies of the trained tokens, and how many were the likeliest."""
+        """(loss (), right ()) in fp32: cross-entropies of the trained tokens, and how many were the likeliest.
+
+        With a share of divergence the sums of distill.mixed_loss, right guesses in second place.
+        """
         hidden = self.native.base_model(
             input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False,
             cu_seq_lens_q=batch.cu_seqlens, cu_seq_lens_k=batch.cu_seqlens, max_length_q=batch.longest,
             max_length_k=batch.longest).last_hidden_state[0]
         head = self.native.get_output_embeddings()
-        return chunked_loss(hidden.index_select(0, batch.rows), head.weight, head.bias, batch.targets, self.chunk)
+        teacher = (batch.teacher_ids, batch.teacher_logprobs) if self.share else ()
+        return chunked_loss(hidden.index_select(0, batch.rows), head.weight, head.bias, batch.targets, self.chunk,
+                            teacher, self.share)
 
 
-def loss_report(loss, right, targets, prefix):
-    """Sums over all ranks -> {metric name: float}; nan when every step was skipped: no loss to claim."""
-    values = {"loss": loss / targets, "accuracy": right / targets} if targets else \
-        {"loss": float("nan"), "accuracy": float("nan")}
-    return {f"{prefix}/{name}": value for name, value in values.items()}
+def loss_report(sums, targets, prefix):
+    """PackedLM's sums over all ranks and the number of targets -> {metric name: float}.
+
+    nan when every step was skipped: no loss to claim. ce_loss is over all trained tokens, kl_loss over taught ones.
+    """
+    values = dict(zip(("loss", "accuracy", "ce_loss", "kl_loss"), sums))
+    counts = {name: targets for name in values} | {"kl_loss": sums[-1]}
+    return {f"{prefix}/{name}": value / counts[name] if counts[name] else math.nan for name, value in values.items()}
 
 
 def decays(name, parameter):

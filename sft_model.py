@@ -54,7 +54,8 @@ def empty_trained_model(args, folder):
     if args.use_lora:
         net = adapters.add_lora(native, layers, args.lora_rank, args.lora_alpha, args.lora_dropout,
                                 args.lora_target_modules, args.model_path)
-    return packed_lm.PackedLM(net, args.gradient_checkpointing), native, parts
+    share = args.distill_weight if args.distill_topk else 0.0
+    return packed_lm.PackedLM(net, args.gradient_checkpointing, share=share), native, parts
 
 
 def build_model(world, args, folder, resume):
@@ -93,7 +94,7 @@ def run_identity(args, folder, table, train):
         f"{args.per_device_train_batch_size} samples"
     return {"set of trained weights": "lora" if args.use_lora else "full",
             "base model": causal_lm.fingerprint_weights(folder), "training data": table.fingerprint(train),
-            "pack": batch, "seed": args.seed}
+            "teacher": table.teacher_fingerprint(train), "pack": batch, "seed": args.seed}
 
 
 def save_checkpoint(world, writer, args, model, native, tokenizer, optimizer, meta):

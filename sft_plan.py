@@ -12,6 +12,7 @@ import causal_lm
 import chat
 import chat_table
 import checkpoint
+import distill
 import preflight
 import sft_model
 from packing import PackOrder
@@ -22,6 +23,11 @@ def encoder_of(args, tokenizer):
     """chat.Encoder as the flags want it."""
     thinking = {"template": None, "true": True, "false": False}[args.enable_thinking]
     return chat.Encoder(tokenizer, args.train_turns, thinking)
+
+
+def teacher_of(args, tokenizer):
+    """A fresh distill.Alternatives as the flags want it, or None."""
+    return distill.Alternatives(tokenizer, args.distill_topk) if args.distill_topk else None
 
 
 def pack_order(args, lengths):
@@ -138,7 +144,8 @@ def dry_run(args, ranks, check_flags):
     model, native, _ = check(sft_model.empty_trained_model, flags_fit and args, config and folder) or [None] * 3
     with tempfile.TemporaryDirectory() as scratch:
         encoder = check(encoder_of, flags_fit and args, tokenizer)
-        found = check(chat_table.build_table, flags_fit and args, encoder, limit, Path(scratch))
+        found = check(lambda *given: chat_table.build_table(*given, teacher_of(args, tokenizer)),
+                      flags_fit and args, encoder, limit, Path(scratch))
         if not problems:
             n_train, about, _ = found
             table = chat_table.ChatTable(scratch)

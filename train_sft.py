@@ -11,8 +11,8 @@ trained is proven against the tokenizer's chat template (chat.py); a template wh
 
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
 
-Files to copy with it: chat.py chat_table.py sft_model.py sft_plan.py packed_lm.py causal_lm.py (its own), adapters.py
-packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py (shared).
+Files to copy with it: chat.py chat_table.py distill.py sft_model.py sft_plan.py packed_lm.py causal_lm.py (its own),
+adapters.py packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py (shared).
 """
 import argparse
 import math
@@ -42,6 +42,7 @@ from parallel import UserError
 # LoRA takes about ten times the rate of full fine-tuning (thinking-machines-lab/tinker-cookbook's rule).
 LORA_RATE, FULL_RATE = 2e-4, 2e-5
 GLOBAL_BATCH = 128      # samples an optimizer step, unless flags say otherwise
+DISTILL_WEIGHT = 0.5
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags
@@ -75,6 +76,10 @@ def build_parser():
     g.add_argument("--enable_thinking", choices=("template", "true", "false"), default="template",
                    help="what the template gets under this name; generate with the same. template: nothing")
     g.add_argument("--train_turns", choices=("all", "last"), default="all", help="assistant turns that are trained")
+    g.add_argument("--distill_topk", type=int, default=0, metavar="K",
+                   help="learn the teacher's K likeliest tokens, as create_data.py --logprobs stored them; 0 = off")
+    g.add_argument("--distill_weight", type=float, default=DISTILL_WEIGHT,
+                   help="share of the divergence from them in a label token's loss, above 0, up to 1")
     g.add_argument("--max_length", type=int, default=0, help="tokens a sample may have, 0 = the model's positions")
     g.add_argument("--too_long", choices=chat.TOO_LONG, default="stop",
                    help="longer samples: stop and name them, drop and count them, or cut tokens off their left or "
@@ -148,14 +153,16 @@ def check_flags(args, world_size):
     if args.learning_rate is None:
         args.learning_rate = LORA_RATE if args.use_lora else FULL_RATE
     for flag in ("max_tokens_per_batch", "global_batch_size", "gradient_accumulation_steps", "max_steps", "eval_steps",
-                 "save_steps", "save_total_limit", "num_workers", "max_length", "weight_decay", "max_grad_norm",
-                 "learning_rate", "seed"):
+                 "save_steps", "save_total_limit", "num_workers", "max_length", "distill_topk", "weight_decay",
+                 "max_grad_norm", "learning_rate", "seed"):
         need(0 <= getattr(args, flag) < math.inf, f"--{flag} is {getattr(args, flag)}; it must be 0 or more and finite")
     for flag in ("lora_dropout", "validation_split", "adam_beta1", "adam_beta2"):
         need(0 <= getattr(args, flag) < 1, f"--{flag} is {getattr(args, flag)}; it must be at least 0 and below 1")
     for flag in ("min_lr_ratio", "warmup_ratio"):
         need(0 <= getattr(args, flag) <= 1, f"--{flag} is {getattr(args, flag)}; it must lie between 0 and 1")
     need(args.dry_run is None or args.dry_run >= 0, f"--dry_run is {args.dry_run}; it must be 0 or more")
+    need(0 < args.distill_weight <= 1, f"--distill_weight is {args.distill_weight}; it must be above 0, at most 1")
+    need(args.distill_topk or args.distill_weight == DISTILL_WEIGHT, "--distill_weight needs --distill_topk")
     need(args.use_lora or args.lora_target_modules == "all-linear", "--lora_target_modules needs --use_lora")
     need(not (args.eval_data_file and args.validation_split),
          "give one of --eval_data_file and --validation_split, not both")
@@ -194,7 +201,7 @@ def evaluate(world, args, model, table, held_out, check):
     """
     order = PackOrder(table.lengths[held_out], samples_per_pack=args.per_device_eval_batch_size, shuffle=False)
     packs = [[int(held_out[i]) for i in pack] for pack in rank_packs(order, world.rank, world.size, 1, epochs=1)]
-    sums = torch.zeros(2, dtype=torch.float64, device=world.device)
+    sums = torch.zeros(model.sums, dtype=torch.float64, device=world.device)
     model.eval()
     for i, batch in enumerate(chat_table.make_loader(table, packs, num_workers=min(1, args.num_workers),
                                                      prefetch_factor=2, pin_memory=False)):
@@ -206,8 +213,7 @@ def evaluate(world, args, model, table, held_out, check):
         with autocast(args, world.device):
             sums += torch.stack(model(batch.to(world.device))).double()
     model.train()
-    loss, right = parallel.all_sum(world, sums).tolist()
-    return packed_lm.loss_report(loss, right, int(table.targets[held_out].sum()), "eval")
+    return packed_lm.loss_report(parallel.all_sum(world, sums).tolist(), int(table.targets[held_out].sum()), "eval")
 
 
 def bad_step_report(world, table, step, flags, skipped):
@@ -224,8 +230,9 @@ def bad_step_report(world, table, step, flags, skipped):
 def console_line(step, total_steps, v):
     """One aligned line of the numbers in metrics.jsonl, with units."""
     mfu = f" | mfu {v['train/mfu'] * 100:4.1f}%" if "train/mfu" in v else ""
+    parts = f"ce {v['train/ce_loss']:7.4f} kl {v['train/kl_loss']:7.4f} " if "train/kl_loss" in v else ""
     return (f"step {step:>6}/{total_steps} | epoch {v['train/epoch']:6.2f} | loss {v['train/loss']:7.4f} "
-            f"acc {v['train/accuracy'] * 100:5.1f}% | lr {v['train/learning_rate']:.2e} | "
+            f"{parts}acc {v['train/accuracy'] * 100:5.1f}% | lr {v['train/learning_rate']:.2e} | "
             f"grad_norm {v['train/grad_norm']:7.3f} | {v['train/throughput']:>8,.0f} tok/s "
             f"{v['train/samples_per_second']:>6,.1f} samples/s | pad {v['train/padding'] * 100:4.1f}% | "
             f"wait {v['train/data_wait_seconds']:5.2f} s | mem {v['train/memory_gib']:5.2f} GiB{mfu} | "
@@ -279,7 +286,8 @@ def train(args):
     sft_model.check_vocabulary(tokenizer, config)
     encoder = sft_plan.encoder_of(args, tokenizer)
     table, train_ids, eval_ids, ends = chat_table.prepare_table(world, args, encoder,
-                                                                sft_model.length_limit(args, config))
+                                                                sft_model.length_limit(args, config),
+                                                                sft_plan.teacher_of(args, tokenizer))
     if args.tf32:
         torch.set_float32_matmul_precision("high")
     identity = sft_model.run_identity(args, folder, table, train_ids) if main_rank else None
@@ -332,7 +340,7 @@ def train(args):
     # -- loop ---------------------------------------------------------------------------------------------------------
     writer = checkpoint.Writer(world, args.output_dir, args.save_total_limit, args.wait_timeout)
     flags = optim.StepFlags(device, meta["skipped"] if meta else 0)
-    sums = torch.zeros(3, dtype=torch.float64, device=device)       # loss, right guesses; targets on rank 0
+    sums = torch.zeros(model.sums + 1, dtype=torch.float64, device=device)      # of the model; targets on rank 0
     if meta and main_rank:
         sums += torch.tensor(meta["unlogged"], dtype=torch.float64, device=device)
     totals, steps, slots, waited = Counter(), 0, 0, 0.0     # since the last log line
@@ -393,9 +401,9 @@ def train(args):
             batch = batch.to(device, non_blocking=True)
             with parallel.gradient_sync(wrapped, micro == accumulation - 1):
                 with autocast(args, device):
-                    loss, right = wrapped(batch)
+                    loss, *others = wrapped(batch)
                 (loss * (world.size / n_targets)).backward()    # gradients are averaged over ranks, the loss is global
-            step_sums[:2] += torch.stack([loss.detach(), right])
+            step_sums[:-1] += torch.stack([loss.detach(), *others])
             finite.append((torch.isfinite(loss.detach()), mine))
         norm = optim.clip_gradients(trainable, args.max_grad_norm)
         bad = 1 - torch.isfinite(norm).float()          # the same on every rank; a bad loss makes its gradient bad
@@ -406,7 +414,7 @@ def train(args):
         optim.guarded_step(optimizer, bad)
         optimizer.zero_grad(set_to_none=True)
         if main_rank:
-            step_sums[2] += n_targets
+            step_sums[-1] += n_targets
         bad = bad.to(device)                            # with --cpu_offload gradients are elsewhere
         sums += torch.where(bad > 0, 0.0, step_sums)
         at["step"], at["first"] = at["step"] + 1, at["first"] + per_step
@@ -427,7 +435,8 @@ def train(args):
         # an empty pack is one token of padding
         slots += per_step * args.max_tokens_per_batch or n_tokens + max(0, at["first"] - order.packs_per_epoch)
         if at["step"] % args.logging_steps == 0 or last:
-            values = packed_lm.loss_report(*parallel.all_sum(world, sums).tolist(), "train")
+            *model_sums, all_targets = parallel.all_sum(world, sums).tolist()
+            values = packed_lm.loss_report(model_sums, all_targets, "train")
             if main_rank:
                 now = time.monotonic()
                 values |= {"train/learning_rate": peak_lr * factor, "train/grad_norm": float(norm),

@@ -200,11 +200,12 @@ def test_logprobs_of_a_label():
               (" en", [(" en", math.log(0.5)), ("en", math.log(0.25)), (" fr", math.log(0.1)), ("\ufffd", -3.0),
                       ("!", math.nan), ("?", -math.inf)]),
               ("<|im_end|>", [("<|im_end|>", 0.0)])]            # its text holds the label as well
-    [[first, second]] = label_parsers.label_logprobs(tokens, text, found)
+    texts, [[first, second]] = label_parsers.label_logprobs(tokens, text, found)
+    assert texts == ["en"]
     assert first == ["en", pytest.approx(math.log(0.75), abs=1e-5)]
     assert second == ["fr", pytest.approx(math.log(0.1), abs=1e-5)]
     two = tokens[:2] + [(" e", [(" e", -0.1)]), ("n", [("n", -0.2)])]
-    assert label_parsers.label_logprobs(two, text, found) == [[["e", -0.1]], [["n", -0.2]]]
+    assert label_parsers.label_logprobs(two, text, found) == (["e", "n"], [[["e", -0.1]], [["n", -0.2]]])
     assert label_parsers.label_logprobs([("Final Answer: en.", [])], text + ".", found) is None     # no own token
     assert label_parsers.label_logprobs([], text, found) is None
 
@@ -233,6 +234,7 @@ def test_every_line_is_in_one_of_the_files(server, tmp_path):
         line = lines[row["id"]]
         assert row["messages"] == [{"role": "user", "content": line}, {"role": "assistant", "content": line[:2]}]
         assert row["logprobs"][0][0] == [line[:2], -0.25] or line[:2] == "ot"
+        assert row["label_tokens"] == [line[:2]]
     assert {row["id"] for row in rejected} >= {12, 17, 20} and len(rejected) < 6
     by_id = {row["id"]: row for row in rejected}
     assert "leaves no room" in by_id[20]["why"] and len(by_id[20]["answers"]) == 1
