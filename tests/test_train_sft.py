@@ -48,7 +48,8 @@ COMMON = {"learning_rate": LR, "max_steps": STEPS, "logging_steps": 1, "warmup_r
           "eval_steps": 2, "validation_split": 0.15, "per_device_eval_batch_size": 3, "num_workers": 0,
           "save_steps": 0, "save_total_limit": 1, "report_to": "none", "seed": SEED}
 METHODS = {"full": (), "lora": ("--use_lora", "--lora_rank", 5), "packs": ("--max_tokens_per_batch", 160),
-           "dropout": ("--use_lora", "--lora_rank", 5, "--lora_dropout", 0.2)}
+           "dropout": ("--use_lora", "--lora_rank", 5, "--lora_dropout", 0.2),
+           "distill": ("--distill_topk", 3, "--distill_weight", 0.7)}
 EVERY = "--save_steps 1 --save_total_limit 0 --logging_steps 2"
 
 
@@ -59,7 +60,8 @@ def made(tmp_path_factory):
     chats.student(folder / "qwen")
     chats.student(folder / "llama", "llama")
     chats.student(folder / "window", use_sliding_window=True, sliding_window=6, max_window_layers=1)
-    chats.write(folder / "chats.jsonl", chats.conversations(24))
+    records = chats.alternatives(24, chats.tokenizer())         # without --distill_topk they change nothing
+    (folder / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
 
 
@@ -172,13 +174,37 @@ def sample_loss(model, table, number):
             (logits.argmax(-1) == labels[1:]).sum())
 
 
+def taught_loss(model, table, number, record, tokenizer):
+    """(loss, cross-entropies, divergences, taught tokens) of one sample by whole logits and F.kl_div; 3 of 4, 0.7."""
+    part = slice(table.offsets[number], table.offsets[number + 1])
+    ids = torch.from_numpy(table.tokens[part].astype(np.int64))
+    trained = np.flatnonzero(table.trained[part])
+    log_q = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+    ce = [-log_q[place - 1, ids[place]] for place in trained]
+    loss, all_kl, taught = list(ce), 0.0, 0
+    texts, words = record.get("label_tokens", []), tokenizer.get_vocab()
+    places = trained[len(trained) - len(texts) - 1:-1]
+    if [tokenizer.decode([ids[place]]) for place in places] == texts:
+        for place, row in zip(places, record.get("logprobs", [])):
+            known = {words[text.replace(" ", "\u0120")]: math.exp(value) for text, value in row[:3]
+                     if text.replace(" ", "\u0120") in words}
+            q = log_q[place - 1, list(known)].exp()
+            q = torch.cat([q, 1 - q.sum()[None]])
+            p = torch.tensor([*known.values(), 1 - sum(known.values())])
+            kl = F.kl_div(q.log(), p, reduction="sum")
+            at = list(trained).index(place)
+            loss[at] = 0.3 * ce[at] + 0.7 * kl
+            all_kl, taught = all_kl + kl, taught + 1
+    return sum(loss), sum(ce), all_kl, taught
+
+
 def mean_loss(model, table, numbers):
     """Token mean over samples."""
     with torch.no_grad():
         return sum(sample_loss(model, table, n)[0].item() for n in numbers) / table.targets[numbers].sum()
 
 
-def reference_run(model, table, numbers):
+def reference_run(model, table, numbers, sample_loss=sample_loss):
     """[(loss, gradient norm) of each step] of a plain trainer in place: 8 samples, AdamW, warm-up and cosine."""
     named = dict(model.named_parameters())
     decay = [name for name, p in named.items() if p.ndim > 1 and "embed" not in name]
@@ -215,6 +241,43 @@ def test_a_run_is_the_plain_trainers(shared, data, made, name):
     assert run.metrics("eval/accuracy")[STEPS] == pytest.approx(right / table.targets[held_out].sum())
     losses = list(run.metrics("eval/loss").values())
     assert losses[-1] < losses[0], "it learns"
+
+
+@pytest.mark.parametrize("name", ["qwen distill fsdp 2x4x1", "llama distill ddp 1x8x1"])
+def test_distillation_is_the_plain_trainers(shared, data, made, name):
+    run, student = shared(name), name.split()[0]
+    table, train, held_out = data(student)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(made / student).train(), chats.tokenizer()
+    records, parts = [json.loads(line) for line in open(made / "chats.jsonl")], []
+
+    def one(model, table, number):
+        loss, *more = taught_loss(model, table, number, records[number], tokenizer)
+        parts.append([float(torch.as_tensor(value).detach()) for value in more] + [int(table.targets[number])])
+        return loss, None
+
+    losses, norms = zip(*reference_run(model, table, train, one))
+    assert list(run.metrics("train/loss").values()) == pytest.approx(losses, rel=2e-5)
+    assert list(run.metrics("train/grad_norm").values()) == pytest.approx(norms, rel=1e-4)
+    assert_close(AutoModelForCausalLM.from_pretrained(newest(run)).state_dict(), model.state_dict())
+    for step, steps in ((1, parts[:8]), (2, parts[8:16]), (3, parts[16:20])):
+        ce, kl, taught, targets = (sum(column) for column in zip(*steps))
+        assert run.metrics("train/ce_loss")[step] == pytest.approx(ce / targets, rel=2e-5)
+        assert run.metrics("train/kl_loss")[step] == pytest.approx(kl / taught, rel=2e-5)
+    parts.clear()
+    with torch.no_grad():
+        loss = sum(one(model, table, n)[0].item() for n in held_out)
+    ce, kl, taught, targets = (sum(column) for column in zip(*parts))
+    for metric, value in (("loss", loss / targets), ("ce_loss", ce / targets), ("kl_loss", kl / taught)):
+        assert run.metrics(f"eval/{metric}")[STEPS] == pytest.approx(value, rel=2e-5)
+    assert re.search(r"\| loss +[\d.]+ ce +[\d.]+ kl +[\d.]+ acc", run.output)
+    assert re.search(r"teacher    \d+ of 24 samples have alternatives, .* have none; .* split otherwise", run.output)
+
+
+def test_distillation_is_the_same_for_any_split(shared):
+    assert_same_run(shared("qwen distill ddp 2x2x2 --num_workers 1"), shared("qwen distill fsdp 2x4x1"))
+    assert_same_run(shared("llama distill fsdp 2x4x1 --gradient_checkpointing"), shared("llama distill ddp 1x8x1"))
+    packs = "--max_tokens_per_batch 160"
+    assert_same_run(shared(f"llama distill ddp 1x4x2 {packs}"), shared(f"llama distill fsdp 2x4x1 {packs}"))
 
 
 @pytest.mark.parametrize("name", ["qwen full ddp 1x4x2 --gradient_checkpointing", "qwen full ddp 2x2x2 --num_workers 1",
@@ -286,7 +349,7 @@ def stop_after_two(line):
     train_sft.main(line)
 
 
-@pytest.mark.parametrize("name", ["qwen full fsdp 2x4x1", "llama dropout ddp 2x2x2"])
+@pytest.mark.parametrize("name", ["qwen full fsdp 2x4x1", "llama dropout ddp 2x2x2", "qwen distill fsdp 2x4x1"])
 def test_resumed_is_uninterrupted(pool, made, shared, tmp_path, name):
     """From checkpoints amid an epoch and at its end, all that follows has the same bits."""
     whole = shared(f"{name} {EVERY}")
