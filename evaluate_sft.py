@@ -22,9 +22,11 @@ causal_lm.py; shared adapters.py packing.py parallel.py optim.py checkpoint.py t
 preflight.py
 """
 import argparse
+import dataclasses
 import gc
 import json
 import re
+import signal
 import statistics
 import sys
 import tempfile
@@ -127,11 +129,7 @@ def check_flags(args):
 
 def read_prompt(path):
     """(what stands before the line, what stands behind) in the teacher's prompt. Raises UserError."""
-    try:
-        parts = Path(path).read_bytes().decode("utf-8-sig").rstrip("\n").split(PLACE)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompt_file {path}: cannot be read "
-                        f"({getattr(error, 'strerror', None) or 'it is not UTF-8'})")
+    parts = held_out.read_text(path, "--prompt_file ").rstrip("\n").split(PLACE)
     if len(parts) != 2:
         raise UserError(f"--prompt_file {path}: has {PLACE} {len(parts) - 1} times; write it once, where the line goes")
     return parts
@@ -139,7 +137,7 @@ def read_prompt(path):
 
 def pick_labels(parser, lines):
     """Tuple of the labels there are; raises UserError when the data has others, or too many to be classes."""
-    labels = parser.labels or tuple(sorted(set(lines.labels)))
+    labels = parser.labels or tuple(lines.all_labels)
     for number, label in zip(lines.ids, lines.labels):
         if label not in labels:
             raise UserError(f"{lines.about['files'][-1]}: id {number} is labelled {label[:40]!r}, which is not one of "
@@ -149,10 +147,10 @@ def pick_labels(parser, lines):
     return labels
 
 
-def read_answer(parser, labels, answer):
-    """label_parsers.Found: the answer is a label as a whole, as students write it, or has one as teachers write it."""
+def read_answer(parser, answer):
+    """label_parsers.Found: the whole answer is a label, as students write it, or holds one as teachers write it."""
     text = answer.text.lower() if parser.lower else answer.text
-    whole = read_label(Parser(None, labels), text, answer.finish_reason)
+    whole = read_label(Parser(None, parser.labels), text, answer.finish_reason)
     if whole.label is not None or parser.line is None:
         return whole
     return read_label(parser, answer.text, answer.finish_reason)
@@ -170,7 +168,7 @@ def why_not(answer, found):
 
 
 def ask_all(ask, chats, max_new_tokens, args):
-    """([Answer], speed): all lines together, then some of them one at a time. Tokens out are without the end."""
+    """([Answer], speed): all lines together, then some of them one at a time."""
     start = time.perf_counter()
     answers = ask(chats, max_new_tokens, args.batch_size)
     seconds = time.perf_counter() - start
@@ -223,9 +221,9 @@ def ask_models(args, models, lines, prompt):
 # Judging
 
 
-def judge(parser, labels, lines, truth, answers, speed):
+def judge(parser, lines, truth, answers, speed):
     """All there is to say about one column, JSON-able, and its [Found]. truth: {id: label or None} or None."""
-    found = [read_answer(parser, labels, answer) for answer in answers]
+    labels, found = parser.labels, [read_answer(parser, answer) for answer in answers]
     given = [f.label for f in found]
     reasons = Counter(why_not(a, f) for a, f in zip(answers, found) if f.label is None)
     scores = {"parsed": label_scores.proportion(sum(label is not None for label in given), len(given)),
@@ -302,7 +300,7 @@ def check_single(lines, flag):
 
 
 def prepare(args):
-    """(models for ask_models, Lines, parser, labels, prompt, truth): everything read and checked, nothing asked yet."""
+    """(models for ask_models, Lines, Parser, prompt, truth): everything read and checked, nothing asked yet."""
     parser = make_parser(args.parser, args.pattern, tuple(args.labels.split(",")) if args.labels else None)
     prompt = read_prompt(args.prompt_file) if args.prompt_file else None
     opened = [held_out.open_checkpoint(name) for name in args.checkpoint]
@@ -318,8 +316,8 @@ def prepare(args):
             held_out.check_base(name, base, meta)
     tokenizers = [chat.load_tokenizer(folder) for folder, _, _ in opened]
     lines = held_out.read_lines(args, metas[0], base if opened[0][1] else opened[0][0], tokenizers[0])
-    labels = pick_labels(parser, lines)
-    truth = held_out.read_truth(args.truth_file, lines.ids, labels) if args.truth_file else None
+    parser = dataclasses.replace(parser, labels=pick_labels(parser, lines))
+    truth = held_out.read_truth(args.truth_file, lines.ids, parser.labels) if args.truth_file else None
     if args.limit:
         draw_lines(lines, args.limit, args.seed)
     if prompt:
@@ -329,17 +327,19 @@ def prepare(args):
     models = [("base", base, None, tokenizers[0])] if args.base else []
     for name, (folder, adapter, _), tokenizer in zip(student_names(args.checkpoint), opened, tokenizers):
         models.append((name, base if adapter else folder, folder if adapter else None, tokenizer))
-    return models, lines, parser, labels, prompt, truth
+    return models, lines, parser, prompt, truth
 
 
 def main(argv=None):
     args = build_parser().parse_args(argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     with parallel.one_clear_error():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # vLLM then ends its processes, who would live on
         check_flags(args)
         if args.engine == "transformers":
             student.pick_device(args.device)
-        models, lines, parser, labels, prompt, truth = prepare(args)
+        models, lines, parser, prompt, truth = prepare(args)
+        labels = parser.labels
         checkpoint.prepare_output(args.output_dir)
         about = lines.about
         print(f"data       {about['training_lines']:,} trained, {about['held_out_lines']:,} to judge "
@@ -351,7 +351,7 @@ def main(argv=None):
         answers = ask_models(args, models, lines, prompt)
         systems, columns = {}, {}
         for name, (column, speed) in answers.items():
-            systems[name], found = judge(parser, labels, lines, truth, column, speed)
+            systems[name], found = judge(parser, lines, truth, column, speed)
             columns[name] = column, found
         teacher = against_truth(labels, lines, truth, lines.labels)
         metrics = {f"{name}: {key}": system[key]["share"] for name, system in systems.items()
@@ -364,7 +364,7 @@ def main(argv=None):
                                                                     for i in lines.rejected)},
                   "settings": vars(args), "samples": sample_rows(lines, truth, columns)}
         how = "vLLM" if args.engine == "vllm" else f"batches of {args.batch_size}"
-        table, notes = label_report.side_by_side(systems, teacher, how), make_notes(report, truth)
+        table, notes = label_report.side_by_side(systems, teacher, how), label_report.make_notes(report)
         out = Path(args.output_dir)
         text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
         tables = "\n".join([*table, *notes, *label_report.detail_lines(systems, labels, truth)]) + "\n"
@@ -383,26 +383,6 @@ def main(argv=None):
             raise UserError(f"{args.checkpoint[0]} agrees with its teacher on {first['agreement']['right']} of "
                             f"{first['agreement']['n']} lines ({first['agreement']['share']:.3f}), less than "
                             f"--min_agreement {args.min_agreement}")
-
-
-def make_notes(report, truth):
-    """What a reader of the table must know."""
-    data, notes = report["data"], []
-    if data["leaked_lines_left_out"]:
-        notes.append(f"{data['leaked_lines_left_out']:,} lines left out: their text was trained as well")
-    if data["evaluated_lines"] < data["held_out_lines"] - data["leaked_lines_left_out"]:
-        notes.append(f"{data['evaluated_lines']:,} of the lines were drawn by --seed {report['settings']['seed']}")
-    if data["rejected_lines"]:
-        notes.append(f"{data['rejected_lines']:,} further lines have no teacher label and are in no number"
-                     + (f"; the truth is known for {data['rejected_lines_with_truth']:,} of them" if truth else ""))
-    if report["teacher"] and report["teacher"]["n"] < data["evaluated_lines"]:
-        notes.append(f"accuracy is over the {report['teacher']['n']:,} lines whose truth is known")
-    for name, system in report["systems"].items():
-        if system["no_label"]:
-            notes.append(f"{name}: no label in {sum(system['no_label'].values()):,} answers: "
-                         + ", ".join(f"{n:,} {why}" for why, n in list(system["no_label"].items())[:4]))
-    notes.append("in brackets: 95 % Wilson interval of the share, lines taken as independent")
-    return [f"note       {note}" for note in notes]
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ class Lines:
     ids: list
     chats: list                     # messages each, without the answer
     labels: list                    # the teacher's
+    all_labels: list                # that occur in the files, those of trained lines as well
     about: dict                     # JSON-able: how many there are, where from, how they are proven
     ends: list                      # ids that answers end with
     thinking: dict                  # what the chat template gets beside the messages
@@ -135,7 +136,8 @@ def read_lines(args, meta, folder, tokenizer):
         keys, lines = np.array(table.keys), np.array(table.lines)
     ids = [int(key) for key in (keys if (keys[held_out] >= 0).all() else lines - 1)[held_out]]
     if other:
-        check_groups(run if args.group_size is None else args, args, keys[train], keys[held_out])
+        check_groups(args.eval_data_file, run.group_size if args.group_size is None else args.group_size, keys[train],
+                     keys[held_out])
     seen = {squeeze(message["content"]): places[i] for i in train for message in chats[places[i]]
             if message["role"] == "user"}
     judged = [chats[places[i]] for i in held_out]
@@ -153,9 +155,8 @@ def read_lines(args, meta, folder, tokenizer):
              "split": "--eval_data_file" if other else "held out by the run",
              "proven_by_fingerprint": "nothing" if not meta else "training lines" if other else
              "training and held-out lines", "enable_thinking": run.enable_thinking}
-    result = Lines([ids[i] for i in kept], [judged[i][:-1] for i in kept],
-                   [judged[i][-1]["content"].strip() for i in kept], about, ends, encoder.options)
-    result.notes.append(found)
+    result = Lines([ids[i] for i in kept], [judged[i][:-1] for i in kept], [label_of(judged[i]) for i in kept],
+                   sorted({label_of(chats[place]) for place in places}), about, ends, encoder.options, notes=[found])
     groups = None if other or run.eval_data_file else \
         {int(g) for g in chat_table.group_numbers(keys, lines, run.group_size)[held_out]}
     result.rejected = rejected_ids(table.paths[-1], groups, run.group_size) if (keys >= 0).all() else []
@@ -182,14 +183,13 @@ def check_fingerprints(args, run, meta, table, train, held_out):
                         "file has changed; give the one of then")
 
 
-def check_groups(sizes, args, trained, judged):
-    """Raise UserError when a line of --eval_data_file belongs to a group, by ids, of which a line was trained."""
-    size = sizes.group_size
-    if size and len(judged) and (trained >= 0).all() and (judged >= 0).all():
+def check_groups(path, size, trained, judged):
+    """Raise UserError when a line of --eval_data_file belongs to a group of `size` ids of which one was trained."""
+    if size and (trained >= 0).all() and (judged >= 0).all():
         both = np.intersect1d(trained // size, judged // size)
         if len(both):
-            raise UserError(f"--eval_data_file {args.eval_data_file}: {len(both)} groups of {size} ids are in the "
-                            f"training data as well, first ids {both[0] * size} to {both[0] * size + size - 1}; "
+            raise UserError(f"--eval_data_file {path}: {len(both)} groups of {size} ids have lines in the training "
+                            f"data as well, the first being ids {both[0] * size} to {both[0] * size + size - 1}; "
                             "--group_size 0 if the ids of the two files have nothing to do with each other")
 
 
@@ -202,6 +202,11 @@ def read_files(paths):
 def question(messages):
     """The text of the last user message, "" without one."""
     return next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
+
+
+def label_of(messages):
+    """The last answer, without thoughts."""
+    return messages[-1]["content"].split("</think>")[-1].strip()
 
 
 def squeeze(text):
@@ -222,14 +227,20 @@ def rejected_ids(path, groups, group_size):
 # The truth
 
 
+def read_text(path, flag=""):
+    """A UTF-8 file's text; UserError names the flag that gave it."""
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{flag}{path}: is not UTF-8 (byte {error.start})")
+    except OSError as error:
+        raise UserError(f"{flag}{path}: cannot be read ({error.strerror})")
+
+
 def json_lines(path, *keys):
     """[(line number, object)] of a JSONL file whose objects have an integer "id" and these keys; UserError."""
     rows = []
-    try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'it is not UTF-8'})")
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -248,12 +259,7 @@ def read_truth(path, ids, labels):
 
     JSONL of {"id": int, "label": str or null}, or a label a line in the order of ids from 0, empty where none is known.
     """
-    try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--truth_file {path}: cannot be read "
-                        f"({getattr(error, 'strerror', None) or 'it is not UTF-8'})")
-    truth = {}
+    text, truth = read_text(path, "--truth_file "), {}
     if text.lstrip().startswith("{"):
         for number, row in json_lines(path, "label"):
             if row["id"] in truth:

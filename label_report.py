@@ -24,9 +24,9 @@ def number(value, digits):
 def side_by_side(systems, teacher, batch):
     """Lines of the table: a row a metric, a column for the teacher and each model."""
     def row(name, teachers, value):
-        return [name, teachers, *(value(system) for system in systems.values())]
+        return [name, *[teachers] * bool(teacher), *map(value, systems.values())]
 
-    rows = [["", "teacher", *systems],
+    rows = [["", *["teacher"] * bool(teacher), *systems],
             row("agreement with the teacher", "", lambda s: cell(s["agreement"]))]
     if teacher:
         rows += [row("accuracy against the truth", cell(teacher), lambda s: cell(s["accuracy"])),
@@ -42,6 +42,26 @@ def side_by_side(systems, teacher, batch):
     widths = [max(len(line[i]) for line in rows) for i in range(len(rows[0]))]
     return [f"{line[0]:<{widths[0]}}" + "".join(f"  {text:>{width}}" for text, width in zip(line[1:], widths[1:]))
             for line in rows]
+
+
+def make_notes(report):
+    """Lines with what a reader of the table must know. report: the contents of evaluation.json."""
+    data, notes = report["data"], []
+    if data["leaked_lines_left_out"]:
+        notes.append(f"{data['leaked_lines_left_out']:,} lines left out: their text was trained as well")
+    if data["evaluated_lines"] < data["held_out_lines"] - data["leaked_lines_left_out"]:
+        notes.append(f"{data['evaluated_lines']:,} of the lines were drawn by --seed {report['settings']['seed']}")
+    if data["rejected_lines"]:
+        known = f"; the truth is known for {data['rejected_lines_with_truth']:,} of them" if report["teacher"] else ""
+        notes.append(f"{data['rejected_lines']:,} further lines have no teacher label and are in no number{known}")
+    if report["teacher"] and report["teacher"]["n"] < data["evaluated_lines"]:
+        notes.append(f"accuracy is over the {report['teacher']['n']:,} lines whose truth is known")
+    for name, system in report["systems"].items():
+        if system["no_label"]:
+            notes.append(f"{name}: no label in {sum(system['no_label'].values()):,} answers: "
+                         + ", ".join(f"{n:,} {why}" for why, n in list(system["no_label"].items())[:4]))
+    notes.append("in brackets: 95 % Wilson interval of the share, lines taken as independent")
+    return [f"note       {note}" for note in notes]
 
 
 def confused_lines(rows):

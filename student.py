@@ -60,7 +60,9 @@ def load_model(folder, adapter, dtype, device):
             raise UserError(f"{adapter}: the adapter has {odd[0]}, which is not supported; merge it into its base")
         names = [saved.target_modules] if isinstance(saved.target_modules, str) else sorted(saved.target_modules)
         model = adapters.add_lora(model, causal_lm.decoder_layers(model), saved.r, saved.lora_alpha, 0.0,
-                                  ",".join(names), str(folder)).to(dtype)
+                                  ",".join(names), str(folder))
+        for parameter in adapters.adapter_weights(model).values():      # not buffers: rotary embeddings stay float32
+            parameter.data = parameter.data.to(dtype)
         adapters.load_adapters(model, adapter)
     return model.eval()
 
@@ -110,7 +112,8 @@ def open_transformers(model, tokenizer, ends, thinking):
         for prompt, new in zip(prompts, out[:, width:].tolist()):
             stop = next((i for i, token in enumerate(new) if token in stops), None)
             answers.append(teacher.Answer(begin + tokenizer.decode(new[:stop], skip_special_tokens=False),
-                                          "length" if stop is None else "stop", len(prompt), len(new[:stop])))
+                                          "length" if stop is None else "stop", len(prompt),
+                                          len(new) if stop is None else stop + 1))
         return answers
     return ask
 
