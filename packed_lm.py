@@ -99,6 +99,8 @@ def check_model(model):
             raise UserError(f"{name}: config.json has {setting} {getattr(config, setting)}, which is not supported")
     if any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()):
         raise UserError(f"{name} has attention sinks, which are not supported")
+    if any(".experts." in name for name, _ in model.named_parameters()):
+        raise UserError(f"{name} is a mixture of experts; only dense models can be trained")
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise UserError(f"{name} has no linear output head")
 

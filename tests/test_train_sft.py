@@ -27,6 +27,7 @@ from pool import Pool
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import adapters
 import causal_lm
 import chat
 import chat_table
@@ -282,7 +283,8 @@ def test_distillation_is_the_same_for_any_split(shared):
 
 @pytest.mark.parametrize("name", ["qwen full ddp 1x4x2 --gradient_checkpointing", "qwen full ddp 2x2x2 --num_workers 1",
                                   "qwen full fsdp 1x8x1", "qwen full fsdp 2x2x2 --gradient_checkpointing",
-                                  "qwen full fsdp 2x4x1 --no-reshard_after_forward"])
+                                  "qwen full fsdp 2x4x1 --no-reshard_after_forward",
+                                  "qwen full fsdp 2x2x2 --cpu_offload"])
 def test_any_split_trains_the_same(shared, name):
     assert_same_run(shared(name), shared("qwen full fsdp 2x4x1"))
 
@@ -508,6 +510,31 @@ def test_compiled_layers_are_eager_ones(made, data):
     assert counter.frame_count == graphs > 0, "batches of other lengths must not compile for ever"
 
 
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_static_packs_compile_no_more_after_two(made, data, method):
+    """As --max_tokens_per_batch --compile: numbers and lengths of documents change, graphs do not; backward as well."""
+    table, train, _ = data("qwen")
+    model = packed_model(made / "qwen", recompute=method == "lora")
+    if method == "lora":
+        net = adapters.add_lora(model.native, causal_lm.decoder_layers(model.native), 4, 8, 0.0, "all-linear", "base")
+        adapters.init_adapters(net, 1)
+        model = packed_lm.PackedLM(net, recompute=True)
+    torch._dynamo.reset()
+    for layer in causal_lm.decoder_layers(model.native):
+        layer.compile(backend="aot_eager")
+    order = PackOrder(table.lengths[train], tokens_per_pack=160, seed=1)
+    samples, counts = chat_table.ChatSamples(table), set()
+    for epoch in range(2):
+        plan = order.epoch(epoch)
+        for p in range(len(plan)):
+            batch = chat_table.collate([samples[train[i]] for i in plan.pack(p)], pad_to=160)
+            counts.add(len(batch.cu_seqlens))
+            with torch._dynamo.config.patch(error_on_recompile=epoch > 0 or p > 1), \
+                    torch.autocast("cpu", torch.bfloat16):
+                model(batch)[0].backward()
+    assert len(counts) > 2 and torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
 def test_flops_count_what_is_multiplied(made):
     model = AutoModelForCausalLM.from_pretrained(made / "llama")
     weights = 2 * (36 * 24 + 2 * 36 * 12 + 24 * 36 + 3 * 36 * 43)
@@ -559,6 +586,8 @@ def test_other_architectures_packed(kind, settings):
     ("Mamba", {}, "cannot be packed"), ("Qwen3Next", {"num_experts": 2, "moe_intermediate_size": 8}, "cannot be"),
     ("GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}, "attention sinks"),
     ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "carry state from one packed document into the next"),
+    ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 8}, "is a mixture of experts; only dense models can be"),
+    ("Mixtral", {"num_local_experts": 2}, "MixtralForCausalLM is a mixture of experts; only dense models can be"),
     ("GPTJ", {}, "cannot be built with another attention"), ("Nemotron", {}, "is not told where documents end"),
 ])
 def test_architectures_that_cannot_be_packed(kind, settings, part):
