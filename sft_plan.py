@@ -2,17 +2,22 @@
 
 Copy with it: chat.py, chat_table.py, sft_model.py, packing.py, preflight.py and what those name.
 """
+import contextlib
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface
 
 import causal_lm
 import chat
 import chat_table
 import checkpoint
 import distill
+import packed_lm
 import preflight
 import sft_model
 from packing import PackOrder
@@ -52,6 +57,116 @@ def samples_line(table, train_ids, eval_ids):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# What a step keeps in memory
+
+LOGIT_COPIES = {False: 3, True: 5}      # fp32: log-softmax and two gradients; with a teacher also its bucket's two
+TRIAL = 1009        # tokens; a prime, so that what has a row for each token is known by its size
+
+
+class _KeptByAttention(torch.autograd.Function):
+    """What variable-length flash attention keeps for its backward pass, without its work."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        """q (S, heads, D), k and v (S, kv_heads, D) -> like q."""
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:2], dtype=torch.float32))      # the last: log-sum-exp
+        return out
+
+
+@contextlib.contextmanager
+def _attention_without_work(cuda):
+    """Layers called within get an attention that only keeps what packed_lm's would; cuda=False: as its CPU path."""
+    def keep(module, query, key, value, *_, **__):
+        q, k, v = (t[0].transpose(0, 1).to(value.dtype) for t in (query, key, value))
+        if not (cuda and packed_lm.VARLEN_GQA):
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        out = _KeptByAttention.apply(q, k, v)
+        return (out if cuda else torch.cat([out[:1], out[1:]]))[None], None     # documents are put together
+
+    AttentionInterface.register(packed_lm.ATTENTION, keep)
+    try:
+        yield
+    finally:
+        AttentionInterface.register(packed_lm.ATTENTION, packed_lm.packed_attention)
+
+
+def token_bytes(model, bf16, sharded, cuda=True):
+    """Bytes that autograd keeps of one token from forward to backward -> {"layers", "inputs", "ends", "layer"}.
+
+    layers: of all decoder layers; inputs: of what they are called with, which is all that recomputation keeps; ends: of
+    what stands outside them, without the head; layer: of the largest alone. model: PackedLM as trained, on any device,
+    meta as well. sharded: FSDP2, which computes on weights in bfloat16 where autocast only casts them. cuda=False: what
+    the CPU's kernels keep instead. Not counted: casts of weights (preflight.memory_parts has them).
+
+    Not a formula: the model's own forward runs once on tensors that have shapes but no memory, and every tensor that
+    autograd saves is noted, each storage once.
+    """
+    body, layers = model.native.base_model, causal_lm.decoder_layers(model.native)
+    saved, inputs, bounds = {}, {}, []
+
+    def note(tensor, where=saved):
+        storage = tensor.untyped_storage()
+        if storage.nbytes() % TRIAL == 0 and tensor.dim():
+            where.setdefault(storage._cdata, (storage.nbytes(), tensor))        # kept, so that its place is not reused
+        return tensor
+
+    def enter(_, args, kwargs):
+        bounds.append(sum(size for size, _ in saved.values()))
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):
+                note(tensor, inputs)
+
+    def leave(*_):
+        bounds.append(sum(size for size, _ in saved.values()))
+
+    handles = [handle for layer in layers for handle in (layer.register_forward_pre_hook(enter, with_kwargs=True),
+                                                         layer.register_forward_hook(leave))]
+    recomputed = [getattr(layer, "gradient_checkpointing", False) for layer in layers]
+    try:
+        for layer in layers:
+            layer.gradient_checkpointing = False
+        with FakeTensorMode(allow_non_fake_inputs=True), _attention_without_work(cuda), \
+                torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), \
+                torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            weights = {name: torch.empty(p.shape, dtype=torch.bfloat16 if bf16 and sharded else p.dtype,
+                                         requires_grad=p.requires_grad) for name, p in body.named_parameters()}
+            places = torch.zeros(1, TRIAL, dtype=torch.int64)
+            torch.func.functional_call(body, weights, (), {"input_ids": places, "position_ids": places,
+                                                           "use_cache": False})
+    finally:
+        for handle in handles:
+            handle.remove()
+        for layer, value in zip(layers, recomputed):
+            layer.gradient_checkpointing = value
+    of_layers = [after - before for before, after in zip(bounds[::2], bounds[1::2])]
+    total = sum(size for size, _ in saved.values())
+    return {"layers": sum(of_layers) / TRIAL, "inputs": sum(size for size, _ in inputs.values()) / TRIAL,
+            "ends": (total - sum(of_layers)) / TRIAL, "layer": max(of_layers) / TRIAL}
+
+
+def memory_stages(args, ranks, model, native, tokens, rows):
+    """(parts, stages, number of the worst pack): bytes of one GPU, as preflight has them, at the worst pack.
+
+    native: the empty model as trained. tokens, rows: (packs,) of each pack, padding included, and trained ones.
+    """
+    fsdp, recompute = args.parallel == "fsdp", args.gradient_checkpointing
+    casts = 0 if fsdp or not args.bf16 else 2 * sum(p.numel() for p in native.parameters()
+                                                    if p.dtype == torch.float32 and p.ndim > 1)
+    parts = preflight.memory_parts(unit_sizes(native), world=ranks, sharded=fsdp, offload=args.cpu_offload,
+                                   reshard=args.reshard_after_forward, compute=2 if args.bf16 else 4, casts=casts,
+                                   whole=fsdp and args.gradient_accumulation_steps > 1)
+    one = token_bytes(model, args.bf16, fsdp)
+    activations = tokens * (one["inputs" if recompute else "layers"] + one["ends"])
+    activations = activations + rows * native.config.hidden_size * (2 if fsdp and args.bf16 else 4)     # of the head
+    logits = LOGIT_COPIES[bool(args.distill_topk)] * 4 * np.minimum(rows, model.chunk) * native.config.vocab_size
+    stages = preflight.peak_stages(parts, activations, tokens * one["layer"], logits, recompute)
+    worst = int(np.max([stages["the heads"], stages["a layer's backward"]], axis=0).argmax())
+    parts |= {"activations": activations[worst], "logits": logits[worst]}
+    return parts, {name: values[worst] for name, values in stages.items()}, worst
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The dry run
 
 
@@ -79,18 +194,19 @@ def print_plan(args, ranks, model, native, table, train_ids, eval_ids, resume, m
     steps_per_epoch, total_steps = run_length(args, order, per_step, position)
     tokens = preflight.pack_sums(order.epoch(0), lengths)
     report = preflight.packing_report(tokens, ranks, accumulation, args.max_tokens_per_batch)
-    units, fsdp = unit_sizes(native), args.parallel == "fsdp"
-    values, _, trained = (sum(column) for column in zip(*units))
-    casts = 0 if fsdp or not args.bf16 else 2 * sum(p.numel() for p in native.parameters()
-                                                    if p.dtype == torch.float32 and p.ndim > 1)
-    parts = preflight.memory_parts(units, world=ranks, sharded=fsdp, offload=args.cpu_offload,
-                                   reshard=args.reshard_after_forward, compute=2 if args.bf16 else 4, casts=casts,
-                                   whole=fsdp and accumulation > 1)
-    rows = int(preflight.pack_sums(order.epoch(0), table.targets[train_ids]).max())
-    parts["logits"] = 3 * 4 * min(rows, model.chunk) * native.config.vocab_size     # fp32, log-softmax, gradient
-    names = ("weights", "gradients", "optimizer", "copies", "logits", "fixed")
-    notes = {"weights": "a shard" if fsdp else "whole", "gradients": "fp32", "optimizer": "two fp32 moments",
-             "copies": "gathered or cast for computing", "logits": "of one piece of the worst pack",
+    values, _, trained = (sum(column) for column in zip(*unit_sizes(native)))
+    plans = [order.epoch(epoch) for epoch in range(min(20, args.num_train_epochs))]
+    pack_tokens, rows = (np.concatenate([preflight.pack_sums(plan, n[train_ids]) for plan in plans])
+                         for n in (table.lengths, table.targets))
+    pack_tokens = np.maximum(pack_tokens, args.max_tokens_per_batch)
+    parts, stages, worst = memory_stages(args, ranks, model, native, pack_tokens, rows)
+    parts["reduction"] = max(parts["reduction"], parts["last reduction"])
+    notes = {"weights": "a shard" if args.parallel == "fsdp" else "whole", "gradients": "fp32",
+             "optimizer": "two fp32 moments", "copies": "gathered or cast for computing",
+             "reduction": "gradients being summed over the GPUs",
+             "activations": f"worst pack, {pack_tokens[worst]:,} tokens"
+                            + ", recomputed by layer" * args.gradient_checkpointing,
+             "logits": f"one piece of its {rows[worst]:,} trained tokens, at their peak",
              "fixed": "CUDA context and libraries: a guess"}
     size = sum(checkpoint_bytes(args, native))
     left = max(0, total_steps - position["step"])
@@ -111,9 +227,11 @@ def print_plan(args, ranks, model, native, table, train_ids, eval_ids, resume, m
           f"steps      {total_steps} ({steps_per_epoch} an epoch), {per_step} packs a step = {ranks} ranks x "
           f"{accumulation} micro-steps; peak lr {args.learning_rate:.2e}\n"
           f"start      step {position['step']}, {f'resuming from {resume}' if resume else 'base model'}\n"
-          f"memory     of one GPU without activations, which are not estimated")
-    for line in preflight.memory_table([*((name, parts[name], notes[name]) for name in names),
-                                        ("sum", sum(parts[name] for name in names), "")]):
+          f"memory     of one GPU, estimated:")
+    table_rows = [(name, parts[name], note) for name, note in notes.items() if parts[name]]
+    peak = max(stages, key=stages.get)
+    for line in preflight.memory_table([*table_rows, ("peak estimate", stages[peak],
+                                                      f"reached in {peak}; parts come and go")]):
         print(f"           {line}")
     print(f"disk       {preflight.size(size)} a checkpoint, at most {most} at once: {preflight.size(size * most)}; "
           f"{preflight.size(preflight.free_disk(args.output_dir))} free for --output_dir")
