@@ -84,7 +84,7 @@ def read_label(parser, text, finish_reason, must_think=False):
         if match is None or not match[1]:
             return Found(None, why="has no line of the wanted form")
         found = Found(match[1].lower() if parser.lower else match[1], *match.span(1))
-    if parser.labels and found.label not in parser.labels:
+    if parser.labels and found.label is not None and found.label not in parser.labels:
         return Found(None, why=f"{found.label[:40]!r} is not one of the labels")
     return found
 
