@@ -306,7 +306,8 @@ def prepare(args):
     opened = [held_out.open_checkpoint(name) for name in args.checkpoint]
     metas = [meta for _, _, meta in opened]
     held_out.check_same_split(args.checkpoint, metas)
-    base = args.model_path or (metas[0] and metas[0]["args"]["model_path"])
+    run = held_out.run_flags(args, metas[0])
+    base = args.model_path or run.model_path
     if args.base or any(adapter for _, adapter, _ in opened):
         if not base:
             raise UserError(f"--checkpoint {args.checkpoint[0]}: does not say what it was trained from; give "
@@ -315,7 +316,7 @@ def prepare(args):
         for name, meta in zip(args.checkpoint, metas):
             held_out.check_base(name, base, meta)
     tokenizers = [chat.load_tokenizer(folder) for folder, _, _ in opened]
-    lines = held_out.read_lines(args, metas[0], base if opened[0][1] else opened[0][0], tokenizers[0])
+    lines = held_out.read_lines(args, run, metas[0], base if opened[0][1] else opened[0][0], tokenizers[0])
     parser = dataclasses.replace(parser, labels=pick_labels(parser, lines))
     truth = held_out.read_truth(args.truth_file, lines.ids, parser.labels) if args.truth_file else None
     if args.limit:

@@ -10,7 +10,7 @@ label_journal.py parallel.py and what those name.
 import argparse
 import json
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -40,8 +40,8 @@ class Lines:
     about: dict                     # JSON-able: how many there are, where from, how they are proven
     ends: list                      # ids that answers end with
     thinking: dict                  # what the chat template gets beside the messages
-    rejected: list = field(default_factory=list)        # ids of lines in held-out groups that have no teacher label
-    notes: list = field(default_factory=list)
+    rejected: list                  # ids of lines in held-out groups that have no teacher label
+    notes: list
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -105,17 +105,16 @@ def run_flags(args, meta):
                             "what it was trained on; give --eval_data_file, and --data_file with all that it has seen")
         flags = {"train_data_file": "", "eval_data_file": None, "too_long": "stop", "train_turns": "last",
                  "enable_thinking": args.enable_thinking or "template", "max_length": 0, "max_tokens_per_batch": 0,
-                 "group_size": GROUP, "validation_split": 0.0, "seed": 0}
+                 "group_size": GROUP, "validation_split": 0.0, "seed": 0, "model_path": None}
     flags["train_data_file"] = args.data_file or flags["train_data_file"]
     return argparse.Namespace(**flags)
 
 
-def read_lines(args, meta, folder, tokenizer):
+def read_lines(args, run, meta, folder, tokenizer):
     """Lines that the run with this state (None: unknown) held out, or those of --eval_data_file. Raises UserError.
 
-    args: data_file, eval_data_file, group_size, enable_thinking, drop_leaked, checkpoint. folder: has the config.json.
+    args: eval_data_file, group_size, drop_leaked, checkpoint. run: run_flags. folder: has the config.json.
     """
-    run = run_flags(args, meta)
     other = args.eval_data_file is not None         # lines that the run knows nothing of
     if not other and not meta["validation"]:
         raise UserError(f"--checkpoint {args.checkpoint[0]}: its run held nothing out, so there is nothing to judge it "
@@ -124,43 +123,30 @@ def read_lines(args, meta, folder, tokenizer):
         raise UserError(f"--group_size {args.group_size}: the run held out groups of {run.group_size}")
     run.eval_data_file = args.eval_data_file or run.eval_data_file
     encoder = sft_plan.encoder_of(run, tokenizer)
+    limit = sft_model.length_limit(run, causal_lm.load_config(folder))
     with tempfile.TemporaryDirectory() as scratch:
-        n_train, found, ends = chat_table.build_table(run, encoder,
-                                                      sft_model.length_limit(run, causal_lm.load_config(folder)),
-                                                      scratch)
+        n_train, found, ends = chat_table.build_table(run, encoder, limit, scratch)
         table = chat_table.ChatTable(scratch)
         train, held_out = split(run, table, n_train, other)
         check_fingerprints(args, run, meta, table, train, None if other else held_out)
-        chats = read_files(table.paths)
-        places = [(int(table.sources[i]), int(table.lines[i])) for i in range(len(table))]
         keys, lines = np.array(table.keys), np.array(table.lines)
-    ids = [int(key) for key in (keys if (keys[held_out] >= 0).all() else lines - 1)[held_out]]
+        chats, names = read_files(table), [table.name(i) for i in range(len(table))]
     if other:
         check_groups(args.eval_data_file, run.group_size if args.group_size is None else args.group_size, keys[train],
                      keys[held_out])
-    seen = {squeeze(message["content"]): places[i] for i in train for message in chats[places[i]]
-            if message["role"] == "user"}
-    judged = [chats[places[i]] for i in held_out]
-    leaked = [i for i, messages in enumerate(judged) if squeeze(question(messages)) in seen]
-    if leaked and not args.drop_leaked:
-        source, line = places[held_out[leaked[0]]]
-        twin = seen[squeeze(question(judged[leaked[0]]))]
-        raise UserError(f"{table.paths[source]}:{line}: its text was trained, it is that of {table.paths[twin[0]]}:"
-                        f"{twin[1]} ({len(leaked)} such lines of {len(judged)}); --drop_leaked leaves them out")
-    kept = [i for i in range(len(judged)) if i not in set(leaked)]
-    if not kept:
-        raise UserError(f"all {len(judged)} lines to judge were trained, none is left")
-    about = {"training_lines": len(train), "held_out_lines": len(held_out), "leaked_lines_left_out": len(leaked),
-             "files": table.paths, "group_size": None if other else run.group_size,
+    kept = without_leaks(chats, names, train, held_out, args.drop_leaked)
+    about = {"training_lines": len(train), "held_out_lines": len(held_out),
+             "leaked_lines_left_out": len(held_out) - len(kept), "files": table.paths,
+             "group_size": None if other else run.group_size,
              "split": "--eval_data_file" if other else "held out by the run",
              "proven_by_fingerprint": "nothing" if not meta else "training lines" if other else
              "training and held-out lines", "enable_thinking": run.enable_thinking}
-    result = Lines([ids[i] for i in kept], [judged[i][:-1] for i in kept], [label_of(judged[i]) for i in kept],
-                   sorted({label_of(chats[place]) for place in places}), about, ends, encoder.options, notes=[found])
+    ids = keys if (keys[held_out] >= 0).all() else lines - 1
     groups = None if other or run.eval_data_file else \
-        {int(g) for g in chat_table.group_numbers(keys, lines, run.group_size)[held_out]}
-    result.rejected = rejected_ids(table.paths[-1], groups, run.group_size) if (keys >= 0).all() else []
-    return result
+        set(chat_table.group_numbers(keys, lines, run.group_size)[held_out].tolist())
+    rejected = rejected_ids(table.paths[-1], groups, run.group_size) if (keys >= 0).all() else []
+    return Lines(ids[kept].tolist(), [chats[i][:-1] for i in kept], [label_of(chats[i]) for i in kept],
+                 sorted(set(map(label_of, chats))), about, ends, encoder.options, rejected, [found])
 
 
 def split(run, table, n_train, other):
@@ -193,10 +179,24 @@ def check_groups(path, size, trained, judged):
                             "--group_size 0 if the ids of the two files have nothing to do with each other")
 
 
-def read_files(paths):
-    """{(source, line number): messages} of chat files that have been found good."""
-    return {(source, line): messages for source, path in enumerate(paths)
-            for line, _, messages in chat.read_chats(path, [])}
+def read_files(table):
+    """[messages] of the table's samples."""
+    found = {(source, line): messages for source, path in enumerate(table.paths)
+             for line, _, messages in chat.read_chats(path, [])}
+    return [found[place] for place in zip(table.sources.tolist(), table.lines.tolist())]
+
+
+def without_leaks(chats, names, train, held_out, drop):
+    """held_out without the samples whose text was trained as well; UserError when there are some and drop is False."""
+    seen = {squeeze(message["content"]): names[i] for i in train for message in chats[i] if message["role"] == "user"}
+    twins = {i: seen[text] for i in held_out.tolist() if (text := squeeze(question(chats[i]))) in seen}
+    if twins and not drop:
+        first = min(twins)
+        raise UserError(f"{names[first]}: its text was trained, as {twins[first]} ({len(twins)} such lines of "
+                        f"{len(held_out)}); --drop_leaked leaves them out")
+    if len(twins) == len(held_out):
+        raise UserError(f"the texts of all {len(held_out)} lines to judge were trained: none is left")
+    return np.array([i for i in held_out.tolist() if i not in twins])
 
 
 def question(messages):
