@@ -87,7 +87,6 @@ class Trainer:
 
     def __init__(self, job, who, options):
         self.process, self.pipe = start_process(work, job, who, options)
-        self.first = self.answer()      # after checking and warming up
 
     def answer(self):
         """What the process says next; {"error"} when it failed, died or says nothing."""
@@ -98,7 +97,10 @@ class Trainer:
 
     def turn(self, steps, watch=False):
         """Train for so many optimizer steps -> {"seconds", "counts", "memory_gib", ...} or {"error"}."""
-        self.pipe.send((steps, watch))
+        try:
+            self.pipe.send((steps, watch))
+        except ConnectionError:
+            return {"error": "the process died"}
         return self.answer()
 
     def end(self):
@@ -130,9 +132,10 @@ def run(ways, job, cuda, rounds, end):
             if time.monotonic() > end:
                 return "not run: out of time"
             alive[name] = Trainer(job, who, options)
-            if "error" in alive[name].first:
-                return alive[name].first["error"]
-            found[name]["checked"] = alive[name].first["checked"]
+            said = alive[name].answer()         # it has checked itself and warmed up
+            if "error" in said:
+                return said["error"]
+            found[name]["checked"] = said["checked"]
             check_agreement({n: r["checked"] for n, r in found.items() if "checked" in r}, "cuda" if cuda else "cpu")
         if turn < 0:
             return None
@@ -142,7 +145,7 @@ def run(ways, job, cuda, rounds, end):
         said = alive[name].turn(max(1, round(steps)))
         if "error" in said:
             return said["error"]
-        found[name]["turns"].append({"seconds": said["seconds"], "steps": said["steps"], **said["counts"]})
+        found[name]["turns"].append({key: said[key] for key in ("seconds", "cpu_seconds", "steps")} | said["counts"])
         found[name]["memory_gib"] = said["memory_gib"]
         if cuda:
             found[name]["host_syncs"] = alive[name].turn(1, watch=True).get("host_syncs")

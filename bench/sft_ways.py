@@ -26,11 +26,23 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import measure  # noqa: E402
-import peft  # noqa: E402
-import transformers  # noqa: E402
+from peft import LoraConfig, get_peft_model  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 from tokenizers.models import WordLevel  # noqa: E402
+from transformers import (  # noqa: E402
+    AttentionInterface,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.utils import is_flash_attn_2_available  # noqa: E402
 
 import adapters  # noqa: E402
 import causal_lm  # noqa: E402
@@ -93,7 +105,7 @@ CHECK = Mix(47, 0.607, 8, 180, 0.5, 2, 2)
 
 def make_model(folder, shape, seed):
     """Write a random Qwen3 checkpoint of the shape, bf16 values; returns how many weights its layers' matrices have."""
-    config = transformers.Qwen3Config(**dict(zip(SIZES, SHAPES[shape])), tie_word_embeddings=True,
+    config = Qwen3Config(**dict(zip(SIZES, SHAPES[shape])), tie_word_embeddings=True,
                                       max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=1)
     model = causal_lm.empty_model(config, torch.bfloat16)
     model.config.save_pretrained(folder)
@@ -108,7 +120,7 @@ def make_model(folder, shape, seed):
 
 def pad_tokenizer():
     """A tokenizer that knows how to pad and nothing else."""
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"<pad>": 0, "<end>": 1})),
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"<pad>": 0, "<end>": 1})),
                                                 pad_token="<pad>", eos_token="<end>", unk_token="<end>")
 
 
@@ -156,7 +168,7 @@ class Turns:
 
     def __init__(self, pipe, device):
         self.pipe, self.device, self.checked, self.counts, self.caught = pipe, device, None, Counter(), None
-        self.steps, self.goal, self.start = 0, WARM_UP, None
+        self.steps, self.goal, self.start, self.parent = 0, WARM_UP, None, os.getppid()
 
     def step_done(self):
         """Call at the end of each optimizer step; False: end the training."""
@@ -165,14 +177,18 @@ class Turns:
             return True
         measure.synchronize(self.device)
         said = {"seconds": self.start and time.perf_counter() - self.start, "steps": self.steps,
+                "cpu_seconds": self.start and time.process_time() - self.cpu_start,
                 "checked": self.checked, "host_syncs": self.syncs() / self.steps,
                 "counts": {name: float(value) for name, value in self.counts.items()},
                 "memory_gib": measure.peak_memory_gib(self.device)}
         self.pipe.send(said)
-        word = self.pipe.recv() if self.pipe.poll(ANSWER_S) else None
-        if word is None:
+        while not self.pipe.poll(10):       # the others' turns may be long
+            if os.getppid() != self.parent:
+                return False
+        try:
+            self.goal, watch = self.pipe.recv()
+        except EOFError:
             return False
-        self.goal, watch = word
         self.counts.clear()
         self.steps = 0
         gc.collect()
@@ -180,7 +196,7 @@ class Turns:
             torch.cuda.reset_peak_memory_stats(self.device)     # of training, not of loading and checking
         if watch:
             self.watch_syncs()
-        self.start = time.perf_counter()
+        self.start, self.cpu_start = time.perf_counter(), time.process_time()
         return True
 
     def watch_syncs(self):
@@ -290,7 +306,7 @@ def train_ours(turns, job, options):
     if options.get("all_logits"):
         model.forward = types.MethodType(all_logits, model)
     if options.get("dense"):
-        transformers.AttentionInterface.register("dense_documents", dense_attention)
+        AttentionInterface.register("dense_documents", dense_attention)
         native.config._attn_implementation = "dense_documents"
     optimizer = optim.build_adamw(model.named_parameters(), LR, 0.0, (0.9, 0.95), packed_lm.decays)
     if options.get("foreach"):
@@ -304,7 +320,7 @@ def train_ours(turns, job, options):
             return
 
 
-class AtStepEnd(transformers.TrainerCallback):
+class AtStepEnd(TrainerCallback):
     """Ends the training when the turns do."""
 
     def __init__(self, turns):
@@ -316,12 +332,12 @@ class AtStepEnd(transformers.TrainerCallback):
 
 def train_theirs(turns, job, options, sft=False):
     cuda, lora = turns.device.type == "cuda", job.method == "lora"
-    attention = "flash_attention_2" if cuda and transformers.utils.is_flash_attn_2_available() else "sdpa"
+    attention = "flash_attention_2" if cuda and is_flash_attn_2_available() else "sdpa"
     tokenizer = pad_tokenizer()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    model = Qwen3ForCausalLM.from_pretrained(
         job.folder / "model", dtype=torch.bfloat16 if cuda and lora else torch.float32, attn_implementation=attention)
     if lora:
-        model = peft.get_peft_model(model, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear",
+        model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear",
                                                            task_type="CAUSAL_LM"))
         adapters.init_adapters(model, job.seed)
     counts = turns.counts
@@ -351,11 +367,11 @@ def train_theirs(turns, job, options, sft=False):
             trainer = trl.SFTTrainer(model, args=settings, train_dataset=datasets.Dataset.from_list(examples),
                                      processing_class=tokenizer, callbacks=list(callbacks))
         else:
-            collate = transformers.DataCollatorWithFlattening() if options.get("flat") else \
-                transformers.DataCollatorForSeq2Seq(tokenizer)
-            trainer = transformers.Trainer(model, transformers.TrainingArguments(**common), train_dataset=examples,
+            collate = DataCollatorWithFlattening() if options.get("flat") else \
+                DataCollatorForSeq2Seq(tokenizer)
+            trainer = Trainer(model, TrainingArguments(**common), train_dataset=examples,
                                            data_collator=collate, processing_class=tokenizer, callbacks=list(callbacks))
-        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.remove_callback(PrinterCallback)
         return trainer
 
     trainer = make_trainer("check", CHECK, max_steps=2, logging_steps=1)

@@ -1,0 +1,101 @@
+"""The SFT benchmark: tokens that it counts are those of the samples, its numbers follow, and other losses stop it."""
+import importlib.util
+import json
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+pytestmark = pytest.mark.timeout(300)
+SEED, STEPS = 7, 3
+
+
+@pytest.fixture(scope="module")
+def bench():
+    sys.path.insert(0, str(ROOT / "bench"))
+    spec = importlib.util.spec_from_file_location("bench_sft", ROOT / "bench" / "sft.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def tiny(bench, monkeypatch):
+    """An epoch of 12 samples is a turn and the warm-up: whatever the order, all ways see the same samples."""
+    import sft_ways
+    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
+    mix = bench.MIXES["cpu"]["short"].__class__(20, 0.6, 8, 60, 0, 2, 2, STEPS)
+    monkeypatch.setattr(sft_ways, "WARM_UP", STEPS)
+    monkeypatch.setitem(bench.MIXES["cpu"], "short", mix)
+    monkeypatch.delitem(bench.LEVERS, "layers compiled")        # takes longer than all else
+    monkeypatch.delitem(bench.LEVER_WAYS, "layers compiled")
+    make = sft_ways.make_table
+    monkeypatch.setattr(sft_ways, "make_table", lambda folder, mix, n, *rest: make(folder, mix, min(n, 12), *rest))
+    return mix
+
+
+def run(bench, tmp_path, *flags):
+    bench.main(["--shape", "tiny", "--rounds", "2", "--seed", str(SEED), "--results_dir", str(tmp_path), *flags])
+    return json.loads(next(tmp_path.glob("*.json")).read_text())
+
+
+def test_ways_train_on_the_same_tokens_and_numbers_follow(bench, tiny, tmp_path):
+    import sft_ways
+    sft_ways.make_table(tmp_path / "table", tiny, 12, 512, SEED)
+    lengths, trained = (np.load(tmp_path / "table" / f"{name}.npy") for name in ("lengths", "trained"))
+    report = run(bench, tmp_path, "--parts", "short,levers")
+    table = report["tables"]["full, short"]
+    names = [row[0] for row in table["rows"]]
+    assert names == list(bench.COMPARE)
+    ways, times = report["runs"]["full, short"]["ways"], {}
+    for name, *row in table["rows"]:
+        if sft_ways.trl is None and name.startswith("SFT"):
+            assert row[-1] == "not installed"
+            continue
+        values = dict(zip(table["columns"][1:], row))
+        turns = ways[name]["turns"]
+        assert len(turns) == 2
+        if name != "ours, packed":          # whose steps are cut otherwise
+            for turn in turns:
+                assert turn["steps"] == STEPS and turn["samples"] == 12
+                assert turn["tokens"] == lengths.sum() == len(trained) and turn["targets"] == trained.sum()
+                assert turn["pairs"] == sum(n * (n + 1) // 2 for n in lengths)
+        slots = sum(turn["slots"] for turn in turns)
+        seconds, tokens = (sum(turn[key] for turn in turns) for key in ("seconds", "tokens"))
+        assert values["tokens/s"] == pytest.approx(tokens / seconds)
+        assert values["padding %"] == pytest.approx(100 * (1 - tokens / slots))
+        assert values["trained tokens/step"] * STEPS * 2 == pytest.approx(2 * trained.sum()) or name == "ours, packed"
+        times[name] = [turn["seconds"] / turn["tokens"] for turn in turns]
+        assert values["ours is faster by"] == pytest.approx(np.median(np.divide(times[name], times["ours"])))
+    rows = {row[0]: dict(zip(table["columns"][1:], row[1:])) for row in table["rows"]}
+    assert rows["ours"]["padding %"] == rows["Trainer, no padding"]["padding %"] == 0 < rows["Trainer"]["padding %"]
+    levers = report["tables"]["full, levers"]
+    assert [row[0] for row in levers["rows"]] == list(bench.LEVERS)
+    assert all(isinstance(value, float) for row in levers["rows"] for value in row[2:])
+
+
+def shifted(table):
+    """The examples, one more token of each sample trained."""
+    import sft_ways
+    examples = sft_ways.plain_examples(table)
+    for example in examples:
+        first = next(i for i, label in enumerate(example["labels"]) if label >= 0)
+        example["labels"][first - 1] = example["input_ids"][first - 1]
+    return examples
+
+
+def test_other_labels_stop_it(bench, tiny, tmp_path, monkeypatch):
+    import sft_ways
+    monkeypatch.setattr(sft_ways, "plain_examples", sft_ways.make_examples, raising=False)
+    monkeypatch.setattr(sft_ways, "make_examples", shifted)
+    with pytest.raises(SystemExit, match=r"DISAGREE(.|\n)*ours(.|\n)*Trainer"):
+        run(bench, tmp_path, "--parts", "short")
+    assert not list(tmp_path.glob("*.json"))
+
+
+@pytest.mark.parametrize("other", [(2.001, 3.0, 5), (2.0, 3.1, 5), (2.0, 3.0, 6), (float("nan"), 3.0, 5)])
+def test_a_difference_in_either_number_is_named(bench, other):
+    bench.check_agreement({"a": [(2.0, 3.0, 5)], "b": [(2.0, 3.0001, 5)]}, "cpu")
+    with pytest.raises(SystemExit, match=r"DISAGREE(.|\n)*a: .*\nc: "):
+        bench.check_agreement({"a": [(2.0, 3.0, 5)], "c": [other]}, "cpu")
