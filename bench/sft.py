@@ -15,11 +15,12 @@ that. tokens_per_second counts tokens of samples, no padding. Matrix FLOPs are t
 logits that no loss asks for are not work done.
 
 Writes bench/results/sft-DEVICE.json after every part; other shapes and parts write files of their own names.
+Copy with it: sft_ways.py, measure.py and train_sft.py's files.
 """
 import argparse
 import math
 import multiprocessing
-import signal
+import os
 import sys
 import tempfile
 import time
@@ -236,12 +237,12 @@ def main(argv=None):
     parser.add_argument("--work_dir", help="where the model goes while this runs (default: a temporary folder)")
     parser.add_argument("--results_dir", type=Path, default=measure.RESULTS, help="where the JSON goes")
     args = parser.parse_args(argv)
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")      # with more, Trainer would spread a batch over them
     end, cuda = time.monotonic() + 60 * args.minutes, torch.cuda.is_available()
     usual = "qwen3-4b" if cuda else "small"
     shape, rounds = args.shape or usual, args.rounds or (2 if cuda else 4)
     mixes, parts = MIXES["cuda" if cuda else "cpu"], args.parts or f"short,long,{'steps64' if cuda else 'levers'}"
     file_name = "_".join(["sft", *([shape] if shape != usual else []), *(args.parts or "").split(",")]).rstrip("_")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))       # so that the processes are ended
     with tempfile.TemporaryDirectory(dir=args.work_dir) as folder:
         folder = Path(folder)
         process, pipe = start_process(prepare, " ".join(["python bench/sft.py", *(argv or sys.argv[1:])]), folder,

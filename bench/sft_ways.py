@@ -2,6 +2,7 @@
 
 All load the same random checkpoint and the same samples of random tokens, take two steps on four samples so that losses
 and gradient norms can be compared, warm up, and then train as many optimizer steps at a time as the parent says.
+Copy with it: measure.py and train_sft.py's files.
 """
 import argparse
 import functools
@@ -68,7 +69,7 @@ SHAPES = {      # of Qwen3
 LR, RANK, ALPHA = 1e-4, 16, 32
 LARGEST_PACK = 6144         # tokens
 WARM_UP = 2                 # optimizer steps before the clock starts, beside the two that are checked
-ANSWER_S = 600              # longest that one process may work on a turn
+ANSWER_S = 900              # longest that a process may be silent
 
 
 @dataclass(frozen=True)
@@ -265,7 +266,7 @@ def our_steps(world, job, options, table, mix, parts, optimizer):
             batch = batch.to(world.device, non_blocking=True)
             with parallel.gradient_sync(wrapped, micro == accumulation - 1):
                 with torch.autocast(world.device.type, torch.bfloat16, enabled=cuda):
-                    loss, _ = wrapped(batch)
+                    loss, *_ = wrapped(batch)
                 (loss / n_targets).backward()
             total += loss.detach()
         norm = optim.clip_gradients(trainable, 1.0)
@@ -295,13 +296,14 @@ def pairs_of(lengths):
 
 
 def train_ours(turns, job, options):
+    """Train with the parts of train_sft.py, in default settings but for what the options say."""
     mode = options.get("parallel", "fsdp")
     world = parallel.init(alone_too=mode == "fsdp")
     flags = argparse.Namespace(
         bf16=turns.device.type == "cuda", use_lora=job.method == "lora", lora_rank=RANK, lora_alpha=ALPHA,
         lora_dropout=0.0, lora_target_modules="all-linear", model_path=str(job.folder), gradient_checkpointing=False,
         compile=options.get("compile", False), parallel=mode, reshard_after_forward=True, cpu_offload=False,
-        seed=job.seed)
+        distill_topk=0, seed=job.seed)
     parts = model, _, native = sft_model.build_model(world, flags, job.folder / "model", None)
     if options.get("all_logits"):
         model.forward = types.MethodType(all_logits, model)
@@ -310,7 +312,8 @@ def train_ours(turns, job, options):
         native.config._attn_implementation = "dense_documents"
     optimizer = optim.build_adamw(model.named_parameters(), LR, 0.0, (0.9, 0.95), packed_lm.decays)
     if options.get("foreach"):
-        optimizer = torch.optim.AdamW(optimizer.param_groups, lr=LR, betas=(0.9, 0.95), foreach=True, fused=False)
+        groups = [{key: group[key] for key in ("params", "weight_decay")} for group in optimizer.param_groups]
+        optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, foreach=True)
     check, table = (chat_table.ChatTable(job.data / name) for name in ("check", "samples"))
     steps = our_steps(world, job, options, check, CHECK, parts, optimizer)
     turns.checked = [(float(loss), float(norm), counts["targets"]) for (loss, norm, counts), _ in zip(steps, range(2))]
@@ -331,6 +334,7 @@ class AtStepEnd(TrainerCallback):
 
 
 def train_theirs(turns, job, options, sft=False):
+    """Train with transformers' Trainer or, for sft, TRL's SFTTrainer; the options say how samples become batches."""
     cuda, lora = turns.device.type == "cuda", job.method == "lora"
     attention = "flash_attention_2" if cuda and is_flash_attn_2_available() else "sdpa"
     tokenizer = pad_tokenizer()
@@ -338,11 +342,11 @@ def train_theirs(turns, job, options, sft=False):
         job.folder / "model", dtype=torch.bfloat16 if cuda and lora else torch.float32, attn_implementation=attention)
     if lora:
         model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear",
-                                                           task_type="CAUSAL_LM"))
+                                                 task_type="CAUSAL_LM"))
         adapters.init_adapters(model, job.seed)
     counts = turns.counts
 
-    def count(module, args, given):
+    def count(module, args, given):         # a mask where there is padding, else one row of documents
         mask, labels, ids = given.get("attention_mask"), given["labels"], given["input_ids"]
         lengths = mask.sum(1) if mask is not None else given["position_ids"]
         counts["tokens"] += lengths.sum() if mask is not None else ids.numel()
@@ -367,10 +371,9 @@ def train_theirs(turns, job, options, sft=False):
             trainer = trl.SFTTrainer(model, args=settings, train_dataset=datasets.Dataset.from_list(examples),
                                      processing_class=tokenizer, callbacks=list(callbacks))
         else:
-            collate = DataCollatorWithFlattening() if options.get("flat") else \
-                DataCollatorForSeq2Seq(tokenizer)
-            trainer = Trainer(model, TrainingArguments(**common), train_dataset=examples,
-                                           data_collator=collate, processing_class=tokenizer, callbacks=list(callbacks))
+            collate = DataCollatorWithFlattening() if options.get("flat") else DataCollatorForSeq2Seq(tokenizer)
+            trainer = Trainer(model, TrainingArguments(**common), train_dataset=examples, data_collator=collate,
+                              processing_class=tokenizer, callbacks=list(callbacks))
         trainer.remove_callback(PrinterCallback)
         return trainer
 

@@ -89,6 +89,7 @@ def test_other_labels_stop_it(bench, tiny, tmp_path, monkeypatch):
     import sft_ways
     monkeypatch.setattr(sft_ways, "plain_examples", sft_ways.make_examples, raising=False)
     monkeypatch.setattr(sft_ways, "make_examples", shifted)
+    monkeypatch.setattr(bench, "COMPARE", {name: bench.COMPARE[name] for name in ("ours", "Trainer")})
     with pytest.raises(SystemExit, match=r"DISAGREE(.|\n)*ours(.|\n)*Trainer"):
         run(bench, tmp_path, "--parts", "short")
     assert not list(tmp_path.glob("*.json"))
