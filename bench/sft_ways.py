@@ -68,7 +68,7 @@ SHAPES = {      # of Qwen3
     "qwen3-4b": (2560, 36, 9728, 32, 8, 128, 151936)}
 LR, RANK, ALPHA = 1e-4, 16, 32
 LARGEST_PACK = 6144         # tokens
-WARM_UP = 2                 # optimizer steps before the clock starts, beside the two that are checked
+WARM_UP = {"cpu": 1, "cuda": 3}     # optimizer steps before the clock starts, beside the two that are checked
 ANSWER_S = 900              # longest that a process may be silent
 
 
@@ -169,7 +169,7 @@ class Turns:
 
     def __init__(self, pipe, device):
         self.pipe, self.device, self.checked, self.counts, self.caught = pipe, device, None, Counter(), None
-        self.steps, self.goal, self.start, self.parent = 0, WARM_UP, None, os.getppid()
+        self.steps, self.goal, self.start, self.parent = 0, WARM_UP[device.type], None, os.getppid()
 
     def step_done(self):
         """Call at the end of each optimizer step; False: end the training."""

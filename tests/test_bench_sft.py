@@ -26,7 +26,7 @@ def tiny(bench, monkeypatch):
     import sft_ways
     monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
     mix = bench.MIXES["cpu"]["short"].__class__(20, 0.6, 8, 60, 0, 2, 2, STEPS)
-    monkeypatch.setattr(sft_ways, "WARM_UP", STEPS)
+    monkeypatch.setitem(sft_ways.WARM_UP, "cpu", STEPS)
     monkeypatch.setitem(bench.MIXES["cpu"], "short", mix)
     monkeypatch.delitem(bench.LEVERS, "layers compiled")        # takes longer than all else
     monkeypatch.delitem(bench.LEVER_WAYS, "layers compiled")
