@@ -1,24 +1,25 @@
-"""How fast does block diffusion train on this GPU, and how many hours are the guide's 50,000 steps of 512 problems?
+"""How fast does block diffusion train, next to a straightforward step of the paper, and what does each choice give?
 
-    python bench/block_diffusion.py             # on a GPU machine; meant for one H200 and less than 8 minutes
-    python bench/block_diffusion.py --size nano --length 64 --batches 2,4 --repeats 2   # anywhere: shows that it works
+    python bench/block_diffusion.py             # one H200: less than 9 minutes; two CPU cores: less than 5
+    python bench/block_diffusion.py --size nano --length 64 --problems 8 --repeats 1    # anywhere: shows that it works
 
-Times whole optimizer steps of 4 micro-steps with the trainer's own parts: loader, noise, network, clipping, guarded
-AdamW, averaged weights. First flex and sdpa, compiled and not, must agree in loss and gradient norm on the GPU. Then
-one setting is measured in full and each of its choices changed alone: micro-batch, attention, compile, packing.
+Ours and the straightforward step (plain_block_diffusion.py) train the same problems with the same noise, weights,
+precision and kind of optimizer. Loss and gradient norm of one step must agree, else nothing is measured. Then whole
+optimizer steps take turns: noise, network, loss, clipping, AdamW, averaged weights; rows wait ready-made, as from
+loader processes. On a CPU each choice of ours is then changed alone, in turns, too. On a GPU (or with --batches)
+a sweep follows: micro-batch, attention, compile, packing, with real loaders; first flex and sdpa, compiled and not,
+must agree in loss and gradient norm.
 
 Problems are random tokens of GSM8K's lengths: log-normal, mean 157 tokens, sigma 0.34 (99th percentile 325; GSM8K's
 lies between 321 and 328), clipped to 40..440, 60 % of each its answer; in proportion with --length. Padded and packed
-steps hold the same problems. tokens_per_second counts clean tokens of text: no padding, no noisy copies, no fill.
+steps hold the same problems. Tokens are clean tokens of text: no padding, no noisy copies, no fill.
 
-Writes bench/results/block_diffusion-DEVICE.json after every setting; a setting that runs out of memory is recorded.
+Writes bench/results/block_diffusion-DEVICE.json after every part; a setting that runs out of memory is recorded.
 """
 import argparse
 import contextlib
-import datetime
+import functools
 import gc
-import json
-import platform
 import statistics
 import sys
 import time
@@ -26,9 +27,26 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+
+import measure  # noqa: E402
+from block_steps import (  # noqa: E402
+    ANSWER,
+    SIGMA,
+    TOKENS,
+    autocast,
+    build,
+    head_on_all,
+    make_documents,
+    make_packs,
+    one_attention,
+    our_step,
+    plain_step,
+    stir,
+)
 
 import bd3lm  # noqa: E402
 import block_setup  # noqa: E402
@@ -37,71 +55,33 @@ import gsm8k  # noqa: E402
 import metrics  # noqa: E402
 import optim  # noqa: E402
 import parallel  # noqa: E402
-from problems import Problem, Tokens  # noqa: E402
 
-MEAN, SIGMA, SHORTEST, LONGEST, ANSWER = 157, 0.3375, 40, 440, 0.6      # GSM8K in GPT-2's tokens, for rows of 512
 ACCUMULATION = 4                # micro-steps of an optimizer step, as in all the guide's presets
 STEPS = 2                       # optimizer steps between two clock readings: the host prepares ahead, as in training
 GUIDE = {"steps": 50_000, "problems_per_step": 512, "hours": [12, 18]}
-LOSS_TOLERANCE, NORM_TOLERANCE = 5e-4, 1e-2     # relative; bf16 moved them by 4e-5 and 2e-3 against float32 on a CPU
-TOKENS = Tokens(None, 50258, 50256, 50256, 50256, -1, -1, -1, 50257)    # GPT-2's vocabulary and the mask
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Data
-
-
-def make_documents(n, length, seed):
-    """gsm8k.Documents of n random problems for rows of `length` tokens."""
-    rng, scale, layout = np.random.default_rng((seed, 1)), length / 512, gsm8k.Layout(max_length=length)
-    sizes = np.exp(np.log(MEAN) - SIGMA ** 2 / 2 + SIGMA * rng.standard_normal(n)).clip(SHORTEST, LONGEST) * scale
-    parts = []
-    for size in sizes.round().astype(int):
-        question = round((1 - ANSWER) * size)       # its first token and the answer's last one are <|endoftext|>
-        ids = [rng.integers(0, TOKENS.bos, k - 1).tolist() for k in (question, size - question)]
-        parts.append(gsm8k.make_document(gsm8k.regions_of(ids, TOKENS, layout), TOKENS, layout))
-    ids, position, block, target, region, live = np.concatenate(parts, axis=1)
-    offsets = np.cumsum([0] + [part.shape[1] for part in parts])
-    group = gsm8k.number_groups(block, target, live, offsets)
-    problems = [Problem(f"problem {i}", "", "", "") for i in range(n)]
-    return gsm8k.Documents(layout, ids, position, block, target > 0, region, live > 0, group, offsets, problems,
-                           TOKENS.pad, 0)
-
-
-def make_packs(documents, micro_batch, pack, micro_steps, seed):
-    """(gsm8k.Rows, packs, rows of the largest pack): `micro_batch` problems a micro-step, on average when packed.
-
-    Rows of both kinds hold the same problems, micro_batch * micro_steps of them.
-    """
-    rows = gsm8k.make_rows(documents, np.arange(micro_batch * micro_steps), documents.layout.longest, pack, seed)
-    order = np.random.default_rng((seed, 2)).permutation(len(rows))
-    packs = [part.tolist() for part in np.array_split(order, micro_steps)]
-    return rows, packs, len(packs[0])
+TOLERANCES = 5e-4, 1e-2         # relative, of loss and norm; bf16 moved them by 4e-5 and 2e-3 against float32 on a CPU
+EXACT = 1e-5, 1e-4              # the same of float32
+SETTING_COLUMNS = ["setting", "seconds a step", "clean tokens/s", "problems/s", "of matmul rate", "peak GiB",
+                   "hours for 50,000 x 512"]
+SETTING_KEYS = ("step_seconds", "tokens_per_second", "problems_per_second", "of_matmul_rate", "memory_gib",
+                "projected_hours")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Steps
 
 
-def build(world, args, backend, compiled, dropout=0.1):
-    """(DiT, what to call, bd3lm.Average), as the trainer makes them."""
-    torch._dynamo.reset()       # after 8 shapes of one function dynamo would give up compiling it
-    flags = argparse.Namespace(parallel="ddp", attn_backend=backend, compile=compiled, seed=args.seed, dropout=dropout,
-                               model_size=args.size, gradient_checkpointing=False, ema_decay=0.9999)
-    return block_setup.build_model(world, flags, TOKENS, None)
-
-
 def backward(world, wrapped, batch, draws, divisor):
     """One micro-step as in train_bd3lm.py -> its share of the step's loss, a 0-d tensor."""
     inputs = bd3lm.diffuse(batch, draws, TOKENS.mask).to(world.device)
-    with torch.autocast(world.device.type, torch.bfloat16, enabled=world.device.type == "cuda"):
+    with autocast(world.device):
         losses = wrapped(inputs)
     loss = (losses * inputs.weights).sum() / divisor
     loss.backward()
     return loss.detach()
 
 
-def measure(world, args, documents, micro_batch, backend, compiled, pack):
+def measure_setting(world, args, documents, micro_batch, backend, compiled, pack):
     """Median of timed optimizer steps of one setting -> {name: number}."""
     device, cuda = world.device, world.device.type == "cuda"
     micro_steps = ACCUMULATION * STEPS
@@ -119,7 +99,7 @@ def measure(world, args, documents, micro_batch, backend, compiled, pack):
     batches = iter(gsm8k.make_loader(rows, packs * (args.repeats + 1), batch_rows, rows.noisy_length,
                                      num_workers=2 if cuda else 0, prefetch_factor=4, pin_memory=False))
     for repeat in range(args.repeats + 1):          # the first one compiles and warms up
-        synchronize(device)
+        measure.synchronize(device)
         start = time.perf_counter()
         for step in range(STEPS):
             for micro in range(ACCUMULATION):
@@ -133,7 +113,7 @@ def measure(world, args, documents, micro_batch, backend, compiled, pack):
             average.update(bad)
             flags.pop()
             flags.push(bad, parallel.any_rank(world, False), None)
-        synchronize(device)
+        measure.synchronize(device)
         seconds.append(time.perf_counter() - start)
         if not repeat:
             first = time.monotonic() - began
@@ -155,56 +135,128 @@ def measure(world, args, documents, micro_batch, backend, compiled, pack):
             "projected_hours": GUIDE["steps"] * GUIDE["problems_per_step"] / (problems / median) / 3600}
 
 
-def synchronize(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+# ---------------------------------------------------------------------------------------------------------------------
+# Ours and the straightforward step in turns, and ours with one choice changed
+
+
+def in_turns(steps, args, device):
+    """{name: [seconds of each round]} of {name: step}; step 0 of each is warm-up (and compiles)."""
+    counts = dict.fromkeys(steps, 0)
+
+    def once(name):
+        steps[name](counts[name])
+        counts[name] += 1
+    return measure.alternate({name: lambda name=name: once(name) for name in steps}, args.repeats, device)
+
+
+def compare(world, args, documents, numbers, report):
+    """Ours beside the straightforward step: first that they agree, then the table "steps"."""
+    backend = "flex" if world.device.type == "cuda" else "sdpa"
+    found = {}
+    for name, make in ("plain", plain_step), ("ours", functools.partial(our_step, backend=backend)):
+        step = make(world, args, documents, numbers, stirred=True)
+        found[name] = tuple(map(float, step(0)))
+    check_agreement(found, TOLERANCES if world.device.type == "cuda" else EXACT)
+    report["plain_agreement"] = {way: {"loss": a, "grad_norm": b} for way, (a, b) in found.items()}
+    for way, (loss, norm) in found.items():
+        print(f"check      {way:<16} loss {loss:.6f} | gradient norm {norm:.6f}", flush=True)
+    del step
+
+    cuda = world.device.type == "cuda"
+    steps = {"ours, as on a GPU: flex, compiled" if cuda else "ours": our_step(world, args, documents, numbers, backend,
+                                                                               compiled=cuda),
+             "straightforward": plain_step(world, args, documents, numbers),
+             "the same, no logits of the clean half": plain_step(world, args, documents, numbers, True)}
+    seconds = in_turns(steps, args, world.device)
+    ours, tokens = next(iter(seconds.values())), int(documents.tokens[numbers].sum())
+    table = {"columns": ["step", "seconds", "least", "most", "clean tokens/s", "problems/s", "ours is faster by"],
+             "rows": []}
+    for name, spent in seconds.items():
+        m = measure.median(spent)
+        table["rows"].append([name, m["median"], m["least"], m["most"], tokens / m["median"],
+                              len(numbers) / m["median"], measure.ratio(ours, spent)])
+    report["tables"]["steps"] = table
+    show("steps", table)
+
+
+def levers(world, args, documents, numbers, report):
+    """Ours with one choice changed at a time -> the table "levers"."""
+    changes = {"ours": {}, "one problem a row, padded": {"pack": False},
+               "logits of every noisy copy": {"forward": head_on_all},
+               "one attention, dense mask": {"forward": one_attention}, "layers compiled": {"compiled": True},
+               "AdamW not fused": {"fused": False}, "no averaged weights": {"averaged": False}}
+    steps = {name: our_step(world, args, documents, numbers, "sdpa", **change) for name, change in changes.items()}
+    seconds = in_turns(steps, args, world.device)
+    table = {"columns": ["changed", "seconds a step", "times ours"], "rows": [
+        [name, statistics.median(spent), measure.ratio(seconds["ours"], spent)] for name, spent in seconds.items()]}
+    report["tables"]["levers"] = table
+    show("levers", table)
+
+
+def host_costs(args, device, report, problems=128):
+    """Milliseconds of what a packed micro-step needs besides the network -> the table "preparation"."""
+    documents = make_documents(4 * problems, args.length, args.seed)
+    rows, packs, batch_rows = make_packs(documents, problems, True, 4, args.seed)
+    some = [rows[r] for r in packs[0]]
+
+    def collate():
+        return gsm8k.collate(some, batch_rows, rows.length, rows.noisy_length, TOKENS.pad)
+
+    def noise():
+        draws = bd3lm.draw(args.seed, "train", 0, batch.n_groups, batch_rows, rows.length)
+        return bd3lm.diffuse(batch, draws, TOKENS.mask)
+    batch = collate()
+    inputs = noise()
+    on_host, inputs = inputs, inputs.to(device)
+    doc, block, n, both = inputs.doc, inputs.block, inputs.n_noisy, inputs.doc.shape[1]
+
+    def created():
+        rule, clean = dit.attends(doc, block, n), dit.attends(doc[:, n:], block[:, n:], 0)
+        create_block_mask(rule, len(doc), None, n, both, device=device)
+        create_block_mask(clean, len(doc), None, both - n, both - n, device=device)
+    ways = {"batch from rows, in a loader process": collate,
+            "of it, tiles of flex attention": lambda: dit.tile_states(on_host.doc.numpy(), on_host.block.numpy(), n),
+            "noise": noise, "flex masks from tiles": lambda: dit.attention_masks(
+                doc, block, n, (inputs.noisy_tiles, inputs.clean_tiles)),
+            "flex masks by create_block_mask, before": created,
+            "dense masks of sdpa": lambda: dit.attention_masks(doc, block, n)}
+    seconds = measure.alternate(ways, args.repeats, device)
+    table = {"columns": [f"of {problems} problems in {batch_rows} rows", "milliseconds"],
+             "rows": [[name, 1e3 * statistics.median(spent)] for name, spent in seconds.items()]}
+    report["tables"]["preparation"] = table
+    show("preparation", table)
+
+
+def show(name, table):
+    """Print a table in aligned columns."""
+    print(f"{name:<10} " + " | ".join(table["columns"]))
+    for first, *values in table["rows"]:
+        print(f"{'':<10} {first:<40} " + " | ".join(f"{v:>10,.3f}" for v in values), flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What comes before the measurements
+# What comes before the sweep
 
 
 def loss_and_norm(world, args, documents, backend, compiled):
     """(loss, gradient norm) of one packed batch without dropout, by a model in which attention matters."""
     rows, packs, batch_rows = make_packs(documents, 16, True, 1, args.seed)
     model, wrapped, _ = build(world, args, backend, compiled, dropout=0.0)
-    generator = torch.Generator().manual_seed(args.seed)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "modulation" in name or "head" in name:      # zero at the start: every layer would be the identity
-                std = 1.0 if "modulation" in name and p.ndim == 1 else 0.02
-                p.copy_(torch.randn(p.shape, generator=generator) * std)
-            elif "qkv" in name:                             # else every token would look at all others alike
-                p.mul_(3)
+    stir(model, args.seed)
     batch = gsm8k.collate([rows[r] for r in packs[0]], batch_rows, rows.length, rows.noisy_length, TOKENS.pad)
     draws = bd3lm.draw(args.seed, "train", 0, batch.n_groups, batch_rows, rows.length)
     loss = backward(world, wrapped, batch, draws, batch.n_targets)
     return float(loss), float(optim.clip_gradients(list(model.parameters()), 0))
 
 
-def check_agreement(found):
+def check_agreement(found, tolerances=TOLERANCES):
     """SystemExit unless all {name: (loss, gradient norm)} agree with the first one, and are finite."""
     (first, (loss, norm)), *others = found.items()
     wrong = [] if np.isfinite([loss, norm]).all() else [f"{first}: loss {loss}, gradient norm {norm}"]
     wrong += [f"{name}: loss {a}, gradient norm {b}; {first}: {loss}, {norm}" for name, (a, b) in others
-              if not (abs(a - loss) <= LOSS_TOLERANCE * abs(loss) and abs(b - norm) <= NORM_TOLERANCE * abs(norm))]
+              if not (abs(a - loss) <= tolerances[0] * abs(loss) and abs(b - norm) <= tolerances[1] * abs(norm))]
     if wrong:
-        raise SystemExit("error: the ways to compute attention DISAGREE, nothing was measured\n" + "\n".join(wrong))
-
-
-def matmul_rate(device, repeats=10):
-    """FLOP/s of a large matrix product: bf16 on a GPU, float32 on a CPU."""
-    n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (256, torch.float32)
-    a, b = torch.randn(2, n, n, device=device, dtype=dtype)
-    seconds = []
-    for _ in range(repeats + 3):
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(10):
-            a @ b
-        synchronize(device)
-        seconds.append((time.perf_counter() - start) / 10)
-    return 2 * n ** 3 / statistics.median(seconds[3:])
+        raise SystemExit("error: two ways to compute one step DISAGREE, nothing was measured\n" + "\n".join(wrong))
 
 
 def settings(batches, cuda):
@@ -220,67 +272,92 @@ def settings(batches, cuda):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=tuple(dit.SIZES), default="small", help="size of the model")
-    parser.add_argument("--length", type=int, default=512, help="clean tokens of a row; a multiple of 16")
-    parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default="64,128,192,256",
-                        help="problems of a micro-step, comma-separated")
-    parser.add_argument("--repeats", type=int, default=5, help=f"timings of {STEPS} optimizer steps; the median counts")
-    parser.add_argument("--minutes", type=float, default=6.5, help="no setting begins later; it is recorded as not run")
-    parser.add_argument("--seed", type=int, default=42, help="of problems, weights, noise and dropout")
-    parser.add_argument("--results_dir", type=Path, default=ROOT / "bench" / "results", help="where the JSON goes")
-    args = parser.parse_args(argv)
-    began, cuda = time.monotonic(), torch.cuda.is_available()
-    if not cuda and (args.size != "nano" or args.length > 128):
-        raise SystemExit("error: no GPU here; to try the script: --size nano --length 64 --batches 2,4 --repeats 2")
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    if cuda:
-        torch.set_float32_matmul_precision("high")      # --tf32, as the launchers pass it
-    world, name = parallel.World(device=device), torch.cuda.get_device_name(0) if cuda else "CPU"
-    documents = make_documents(max(16, ACCUMULATION * STEPS * max(args.batches)), args.length, args.seed)
-
+def sweep(world, args, documents, report, began):
+    """Check the ways to attend, then measure settings one after another -> report["results"], written as they come."""
+    cuda = world.device.type == "cuda"
     ways = [(backend, compiled) for compiled in (False, True) for backend in ("sdpa", "flex")] if cuda else \
         [("sdpa", False)]
     found = {f"{backend}{', compiled' * compiled}": loss_and_norm(world, args, documents, backend, compiled)
              for backend, compiled in ways}
     check_agreement(found)
+    report["agreement"] = {way: {"loss": a, "grad_norm": b} for way, (a, b) in found.items()}
     for way, (loss, norm) in found.items():
         print(f"check      {way:<16} loss {loss:.5f} | gradient norm {norm:.5f}", flush=True)
-    rate = matmul_rate(device)
-    print(f"matmul     {rate / 1e12:,.3f} TFLOP/s measured", flush=True)
-
-    lengths = documents.tokens
-    report = {"question": "training speed of block diffusion, random weights and tokens", "device": name,
-              "date": datetime.date.today().isoformat(),
-              "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
-              "settings": {"size": args.size, "length": args.length, "block_size": documents.layout.block_size,
-                           "vocab_size": TOKENS.vocab_size, "dropout": 0.1, "seed": args.seed,
-                           "precision": "bf16, tf32" if cuda else "float32", "micro_steps": ACCUMULATION,
-                           "repeats": args.repeats, "steps_per_repeat": STEPS},
-              "problem_tokens": {"distribution": "log-normal, clipped", "sigma": SIGMA, "answer_share": ANSWER,
-                                 "mean": float(lengths.mean()), "p99": float(np.percentile(lengths, 99)),
-                                 "least": int(lengths.min()), "most": int(lengths.max())},
-              "guide": GUIDE, "agreement": {way: {"loss": a, "grad_norm": b} for way, (a, b) in found.items()},
-              "matmul_flops_per_second": rate, "peak_flops_per_second": metrics.peak_flops(device), "results": []}
-    out = args.results_dir / f"block_diffusion-{'-'.join(name.lower().split())}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
     for micro_batch, backend, compiled, pack in settings(args.batches, cuda):
         result = {"micro_batch": micro_batch, "attention": backend, "compile": compiled, "packed": pack}
         error = "not run: out of time" if time.monotonic() - began > args.minutes * 60 else "out of memory"
         if error == "out of memory":
             with contextlib.suppress(torch.OutOfMemoryError):
-                result |= measure(world, args, documents, micro_batch, backend, compiled, pack)
-                result["of_matmul_rate"] = result["flops_per_second"] / rate
+                result |= measure_setting(world, args, documents, micro_batch, backend, compiled, pack)
+                result["of_matmul_rate"] = result["flops_per_second"] / report["matmul_flops_per_second"]
         if "step_seconds" not in result:
             result["error"] = error
-        gc.collect()
-        if cuda:
-            torch.cuda.empty_cache()
+        free(world.device)
         report["results"].append(result)
-        report["seconds"] = time.monotonic() - began
-        out.write_text(json.dumps(report, indent=1) + "\n")
+        report["tables"]["settings"] = {"columns": SETTING_COLUMNS, "rows": [
+            [f"{r['micro_batch']} problems, {r['attention']}, {'compiled' if r['compile'] else 'eager'}, "
+             f"{'packed' if r['packed'] else 'padded'}", *(r.get(key, r.get("error")) for key in SETTING_KEYS)]
+            for r in report["results"]]}
+        measure.write_report("block_diffusion", report, args.results_dir)
         print(line(result), flush=True)
+
+
+def free(device):
+    """Give back the memory of models no longer used."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def main(argv=None):
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0],
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--size", choices=tuple(dit.SIZES), default="small" if cuda else "tiny", help="of the model")
+    parser.add_argument("--length", type=int, default=512, help="clean tokens of a row; a multiple of 16")
+    parser.add_argument("--problems", type=int, default=512 if cuda else 8, help="of an optimizer step")
+    parser.add_argument("--micro_steps", type=int, default=4 if cuda else 1, help="of our step")
+    parser.add_argument("--plain_micro_steps", type=int, default=8 if cuda else 2,
+                        help="of the straightforward step, whose logits take more memory")
+    parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",") if n],
+                        default="64,128,192,256" if cuda else "",
+                        help="sweep: problems of a micro-step, comma-separated")
+    parser.add_argument("--repeats", type=int, default=5 if cuda else 3, help="rounds; the median counts")
+    parser.add_argument("--minutes", type=float, default=7.5, help="no setting of the sweep begins later")
+    parser.add_argument("--seed", type=int, default=42, help="of problems, weights, noise and dropout")
+    parser.add_argument("--results_dir", type=Path, default=measure.RESULTS, help="where the JSON goes")
+    args = parser.parse_args(argv)
+    began, device = time.monotonic(), torch.device("cuda", 0) if cuda else torch.device("cpu")
+    if cuda:
+        torch.set_float32_matmul_precision("high")      # --tf32, as the launchers pass it
+    world = parallel.World(device=device)
+    report = measure.new_report("training speed of block diffusion, random weights and tokens", device,
+                                "python bench/block_diffusion.py")
+    documents = make_documents(max(16, args.problems, ACCUMULATION * STEPS * max(args.batches, default=0)),
+                               args.length, args.seed)
+    lengths, numbers = documents.tokens, list(range(args.problems))
+    report |= {"settings": {"size": args.size, "length": args.length, "block_size": documents.layout.block_size,
+                            "vocab_size": TOKENS.vocab_size, "dropout": 0.1, "seed": args.seed,
+                            "precision": "bf16, tf32" if cuda else "float32", "problems": args.problems,
+                            "micro_steps": args.micro_steps, "plain_micro_steps": args.plain_micro_steps,
+                            "repeats": args.repeats, "sweep": {"micro_steps": ACCUMULATION, "steps_per_repeat": STEPS}},
+               "problem_tokens": {"distribution": "log-normal, clipped", "sigma": SIGMA, "answer_share": ANSWER,
+                                  "mean": float(lengths.mean()), "p99": float(np.percentile(lengths, 99)),
+                                  "least": int(lengths.min()), "most": int(lengths.max())},
+               "guide": GUIDE, "matmul_flops_per_second": measure.matmul_rate(device),
+               "peak_flops_per_second": metrics.peak_flops(device), "results": []}
+    print(f"matmul     {report['matmul_flops_per_second'] / 1e12:,.3f} TFLOP/s measured", flush=True)
+    compare(world, args, documents, numbers, report)
+    free(device)
+    if not cuda:
+        levers(world, args, documents, numbers, report)
+        free(device)
+    host_costs(args, device, report)
+    measure.write_report("block_diffusion", report, args.results_dir)
+    if args.batches:
+        sweep(world, args, documents, report, began)
+    report["seconds"] = time.monotonic() - began
+    out = measure.write_report("block_diffusion", report, args.results_dir)
     print(f"wrote {out} after {metrics.duration(report['seconds'])}")
 
 

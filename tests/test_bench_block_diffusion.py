@@ -1,17 +1,23 @@
-"""The block-diffusion benchmark: its numbers follow from each other, its problems are like GSM8K's, its check fails."""
+"""The block-diffusion benchmark: both steps and every lever compute the same, its numbers follow from each other, its
+problems are like GSM8K's, its checks fail."""
 import importlib.util
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 
+import dit
 import gsm8k
 
-pytestmark = pytest.mark.timeout(120)
-TINY = ("--size", "nano", "--length", "64", "--batches", "2,4", "--repeats", "2")
+sys.path.insert(0, str(ROOT / "bench"))
+import measure  # noqa: E402
+
+pytestmark = pytest.mark.timeout(300)
+TINY = ("--size", "nano", "--length", "64", "--problems", "4", "--batches", "2,4", "--repeats", "2")
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +31,63 @@ def bench():
 @pytest.fixture
 def on_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(dit.Layer, "compile", lambda *_, **__: None)      # these two take longer than all else here
+    monkeypatch.setattr(measure, "matmul_rate", lambda *_: 1e10)
+
+
+@pytest.fixture(scope="module")
+def few(bench):
+    """World, flags, problems of several rows when packed."""
+    args = bench.argparse.Namespace(size="nano", seed=42, micro_steps=2, plain_micro_steps=2)
+    return bench.parallel.World(device=torch.device("cpu")), args, bench.make_documents(6, 64, 42), list(range(6))
+
+
+def test_the_straightforward_step_and_every_lever_compute_the_same(bench, few):
+    """Loss and gradient norm of two steps, so the updates of the weights are compared, too."""
+    def losses(step):
+        return torch.tensor([list(map(float, step(number))) for number in range(2)])
+    expected = losses(bench.plain_step(*few, stirred=True))
+    assert (expected[1] - expected[0]).abs().min() > 0.01
+    torch.testing.assert_close(losses(bench.plain_step(*few, noisy_logits_only=True, stirred=True)), expected)
+    for change in ({}, {"pack": False}, {"forward": bench.head_on_all}, {"forward": bench.one_attention},
+                   {"fused": False}, {"averaged": False}):
+        found = losses(bench.our_step(*few, "sdpa", stirred=True, **change))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_both_average_the_weights_alike(bench, few, monkeypatch):
+    averages, real = [], bench.block_setup.build_model
+    monkeypatch.setattr(bench.block_setup, "build_model", lambda *args: averages.append(real(*args)) or averages[-1])
+    for make in bench.plain_step, lambda *rest, **more: bench.our_step(*rest, "sdpa", **more):
+        step = make(*few, stirred=True)
+        for number in range(2):
+            step(number)
+    (_, _, plain), (_, _, ours) = averages
+    for name, average in ours.shadow.items():
+        torch.testing.assert_close(average, plain.shadow[name], rtol=1e-4, atol=2e-5)      # AdamW moves by 5e-4
+
+
+def test_nothing_is_measured_when_the_steps_disagree(bench, on_cpu, tmp_path, monkeypatch):
+    plain = sys.modules["plain_block_diffusion"]
+    real = plain.dense_mask
+    monkeypatch.setattr(plain, "dense_mask", lambda length, size, device: real(length, 2 * size, device))
+    with pytest.raises(SystemExit, match="DISAGREE"):
+        bench.main([*TINY, "--results_dir", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
 
 
 def test_numbers_of_the_tiny_form_follow_from_each_other(bench, on_cpu, tmp_path):
     bench.main([*TINY, "--results_dir", str(tmp_path)])
     report = json.loads((tmp_path / "block_diffusion-cpu.json").read_text())
+    tokens = bench.make_documents(32, 64, 42).tokens[:4].sum()
+    steps = report["tables"]["steps"]["rows"]
+    assert steps[0][-1] == 1 and len(steps) == 3
+    for _, median, least, most, per_second, problems, _ in steps:
+        assert 0 < least <= median <= most
+        assert per_second * median == pytest.approx(tokens) and problems * median == pytest.approx(4)
+    assert report["tables"]["levers"]["rows"][0][2] == 1 and len(report["tables"]["levers"]["rows"]) == 7
+    assert all(row[1] > 0 for row in report["tables"]["preparation"]["rows"])
+    assert len(report["tables"]["settings"]["rows"]) == 3
     results = report["results"]
     assert [(r["micro_batch"], r["attention"], r["packed"]) for r in results] == \
         [(2, "sdpa", True), (4, "sdpa", True), (2, "sdpa", False)]
@@ -55,7 +113,9 @@ def test_numbers_of_the_tiny_form_follow_from_each_other(bench, on_cpu, tmp_path
 def test_out_of_memory_and_out_of_time_are_recorded(bench, on_cpu, tmp_path, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError
-    monkeypatch.setattr(bench, "measure", full)
+    for name in "compare", "levers", "host_costs":
+        monkeypatch.setattr(bench, name, lambda *_: None)
+    monkeypatch.setattr(bench, "measure_setting", full)
     for flags, error in ((), "out of memory"), (("--minutes", "0"), "not run: out of time"):
         bench.main([*TINY, *flags, "--results_dir", str(tmp_path)])
         results = json.loads((tmp_path / "block_diffusion-cpu.json").read_text())["results"]
@@ -88,8 +148,3 @@ def test_the_checked_batch_notices_a_wrong_mask(bench, monkeypatch):
     with pytest.raises(SystemExit, match="DISAGREE"):
         bench.check_agreement({"right": right, "one document": bench.loss_and_norm(world, args, documents, "sdpa",
                                                                                    False)})
-
-
-def test_without_a_gpu_the_real_form_is_one_line(bench, on_cpu):
-    with pytest.raises(SystemExit, match=r"^error: no GPU here; .*--size nano --length 64 --batches 2,4 --repeats 2$"):
-        bench.main([])
