@@ -616,6 +616,10 @@ def planned(made, output_dir, *flags, student="qwen"):
     (["--gradient_accumulation_steps", "0", "--per_device_train_batch_size", "9"], "128 is not a multiple of 18"),
     (["--global_batch_size", "16"], "give one of --global_batch_size and --gradient_accumulation_steps"),
     (["--parallel", "ddp", "--cpu_offload"], "need --parallel fsdp"), (["--learning_rate", "nan"], "must be 0 or more"),
+    (["--distill_topk", "3", "--distill_weight", "1.5"], "--distill_weight is 1.5; it must be above 0, at most 1"),
+    (["--distill_topk", "3", "--distill_weight", "0"], "--distill_weight is 0.0; it must be above 0"),
+    (["--distill_weight", "0.9"], "needs --distill_topk"), (["--distill_topk", "-1"], "must be 0 or more"),
+    (["--distill_topk", "9"], "--distill_topk 9: "),
     (["--warmup_ratio", "2"], "--warmup_ratio is 2.0; it must lie between 0 and 1"),
     (["--group_size", "24"], "all samples are one group"), (["--num_train_epochs", "0"], "must be at least 1"),
     (["--output_dir", "/proc/here"], "--output_dir /proc/here: cannot be written"),
@@ -692,7 +696,8 @@ def test_another_runs_checkpoint_is_refused(pool, made, shared, tmp_path):
     shutil.copytree(source, tmp_path / "out" / source.name)
     for flags, part in ((["--seed", 1], "another"), (["--per_device_train_batch_size", 3], "another pack"),
                         (["--use_lora"], "another set of trained weights"),
-                        (["--model_path", made / "window"], "another base model")):
+                        (["--model_path", made / "window"], "another base model"),
+                        (["--distill_topk", 3], "another teacher")):
         with pytest.raises(UserError, match=part):
             planned(made, tmp_path / "out", "--per_device_train_batch_size", 4, *flags)
 
