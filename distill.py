@@ -140,8 +140,9 @@ class Alternatives:
             raise UserError(f"--distill_topk {self.k}: {path} has at most {self.widest} log-probabilities a token; "
                             f"give --distill_topk {self.widest}, or make it with create_data.py --logprobs {self.k}")
         if not self.places:
-            raise UserError(f"--distill_topk: the student's tokenizer splits every label otherwise than the teacher's, "
-                            f"first {self.otherwise[0]}; drop the flag")
+            raise UserError(f"--distill_topk: of {path} nothing can be taught: the student splits "
+                            f"{len(self.otherwise)} labels otherwise, of others no alternative is one of its tokens; "
+                            "drop the flag")
         return {"teacher_offsets": np.concatenate([[0], np.cumsum(self.taught)]),
                 "teacher_places": np.array(self.places),
                 "teacher_ids": np.array(self.found).reshape(-1, self.k),

@@ -88,8 +88,8 @@ def test_alternatives_are_student_tokens(made, tmp_path, template, end):
         f"is on everything else; 1 have none; 1 are split otherwise by the student, first {tmp_path}/chats.jsonl:4; "
         "those train on the label alone")
     assert isinstance(table.teacher_ids, np.memmap) and table.topk == 2
-    other, _ = table_of(tmp_path / "other", made, [*records[:4], record("ru", ["ru"], [[["zz", -0.1], ["ru", -2.9]]])],
-                        2, template)
+    other, _ = table_of(tmp_path / "other", made,
+                        [*records[:4], records[4] | {"logprobs": [[["zz", -0.1], ["ru", -2.9]]]}], 2, template)
     assert table.teacher_fingerprint(range(4)) == other.teacher_fingerprint(range(4))
     assert table.teacher_fingerprint(range(5)) != other.teacher_fingerprint(range(5))
 
@@ -111,6 +111,9 @@ def test_cut_samples_keep_what_is_left(made, tmp_path):
         table, _ = table_of(tmp_path / f"{policy}{limit}", made, [record("de", ["d", "e"], rows)], 1, policy=policy,
                             limit=limit)
         assert taught(table, made) == [wanted]
+    records = [record("de", ["d", "e"], [rows[0], logs(zz=0.9)]), record("en", ["en"], [logs(en=0.7)])]
+    table, _ = table_of(tmp_path / "first", made, records, 1, policy="cut_left", limit=4)       # from "d" on
+    assert taught(table, made) == [[("e", {}), ("<|im_end|>", {})], [("en", {"en": 0.7}), ("<|im_end|>", {})]]
 
 
 def test_a_student_whose_first_token_has_a_space(tmp_path):
@@ -151,7 +154,8 @@ def test_bad_alternatives_are_named(made, tmp_path, spoil, part):
 @pytest.mark.parametrize("records, part", [
     ([{"messages": ask("x", "en")}], "has no log-probabilities; make it with create_data.py --logprobs 2, or drop"),
     ([record("en", ["en"], [logs(en=0.5)])], "--distill_topk 2: {path} has at most 1 log-probabilities a token; give "),
-    ([record("de", ["de"], [logs(de=0.5, en=0.1)])], "splits every label otherwise than the teacher's, first {path}:1"),
+    ([record("de", ["de"], [logs(de=0.5, en=0.1)])], "of {path} nothing can be taught: the student splits 1 labels"),
+    ([record("en", ["en"], [logs(zz=0.5, zzz=0.1)])], "nothing can be taught: the student splits 0 labels"),
 ])
 def test_files_that_cannot_teach(made, tmp_path, records, part):
     with pytest.raises(UserError) as wrong:
