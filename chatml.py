@@ -24,15 +24,18 @@ TASK_TYPES = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_sp
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg")
 # the instruction the community form puts before the target text; only this prefix is removed, never text after a colon
 INSTRUCTION = re.compile(r"^\s*please generate speech\b[^:]*:\s*", re.IGNORECASE)
+DECODER = json.JSONDecoder(parse_constant={"Infinity": math.inf, "-Infinity": -math.inf}.get)       # NaN: None
+WHITE = re.compile(r"[ \t\n\r]*")
+PIECE = 2**20           # characters of a JSON list in memory at a time
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Clip:
     """One stretch of one audio file. seconds is the dataset's own claim (0 = unknown), used only to share out work."""
     path: str
     offset: float | None = None         # seconds from the start; None = the whole file
     duration: float | None = None       # seconds from offset; None = to the end
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass
@@ -114,13 +117,16 @@ def json_entries(path):
     """Yield the raw samples of a JSON list, one JSON object, or JSONL. Raises UserError naming line and column."""
     try:
         with open(path, encoding="utf-8-sig") as f:
-            start = f.read(1)
-            while start.isspace():
-                start = f.read(1)
+            head = f.read(1)
+            while head[-1:].isspace() and (more := f.read(1)):
+                head += more
+            if head.endswith("["):
+                yield from _list_entries(f, path, head)
+                return
             f.seek(0)
             first_line = next((line for line in f if line.strip()), "")
             f.seek(0)
-            if start == "{" and (_is_json(first_line) or str(path).endswith(".jsonl")):
+            if head.endswith("{") and (_is_json(first_line) or str(path).endswith(".jsonl")):
                 for number, line in enumerate(f, 1):
                     if line.strip():
                         yield _loads(line, path, number)
@@ -130,11 +136,41 @@ def json_entries(path):
         raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a ChatML JSON or JSONL file")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: is not UTF-8 text ({error.reason}, line {_bad_line(path)})")
-    if isinstance(data, dict) and "messages" in data:
-        data = [data]
-    if not isinstance(data, list):
+    if not isinstance(data, dict) or "messages" not in data:
         raise UserError(f"{path}: holds a JSON {type(data).__name__}, not a list of samples with 'messages'")
-    yield from data
+    yield data
+
+
+def _list_entries(f, path, text):
+    """Yield the entries of the JSON list that goes on in file f after `text`, its beginning up to the bracket.
+
+    One at a time: a list of millions as Python objects takes several times the memory of its text.
+    """
+    at, first, line, column = len(text), True, 1, 1         # line and column of the beginning of text
+    while True:
+        try:
+            end = WHITE.match(text, at).end()
+            empty = first and text[end:end + 1] == "]"
+            if not empty:
+                entry, end = DECODER.raw_decode(text, end)
+                end = WHITE.match(text, end).end()
+                if text[end:end + 1] not in (",", "]"):
+                    raise json.JSONDecodeError("Expecting ',' delimiter", text, end)
+        except json.JSONDecodeError as error:               # wrong, or goes on in the next piece
+            if not (more := f.read(max(PIECE, len(text)))):
+                raise _not_json(error, path, line, column)
+            line, column = line + text.count("\n", 0, at), at - text.rfind("\n", 0, at) + (
+                column - 1) * ("\n" not in text[:at])
+            text, at = text[at:] + more, 0
+            continue
+        if not empty:
+            yield entry
+        if text[end] == "]":
+            break
+        at, first = end + 1, False
+    text += f.read()
+    if (end := WHITE.match(text, end + 1).end()) < len(text):
+        raise _not_json(json.JSONDecodeError("Extra data", text, end), path, line, column)
 
 
 def _is_json(line):
@@ -159,12 +195,18 @@ def _loads(text, path, line):
     if not text.strip():
         raise UserError(f"{path}: is empty")
     try:
-        return json.loads(text, parse_constant={"Infinity": math.inf, "-Infinity": -math.inf}.get)      # NaN: None
+        return DECODER.decode(text)
     except json.JSONDecodeError as error:
-        whole = text.rstrip()
-        cut = error.pos >= len(whole) - 1 or whole[-1] not in "]}"
-        hint = "the file looks truncated" if cut else error.msg
-        raise UserError(f"{path}: not valid JSON at line {line + error.lineno - 1} column {error.colno}: {hint}")
+        raise _not_json(error, path, line)
+
+
+def _not_json(error, path, line, column=1):
+    """UserError of a JSONDecodeError in a text that begins at this line and column of the file."""
+    whole = error.doc.rstrip()
+    cut = error.pos >= len(whole) - 1 or whole[-1] not in "]}"
+    return UserError(f"{path}: not valid JSON at line {line + error.lineno - 1} "
+                     f"column {error.colno + (column - 1) * (error.lineno == 1)}: "
+                     f"{'the file looks truncated' if cut else error.msg}")
 
 
 def normalise_text(text):

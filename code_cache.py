@@ -19,6 +19,7 @@ import os
 import sys
 import time
 import uuid
+from array import array
 from pathlib import Path
 
 import numpy as np
@@ -69,12 +70,16 @@ def file_key(clip, stat):
 
 
 def file_keys(clips):
-    """(stats, (n,) keys) of clips; raises UserError for a file that is gone or unreadable by now."""
-    try:
-        stats = [os.stat(clip.path) for clip in clips]
-    except OSError as error:
-        raise UserError(f"{error.filename}: cannot be read any more ({error.strerror})")
-    return stats, np.array([file_key(clip, stat) for clip, stat in zip(clips, stats)], KEY)
+    """((n, 2) int64 of size and modification time in ns, (n,) keys) of clips. UserError for a file gone by now."""
+    stats, keys = array("q"), bytearray()
+    for clip in clips:
+        try:
+            stat = os.stat(clip.path)
+        except OSError as error:
+            raise UserError(f"{error.filename}: cannot be read any more ({error.strerror})")
+        stats.extend((stat.st_size, stat.st_mtime_ns))
+        keys += file_key(clip, stat)
+    return np.asarray(stats).reshape(-1, 2), np.frombuffer(bytes(keys), KEY)
 
 
 class CacheIndex:
@@ -175,9 +180,8 @@ def locate(folder, clips):
     """Shard names and (n, 3) positions of clips that are all cached."""
     index = CacheIndex(folder)
     found = index.find_files(file_keys(clips)[1])
-    for clip, row in zip(clips, found):
-        if row[0] < 0:
-            raise UserError(f"{clip.path}: changed while it was being read; start again")
+    if (missing := np.flatnonzero(found[:, 0] < 0)).size:
+        raise UserError(f"{clips[missing[0]].path}: changed while it was being read; start again")
     return index.shards, found
 
 
@@ -203,23 +207,22 @@ def _locked(path, limit_s):
 
 
 def share_work(clips, index, world_size):
-    """Per rank, the list of (path, file stat, [clips]) that are not cached yet, balanced by estimated seconds."""
+    """Per rank, the list of (path, (size, mtime), [clips]) that are not cached yet, balanced by estimated seconds."""
     stats, keys = file_keys(clips)
     found = index.find_files(keys)
     files = {}
-    for clip, stat, row in zip(clips, stats, found):
-        if row[0] < 0:
-            files.setdefault(clip.path, (stat, []))[1].append(clip)
+    for i in np.flatnonzero(found[:, 0] < 0).tolist():
+        files.setdefault(clips[i].path, (tuple(stats[i].tolist()), []))[1].append(clips[i])
 
     def seconds(path, stat, cuts):
         claimed = max(c.seconds for c in cuts)
-        return claimed or stat.st_size / BYTES_PER_SECOND.get(os.path.splitext(path)[1].lower(), 64_000)
+        return claimed or stat[0] / BYTES_PER_SECOND.get(os.path.splitext(path)[1].lower(), 64_000)
 
     jobs = sorted(((seconds(path, *job), path, *job) for path, job in files.items()), key=lambda j: (-j[0], j[1]))
     loads, work = [(0.0, rank) for rank in range(world_size)], [[] for _ in range(world_size)]
     for cost, path, stat, cuts in jobs:
         load, rank = heapq.heappop(loads)
-        work[rank].append((path, (stat.st_size, stat.st_mtime_ns), cuts))
+        work[rank].append((path, stat, cuts))
         heapq.heappush(loads, (load + cost, rank))
     return work
 

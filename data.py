@@ -17,6 +17,7 @@ import json
 import shutil
 import time
 import uuid
+from array import array
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -111,6 +112,24 @@ def conversation_pieces(sample):
         yield "<|eom_id|>" if turn.role == "assistant" and followed else "<|eot_id|>", turn.trained
 
 
+class Lists:
+    """Lists of numbers one after the other in one growing array: no Python object a list. kind: of array.array."""
+
+    def __init__(self, kind):
+        self.values, self.offsets = array(kind), array("q", [0])
+
+    def append(self, numbers):
+        self.values.extend(numbers)
+        self.offsets.append(len(self.values))
+
+    def __len__(self):
+        return len(self.offsets) - 1
+
+    def __getitem__(self, i):
+        """List i as an array; IndexError behind the last one."""
+        return np.array(self.values[self.offsets[i]:self.offsets[i + 1]])
+
+
 class TableBuilder:
     """Collects tokenised samples in flat arrays; clips holds each distinct clip once, in order of first use."""
 
@@ -119,7 +138,8 @@ class TableBuilder:
         self.control = {tokenizer.convert_tokens_to_ids(t): t for t in CONTROL_TOKENS}
         self.control[ids.delay] = tokenizer.convert_ids_to_tokens(ids.delay)
         self.clips, self._clip_numbers, self._known = [], {}, {}
-        self.tokens, self.labelled, self.sample_clips, self.names = [], [], [], []
+        self.tokens, self.labelled, self.sample_clips, self.names = Lists("i"), Lists("b"), Lists("i"), Lists("B")
+        self.text_targets = array("q")
 
     def __len__(self):
         return len(self.tokens)
@@ -135,23 +155,25 @@ class TableBuilder:
             if text.startswith("<|"):
                 self._known[text] = known[text]
         for sample, stream in zip(samples, streams):
-            tokens, labelled, clips = [], [], []
+            tokens, labelled, clips, text_targets = [], [], [], 0
             for piece, label in stream:
                 if isinstance(piece, Clip):
                     clips.append(self._clip_number(piece))
                     piece_ids = [self.ids.audio]
                 else:
                     piece_ids = known[piece]
+                    text_targets += label * len(piece_ids)
                 tokens += piece_ids
                 labelled += [label] * len(piece_ids)
             smuggled = self._smuggled(sample, known)
             if smuggled:
                 problems.append(f"{sample.name}: text contains the control token {smuggled}; remove it")
                 continue
-            self.tokens.append(np.array(tokens, np.int32))
-            self.labelled.append(np.array(labelled, bool))
-            self.sample_clips.append(np.array(clips, np.int32))
-            self.names.append(sample.name)
+            self.tokens.append(tokens)
+            self.labelled.append(labelled)
+            self.sample_clips.append(clips)
+            self.names.append(sample.name.encode("utf-8", "backslashreplace"))
+            self.text_targets.append(text_targets)
 
     def _smuggled(self, sample, known):
         for turn in sample.turns:
@@ -163,40 +185,34 @@ class TableBuilder:
         return ""
 
     def _clip_number(self, clip):
-        key = (clip.path, clip.offset, clip.duration)
-        if key not in self._clip_numbers:
-            self._clip_numbers[key] = len(self.clips)
+        number = self._clip_numbers.setdefault(clip, len(self.clips))
+        if number == len(self.clips):
             self.clips.append(clip)
-        return self._clip_numbers[key]
+        return number
 
     def write(self, folder, cache_folder, shards, where):
         """Write the table to `folder`. where: (n_clips, 3) int64 of shard, first row and frames (code_cache)."""
         folder, books = Path(folder), self.ids.num_codebooks
         folder.mkdir(parents=True, exist_ok=True)
-        n_tokens = np.array([len(t) for t in self.tokens], np.int64)
-        n_clips = np.array([len(c) for c in self.sample_clips], np.int64)
-        tokens, labelled = np.concatenate(self.tokens), np.concatenate(self.labelled)
-        clips = np.concatenate(self.sample_clips)
-        sample_of_token = np.repeat(np.arange(len(self)), n_tokens)
-        holes = tokens == self.ids.audio
-        frames, trained = where[clips, 2], labelled[holes]
+        tokens, labelled = np.asarray(self.tokens.values), np.asarray(self.labelled.values).view(bool)
+        clips, clip_offsets = np.asarray(self.sample_clips.values), np.asarray(self.sample_clips.offsets)
+        token_offsets = np.asarray(self.tokens.offsets)
+        frames, trained = where[clips, 2], labelled[tokens == self.ids.audio]
 
-        def per_sample(owner, values):
-            return np.bincount(owner, values, minlength=len(self)).astype(np.int64)
+        def per_sample(values):     # of its clips; it may have none
+            return np.diff(np.concatenate([[0], np.cumsum(values)])[clip_offsets])
 
-        owner = np.repeat(np.arange(len(self)), n_clips)
-        names = [n.encode("utf-8", "backslashreplace") for n in self.names]
         arrays = {
-            "tokens": tokens, "labelled": labelled, "token_offsets": np.cumsum([0, *n_tokens]),
-            "clips": clips, "clip_offsets": np.cumsum([0, *n_clips]), "where": where,
-            "lengths": n_tokens - n_clips + per_sample(owner, frames + books + 1),
-            "frames": per_sample(owner, frames),
-            "audio_targets": per_sample(owner, np.where(trained, books * (frames + 1), 0)),
-            "text_targets": per_sample(sample_of_token, labelled & ~holes),
-            "names": np.frombuffer(b"".join(names), np.uint8), "name_offsets": np.cumsum([0, *map(len, names)]),
+            "tokens": tokens, "labelled": labelled, "token_offsets": token_offsets,
+            "clips": clips, "clip_offsets": clip_offsets, "where": where,
+            "lengths": np.diff(token_offsets) + per_sample(frames + books),
+            "frames": per_sample(frames),
+            "audio_targets": per_sample(np.where(trained, books * (frames + 1), 0)),
+            "text_targets": np.asarray(self.text_targets),
+            "names": np.asarray(self.names.values), "name_offsets": np.asarray(self.names.offsets),
         }
-        for name, array in arrays.items():
-            np.save(folder / f"{name}.npy", array)
+        for name, values in arrays.items():
+            np.save(folder / f"{name}.npy", values)
         (folder / "codes.json").write_text(json.dumps({"folder": str(cache_folder), "shards": shards}))
 
 
@@ -221,8 +237,8 @@ class Table:
         tokens = slice(self.token_offsets[first], self.token_offsets[stop])
         frames = self.where[self.clips[self.clip_offsets[first]:self.clip_offsets[stop]], 2]
         digest = hashlib.sha256()
-        for array in (self.tokens[tokens], self.labelled[tokens], frames, numbers - first):
-            digest.update(np.ascontiguousarray(array))
+        for values in (self.tokens[tokens], self.labelled[tokens], frames, numbers - first):
+            digest.update(np.ascontiguousarray(values))
         return digest.hexdigest()[:16]
 
     def name(self, i):

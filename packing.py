@@ -8,6 +8,8 @@ topped up with empty packs, which weigh nothing, so every rank runs the same num
 Shared module: numpy only, imports nothing of ours.
 """
 import bisect
+import itertools
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,11 +38,15 @@ def best_fit(lengths, order, budget):
     lengths (n,) tokens; order (n,) sample indices to pack. Returns a list of lists of sample indices.
     Raises ValueError when a sample is longer than the budget.
     """
-    bins = []
+    return list(itertools.chain.from_iterable(_windows(lengths, order, budget)))
+
+
+def _windows(lengths, order, budget):
+    """best_fit's bins, window by window."""
     for start in range(0, len(order), 4096):
         window = order[start:start + 4096]
         window = window[np.argsort(-lengths[window], kind="stable")]
-        free, open_bins = [], []        # remaining tokens, ascending, and the bin each belongs to
+        bins, free, open_bins = [], [], []      # the last two: remaining tokens, ascending, and whose they are
         for i, n in zip(window.tolist(), lengths[window].tolist()):
             if n > budget:
                 raise ValueError(f"sample {i} has {n} tokens, more than the {budget} of a pack")
@@ -54,13 +60,25 @@ def best_fit(lengths, order, budget):
             at = bisect.bisect_left(free, room)
             free.insert(at, room)
             open_bins.insert(at, b)
-    return bins
+        yield bins
 
 
-def _flat(packs):
-    """List of lists of sample indices -> EpochPlan."""
-    offsets = np.cumsum([0] + [len(p) for p in packs], dtype=np.int64)
-    return EpochPlan(np.fromiter((i for p in packs for i in p), np.int64, int(offsets[-1])), offsets)
+def _flat(windows):
+    """Lists of packs, each a list of sample indices, one after the other -> EpochPlan."""
+    samples, sizes = array("q"), array("q")
+    for packs in windows:
+        for pack in packs:
+            samples.extend(pack)
+            sizes.append(len(pack))
+    return EpochPlan(np.asarray(samples), np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
+
+
+def _reordered(plan, packs):
+    """EpochPlan of the packs (n_packs,) of another one, in this order."""
+    sizes = np.diff(plan.offsets)[packs]
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    places = np.arange(offsets[-1]) + np.repeat(plan.offsets[packs] - offsets[:-1], sizes)
+    return EpochPlan(plan.samples[places], offsets)
 
 
 class PackOrder:
@@ -84,7 +102,7 @@ class PackOrder:
             order = np.arange(len(self.lengths))
             if shuffle:
                 order = np.random.default_rng((seed, 0)).permutation(order)
-            self._bins = _flat(best_fit(self.lengths, order, tokens_per_pack))
+            self._bins = _flat(_windows(self.lengths, order, tokens_per_pack))
         self.packs_per_epoch = len(self._bins) if self._bins else -(-len(self.lengths) // samples_per_pack)
 
     def epoch(self, epoch):
@@ -97,20 +115,20 @@ class PackOrder:
 
     def _plan(self, rng):
         if self._bins is not None:
-            packs = rng.permutation(len(self._bins)) if self.shuffle else range(len(self._bins))
-            return _flat([self._bins.pack(p).tolist() for p in packs])
+            return _reordered(self._bins, rng.permutation(len(self._bins))) if self.shuffle else self._bins
         n, size = len(self.lengths), self.samples_per_pack
         order = rng.permutation(n) if self.shuffle else np.arange(n)
         if self.group_by_length:
             window = size * SORT_WINDOW
             parts = [order[a:a + window] for a in range(0, n, window)]
             order = np.concatenate([part[np.argsort(-self.lengths[part], kind="stable")] for part in parts])
-        packs = [order[a:a + size].tolist() for a in range(0, n, size)]
+        plan = EpochPlan(order, np.minimum(np.arange(self.packs_per_epoch + 1) * size, n))
         if self.group_by_length and self.shuffle:
-            full = len(packs) // PACKS_PER_BLOCK        # a short last block stays last, or it would shift the others
-            blocks = [packs[b * PACKS_PER_BLOCK:(b + 1) * PACKS_PER_BLOCK] for b in [*rng.permutation(full), full]]
-            packs = [pack for block in blocks for pack in block]
-        return _flat(packs)
+            full = len(plan) // PACKS_PER_BLOCK         # a short last block stays last, or it would shift the others
+            packs, whole = np.arange(len(plan)), full * PACKS_PER_BLOCK
+            blocks = packs[:whole].reshape(full, PACKS_PER_BLOCK)[rng.permutation(full)]
+            plan = _reordered(plan, np.concatenate([blocks.ravel(), packs[whole:]]))
+        return plan
 
     def window(self, epoch, first, count):
         """Sample indices (n,) of the `count` packs from `first` on: one optimizer step over all ranks."""

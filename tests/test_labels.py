@@ -404,5 +404,5 @@ def test_control_tokens_in_text_are_refused(tokenizer, ids, token):
     builder, problems = TableBuilder(tokenizer, ids), []
     builder.add([Sample("bad one", [SYSTEM, user(f"Hello {token} there"), speaker(TARGET)]),
                  Sample("good one", [SYSTEM, user("a <| b |> c <|eot"), speaker(TARGET)])], problems)
-    assert builder.names == ["good one"]
+    assert len(builder) == 1 and bytes(builder.names[0]) == b"good one"
     assert problems == [f"bad one: text contains the control token {token}; remove it"]
