@@ -25,8 +25,10 @@ AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg")
 # the instruction the community form puts before the target text; only this prefix is removed, never text after a colon
 INSTRUCTION = re.compile(r"^\s*please generate speech\b[^:]*:\s*", re.IGNORECASE)
 DECODER = json.JSONDecoder(parse_constant={"Infinity": math.inf, "-Infinity": -math.inf}.get)       # NaN: None
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 WHITE = re.compile(r"[ \t\n\r]*")
 PIECE = 2**20           # characters of a JSON list in memory at a time
+KNOWN = 100_000         # audio files remembered by name: references come again, targets mostly do not
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +78,19 @@ class Paths:
     def find(self, name):
         """Absolute path of an audio file; raises BadSample with every place that was tried."""
         if name not in self.known:
-            places = [self.base, self.base.parent, self.base.parent.parent, Path.cwd()]
-            tried = [name] if os.path.isabs(name) else list(dict.fromkeys(str(p / name) for p in places))
-            self.known[name] = next((os.path.abspath(t) for t in tried if os.path.isfile(t)), tried)
+            if len(self.known) >= KNOWN:
+                self.known.clear()
+            first = os.path.join(self.base, name)
+            self.known[name] = os.path.abspath(first) if os.path.isfile(first) else self._elsewhere(name)
         found = self.known[name]
         if isinstance(found, list):
             raise BadSample(f"audio file {name!r} not found; tried {', '.join(found)}")
         return found
+
+    def _elsewhere(self, name):
+        places = [self.base, self.base.parent, self.base.parent.parent, Path.cwd()]
+        tried = [name] if os.path.isabs(name) else list(dict.fromkeys(str(p / name) for p in places))
+        return next((os.path.abspath(t) for t in tried if os.path.isfile(t)), tried)
 
 
 def read_samples(path, problems, task_type="single_speaker_smart_voice", ref_in_system=False, prompts=False):
@@ -337,7 +345,7 @@ def message_parts(message, paths):
             text = item if isinstance(item, str) else item.get("text")
             if not isinstance(text, str):
                 raise BadSample(f"a text item of role {role!r} has no string 'text'")
-            if any("\ud800" <= c <= "\udfff" for c in text):
+            if HALF_CHARACTER.search(text):
                 raise BadSample(f"a text of role {role!r} holds half a character (\\ud800 to \\udfff): {text!r}")
             if text.strip():
                 parts.append(text)
