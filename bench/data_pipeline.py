@@ -1,27 +1,27 @@
-"""How fast does data reach the trainers, what does it cost to encode on the fly, and does an index of millions fit?
+"""How fast does data reach the trainers, what would encoding on the fly cost, and does an index of millions fit?
 
-    python bench/data_pipeline.py                               # on any machine; needs no GPU
-    python bench/data_pipeline.py --parts index --samples 10000000 --report data_pipeline_10m   # how 10 million start
+    python bench/data_pipeline.py           # needs no GPU; less than 5 minutes on 2 idle cores
+    python bench/data_pipeline.py --parts index --samples 10000,1000000 --name data_pipeline_1m     # minutes a million
 
-Writes bench/results/data_pipeline-cpu.json. Three parts, each with the trainers' own code:
+Writes bench/results/data_pipeline-cpu.json. Three parts, all with the trainers' own code:
 
-audio   A tiny codec of the real architecture encodes synthetic speech of log-normal lengths, 2 to 20 s. Ours, cold (every
-        clip encoded once, then read) and warm (only read), beside the common way: load, resample and encode both clips
-        of every sample in __getitem__, in DataLoader workers, in every epoch. All three end in the same batches.
-wait    Loaders at the rate of one GPU, which is simulated: it sleeps for as long as a step takes there. The step's time
-        is its model FLOPs (the trainers' own count) over a share of 989e12, an H200's dense bf16 peak.
-index   Reading, packing and loading many short samples: seconds and memory, in a fresh process each. Every sample has a
-        clip of its own; their codes are shared, as only the index is measured.
+audio   A tiny codec of the real architecture, synthetic speech of log-normal lengths, 2 to 20 s, two clips a sample.
+        Ours, cold (each clip encoded once, then read) and warm (only read), beside the common way: load, resample and
+        encode in __getitem__, in DataLoader workers, in every epoch. All three make the same batches, checked.
+wait    Loaders at the rate of one GPU. The GPU is simulated: it sleeps for as long as a step would take, which is the
+        step's model FLOPs, as the trainer counts them, over a share of 989e12, an H200's dense bf16 peak.
+index   Reading, packing and loading many short samples, in a fresh process each: seconds and memory. Every sample has
+        an audio file of its own; files and codes are names of a few real ones, as only the index is measured.
 """
 import argparse
 import contextlib
-import dataclasses
 import gc
 import itertools
 import json
 import multiprocessing
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 import threading
@@ -32,18 +32,24 @@ from types import SimpleNamespace
 import measure
 import numpy as np
 import soundfile
+import soxr
 import torch
-from safetensors.numpy import save_file
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import block_setup  # noqa: E402
+import causal_lm  # noqa: E402
 import chat  # noqa: E402
 import chat_table  # noqa: E402
 import code_cache  # noqa: E402
 import data  # noqa: E402
+import dit  # noqa: E402
+import gsm8k  # noqa: E402
+import higgs  # noqa: E402
 import higgs_io  # noqa: E402
 import make_tiny  # noqa: E402
+import packed_lm  # noqa: E402
 import parallel  # noqa: E402
 from chatml import Clip  # noqa: E402
 from make_tiny import SENTENCES  # noqa: E402
@@ -51,10 +57,18 @@ from packing import PackOrder, rank_packs  # noqa: E402
 
 MIB = 2**20
 CLIP_SECONDS = 1.8, 0.5, 2, 20      # log-normal: mean and standard deviation of the logarithm, shortest, longest
+PEAK = 989e12                       # FLOP/s of an H200 in bf16, dense (datasheet)
+PACK = 8192                         # tokens a step
+HIGGS_3B = {"vocab_size": 128256, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
+            "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128}
+QWEN3_4B = {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}
+THREADS = torch.get_num_threads()   # of a process that encodes into the cache
 WORLD = parallel.World(device=torch.device("cpu"))
 TEMPLATE = """{{- bos_token -}}{%- for m in messages -%}
 {{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}
-{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif -%}"""
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif -%}"""
 
 
 def in_child(function, *args):
@@ -93,7 +107,7 @@ def written_by(pid):
 
 @contextlib.contextmanager
 def peak_memory():
-    """Yields a dict; when the block ends it has `peak`: most bytes this process had of its own, looked at 50 times/s."""
+    """Yields {"peak": most bytes this process had of its own}, looked at 50 times a second until the block ends."""
     found, done = {"peak": anonymous()}, threading.Event()
 
     def look():
@@ -132,8 +146,8 @@ def write_speech_index(folder, n, contents=256):
             os.link(folder / f"{at}.wav", path)
             batch.add_file(code_cache.file_key(Clip(str(path.resolve())), stats[at]), keys[at])
             reference = {"text": SENTENCES[i % len(SENTENCES)], "path": f"{at}.wav"}
-            target = {"text": f"{SENTENCES[i % (len(SENTENCES) - 1)]} Number {i}.", "path": f"{path.parent.name}/{path.name}",
-                      "speaker": i % 7, "seconds": 9.5}
+            target = {"text": f"{SENTENCES[i % (len(SENTENCES) - 1)]} Number {i}.", "speaker": i % 7, "seconds": 9.5,
+                      "path": f"{path.parent.name}/{path.name}"}
             sample = make_tiny.voice_cloning_sample(f"sample_{i:08d}", reference, target)
             out.write((",\n" if i else "[") + json.dumps(sample))
             if len(batch.files) >= 1_000_000:
@@ -159,32 +173,32 @@ def speech_tools(work):
     return tokenizer, data.token_ids(tokenizer, config)
 
 
-def speech_flags(folder, output_dir, cache):
+def speech_flags(folder):
     """The trainer's flags that its table depends on."""
     return SimpleNamespace(train_data_file=folder / "train.json", train_data_dir=None, eval_data_file=None,
                            eval_data_dir=None, task_type=None, ref_audio_in_system_message=False, seed=42,
-                           output_dir=output_dir, code_cache=cache, preprocess_num_proc=os.cpu_count(),
-                           wait_timeout=3600, disable_eval=True, validation_split=0)
+                           output_dir=folder / "out", code_cache=folder / "codes",
+                           preprocess_num_proc=len(os.sched_getaffinity(0)),
+                           wait_timeout=3600, disable_eval=True)
 
 
 def speech_table(work, folder):
-    """(Table, sample numbers, function of packs and workers that makes the loader), as train_v2_ddp.py has them."""
+    """(Table, function of packs and workers that makes the loader), as train_v2_ddp.py has them."""
     tokenizer, ids = speech_tools(work)
-    table, numbers, _ = data.prepare_table(WORLD, speech_flags(folder, folder / "out", folder / "codes"), tokenizer, ids,
-                                           work / "codec")
-    return table, numbers, lambda packs, workers: data.make_loader(
-        table, ids, packs, num_workers=workers, prefetch_factor=4, pin_memory=False, pad_to=8192)
+    table, _, _ = data.prepare_table(WORLD, speech_flags(folder), tokenizer, ids, work / "codec")
+    return table, lambda packs, workers: data.make_loader(table, ids, packs, num_workers=workers, prefetch_factor=4,
+                                                          pin_memory=False, pad_to=PACK)
 
 
 def chats_table(work, folder):
-    """(ChatTable, sample numbers, function of packs and workers that makes the loader), as train_sft.py has them."""
+    """(ChatTable, function of packs and workers that makes the loader), as train_sft.py has them."""
     tokenizer = higgs_io.load_tokenizer(work / "model")
     tokenizer.chat_template = TEMPLATE
     args = SimpleNamespace(train_data_file=folder / "train.jsonl", eval_data_file=None, output_dir=folder / "out",
                            too_long="stop", group_size=1, validation_split=0, seed=42)
-    table, numbers, _, _ = chat_table.prepare_table(WORLD, args, chat.Encoder(tokenizer), 2048)
-    return table, numbers, lambda packs, workers: chat_table.make_loader(
-        table, packs, num_workers=workers, prefetch_factor=4, pin_memory=False, pad_to=8192)
+    table, _, _, _ = chat_table.prepare_table(WORLD, args, chat.Encoder(tokenizer), 2048)
+    return table, lambda packs, workers: chat_table.make_loader(table, packs, num_workers=workers, prefetch_factor=4,
+                                                                pin_memory=False, pad_to=PACK)
 
 
 KINDS = {"speech": (write_speech_index, speech_table), "chat": (write_chat_index, chats_table)}
@@ -195,36 +209,259 @@ def measure_index(kind, work, folder, workers=2, batches=20):
     gc.collect()
     before, start = anonymous(), time.perf_counter()
     with peak_memory() as memory:
-        table, numbers, loader_of = KINDS[kind][1](work, folder)
+        table, loader_of = KINDS[kind][1](work, folder)
         read = time.perf_counter() - start
-        order = PackOrder(table.lengths[numbers], seed=42, tokens_per_pack=8192)
-        packed = time.perf_counter() - start - read
-        at = time.perf_counter()
+        order = PackOrder(table.lengths, seed=42, tokens_per_pack=PACK)
         order.epoch(0)
-        shuffled = time.perf_counter() - at
-        at = time.perf_counter()
-        batches_of = iter(loader_of(rank_packs(order, 0, 1, 1, 1), workers))
-        next(batches_of)
-        first = time.perf_counter() - at
-        for _ in range(batches):
-            next(batches_of, None)
-        in_workers = max(written_by(worker.pid) for worker in batches_of._workers)
+        packed = time.perf_counter() - start - read
+        loader = iter(loader_of(rank_packs(order, 0, 1, 1, 1), workers))
+        next(loader)
+        total = time.perf_counter() - start
+        for _ in itertools.islice(loader, batches):
+            pass
+        in_workers = max(written_by(worker.pid) for worker in loader._workers)
     gc.collect()
-    return {"read_seconds": read, "pack_seconds": packed, "epoch_seconds": shuffled, "first_batch_seconds": first,
-            "total_seconds": read + packed + shuffled + first, "peak_bytes": memory["peak"] - before,
-            "kept_bytes": anonymous() - before, "worker_bytes": in_workers,
-            "disk_bytes": sum(path.stat().st_size for path in (folder / "out").glob("*/*.npy"))}
+    return {"samples": len(table), "read": read, "pack": packed, "total": total, "peak": memory["peak"] - before,
+            "kept": anonymous() - before, "worker": in_workers,
+            "disk": sum(path.stat().st_size for path in (folder / "out").glob("*/*.npy"))}
+
+
+def index_tables(results):
+    """{name: table} of measure_index's results, {kind: one of each size}."""
+    rows = [[kind, r["samples"], r["read"], r["pack"], r["total"], r["peak"] / MIB, r["kept"] / MIB, r["worker"] / MIB]
+            for kind, sizes in results.items() for r in sizes]
+    tables = {"index": {"columns": ["samples are", "samples", "s to read", "s to pack", "s to the first batch",
+                                    "MiB at most", "MiB kept", "MiB in a worker"], "rows": rows}}
+    growth = []
+    for kind, (few, *_, many) in ((kind, sizes) for kind, sizes in results.items() if len(sizes) > 1):
+        more = many["samples"] - few["samples"]
+        growth.append([kind, few["samples"], many["samples"], 1e6 * (many["total"] - few["total"]) / more,
+                       *((many[name] - few[name]) / more for name in ("peak", "kept", "worker", "disk"))])
+    if growth:
+        tables["index_growth"] = {"columns": ["samples are", "from", "to", "µs to the first batch, a sample more",
+                                              "bytes at most", "bytes kept", "bytes in a worker", "bytes on disk"],
+                                  "rows": growth}
+    return tables
+
+
+def index_part(work, args):
+    """Tables of reading indices of args.samples samples, after each other."""
+    results = {}
+    for kind in args.kinds:
+        for n in args.samples:
+            with tempfile.TemporaryDirectory(dir=work) as folder:
+                KINDS[kind][0](Path(folder) / "data", n)
+                results.setdefault(kind, []).append(in_child(measure_index, kind, work, Path(folder) / "data"))
+            print(json.dumps({"index of": kind, **results[kind][-1]}), flush=True)
+    return index_tables(results)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cached codes beside encoding in every epoch
+
+
+def write_clips(folder, n, speakers=4, seed=0):
+    """n clips of log-normal lengths and train.json, as make_tiny.py writes them; returns seconds of audio an epoch."""
+    (folder / "speech").mkdir(parents=True)
+    rng, speech = np.random.default_rng(seed), []
+    for i, seconds in enumerate(np.exp(rng.normal(*CLIP_SECONDS[:2], n)).clip(*CLIP_SECONDS[2:])):
+        rate, parts = make_tiny.CLIP_RATES[i % 4], []
+        while sum(map(len, parts)) < seconds * rate:
+            parts.append(make_tiny.synthesise(SENTENCES[rng.integers(len(SENTENCES))], i % speakers, rate, rng))
+        wave = np.concatenate(parts)[:round(seconds * rate)]
+        path = f"speech/{i:04d}.wav"
+        soundfile.write(folder / path, wave, rate, subtype="PCM_16")
+        speech.append({"text": SENTENCES[i % len(SENTENCES)], "speaker": i % speakers, "path": path,
+                       "seconds": round(len(wave) / rate, 3)})
+    samples = json.loads(make_tiny.make_dataset(folder, speech).read_text())
+    lengths = {clip["path"]: clip["seconds"] for clip in speech}
+    return sum(lengths[item["audio_url"]] for sample in samples for message in sample["messages"]
+               for item in message["content"] if isinstance(item, dict) and item["type"] == "audio")
+
+
+class EncodeEachTime(data.SpeechSamples):
+    """The common way: a sample's clips are loaded, resampled and encoded whenever it is asked for."""
+
+    def __init__(self, builder, ids, codec, bandwidth):
+        self.builder, self.ids, self.codec, self.bandwidth = builder, ids, codec, bandwidth
+
+    def __len__(self):
+        return len(self.builder)
+
+    def __getitem__(self, i):
+        codes = []
+        for number in self.builder.sample_clips[i]:
+            wave, rate = soundfile.read(self.builder.clips[number].path, dtype="float32", always_2d=True)
+            wave = soxr.resample(wave.mean(axis=1), rate, code_cache.SAMPLE_RATE, quality="HQ")
+            codes.append(code_cache.encode_clip(self.codec, wave, self.bandwidth, self.ids.num_codebooks))
+        labelled = self.builder.labelled[i].astype(bool)
+        return {"number": i, **data.assemble(self.builder.tokens[i].astype(np.int64), labelled, codes, self.ids)}
+
+
+def two_epochs(loader, start):
+    """Take all batches -> (seconds to the first one, to the last one, all codes summed: a check that ways agree)."""
+    first, total = None, 0
+    for batch in loader:
+        first = first or time.perf_counter() - start
+        total += int(batch.audio_ids.sum())
+    return first, time.perf_counter() - start, total
+
+
+def cached_way(work, folder, workers, batch):
+    """Two epochs with the code cache, filled before if it was empty; as two_epochs."""
+    start = time.perf_counter()
+    torch.set_num_threads(THREADS)
+    tokenizer, ids = speech_tools(work)
+    table, _, _ = data.prepare_table(WORLD, speech_flags(folder), tokenizer, ids, work / "codec")
+    order = PackOrder(table.lengths, samples_per_pack=batch, seed=42)
+    return two_epochs(data.make_loader(table, ids, rank_packs(order, 0, 1, 1, 2), num_workers=workers,
+                                       prefetch_factor=4, pin_memory=False), start)
+
+
+def common_way(work, folder, workers, batch):
+    """Two epochs that encode in __getitem__; as two_epochs."""
+    start = time.perf_counter()
+    tokenizer, ids = speech_tools(work)
+    builder, n = data.read_all(folder / "train.json", None, tokenizer, ids, None, False)
+    samples = EncodeEachTime(builder, ids, *code_cache.load_codec(work / "codec", torch.device("cpu"), 8))
+    order = PackOrder(np.ones(n), samples_per_pack=batch, seed=42)
+    return two_epochs(torch.utils.data.DataLoader(
+        samples, batch_sampler=rank_packs(order, 0, 1, 1, 2), num_workers=workers, prefetch_factor=4,
+        collate_fn=lambda some: data.collate(some, ids), multiprocessing_context="fork"), start)
+
+
+def audio_part(work, args):
+    """Table of the three ways, medians of args.rounds rounds."""
+    workers, folder, results = len(os.sched_getaffinity(0)), work / "audio", {}
+    seconds = 2 * write_clips(folder, args.clips)
+    ways = {"encode in __getitem__": common_way, "ours, cold": cached_way, "ours, warm": cached_way}
+    for _ in range(args.rounds):
+        for name, way in ways.items():      # the warm way finds what the cold one left
+            results.setdefault(name, []).append(in_child(way, work, folder, workers, 8))
+            print(json.dumps({"way": name, "seconds": results[name][-1][:2]}), flush=True)
+        shutil.rmtree(folder / "codes")
+    if len({total for way in results.values() for _, _, total in way}) > 1:
+        raise SystemExit(f"error: the ways give other codes: {results}")
+    rows = []
+    for name, way in results.items():
+        first, last = (statistics.median(column) for column in list(zip(*way))[:2])
+        rows.append([name, first, last, 2 * args.clips / last, seconds / last,
+                     measure.ratio([r[1] for r in way], [r[1] for r in results["encode in __getitem__"]])])
+    return {"audio": {"columns": ["way", "s to the first batch", "s for 2 epochs", "samples/s", "s of audio/s",
+                                  "times as fast"], "rows": rows}}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Does a GPU wait?
+
+
+def take(loader, seconds, steps):
+    """A GPU that computes `seconds` a step and asks for the next batch then -> (seconds waited, of how many)."""
+    batches, waited = iter(loader), 0.0
+    next(batches)
+    time.sleep(seconds)
+    start = time.perf_counter()
+    for _ in range(steps):
+        asked = time.perf_counter()
+        next(batches)
+        waited += time.perf_counter() - asked
+        time.sleep(seconds)
+    return waited, time.perf_counter() - start
+
+
+def wait_row(name, share, flops, n_packs, tokens, loader_of, args):
+    """One row of the table. flops, tokens: of all packs; loader_of(workers): the loader of n_packs batches or more."""
+    seconds, steps = flops / n_packs / (share * PEAK), min(n_packs - 1, args.steps)
+    start = time.process_time()
+    made = sum(1 for _ in itertools.islice(loader_of(0), steps))
+    work = (time.process_time() - start) / made
+    waited, whole = in_child(take, loader_of(args.workers), seconds, steps)
+    row = [name, 100 * share, tokens / n_packs, seconds, tokens / n_packs / seconds, args.workers, steps,
+           100 * waited / whole, work, work / seconds]
+    print(json.dumps({"waiting": row}), flush=True)
+    return row
+
+
+def wait_part(work, args):
+    """Table of three jobs at the rate each is meant to have on an H200."""
+    rows, n = [], args.steps + 1
+    with contextlib.redirect_stdout(sys.stderr):
+        write_speech_index(work / "wait_speech", 25 * n)
+        table, loader_of = speech_table(work, work / "wait_speech")
+    order = PackOrder(table.lengths, tokens_per_pack=PACK, seed=42)
+    config = higgs_io.native_config(json.loads((work / "model" / "config.json").read_text()) | HIGGS_3B)
+    lengths, jobs = table.lengths.astype(np.int64), len(order.epoch(0))
+    flops = higgs.flops_per_pack(config, int(lengths.sum()), int(table.audio_targets.sum()),
+                                 int(table.text_targets.sum()), int((lengths * (lengths + 1) // 2).sum()), lora=True)
+    rows.append(wait_row("speech, Higgs 3B, LoRA", 0.55, flops, jobs, int(lengths.sum()),
+                         lambda workers, of=loader_of, by=order: of(rank_packs(by, 0, 1, 1, 1), workers), args))
+
+    write_chat_index(work / "wait_chat", 100 * n)
+    with contextlib.redirect_stdout(sys.stderr):
+        table, loader_of = chats_table(work, work / "wait_chat")
+    order = PackOrder(table.lengths, tokens_per_pack=PACK, seed=42)
+    from transformers import Qwen3Config
+    model = causal_lm.empty_model(Qwen3Config(**QWEN3_4B), torch.bfloat16)
+    lengths, jobs = table.lengths.astype(np.int64), len(order.epoch(0))
+    flops = packed_lm.flops(packed_lm.layer_weights(model), model.config, int(lengths.sum()), int(table.targets.sum()),
+                            int((lengths * (lengths + 1) // 2).sum()), lora=False)
+    rows.append(wait_row("chat, Qwen3 4B, full", 0.55, flops, jobs, int(lengths.sum()),
+                         lambda workers, of=loader_of, by=order: of(rank_packs(by, 0, 1, 1, 1), workers), args))
+
+    layout = gsm8k.Layout(max_length=512)
+    flags = SimpleNamespace(demo=1500, output_dir=work, system="gsm8k", drop_too_long=False, eval_data=None,
+                            validation_split=0, row_length=512, pack=True, seed=42)
+    _, gsm_rows, _ = block_setup.prepare_data(WORLD, flags, layout)
+    sums = {name: int(values.sum()) for name, values in block_setup.row_table(gsm_rows).items()}
+    flops = dit.flops(dit.config_of("small", 50258, 50257), sums["noisy"] + sums["clean"], sums["targets"] / 2,
+                      sums["pairs"])
+    order = PackOrder(gsm_rows.tokens, samples_per_pack=PACK // 512, seed=42)
+    turns = -(-n // len(order.epoch(0)))
+    rows.append(wait_row("block diffusion, small", 0.40, flops * turns, len(order.epoch(0)) * turns,
+                         sums["tokens"] * turns, lambda workers: gsm8k.make_loader(
+                             gsm_rows, rank_packs(order, 0, 1, 1, turns), PACK // 512, gsm_rows.noisy_length,
+                             num_workers=workers, prefetch_factor=4, pin_memory=False), args))
+    return {"wait": {"columns": ["job", "% of 989 TFLOP/s", "tokens a step", "s a step", "tokens/s", "workers", "steps",
+                                 "% of time waiting", "CPU s of loading a step", "cores a GPU"], "rows": rows}}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+PARTS = {"audio": audio_part, "wait": wait_part, "index": index_part}
+
+
+def main(argv=None):
+    def words(text):
+        return text.split(",")
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", type=words, default=list(PARTS), help="audio, wait, index, comma-separated")
+    parser.add_argument("--clips", type=int, default=64, help="audio files, and samples an epoch, of the part audio")
+    parser.add_argument("--rounds", type=int, default=3, help="of the part audio; medians count")
+    parser.add_argument("--steps", type=int, default=60, help="simulated steps of each job of the part wait")
+    parser.add_argument("--workers", type=int, default=4, help="loader processes of the GPU of the part wait")
+    parser.add_argument("--samples", type=lambda text: sorted(map(int, words(text))), default=[10_000, 100_000],
+                        help="sizes of the indices, comma-separated")
+    parser.add_argument("--kinds", type=words, default=list(KINDS), help="of indices: speech, chat, comma-separated")
+    parser.add_argument("--name", default="data_pipeline", help="of the report")
+    parser.add_argument("--work_dir", help="where data goes meanwhile, 2 GB a million samples (default: a temporary "
+                                           "folder)")
+    parser.add_argument("--results_dir", type=Path, default=measure.RESULTS, help="where the JSON goes")
+    args = parser.parse_args(argv)
+    for flag, names, known in ("--parts", args.parts, PARTS), ("--kinds", args.kinds, KINDS):
+        if unknown := set(names) - set(known):
+            parser.error(f"{flag}: {', '.join(sorted(unknown))} is not of {', '.join(known)}")
+    report = measure.new_report("how fast data reaches the trainers", torch.device("cpu"), " ".join(
+        ["python bench/data_pipeline.py", *(sys.argv[1:] if argv is None else argv)]))
+    torch.set_num_threads(1)                        # forked processes may use threads only if this one has not
+    with tempfile.TemporaryDirectory(dir=args.work_dir) as work:
+        work = Path(work)
+        with contextlib.redirect_stdout(sys.stderr):
+            make_tiny.main([str(work), "--clips", "8", "--voice", "numpy"])
+        for part in args.parts:
+            report["tables"] |= PARTS[part](work, args)
+    print(f"wrote {measure.write_report(args.name, report, args.results_dir)}")
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    kind, n = sys.argv[1], int(sys.argv[2])
-    with tempfile.TemporaryDirectory() as work:
-        work = Path(work)
-        make_tiny.main([str(work), "--clips", "8", "--voice", "numpy"])
-        t = time.time()
-        KINDS[kind][0](work / "x", n)
-        print("made", time.time() - t)
-        r = in_child(measure_index, kind, work, work / "x")
-        for k, v in r.items():
-            print(kind, n, k, f"{v/1e6:.1f} MB {v/n:.0f} B/sample" if "bytes" in k else f"{v:.2f} s {v/n*1e6:.1f} us/sample")
+    main()
