@@ -396,7 +396,7 @@ def wait_part(work, args):
     rows.append(wait_row("speech, Higgs 3B, LoRA", 0.55, flops, jobs, int(lengths.sum()),
                          lambda workers, of=loader_of, by=order: of(rank_packs(by, 0, 1, 1, 1), workers), args))
 
-    write_chat_index(work / "wait_chat", 100 * n)
+    write_chat_index(work / "wait_chat", 160 * n)
     with contextlib.redirect_stdout(sys.stderr):
         table, loader_of = chats_table(work, work / "wait_chat")
     order = PackOrder(table.lengths, tokens_per_pack=PACK, seed=42)
