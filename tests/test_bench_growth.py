@@ -23,7 +23,7 @@ def test_the_line_finds_what_is_not_linear():
 
 
 @pytest.mark.parametrize("name", growth.TRAINERS)
-def test_every_step_trains_all_its_weights_on_all_its_documents(name, monkeypatch):
+def test_every_step_trains_its_weights(name, monkeypatch):
     made, real = [], growth.train_step
     monkeypatch.setattr(growth, "train_step", lambda *args: made.append(args) or real(*args))
     for documents in 1, 3:
