@@ -46,7 +46,7 @@ class Permute(torch.autograd.Function):
 def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
     """Causal attention inside each sample. q (S, heads, D), k and v (S, kv_heads, D) -> (S, heads, D).
 
-    CUDA in half precision: torch's variable-length flash attention. Elsewhere: SDPA sample by sample, same result.
+    cu_seqlens (B + 1,) int32 on the device; seqlens (B,) int64 on the CPU, needed where the kernel below is not. CUDA in half precision: torch's variable-length flash attention. Elsewhere: SDPA sample by sample, same result.
     """
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         gqa = {"enable_gqa": True} if VARLEN_GQA else {}
@@ -56,10 +56,10 @@ def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
     return _attention_by_sample(q, k, v, seqlens)
 
 
-@torch.compiler.disable     # a graph per tuple of sample lengths would be compiled otherwise
+@torch.compiler.disable     # a graph per list of sample lengths would be compiled otherwise
 def _attention_by_sample(q, k, v, seqlens):
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    parts = zip(*(t.transpose(0, 1)[None].split(seqlens, dim=2) for t in (q, k, v)))
+    parts = zip(*(t.transpose(0, 1)[None].split(seqlens.tolist(), dim=2) for t in (q, k, v)))
     out = [F.scaled_dot_product_attention(*qkv, is_causal=True) for qkv in parts]
     return torch.cat(out, dim=2)[0].transpose(0, 1)
 
@@ -117,7 +117,7 @@ class PackedHiggs(nn.Module):
         hidden = torch.cat([text, model.embed_audio_tokens(batch.audio_ids).to(text.dtype)])
         cos, sin = model.rotary_emb(hidden, batch.position_ids[None])
         packed = (n_text, order, batch.seq_index, cos[0], sin[0], batch.cu_seqlens, batch.longest,
-                  None if hidden.is_cuda and torch.is_autocast_enabled("cuda") else batch.seqlens)
+                  None if hidden.is_cuda and torch.is_autocast_enabled("cuda") else torch.tensor(batch.seqlens))
         for layer in model.layers:
             if self.recompute and self.training:
                 hidden = checkpoint(layer, hidden, packed=packed, use_reentrant=False)

@@ -8,7 +8,6 @@ import gc
 import json
 import os
 import platform
-import resource
 import statistics
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -67,7 +66,8 @@ def peak_memory_gib(device):
     """Most memory held since reset_peak: of the GPU as torch counts it, else resident memory of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20       # KiB on Linux; since the process began
+    status = dict(line.split(":", 1) for line in open("/proc/self/status"))     # getrusage's has the parent's in it
+    return int(status["VmHWM"].split()[0]) / 2**20
 
 
 def device_name(device):

@@ -375,7 +375,7 @@ def test_gpu_attention_kernel_equals_attention_sample_by_sample():
     ours = [t.clone().requires_grad_() for t in (q, k, v)]
     exact = [t.float().requires_grad_() for t in (q, k, v)]
     out = higgs.packed_attention(*ours, cu_seqlens, 128, None)
-    expected = higgs.packed_attention(*exact, cu_seqlens, 128, lengths)
+    expected = higgs.packed_attention(*exact, cu_seqlens, 128, torch.tensor(lengths))
     torch.testing.assert_close(out.float(), expected, rtol=0.02, atol=0.02)
     weight = torch.randn_like(expected)
     (out.float() * weight).sum().backward()
