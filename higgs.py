@@ -46,7 +46,8 @@ class Permute(torch.autograd.Function):
 def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
     """Causal attention inside each sample. q (S, heads, D), k and v (S, kv_heads, D) -> (S, heads, D).
 
-    cu_seqlens (B + 1,) int32 on the device; seqlens (B,) int64 on the CPU, needed where the kernel below is not. CUDA in half precision: torch's variable-length flash attention. Elsewhere: SDPA sample by sample, same result.
+    cu_seqlens (B + 1,) int32 on the device. CUDA in half precision: torch's variable-length flash attention. Elsewhere:
+    SDPA sample by sample, same result, by seqlens (B,) int64 on the CPU.
     """
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         gqa = {"enable_gqa": True} if VARLEN_GQA else {}

@@ -232,8 +232,11 @@ class Rounds:
             self.counting = contextlib.ExitStack()
             self.found = self.counting.enter_context(count_syncs(self.device))
 
-    def done(self, **more):
-        """Tell what the pass was: its steps, the slots of all passes so far, host syncs a step, most memory held."""
+    def done(self, loss=None, graphs=None):
+        """Tell what the pass was: its steps, the slots of all passes so far, host syncs a step, most memory held.
+
+        loss: 0-d tensor, mean of the pass's audio loss. graphs: number that torch.compile has made after each pass.
+        """
         measure.synchronize(self.device)
         if self.syncs is None:
             self.counting.close()
@@ -241,7 +244,8 @@ class Rounds:
         memory = measure.peak_memory_gib(self.device) - self.held
         if self.device.type == "cuda":      # room for the other sides on the same GPU
             torch.cuda.empty_cache()
-        self.pipe.send({"steps": self.steps, "slots": self.slots, "syncs": self.syncs, "memory_gib": memory, **more})
+        self.pipe.send({"steps": self.steps, "slots": self.slots, "syncs": self.syncs, "memory_gib": memory,
+                        "loss": None if loss is None else loss.item(), "graphs": graphs or [0]})
 
 
 @contextlib.contextmanager
@@ -344,6 +348,7 @@ def train_ours(way, folder, device, rounds):
                                pin_memory=device.type == "cuda", pad_to=budget))
     flags, sums, graphs = optim.StepFlags(device), torch.zeros(config.num_codebooks + 8, device=device), []
     while rounds.wait():
+        sums.zero_()
         for _ in range(order.packs_per_epoch):
             batch = next(batches)
             rounds.slots += len(batch.input_ids)
@@ -363,7 +368,7 @@ def train_ours(way, folder, device, rounds):
             flags.push(bad, parallel.any_rank(alone, False), None)
             rounds.step()
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        rounds.done(graphs=graphs)
+        rounds.done(sums[:config.num_codebooks].sum() / int(table.audio_targets.sum()), graphs)
     flags.pop()
 
 
@@ -412,7 +417,10 @@ class Side:
 
 
 def compare(ways, folder, device, rounds, warm_up):
-    """{name: {"seconds": of each round, "steps", "padding", "syncs", "memory_gib"}} of {name: way}, taking turns."""
+    """{name: {"seconds" of each round, "steps" of a round, "padding", "syncs" a step, "memory_gib", "loss"}}.
+
+    ways: {name: settings}; each gets a process of its own, one of which works at a time.
+    """
     with contextlib.ExitStack() as stack:
         sides = {}
         for name, way in ways.items():
@@ -426,9 +434,9 @@ def compare(ways, folder, device, rounds, warm_up):
         results = {}
         for name, side in sides.items():
             last = side.last
-            results[name] = {"seconds": seconds[name], **{key: last[key] for key in ("steps", "memory_gib", "syncs")},
-                             "padding": 1 - tokens * (rounds + warm_up) / last["slots"]}
-            graphs = last.get("graphs", [0])[warm_up - 1:]
+            results[name] = {"seconds": seconds[name], "padding": 1 - tokens * (rounds + warm_up) / last["slots"],
+                             **{key: last[key] for key in ("steps", "syncs", "memory_gib", "loss")}}
+            graphs = last["graphs"][warm_up - 1:]
             if graphs[0] != graphs[-1]:
                 raise SystemExit(f"error: {name}: compiled again after the warm-up: {graphs} graphs")
         return results
@@ -564,14 +572,14 @@ def main(argv=None):
             lever_table = report["tables"]["levers"] = {"columns": [
                 "lever", "step (ms)", "useful tokens/s", "memory (GiB)", "time against the default"], "rows": []}
             ways = {"default": way, **{name: way | more for name, more, _ in chosen}}
-            found = compare(ways, folder, device, args.rounds, 2)       # the second pass of what is compiled is warm
+            found = compare(ways, folder, device, args.rounds, 2 if cuda else 1)
             for name, result in found.items():
                 numbers = row_of(result, work, rate)
                 times = 1 / measure.ratio(result["seconds"], found["default"]["seconds"])
                 lever_table["rows"].append([name, numbers[0], numbers[1], numbers[-1], round(times, 2)])
                 report["results"].append({**way, "name": name, "lever": True, **result, **work})
-                print(f"lever      {name:<34} | {numbers[0]:>8,.1f} ms | {numbers[1]:>8,} tok/s | {numbers[-1]:6.2f} GiB | "
-                      f"{times:5.2f}x the time", flush=True)
+                print(f"lever      {name:<34} | {numbers[0]:>8,.1f} ms | {numbers[1]:>8,} tok/s | "
+                      f"{numbers[-1]:6.2f} GiB | {times:5.2f}x the time", flush=True)
     report["seconds"] = time.monotonic() - began
     print(f"wrote {measure.write_report('tts', report, args.results_dir)} after {report['seconds']:.0f} s")
 

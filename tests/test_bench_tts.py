@@ -1,0 +1,122 @@
+"""The speech benchmark: its numbers follow from each other and from an independent count, its check notices a label."""
+import functools
+import json
+import multiprocessing
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo
+from conftest import ROOT
+from safetensors.numpy import load_file
+
+import higgs
+from data import SpeechSamples, Table, collate
+from packing import PackOrder
+
+sys.path.insert(0, str(ROOT / "bench"))     # its processes import it by name
+
+import tts  # noqa: E402
+
+pytestmark = pytest.mark.timeout(600)
+CPU = torch.device("cpu")
+WAY = {"side": "ours", "shape": "tiny", "method": "full", "bf16": False, "batch": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    tts.write_samples(folder, 10, 7)
+    return folder
+
+
+def test_numbers_of_the_tiny_form_follow_from_each_other(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(tts.measure, "matmul_rate", functools.partial(tts.measure.matmul_rate, size=128))
+    tts.main(["--shapes", "tiny", "--methods", "lora", "--clips", "5", "--batch", "2", "--rounds", "2", "--fast",
+              "--results_dir", str(tmp_path)])
+    report = json.loads((tmp_path / "tts-cpu.json").read_text())
+    tts.write_samples(tmp_path / "same", 5, 42)
+    frames = len(load_file(tmp_path / "same" / "codes.safetensors")["codes"])
+    tokens = len(np.load(tmp_path / "same" / "table" / "tokens.npy")) - 10 + frames + 10 * 9    # 10 clips, 9 more rows
+    (trainer, ours) = report["results"]
+    assert (trainer["name"], trainer["side"], ours["name"], ours["side"]) == ("Trainer", "ours", "ours", "ours")
+    for result, row in zip(report["results"], report["tables"]["step"]["rows"]):
+        row = dict(zip(report["tables"]["step"]["columns"], row))
+        seconds = np.median(result["seconds"])
+        assert len(result["seconds"]) == 2 and 0 < min(result["seconds"])
+        assert result["tokens"] == tokens and result["audio_seconds"] == frames / 25
+        assert row["useful tokens/s"] == round(tokens / seconds) and row["padding"] == round(result["padding"], 3)
+        assert row["step (ms)"] == pytest.approx(seconds / result["steps"] * 1000, abs=0.06)
+        share = result["flops"] / seconds / report["matmul_flops_per_second"]
+        assert row["of the matmul rate"] == pytest.approx(share, abs=6e-4) and 0 < share
+        assert row["ours is faster by"] == round(np.median(np.divide(result["seconds"], ours["seconds"])), 2)
+        assert 0 <= result["padding"] < 0.5 and result["memory_gib"] > 0
+    assert trainer["steps"] == 3 and trainer["syncs"] > 20 and ours["syncs"] == 0
+    (check,) = report["checks"]
+    assert check["shape"] == "tiny" and check["loss"] > 100 and check["gradients_apart"] < 1e-5
+
+
+def test_padded_batch_holds_every_useful_token_once(folder):
+    ids, table = tts.ids_of(folder), Table(folder / "table")
+    data = SpeechSamples(table, ids)
+    batch = tts.padded_batch([data[i] for i in range(10)], ids)
+    assert batch["attention_mask"].sum() == table.lengths.sum() == tts.work_of(folder, "tiny", "full")["tokens"]
+    assert (batch["audio_labels"] != -100).sum() == table.audio_targets.sum()
+    assert (batch["labels"] != -100).sum() == table.text_targets.sum()
+    assert (batch["input_ids"] == ids.audio).sum() + 7 * 20 == batch["audio_input_ids_mask"].sum()
+    frames = table.where[:, 2]
+    assert 50 <= frames.min() and frames.max() <= 500 and 100 < np.median(frames) < 200
+
+
+def test_one_wrong_label_stops_the_measurement(folder, monkeypatch):
+    def wrong(samples, ids, right=tts.padded_batch):
+        batch = right(samples, ids)
+        clip, row, book = (batch["audio_labels"] >= 0).nonzero()[len(samples)].tolist()
+        batch["audio_labels"][clip, row, book] = 1023 - batch["audio_labels"][clip, row, book]
+        return batch
+
+    monkeypatch.setattr(tts, "padded_batch", wrong)
+    with pytest.raises(SystemExit, match="DISAGREE, nothing was measured"):
+        tts.check_agreement(WAY, folder, CPU)
+
+
+def one_pass(folder, **settings):
+    """What ours tells of one pass over the samples."""
+    ours, theirs = multiprocessing.Pipe()
+    for word in ("go", "stop"):
+        ours.send(word)
+    tts.train_ours(WAY | settings, folder, CPU, tts.Rounds(theirs, CPU))
+    assert ours.recv() == {}
+    return ours.recv()
+
+
+def test_levers_change_the_time_and_nothing_else(folder):
+    default = one_pass(folder)
+    assert default["loss"] > 6 and default["slots"] >= Table(folder / "table").lengths.sum() and default["syncs"] == 0
+    for words, settings, gpu_only in tts.LEVERS:
+        if not gpu_only and "compile" not in settings and "samples" not in settings:
+            other = one_pass(folder, **settings)
+            assert other["loss"] == pytest.approx(default["loss"], rel=1e-5), words
+            assert other["syncs"] > 8 if "masks" in settings else other["syncs"] < 2, words
+
+
+def test_compiled_layers_meet_packs_of_one_budget_with_no_new_graph(folder):
+    """LoRA: the first layer, whose input needs no gradient, has graphs of its own."""
+    ids, table = tts.ids_of(folder), Table(folder / "table")
+    data, budget = SpeechSamples(table, ids), tts.token_budget(table.lengths, 2)
+    order = PackOrder(table.lengths, tokens_per_pack=budget)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = higgs.PackedHiggs(tts.build(WAY | {"method": "lora"}, folder, CPU)).train()
+    for layer in model.base_model.model.layers:
+        layer.compile(backend="eager")
+    graphs, shapes = [], set()
+    for number in range(5):
+        batch = collate([data[i] for i in order.epoch(0).pack(number)], ids, budget)
+        shapes.add((len(batch.text_pos), batch.longest, len(batch.seqlens)))
+        model(batch)[0].sum().backward()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert len(shapes) == 5 and len({shape[2] for shape in shapes}) > 2
+    assert 0 < graphs[0] < graphs[1] == graphs[4]
