@@ -63,7 +63,7 @@ def matmul_rate(device, dtype=None, size=None, repeats=10):
 
 
 def peak_memory_gib(device):
-    """Most memory held since reset_peak: of the GPU as torch counts it, else resident memory of this process."""
+    """Most memory held so far: of the GPU as torch counts it, else resident memory of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     status = dict(line.split(":", 1) for line in open("/proc/self/status"))     # getrusage's has the parent's in it

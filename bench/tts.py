@@ -62,6 +62,8 @@ CHARACTERS = 14                 # of text a second of speech
 RANK, ALPHA, DROPOUT, RATE = 16, 32, 0.1, 1e-5
 SIDES = {"Trainer": {"side": "trainer"}, "Trainer, by length": {"side": "trainer", "sorted": True},
          "ours": {"side": "ours"}}
+COMPILED = {"ours, compiled": {"side": "ours", "compile": True}}        # beside the others on a GPU
+LIMIT_S = 600                   # of a pass, compiling included
 # What ours can be measured without or with, each alone: words, settings, only on a GPU
 LEVERS = [("packs of a fixed number of samples", {"samples": True}, False),
           ("compiled layers", {"compile": True}, False),
@@ -293,12 +295,12 @@ class TellRounds(TrainerCallback):
         control.should_training_stop = not self.rounds.wait()
 
 
-def make_trainer(way, model, folder, dataset, collator, callback, **more):
+def make_trainer(way, model, folder, device, dataset, collator, callback, **more):
     """transformers' Trainer as its users set it up, for the measurement and for the check."""
     arguments = TrainingArguments(
         output_dir=str(folder / "trainer"), learning_rate=RATE, lr_scheduler_type="constant", weight_decay=0.01,
-        bf16=way["bf16"], use_cpu=not torch.cuda.is_available(), save_strategy="no", report_to="none",
-        disable_tqdm=True, remove_unused_columns=False, **more)
+        bf16=way["bf16"], use_cpu=device.type == "cpu", save_strategy="no", report_to="none", disable_tqdm=True,
+        remove_unused_columns=False, **more)
     trainer = Trainer(model, arguments, data_collator=collator, train_dataset=dataset, callbacks=[callback])
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -316,7 +318,7 @@ def train_trainer(way, folder, device, rounds):
         rounds.slots += batch["input_ids"].numel()
         return batch
 
-    make_trainer(way, build(way, folder, device), folder, dataset, collator, TellRounds(rounds),
+    make_trainer(way, build(way, folder, device), folder, device, dataset, collator, TellRounds(rounds),
                  per_device_train_batch_size=way["batch"], num_train_epochs=10**6, logging_strategy="no",
                  train_sampling_strategy=sampling).train()
 
@@ -392,7 +394,8 @@ class Side:
         self.name, self.last = name, {}
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=run_side, args=(theirs, way, folder, device, torch.get_num_threads()))
+        self.process = context.Process(target=run_side, args=(theirs, way, folder, device, torch.get_num_threads()),
+                                       daemon=True)
         self.process.start()
         theirs.close()
 
@@ -403,7 +406,7 @@ class Side:
 
     def receive(self):
         try:
-            self.last = self.pipe.recv()
+            self.last = self.pipe.recv() if self.pipe.poll(LIMIT_S) else {"error": f"no word for {LIMIT_S} s"}
         except EOFError:
             self.last = {"error": f"its process ended with status {self.process.exitcode}"}
         if "error" in self.last:
@@ -416,7 +419,7 @@ class Side:
         self.process.kill()
 
 
-def compare(ways, folder, device, rounds, warm_up):
+def compare(ways, folder, device, rounds):
     """{name: {"seconds" of each round, "steps" of a round, "padding", "syncs" a step, "memory_gib", "loss"}}.
 
     ways: {name: settings}; each gets a process of its own, one of which works at a time.
@@ -428,17 +431,15 @@ def compare(ways, folder, device, rounds, warm_up):
             stack.callback(sides[name].stop)
         for side in sides.values():
             side.receive()
-        seconds = measure.alternate({name: side.ask for name, side in sides.items()}, rounds, torch.device("cpu"),
-                                    warm_up)
+        seconds = measure.alternate({name: side.ask for name, side in sides.items()}, rounds, torch.device("cpu"))
         tokens = int(Table(folder / "table").lengths.sum())
         results = {}
         for name, side in sides.items():
             last = side.last
-            results[name] = {"seconds": seconds[name], "padding": 1 - tokens * (rounds + warm_up) / last["slots"],
+            results[name] = {"seconds": seconds[name], "padding": 1 - tokens * (rounds + 1) / last["slots"],
                              **{key: last[key] for key in ("steps", "syncs", "memory_gib", "loss")}}
-            graphs = last["graphs"][warm_up - 1:]
-            if graphs[0] != graphs[-1]:
-                raise SystemExit(f"error: {name}: compiled again after the warm-up: {graphs} graphs")
+            if last["graphs"][0] != last["graphs"][-1]:
+                raise SystemExit(f"error: {name}: compiled again after the warm-up: {last['graphs']} graphs")
         return results
 
 
@@ -455,8 +456,8 @@ def trainer_loss(way, samples, ids, folder, device):
     """(loss that Trainer logs, {name: gradient}) of one real Trainer step on one batch of the samples."""
     keep = KeepGradients()
     model = build(way | {"side": "trainer"}, folder, device, dropout=0.0)
-    trainer = make_trainer(way, model, folder, samples, lambda picked: padded_batch(picked, ids), keep, max_steps=1,
-                           max_grad_norm=0.0, per_device_train_batch_size=len(samples), logging_steps=1)
+    trainer = make_trainer(way, model, folder, device, samples, lambda picked: padded_batch(picked, ids), keep,
+                           max_steps=1, max_grad_norm=0.0, per_device_train_batch_size=len(samples), logging_steps=1)
     trainer.train()
     return trainer.state.log_history[0]["loss"], keep.gradients
 
@@ -514,9 +515,9 @@ def main(argv=None):
                         f"{', '.join(SHAPES)} (default: tiny,small, on a GPU 3b)")
     parser.add_argument("--methods", type=lambda text: text.split(","), help="lora, full or both, comma-separated "
                         "(default: both, on a GPU lora)")
-    parser.add_argument("--clips", type=int, default=64, help="samples of a round")
-    parser.add_argument("--batch", type=int, default=4, help="samples of Trainer's batch; our packs hold as many on "
-                        "average")
+    parser.add_argument("--clips", type=int, help="samples of a round (default: 16, on a GPU 64)")
+    parser.add_argument("--batch", type=int, help="samples of Trainer's batch; our packs hold as many on average "
+                        "(default: 4, on a GPU 8)")
     parser.add_argument("--rounds", type=int, default=3, help="timed passes over the samples; the median counts")
     parser.add_argument("--fast", action="store_true", help="no levers, and Trainer in random order only")
     parser.add_argument("--levers", type=lambda text: [int(n) for n in text.split(",") if n], help="numbers of the "
@@ -528,20 +529,22 @@ def main(argv=None):
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     shapes, methods = args.shapes or (["3b"] if cuda else ["tiny", "small"]), \
         args.methods or (["lora"] if cuda else ["lora", "full"])
-    sides = {name: way for name, way in SIDES.items() if not (args.fast and way.get("sorted"))}
+    clips, batch = args.clips or (64 if cuda else 16), args.batch or (8 if cuda else 4)
+    sides = {name: way for name, way in (SIDES | COMPILED if cuda else SIDES).items()
+             if not (args.fast and way.get("sorted"))}
     chosen = [] if args.fast else [lever for i, lever in enumerate(LEVERS) if (cuda or not lever[2])
                                    and (args.levers is None or i in args.levers)]
     report = measure.new_report("a training step of Higgs-Audio V2: ours beside transformers' Trainer", device,
                                 " ".join(["python bench/tts.py", *(sys.argv[1:] if argv is None else argv)]))
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        write_samples(folder, args.clips, args.seed)
+        write_samples(folder, clips, args.seed)
         table = Table(folder / "table")
-        report |= {"clips": args.clips, "rounds": args.rounds, "seed": args.seed, "batch": args.batch,
+        report |= {"clips": clips, "rounds": args.rounds, "seed": args.seed, "batch": batch,
                    "tokens_of_a_sample": {"least": int(table.lengths.min()), "most": int(table.lengths.max()),
                                           "mean": float(table.lengths.mean())},
-                   "budget": token_budget(table.lengths, args.batch), "bf16": cuda, "checks": [], "results": []}
-        setups = [{"side": "ours", "shape": shape, "method": method, "bf16": cuda, "batch": args.batch}
+                   "budget": token_budget(table.lengths, batch), "bf16": cuda, "checks": [], "results": []}
+        setups = [{"side": "ours", "shape": shape, "method": method, "bf16": cuda, "batch": batch}
                   for shape, method in itertools.product(shapes, methods)]
         exact = [{**way, "shape": "tiny", "bf16": False} for way in setups[:len(methods)]] if cuda else []
         for way in exact + setups:
@@ -558,13 +561,13 @@ def main(argv=None):
                    "of the matmul rate", "padding", "host syncs a step", "memory (GiB)", "ours is faster by"]
         main_table = report["tables"]["step"] = {"columns": columns, "rows": []}
         for way in setups:
-            found = compare({name: way | more for name, more in sides.items()}, folder, device, args.rounds, 1)
+            found = compare({name: way | more for name, more in sides.items()}, folder, device, args.rounds)
             work = work_of(folder, way["shape"], way["method"])
             for name, result in found.items():
                 times = measure.ratio(found["ours"]["seconds"], result["seconds"])
                 row = [way["shape"], way["method"], name, *row_of(result, work, rate), round(times, 2)]
                 main_table["rows"].append(row)
-                report["results"].append({**way, "name": name, **result, **work})
+                report["results"].append({**way, **sides[name], "name": name, **result, **work})
                 print(line(row), flush=True)
         if chosen:
             way = {**setups[-1], "method": "lora" if cuda else "full"}
@@ -572,12 +575,12 @@ def main(argv=None):
             lever_table = report["tables"]["levers"] = {"columns": [
                 "lever", "step (ms)", "useful tokens/s", "memory (GiB)", "time against the default"], "rows": []}
             ways = {"default": way, **{name: way | more for name, more, _ in chosen}}
-            found = compare(ways, folder, device, args.rounds, 2 if cuda else 1)
+            found = compare(ways, folder, device, args.rounds)
             for name, result in found.items():
                 numbers = row_of(result, work, rate)
                 times = 1 / measure.ratio(result["seconds"], found["default"]["seconds"])
                 lever_table["rows"].append([name, numbers[0], numbers[1], numbers[-1], round(times, 2)])
-                report["results"].append({**way, "name": name, "lever": True, **result, **work})
+                report["results"].append({**ways[name], "name": name, "lever": True, **result, **work})
                 print(f"lever      {name:<34} | {numbers[0]:>8,.1f} ms | {numbers[1]:>8,} tok/s | "
                       f"{numbers[-1]:6.2f} GiB | {times:5.2f}x the time", flush=True)
     report["seconds"] = time.monotonic() - began

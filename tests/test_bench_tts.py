@@ -41,7 +41,7 @@ def test_numbers_of_the_tiny_form_follow_from_each_other(monkeypatch, tmp_path):
     frames = len(load_file(tmp_path / "same" / "codes.safetensors")["codes"])
     tokens = len(np.load(tmp_path / "same" / "table" / "tokens.npy")) - 10 + frames + 10 * 9    # 10 clips, 9 more rows
     (trainer, ours) = report["results"]
-    assert (trainer["name"], trainer["side"], ours["name"], ours["side"]) == ("Trainer", "ours", "ours", "ours")
+    assert (trainer["name"], trainer["side"], ours["name"], ours["side"]) == ("Trainer", "trainer", "ours", "ours")
     for result, row in zip(report["results"], report["tables"]["step"]["rows"]):
         row = dict(zip(report["tables"]["step"]["columns"], row))
         seconds = np.median(result["seconds"])
