@@ -249,9 +249,9 @@ def index_part(work, args):
     results = {}
     for kind in args.kinds:
         for n in args.samples:
-            with tempfile.TemporaryDirectory(dir=work) as folder:
-                KINDS[kind][0](Path(folder) / "data", n)
-                results.setdefault(kind, []).append(in_child(measure_index, kind, work, Path(folder) / "data"))
+            KINDS[kind][0](work / "index", n)
+            results.setdefault(kind, []).append(in_child(measure_index, kind, work, work / "index"))
+            shutil.rmtree(work / "index")
             print(json.dumps({"index of": kind, **results[kind][-1]}), flush=True)
     return index_tables(results)
 
