@@ -1,12 +1,13 @@
 """Did the student learn? One table of what launch/distill_demo.sh did; exit status 1 if the answer is no.
 
-    python distill_summary.py OUT --checkpoint OUT/student/checkpoint-60 --teacher NAME --command "bash ..." \
+    python distill_summary.py OUT --checkpoint OUT/student/checkpoint-48 --teacher NAME --command "bash ..." \
         [--truth_file truth.jsonl] [--min_agreement 0.7] [--min_gain 0.3] [--report distill_real]
 
-Reads OUT/labels.jsonl, labels.stats.json, student/metrics.jsonl, evaluation/evaluation.json, stages.tsv (name, seconds);
-writes OUT/summary.json, a report in the form of bench/measure.py. It holds numbers and names of labels, no line that was
-labelled and no answer. Learned means: the student agrees with its teacher on at least --min_agreement of the held-out
-lines, and on at least --min_gain more of them than the untrained model does, with or without the teacher's prompt.
+Reads OUT/labels.jsonl, labels.stats.json, student/metrics.jsonl, evaluation/evaluation.json, stages.tsv (name,
+seconds); writes OUT/summary.json, a report in the form of bench/measure.py. It holds numbers and names of labels, no
+line that was labelled and no answer. Learned means: the student agrees with its teacher on at least --min_agreement of
+the held-out lines, and on at least --min_gain more of them than the untrained model does, with or without the teacher's
+prompt.
 
 Files to copy with it: bench/measure.py label_scores.py checkpoint.py parallel.py
 """
@@ -75,7 +76,7 @@ def teacher_accuracy(labels, truth):
 
 
 def summarise(args):
-    """The report of a finished run, JSON-able."""
+    """(report of a finished run, JSON-able; its evaluation.json)."""
     out = args.out_dir
     stats, labels = read(out / "labels.stats.json"), read(out / "labels.jsonl")
     evaluation = read(out / "evaluation" / "evaluation.json")
@@ -113,15 +114,13 @@ def summarise(args):
 
 
 def print_report(report, evaluation):
-    data, training = report["data"], report["training"]
+    data, training, right = report["data"], report["training"], report["teacher_accuracy_on_all_lines"]
     print(f"teacher    {report['teacher']}: {report['labelled']:,} of {report['lines']:,} lines labelled"
-          + (f", {percent(report['teacher_accuracy_on_all_lines'])} of them true"
-             if report["teacher_accuracy_on_all_lines"] else "") + "\n"
-          f"training   {training['steps']} steps, {training['epochs']:.1f} passes over {data['training_lines']:,} lines; "
-          f"loss {training['first_loss']:.3f} -> {training['last_loss']:.3f}; "
-          f"{training['tokens_per_second']:,.0f} tok/s (median of the log)\n"
-          f"held out   {data['held_out_lines']} lines, in groups of {data['group_size']} that were not trained; shares "
-          "with 95% intervals")
+          + (f", {percent(right)} of them true" if right else ""))
+    print(f"training   {training['steps']} steps, {training['epochs']:.1f} passes over {data['training_lines']:,} "
+          f"lines, loss {training['first_loss']:.3f} -> {training['last_loss']:.3f}, "
+          f"{training['tokens_per_second']:,.0f} tok/s (median)")
+    print(f"held out   {data['held_out_lines']} lines, groups of {data['group_size']}, never trained; 95% intervals")
     rows = [["", "tokens in", "parsed", "agrees with teacher", "true"]]
     for name, system in evaluation["systems"].items():
         rows.append([name, f"{system['speed']['tokens_in']:,.0f}", percent(system["parsed"], False),

@@ -52,7 +52,7 @@ def read_gguf(path):
     sizes = [sum(int(tensor.n_elements) for tensor in stored), sum(p.numel() for p in model.parameters())]
     if wrong or len(stored) != len(list(model.parameters())) or sizes[0] != sizes[1]:
         raise UserError(f"{path}: holds {len(stored)} tensors of {sizes[0]:,} values, the model has "
-                        f"{len(list(model.parameters()))} of {sizes[1]:,} {wrong or ''}; another transformers may read it")
+                        f"{len(list(model.parameters()))} of {sizes[1]:,} {wrong or ''}; try another transformers")
     return model, tokenizer
 
 
@@ -92,6 +92,8 @@ def main(argv=None):
             print(f"model      {out} is there, with all its weights")
             return
         checkpoint.prepare_output(out.resolve().parent, "OUT_DIR")
+        for old in out.parent.glob(f".{out.name}.tmp*"):        # of one that was killed
+            shutil.rmtree(old)
         temporary = out.with_name(f".{out.name}.tmp{os.getpid()}")
         path = gguf_file()
         try:
@@ -102,8 +104,8 @@ def main(argv=None):
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         size = sum(file.stat().st_size for file in out.iterdir())
-        print(f"model      {out}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters out of {path.name}, "
-              f"{size / 1e6:.0f} MB")
+        print(f"model      {out}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters out of "
+              f"{path.name}, {size / 1e6:.0f} MB")
 
 
 if __name__ == "__main__":

@@ -84,7 +84,8 @@ def leave_with(parent):
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False,
+                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument("--port", type=int, default=0, help="to listen on, 0: any free one")
     p.add_argument("--port_file", type=Path, help="file to write the port to once it is served")
     p.add_argument("--stay", action="store_true", help="go on when the process that started this one has ended")

