@@ -52,7 +52,7 @@ PLACE = "{text}"            # where the line goes in the prompt
 MANY = 60                   # different labels; beyond them this is no classification
 CONFUSED = 10               # pairs of labels, with EXAMPLES texts each
 EXAMPLES = 3
-LATENCY_LINES = 8           # asked one at a time, after one to warm up
+LATENCY_LINES = 8           # asked one at a time
 VLLM_FLAGS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager")
 
 
@@ -168,18 +168,19 @@ def why_not(answer, found):
 
 
 def ask_all(ask, chats, max_new_tokens, args):
-    """([Answer], speed): all lines together, then some of them one at a time."""
+    """([Answer], speed): one line to warm up, all lines together, then some of them one at a time."""
+    ask(chats[:1], max_new_tokens, 1)
     start = time.perf_counter()
     answers = ask(chats, max_new_tokens, args.batch_size)
     seconds = time.perf_counter() - start
     fitting = [messages for messages, answer in zip(chats, answers) if answer.finish_reason != "too_long"]
     alone = []
-    for messages in [*fitting[:1], *fitting[:LATENCY_LINES]]:
+    for messages in fitting[:LATENCY_LINES]:
         start = time.perf_counter()
         ask([messages], max_new_tokens, 1)
         alone.append(time.perf_counter() - start)
     return answers, {"seconds": seconds, "lines_per_second": len(fitting) / seconds,
-                     "seconds_per_line_alone": statistics.median(alone[1:]) if alone else None,
+                     "seconds_per_line_alone": statistics.median(alone) if alone else None,
                      "tokens_in": statistics.fmean(a.prompt_tokens for a in answers),
                      "tokens_out": statistics.fmean(a.completion_tokens for a in answers)}
 
@@ -193,8 +194,7 @@ def open_model(args, folder, adapter, tokenizer, lines, scratch):
     """student's ask for a model folder with an adapter folder or None on top."""
     if args.engine == "vllm":
         return student.open_vllm(folder, adapter, tokenizer, lines.ends, lines.thinking, args, scratch)
-    device = student.pick_device(args.device)
-    model = student.load_model(folder, adapter, student.pick_dtype(args.dtype, device), device)
+    model = student.load_model(folder, adapter, getattr(torch, args.dtype), torch.device(args.device))
     return student.open_transformers(model, tokenizer, lines.ends, lines.thinking)
 
 
@@ -338,7 +338,7 @@ def main(argv=None):
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # vLLM then ends its processes, who would live on
         check_flags(args)
         if args.engine == "transformers":
-            student.pick_device(args.device)
+            args.device, args.dtype = student.pick_device(args.device, args.dtype)
         models, lines, parser, prompt, truth = prepare(args)
         labels = parser.labels
         checkpoint.prepare_output(args.output_dir)
@@ -348,6 +348,7 @@ def main(argv=None):
               + f"; proven by fingerprint: {about['proven_by_fingerprint']})")
         for note in lines.notes:
             print(note)
+        print(f"engine     {args.engine}" + (f", {args.device}, {args.dtype}" if args.engine == "transformers" else ""))
 
         answers = ask_models(args, models, lines, prompt)
         systems, columns = {}, {}

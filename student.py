@@ -23,22 +23,18 @@ UNKNOWN = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_p
            "trainable_token_indices", "fan_in_fan_out")     # in an adapter's config: what train_sft.py never sets
 
 
-def pick_device(name):
-    """torch.device of --device, or the GPU if there is one; raises UserError when it cannot be used."""
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+def pick_device(name, dtype):
+    """(device, dtype) as text; None: the GPU if there is one, auto: bfloat16 on a GPU that has it, else float32.
+
+    Raises UserError when the device cannot be used.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if name is None else name
     try:
-        torch.empty(1, device=name)
+        device = torch.empty(1, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {name}: cannot be used ({str(error).splitlines()[0]})")
-    return torch.device(name)
-
-
-def pick_dtype(name, device):
-    """torch.dtype of --dtype; auto: bfloat16 on a GPU that has it, else float32."""
-    if name != "auto":
-        return getattr(torch, name)
     good = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    return torch.bfloat16 if good else torch.float32
+    return str(device), dtype if dtype != "auto" else "bfloat16" if good else "float32"
 
 
 def load_model(folder, adapter, dtype, device):
