@@ -457,8 +457,8 @@ def test_lines_without_ids_go_by_their_number(made, train, tmp_path):
 
 
 def test_a_text_that_was_trained_is_no_test(made, train, tmp_path, capsys):
-    """A line with the text of another, but for white space, on both sides of the split."""
-    rows = [record(i, text="the  same" if i % 2 else " the same\n") if i < 40 else record(i) for i in range(N)]
+    """Lines with one text, but for white space, on both sides of the split."""
+    rows = [record(i, text="the" + " " * (i + 1) + "same") if i < 40 else record(i) for i in range(N)]
     write(made / "leaky.jsonl", rows)
     checkpoint = train("leaky", "--validation_split", 0.5, "--train_data_file", made / "leaky.jsonl")
     error = refusal(capsys, made, tmp_path, checkpoint, "--data_file", made / "leaky.jsonl", "--no-base")
