@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 import measure  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
-TINY = ("--size", "nano", "--length", "64", "--problems", "2", "--batches", "2,4", "--repeats", "2")
+TINY = ("--size", "nano", "--length", "64", "--problems", "2", "--batches", "2,4", "--repeats", "1")
 
 
 @pytest.fixture(scope="module")
