@@ -515,7 +515,7 @@ def main(argv=None):
                         f"{', '.join(SHAPES)} (default: tiny,small, on a GPU 3b)")
     parser.add_argument("--methods", type=lambda text: text.split(","), help="lora, full or both, comma-separated "
                         "(default: both, on a GPU lora)")
-    parser.add_argument("--clips", type=int, help="samples of a round (default: 16, on a GPU 64)")
+    parser.add_argument("--clips", type=int, help="samples of a round (default: 12, on a GPU 64)")
     parser.add_argument("--batch", type=int, help="samples of Trainer's batch; our packs hold as many on average "
                         "(default: 4, on a GPU 8)")
     parser.add_argument("--rounds", type=int, default=3, help="timed passes over the samples; the median counts")
@@ -529,7 +529,7 @@ def main(argv=None):
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     shapes, methods = args.shapes or (["3b"] if cuda else ["tiny", "small"]), \
         args.methods or (["lora"] if cuda else ["lora", "full"])
-    clips, batch = args.clips or (64 if cuda else 16), args.batch or (8 if cuda else 4)
+    clips, batch = args.clips or (64 if cuda else 12), args.batch or (8 if cuda else 4)
     sides = {name: way for name, way in (SIDES | COMPILED if cuda else SIDES).items()
              if not (args.fast and way.get("sorted"))}
     chosen = [] if args.fast else [lever for i, lever in enumerate(LEVERS) if (cuda or not lever[2])
