@@ -220,9 +220,9 @@ def steps64_table(found):
     for name, r in found.items():
         rows.append([name, *[None] * 6, r["error"]] if not r["turns"] else [
             name, r["turns"][0]["steps"], r["tokens_per_second"], r["samples_per_second"], 100 * r["padding"],
-            100 * r["of_matmul"], r["memory_gib"], samples / r["samples_per_second"]])
+            100 * r["of_matmul"], r["memory_gib"], STEPS64.turn * STEPS64.step_tokens / r["tokens_per_second"]])
     return {"columns": ["", "steps timed", "tokens/s", "samples/s", "padding %", "% of matmul rate", "peak GiB",
-                        f"s for {samples:,} samples"], "rows": rows}
+                        f"s for {samples:,} samples of {STEPS64.mean} tokens"], "rows": rows}
 
 
 def main(argv=None):
