@@ -118,6 +118,14 @@ def test_counting_leaves_the_model_as_it_was():
     assert all(layer.gradient_checkpointing and not layer._forward_hooks for layer in layers)
 
 
+def test_what_does_not_belong_to_tokens_is_not_counted(monkeypatch):
+    """Weights and their casts: another number of tokens gives the same bytes a token."""
+    empty, _ = built("qwen", False, True, False, False)
+    one = sft_plan.token_bytes(empty, True, False)
+    monkeypatch.setattr(sft_plan, "TRIAL", 2003)
+    assert sft_plan.token_bytes(empty, True, False) == one
+
+
 def test_flash_attention_keeps_less_than_the_cpu():
     """Grouped keys and values as they are where torch's kernel takes them, and no second output."""
     empty, _ = built("qwen", False, True, True, False)
