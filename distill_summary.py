@@ -1,6 +1,6 @@
 """Did the student learn? One table of what launch/distill_demo.sh did; exit status 1 if the answer is no.
 
-    python distill_summary.py OUT --checkpoint OUT/student/checkpoint-48 --teacher NAME --command "bash ..." \
+    python distill_summary.py OUT --checkpoint OUT/student/checkpoint-40 --teacher NAME --command "bash ..." \
         [--truth_file truth.jsonl] [--min_agreement 0.7] [--min_gain 0.3] [--report distill_real]
 
 Reads OUT/labels.jsonl, labels.stats.json, student/metrics.jsonl, evaluation/evaluation.json, stages.tsv (name,
