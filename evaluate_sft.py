@@ -159,7 +159,7 @@ def read_answer(parser, answer):
 def why_not(answer, found):
     """Why an answer has no label, in words that many answers share."""
     if answer.finish_reason == "length":
-        return "cut off at --max_new_tokens"
+        return "cut off at the limit of tokens"      # that of the prompt or the other
     return "is none of the labels" if found.why.endswith("is not one of the labels") else found.why
 
 

@@ -66,8 +66,9 @@ def make_handler(classify):
 
         def do_POST(self):
             try:
-                found = answer_to(json.loads(self.rfile.read(int(self.headers["Content-Length"]))), classify)
-            except (ValueError, KeyError, TypeError, IndexError) as error:
+                size = int(self.headers["Content-Length"])
+                found = answer_to(json.loads(self.rfile.read(max(0, size))), classify)      # -1 would wait for the end
+            except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
                 return self.reply(400, {"error": {"message": f"{error}"}})
             self.reply(200, found)
 

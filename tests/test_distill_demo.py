@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import unicodedata
+import urllib.error
+import urllib.request
 import uuid
 from importlib.util import find_spec
 
@@ -117,6 +119,15 @@ def test_what_the_teacher_cannot_do_is_refused(server, tmp_path, monkeypatch, ca
     with pytest.raises(SystemExit):
         ask(server, tmp_path / "labels.jsonl", *flags, lines=LINES[:3])
     assert re.search(message, capfd.readouterr().err)
+
+
+@needs_langid
+@pytest.mark.parametrize("body", [b"no JSON", b"[]", b"{}", b'{"messages": []}', b'{"messages": [{"content": 1}]}',
+                                  b'{"messages": [{"content": ["Final Answer:"]}]}'])
+def test_requests_of_another_form_are_refused(server, body):
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(server.url + "/chat/completions", body, timeout=10)
+    assert refused.value.code == 400 and json.loads(refused.value.read())["error"]["message"]
 
 
 @needs_langid
@@ -236,6 +247,10 @@ def test_ctrl_c_leaves_no_process_then_it_goes_on_to_a_student_that_did_not_lear
     assert "py3langid 0.4.0, a language identifier, no language model: 45 of 45 lines labelled" in said
     assert not alive(second.mark)
 
+    third = start("third.log", STEPS=str(saved + 1), LEARNING_RATE="1e-3")      # would have no effect any more
+    assert third.wait(timeout=60) == 1 and f"error: {out} was made otherwise (INPUT=lines.txt TRUTH=truth.jsonl " in \
+        third.log.read_text()
+
     # the same numbers suffice where nothing is asked of them; none of the lines is among them
     last = out / "student" / f"checkpoint-{saved + 1}"
     flags = [str(out), "--teacher", "t", "--command", "c", "--truth_file", settings["TRUTH"], "--min_agreement", "0",
@@ -257,15 +272,24 @@ def test_ctrl_c_leaves_no_process_then_it_goes_on_to_a_student_that_did_not_lear
     assert "is about another checkpoint" in capfd.readouterr().err
 
 
+def test_a_line_ends_with_a_line_feed_only(tmp_path):
+    rows = [{"id": 0, "label": "en", "text": "one\u2028line\u0085of text"}, {"id": 1, "label": None}]
+    path = tmp_path / "truth.txt"
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    assert distill_summary.read(path, lines=True) == rows
+    with pytest.raises(UserError, match="truth.txt: cannot be read"):
+        distill_summary.read(path)
+
+
 @pytest.mark.parametrize("before, prompted, after, learned", [
     (0.0, 0.1, 0.95, True), (0.0, 0.1, 0.69, False), (0.5, 0.1, 0.79, False), (0.0, 0.5, 0.79, False),
-    (0.0, 0.4, 0.7, True),
+    (0.0, 0.4, 0.7, True),      # 0.7 - 0.4 is a little below 0.3
 ])
 def test_learning_is_agreement_and_gain_over_the_untrained_model(before, prompted, after, learned):
     shares = {"base": before, "base + prompt": prompted, "student": after}
     evaluation = {"systems": {name: {"agreement": {"share": share}} for name, share in shares.items()}}
     if learned:
-        distill_summary.check_learned(evaluation, 0.7, 0.29)
+        distill_summary.check_learned(evaluation, 0.7, 0.3)
     else:
         with pytest.raises(UserError, match="did not learn"):
             distill_summary.check_learned(evaluation, 0.7, 0.3)

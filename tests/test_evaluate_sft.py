@@ -197,7 +197,7 @@ def test_no_lines_have_no_share():
 @pytest.mark.parametrize("text, ended, label, why", [
     ("de", "stop", "de", ""), (" de\n", "stop", "de", ""), ("DE", "stop", "de", ""),
     ("So it is\nFinal Answer: fr", "stop", "fr", ""), ("<think>en?</think>de", "stop", "de", ""),
-    ("de", "length", None, "cut off at --max_new_tokens"), ("<think>de", "stop", None, "its thoughts have no end"),
+    ("de", "length", None, "cut off at the limit of tokens"), ("<think>de", "stop", None, "its thoughts have no end"),
     ("<think>de</think>\n", "stop", None, "has no line"),
     ("de fr", "stop", None, "has no line of the wanted form"), ("es", "stop", None, "has no line of the wanted form"),
     ("Final Answer: es", "stop", None, "is none of the labels"), ("", "too_long", None, "the prompt leaves no room")])
@@ -216,7 +216,7 @@ def test_answers_without_a_label_are_wrong_in_both_and_counted_apart():
     truth = {4: "en", 7: "de", 9: "en", 11: None, 12: "fr"}
     scores, _ = evaluate_sft.judge(make_parser("whole", labels=("de", "en", "fr")), lines, truth, answers, {})
     assert (scores["parsed"]["right"], scores["parsed"]["n"]) == (2, 4)
-    assert scores["no_label"] == {"cut off at --max_new_tokens": 1, "is none of the labels": 1}
+    assert scores["no_label"] == {"cut off at the limit of tokens": 1, "is none of the labels": 1}
     assert (scores["agreement"]["right"], scores["agreement"]["n"]) == (1, 4)
     assert (scores["accuracy"]["right"], scores["accuracy"]["n"]) == (0, 3), "the truth of one line is not known"
     assert scores["agreement"]["confusion"] == [[1, 0, 0, 1], [0, 0, 0, 1], [0, 1, 0, 0]]
@@ -355,7 +355,7 @@ def test_several_checkpoints_and_a_draw(made, full, tmp_path):
 def test_answers_cut_off_count_as_none(made, full, tmp_path, capsys):
     found = evaluate(made, tmp_path, full, "--max_new_tokens", 1, "--no-base")["systems"]["student"]
     n = found["parsed"]["n"]
-    assert found["no_label"] == {"cut off at --max_new_tokens": n} and found["agreement"]["right"] == 0
+    assert found["no_label"] == {"cut off at the limit of tokens": n} and found["agreement"]["right"] == 0
     assert sum(row[-1] for row in found["agreement"]["confusion"]) == n
     assert f"student: no label in {n} answers" in capsys.readouterr().out
 
