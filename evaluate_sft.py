@@ -168,18 +168,22 @@ def why_not(answer, found):
 
 
 def ask_all(ask, chats, max_new_tokens, args):
-    """([Answer], speed): one line to warm up, all lines together, then some of them one at a time."""
-    ask(chats[:1], max_new_tokens, 1)
+    """([Answer], speed): one line to warm up, some one at a time, then all together.
+
+    In this order: vLLM would have cached a line that it has answered before, not only the prompt that all share.
+    """
+    ask(chats[-1:], max_new_tokens, 1)
+    alone = []
+    for messages in chats[:LATENCY_LINES]:
+        start = time.perf_counter()
+        answer, = ask([messages], max_new_tokens, 1)
+        if answer.finish_reason != "too_long":
+            alone.append(time.perf_counter() - start)
     start = time.perf_counter()
     answers = ask(chats, max_new_tokens, args.batch_size)
     seconds = time.perf_counter() - start
-    fitting = [messages for messages, answer in zip(chats, answers) if answer.finish_reason != "too_long"]
-    alone = []
-    for messages in fitting[:LATENCY_LINES]:
-        start = time.perf_counter()
-        ask([messages], max_new_tokens, 1)
-        alone.append(time.perf_counter() - start)
-    return answers, {"seconds": seconds, "lines_per_second": len(fitting) / seconds,
+    fitting = sum(answer.finish_reason != "too_long" for answer in answers)
+    return answers, {"seconds": seconds, "lines_per_second": fitting / seconds,
                      "seconds_per_line_alone": statistics.median(alone) if alone else None,
                      "tokens_in": statistics.fmean(a.prompt_tokens for a in answers),
                      "tokens_out": statistics.fmean(a.completion_tokens for a in answers)}

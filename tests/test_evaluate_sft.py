@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 
 import chats
 import matplotlib.image
@@ -252,6 +253,20 @@ def whole(made, full, tmp_path_factory):
         found = evaluate(made, out, full, "--truth_file", made / "truth.jsonl", "--prompt_file", made / "prompt.txt",
                          "--prompt_max_new_tokens", 12, "--batch_size", 5)
     return found, "\n".join(printed), out
+
+
+def test_latency_is_of_lines_that_were_not_asked_before():
+    """A server's cache would answer them sooner; those that do not fit take no time and do not count."""
+    calls = []
+
+    def ask(chats_, *_):
+        calls.append(chats_)
+        time.sleep(0.02 if "long" not in chats_ else 0)
+        return [teacher.Answer("de", "too_long" if text == "long" else "stop") for text in chats_]
+    lines = ["long", *"abcdefghijk"]
+    answers, speed = evaluate_sft.ask_all(ask, lines, 10, argparse.Namespace(batch_size=4))
+    assert calls == [["k"], ["long"], *map(list, "abcdefg"), lines] and len(answers) == 12
+    assert speed["seconds_per_line_alone"] > 0.019 and speed["lines_per_second"] == pytest.approx(11 / speed["seconds"])
 
 
 def test_the_lines_are_those_that_the_run_held_out(made, full, whole):
