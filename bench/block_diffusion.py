@@ -332,7 +332,7 @@ def main(argv=None):
         torch.set_float32_matmul_precision("high")      # --tf32, as the launchers pass it
     world = parallel.World(device=device)
     report = measure.new_report("training speed of block diffusion, random weights and tokens", device,
-                                "python bench/block_diffusion.py")
+                                measure.command("block_diffusion", argv))
     documents = make_documents(max(16, args.problems, ACCUMULATION * STEPS * max(args.batches, default=0)),
                                args.length, args.seed)
     lengths, numbers = documents.tokens, list(range(args.problems))

@@ -7,7 +7,7 @@ Writes bench/results/data_pipeline-cpu.json. Three parts, all with the trainers'
 
 audio   A tiny codec of the real architecture, synthetic speech of log-normal lengths, 2 to 20 s, two clips a sample.
         Ours, cold (each clip encoded once, then read) and warm (only read), beside the common way: load, resample and
-        encode in __getitem__, in DataLoader workers, in every epoch. All three make the same batches, checked.
+        encode in __getitem__, in DataLoader workers, in every epoch. The sum of all codes must be the same.
 wait    Loaders at the rate of one GPU. The GPU is simulated: it sleeps for as long as a step would take, which is the
         step's model FLOPs, as the trainer counts them, over a share of 989e12, an H200's dense bf16 peak.
 index   Reading, packing and loading many short samples, in a fresh process each: seconds and memory. Every sample has
@@ -451,8 +451,8 @@ def main(argv=None):
     for flag, names, known in ("--parts", args.parts, PARTS), ("--kinds", args.kinds, KINDS):
         if unknown := set(names) - set(known):
             parser.error(f"{flag}: {', '.join(sorted(unknown))} is not of {', '.join(known)}")
-    report = measure.new_report("how fast data reaches the trainers", torch.device("cpu"), " ".join(
-        ["python bench/data_pipeline.py", *(sys.argv[1:] if argv is None else argv)]))
+    report = measure.new_report("how fast data reaches the trainers", torch.device("cpu"),
+                                measure.command("data_pipeline", argv))
     torch.set_num_threads(1)                        # forked processes may use threads only if this one has not
     with tempfile.TemporaryDirectory(dir=args.work_dir) as work:
         work = Path(work)

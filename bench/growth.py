@@ -251,9 +251,12 @@ def main(argv=None):
     args = parser.parse_args(argv)
     began, device = time.monotonic(), torch.device("cuda", 0) if cuda else torch.device("cpu")
     torch.manual_seed(0)
+    if cuda:    # flex attention: two masks of each size, and after 8 shapes it would not be compiled any more
+        torch._dynamo.config.recompile_limit = 64
     report = measure.new_report("growth of a step's time with tokens and layers; what a checkpoint stops", device,
-                                "python bench/growth.py")
-    report |= {"settings": {name: str(value) for name, value in vars(args).items()}, "lines": {}}
+                                measure.command("growth", argv))
+    report |= {"settings": {name: value for name, value in vars(args).items() if f"--{name}" not in measure.FOLDERS},
+               "lines": {}}
     columns = ["trainer", "size", "seconds a step", "milliseconds each", "% off the line"]
     summary = []
     for what, sizes, unit in (("tokens", TIMES, args.tokens), ("layers", LAYERS, 1)):

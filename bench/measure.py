@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "transformers", "peft", "trl", "torchao")      # those installed are named in a report
+FOLDERS = ("--results_dir", "--work_dir")      # flags that change nothing of what is measured
 
 
 def synchronize(device):
@@ -73,6 +75,17 @@ def peak_memory_gib(device):
 def device_name(device):
     """"NVIDIA H200", or "CPU"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def command(script, argv=None):
+    """The line that measures it again: argv, by default this process's, less the folders of this machine."""
+    parts, words = [], iter(sys.argv[1:] if argv is None else argv)
+    for word in words:
+        if word in FOLDERS:
+            next(words, None)
+        elif not word.startswith(tuple(f"{flag}=" for flag in FOLDERS)):
+            parts.append(word)
+    return " ".join(["python", f"bench/{script}.py", *parts])
 
 
 def new_report(question, device, command):

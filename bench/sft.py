@@ -42,10 +42,10 @@ LOSS_TOLERANCE, NORM_TOLERANCE = {"cpu": 1e-5, "cuda": 1e-2}, {"cpu": 1e-4, "cud
 
 LIMITS = ("not run: out of time", "out of memory")      # other errors of ours are bugs
 
-COMPARE = {     # what to call it: who trains, how
+COMPARE = {     # what to call it: who trains, how; in this order, as time may run out
     "ours": ("ours", {}),
-    "ours, packed": ("ours", {"packed": True}),
     "Trainer": ("trainer", {}),
+    "ours, packed": ("ours", {"packed": True}),
     "Trainer, group_by_length": ("trainer", {"sampling": "group_by_length"}),
     "Trainer, no padding": ("trainer", {"flat": True}),
     "SFTTrainer": ("trl", {}),
@@ -245,13 +245,12 @@ def main(argv=None):
     file_name = "_".join(["sft", *([shape] if shape != usual else []), *(args.parts or "").split(",")]).rstrip("_")
     with tempfile.TemporaryDirectory(dir=args.work_dir) as folder:
         folder = Path(folder)
-        process, pipe = start_process(prepare, " ".join(["python bench/sft.py", *(argv or sys.argv[1:])]), folder,
-                                      shape, args.seed)
+        process, pipe = start_process(prepare, measure.command("sft", argv), folder, shape, args.seed)
         report = pipe.recv()
         process.join()
         matmul, config = report["matmul_flops_per_second"], transformers.AutoConfig.from_pretrained(folder / "model")
         report["settings"] = {"shape": shape, **dict(zip(SIZES, SHAPES[shape])), "rounds": rounds, "seed": args.seed,
-                              "precision": "bf16 compute, float32 weights" if cuda else "float32",
+                              "precision": "bf16 compute, float32 weights (bf16 where frozen)" if cuda else "float32",
                               "head_share": config.hidden_size * config.vocab_size / (
                                   config.hidden_size * config.vocab_size + report["layer_weights"])}
         report["runs"] = {}

@@ -315,7 +315,8 @@ def train_ours(turns, job, options):
         groups = [{key: group[key] for key in ("params", "weight_decay")} for group in optimizer.param_groups]
         optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, foreach=True)
     check, table = (chat_table.ChatTable(job.data / name) for name in ("check", "samples"))
-    steps = our_steps(world, job, options, check, CHECK, parts, optimizer)
+    whole = {"packed": CHECK.step_samples * CHECK.longest} if "packed" in options else {}     # all in one pack
+    steps = our_steps(world, job, options | whole, check, CHECK, parts, optimizer)
     turns.checked = [(float(loss), float(norm), counts["targets"]) for (loss, norm, counts), _ in zip(steps, range(2))]
     for _, _, counts in our_steps(world, job, options, table, job.mix, parts, optimizer):
         turns.counts.update(counts)

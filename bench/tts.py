@@ -19,6 +19,7 @@ import gc
 import itertools
 import json
 import multiprocessing
+import os
 import signal
 import sys
 import tempfile
@@ -525,6 +526,7 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=42, help="of lengths, texts and codes")
     parser.add_argument("--results_dir", type=Path, default=measure.RESULTS, help="where the JSON goes")
     args = parser.parse_args(argv)
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")      # with more, Trainer would spread a batch over them
     began, cuda = time.monotonic(), torch.cuda.is_available()
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     shapes, methods = args.shapes or (["3b"] if cuda else ["tiny", "small"]), \
@@ -535,7 +537,7 @@ def main(argv=None):
     chosen = [] if args.fast else [lever for i, lever in enumerate(LEVERS) if (cuda or not lever[2])
                                    and (args.levers is None or i in args.levers)]
     report = measure.new_report("a training step of Higgs-Audio V2: ours beside transformers' Trainer", device,
-                                " ".join(["python bench/tts.py", *(sys.argv[1:] if argv is None else argv)]))
+                                measure.command("tts", argv))
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         write_samples(folder, clips, args.seed)

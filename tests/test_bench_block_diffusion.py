@@ -77,8 +77,9 @@ def test_nothing_is_measured_when_the_steps_disagree(bench, on_cpu, tmp_path, mo
 
 
 def test_numbers_of_the_tiny_form_follow_from_each_other(bench, on_cpu, tmp_path):
-    bench.main([*TINY, "--results_dir", str(tmp_path)])
+    bench.main([*TINY, f"--results_dir={tmp_path}"])
     report = json.loads((tmp_path / "block_diffusion-cpu.json").read_text())
+    assert report["command"] == " ".join(["python bench/block_diffusion.py", *TINY])
     tokens = bench.make_documents(32, 64, 42).tokens[:2].sum()
     steps = report["tables"]["steps"]["rows"]
     assert steps[0][-1] == 1 and len(steps) == 3

@@ -46,6 +46,8 @@ def test_the_report_holds_every_size_and_a_real_runs_saves(tmp_path, monkeypatch
     growth.main(["--tokens", "128", "--rounds", "1", "--hidden_size", "32", "--steps", "7", "--save_steps", "3",
                  "--checkpoint_size", "64", "--work_dir", str(tmp_path), "--results_dir", str(tmp_path)])
     report = json.loads((tmp_path / "growth-cpu.json").read_text())
+    assert str(tmp_path) not in json.dumps(report) and report["command"] == "python bench/growth.py --tokens 128 " \
+        "--rounds 1 --hidden_size 32 --steps 7 --save_steps 3 --checkpoint_size 64"
     tables = report["tables"]
     assert [row[:2] for row in tables["tokens"]["rows"]] == [[name, 128 * n] for name in growth.TRAINERS
                                                             for n in (1, 4, 16)]
