@@ -21,6 +21,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -74,7 +75,12 @@ TEMPLATE = """{{- bos_token -}}{%- for m in messages -%}
 def in_child(function, *args):
     """function(*args) in a forked process: its memory is its own, and nothing it loads is there for the next one."""
     def run():
-        connection.send(function(*args))
+        try:
+            connection.send(function(*args))
+        finally:        # loader processes ignore SIGTERM: after an error the exit would wait for them for ever
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for loader in multiprocessing.active_children():
+                loader.kill()
 
     answer, connection = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=run)

@@ -10,11 +10,13 @@ import tracemalloc
 import numpy as np
 import pytest
 from conftest import ROOT
+from torch.utils.data import DataLoader
 
 import chatml
 import data
 from packing import PackOrder, best_fit
 from parallel import UserError
+from watchdog import ignore_in_worker
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -68,6 +70,17 @@ def test_the_numbers_follow_from_each_other(tmp_path):
     for row, few, many in zip(tables["index_growth"]["rows"], *(tables["index"]["rows"][i::2] for i in (0, 1))):
         assert row[:3] == [few[0], 300, 600] and row[3] == pytest.approx(1e6 * (many[4] - few[4]) / 300)
         assert row[4] == pytest.approx(2**20 * (many[5] - few[5]) / 300) and row[7] > 0
+
+
+@pytest.mark.timeout(60)
+def test_a_failing_part_does_not_wait_for_its_loader():
+    def broken():
+        batches = iter(DataLoader(range(8), num_workers=1, multiprocessing_context="fork",
+                                  worker_init_fn=ignore_in_worker))
+        raise ValueError(next(batches))
+
+    with pytest.raises(SystemExit, match="broken ended with status 1"):
+        bench.in_child(broken)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
