@@ -74,13 +74,18 @@ def train_step(device, named_parameters, decays, loss):
     return step
 
 
+def heads(size):
+    """Attention heads of 64 values, four at least."""
+    return max(4, size // 64)
+
+
 def speech(device, size, layers, documents):
     """A step of train_v2_ddp.py: each document is 40 text tokens and a clip of 79 frames, 88 rows."""
     ids = data.TokenIds(audio=3, delay=4, pad=0, num_codebooks=8, stream_bos=1024, stream_eos=1025)
     config = HiggsAudioV2Config(
         vocab_size=VOCABULARY, hidden_size=size, intermediate_size=2 * size, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=size // 4, num_codebooks=8, codebook_size=1026,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, audio_token_id=3, audio_delay_token_id=4,
+        num_attention_heads=heads(size), num_key_value_heads=2, head_dim=size // heads(size), num_codebooks=8,
+        codebook_size=1026, pad_token_id=0, bos_token_id=1, eos_token_id=2, audio_token_id=3, audio_delay_token_id=4,
         audio_bos_token_id=5)
     model = higgs.PackedHiggs(HiggsAudioV2ForConditionalGeneration(config, use_text_head=True).to(device).train())
     rng = np.random.default_rng(0)
@@ -103,7 +108,7 @@ def speech(device, size, layers, documents):
 def chat(device, size, layers, documents):
     """A step of train_sft.py: the second half of each document is trained."""
     config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=size, intermediate_size=2 * size, num_hidden_layers=layers,
-                         num_attention_heads=4, num_key_value_heads=2, head_dim=size // 4)
+                         num_attention_heads=heads(size), num_key_value_heads=2, head_dim=size // heads(size))
     native = causal_lm.AutoModelForCausalLM.from_config(config, attn_implementation=packed_lm.ATTENTION)
     model = packed_lm.PackedLM(native.to(device).train())
     rng, trained = np.random.default_rng(0), np.arange(DOCUMENT) >= DOCUMENT // 2
@@ -115,7 +120,7 @@ def chat(device, size, layers, documents):
 
 def diffusion(device, size, layers, documents):
     """A step of train_bd3lm.py: a document is a row of 128 clean tokens, 60 % of them its answer; noise included."""
-    model = dit.DiT(dit.Config(VOCABULARY, VOCABULARY - 1, size, layers, 4, 32),
+    model = dit.DiT(dit.Config(VOCABULARY, VOCABULARY - 1, size, layers, heads(size), 32),
                     "flex" if device.type == "cuda" else "sdpa").to(device).train()
     problems = block_steps.make_documents(documents, DOCUMENT, 0, size=DOCUMENT)
     problems.ids %= VOCABULARY - 1
