@@ -34,9 +34,13 @@ def read_chats(path, problems):
 
 
 def group_key(record):
-    """The record's integer "id", or None."""
+    """The record's integer "id", or None for one of another kind. ValueError for a number that no group can have."""
     key = record.get("id")
-    return key if type(key) is int and key >= 0 else None
+    if type(key) is not int:
+        return None
+    if not 0 <= key < 2**63:
+        raise ValueError(f'has the "id" {key}; give a whole number from 0 on, below 2**63, or leave it out')
+    return key
 
 
 def read_records(path, problems):
@@ -52,6 +56,7 @@ def read_records(path, problems):
                 try:
                     record = json.loads(line.decode())
                     check_messages(record)
+                    group_key(record)
                 except UnicodeDecodeError:
                     problems.append(f"{path}:{number}: is not UTF-8 text")
                 except json.JSONDecodeError as error:

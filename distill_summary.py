@@ -85,7 +85,7 @@ def summarise(args):
     if [Path(name).resolve() for name in evaluation["settings"]["checkpoint"]] != [args.checkpoint.resolve()]:
         raise UserError(f"{out}/evaluation is about another checkpoint than {args.checkpoint}; delete that folder")
     logged = read(out / "student" / "metrics.jsonl", lines=True)
-    trained = [row for row in logged if "train/loss" in row]
+    trained = [row for row in logged if row.get("train/loss") is not None]
     if not trained:
         raise UserError(f"{out}/student/metrics.jsonl: has no training step; lower --logging_steps")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

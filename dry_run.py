@@ -28,9 +28,6 @@ from packing import PackOrder
 from parallel import UserError
 from speech_plan import pack_order, run_length, samples_line, usable_samples
 
-USABLE = 0.95               # of a GPU's memory, as long as no estimate has been compared with a GPU
-MARGIN = "5 % of it left for fragmentation"
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Frames and table without encoding
 
@@ -206,30 +203,6 @@ def memory_lines(args, parts, stages, tokens):
     return preflight.memory_table([row for row in rows if row[1]])
 
 
-def gpu_memory(args):
-    """Bytes of one GPU: --gpu_memory, or what the GPU here has, or 80 GiB."""
-    if args.gpu_memory:
-        return args.gpu_memory * preflight.GIB
-    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 * preflight.GIB
-
-
-def check_memory(args, peak, limit):
-    """Raise UserError when a peak leaves no margin below a limit, both in bytes; names the flags left to help."""
-    if peak <= USABLE * limit:
-        return
-    fsdp, many = args.parallel == "fsdp", args.gradient_accumulation_steps > 1
-    helps = {"--gradient_checkpointing": not args.gradient_checkpointing, "--bf16": not args.bf16,
-             "a smaller --max_tokens_per_batch": args.max_tokens_per_batch > 0,
-             "a smaller --per_device_train_batch_size":
-                 not args.max_tokens_per_batch and args.per_device_train_batch_size > 1,
-             "--parallel fsdp": not fsdp, "--gradient_accumulation_steps 1": fsdp and many,
-             "--reshard_after_forward": not args.reshard_after_forward, "--cpu_offload": fsdp and not args.cpu_offload,
-             "--use_lora": not args.use_lora}
-    left = ", ".join(flag for flag, use in helps.items() if use) or "shorter samples"
-    raise UserError(f"memory: about {preflight.size(peak)} needed on each GPU, which has {preflight.size(limit)}, "
-                    f"{MARGIN}; what helps: {left}")
-
-
 def checkpoint_bytes(args, native):
     """Bytes of a checkpoint's (fp32 weights, the adapters' under LoRA; two moments); the rest is small."""
     trained = sum(p.numel() for p in native.parameters() if p.requires_grad)
@@ -240,30 +213,6 @@ def checkpoints_at_once(args, steps, validates):
     """Most checkpoints that stand on disk together in a run of `steps` optimizer steps, one being written included."""
     saves = 1 + sum(steps // every for every in (args.save_steps, args.eval_steps * validates) if every)
     return min(saves, args.save_total_limit + 1 + validates) if args.save_total_limit else saves
-
-
-def host_parts(args, native, ranks, offloaded):
-    """(bytes offloaded, bytes a save stages, ranks) of the node of rank 0, which stages most; see tensor_files.stage.
-
-    offloaded: bytes of each rank. Under DDP rank 0 copies all that is saved, under FSDP2 each rank what it owns, but
-    rank 0 all adapters.
-    """
-    local = preflight.local_ranks(ranks)
-    weights, moments = checkpoint_bytes(args, native)
-    share = local / ranks if args.parallel == "fsdp" else 1
-    return offloaded * local, weights * (1 if args.use_lora else share) + moments * share, local
-
-
-def check_host(args, needed, limit, local):
-    """Raise UserError when a node needs more host memory than a limit, both in bytes, naming what helps."""
-    if needed <= limit:
-        return
-    fsdp = args.parallel == "fsdp"
-    helps = {"a node or Slurm job with more (--host_memory GIB plans for another machine)": True,
-             "no --cpu_offload": args.cpu_offload, "more nodes": fsdp, "--parallel fsdp on several nodes": not fsdp,
-             "--use_lora": not args.use_lora}
-    raise UserError(f"host memory: about {preflight.size(needed)} needed by the {local} ranks of a node, which has "
-                    f"{preflight.size(limit)}; what helps: {', '.join(text for text, use in helps.items() if use)}")
 
 
 def print_plan(args, ranks, native, data, resume, meta, problems):
@@ -286,8 +235,8 @@ def print_plan(args, ranks, native, data, resume, meta, problems):
                                       args.max_tokens_per_batch)
     values, _, trained = (sum(column) for column in zip(*higgs.unit_sizes(native)))
     parts, stages, tokens = memory_stages(args, native, ranks, packs, eval_packs)
-    limit = gpu_memory(args)
-    offloaded, staged, local = host_parts(args, native, ranks, parts["host"])
+    limit = preflight.gpu_memory(args)
+    offloaded, staged, local = preflight.host_parts(args, ranks, parts["host"], *checkpoint_bytes(args, native))
     host_limit = args.host_memory * preflight.GIB if args.host_memory else preflight.host_memory()
     per_pack = len(train_ids) / order.packs_per_epoch
     samples = per_step * (per_pack if args.max_tokens_per_batch else args.per_device_train_batch_size)
@@ -314,7 +263,7 @@ def print_plan(args, ranks, native, data, resume, meta, problems):
           f"batch      {samples:,.1f} samples a step, about {lengths.sum() / steps_per_epoch:,.0f} tokens, "
           f"{seconds:,.0f} s of audio\n"
           f"start      step {position['step']}, {f'resuming from {resume}' if resume else 'base model'}\n"
-          f"memory     estimate for one GPU; it has {preflight.size(limit)}, {MARGIN}")
+          f"memory     estimate for one GPU; it has {preflight.size(limit)}, {preflight.MARGIN}")
     for line in memory_lines(args, parts, stages, tokens):
         print(f"           {line}")
     print(f"host       {preflight.size(offloaded + staged)} for the {local} ranks of a node: "
@@ -322,8 +271,8 @@ def print_plan(args, ranks, native, data, resume, meta, problems):
           f"{preflight.size(host_limit)}")
     print(f"disk       {preflight.size(size)} a checkpoint, at most {most} at once: {preflight.size(size * most)}; "
           f"{preflight.size(preflight.free_disk(args.output_dir))} free for --output_dir")
-    preflight.attempt(problems, check_memory, args, max(stages.values()), limit)
-    preflight.attempt(problems, check_host, args, offloaded + staged, host_limit, local)
+    preflight.attempt(problems, preflight.check_memory, args, max(stages.values()), limit)
+    preflight.attempt(problems, preflight.check_host, args, offloaded + staged, host_limit, local)
     preflight.attempt(problems, preflight.check_disk, args.output_dir, size * most - have, f"{most} checkpoints")
     preflight.attempt(problems, preflight.check_disk, args.code_cache or Path(args.output_dir) / "codes",
                       data.new_frames * 2 * data.ids.num_codebooks, "codes of new clips")

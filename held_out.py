@@ -131,9 +131,10 @@ def read_lines(args, run, meta, folder, tokenizer):
         check_fingerprints(args, run, meta, table, train, None if other else held_out)
         keys, lines = np.array(table.keys), np.array(table.lines)
         chats, names = read_files(table), [table.name(i) for i in range(len(table))]
+    notes = [found]
     if other:
-        check_groups(args.eval_data_file, run.group_size if args.group_size is None else args.group_size, keys[train],
-                     keys[held_out])
+        size = run.group_size if args.group_size is None else args.group_size
+        notes += check_groups(args.eval_data_file, size, keys[train], keys[held_out])
     kept = without_leaks(chats, names, train, held_out, args.drop_leaked)
     about = {"training_lines": len(train), "held_out_lines": len(held_out),
              "leaked_lines_left_out": len(held_out) - len(kept), "files": table.paths,
@@ -146,7 +147,7 @@ def read_lines(args, run, meta, folder, tokenizer):
         set(chat_table.group_numbers(keys, lines, run.group_size)[held_out].tolist())
     rejected = rejected_ids(table.paths[-1], groups, run.group_size) if (keys >= 0).all() else []
     return Lines(ids[kept].tolist(), [chats[i][:-1] for i in kept], [label_of(chats[i]) for i in kept],
-                 sorted(set(map(label_of, chats))), about, ends, encoder.options, rejected, [found])
+                 sorted(set(map(label_of, chats))), about, ends, encoder.options, rejected, notes)
 
 
 def split(run, table, n_train, other):
@@ -170,13 +171,16 @@ def check_fingerprints(args, run, meta, table, train, held_out):
 
 
 def check_groups(path, size, trained, judged):
-    """Raise UserError when a line of --eval_data_file belongs to a group of `size` ids of which one was trained."""
-    if size and (trained >= 0).all() and (judged >= 0).all():
+    """What there is to say, lines; UserError when --eval_data_file has a line of a group of which one was trained."""
+    if size and not ((trained >= 0).all() and (judged >= 0).all()):
+        return [f"groups     not compared: not every line of both files has an id, so one of {size} may be in both"]
+    if size:
         both = np.intersect1d(trained // size, judged // size)
         if len(both):
             raise UserError(f"--eval_data_file {path}: {len(both)} groups of {size} ids have lines in the training "
                             f"data as well, the first being ids {both[0] * size} to {both[0] * size + size - 1}; "
                             "--group_size 0 if the ids of the two files have nothing to do with each other")
+    return []
 
 
 def read_files(table):

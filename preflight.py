@@ -17,7 +17,7 @@ c is the bytes of a compute value: FSDP2 gathers in the compute dtype and reduce
 On top come activations and logits, which only the model knows. They are not there all at once: peak_stages adds up what
 is alive in each stage of a step. "fixed" covers the CUDA context, cuBLAS and NCCL; fragmentation is not modelled.
 
-Shared module: numpy only; copy parallel.py (UserError, problem_text) with it.
+Shared module: copy parallel.py (UserError, problem_text) with it.
 """
 import os
 import re
@@ -26,12 +26,15 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from parallel import UserError, problem_text
 
 GIB = 2**30
 FIXED = 1.0 * GIB           # CUDA context and library workspaces: about this much on current GPUs
 FIXED_NCCL = 1.0 * GIB      # NCCL's buffers and channels beside it: a guess
+USABLE = 0.95               # of a GPU's memory, as long as no estimate has been compared with a GPU
+MARGIN = "5 % of it left for fragmentation"
 BACKWARD = 1.2              # a recomputed layer with the gradients that pass through it, over what the layer keeps
 
 
@@ -178,6 +181,53 @@ def host_memory(meminfo="/proc/meminfo"):
     free = 1024 * int(re.search(r"MemAvailable: +(\d+) kB", Path(meminfo).read_text())[1])
     given = 2**20 * int(os.environ.get("SLURM_MEM_PER_NODE", 0))        # 0: all that the node has
     return min(free, given or free)
+
+
+def gpu_memory(args):
+    """Bytes of one GPU: --gpu_memory, or what the GPU here has, or 80 GiB."""
+    if args.gpu_memory:
+        return args.gpu_memory * GIB
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 * GIB
+
+
+def check_memory(args, peak, limit):
+    """Raise UserError when a peak leaves no margin below a limit, both in bytes; names the flags left to help."""
+    if peak <= USABLE * limit:
+        return
+    fsdp, many = args.parallel == "fsdp", args.gradient_accumulation_steps > 1
+    helps = {"--gradient_checkpointing": not args.gradient_checkpointing, "--bf16": not args.bf16,
+             "a smaller --max_tokens_per_batch": args.max_tokens_per_batch > 0,
+             "a smaller --per_device_train_batch_size":
+                 not args.max_tokens_per_batch and args.per_device_train_batch_size > 1,
+             "--parallel fsdp": not fsdp, "--gradient_accumulation_steps 1": fsdp and many,
+             "--reshard_after_forward": not args.reshard_after_forward, "--cpu_offload": fsdp and not args.cpu_offload,
+             "--use_lora": not args.use_lora}
+    left = ", ".join(flag for flag, use in helps.items() if use) or "shorter samples"
+    raise UserError(f"memory: about {size(peak)} needed on each GPU, which has {size(limit)}, "
+                    f"{MARGIN}; what helps: {left}")
+
+
+def host_parts(args, ranks, offloaded, weights, moments):
+    """(bytes offloaded, bytes a save stages, ranks) of the node of rank 0, which stages most; see tensor_files.stage.
+
+    offloaded: bytes of each rank; weights, moments: of a checkpoint. Under DDP rank 0 copies all that is saved, under
+    FSDP2 each rank what it owns, but rank 0 all adapters.
+    """
+    local = local_ranks(ranks)
+    share = local / ranks if args.parallel == "fsdp" else 1
+    return offloaded * local, weights * (1 if args.use_lora else share) + moments * share, local
+
+
+def check_host(args, needed, limit, local):
+    """Raise UserError when a node needs more host memory than a limit, both in bytes, naming what helps."""
+    if needed <= limit:
+        return
+    fsdp = args.parallel == "fsdp"
+    helps = {"a node or Slurm job with more (--host_memory GIB plans for another machine)": True,
+             "no --cpu_offload": args.cpu_offload, "more nodes": fsdp, "--parallel fsdp on several nodes": not fsdp,
+             "--use_lora": not args.use_lora}
+    raise UserError(f"host memory: about {size(needed)} needed by the {local} ranks of a node, which has "
+                    f"{size(limit)}; what helps: {', '.join(text for text, use in helps.items() if use)}")
 
 
 def size(n):

@@ -187,7 +187,8 @@ def unit_sizes(native):
 
 
 def print_plan(args, ranks, model, native, table, train_ids, eval_ids, resume, meta, problems):
-    """Print all that a run with these flags comes to; what will not fit on the disk goes to the list `problems`."""
+    """Print all that a run with these flags comes to; what it will not fit into goes to the list
+    `problems`."""
     lengths, accumulation = table.lengths[train_ids], args.gradient_accumulation_steps
     order, per_step = pack_order(args, lengths), ranks * accumulation
     position = {key: meta[key] for key in ("step", "epoch", "first")} if meta else {"step": 0, "epoch": 0, "first": 0}
@@ -208,7 +209,10 @@ def print_plan(args, ranks, model, native, table, train_ids, eval_ids, resume, m
                             + ", recomputed by layer" * args.gradient_checkpointing,
              "logits": f"one piece of its {rows[worst]:,} trained tokens, at their peak",
              "fixed": "CUDA context and libraries: a guess"}
-    size = sum(checkpoint_bytes(args, native))
+    limit, (weights, moments) = preflight.gpu_memory(args), checkpoint_bytes(args, native)
+    offloaded, staged, local = preflight.host_parts(args, ranks, parts["host"], weights, moments)
+    host_limit = args.host_memory * preflight.GIB if args.host_memory else preflight.host_memory()
+    size = weights + moments
     left = max(0, total_steps - position["step"])
     saves = 1 + sum(left // every for every in (args.save_steps, args.eval_steps * bool(len(eval_ids))) if every)
     most = min(saves, args.save_total_limit + 1 + bool(len(eval_ids))) if args.save_total_limit else saves
@@ -227,14 +231,19 @@ def print_plan(args, ranks, model, native, table, train_ids, eval_ids, resume, m
           f"steps      {total_steps} ({steps_per_epoch} an epoch), {per_step} packs a step = {ranks} ranks x "
           f"{accumulation} micro-steps; peak lr {args.learning_rate:.2e}\n"
           f"start      step {position['step']}, {f'resuming from {resume}' if resume else 'base model'}\n"
-          f"memory     of one GPU, estimated:")
+          f"memory     estimate for one GPU; it has {preflight.size(limit)}, {preflight.MARGIN}")
     table_rows = [(name, parts[name], note) for name, note in notes.items() if parts[name]]
     peak = max(stages, key=stages.get)
     for line in preflight.memory_table([*table_rows, ("peak estimate", stages[peak],
                                                       f"reached in {peak}; parts come and go")]):
         print(f"           {line}")
+    print(f"host       {preflight.size(offloaded + staged)} for the {local} ranks of a node: "
+          f"{preflight.size(offloaded)} offloaded, {preflight.size(staged)} copied by a save; it has "
+          f"{preflight.size(host_limit)}")
     print(f"disk       {preflight.size(size)} a checkpoint, at most {most} at once: {preflight.size(size * most)}; "
           f"{preflight.size(preflight.free_disk(args.output_dir))} free for --output_dir")
+    preflight.attempt(problems, preflight.check_memory, args, stages[peak], limit)
+    preflight.attempt(problems, preflight.check_host, args, offloaded + staged, host_limit, local)
     preflight.attempt(problems, preflight.check_disk, args.output_dir, size * most - have, f"{most} checkpoints")
 
 

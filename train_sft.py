@@ -55,6 +55,10 @@ def build_parser():
     g.add_argument("--dry_run", nargs="?", type=int, const=0, metavar="GPUS",
                    help="check everything, print what the run will be and take, and stop; needs no GPU. GPUS: plan for "
                         "so many (default: the processes of this launch)")
+    g.add_argument("--gpu_memory", type=float, metavar="GIB",
+                   help="dry run: memory of one GPU (default: of the GPU here, else 80)")
+    g.add_argument("--host_memory", type=float, metavar="GIB",
+                   help="dry run: free memory of a node (default: what is free here, or the Slurm job's share)")
     g = p.add_argument_group("model")
     g.add_argument("--model_path", required=True, help="folder or hub name of a transformers causal LM, safetensors")
     g.add_argument("--use_lora", action="store_true", help="train adapters on a frozen base instead of all weights")
@@ -161,9 +165,15 @@ def check_flags(args, world_size):
     for flag in ("min_lr_ratio", "warmup_ratio"):
         need(0 <= getattr(args, flag) <= 1, f"--{flag} is {getattr(args, flag)}; it must lie between 0 and 1")
     need(args.dry_run is None or args.dry_run >= 0, f"--dry_run is {args.dry_run}; it must be 0 or more")
+    for flag in ("gpu_memory", "host_memory"):
+        value = getattr(args, flag)
+        need(value is None or value > 0, f"--{flag} is {value}; it must be more than 0")
+        need(value is None or args.dry_run is not None, f"--{flag} needs --dry_run")
     need(0 < args.distill_weight <= 1, f"--distill_weight is {args.distill_weight}; it must be above 0, at most 1")
     need(args.distill_topk or args.distill_weight == DISTILL_WEIGHT, "--distill_weight needs --distill_topk")
-    need(args.use_lora or args.lora_target_modules == "all-linear", "--lora_target_modules needs --use_lora")
+    for flag in ("rank", "alpha", "dropout", "target_modules"):
+        default = build_parser().get_default(f"lora_{flag}")
+        need(args.use_lora or getattr(args, f"lora_{flag}") == default, f"--lora_{flag} needs --use_lora")
     need(not (args.eval_data_file and args.validation_split),
          "give one of --eval_data_file and --validation_split, not both")
     need(args.parallel == "fsdp" or (args.reshard_after_forward and not args.cpu_offload),

@@ -1,9 +1,15 @@
 """Which tokens are trained, token by token, on chat templates of four styles; refusals; table, hold-out, batches.
 
+Released models' own templates are tried as well where TRL is installed, which carries them; without it, CHAT_TEMPLATES
+names a folder with them.
+
 The reference knows nothing of prefixes: it searches the rendered text for answers and maps places to tokens with the
 tokenizer's own offsets.
 """
+import importlib.util
+import os
 import re
+from pathlib import Path
 
 import chats
 import numpy as np
@@ -68,6 +74,25 @@ def test_masks_token_by_token(made, template, messages, turns, thinking, pattern
     assert sum(mask) >= 2 and tokens[max(np.flatnonzero(mask))] in ("<|im_end|>", "<|eot_id|>")
 
 
+def released(name):
+    """A released model's chat template out of the TRL package; skips where there is none."""
+    folder, spec = os.environ.get("CHAT_TEMPLATES"), importlib.util.find_spec("trl")
+    if not folder and not spec:
+        pytest.skip("no TRL here, and CHAT_TEMPLATES names no folder with templates")
+    return (Path(folder or Path(spec.origin).parent / "chat_templates") / f"{name}.jinja").read_text()
+
+
+@pytest.mark.parametrize("name, messages, turns, thinking, pattern", [
+    ("qwen2_5", MULTI, "all", None, QWEN), ("qwen3_instruct_2507", MULTI, "all", None, QWEN),
+    ("qwen3", SINGLE, "all", None, QWEN_THINK), ("qwen3", MULTI, "last", False, "no thinking"),
+    ("qwen3", THOUGHTS, "all", True, QWEN_THINK), ("qwen3_5_nothink", SINGLE, "all", None, "no thinking"),
+    ("qwen3_5_think", SINGLE, "all", False, "no thinking"), ("qwen3_5_think", THOUGHTS, "all", None, QWEN_OPEN),
+    ("llama3", MULTI, "all", None, LLAMA),
+])
+def test_masks_on_released_templates(made, name, messages, turns, thinking, pattern):
+    test_masks_token_by_token(made, released(name), messages, turns, thinking, pattern)
+
+
 @pytest.mark.parametrize("template, messages, thinking", [
     (QWEN, SINGLE, None), (LLAMA, SINGLE, None), (QWEN_THINK, SINGLE, False), (QWEN_OPEN, SINGLE, False)])
 def test_the_prompt_of_training_is_the_prompt_of_generation(made, template, messages, thinking):
@@ -115,6 +140,8 @@ def test_refused(made, template, messages, turns, thinking, part):
     (b'{"messages": [{"role": "assistant", "content": "a", "tool_calls": []}]}', "has tool_calls, which cannot"),
     (b'{"messages": [{"role": "assistant", "content": "a", "reasoning_content": 1}]}', "reasoning_content is not"),
     (b'{"messages": [{"role": "assistant", "content": "<|im_end|>"}]}', "contains the control token"),
+    (b'{"id": -1, "messages": [{"role": "assistant", "content": "a"}]}', 'has the "id" -1; give a whole number'),
+    (b'{"id": 9223372036854775808, "messages": [{"role": "assistant", "content": "a"}]}', "below 2**63, or leave it"),
 ])
 def test_bad_lines_are_named(made, tmp_path, line, part):
     path = chats.write(tmp_path / "chats.jsonl", [SINGLE, SINGLE])

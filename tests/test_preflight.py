@@ -223,9 +223,13 @@ def parsed(*given):
 
 
 def test_a_margin_of_the_gpu_stays_free():
-    dry_run.check_memory(parsed(), 75.9 * GIB, 80 * GIB)
+    preflight.check_memory(parsed(), 75.9 * GIB, 80 * GIB)
     with pytest.raises(UserError, match="about 76.10 GiB needed on each GPU, which has 80.00 GiB, 5 % of it left"):
-        dry_run.check_memory(parsed(), 76.1 * GIB, 80 * GIB)
+        preflight.check_memory(parsed(), 76.1 * GIB, 80 * GIB)
+
+
+def host_parts(args, native, ranks, offloaded):
+    return preflight.host_parts(args, ranks, offloaded, *dry_run.checkpoint_bytes(args, native))
 
 
 def test_host_memory_of_a_node(real, monkeypatch):
@@ -234,14 +238,14 @@ def test_host_memory_of_a_node(real, monkeypatch):
     n = sum(p.numel() for p in real.parameters())
     fsdp, adapters = parsed("--parallel", "fsdp"), small_model("attention", torch.float32, False)[1].base_model
     trained = sum(p.numel() for p in adapters.parameters() if p.requires_grad)
-    assert dry_run.host_parts(parsed(), real, 16, 0) == (0, 12 * n, 8)
-    assert dry_run.host_parts(fsdp, real, 16, 5 * GIB) == (40 * GIB, 6 * n, 8)
-    assert dry_run.host_parts(fsdp, real, 2, 5 * GIB) == (10 * GIB, 12 * n, 2)
-    assert dry_run.host_parts(parsed("--use_lora"), adapters, 16, 0) == (0, 12 * trained, 8)
+    assert host_parts(parsed(), real, 16, 0) == (0, 12 * n, 8)
+    assert host_parts(fsdp, real, 16, 5 * GIB) == (40 * GIB, 6 * n, 8)
+    assert host_parts(fsdp, real, 2, 5 * GIB) == (10 * GIB, 12 * n, 2)
+    assert host_parts(parsed("--use_lora"), adapters, 16, 0) == (0, 12 * trained, 8)
     lora_fsdp = parsed("--use_lora", "--parallel", "fsdp")
-    assert dry_run.host_parts(lora_fsdp, adapters, 16, 0) == (0, 4 * trained + 4 * trained, 8)
+    assert host_parts(lora_fsdp, adapters, 16, 0) == (0, 4 * trained + 4 * trained, 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert dry_run.host_parts(fsdp, real, 16, GIB) == (4 * GIB, 3 * n, 4)
+    assert host_parts(fsdp, real, 16, GIB) == (4 * GIB, 3 * n, 4)
 
 
 def test_host_memory_that_there_is(tmp_path, monkeypatch):

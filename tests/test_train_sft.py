@@ -623,6 +623,11 @@ def planned(made, output_dir, *flags, student="qwen"):
     (["--warmup_ratio", "2"], "--warmup_ratio is 2.0; it must lie between 0 and 1"),
     (["--group_size", "24"], "all samples are one group"), (["--num_train_epochs", "0"], "must be at least 1"),
     (["--output_dir", "/proc/here"], "--output_dir /proc/here: cannot be written"),
+    (["--dry_run", "2", "--gpu_memory", "0"], "--gpu_memory is 0.0; it must be more than 0"),
+    (["--host_memory", "3"], "--host_memory needs --dry_run"),
+    (["--lora_rank", "4"], "--lora_rank needs --use_lora"),
+    (["--dry_run", "2", "--gpu_memory", "1.01"], "memory: about 2.0"),
+    (["--dry_run", "2", "--host_memory", "0.001"], "host memory: about "),
 ])
 def test_bad_flags(made, tmp_path, flags, part):
     with pytest.raises(UserError, match=re.escape(part)):
