@@ -449,6 +449,14 @@ def test_a_file_of_unseen_lines(made, train, full, tmp_path):
         assert found["data"]["training_lines"] == (N - len(REJECTED) if checkpoint != full else 91)
 
 
+def test_groups_of_two_files_are_compared_by_id_or_it_is_said_that_they_are_not():
+    trained, judged = np.array([0, 1, 29]), np.array([30, 44])
+    assert held_out.check_groups("x", 15, trained, judged) == held_out.check_groups("x", 0, trained, trained) == []
+    assert "not compared" in held_out.check_groups("x", 15, trained, np.array([30, -1]))[0]
+    with pytest.raises(parallel.UserError, match="1 groups of 15 ids .* ids 15 to 29"):
+        held_out.check_groups("x", 15, trained, np.array([15, 30]))
+
+
 def test_a_run_with_validation_data_of_its_own(made, train, tmp_path, capsys):
     write(made / "own.jsonl", [record(i) for i in range(N, N + 6)])
     checkpoint = train("own", "--eval_data_file", made / "own.jsonl")

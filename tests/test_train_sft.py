@@ -627,7 +627,7 @@ def planned(made, output_dir, *flags, student="qwen"):
     (["--host_memory", "3"], "--host_memory needs --dry_run"),
     (["--lora_rank", "4"], "--lora_rank needs --use_lora"),
     (["--dry_run", "2", "--gpu_memory", "1.01"], "memory: about 2.0"),
-    (["--dry_run", "2", "--host_memory", "0.001"], "host memory: about "),
+    (["--dry_run", "2", "--host_memory", "0.0001"], "host memory: about "),
 ])
 def test_bad_flags(made, tmp_path, flags, part):
     with pytest.raises(UserError, match=re.escape(part)):
