@@ -46,7 +46,7 @@ part() {    # part NAME SECONDS COMMAND...
 minutes() { awk "BEGIN { printf \"%.2f\", ($1) / 60 }"; }   # these parts begin nothing new after that
 
 export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}
-mkdir -p "$RESULTS" bench/results
+mkdir -p "$RESULTS"
 before=$(mktemp)
 trap 'rm -f "$before"' EXIT
 part parity "$PARITY_S" env TEST_DEVICE=cuda "$PYTHON" -m pytest -q -x tests/test_higgs.py -k gpu
@@ -55,10 +55,10 @@ part chat "$SFT_S" "$PYTHON" bench/sft.py --shape qwen3-4b --methods full --part
     --minutes "$(minutes "$SFT_S - 50")" --results_dir "$RESULTS"
 part "block diffusion" "$BLOCK_S" "$PYTHON" bench/block_diffusion.py --batches 64,128 --repeats 3 \
     --minutes "$(minutes "$BLOCK_S - 40")" --results_dir "$RESULTS"
-part memory "$MEMORY_S" "$PYTHON" bench/memory_3b.py --modes 0 --steps 6
+part memory "$MEMORY_S" "$PYTHON" bench/memory_3b.py --modes 0 --steps 6 --results_dir "$RESULTS"
 if [ "$DRY_RUN" = 1 ]; then exit; fi
 
-find bench/results "$RESULTS" -name '*.json' -newer "$before" -printf 'wrote %p\n' | sort -u
+find "$RESULTS" -name '*.json' -newer "$before" -printf 'wrote %p\n' | sort -u
 if [ ${#failed[@]} -gt 0 ]; then
     printf -v list '%s, ' "${failed[@]}"
     echo "error: gpu.sh: failed: ${list%, }" >&2

@@ -10,7 +10,6 @@ with the whole one. Writes bench/results/memory_3b-DEVICE.json.
 """
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import re
@@ -27,6 +26,8 @@ from safetensors.torch import save_file
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+import measure  # noqa: E402
 
 import higgs_io  # noqa: E402
 import make_tiny  # noqa: E402
@@ -114,10 +115,10 @@ def main():
     parser.add_argument("--tokens", type=int, default=8192, help="tokens per step and GPU")
     parser.add_argument("--modes", default="", help="comma-separated numbers of the modes to run, from 0; empty = all")
     parser.add_argument("--work_dir", help="where models and runs go (default: a temporary folder)")
+    parser.add_argument("--results_dir", type=Path, default=measure.RESULTS, help="where the JSON goes")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))       # `timeout` leaves no trainer behind
     gpus = torch.cuda.device_count()
-    device = torch.cuda.get_device_name(0) if gpus else "CPU"
     names = [name for i, name in enumerate(MODES) if not args.modes or str(i) in args.modes.split(",")]
     results = []
     with tempfile.TemporaryDirectory(dir=args.work_dir) as work:
@@ -151,16 +152,18 @@ def main():
                             "step_seconds": mean["train/step_seconds"], "tokens_per_second": mean["train/throughput"],
                             "mfu": mean.get("train/mfu"), "loss": rows[-1]["train/loss"]})
             print(json.dumps(results[-1]), flush=True)
-    out = ROOT / "bench" / "results" / f"memory_3b-{'-'.join(device.lower().split())}.json"
     if args.shape != "3b":
         print("not the real shape: nothing is written")
         return
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps({
-        "question": "memory and speed at the 3B shape, random weights, bf16", "device": device, "gpus": gpus,
-        "tokens_per_step_and_gpu": args.tokens, "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(), "results": results}, indent=1) + "\n")
-    print(f"wrote {out}")
+    report = measure.new_report("memory and speed at the 3B shape, random weights, bf16",
+                                torch.device("cuda" if gpus else "cpu"), measure.command("memory_3b"))
+    report |= {"gpus": gpus, "tokens_per_step_and_gpu": args.tokens, "results": results}
+    columns = ["estimate_gib", "used_gib", "estimate_without_fixed_gib", "allocated_gib", "step_seconds",
+               "tokens_per_second", "mfu"]
+    report["tables"]["modes"] = {"columns": ["mode", *(column.replace("_", " ") for column in columns)],
+                                 "rows": [[result["mode"], *(result[column] for column in columns)]
+                                          for result in results]}
+    print(f"wrote {measure.write_report('memory_3b', report, args.results_dir)}")
 
 
 if __name__ == "__main__":
