@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")      # two busy cores: more threads make a tiny step 40 times slower
+os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")     # threads that load a model may break torch's pool in a fork
 
 import pytest
 import torch
