@@ -392,7 +392,7 @@ def work(pipe, job, who, options):
     """What a process does from its start to its end."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"        # torch's thread pool may not survive loading by threads in a fork
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"        # loading by threads may break torch's thread pool in a fork
     cuda = torch.cuda.is_available()
     try:
         turns = Turns(pipe, torch.device("cuda", 0) if cuda else torch.device("cpu"))

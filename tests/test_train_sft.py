@@ -742,7 +742,8 @@ def test_launcher_without_what_it_needs(tmp_path):
 
 
 def test_every_flag_is_explained_and_used():
-    source = "".join((ROOT / f"{name}.py").read_text() for name in ("train_sft", "sft_model", "sft_plan", "chat_table"))
+    files = ("train_sft", "sft_model", "sft_plan", "chat_table", "preflight")
+    source = "".join((ROOT / f"{name}.py").read_text() for name in files)
     for action in train_sft.build_parser()._actions:
         assert action.help and len(action.help) > 8, f"{action.option_strings} has no help text"
         assert action.dest == "help" or f"args.{action.dest}" in source
