@@ -247,7 +247,7 @@ def test_ctrl_c_leaves_no_process_then_it_goes_on_to_a_student_that_did_not_lear
     assert "py3langid 0.4.0, a language identifier, no language model: 45 of 45 lines labelled" in said
     assert not alive(second.mark)
 
-    third = start("third.log", STEPS=str(saved + 1), LEARNING_RATE="1e-3")      # would have no effect any more
+    third = start("third.log", STEPS=str(saved + 1), LEARNING_RATE="2e-3")      # would have no effect any more
     assert third.wait(timeout=60) == 1 and f"error: {out} was made otherwise (INPUT=lines.txt TRUTH=truth.jsonl " in \
         third.log.read_text()
 
