@@ -9,7 +9,7 @@ line that was labelled and no answer. Learned means: the student agrees with its
 the held-out lines, and on at least --min_gain more of them than the untrained model does, with or without the teacher's
 prompt.
 
-Files to copy with it: label_scores.py checkpoint.py parallel.py, and the folder bench
+Files to copy with it: label_scores.py checkpoint.py tensor_files.py parallel.py, and the folder bench
 """
 import argparse
 import json

@@ -122,6 +122,8 @@ def check_flags(args):
     need(len({Path(name).resolve() for name in args.checkpoint}) == len(args.checkpoint),
          "the same --checkpoint is given twice")
     defaults = build_parser().parse_args(["--checkpoint", "x", "--output_dir", "x"])
+    need(args.prompt_file or args.prompt_max_new_tokens == defaults.prompt_max_new_tokens,
+         "--prompt_max_new_tokens needs --prompt_file")
     other = VLLM_FLAGS if args.engine == "transformers" else ("dtype", "device", "batch_size")
     for flag in other:
         need(getattr(args, flag) == getattr(defaults, flag), f"--{flag} is not for the engine {args.engine}")

@@ -22,7 +22,7 @@ def wilson(right, n, z=Z95):
     share = right / n
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return (max(0.0, centre - half) if right else 0.0), (min(1.0, centre + half) if right < n else 1.0)
 
 
 def proportion(right, n):

@@ -4,7 +4,7 @@
     python lora.py export --model_path BASE --adapter out/checkpoint-500 --output_dir served    # the 2025 layout
     python lora.py export --model_path full/checkpoint-500 --output_dir served                  # of a full fine-tuning
 
-Copy with it: adapters.py, higgs_export.py, higgs_io.py and what those name.
+Copy with it: adapters.py higgs_export.py higgs_io.py chat_template.jinja tensor_files.py parallel.py.
 """
 import argparse
 import json

@@ -187,6 +187,7 @@ def test_interval_is_all_shares_that_the_count_does_not_contradict(right, n):
 
 
 def test_no_lines_have_no_share():
+    assert label_scores.wilson(0, 150)[0] == 0 and label_scores.wilson(150, 150)[1] == 1      # no rounding left over
     assert label_scores.proportion(0, 0) == {"right": 0, "n": 0, "share": None, "low": None, "high": None}
     assert label_report.cell(label_scores.proportion(0, 0)) == "-" and label_report.cell(None) == "-"
 
@@ -552,6 +553,7 @@ def spoiled(made, full, tmp_path, kind):
     ("", ["--prompt_file", "prompt.txt", "--no-base"], "--prompt_file is for the base model"),
     ("", ["--labels", "en,de"], "is labelled 'fr', which is not one of en, de; see --parser and --labels"),
     ("", ["--parser", "regex"], "--parser regex needs --pattern"),
+    ("", ["--prompt_max_new_tokens", "9"], "--prompt_max_new_tokens needs --prompt_file"),
     ("", ["--batch_size", "0"], "--batch_size is 0"), ("", ["--limit", "-1"], "--limit is -1"),
     ("", ["--min_agreement", "95"], "--min_agreement is 95.0; it must lie between 0 and 1"),
     ("", ["--device", "cuda:77"], "--device cuda:77: cannot be used"),
