@@ -254,6 +254,7 @@ def main(argv=None):
     parser.add_argument("--work_dir", help="checkpoints: where they go (default: a temporary folder)")
     parser.add_argument("--results_dir", type=Path, default=measure.RESULTS, help="where the JSON goes")
     args = parser.parse_args(argv)
+    measure.keep_freed_memory(argv)
     began, device = time.monotonic(), torch.device("cuda", 0) if cuda else torch.device("cpu")
     torch.manual_seed(0)
     if cuda:    # flex attention: two masks of each size, and after 8 shapes it would not be compiled any more

@@ -19,6 +19,25 @@ import torch
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "transformers", "peft", "trl", "torchao")      # those installed are named in a report
 FOLDERS = ("--results_dir", "--work_dir")      # flags that change nothing of what is measured
+MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_TOP_PAD_": "268435456"}
+
+
+def keep_freed_memory(argv=None):
+    """Start this script anew with a glibc that keeps freed memory, when there is no GPU and main() got no argv.
+
+    By default each large tensor costs page faults anew, which a GPU, with torch's caching allocator, never pays.
+    """
+    if argv is None and not torch.cuda.is_available() and platform.libc_ver()[0] == "glibc" \
+            and not MALLOC.items() <= os.environ.items():
+        sys.stdout.flush()
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | MALLOC)
+
+
+def allocator():
+    """Who gives memory to tensors on the CPU, in words."""
+    if not MALLOC.items() <= os.environ.items():
+        return "the system's"
+    return " ".join(["glibc, freed memory kept:", *(f"{name}={value}" for name, value in MALLOC.items())])
 
 
 def synchronize(device):
@@ -27,10 +46,11 @@ def synchronize(device):
         torch.cuda.synchronize(device)
 
 
-def alternate(ways, rounds, device, warm_up=1):
+def alternate(ways, rounds, device, warm_up=1, after=None):
     """{name: [seconds of each round]} of {name: function}, called in turn: a busy moment of the machine hits all.
 
     Each name's first `warm_up` calls are not timed. The order turns around every round, so none always goes first.
+    after: called with what is known so far when a timed round has ended.
     """
     seconds = {name: [] for name in ways}
     for turn in range(-warm_up, rounds):
@@ -42,6 +62,8 @@ def alternate(ways, rounds, device, warm_up=1):
             synchronize(device)
             if turn >= 0:
                 seconds[name].append(time.perf_counter() - start)
+        if after and turn >= 0:
+            after(seconds)
     return seconds
 
 
@@ -100,8 +122,8 @@ def new_report(question, device, command):
         versions["cuda"] = torch.version.cuda
     cpu = next((line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
     return {"question": question, "device": device_name(device), "cpu": cpu, "cores": len(os.sched_getaffinity(0)),
-            "threads": torch.get_num_threads(), "date": datetime.date.today().isoformat(), "versions": versions,
-            "command": command, "tables": {}}
+            "threads": torch.get_num_threads(), "allocator": allocator(), "date": datetime.date.today().isoformat(),
+            "versions": versions, "command": command, "tables": {}}
 
 
 def write_report(name, report, results_dir=RESULTS):

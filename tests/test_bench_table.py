@@ -1,6 +1,9 @@
 """README's tables are what the result files say, and nothing else; a block that cannot be filled is one clear line."""
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -99,3 +102,24 @@ def test_a_block_that_cannot_be_filled_is_one_line_and_changes_nothing(page, cha
 
 def test_readme_shows_what_the_result_files_say():
     table.main(["--check"])
+
+
+def test_a_script_starts_anew_once_with_its_flags_and_an_allocator_that_keeps_memory(tmp_path):
+    measure = load("measure")
+    script = tmp_path / "script.py"
+    script.write_text(f"""import os, sys
+sys.path.insert(0, {str(ROOT / "bench")!r})
+print("begins", flush=True)
+import measure
+measure.keep_freed_memory([])
+if "MALLOC_TOP_PAD_" not in os.environ:
+    print("as it was")
+measure.keep_freed_memory()
+print(sys.flags.no_user_site, sys.argv[1:], measure.allocator())
+""")
+    clean = {name: value for name, value in os.environ.items() if name not in measure.MALLOC}
+    done = subprocess.run([sys.executable, "-s", script, "--flag", "a b"], text=True, stdout=subprocess.PIPE,
+                          env={**clean, "CUDA_VISIBLE_DEVICES": ""}, check=True)
+    words = " ".join(f"{name}={value}" for name, value in measure.MALLOC.items())
+    assert done.stdout.splitlines() == ["begins", "as it was", "begins",
+                                        f"1 ['--flag', 'a b'] glibc, freed memory kept: {words}"]

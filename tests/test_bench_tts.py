@@ -18,6 +18,7 @@ from packing import PackOrder
 sys.path.insert(0, str(ROOT / "bench"))     # its processes import it by name
 
 import tts  # noqa: E402
+import tts_ways  # noqa: E402
 
 pytestmark = pytest.mark.timeout(600)
 CPU = torch.device("cpu")
@@ -27,22 +28,28 @@ WAY = {"side": "ours", "shape": "tiny", "method": "full", "bf16": False, "batch"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
-    tts.write_samples(folder, 10, 7)
+    tts_ways.write_samples(folder, 10, 7)
     return folder
 
 
 def test_numbers_of_the_tiny_form_follow_from_each_other(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(tts.measure, "matmul_rate", functools.partial(tts.measure.matmul_rate, size=128))
-    tts.main(["--shapes", "tiny", "--methods", "lora", "--clips", "5", "--batch", "2", "--rounds", "2", "--fast",
-              "--results_dir", str(tmp_path)])
+    monkeypatch.setitem(tts.SIDES["cpu"], "broken", {"side": "ours", "batch": 0})
+    with pytest.raises(SystemExit, match=r"^error: failed: tiny, lora, broken: ValueError: give exactly one of"):
+        tts.main(["--shapes", "tiny", "--methods", "lora", "--clips", "5", "--batch", "2", "--rounds", "2", "--fast",
+                  "--results_dir", str(tmp_path)])
     report = json.loads((tmp_path / "tts-cpu.json").read_text())
-    tts.write_samples(tmp_path / "same", 5, 42)
+    tts_ways.write_samples(tmp_path / "same", 5, 42)
     frames = len(load_file(tmp_path / "same" / "codes.safetensors")["codes"])
     tokens = len(np.load(tmp_path / "same" / "table" / "tokens.npy")) - 10 + frames + 10 * 9    # 10 clips, 9 more rows
-    (trainer, ours) = report["results"]
-    assert (trainer["name"], trainer["side"], ours["name"], ours["side"]) == ("Trainer", "trainer", "ours", "ours")
-    for result, row in zip(report["results"], report["tables"]["step"]["rows"]):
+    trainer, ours, packed, broken = report["results"]
+    assert [result["name"] for result in report["results"]] == [
+        "Trainer", "ours", "ours, packed to a budget", "broken"]
+    assert (trainer["side"], ours["side"]) == ("trainer", "ours")
+    rows = report["tables"]["step"]["rows"]
+    assert rows[-1][:3] == ["tiny", "lora", "broken"] and rows[-1][-1] == broken["error"] and rows[-1][3] is None
+    for result, row in zip(report["results"][:-1], rows):
         row = dict(zip(report["tables"]["step"]["columns"], row))
         seconds = np.median(result["seconds"])
         assert len(result["seconds"]) == 2 and 0 < min(result["seconds"])
@@ -53,15 +60,16 @@ def test_numbers_of_the_tiny_form_follow_from_each_other(monkeypatch, tmp_path):
         assert row["of the matmul rate"] == pytest.approx(share, abs=6e-4) and 0 < share
         assert row["ours is faster by"] == round(np.median(np.divide(result["seconds"], ours["seconds"])), 2)
         assert 0 <= result["padding"] < 0.5 and result["memory_gib"] > 0
-    assert trainer["steps"] == 3 and trainer["syncs"] > 20 and ours["syncs"] == 0
+    assert trainer["steps"] == ours["steps"] == 3 and trainer["syncs"] > 20 and ours["syncs"] == packed["syncs"] == 0
+    assert ours["padding"] == 0 < packed["padding"]
     (check,) = report["checks"]
     assert check["shape"] == "tiny" and check["loss"] > 100 and check["gradients_apart"] < 1e-5
 
 
 def test_padded_batch_holds_every_useful_token_once(folder):
-    ids, table = tts.ids_of(folder), Table(folder / "table")
+    ids, table = tts_ways.ids_of(folder), Table(folder / "table")
     data = SpeechSamples(table, ids)
-    batch = tts.padded_batch([data[i] for i in range(10)], ids)
+    batch = tts_ways.padded_batch([data[i] for i in range(10)], ids)
     assert batch["attention_mask"].sum() == table.lengths.sum() == tts.work_of(folder, "tiny", "full")["tokens"]
     assert (batch["audio_labels"] != -100).sum() == table.audio_targets.sum()
     assert (batch["labels"] != -100).sum() == table.text_targets.sum()
@@ -71,13 +79,13 @@ def test_padded_batch_holds_every_useful_token_once(folder):
 
 
 def test_one_wrong_label_stops_the_measurement(folder, monkeypatch):
-    def wrong(samples, ids, right=tts.padded_batch):
+    def wrong(samples, ids, right=tts_ways.padded_batch):
         batch = right(samples, ids)
         clip, row, book = (batch["audio_labels"] >= 0).nonzero()[len(samples)].tolist()
         batch["audio_labels"][clip, row, book] = 1023 - batch["audio_labels"][clip, row, book]
         return batch
 
-    monkeypatch.setattr(tts, "padded_batch", wrong)
+    monkeypatch.setattr(tts_ways, "padded_batch", wrong)
     with pytest.raises(SystemExit, match="DISAGREE, nothing was measured"):
         tts.check_agreement(WAY, folder, CPU)
 
@@ -85,30 +93,31 @@ def test_one_wrong_label_stops_the_measurement(folder, monkeypatch):
 def one_pass(folder, **settings):
     """What ours tells of one pass over the samples."""
     ours, theirs = multiprocessing.Pipe()
-    for word in ("go", "stop"):
+    for word in ("keep", "stop"):
         ours.send(word)
-    tts.train_ours(WAY | settings, folder, CPU, tts.Rounds(theirs, CPU))
+    tts_ways.train_ours(WAY | settings, folder, CPU, tts_ways.Rounds(theirs, CPU))
     assert ours.recv() == {}
     return ours.recv()
 
 
 def test_levers_change_the_time_and_nothing_else(folder):
     default = one_pass(folder)
-    assert default["loss"] > 6 and default["slots"] >= Table(folder / "table").lengths.sum() and default["syncs"] == 0
-    for words, settings, gpu_only in tts.LEVERS:
-        if not gpu_only and "compile" not in settings and "samples" not in settings:
+    assert default["loss"] > 6 and default["slots"] == Table(folder / "table").lengths.sum() and default["syncs"] == 0
+    assert one_pass(folder, packed=True)["slots"] % 128 == 0 < default["slots"] % 128
+    for words, settings, *where in tts.LEVERS:
+        if not where and "packed" not in settings:
             other = one_pass(folder, **settings)
             assert other["loss"] == pytest.approx(default["loss"], rel=1e-5), words
             assert "masks" not in settings or other["syncs"] > 8
 
 
 def test_compiled_layers_meet_packs_of_one_budget_with_no_new_graph(folder):
-    ids, table = tts.ids_of(folder), Table(folder / "table")
-    data, budget = SpeechSamples(table, ids), tts.token_budget(table.lengths, 2)
+    ids, table = tts_ways.ids_of(folder), Table(folder / "table")
+    data, budget = SpeechSamples(table, ids), tts_ways.token_budget(table.lengths, 2)
     order = PackOrder(table.lengths, tokens_per_pack=budget)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = higgs.PackedHiggs(tts.build(WAY, folder, CPU)).train()
+    model = higgs.PackedHiggs(tts_ways.build(WAY, folder, CPU)).train()
     for layer in model.base_model.model.layers:
         layer.compile(backend="eager")
     graphs, shapes = [], set()
