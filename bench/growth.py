@@ -1,13 +1,15 @@
 """Does a step's time grow in line with tokens and layers, and how long does a checkpoint stop training?
 
-    python bench/growth.py                              # two CPU cores: less than 5 minutes; one H200: less
+    python bench/growth.py                              # two CPU cores: less than 6 minutes; one H200: less
     python bench/growth.py --tokens 128 --rounds 2 --steps 12 --save_steps 4 --hidden_size 32      # a try
 
 Growth: forward, loss, backward, clipping and AdamW of the three trainers' own models on packs of documents of 128
-tokens each, with 1, 2, 4, 8 and 16 times --tokens a step, then with 1, 2, 4 and 8 layers; all sizes take turns and the
-medians count. A line a + b n is fitted so that relative misses are least (least squares, each time's miss divided by
-it), and "off the line" is how far a median lies from it, in per cent. Attention is inside documents, so it does not
-grow with the pack. float32 on a CPU, bf16 autocast on a GPU.
+tokens each, with 1, 2, 4, 8 and 16 times --tokens a step, then with 1, 2, 4 and 8 layers. All sizes take turns, small
+ones as several steps in a row, so that no timing is short, and the medians count. A line a + b n is fitted so that
+relative misses are least (least squares, each time's miss divided by it), and "off the line" is how far a median lies
+from it, in per cent. Attention is inside documents, so it does not grow with the pack. Output heads take all rows at
+once, at every size: from some thousand rows on the trainers take them in pieces and compute logits again in the
+backward pass, which has a line of its own. float32 on a CPU, bf16 autocast on a GPU.
 
 Checkpoints: train_sft.py itself on made-up conversations, twice in a process of its own, without checkpoints and
 with one every --save_steps steps. "stopped" is how long the training path stands still in save_checkpoint, from its
@@ -18,7 +20,9 @@ Writes bench/results/growth-DEVICE.json. Copy with it: measure.py, block_steps.p
 the three trainers.
 """
 import argparse
+import functools
 import json
+import math
 import multiprocessing
 import statistics
 import sys
@@ -53,6 +57,8 @@ DOCUMENT = 128          # tokens of every document
 TIMES = (1, 2, 4, 8, 16)
 LAYERS = (1, 2, 4, 8)
 VOCABULARY = 2048
+LEAST_S = 0.3           # seconds of a timing: as many steps in a row as that takes
+WHOLE = 2**40           # rows of logits, or logits, at a time: more than there are
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -110,7 +116,7 @@ def chat(device, size, layers, documents):
     config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=size, intermediate_size=2 * size, num_hidden_layers=layers,
                          num_attention_heads=heads(size), num_key_value_heads=2, head_dim=size // heads(size))
     native = causal_lm.AutoModelForCausalLM.from_config(config, attn_implementation=packed_lm.ATTENTION)
-    model = packed_lm.PackedLM(native.to(device).train())
+    model = packed_lm.PackedLM(native.to(device).train(), logits=WHOLE)
     rng, trained = np.random.default_rng(0), np.arange(DOCUMENT) >= DOCUMENT // 2
     batch = chat_table.collate([(i, rng.integers(0, VOCABULARY, DOCUMENT), trained) for i in range(documents)])
     on_device, targets = batch.to(device), batch.counts["targets"]
@@ -151,8 +157,15 @@ def line(sizes, seconds):
 
 def grow(name, steps, unit, args, device):
     """Time {size: step} -> ([trainer, size, seconds, milliseconds a unit, % off the line] of each size, the line)."""
-    seconds, sizes = measure.alternate(steps, args.rounds, device, warm_up=2), list(steps)
-    medians = [statistics.median(spent) for spent in seconds.values()]
+    once = measure.alternate(steps, 1, device, warm_up=2)
+    repeats = {size: math.ceil(LEAST_S / spent) for size, (spent,) in once.items()}
+
+    def in_a_row(size):
+        for _ in range(repeats[size]):
+            steps[size]()
+    seconds = measure.alternate({size: functools.partial(in_a_row, size) for size in steps}, args.rounds, device,
+                                warm_up=0)
+    sizes, medians = list(steps), [statistics.median(spent) / repeats[size] for size, spent in seconds.items()]
     a, b, off = line(sizes, medians)
     rows = [[name, size * unit, s, 1e3 * s / (size * unit), 100 * miss] for size, s, miss in zip(sizes, medians, off)]
     for row in rows:
@@ -246,7 +259,7 @@ def main(argv=None):
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096 if cuda else 256, help="tokens of the smallest step")
     parser.add_argument("--hidden_size", type=int, default=1024 if cuda else 256, help="of the models")
-    parser.add_argument("--rounds", type=int, default=9 if cuda else 5, help="timings of each size; the median counts")
+    parser.add_argument("--rounds", type=int, default=9, help="timings of each size; the median counts")
     parser.add_argument("--steps", type=int, default=90, help="checkpoints: optimizer steps of each run")
     parser.add_argument("--save_steps", type=int, default=25, help="checkpoints: steps between two of them")
     parser.add_argument("--checkpoint_size", type=int, default=384, help="checkpoints: hidden size of the model")
@@ -257,6 +270,7 @@ def main(argv=None):
     measure.keep_freed_memory(argv)
     began, device = time.monotonic(), torch.device("cuda", 0) if cuda else torch.device("cpu")
     torch.manual_seed(0)
+    dit.HEAD_ROWS = WHOLE
     if cuda:    # flex attention: two masks of each size, and after 8 shapes it would not be compiled any more
         torch._dynamo.config.recompile_limit = 64
     report = measure.new_report("growth of a step's time with tokens and layers; what a checkpoint stops", device,

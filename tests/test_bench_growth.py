@@ -1,7 +1,11 @@
 """The growth benchmark: its line finds what is not linear, all steps train, a real run's checkpoints are timed."""
+import argparse
+import functools
 import json
 import sys
+import time
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
@@ -20,6 +24,23 @@ def test_the_line_finds_what_is_not_linear():
     assert max(map(abs, off)) > 0.05
     _, _, off = growth.line(sizes, [0.5 + 0.25 * n + 0.02 * n * n for n in sizes])
     assert max(map(abs, off)) > 0.05
+
+
+def test_small_sizes_are_timed_as_many_steps_in_a_row(monkeypatch):
+    monkeypatch.setattr(growth, "LEAST_S", 0.05)
+    calls, timed, alternate = {1: 0, 10: 0}, [], growth.measure.alternate
+    monkeypatch.setattr(growth.measure, "alternate", lambda *args, **more: timed.append(alternate(*args, **more))
+                        or timed[-1])
+
+    def step(size):
+        calls[size] += 1
+        time.sleep(0.01 * size)
+    rows, fit = growth.grow("sleep", {n: functools.partial(step, n) for n in calls}, 100,
+                            argparse.Namespace(rounds=3), torch.device("cpu"))
+    repeats = (calls[1] - 3) // 3
+    assert 2 <= repeats <= 5 and calls == {1: 3 + 3 * repeats, 10: 3 + 3}
+    assert min(timed[1][1]) >= 0.01 * repeats and rows[0][2] == np.median(timed[1][1]) / repeats
+    assert [row[1] for row in rows] == [100, 1000] and fit["seconds_each"] == pytest.approx(1e-4, rel=0.5)
 
 
 @pytest.mark.parametrize("name", growth.TRAINERS)
@@ -43,6 +64,8 @@ def test_the_report_holds_every_size_and_a_real_runs_saves(tmp_path, monkeypatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(growth, "TIMES", (1, 4, 16))
     monkeypatch.setattr(growth, "LAYERS", (1, 4, 8))
+    monkeypatch.setattr(growth, "LEAST_S", 0.03)
+    monkeypatch.setattr(growth.dit, "HEAD_ROWS", growth.dit.HEAD_ROWS)      # main sets it
     growth.main(["--tokens", "128", "--rounds", "1", "--hidden_size", "32", "--steps", "7", "--save_steps", "3",
                  "--checkpoint_size", "64", "--work_dir", str(tmp_path), "--results_dir", str(tmp_path)])
     report = json.loads((tmp_path / "growth-cpu.json").read_text())
