@@ -1,24 +1,25 @@
 """How fast does our SFT step train, beside transformers' Trainer and TRL's SFTTrainer on the same model and samples?
 
-    python bench/sft.py                         # CPU, a small model: meant for 2 cores and less than 6 minutes
+    python bench/sft.py                         # CPU, a small model: meant for 2 cores and less than 7 minutes
     python bench/sft.py --shape qwen3-4b --methods full,lora    # one GPU of 141 GB
     python bench/sft.py --parts steps64         # only: how long are 64 steps of 128 label samples?
 
 Each way is a process of its own that loads the same random weights and the same tokenised samples and then trains
 whole optimizer steps: loading, collating, forward, backward, clipping, fused AdamW. Trainer and SFTTrainer run their
-own train(). The ways take turns of a step or more; on a GPU, where their memory does not fit side by side, a process
-lives for one turn. Before that each takes two steps on the same four samples: losses and gradient norms must agree.
+own train(). The ways take turns, and in the same turn all train the same set of samples, in the same order where their
+way of batching has none of its own; on a GPU, where their memory does not fit side by side, a process lives for one
+turn. Before that each takes two steps on the same four samples: losses and gradient norms must agree.
 
 Samples are random tokens. short: the label task's lengths, log-normal, mean 47 tokens, 95th percentile 106, of which 2
 or 3 are trained. long: chats, log-normal, mean 500, sigma 0.8, at most 2,048, the last half trained; on a CPU 0.4 of
-that. tokens_per_second counts tokens of samples, no padding. Matrix FLOPs are those that the samples need: padding and
-logits that no loss asks for are not work done.
+that. Each set has lengths of the whole distribution (stratified). tokens_per_second counts tokens of samples, no
+padding. Matrix FLOPs are those that the samples need: padding and logits that no loss asks for are not work done.
 
-Writes bench/results/sft-DEVICE.json after every part; other shapes and parts write files of their own names.
+Writes bench/results/sft-DEVICE.json after every round; other shapes and parts write files of their own names. A way
+that fails is recorded, the others go on, and if it was not for time or memory the exit status is 1.
 Copy with it: sft_ways.py, measure.py and train_sft.py's files.
 """
 import argparse
-import math
 import multiprocessing
 import os
 import sys
@@ -34,19 +35,19 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import measure  # noqa: E402
 import transformers  # noqa: E402
-from sft_ways import ANSWER_S, MIXES, SHAPES, SIZES, STEPS64, make_data, make_model, pack_plan, trl, work  # noqa: E402
+from sft_ways import ANSWER_S, MIXES, SHAPES, SIZES, STEPS64, make_data, make_model, trl, work  # noqa: E402
 
 import packed_lm  # noqa: E402
 
 LOSS_TOLERANCE, NORM_TOLERANCE = {"cpu": 1e-5, "cuda": 1e-2}, {"cpu": 1e-4, "cuda": 5e-2}       # relative
 
-LIMITS = ("not run: out of time", "out of memory")      # other errors of ours are bugs
+LIMITS = ("not run: out of time", "out of memory", "not installed")     # other errors are bugs
 
 COMPARE = {     # what to call it: who trains, how; in this order, as time may run out
     "ours": ("ours", {}),
     "Trainer": ("trainer", {}),
     "ours, packed": ("ours", {"packed": True}),
-    "Trainer, group_by_length": ("trainer", {"sampling": "group_by_length"}),
+    "Trainer, by length": ("trainer", {"sorted": True}),
     "Trainer, no padding": ("trainer", {"flat": True}),
     "SFTTrainer": ("trl", {}),
     "SFTTrainer, padding_free": ("trl", {"flat": True})}
@@ -96,10 +97,10 @@ class Trainer:
         except (EOFError, ConnectionError):
             return {"error": "the process died"}
 
-    def turn(self, steps, watch=False):
-        """Train for so many optimizer steps -> {"seconds", "counts", "memory_gib", ...} or {"error"}."""
+    def turn(self, watch=False):
+        """Train a set, or a step to watch -> {"seconds", "counts", "memory_gib", ...} or {"error"}."""
         try:
-            self.pipe.send((steps, watch))
+            self.pipe.send(watch)
         except ConnectionError:
             return {"error": "the process died"}
         return self.answer()
@@ -117,11 +118,14 @@ def check_agreement(found, device):
             if not (abs(loss - loss0) <= LOSS_TOLERANCE[device] * abs(loss0) and targets == targets0
                     and abs(norm - norm0) <= NORM_TOLERANCE[device] * norm0):
                 raise SystemExit("error: the ways DISAGREE in (loss, gradient norm, trained tokens) of two steps; "
-                                 f"nothing is written\n{first}: {wanted}\n{name}: {steps}")
+                                 f"nothing more is measured\n{first}: {wanted}\n{name}: {steps}")
 
 
-def run(ways, job, cuda, rounds, end):
-    """Measure ways in turn -> {way: {"checked", "turns", "memory_gib", "host_syncs"}, {"error"} where it failed}."""
+def run(ways, job, cuda, rounds, end, tell):
+    """Measure ways in turn -> {way: {"checked", "turns", "memory_gib", "host_syncs"}, {"error"} where it failed}.
+
+    tell: called with what is known so far after every way's turn.
+    """
     alive, found = {}, {name: {"turns": [], "host_syncs": None} for name in ways}
 
     def step(name, turn):
@@ -140,30 +144,26 @@ def run(ways, job, cuda, rounds, end):
             check_agreement({n: r["checked"] for n, r in found.items() if "checked" in r}, "cuda" if cuda else "cpu")
         if turn < 0:
             return None
-        steps = job.mix.turn
-        if "packed" in options:         # as many samples on average
-            steps *= job.mix.step_tokens / math.prod(pack_plan(job.mix, options))
-        said = alive[name].turn(max(1, round(steps)))
+        said = alive[name].turn()
         if "error" in said:
             return said["error"]
         found[name]["turns"].append({key: said[key] for key in ("seconds", "cpu_seconds", "steps")} | said["counts"])
         found[name]["memory_gib"] = said["memory_gib"]
         if cuda:
-            found[name]["host_syncs"] = alive[name].turn(1, watch=True).get("host_syncs")
+            found[name]["host_syncs"] = alive[name].turn(watch=True).get("host_syncs")
             alive.pop(name).end()
         return None
 
     try:
         for turn in range(0 if cuda else -1, rounds):       # on a CPU all are ready and agree before the clock starts
             for name in ways if turn % 2 == 0 else reversed(ways):
-                if "error" in found[name] or not (error := step(name, turn)):
-                    continue
-                if ways[name][0] == "ours" and error not in LIMITS:
-                    raise SystemExit(f"{name}: {error}")
-                print(f"{name}: {error}", file=sys.stderr)
-                found[name]["error"] = error.strip().splitlines()[-1][:100]
-                if name in alive:
-                    alive.pop(name).end()
+                if "error" not in found[name] and (error := step(name, turn)):
+                    print(f"{name}: {error}", file=sys.stderr)
+                    found[name]["error"] = error.strip().splitlines()[-1][:100]
+                    if name in alive:
+                        alive.pop(name).end()
+                if turn >= 0:
+                    tell(found)
     finally:
         for trainer in alive.values():
             trainer.end()
@@ -196,7 +196,7 @@ def compare_table(found, cuda):
     """Every way beside ours."""
     rows = []
     for name, r in found.items():
-        rows.append([name, *[None] * (7 + cuda), r["error"]] if not r["turns"] else [
+        rows.append([name, *[None] * (7 + cuda), r.get("error", "no turn yet")] if not r["turns"] else [
             name, r["tokens_per_second"], r["samples_per_second"], r["trained_per_step"], 100 * r["padding"],
             r["step_seconds"], r["memory_gib"], 100 * r["of_matmul"], *[r["host_syncs"]] * cuda,
             times_as_fast(found["ours"], r)])
@@ -209,7 +209,7 @@ def lever_table(found):
     rows = []
     for name, (_, options) in LEVERS.items():
         r, base = found[name], "ours, packed" if options.get("packed") else "ours"
-        rows.append([name, base, *[None] * 2, r["error"]] if not r["turns"] else [
+        rows.append([name, base, *[None] * 2, r.get("error", "no turn yet")] if not r["turns"] else [
             name, base, r["tokens_per_second"], r["memory_gib"], times_as_fast(r, found[base])])
     return {"columns": ["changed alone", "in", "tokens/s", "peak GiB", "times as fast"], "rows": rows}
 
@@ -218,7 +218,7 @@ def steps64_table(found):
     """The label task's run."""
     samples, rows = STEPS64.turn * STEPS64.samples * STEPS64.accumulation, []
     for name, r in found.items():
-        rows.append([name, *[None] * 6, r["error"]] if not r["turns"] else [
+        rows.append([name, *[None] * 6, r.get("error", "no turn yet")] if not r["turns"] else [
             name, r["turns"][0]["steps"], r["tokens_per_second"], r["samples_per_second"], 100 * r["padding"],
             100 * r["of_matmul"], r["memory_gib"], STEPS64.turn * STEPS64.step_tokens / r["tokens_per_second"]])
     return {"columns": ["", "steps timed", "tokens/s", "samples/s", "padding %", "% of matmul rate", "peak GiB",
@@ -231,7 +231,7 @@ def main(argv=None):
     parser.add_argument("--methods", default="full", help="full or lora or both, comma-separated")
     parser.add_argument("--parts", help="short, long, levers, steps64, comma-separated (default: short,long and, on a "
                                         "GPU, steps64, else levers)")
-    parser.add_argument("--rounds", type=int, help="turns of each way (default: 2 on a GPU, else 4)")
+    parser.add_argument("--rounds", type=int, help="turns of each way (default: 2 on a GPU, else 3)")
     parser.add_argument("--minutes", type=float, default=9, help="no process begins later; it is recorded as not run")
     parser.add_argument("--seed", type=int, default=42, help="of weights, samples and their order")
     parser.add_argument("--work_dir", help="where the model goes while this runs (default: a temporary folder)")
@@ -240,8 +240,9 @@ def main(argv=None):
     measure.keep_freed_memory(argv)
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")      # with more, Trainer would spread a batch over them
     end, cuda = time.monotonic() + 60 * args.minutes, torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
     usual = "qwen3-4b" if cuda else "small"
-    shape, rounds = args.shape or usual, args.rounds or (2 if cuda else 4)
+    shape, rounds = args.shape or usual, args.rounds or (2 if cuda else 3)
     mixes, parts = MIXES["cuda" if cuda else "cpu"], args.parts or f"short,long,{'steps64' if cuda else 'levers'}"
     file_name = "_".join(["sft", *([shape] if shape != usual else []), *(args.parts or "").split(",")]).rstrip("_")
     with tempfile.TemporaryDirectory(dir=args.work_dir) as folder:
@@ -256,24 +257,32 @@ def main(argv=None):
                                   config.hidden_size * config.vocab_size + report["layer_weights"])}
         report["runs"] = {}
         print(f"machine    {report['device']}, {report['threads']} threads, matmul {matmul / 1e12:,.3f} TFLOP/s")
+        failed = []
         for method in args.methods.split(","):
             for part in parts.split(","):
                 mix = STEPS64 if part == "steps64" else mixes.get(part, mixes["short"])
                 ways = {"levers": LEVER_WAYS, "steps64": STEPS64_WAYS}.get(part, COMPARE)
+                turns, name = 1 if part == "steps64" else rounds, f"{method}, {part}"
                 job = argparse.Namespace(folder=folder, data=folder / f"{method}-{part}", method=method, mix=mix,
-                                         seed=args.seed)
-                make_data(job, config.vocab_size)
-                found = run(ways, job, cuda, 1 if part == "steps64" else rounds, end)
-                for result in found.values():
-                    if result["turns"]:
-                        result |= summary(result["turns"], config, report["layer_weights"], method == "lora", matmul)
-                name = f"{method}, {part}"
-                report["runs"][name] = {"mix": vars(mix), "ways": found}
-                report["tables"][name] = lever_table(found) if part == "levers" else steps64_table(found) \
-                    if part == "steps64" else compare_table(found, cuda)
+                                         sets=1 if cuda else turns, seed=args.seed)
+                make_data(job, config.vocab_size, device)
+
+                def tell(found, name=name, part=part, mix=mix, lora=method == "lora"):
+                    for result in found.values():
+                        if result["turns"]:
+                            result |= summary(result["turns"], config, report["layer_weights"], lora, matmul)
+                    report["runs"][name] = {"mix": vars(mix), "ways": found}
+                    report["tables"][name] = lever_table(found) if part == "levers" else steps64_table(found) \
+                        if part == "steps64" else compare_table(found, cuda)
+                    measure.write_report(file_name, report, args.results_dir)
+
+                found = run(ways, job, cuda, turns, end, tell)
                 print_table(name, report["tables"][name])
-                path = measure.write_report(file_name, report, args.results_dir)
-    print(f"wrote {path}")
+                failed += [f"{name}, {way}: {result['error']}" for way, result in found.items()
+                           if result.get("error", LIMITS[0]) not in LIMITS]
+    print(f"wrote {measure.write_report(file_name, report, args.results_dir)}")
+    if failed:
+        raise SystemExit(f"error: failed: {'; '.join(failed)}")
 
 
 def print_table(name, table):

@@ -1,15 +1,18 @@
 """The ways to fine-tune that sft.py measures: our step, transformers' Trainer, TRL's SFTTrainer; a process each.
 
 All load the same random checkpoint and the same samples of random tokens, take two steps on four samples so that losses
-and gradient norms can be compared, warm up, and then train as many optimizer steps at a time as the parent says.
+and gradient norms can be compared, warm up, and then train one set of samples at a time, the same for all, when the
+parent says so.
 Copy with it: measure.py and train_sft.py's files.
 """
 import argparse
 import functools
 import gc
+import itertools
 import logging
 import math
 import os
+import statistics
 import sys
 import time
 import traceback
@@ -52,7 +55,7 @@ import optim  # noqa: E402
 import packed_lm  # noqa: E402
 import parallel  # noqa: E402
 import sft_model  # noqa: E402
-from packing import PackOrder, rank_packs  # noqa: E402
+from packing import PackOrder  # noqa: E402
 
 try:
     import datasets
@@ -82,7 +85,7 @@ class Mix:
     share: float        # of a sample that is trained, at its end; 0: 2 or 3 tokens
     samples: int
     accumulation: int
-    turn: int = 1       # optimizer steps of a turn
+    turn: int = 2       # optimizer steps of a turn
 
     @property
     def step_samples(self):
@@ -125,11 +128,14 @@ def pad_tokenizer():
                                                 pad_token="<pad>", eos_token="<end>", unk_token="<end>")
 
 
-def make_table(folder, mix, n, vocab_size, seed):
-    """Write a chat_table.ChatTable of n random samples."""
-    rng = np.random.default_rng((seed, n))
-    wanted = np.exp(math.log(mix.mean) - mix.sigma ** 2 / 2 + mix.sigma * rng.standard_normal(n))
+def make_table(folder, mix, sizes, vocab_size, seed):
+    """Write a chat_table.ChatTable of random samples: sets of so many, each with lengths of the whole distribution."""
+    rng, normal = np.random.default_rng((seed, *sizes)), statistics.NormalDist()
+    ranks = np.concatenate([(rng.permutation(n) + rng.random(n)) / n for n in sizes])      # stratified
+    drawn = np.vectorize(normal.inv_cdf)(ranks.clip(1e-6, 1 - 1e-6))
+    wanted = np.exp(math.log(mix.mean) - mix.sigma ** 2 / 2 + mix.sigma * drawn)
     lengths = wanted.clip(mix.shortest, mix.longest).round().astype(np.int64)
+    n = len(lengths)
     targets = (mix.share * lengths).round().astype(np.int64) if mix.share else rng.integers(2, 4, n)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
@@ -142,16 +148,26 @@ def make_table(folder, mix, n, vocab_size, seed):
     (folder / "sources.json").write_text('["random"]')
 
 
-def make_data(job, vocab_size):
+def set_sizes(mix, sets, device):
+    """Samples of the warm-up and of each set."""
+    return [WARM_UP[device.type] * mix.step_samples] + [mix.turn * mix.step_samples] * sets
+
+
+def numbers_of(sizes):
+    """Sample numbers of each set."""
+    return np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+
+
+def make_data(job, vocab_size, device):
     """The samples to measure with, and the four that all ways must agree on; same order in every process."""
-    make_table(job.data / "samples", job.mix, job.mix.step_samples * max(16, job.mix.turn), vocab_size, job.seed)
-    make_table(job.data / "check", CHECK, CHECK.step_samples, vocab_size, job.seed)
+    make_table(job.data / "samples", job.mix, set_sizes(job.mix, job.sets, device), vocab_size, job.seed)
+    make_table(job.data / "check", CHECK, [CHECK.step_samples], vocab_size, job.seed)
 
 
-def make_examples(table):
+def make_examples(table, numbers):
     """The same samples as Trainer takes them: [{"input_ids", "labels", "attention_mask"}], lists."""
     examples = []
-    for _, ids, trained in map(chat_table.ChatSamples(table).__getitem__, range(len(table))):
+    for _, ids, trained in map(chat_table.ChatSamples(table).__getitem__, numbers):
         examples.append({"input_ids": ids.tolist(), "labels": np.where(trained, ids, -100).tolist(),
                          "attention_mask": [1] * len(ids)})
     return examples
@@ -162,20 +178,22 @@ def make_examples(table):
 
 
 class Turns:
-    """Lets a training loop go on for as many steps as the parent says, and tells the parent what they took.
+    """Lets a training loop go on for one set of samples after the other, and tells the parent what each took.
 
-    counts: work done since the last word, numbers or 0-d tensors, added to by whoever trains.
+    plan: optimizer steps of the warm-up and of each set, of whoever trains; counts: work done since the last word,
+    numbers or 0-d tensors, added to by whoever trains.
     """
 
     def __init__(self, pipe, device):
         self.pipe, self.device, self.checked, self.counts, self.caught = pipe, device, None, Counter(), None
-        self.steps, self.goal, self.start, self.parent = 0, WARM_UP[device.type], None, os.getppid()
+        self.plan, self.steps, self.ended, self.goal, self.start, self.parent = [], 0, 0, None, None, os.getppid()
 
     def step_done(self):
         """Call at the end of each optimizer step; False: end the training."""
         self.steps += 1
-        if self.steps < self.goal:
+        if self.steps < (self.goal or self.plan[0]):
             return True
+        self.ended += 1
         measure.synchronize(self.device)
         said = {"seconds": self.start and time.perf_counter() - self.start, "steps": self.steps,
                 "cpu_seconds": self.start and time.process_time() - self.cpu_start,
@@ -187,9 +205,10 @@ class Turns:
             if os.getppid() != self.parent:
                 return False
         try:
-            self.goal, watch = self.pipe.recv()
+            watch = self.pipe.recv()
         except EOFError:
             return False
+        self.goal = 1 if watch else self.plan[self.ended]
         self.counts.clear()
         self.steps = 0
         gc.collect()
@@ -242,22 +261,19 @@ def dense_attention(module, query, key, value, attention_mask, scaling=None, cu_
     return out.transpose(1, 2), None
 
 
-def our_steps(world, job, options, table, mix, parts, optimizer):
-    """Optimizer steps as train_sft.py takes them, for ever; yields (loss (), gradient norm (), counts)."""
+def our_steps(world, options, table, mix, plan, parts, optimizer):
+    """Optimizer steps as train_sft.py takes them, over the packs of a plan again and again.
+
+    Yields (loss (), gradient norm (), counts).
+    """
     model, wrapped, _ = parts
-    cuda = world.device.type == "cuda"
-    budget, accumulation = pack_plan(mix, options) if "packed" in options else (0, mix.accumulation)
-    order = PackOrder(table.lengths, seed=job.seed, tokens_per_pack=budget,
-                      samples_per_pack=0 if budget else mix.samples)
+    cuda, (budget, accumulation, packs) = world.device.type == "cuda", plan
     batches = iter(chat_table.make_loader(
-        table, rank_packs(order, 0, 1, accumulation, sys.maxsize), num_workers=2 if cuda else 0, prefetch_factor=4,
-        pin_memory=cuda, pad_to=budget, pad_id=0))
+        table, itertools.cycle(packs), num_workers=2 if cuda else 0, prefetch_factor=4, pin_memory=cuda, pad_to=budget,
+        pad_id=0))
     trainable, flags = [p for p in model.parameters() if p.requires_grad], optim.StepFlags(world.device)
-    epoch, first = 0, 0
-    while True:
-        if first >= order.packs_per_epoch:
-            epoch, first = epoch + 1, 0
-        window = order.window(epoch, first, accumulation)
+    for first in itertools.cycle(range(0, len(packs), accumulation)):
+        window = [number for pack in packs[first:first + accumulation] for number in pack]
         n_targets, counts = int(table.targets[window].sum()), Counter(pairs=pairs_of(table.lengths[window]))
         total = torch.zeros((), device=world.device)
         for micro in range(accumulation):
@@ -278,16 +294,34 @@ def our_steps(world, job, options, table, mix, parts, optimizer):
         optimizer.zero_grad(set_to_none=True)
         flags.pop()
         flags.push(bad, parallel.any_rank(world, False), None)
-        first += accumulation
         yield total / n_targets, norm, counts
 
 
-def pack_plan(mix, options):
-    """(tokens of a pack, packs of a step): as the way says, or so that a step has a mix's tokens on average."""
-    if options["packed"] > 1:
-        return options["packed"], 1
-    packs = math.ceil(mix.step_tokens / LARGEST_PACK)
-    return 128 * math.ceil(max(mix.step_tokens / packs, mix.longest) / 128), packs
+def pack_plan(lengths, mix, sizes, options):
+    """((tokens of a pack or 0, packs of a step, packs as lists of sample numbers), optimizer steps of each set).
+
+    options["packed"]: tokens of a pack, or True for the least with which each set takes no more steps than otherwise.
+    """
+    def pack(budget):
+        """Packs of each set, for whole steps."""
+        found = []
+        for numbers in numbers_of(sizes):
+            order = PackOrder(lengths[numbers], tokens_per_pack=budget, samples_per_pack=0 if budget else mix.samples,
+                              shuffle=False)
+            found.append([numbers[order.epoch(0).pack(p)].tolist() for p in range(order.packs_per_epoch)])
+            found[-1] += [[]] * (-len(found[-1]) % accumulation)
+        return found
+
+    budget, accumulation = int(options.get("packed", 0)), mix.accumulation
+    if budget > 1:
+        accumulation = 1
+    elif budget:
+        accumulation = math.ceil(mix.step_tokens / LARGEST_PACK)
+        budget = 128 * math.ceil(max(mix.step_tokens / accumulation, mix.longest) / 128)
+        while any(len(packs) > accumulation * size // mix.step_samples for packs, size in zip(pack(budget), sizes)):
+            budget += 128
+    sets = pack(budget)
+    return (budget, accumulation, sum(sets, [])), [len(packs) // accumulation for packs in sets]
 
 
 def pairs_of(lengths):
@@ -316,9 +350,11 @@ def train_ours(turns, job, options):
         optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, foreach=True)
     check, table = (chat_table.ChatTable(job.data / name) for name in ("check", "samples"))
     whole = {"packed": CHECK.step_samples * CHECK.longest} if "packed" in options else {}     # all in one pack
-    steps = our_steps(world, job, options | whole, check, CHECK, parts, optimizer)
+    plan, _ = pack_plan(check.lengths, CHECK, [CHECK.step_samples], whole)
+    steps = our_steps(world, options, check, CHECK, plan, parts, optimizer)
     turns.checked = [(float(loss), float(norm), counts["targets"]) for (loss, norm, counts), _ in zip(steps, range(2))]
-    for _, _, counts in our_steps(world, job, options, table, job.mix, parts, optimizer):
+    plan, turns.plan = pack_plan(table.lengths, job.mix, set_sizes(job.mix, job.sets, turns.device), options)
+    for _, _, counts in our_steps(world, options, table, job.mix, plan, parts, optimizer):
         turns.counts.update(counts)
         if not turns.step_done():
             return
@@ -357,15 +393,18 @@ def train_theirs(turns, job, options, sft=False):
         counts["slots"] += ids.numel()
     model.register_forward_pre_hook(count, with_kwargs=True)
 
-    def make_trainer(name, mix, *callbacks, **more):
+    def make_trainer(name, mix, sizes, *callbacks, **more):
         common = dict(
             output_dir=str(job.folder / "out"), per_device_train_batch_size=mix.samples,
             gradient_accumulation_steps=mix.accumulation, learning_rate=LR, lr_scheduler_type="constant",
             weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.95, max_grad_norm=1.0, optim="adamw_torch_fused",
-            train_sampling_strategy=options.get("sampling", "random"), gradient_checkpointing=False, bf16=cuda,
+            train_sampling_strategy="sequential", gradient_checkpointing=False, bf16=cuda,
             use_cpu=not cuda, dataloader_num_workers=2 if cuda else 0, save_strategy="no", report_to="none",
             disable_tqdm=True, seed=job.seed, **more)
-        examples = make_examples(chat_table.ChatTable(job.data / name))
+        table = chat_table.ChatTable(job.data / name)
+        numbers = np.concatenate([numbers[np.argsort(-table.lengths[numbers], kind="stable")] if options.get("sorted")
+                                  else numbers for numbers in numbers_of(sizes)])
+        examples = make_examples(table, numbers)
         if sft:
             settings = trl.SFTConfig(**common, max_length=None, padding_free=options.get("flat", False),
                                      dataset_kwargs={"skip_prepare_dataset": True})
@@ -378,14 +417,16 @@ def train_theirs(turns, job, options, sft=False):
         trainer.remove_callback(PrinterCallback)
         return trainer
 
-    trainer = make_trainer("check", CHECK, max_steps=2, logging_steps=1)
+    trainer = make_trainer("check", CHECK, [CHECK.step_samples], max_steps=2, logging_steps=1)
     trainer.train()
     rows = [row for row in trainer.state.log_history if "grad_norm" in row]
     turns.checked = [(row["loss"], row["grad_norm"], int(counts["targets"]) // 2) for row in rows]
     counts.clear()
     del trainer
     gc.collect()
-    make_trainer("samples", job.mix, AtStepEnd(turns), max_steps=10**6, logging_strategy="no").train()
+    sizes = set_sizes(job.mix, job.sets, turns.device)
+    turns.plan = [size // job.mix.step_samples for size in sizes]
+    make_trainer("samples", job.mix, sizes, AtStepEnd(turns), max_steps=10**6, logging_strategy="no").train()
 
 
 def work(pipe, job, who, options):

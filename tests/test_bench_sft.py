@@ -22,16 +22,12 @@ def bench():
 
 @pytest.fixture
 def tiny(bench, monkeypatch):
-    """An epoch of 12 samples is a turn and the warm-up: whatever the order, all ways see the same samples."""
-    import sft_ways
+    """Sets of 12 samples, three steps each."""
     monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
     mix = bench.MIXES["cpu"]["short"].__class__(20, 0.6, 8, 60, 0, 2, 2, STEPS)
-    monkeypatch.setitem(sft_ways.WARM_UP, "cpu", STEPS)
     monkeypatch.setitem(bench.MIXES["cpu"], "short", mix)
     monkeypatch.delitem(bench.LEVERS, "layers compiled")        # takes longer than all else
     monkeypatch.delitem(bench.LEVER_WAYS, "layers compiled")
-    make = sft_ways.make_table
-    monkeypatch.setattr(sft_ways, "make_table", lambda folder, mix, n, *rest: make(folder, mix, min(n, 12), *rest))
     return mix
 
 
@@ -40,11 +36,19 @@ def run(bench, tmp_path, *flags):
     return json.loads(next(tmp_path.glob("*.json")).read_text())
 
 
-def test_ways_train_on_the_same_tokens_and_numbers_follow(bench, tiny, tmp_path):
+def test_ways_train_on_the_same_tokens_and_numbers_follow(bench, tiny, tmp_path, monkeypatch):
     import sft_ways
-    sft_ways.make_table(tmp_path / "table", tiny, 12, 512, SEED)
+    sizes = sft_ways.set_sizes(tiny, 2, bench.torch.device("cpu"))
+    assert sizes == [4, 12, 12]
+    sft_ways.make_table(tmp_path / "table", tiny, sizes, 512, SEED)
     lengths, trained = (np.load(tmp_path / "table" / f"{name}.npy") for name in ("lengths", "trained"))
-    report = run(bench, tmp_path, "--parts", "short,levers")
+    sample, bounds = np.repeat(np.arange(28), lengths), (slice(4, 16), slice(16, 28))
+    sets = [(lengths[b], trained[(sample >= b.start) & (sample < b.stop)].sum()) for b in bounds]
+    assert abs(sets[0][0].sum() - sets[1][0].sum()) < 0.1 * sets[0][0].sum()
+    monkeypatch.setitem(bench.COMPARE, "broken", ("ours", {"packed": 8}))
+    with pytest.raises(SystemExit, match=r"^error: failed: full, short, broken: ValueError: sample \d+ has"):
+        run(bench, tmp_path, "--parts", "short,levers")
+    report = json.loads((tmp_path / "sft_tiny_short_levers-cpu.json").read_text())
     table = report["tables"]["full, short"]
     names = [row[0] for row in table["rows"]]
     assert names == list(bench.COMPARE)
@@ -53,32 +57,36 @@ def test_ways_train_on_the_same_tokens_and_numbers_follow(bench, tiny, tmp_path)
         if sft_ways.trl is None and name.startswith("SFT"):
             assert row[-1] == "not installed"
             continue
+        if name == "broken":
+            assert row[-1].startswith("ValueError: sample ") and row[:-1] == [None] * 7
+            continue
         values = dict(zip(table["columns"][1:], row))
         turns = ways[name]["turns"]
         assert len(turns) == 2
-        if name != "ours, packed":          # whose steps are cut otherwise
-            for turn in turns:
-                assert turn["steps"] == STEPS and turn["samples"] == 12
-                assert turn["tokens"] == lengths.sum() == len(trained) and turn["targets"] == trained.sum()
-                assert turn["pairs"] == sum(n * (n + 1) // 2 for n in lengths)
+        for turn, (own, targets) in zip(turns, sets):
+            assert turn["steps"] == (2 if name == "ours, packed" else STEPS)       # two packs hold them all
+            assert turn["samples"] == 12 and turn["tokens"] == own.sum()
+            assert turn["targets"] == targets and turn["pairs"] == sum(n * (n + 1) // 2 for n in own)
         slots = sum(turn["slots"] for turn in turns)
         seconds, tokens = (sum(turn[key] for turn in turns) for key in ("seconds", "tokens"))
         assert values["tokens/s"] == pytest.approx(tokens / seconds)
         assert values["padding %"] == pytest.approx(100 * (1 - tokens / slots))
-        assert values["trained tokens/step"] * STEPS * 2 == pytest.approx(2 * trained.sum()) or name == "ours, packed"
+        steps = sum(turn["steps"] for turn in turns)
+        assert values["trained tokens/step"] * steps == pytest.approx(sets[0][1] + sets[1][1])
         times[name] = [turn["seconds"] / turn["tokens"] for turn in turns]
         assert values["ours is faster by"] == pytest.approx(np.median(np.divide(times[name], times["ours"])))
     rows = {row[0]: dict(zip(table["columns"][1:], row[1:])) for row in table["rows"]}
     assert rows["ours"]["padding %"] == rows["Trainer, no padding"]["padding %"] == 0 < rows["Trainer"]["padding %"]
+    assert rows["Trainer, by length"]["padding %"] < rows["Trainer"]["padding %"]
     levers = report["tables"]["full, levers"]
     assert [row[0] for row in levers["rows"]] == list(bench.LEVERS)
     assert all(isinstance(value, float) for row in levers["rows"] for value in row[2:])
 
 
-def shifted(table):
+def shifted(table, numbers):
     """The examples, one more token of each sample trained."""
     import sft_ways
-    examples = sft_ways.plain_examples(table)
+    examples = sft_ways.plain_examples(table, numbers)
     for example in examples:
         first = next(i for i, label in enumerate(example["labels"]) if label >= 0)
         example["labels"][first - 1] = example["input_ids"][first - 1]
