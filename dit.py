@@ -6,7 +6,7 @@ and a hierarchy of question, plan and execution are one model. The backbone is t
 2503.09573; adaLN-zero from DiT, arXiv 2212.09748): RoPE, GELU MLP, untied zero-initialised head, no time conditioning,
 so that the modulation is a learned constant.
 
-Module of train_bd3lm.py and sample_bd3lm.py: torch and numpy only, imports nothing of ours.
+Module of train_bd3lm.py and sample_bd3lm.py: torch and numpy only. Copy with it: recomputation.py.
 """
 import math
 import re
@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
+
+import recomputation
 
 HEAD_ROWS = 8192        # logits of so many rows at a time; of more, they are computed again in the backward pass
 TILE = 128              # queries and keys of a tile, flex_attention's unit of work
@@ -206,10 +208,10 @@ class Layer(nn.Module):
 class DiT(nn.Module):
     """The whole network. forward is what training wraps; extend and logits are what the sampler calls."""
 
-    def __init__(self, config, backend="sdpa", recompute=False):
-        """backend: "flex" (on a CPU forward only) or "sdpa". recompute: activation checkpointing of the layers."""
+    def __init__(self, config, backend="sdpa", recompute=None):
+        """backend: "flex" (on a CPU forward only) or "sdpa". recompute: of recomputation.MODES, or None."""
         super().__init__()
-        self.config, self.backend, self.recompute = config, backend, recompute
+        self.config, self.backend, self.call = config, backend, recomputation.caller(recompute)
         size, cond = config.hidden_size, config.cond_size
         self.embed = nn.Embedding(config.vocab_size, size)
         self.condition_in, self.condition_out = nn.Linear(FREQUENCIES, cond), nn.Linear(cond, cond)
@@ -247,10 +249,8 @@ class DiT(nn.Module):
         condition = self.condition()
         for number, layer in enumerate(self.layers):
             mask = clean_mask if number + 1 < len(self.layers) else None
-            if self.recompute and self.training:
-                x = checkpoint(layer, x, condition, cos, sin, n, noisy_mask, mask, use_reentrant=False)
-            else:
-                x = layer(x, condition, cos, sin, n, noisy_mask, mask)
+            given = (x, condition, cos, sin, n, noisy_mask, mask)
+            x = self.call(layer, *given) if self.training else layer(*given)
         return x
 
     def logits(self, hidden):

@@ -3,8 +3,8 @@
 A table without encoding (the counterpart of data.prepare_table and code_cache.ensure_codes: clips' frames come from
 their headers), the report, and all that would stop the run, as one list. Writes nothing but a temporary table.
 
-Copy with it: data.py, code_cache.py, speech_model.py, speech_plan.py, run_samples.py, packing.py, preflight.py and what
-those name.
+Copy with it: data.py, code_cache.py, speech_model.py, speech_plan.py, run_samples.py, packing.py, preflight.py,
+recomputation.py and what those name.
 """
 import os
 import tempfile
@@ -20,6 +20,7 @@ import code_cache
 import higgs
 import higgs_io
 import preflight
+import recomputation
 import run_samples
 import speech_model
 from code_cache import FRAME_RATE, SAMPLE_RATE, CacheIndex, check_length, codec_config, codec_fingerprint, file_keys
@@ -172,7 +173,7 @@ def memory_stages(args, native, ranks, packs, eval_packs):
     parts |= {"activations": kept[worst], "layer": layer[worst], "logits": logits[worst]}
     stages = {name: values[worst] for name, values in stages.items()}
     if len(eval_packs["text"]):     # no gradients: one layer's work, and logits beside their log-softmax
-        one = higgs.activation_bytes(native, eval_packs["text"], eval_packs["audio"], args.bf16, False, stream)[1]
+        one = higgs.activation_bytes(native, eval_packs["text"], eval_packs["audio"], args.bf16, None, stream)[1]
         kept = higgs.logit_bytes(native.config, eval_packs["audio_rows"], eval_packs["text_rows"])[0]
         stages["validation"] = stages["the heads"] - parts["activations"] - parts["logits"] + (one + 2 * kept).max()
     if args.sample_prompts:         # whole weights, whoever has shards of them, and the cache of a batch of prompts
@@ -196,7 +197,7 @@ def memory_lines(args, parts, stages, tokens):
             ("copies", parts["copies"], copies),
             ("reduction", max(parts["reduction"], parts["last reduction"]), "gradients being summed over the GPUs"),
             ("activations", parts["activations"],
-             f"worst pack, {tokens:,} tokens" + ", recomputed by layer" * args.gradient_checkpointing),
+             f"worst pack, {tokens:,} tokens" + recomputation.NOTES[args.gradient_checkpointing]),
             ("logits", parts["logits"], "worst pack, at their peak"),
             ("fixed", parts["fixed"], "CUDA context and libraries: a guess"),
             ("peak estimate", max(stages.values()), f"reached in {max(stages, key=stages.get)}; parts come and go")]

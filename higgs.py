@@ -5,7 +5,7 @@ What changes is the training forward: one flat axis for all samples, hidden stat
 audio rows) so that each FFN of the dual-FFN layers works on a contiguous slice, variable-length attention, heads on
 supervised rows only, no host sync anywhere.
 
-Copy with it: data.py (PackedBatch), higgs_io.py, and what those name.
+Copy with it: data.py (PackedBatch), higgs_io.py, recomputation.py, and what those name.
 """
 import inspect
 
@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
-from torch.utils.checkpoint import checkpoint
 
 import higgs_io  # noqa: F401  (first: it explains a torchaudio that breaks every transformers import)
+import recomputation
 from data import IGNORE, PackedBatch
 
 from transformers.models.higgs_audio_v2.modeling_higgs_audio_v2 import (  # isort: skip
@@ -93,12 +93,12 @@ class PackedDecoderLayer(HiggsAudioV2DecoderLayer):
 class PackedHiggs(nn.Module):
     """What DDP wraps: forward(batch) -> sums, not means, so that any split over ranks and micro-steps adds up.
 
-    net: the native model, or the PeftModel around it. recompute: activation checkpointing of every layer.
+    net: the native model, or the PeftModel around it. recompute: of recomputation.MODES, or None.
     """
 
-    def __init__(self, net, recompute=False):
+    def __init__(self, net, recompute=None):
         super().__init__()
-        self.recompute = recompute
+        self.call = recomputation.caller(recompute)
         self.net = net
         self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]  # listed: not registered twice
         for layer in self.base_model.model.layers:
@@ -120,10 +120,7 @@ class PackedHiggs(nn.Module):
         packed = (n_text, order, batch.seq_index, cos[0], sin[0], batch.cu_seqlens, batch.longest,
                   None if hidden.is_cuda and torch.is_autocast_enabled("cuda") else torch.tensor(batch.seqlens))
         for layer in model.layers:
-            if self.recompute and self.training:
-                hidden = checkpoint(layer, hidden, packed=packed, use_reentrant=False)
-            else:
-                hidden = layer(hidden, packed=packed)
+            hidden = self.call(layer, hidden, packed=packed) if self.training else layer(hidden, packed=packed)
         return model.norm(hidden)
 
     def forward(self, batch: PackedBatch):
@@ -220,8 +217,9 @@ def activation_bytes(model, text, audio, bf16, recompute, stream=None, cuda=True
 
     model: a native model with dtypes and requires_grad as trained, adapters inside; may be on the meta device. text,
     audio: rows of each modality (ints or int arrays). bf16: bfloat16 compute. stream: bytes a value of the residual
-    stream, by default the stored embedding's. cuda=False: what the CPU's kernels keep instead. With recompute
-    (activation checkpointing) a layer keeps its input only; one at a time is whole during the backward pass.
+    stream, by default the stored embedding's. cuda=False: what the CPU's kernels keep instead. With recompute (of
+    recomputation.MODES) a layer keeps its input, and with "selective" what recomputation.keeps; one at a time is whole
+    during the backward pass: the second number is then what it adds, as it takes over what it had kept.
 
     Formula: what each operation saves a row, at c bytes a compute value (2 or 4) and s a stream value: 2 norms with
     their fp32 input (4 H), 1 / rms (4) and, if trained, the normalised rows (s H); attention's q, k, v, output (c each)
@@ -249,6 +247,10 @@ def activation_bytes(model, text, audio, bf16, recompute, stream=None, cuda=True
     one = (text + audio) * row + text * ffn(layer.mlp) + audio * ffn(layer.audio_mlp)
     ends = (text + audio) * (norm(model.model.norm) + 2 * s * d)        # rotary cos and sin are shared by the layers
     kept = (text + audio) * s * h if recompute else one
+    if recompute == "selective":
+        row = (c * d + 4) * heads + product_bytes(attention, c)
+        selected = (text + audio) * row + text * product_bytes(layer.mlp, c) + audio * product_bytes(layer.audio_mlp, c)
+        kept, one = kept + selected, one - selected
     return kept * config.num_hidden_layers + ends, one
 
 
@@ -272,6 +274,12 @@ def linear_input_bytes(linears, c, s, cuda=True):
         elif linear.weight.requires_grad:
             shared = c * width
     return own + shared
+
+
+def product_bytes(module, c):
+    """Bytes a row, at c bytes a value, that selective checkpointing keeps of all matrix products in a module."""
+    shapes = [(m.in_features, m.out_features) for m in module.modules() if isinstance(m, nn.Linear)]
+    return c * sum(outer for inner, outer in shapes if recomputation.keeps_product(inner, outer))
 
 
 def logit_bytes(config, audio_rows, text_rows):

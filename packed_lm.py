@@ -7,9 +7,8 @@ layers that carry state along the axis, and heads that do more than multiply.
 The head works on the rows that predict a trained token, in pieces, so the logits of a batch never stand whole; it does
 so inside the wrapped forward, where FSDP2 has gathered its weight once.
 
-Copy with it: chat_table.py (PackedChats), distill.py, causal_lm.py and what those name.
+Copy with it: chat_table.py (PackedChats), distill.py, causal_lm.py, recomputation.py and what those name.
 """
-import functools
 import inspect
 import math
 
@@ -20,6 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+import recomputation
 from causal_lm import decoder_layers
 from chat_table import PackedChats
 from distill import mixed_loss
@@ -135,11 +135,11 @@ def chunked_loss(hidden, weight, bias, targets, chunk, teacher=(), share=0.0):
 class PackedLM(nn.Module):
     """What DDP and FSDP2 wrap: forward(batch) -> sums, not means, so that any split over ranks and micro-steps adds up.
 
-    net: a causal LM built with attention=ATTENTION, or the PeftModel around it. recompute: activation checkpointing.
-    share: of the teacher's divergence in the loss, where batches have a teacher.
+    net: a causal LM built with attention=ATTENTION, or the PeftModel around it. recompute: of
+    recomputation.MODES, or None. share: of the teacher's divergence in the loss, where batches have a teacher.
     """
 
-    def __init__(self, net, recompute=False, logits=LOGITS, share=0.0):
+    def __init__(self, net, recompute=None, logits=LOGITS, share=0.0):
         super().__init__()
         self.net, self.share = net, share
         self.sums = 5 if share else 2       # how many forward returns
@@ -147,7 +147,7 @@ class PackedLM(nn.Module):
         if recompute:       # as transformers' own switch, whose name depends on the version
             for layer in decoder_layers(self.native):
                 layer.gradient_checkpointing = True
-                layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+                layer._gradient_checkpointing_func = recomputation.caller(recompute)
         self.chunk = max(16, logits // self.native.get_output_embeddings().out_features)
 
     @property

@@ -195,7 +195,8 @@ def check_memory(args, peak, limit):
     if peak <= USABLE * limit:
         return
     fsdp, many = args.parallel == "fsdp", args.gradient_accumulation_steps > 1
-    helps = {"--gradient_checkpointing": not args.gradient_checkpointing, "--bf16": not args.bf16,
+    helps = {"--gradient_checkpointing": not args.gradient_checkpointing,
+             "--gradient_checkpointing all": args.gradient_checkpointing == "selective", "--bf16": not args.bf16,
              "a smaller --max_tokens_per_batch": args.max_tokens_per_batch > 0,
              "a smaller --per_device_train_batch_size":
                  not args.max_tokens_per_batch and args.per_device_train_batch_size > 1,

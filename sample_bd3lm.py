@@ -9,7 +9,7 @@ behind #### (hdp: behind <|answer|>) and compares texts as openai/grade-school-m
 in the text and compares values. NFE is the mean number of network passes a problem needed.
 
 Files to copy with it: gsm8k.py problems.py block_sampler.py bd3lm.py dit.py (its own), checkpoint.py packing.py
-parallel.py tensor_files.py watchdog.py (shared).
+parallel.py tensor_files.py watchdog.py recomputation.py (shared).
 """
 import argparse
 import json

@@ -1,6 +1,7 @@
 """Order and number of steps of a fine-tuning run, and --dry_run: what it will be and take, checked before it is one.
 
-Copy with it: chat.py, chat_table.py, sft_model.py, packing.py, preflight.py and what those name.
+Copy with it: chat.py, chat_table.py, sft_model.py, packing.py, preflight.py, recomputation.py and what those
+name.
 """
 import contextlib
 import tempfile
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
@@ -19,6 +21,7 @@ import checkpoint
 import distill
 import packed_lm
 import preflight
+import recomputation
 import sft_model
 from packing import PackOrder
 from parallel import UserError
@@ -75,13 +78,17 @@ class _KeptByAttention(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def _attention_without_work(cuda):
-    """Layers called within get an attention that only keeps what packed_lm's would; cuda=False: as its CPU path."""
+def _attention_without_work(cuda, select):
+    """Layers called within get an attention that only keeps what packed_lm's would; cuda=False: as its CPU path.
+
+    select: is called with attention's output; its small log-sum-exp is left out.
+    """
     def keep(module, query, key, value, *_, **__):
         q, k, v = (t[0].transpose(0, 1).to(value.dtype) for t in (query, key, value))
         if not (cuda and packed_lm.VARLEN_GQA):
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         out = _KeptByAttention.apply(q, k, v)
+        select(out)
         return (out if cuda else torch.cat([out[:1], out[1:]]))[None], None     # documents are put together
 
     AttentionInterface.register(packed_lm.ATTENTION, keep)
@@ -91,25 +98,44 @@ def _attention_without_work(cuda):
         AttentionInterface.register(packed_lm.ATTENTION, packed_lm.packed_attention)
 
 
-def token_bytes(model, bf16, sharded, cuda=True):
-    """Bytes that autograd keeps of one token from forward to backward -> {"layers", "inputs", "ends", "layer"}.
+class _Selected(TorchDispatchMode):
+    """Calls select with what selective checkpointing keeps of the operators' outputs, attention aside."""
 
-    layers: of all decoder layers; inputs: of what they are called with, which is all that recomputation keeps; ends: of
-    what stands outside them, without the head; layer: of the largest alone. model: PackedLM as trained, on any device,
-    meta as well. sharded: FSDP2, which computes on weights in bfloat16 where autocast only casts them. cuda=False: what
-    the CPU's kernels keep instead. Not counted: casts of weights (preflight.memory_parts has them).
+    def __init__(self, select):
+        super().__init__()
+        self.select = select
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        if recomputation.keeps(op, args):
+            self.select(out)
+        return out
+
+
+def token_bytes(model, bf16, sharded, cuda=True):
+    """Bytes that autograd keeps of one token from forward to backward -> {"layers", "inputs", "selected",
+    "ends", "layer"}.
+
+    layers: of all decoder layers; inputs: of what they are called with, which is all that recomputation keeps;
+    selected: what the selective kind keeps beside it; ends: of what stands outside them, without the head; layer: of
+    the largest alone. model: PackedLM as trained, on any device, meta as well. sharded: FSDP2, which computes on
+    weights in bfloat16 where autocast only casts them. cuda=False: what the CPU's kernels keep instead. Not counted:
+    casts of weights (preflight.memory_parts has them).
 
     Not a formula: the model's own forward runs once on tensors that have shapes but no memory, and every tensor that
     autograd saves is noted, each storage once.
     """
     body, layers = model.native.base_model, causal_lm.decoder_layers(model.native)
-    saved, inputs, bounds = {}, {}, []
+    saved, inputs, selected, bounds = {}, {}, {}, []
 
     def note(tensor, where=saved):
         storage = tensor.untyped_storage()
         if storage.nbytes() % TRIAL == 0 and tensor.dim():
             where.setdefault(storage._cdata, (storage.nbytes(), tensor))        # kept, so that its place is not reused
         return tensor
+
+    def select(tensor):
+        note(tensor, selected)
 
     def enter(_, args, kwargs):
         bounds.append(sum(size for size, _ in saved.values()))
@@ -126,9 +152,9 @@ def token_bytes(model, bf16, sharded, cuda=True):
     try:
         for layer in layers:
             layer.gradient_checkpointing = False
-        with FakeTensorMode(allow_non_fake_inputs=True), _attention_without_work(cuda), \
+        with FakeTensorMode(allow_non_fake_inputs=True), _attention_without_work(cuda, select), \
                 torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), \
-                torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                torch.autocast("cpu", torch.bfloat16, enabled=bf16), _Selected(select):
             weights = {name: torch.empty(p.shape, dtype=torch.bfloat16 if bf16 and sharded else p.dtype,
                                          requires_grad=p.requires_grad) for name, p in body.named_parameters()}
             places = torch.zeros(1, TRIAL, dtype=torch.int64)
@@ -142,7 +168,18 @@ def token_bytes(model, bf16, sharded, cuda=True):
     of_layers = [after - before for before, after in zip(bounds[::2], bounds[1::2])]
     total = sum(size for size, _ in saved.values())
     return {"layers": sum(of_layers) / TRIAL, "inputs": sum(size for size, _ in inputs.values()) / TRIAL,
+            "selected": sum(size for size, _ in selected.values()) / TRIAL,
             "ends": (total - sum(of_layers)) / TRIAL, "layer": max(of_layers) / TRIAL}
+
+
+def kept_bytes(one, layers, recompute):
+    """Of token_bytes' dict -> bytes a token (kept from forward to backward, that a layer at work adds to them).
+
+    layers: how many. recompute: of recomputation.MODES, or None.
+    """
+    selected = one["selected"] if recompute == "selective" else 0
+    kept = one["inputs"] + selected if recompute else one["layers"]
+    return kept + one["ends"], one["layer"] - selected / layers     # a layer computed again takes over what it had kept
 
 
 def memory_stages(args, ranks, model, native, tokens, rows):
@@ -157,10 +194,10 @@ def memory_stages(args, ranks, model, native, tokens, rows):
                                    reshard=args.reshard_after_forward, compute=2 if args.bf16 else 4, casts=casts,
                                    whole=fsdp and args.gradient_accumulation_steps > 1)
     one = token_bytes(model, args.bf16, fsdp)
-    activations = tokens * (one["inputs" if recompute else "layers"] + one["ends"])
-    activations = activations + rows * native.config.hidden_size * (2 if fsdp and args.bf16 else 4)     # of the head
+    kept, layer = kept_bytes(one, len(causal_lm.decoder_layers(native)), recompute)
+    activations = tokens * kept + rows * native.config.hidden_size * (2 if fsdp and args.bf16 else 4)     # of the head
     logits = LOGIT_COPIES[bool(args.distill_topk)] * 4 * np.minimum(rows, model.chunk) * native.config.vocab_size
-    stages = preflight.peak_stages(parts, activations, tokens * one["layer"], logits, recompute)
+    stages = preflight.peak_stages(parts, activations, tokens * layer, logits, recompute)
     worst = int(np.max([stages["the heads"], stages["a layer's backward"]], axis=0).argmax())
     parts |= {"activations": activations[worst], "logits": logits[worst]}
     return parts, {name: values[worst] for name, values in stages.items()}, worst
@@ -206,7 +243,7 @@ def print_plan(args, ranks, model, native, table, train_ids, eval_ids, resume, m
              "optimizer": "two fp32 moments", "copies": "gathered or cast for computing",
              "reduction": "gradients being summed over the GPUs",
              "activations": f"worst pack, {pack_tokens[worst]:,} tokens"
-                            + ", recomputed by layer" * args.gradient_checkpointing,
+                            + recomputation.NOTES[args.gradient_checkpointing],
              "logits": f"one piece of its {rows[worst]:,} trained tokens, at their peak",
              "fixed": "CUDA context and libraries: a guess"}
     limit, (weights, moments) = preflight.gpu_memory(args), checkpoint_bytes(args, native)

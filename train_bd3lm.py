@@ -15,7 +15,8 @@ GSM8K's 7,473, and of 512 packed rows, three problems each, 10,000: such a run m
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
 
 Files to copy with it: dit.py bd3lm.py block_setup.py block_eval.py gsm8k.py problems.py problem_maker.py (its own),
-packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py (shared).
+packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py recomputation.py
+(shared).
 """
 import argparse
 import dataclasses
@@ -40,6 +41,7 @@ import metrics
 import optim
 import parallel
 import preflight
+import recomputation
 import watchdog
 from packing import PackOrder, rank_packs
 from parallel import UserError
@@ -139,7 +141,8 @@ def build_parser():
     g.add_argument("--tf32", action="store_true", help="TF32 for float32 matrix products on CUDA")
     g.add_argument("--attn_backend", choices=("flex", "sdpa"),
                    help="block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU)")
-    g.add_argument("--gradient_checkpointing", action="store_true", help="recompute each layer in the backward pass")
+    g.add_argument("--gradient_checkpointing", nargs="?", const="all", choices=recomputation.MODES,
+                   help=recomputation.HELP)
     g.add_argument("--compile", action="store_true", help="torch.compile each layer")
     g.add_argument("--collective_timeout", type=int, default=600,
                    help="seconds a step may take before the rank that hangs is named and all stop")
@@ -188,6 +191,7 @@ def check_flags(args):
          f"--clip_search_widths {args.clip_search_widths}: widths must lie between 0 and 1")
     need(not args.clip_search_widths or args.eval_data or args.demo or args.validation_split,
          "--clip_search_widths needs validation data")
+    need(not (args.compile and args.gradient_checkpointing == "selective"), recomputation.NOT_COMPILED)
     need(args.hdp_layout == "hierarchical" or args.system == "hdp", "--hdp_layout flat needs --system hdp")
     need(args.hdp_layout == "hierarchical" or not args.pack, "--hdp_layout flat pads each problem: add --no-pack")
     layout = gsm8k.Layout(**{f.name: getattr(args, f.name) for f in dataclasses.fields(gsm8k.Layout)})

@@ -12,7 +12,8 @@ trained is proven against the tokenizer's chat template (chat.py); a template wh
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
 
 Files to copy with it: chat.py chat_table.py distill.py sft_model.py sft_plan.py packed_lm.py causal_lm.py (its own),
-adapters.py packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py (shared).
+adapters.py packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py
+recomputation.py (shared).
 """
 import argparse
 import math
@@ -33,6 +34,7 @@ import metrics
 import optim
 import packed_lm
 import parallel
+import recomputation
 import sft_model
 import sft_plan
 import watchdog
@@ -124,7 +126,8 @@ def build_parser():
     g.add_argument("--cpu_offload", action="store_true", help="fsdp: keep shards and optimizer in host memory (slow)")
     g.add_argument("--bf16", action="store_true", help="bfloat16 compute; a frozen base is stored in bfloat16")
     g.add_argument("--tf32", action="store_true", help="TF32 for float32 matrix products on CUDA")
-    g.add_argument("--gradient_checkpointing", action="store_true", help="recompute each layer in the backward pass")
+    g.add_argument("--gradient_checkpointing", nargs="?", const="all", choices=recomputation.MODES,
+                   help=recomputation.HELP)
     g.add_argument("--compile", action="store_true", help="torch.compile each decoder layer")
     g.add_argument("--collective_timeout", type=int, default=600,
                    help="seconds a step may take before the rank that hangs is named and all stop")
@@ -178,6 +181,7 @@ def check_flags(args, world_size):
          "give one of --eval_data_file and --validation_split, not both")
     need(args.parallel == "fsdp" or (args.reshard_after_forward and not args.cpu_offload),
          "--no-reshard_after_forward and --cpu_offload need --parallel fsdp")
+    need(not (args.compile and args.gradient_checkpointing == "selective"), recomputation.NOT_COMPILED)
     need(not (args.global_batch_size and args.gradient_accumulation_steps),
          "give one of --global_batch_size and --gradient_accumulation_steps")
     need(not (args.global_batch_size and args.max_tokens_per_batch),

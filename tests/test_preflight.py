@@ -97,7 +97,7 @@ def measured_step(model, batch, bf16):
 
 
 STEPS = [(targets, bf16, recompute) for targets in ("", "attention", "attention+audio_mlp", "all-linear")
-         for bf16 in (False, True) for recompute in (False, True)]
+         for bf16 in (False, True) for recompute in (None, "all", "selective")]
 
 
 @pytest.mark.parametrize("targets, bf16, recompute", STEPS)
@@ -118,7 +118,7 @@ def test_activation_bytes_are_what_a_step_keeps(targets, bf16, recompute):
     assert estimate * 0.9 < peak < (estimate + gradients) * 1.03
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [None, "all", "selective"])
 def test_activation_bytes_of_weights_in_bf16(recompute):
     """What FSDP2 computes on: all weights in bf16, the residual stream with them, and nothing for autocast to cast."""
     config, model = small_model("", torch.float32, recompute)

@@ -1,0 +1,47 @@
+"""Activation checkpointing of decoder layers: what of a layer is kept for the backward pass, what is computed again.
+
+"all" keeps a layer's input and computes the whole layer again. "selective" also keeps what is expensive: the outputs of
+attention and of the matrix products; norms, activations, rotary embedding, dropout, casts, and the wide outputs of
+adapters (cheap for their size) are computed again. Gradients are the same bits either way.
+
+Shared module: torch only.
+"""
+import functools
+
+import torch
+from torch.nn.attention import varlen  # noqa: F401  (registers the operator named below)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+MODES = ("all", "selective")
+HELP = ("compute layers again in the backward pass: all of them, or (selective) all but attention and matrix products, "
+        "which costs less time and more memory; the flag alone means all")
+NOTES = {None: "", "all": ", recomputed by layer", "selective": ", all but products and attention recomputed"}
+NOT_COMPILED = ("--gradient_checkpointing selective does not go with --compile: inside a compiled layer "
+                "nothing can be picked out; drop one of the two")
+ATTENTION = {torch.ops.torch_attn._varlen_attn.default,
+             *(getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default
+               for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"))}
+PRODUCTS = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1}      # place of the first matrix
+WIDER = 8       # a product is kept unless its rows grow by more: an adapter's second half, rank to width, does
+
+
+def keeps_product(inner, outer):
+    """Whether selective checkpointing keeps rows of width `outer` that were made from rows of width `inner`."""
+    return outer <= WIDER * inner
+
+
+def keeps(op, args):
+    """Whether selective checkpointing keeps the output of an operator with these arguments."""
+    return keeps_product(*args[PRODUCTS[op] + 1].shape) if op in PRODUCTS else op in ATTENTION
+
+
+def _policy(context, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if keeps(op, args) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def caller(mode):
+    """A function of (layer, its arguments) that calls the layer as a mode of MODES wants it, or plainly for None."""
+    if mode is None:
+        return lambda layer, *args, **kwargs: layer(*args, **kwargs)
+    selective = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)}
+    return functools.partial(checkpoint, use_reentrant=False, **(selective if mode == "selective" else {}))
