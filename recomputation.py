@@ -2,7 +2,8 @@
 
 "all" keeps a layer's input and computes the whole layer again. "selective" also keeps what is expensive: the outputs of
 attention and of the matrix products; norms, activations, rotary embedding, dropout, casts, and the wide outputs of
-adapters (cheap for their size) are computed again. Gradients are the same bits either way.
+adapters (cheap for their size) are computed again, and so is FlexAttention, which is compiled by itself and cannot be
+looked into. Gradients are the same bits either way.
 
 Shared module: torch only.
 """

@@ -316,7 +316,7 @@ def test_packed_rows_train_like_padded_ones():
 def test_chunked_head_and_recomputation_change_nothing(monkeypatch):
     batch = blocks(MIXED, 26, 24)
     inputs, results = noised(batch), []
-    for rows, recompute in ((dit.HEAD_ROWS, False), (4, False), (dit.HEAD_ROWS, True)):
+    for rows, recompute in ((dit.HEAD_ROWS, None), (4, None), (dit.HEAD_ROWS, "all")):
         monkeypatch.setattr(dit, "HEAD_ROWS", rows)
         model = network(recompute=recompute)
         loss = loss_of(model, inputs, batch.n_targets)

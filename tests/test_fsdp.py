@@ -163,11 +163,12 @@ def apart(ours, theirs, relative=False):
 # The same training, however it is shared out
 
 SAME = ["full fsdp 1x12x1", "full fsdp 1x4x3 --gradient_checkpointing", "full ddp 2x2x3", "full fsdp 2x2x3",
-        "full fsdp 2x6x1 --gradient_checkpointing", "full ddp 4x3x1 --gradient_checkpointing",
+        "full fsdp 2x6x1 --gradient_checkpointing selective", "full ddp 4x3x1 --gradient_checkpointing",
         f"full fsdp 4x3x1 {EVERY}", "full fsdp 4x1x3 --gradient_checkpointing",
         "lora fsdp 1x4x3", "lora fsdp 1x12x1 --gradient_checkpointing", f"lora ddp 2x3x2 {EVERY}",
-        "lora fsdp 2x2x3 --gradient_checkpointing", f"lora fsdp 2x3x2 {EVERY}",
-        "lora ddp 4x1x3 --gradient_checkpointing", "lora fsdp 4x1x3", "lora fsdp 4x3x1 --gradient_checkpointing",
+        "lora fsdp 2x2x3 --gradient_checkpointing selective", f"lora fsdp 2x3x2 {EVERY}",
+        "lora ddp 4x1x3 --gradient_checkpointing selective", "lora fsdp 4x1x3",
+        "lora fsdp 4x3x1 --gradient_checkpointing",
         "frozen fsdp 4x3x1", "audio fsdp 2x2x3", "packs fsdp 2x1x1"]
 
 

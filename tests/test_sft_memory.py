@@ -87,11 +87,11 @@ def test_activations_are_what_a_step_keeps(kind, lora, bf16, sharded, recompute)
 
 
 def test_dropout_of_adapters_is_counted():
-    empty, model = built("qwen", True, False, True, False, dropout=0.1)
+    empty, model = built("qwen", True, False, True, None, dropout=0.1)
     kept, _ = real_step(model, batch_of(4, 150, 5), False)
     one = sft_plan.token_bytes(empty, False, True, cuda=False)
     assert 600 * (one["layers"] + one["ends"]) == pytest.approx(kept - 20 * 4 * (96 + 300), rel=0.1)
-    without = sft_plan.token_bytes(built("qwen", True, False, True, False)[0], False, True, cuda=False)
+    without = sft_plan.token_bytes(built("qwen", True, False, True, None)[0], False, True, cuda=False)
     assert one["layers"] > 1.1 * without["layers"]
 
 
@@ -99,7 +99,7 @@ def test_dropout_of_adapters_is_counted():
 @pytest.mark.parametrize("trained", [140, 60])
 def test_logits_are_the_peak_of_many_rows(topk, trained):
     """Whole, and in pieces of which one at a time has logits."""
-    empty, model = built("wide", True, False, True, True, share=0.5 if topk else 0.0)
+    empty, model = built("wide", True, False, True, "all", share=0.5 if topk else 0.0)
     batch = batch_of(2, 150, trained, topk)
     model.chunk = 200
     _, peak = real_step(model, batch, False)
@@ -109,7 +109,7 @@ def test_logits_are_the_peak_of_many_rows(topk, trained):
 
 
 def test_counting_leaves_the_model_as_it_was():
-    empty, model = built("qwen", False, False, True, True)
+    empty, model = built("qwen", False, False, True, "all")
     batch = batch_of(3, 40, 9)
     with torch.no_grad():
         before = model(batch)[0].item()
@@ -122,7 +122,7 @@ def test_counting_leaves_the_model_as_it_was():
 
 def test_what_does_not_belong_to_tokens_is_not_counted(monkeypatch):
     """Weights and their casts: another number of tokens gives the same bytes a token."""
-    empty, _ = built("qwen", False, True, False, False)
+    empty, _ = built("qwen", False, True, False, None)
     one = sft_plan.token_bytes(empty, True, False)
     monkeypatch.setattr(sft_plan, "TRIAL", 2003)
     assert sft_plan.token_bytes(empty, True, False) == one
@@ -130,7 +130,7 @@ def test_what_does_not_belong_to_tokens_is_not_counted(monkeypatch):
 
 def test_flash_attention_keeps_less_than_the_cpu():
     """Grouped keys and values as they are where torch's kernel takes them, and no second output."""
-    empty, _ = built("qwen", False, True, True, False)
+    empty, _ = built("qwen", False, True, True, None)
     cpu, gpu = (sft_plan.token_bytes(empty, True, True, cuda=cuda)["layer"] for cuda in (False, True))
     repeated = 2 * 2 * (6 - 2) * 16 if packed_lm.VARLEN_GQA else 0
     assert cpu - gpu == repeated + 2 * 6 * 16

@@ -45,7 +45,7 @@ COMMON = {"model_size": "nano", "dropout": 0, "block_size": 8, "max_length": 96,
 HDP = "--system hdp --question_budget 48 --plan_budget 32 --execution_budget 64"
 SEARCH = "--clip_search_widths 0.5 --clip_search_batches 2"
 SPLITS = ("ddp 1x4", "ddp 1x2x2 --gradient_checkpointing", "ddp 2x2 --num_workers 1", "ddp 2x1x2", "fsdp 1x4",
-          "fsdp 2x2", "fsdp 2x1x2 --gradient_checkpointing")
+          "fsdp 2x2", "fsdp 2x1x2 --gradient_checkpointing selective")
 
 
 @pytest.fixture(scope="module")

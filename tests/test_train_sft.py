@@ -282,7 +282,7 @@ def test_distillation_is_the_same_for_any_split(shared):
 
 
 @pytest.mark.parametrize("name", ["qwen full ddp 1x4x2 --gradient_checkpointing", "qwen full ddp 2x2x2 --num_workers 1",
-                                  "qwen full fsdp 1x8x1", "qwen full fsdp 2x2x2 --gradient_checkpointing",
+                                  "qwen full fsdp 1x8x1", "qwen full fsdp 2x2x2 --gradient_checkpointing selective",
                                   "qwen full fsdp 2x4x1 --no-reshard_after_forward",
                                   "qwen full fsdp 2x2x2 --cpu_offload"])
 def test_any_split_trains_the_same(shared, name):
@@ -402,7 +402,7 @@ def test_a_loss_that_is_not_finite_is_named(pool, made, tmp_path):
 # Model and loss in pieces
 
 
-def packed_model(folder, recompute=False, attention=packed_lm.ATTENTION):
+def packed_model(folder, recompute=None, attention=packed_lm.ATTENTION):
     """The model of a folder by our own loading, in a PackedLM."""
     native = causal_lm.empty_model(causal_lm.load_config(folder), torch.float32, folder, attention)
     parts = causal_lm.weight_parts(folder, native)
@@ -412,7 +412,7 @@ def packed_model(folder, recompute=False, attention=packed_lm.ATTENTION):
     return packed_lm.PackedLM(native, recompute)
 
 
-@pytest.mark.parametrize("student, recompute", [("qwen", False), ("llama", True), ("window", False)])
+@pytest.mark.parametrize("student, recompute", [("qwen", None), ("llama", "all"), ("window", "selective")])
 def test_packed_is_unpacked(made, data, student, recompute):
     """Losses and every gradient; documents of padding and an order of their own change nothing."""
     table, train, _ = data(student)
@@ -514,11 +514,11 @@ def test_compiled_layers_are_eager_ones(made, data):
 def test_static_packs_compile_no_more_after_two(made, data, method):
     """As --max_tokens_per_batch --compile: numbers and lengths of documents change, graphs do not; backward as well."""
     table, train, _ = data("qwen")
-    model = packed_model(made / "qwen", recompute=method == "lora")
+    model = packed_model(made / "qwen", recompute="all" if method == "lora" else None)
     if method == "lora":
         net = adapters.add_lora(model.native, causal_lm.decoder_layers(model.native), 4, 8, 0.0, "all-linear", "base")
         adapters.init_adapters(net, 1)
-        model = packed_lm.PackedLM(net, recompute=True)
+        model = packed_lm.PackedLM(net, recompute="all")
     torch._dynamo.reset()
     for layer in causal_lm.decoder_layers(model.native):
         layer.compile(backend="aot_eager")
