@@ -6,15 +6,16 @@
 Ours and the straightforward step (plain_block_diffusion.py) train the same problems with the same noise, weights,
 precision and kind of optimizer. Loss and gradient norm of one step must agree, else nothing is measured. Then whole
 optimizer steps take turns: noise, network, loss, clipping, AdamW, averaged weights; rows wait ready-made, as from
-loader processes. On a CPU each choice of ours is then changed alone, in turns, too. On a GPU (or with --batches)
-a sweep follows: micro-batch, attention, compile, packing, with real loaders; first flex and sdpa, compiled and not,
-must agree in loss and gradient norm.
+loader processes. On a CPU both take a step in as many micro-steps; on a GPU the straightforward one, whose logits take
+more memory, in twice as many: the largest micro-batch that we expect to fit. On a CPU each choice of ours is then
+changed alone, in turns, too. On a GPU (or with --batches) a sweep follows: micro-batch, attention, compile, packing,
+with real loaders; first flex and sdpa, compiled and not, must agree in loss and gradient norm.
 
 Problems are random tokens of GSM8K's lengths: log-normal, mean 157 tokens, sigma 0.34 (99th percentile 325; GSM8K's
 lies between 321 and 328), clipped to 40..440, 60 % of each its answer; in proportion with --length. Padded and packed
 steps hold the same problems. Tokens are clean tokens of text: no padding, no noisy copies, no fill.
 
-Writes bench/results/block_diffusion-DEVICE.json after every part; a setting that runs out of memory is recorded.
+Writes bench/results/block_diffusion-DEVICE.json after every round and part; a step that runs out of memory is recorded.
 """
 import argparse
 import contextlib
@@ -139,14 +140,38 @@ def measure_setting(world, args, documents, micro_batch, backend, compiled, pack
 # Ours and the straightforward step in turns, and ours with one choice changed
 
 
-def in_turns(steps, args, device):
-    """{name: [seconds of each round]} of {name: step}; step 0 of each is warm-up (and compiles)."""
-    counts = dict.fromkeys(steps, 0)
+def in_turns(makes, args, device, tell=None):
+    """{name: [seconds of each round]} of {name: function that makes a step}; step 0 is warm-up (and compiles).
+
+    One that runs out of memory has no seconds. tell: called with what is known after every round.
+    """
+    steps, failed, counts = {}, set(), dict.fromkeys(makes, 0)
+
+    def attempt(name, function, *args):
+        """What the function returns; a name that has run out of memory is left out from then on."""
+        try:
+            return None if name in failed else function(*args)
+        except torch.OutOfMemoryError:
+            failed.add(name)
+        steps.pop(name, None)
+        free(device)
 
     def once(name):
-        steps[name](counts[name])
+        attempt(name, lambda: steps[name](counts[name]))
         counts[name] += 1
-    return measure.alternate({name: lambda name=name: once(name) for name in steps}, args.repeats, device)
+    for name, make in makes.items():        # all before the first one compiles: each resets the compiler
+        steps[name] = attempt(name, make)
+
+    def known(seconds):
+        return {name: [] if name in failed else spent for name, spent in seconds.items()}
+    after = (lambda seconds: tell(known(seconds))) if tell else None
+    return known(measure.alternate({name: functools.partial(once, name) for name in makes}, args.repeats, device,
+                                   after=after))
+
+
+def median_and_ratio(spent, ours):
+    """(median, times ours) of two lists of seconds; words where one is empty."""
+    return (statistics.median(spent), measure.ratio(ours, spent)) if spent and ours else (None, "out of memory")
 
 
 def compare(world, args, documents, numbers, report):
@@ -162,21 +187,23 @@ def compare(world, args, documents, numbers, report):
         print(f"check      {way:<16} loss {loss:.6f} | gradient norm {norm:.6f}", flush=True)
     del step
 
-    cuda = world.device.type == "cuda"
-    steps = {"ours, as on a GPU: flex, compiled" if cuda else "ours": our_step(world, args, documents, numbers, backend,
-                                                                               compiled=cuda),
-             "straightforward": plain_step(world, args, documents, numbers),
-             "the same, no logits of the clean half": plain_step(world, args, documents, numbers, True)}
-    seconds = in_turns(steps, args, world.device)
-    ours, tokens = next(iter(seconds.values())), int(documents.tokens[numbers].sum())
-    table = {"columns": ["step", "seconds", "least", "most", "clean tokens/s", "problems/s", "ours is faster by"],
-             "rows": []}
-    for name, spent in seconds.items():
-        m = measure.median(spent)
-        table["rows"].append([name, m["median"], m["least"], m["most"], tokens / m["median"],
-                              len(numbers) / m["median"], measure.ratio(ours, spent)])
-    report["tables"]["steps"] = table
-    show("steps", table)
+    cuda, tokens = world.device.type == "cuda", int(documents.tokens[numbers].sum())
+    own = "ours, as on a GPU: flex, compiled" if cuda else "ours"
+    makes = {own: functools.partial(our_step, world, args, documents, numbers, backend, compiled=cuda),
+             "straightforward": functools.partial(plain_step, world, args, documents, numbers),
+             "the same, no logits of the clean half": functools.partial(plain_step, world, args, documents, numbers,
+                                                                        True)}
+
+    def tell(seconds):
+        table = report["tables"]["steps"] = {"columns": [
+            "step", "seconds", "least", "most", "clean tokens/s", "problems/s", "ours is faster by"], "rows": []}
+        for name, spent in seconds.items():
+            median, times = median_and_ratio(spent, seconds[own])
+            table["rows"].append([name, *[None] * 5, times] if median is None else [
+                name, median, min(spent), max(spent), tokens / median, len(numbers) / median, times])
+        measure.write_report("block_diffusion", report, args.results_dir)
+    in_turns(makes, args, world.device, tell)
+    show("steps", report["tables"]["steps"])
 
 
 def levers(world, args, documents, numbers, report):
@@ -185,12 +212,14 @@ def levers(world, args, documents, numbers, report):
                "logits of every noisy copy": {"forward": head_on_all},
                "one attention, dense mask": {"forward": one_attention}, "layers compiled": {"compiled": True},
                "AdamW not fused": {"fused": False}, "no averaged weights": {"averaged": False}}
-    steps = {name: our_step(world, args, documents, numbers, "sdpa", **change) for name, change in changes.items()}
-    seconds = in_turns(steps, args, world.device)
+    makes = {name: functools.partial(our_step, world, args, documents, numbers, "sdpa", **change)
+             for name, change in changes.items()}
+    seconds = in_turns(makes, args, world.device)
     table = {"columns": ["changed", "seconds a step", "times ours"], "rows": [
-        [name, statistics.median(spent), measure.ratio(seconds["ours"], spent)] for name, spent in seconds.items()]}
+        [name, *median_and_ratio(spent, seconds["ours"])] for name, spent in seconds.items()]}
     report["tables"]["levers"] = table
     show("levers", table)
+    measure.write_report("block_diffusion", report, args.results_dir)
 
 
 def host_costs(args, device, report, problems=128):
@@ -231,7 +260,8 @@ def show(name, table):
     """Print a table in aligned columns."""
     print(f"{name:<10} " + " | ".join(table["columns"]))
     for first, *values in table["rows"]:
-        print(f"{'':<10} {first:<40} " + " | ".join(f"{v:>10,.3f}" for v in values), flush=True)
+        print(f"{'':<10} {first:<40} " + " | ".join(
+            f"{v:>10,.3f}" if isinstance(v, float) else f"{v or '':>10}" for v in values), flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -317,8 +347,8 @@ def main(argv=None):
     parser.add_argument("--length", type=int, default=512, help="clean tokens of a row; a multiple of 16")
     parser.add_argument("--problems", type=int, default=512 if cuda else 8, help="of an optimizer step")
     parser.add_argument("--micro_steps", type=int, default=4 if cuda else 1, help="of our step")
-    parser.add_argument("--plain_micro_steps", type=int, default=8 if cuda else 2,
-                        help="of the straightforward step, whose logits take more memory")
+    parser.add_argument("--plain_micro_steps", type=int, default=8 if cuda else 1,
+                        help="of the straightforward step, whose logits take more memory (on 2 cores 9 GiB in all)")
     parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",") if n],
                         default="64,128,192,256" if cuda else "",
                         help="sweep: problems of a micro-step, comma-separated")

@@ -123,6 +123,19 @@ def test_out_of_memory_and_out_of_time_are_recorded(bench, on_cpu, tmp_path, mon
         assert [(r["micro_batch"], r["error"]) for r in results] == [(2, error), (4, error), (2, error)]
 
 
+def test_a_step_without_memory_is_left_out_and_the_others_take_their_turns(bench):
+    told, args = [], bench.argparse.Namespace(repeats=2)
+
+    def full(number):
+        if number == wrong:
+            raise torch.OutOfMemoryError
+    for wrong in "make", 0, 1:
+        makes = {"ours": lambda: lambda number: None, "big": lambda: full("make") or full}
+        seconds = bench.in_turns(makes, args, torch.device("cpu"), told.append)
+        assert seconds["big"] == [] and len(seconds["ours"]) == 2 and len(told.pop()["ours"]) == 2
+        assert bench.median_and_ratio(seconds["big"], seconds["ours"]) == (None, "out of memory")
+
+
 def test_problems_have_gsm8ks_lengths_and_fill_rows_alike(bench):
     documents = bench.make_documents(7473, 512, 0)
     tokens = documents.tokens

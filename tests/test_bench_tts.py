@@ -2,6 +2,7 @@
 import functools
 import json
 import multiprocessing
+import re
 import sys
 
 import numpy as np
@@ -17,6 +18,7 @@ from packing import PackOrder
 
 sys.path.insert(0, str(ROOT / "bench"))     # its processes import it by name
 
+import profile_step  # noqa: E402
 import tts  # noqa: E402
 import tts_ways  # noqa: E402
 
@@ -128,3 +130,21 @@ def test_compiled_layers_meet_packs_of_one_budget_with_no_new_graph(folder):
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert len(shapes) == 5 and len({shape[2] for shape in shapes}) > 2
     assert 0 < graphs[0] < graphs[1] == graphs[4]
+
+
+def test_a_profile_counts_the_operators_of_a_step_and_accounts_for_all_its_time(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    profile_step.main(["tts", "--shape", "tiny", "--steps", "2", "--results_dir", str(tmp_path)])
+    text = (tmp_path / "profile-tts-cpu.txt").read_text()
+    assert "`python bench/profile_step.py tts --shape tiny --steps 2`" in text
+    wall = float(re.search(r"under the profiler ([\d,.]+) ms", text)[1].replace(",", ""))
+    shares = re.findall(r"^ *([\d,.]+) ms +(-?[\d.]+) %   (.+)$", text, re.M)
+    assert {"matrix products", "attention", "outside operators (Python)"} <= {name for *_, name in shares}
+    assert sum(float(share) for _, share, _ in shares) == pytest.approx(100, abs=1)
+    assert sum(float(spent.replace(",", "")) for spent, *_ in shares) == pytest.approx(wall, abs=1)
+    calls = {name: int(count.replace(",", "")) for count, name in re.findall(r"([\d,]+)   (aten::\S+)$", text, re.M)}
+    assert calls["aten::_log_softmax"] == 2 and calls["aten::argmax"] == 1      # two heads; ends of speech
+    attention = calls["aten::_scaled_dot_product_flash_attention_for_cpu"]
+    assert attention == 2 * 4               # layers, samples of a pack
+    assert profile_step.group_of("void cutlass::device_kernel<flash::enable_sm90>") == "attention"
+    assert profile_step.group_of("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT") == "matrix products"
