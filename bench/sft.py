@@ -231,6 +231,8 @@ def main(argv=None):
     parser.add_argument("--methods", default="full", help="full or lora or both, comma-separated")
     parser.add_argument("--parts", help="short, long, levers, steps64, comma-separated (default: short,long and, on a "
                                         "GPU, steps64, else levers)")
+    parser.add_argument("--ways", type=lambda text: [int(n) for n in text.split(",")], help="short, long: numbers of "
+                        "the ways to compare, from 0, comma-separated; ours, 0, is always among them (default: all)")
     parser.add_argument("--rounds", type=int, help="turns of each way (default: 2 on a GPU, else 3)")
     parser.add_argument("--minutes", type=float, default=9, help="no process begins later; it is recorded as not run")
     parser.add_argument("--seed", type=int, default=42, help="of weights, samples and their order")
@@ -261,7 +263,8 @@ def main(argv=None):
         for method in args.methods.split(","):
             for part in parts.split(","):
                 mix = STEPS64 if part == "steps64" else mixes.get(part, mixes["short"])
-                ways = {"levers": LEVER_WAYS, "steps64": STEPS64_WAYS}.get(part, COMPARE)
+                chosen = {way: how for i, (way, how) in enumerate(COMPARE.items()) if i in (0, *(args.ways or [i]))}
+                ways = {"levers": LEVER_WAYS, "steps64": STEPS64_WAYS}.get(part, chosen)
                 turns, name = 1 if part == "steps64" else rounds, f"{method}, {part}"
                 job = argparse.Namespace(folder=folder, data=folder / f"{method}-{part}", method=method, mix=mix,
                                          sets=1 if cuda else turns, seed=args.seed)
