@@ -22,7 +22,8 @@ NOT_COMPILED = ("--gradient_checkpointing selective does not go with --compile: 
 ATTENTION = {torch.ops.torch_attn._varlen_attn.default,
              *(getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default
                for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"))}
-PRODUCTS = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1}      # place of the first matrix
+PRODUCTS = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1,       # place of the first matrix
+            torch.ops.aten._scaled_mm.default: 0}
 WIDER = 8       # a product is kept unless its rows grow by more: an adapter's second half, rank to width, does
 
 

@@ -1,7 +1,7 @@
 """The student as the trainer's flags want it: checked, empty, with adapters, sharded, loaded, saved.
 
-Copy with it: packed_lm.py, causal_lm.py, adapters.py, tensor_files.py, parallel.py, optim.py, checkpoint.py and what
-those name.
+Copy with it: packed_lm.py, causal_lm.py, adapters.py, tensor_files.py, parallel.py, optim.py, checkpoint.py,
+float8.py and what those name.
 """
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch
 import adapters
 import causal_lm
 import checkpoint
+import float8
 import optim
 import packed_lm
 import parallel
@@ -21,6 +22,7 @@ def check_device(args, device):
     """Raise UserError when this GPU cannot do what the flags ask for."""
     if args.bf16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         raise UserError(f"--bf16: {torch.cuda.get_device_name(device)} has no bfloat16; drop the flag")
+    float8.check_device(args, device)
 
 
 def length_limit(args, config):
@@ -76,6 +78,8 @@ def build_model(world, args, folder, resume):
         adapters.load_adapters(model.net, resume)
     elif args.use_lora:
         adapters.init_adapters(model.net, args.seed)
+    if args.float8:
+        float8.convert(layers)
     model.train()
     return model, model if args.parallel == "fsdp" else parallel.wrap_ddp(model, world), native
 

@@ -1,7 +1,7 @@
 """The Higgs-Audio V2 model as the trainer's flags want it: checked, empty, with adapters, sharded, loaded, saved.
 
-Copy with it: higgs.py, higgs_io.py, lora.py, adapters.py, tensor_files.py, parallel.py, optim.py, checkpoint.py and
-what those name.
+Copy with it: higgs.py, higgs_io.py, lora.py, adapters.py, tensor_files.py, parallel.py, optim.py, checkpoint.py,
+float8.py and what those name.
 """
 import json
 from pathlib import Path
@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 import checkpoint
+import float8
 import higgs
 import higgs_io
 import lora
@@ -24,6 +25,7 @@ def check_device(args, device):
     """Raise UserError when this GPU cannot do what the flags ask for."""
     if args.bf16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         raise UserError(f"--bf16: {torch.cuda.get_device_name(device)} has no bfloat16; drop the flag")
+    float8.check_device(args, device)
 
 
 def find_checkpoints(args):
@@ -75,6 +77,8 @@ def build_model(world, args, folder, config, resume):
         adapters.load_adapters(net, resume)
     elif args.use_lora:
         adapters.init_adapters(net, args.seed)
+    if args.float8:
+        float8.convert(native.model.layers)
     model.train()
     return model, model if args.parallel == "fsdp" else parallel.wrap_ddp(model, world), native
 

@@ -13,7 +13,7 @@ SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue
 
 Files to copy with it: chat.py chat_table.py distill.py sft_model.py sft_plan.py packed_lm.py causal_lm.py (its own),
 adapters.py packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py
-recomputation.py (shared).
+recomputation.py float8.py (shared).
 """
 import argparse
 import math
@@ -30,6 +30,7 @@ import causal_lm
 import chat
 import chat_table
 import checkpoint
+import float8
 import metrics
 import optim
 import packed_lm
@@ -128,6 +129,8 @@ def build_parser():
     g.add_argument("--tf32", action="store_true", help="TF32 for float32 matrix products on CUDA")
     g.add_argument("--gradient_checkpointing", nargs="?", const="all", choices=recomputation.MODES,
                    help=recomputation.HELP)
+    g.add_argument("--float8", action="store_true", help="lora: products with frozen weights in float8 (on a CPU slow, "
+                   "to try it)")
     g.add_argument("--compile", action="store_true", help="torch.compile each decoder layer")
     g.add_argument("--collective_timeout", type=int, default=600,
                    help="seconds a step may take before the rank that hangs is named and all stop")
@@ -181,6 +184,7 @@ def check_flags(args, world_size):
          "give one of --eval_data_file and --validation_split, not both")
     need(args.parallel == "fsdp" or (args.reshard_after_forward and not args.cpu_offload),
          "--no-reshard_after_forward and --cpu_offload need --parallel fsdp")
+    float8.check_flags(args, need)
     need(not (args.compile and args.gradient_checkpointing == "selective"), recomputation.NOT_COMPILED)
     need(not (args.global_batch_size and args.gradient_accumulation_steps),
          "give one of --global_batch_size and --gradient_accumulation_steps")

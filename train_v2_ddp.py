@@ -14,7 +14,7 @@ SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue
 
 Files to copy with it: data.py chatml.py code_cache.py speech_model.py speech_plan.py dry_run.py higgs.py higgs_io.py
 higgs_export.py lora.py speak.py run_samples.py (its own), adapters.py packing.py parallel.py optim.py checkpoint.py
-tensor_files.py watchdog.py metrics.py preflight.py recomputation.py (shared).
+tensor_files.py watchdog.py metrics.py preflight.py recomputation.py float8.py (shared).
 """
 import argparse
 import math
@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 import checkpoint
 import dry_run
+import float8
 import higgs
 import higgs_io
 import lora
@@ -131,6 +132,8 @@ def build_parser():
     g.add_argument("--tf32", action="store_true", help="TF32 for float32 matrix products on CUDA")
     g.add_argument("--gradient_checkpointing", nargs="?", const="all", choices=recomputation.MODES,
                    help=recomputation.HELP)
+    g.add_argument("--float8", action="store_true", help="lora: products with frozen weights in float8 (on a CPU slow, "
+                   "to try it)")
     g.add_argument("--compile", action="store_true", help="torch.compile each decoder layer")
     g.add_argument("--collective_timeout", type=int, default=600,
                    help="seconds a step may take before the rank that hangs is named and all stop")
@@ -200,6 +203,7 @@ def check_flags(args, world_size):
          "--eval_ranks rank0 does not go with --parallel fsdp: every forward there needs all ranks; drop it")
     need(args.parallel == "fsdp" or (args.reshard_after_forward and not args.cpu_offload),
          "--no-reshard_after_forward and --cpu_offload need --parallel fsdp")
+    float8.check_flags(args, need)
     need(not (args.compile and args.gradient_checkpointing == "selective"), recomputation.NOT_COMPILED)
     args.eval_ranks = args.eval_ranks or ("rank0" if args.parallel == "ddp" else "all")
     if args.max_tokens_per_batch:

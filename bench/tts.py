@@ -62,8 +62,11 @@ LEVERS = [("packed to a token budget", {"packed": True}, "cpu"),
           ("dual FFN by boolean masks", {"masks": True}),
           ("heads on all rows", {"all_rows": True}),
           ("AdamW foreach", {"foreach": True}),
-          ("gradient checkpointing", {"recompute": True}),
+          ("gradient checkpointing", {"recompute": "all"}),
+          ("selective checkpointing", {"recompute": "selective"}),
           ("frozen weights in float32", {"float32": True}, "cuda"),
+          ("frozen weights in float8", {"float8": True}, "cuda"),
+          ("frozen weights in float8, layers compiled", {"float8": True, "compile": True}, "cuda"),
           ("FSDP2", {"fsdp": "reshard"}, "cuda"),
           ("FSDP2, layers kept", {"fsdp": "keep"}, "cuda")]
 TOLERANCE = {False: (1e-5, 1e-4), True: (5e-3, 0.1)}       # loss and gradients, relative, in float32 and in bf16

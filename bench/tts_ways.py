@@ -19,6 +19,7 @@ from torch.utils.data import Subset
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import float8  # noqa: E402
 import higgs  # noqa: E402
 import higgs_io  # noqa: E402
 import lora  # noqa: E402
@@ -313,11 +314,13 @@ def train_ours(way, folder, device, rounds):
     ids, table = ids_of(folder), Table(folder / "table")
     alone = parallel.World(device=device)
     net = build(way, folder, device)
-    model = higgs.PackedHiggs(net, bool(way.get("recompute")))
+    model = higgs.PackedHiggs(net, way.get("recompute"))
     native, config = model.base_model, model.base_model.config
     if way.get("masks"):
         for layer in native.model.layers:
             layer.__class__ = MaskedLayer
+    if way.get("float8"):
+        float8.convert(native.model.layers)
     if way.get("compile"):
         for layer in native.model.layers:
             layer.compile()

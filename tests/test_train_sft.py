@@ -60,6 +60,7 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("students")
     chats.student(folder / "qwen")
     chats.student(folder / "llama", "llama")
+    chats.student(folder / "sixteen", hidden_size=48, intermediate_size=64, head_dim=16)
     chats.student(folder / "window", use_sliding_window=True, sliding_window=6, max_window_layers=1)
     records = chats.alternatives(24, chats.tokenizer())         # without --distill_topk they change nothing
     (folder / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -279,6 +280,18 @@ def test_distillation_is_the_same_for_any_split(shared):
     assert_same_run(shared("llama distill fsdp 2x4x1 --gradient_checkpointing"), shared("llama distill ddp 1x8x1"))
     packs = "--max_tokens_per_batch 160"
     assert_same_run(shared(f"llama distill ddp 1x4x2 {packs}"), shared(f"llama distill fsdp 2x4x1 {packs}"))
+
+
+def test_float8_trains_nearly_what_bf16_does_and_the_same_on_two_ranks(shared):
+    """Files as without it: only the frozen base is rounded, and only in memory."""
+    plain, one, two = (shared(f"sixteen lora ddp {flags}") for flags in (
+        "1x8x1 --bf16", "1x8x1 --bf16 --float8", "2x2x2 --bf16 --float8"))
+    losses = [run.metrics("train/loss") for run in (plain, one, two)]
+    assert losses[1] != losses[0] and losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert losses[2] == pytest.approx(losses[1], rel=2e-3)
+    adapters_of = [tensors(run) for run in (plain, one, two)]
+    assert adapters_of[0].keys() == adapters_of[1].keys() == adapters_of[2].keys()
+    assert all(tensor.dtype == torch.float32 for tensor in adapters_of[1].values())
 
 
 @pytest.mark.parametrize("name", ["qwen full ddp 1x4x2 --gradient_checkpointing", "qwen full ddp 2x2x2 --num_workers 1",
