@@ -10,9 +10,28 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import Linear
 
 import tensor_files
 from parallel import UserError
+
+
+class AddingLinear(Linear):
+    """PEFT's LoRA linear layer whose update is added by the matrix product that makes it.
+
+    PEFT's own forward writes the update, scales it and adds it: three more passes over memory as wide as the output,
+    which at rank 16 take longer than the products. Same numbers but for rounding, same names and files.
+    """
+
+    def forward(self, x, *args, **kwargs):
+        """x (..., in_features) -> (..., out_features); anything but plain training or inference is PEFT's."""
+        if self.disable_adapters or self.merged or args or kwargs:
+            return super().forward(x, *args, **kwargs)
+        rows = x.reshape(-1, x.shape[-1])       # in-place addition to a view would copy the gradient
+        out = self.base_layer(rows)
+        low = self.lora_A["default"](self.lora_dropout["default"](rows)).to(out.dtype)
+        out.addmm_(low, self.lora_B["default"].weight.to(out.dtype).t(), alpha=self.scaling["default"])
+        return out.view(*x.shape[:-1], -1)
 
 
 def add_lora(model, layers, rank, alpha, dropout, targets, base_name):
@@ -37,14 +56,18 @@ def add_lora(model, layers, rank, alpha, dropout, targets, base_name):
 
 
 def attach(model, config, base_name=None, autocast=True):
-    """Wrap a model as a peft LoraConfig says; adapters in fp32, the base frozen. autocast: it will run under that."""
+    """Wrap a model as a peft LoraConfig says; adapters in fp32, the base frozen.
+
+    autocast: it will run under that, or all in fp32; else PEFT casts the inputs itself.
+    """
     with warnings.catch_warnings():     # peft asks transformers in a way that newer transformers finds old
         warnings.simplefilter("ignore", FutureWarning)
         wrapped = get_peft_model(model, config)
     config.base_model_name_or_path = base_name      # now: get_peft_model overwrites it with the local folder
     for module in wrapped.modules():
-        if autocast and hasattr(module, "cast_input_dtype_enabled"):    # PEFT need not cast inputs to fp32 first
-            module.cast_input_dtype_enabled = False
+        if autocast and type(module) is Linear:
+            module.cast_input_dtype_enabled = False     # PEFT need not cast inputs to fp32 first
+            module.__class__ = AddingLinear
     return wrapped
 
 

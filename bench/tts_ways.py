@@ -154,11 +154,12 @@ class MaskedLayer(higgs.PackedDecoderLayer):
         attn, audio = self.self_attn, torch.arange(len(hidden_states), device=hidden_states.device) >= n_text
         normed = hidden_states.masked_scatter(audio[:, None], self.audio_input_layernorm(hidden_states[audio]))
         normed = normed.masked_scatter(~audio[:, None], self.input_layernorm(hidden_states[~audio]))
-        q, k, v = (higgs.Permute.apply(project(normed), seq_index, order).view(len(normed), -1, attn.head_dim)
+        normed = higgs.Permute.apply(normed, seq_index, order)
+        q, k, v = (project(normed).view(len(normed), -1, attn.head_dim)
                    for project in (attn.q_proj, attn.k_proj, attn.v_proj))
         q, k = apply_rotary_pos_emb(q, k, cos, sin)
         out = higgs.packed_attention(q.to(v.dtype), k.to(v.dtype), v, cu_seqlens, longest, seqlens)
-        out = attn.o_proj(higgs.Permute.apply(out.reshape(len(normed), -1), order, seq_index))
+        out = higgs.Permute.apply(attn.o_proj(out.reshape(len(normed), -1)), order, seq_index)
         hidden_states = hidden_states + out
         text_rows = self.post_attention_layernorm(hidden_states[~audio])
         audio_rows = self.audio_post_attention_layernorm(hidden_states[audio])

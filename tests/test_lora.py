@@ -8,7 +8,8 @@ import pytest
 import speech
 import torch
 from conftest import ROOT
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import Linear
 from safetensors.torch import load_file, save_file
 from transformers import HiggsAudioV2ForConditionalGeneration
 
@@ -130,6 +131,41 @@ def test_adapters_are_fp32_on_a_bf16_base(tiny, data):
     assert len(grads) == 20 and all(g.dtype == torch.float32 and g.any() for g in grads)
     expected = speech.total(higgs.PackedHiggs(base(tiny)), collate(samples, ids))
     torch.testing.assert_close(loss, expected, rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(7, 48), (2, 3, 48)])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_adding_in_the_product_equals_pefts_own_forward(shape, bf16):
+    torch.manual_seed(0)
+    holder = torch.nn.ModuleDict({"proj": torch.nn.Linear(48, 80, bias=False)})
+    net = adapters.attach(holder, LoraConfig(r=4, lora_alpha=12, target_modules=["proj"], lora_dropout=0.25))
+    layer = net.base_model.model["proj"].train()
+    assert type(layer) is adapters.AddingLinear
+    torch.nn.init.normal_(layer.lora_B["default"].weight)
+    weights, x = [layer.lora_A["default"].weight, layer.lora_B["default"].weight], torch.randn(shape)
+    grad = torch.randn(*shape[:-1], 80)
+    if bf16:
+        layer.base_layer.to(torch.bfloat16)
+        grad = grad.to(torch.bfloat16)
+
+    def run():
+        torch.manual_seed(1)        # of the dropout
+        inputs = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            out = layer(inputs)
+        return [out, *torch.autograd.grad(out, [inputs, *weights], grad)]
+
+    ours = run()
+    layer.__class__ = Linear
+    expected = run()
+    for found, wanted in zip(ours, expected, strict=True):
+        assert found.dtype == wanted.dtype and found.shape == wanted.shape
+        torch.testing.assert_close(found, wanted, rtol=0, atol=(0.02 if bf16 else 1e-6) * wanted.abs().max().item())
+    assert ours[0].shape == (*shape[:-1], 80)
+    layer.__class__ = adapters.AddingLinear
+    with net.disable_adapter():
+        bare = layer(x.to(layer.base_layer.weight.dtype))
+    assert torch.equal(bare, layer.base_layer(x.to(bare.dtype)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
