@@ -163,7 +163,8 @@ def memory_stages(args, native, ranks, packs, eval_packs):
     fsdp, recompute, compute = args.parallel == "fsdp", args.gradient_checkpointing, 2 if args.bf16 else 4
     parts = preflight.memory_parts(
         higgs.unit_sizes(native), world=ranks, sharded=fsdp, offload=args.cpu_offload, compute=compute,
-        reshard=args.reshard_after_forward, casts=higgs.cast_bytes(native) if args.bf16 and not fsdp else 0,
+        reshard=args.reshard_after_forward,
+        casts=higgs.cast_bytes(native, recompute) if args.bf16 and not fsdp else 0,
         whole=fsdp and args.gradient_accumulation_steps > 1)
     stream = 2 if fsdp and args.bf16 else None
     kept, layer = higgs.activation_bytes(native, packs["text"], packs["audio"], args.bf16, recompute, stream)

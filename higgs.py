@@ -293,9 +293,13 @@ def logit_bytes(config, audio_rows, text_rows):
     return audio + text, np.maximum(2 * (audio + text), np.maximum(audio + 3 * text, 3 * audio))
 
 
-def cast_bytes(model):
-    """Bytes of the bf16 copies that autocast makes of fp32 weights in linear layers and holds to the end of forward."""
-    linears = [m for m in model.modules() if isinstance(m, nn.Linear) and m.weight.dtype == torch.float32]
+def cast_bytes(model, recompute):
+    """Bytes of the bf16 copies of fp32 weights in linear layers that are held to the end of forward.
+
+    Autocast makes and keeps them; B of an adapter is cast by its layer, whose recomputation frees that copy.
+    """
+    linears = [m for name, m in model.named_modules() if isinstance(m, nn.Linear)
+               and m.weight.dtype == torch.float32 and not (recompute and ".lora_B." in name)]
     return 2 * sum(m.weight.numel() for m in linears)
 
 
