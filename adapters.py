@@ -27,11 +27,11 @@ class AddingLinear(Linear):
         """x (..., in_features) -> (..., out_features); anything but plain training or inference is PEFT's."""
         if self.disable_adapters or self.merged or args or kwargs:
             return super().forward(x, *args, **kwargs)
-        rows = x.reshape(-1, x.shape[-1])       # in-place addition to a view would copy the gradient
+        rows = x.flatten(0, -2)       # in-place addition to a view would copy the gradient
         out = self.base_layer(rows)
         low = self.lora_A["default"](self.lora_dropout["default"](rows)).to(out.dtype)
         out.addmm_(low, self.lora_B["default"].weight.to(out.dtype).t(), alpha=self.scaling["default"])
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], out.shape[-1])
 
 
 def add_lora(model, layers, rank, alpha, dropout, targets, base_name):
