@@ -188,8 +188,10 @@ def memory_stages(args, ranks, model, native, tokens, rows):
     native: the empty model as trained. tokens, rows: (packs,) of each pack, padding included, and trained ones.
     """
     fsdp, recompute = args.parallel == "fsdp", args.gradient_checkpointing
-    casts = 0 if fsdp or not args.bf16 else 2 * sum(p.numel() for p in native.parameters()
-                                                    if p.dtype == torch.float32 and p.ndim > 1)
+    # recomputing frees the copy of an adapter's B, which its layer makes itself
+    cast = [p for name, p in native.named_parameters() if p.dtype == torch.float32 and p.ndim > 1
+            and not (recompute and ".lora_B." in name)]
+    casts = 0 if fsdp or not args.bf16 else 2 * sum(p.numel() for p in cast)
     parts = preflight.memory_parts(unit_sizes(native), world=ranks, sharded=fsdp, offload=args.cpu_offload,
                                    reshard=args.reshard_after_forward, compute=2 if args.bf16 else 4, casts=casts,
                                    whole=fsdp and args.gradient_accumulation_steps > 1)
