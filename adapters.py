@@ -22,6 +22,7 @@ class AddingLinear(Linear):
     PEFT's own forward writes the update, scales it and adds it: three more passes over memory as wide as the output,
     which at rank 16 take longer than the products. Same numbers but for rounding, same names and files.
     """
+    adds_in_place = True        # False copies the base's output first: recomputation may have kept it
 
     def forward(self, x, *args, **kwargs):
         """x (..., in_features) -> (..., out_features); anything but plain training or inference is PEFT's."""
@@ -30,7 +31,8 @@ class AddingLinear(Linear):
         rows = x.flatten(0, -2)       # in-place addition to a view would copy the gradient
         out = self.base_layer(rows)
         low = self.lora_A["default"](self.lora_dropout["default"](rows)).to(out.dtype)
-        out.addmm_(low, self.lora_B["default"].weight.to(out.dtype).t(), alpha=self.scaling["default"])
+        add = out.addmm_ if self.adds_in_place else out.addmm
+        out = add(low, self.lora_B["default"].weight.to(out.dtype).t(), alpha=self.scaling["default"])
         return out.view(*x.shape[:-1], out.shape[-1])
 
 

@@ -99,6 +99,7 @@ class PackedHiggs(nn.Module):
     def __init__(self, net, recompute=None):
         super().__init__()
         self.call = recomputation.caller(recompute)
+        recomputation.leave_products(net, recompute)
         self.net = net
         self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]  # listed: not registered twice
         for layer in self.base_model.model.layers:

@@ -144,6 +144,7 @@ class PackedLM(nn.Module):
         self.net, self.share = net, share
         self.sums = 5 if share else 2       # how many forward returns
         self._native = [net.get_base_model() if hasattr(net, "peft_config") else net]   # listed: not registered twice
+        recomputation.leave_products(net, recompute)
         if recompute:       # as transformers' own switch, whose name depends on the version
             for layer in decoder_layers(self.native):
                 layer.gradient_checkpointing = True

@@ -41,6 +41,13 @@ def _policy(context, op, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if keeps(op, args) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def leave_products(model, mode):
+    """Have adapters in a model (adapters.AddingLinear) leave the products of other layers as they are if mode keeps."""
+    for module in model.modules():
+        if mode == "selective" and hasattr(module, "adds_in_place"):
+            module.adds_in_place = False
+
+
 def caller(mode):
     """A function of (layer, its arguments) that calls the layer as a mode of MODES wants it, or plainly for None."""
     if mode is None:
