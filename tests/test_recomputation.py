@@ -20,8 +20,9 @@ class Executed(LiveBytes):
         self.counts = Counter()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        self.counts["products"] += op in recomputation.PRODUCTS
-        self.counts["kept products"] += op in recomputation.PRODUCTS and recomputation.keeps(op, args)
+        product = torch.ops.aten.addmm.default if op == torch.ops.aten.addmm_.default else op     # adapters, in place
+        self.counts["products"] += product in recomputation.PRODUCTS
+        self.counts["kept products"] += product in recomputation.PRODUCTS and recomputation.keeps(product, args)
         self.counts["attention"] += op in recomputation.ATTENTION
         return super().__torch_dispatch__(op, types, args, kwargs)
 
