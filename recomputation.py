@@ -50,7 +50,7 @@ def leave_products(model, mode):
 
 def caller(mode):
     """A function of (layer, its arguments) that calls the layer as a mode of MODES wants it, or plainly for None."""
-    if mode is None:
+    if not mode:
         return lambda layer, *args, **kwargs: layer(*args, **kwargs)
     selective = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)}
     return functools.partial(checkpoint, use_reentrant=False, **(selective if mode == "selective" else {}))

@@ -67,7 +67,7 @@ def build(world, args, backend, compiled, dropout=0.1):
     """(DiT, what to call, bd3lm.Average), as the trainer makes them."""
     torch._dynamo.reset()       # after 8 shapes of one function dynamo would give up compiling it
     flags = argparse.Namespace(parallel="ddp", attn_backend=backend, compile=compiled, seed=args.seed, dropout=dropout,
-                               model_size=args.size, gradient_checkpointing=False, ema_decay=0.9999)
+                               model_size=args.size, gradient_checkpointing=None, ema_decay=0.9999)
     return block_setup.build_model(world, flags, TOKENS, None)
 
 

@@ -56,6 +56,8 @@ LEVERS = {      # what is changed in "ours" or in "ours, packed"
     "logits of all positions": ("ours", {"all_logits": True}),
     "dense mask instead of documents": ("ours", {"dense": True}),
     "foreach AdamW instead of fused": ("ours", {"foreach": True}),
+    "gradient checkpointing": ("ours", {"recompute": "all"}),
+    "selective checkpointing": ("ours", {"recompute": "selective"}),
     "layers compiled": ("ours", {"packed": True, "compile": True})}
 LEVER_WAYS = {name: COMPARE[name] for name in ("ours", "ours, packed")} | LEVERS
 STEPS64_WAYS = {"ours": ("ours", {}), "ours, packed to 4,096": ("ours", {"packed": 4096}), "Trainer": ("trainer", {})}

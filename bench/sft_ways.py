@@ -335,9 +335,9 @@ def train_ours(turns, job, options):
     world = parallel.init(alone_too=mode == "fsdp")
     flags = argparse.Namespace(
         bf16=turns.device.type == "cuda", use_lora=job.method == "lora", lora_rank=RANK, lora_alpha=ALPHA,
-        lora_dropout=0.0, lora_target_modules="all-linear", model_path=str(job.folder), gradient_checkpointing=False,
-        compile=options.get("compile", False), parallel=mode, reshard_after_forward=True, cpu_offload=False,
-        distill_topk=0, seed=job.seed)
+        lora_dropout=0.0, lora_target_modules="all-linear", model_path=str(job.folder),
+        gradient_checkpointing=options.get("recompute"), float8=False, compile=options.get("compile", False),
+        parallel=mode, reshard_after_forward=True, cpu_offload=False, distill_topk=0, seed=job.seed)
     parts = model, _, native = sft_model.build_model(world, flags, job.folder / "model", None)
     if options.get("all_logits"):
         model.forward = types.MethodType(all_logits, model)
