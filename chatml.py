@@ -28,6 +28,7 @@ DECODER = json.JSONDecoder(parse_constant={"Infinity": math.inf, "-Infinity": -m
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 WHITE = re.compile(r"[ \t\n\r]*")
 PIECE = 2**20           # characters of a JSON list in memory at a time
+SKIPPED = object()      # in place of an entry that nobody wants
 KNOWN = 100_000         # audio files remembered by name: references come again, targets mostly do not
 
 
@@ -67,6 +68,7 @@ class Sample:
 
 class BadSample(Exception):
     """Why one sample cannot be used; the reader adds the file and the sample's name."""
+    place = ""      # what the folder format adds to that
 
 
 @dataclass
@@ -100,29 +102,70 @@ def read_samples(path, problems, task_type="single_speaker_smart_voice", ref_in_
     caller decides. task_type and ref_in_system shape the folder format only. prompts: as canonical_prompt makes them.
     Raises UserError when the file itself cannot be read.
     """
+    for _, found in _numbered(path, lambda number: True, task_type, ref_in_system, prompts):
+        if isinstance(found, Sample):
+            yield found
+        else:
+            problems.append(found)
+
+
+def read_chunks(path, size, first=0, step=1, task_type="single_speaker_smart_voice", ref_in_system=False):
+    """Yield (Samples, problems) of every `step`-th chunk of `size` entries from chunk `first` on; see read_samples.
+
+    So several processes can share the work: what is not asked for is passed over, lines even unread.
+    """
+    def wanted(number):
+        chunk = number // size
+        return chunk >= first and (chunk - first) % step == 0
+
+    stop, samples, problems = (first + 1) * size, [], []
+    for number, found in _numbered(path, wanted, task_type, ref_in_system, False):
+        if number >= stop:
+            yield samples, problems
+            stop, samples, problems = stop + step * size, [], []
+        if found is not None:
+            (samples if isinstance(found, Sample) else problems).append(found)
+    if samples or problems:
+        yield samples, problems
+
+
+def _numbered(path, wanted, task_type, ref_in_system, prompts):
+    """Yield (number, its Sample, or a line on what is wrong with it, or None where it is not wanted) of every entry."""
     path = Path(path)
     if path.is_dir():
-        paths, entries = Paths(path.resolve()), folder_entries(path, task_type, ref_in_system, problems)
+        paths, entries = Paths(path.resolve()), folder_entries(path, task_type, ref_in_system, wanted)
     else:
-        paths, entries = Paths(path.resolve().parent), enumerate(json_entries(path))
+        paths, entries = Paths(path.resolve().parent), enumerate(json_entries(path, wanted))
+    make, place = canonical_prompt if prompts else canonical_sample, f"{path} sample"
     for number, entry in entries:
-        name = f"{path} sample {number}"
+        if entry is SKIPPED or not wanted(number):
+            yield number, None
+            continue
+        name = f"{place} {number}"
         try:
+            if isinstance(entry, BadSample):
+                name = f"{path / 'metadata.json'} sample {number}"
+                raise entry
             if isinstance(entry, dict):
                 misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
                 label = misc.get("sample_id") or entry.get("id") or entry.get("speaker")
                 name += f" ({label})" if label else ""
-            yield (canonical_prompt if prompts else canonical_sample)(name, entry, paths)
+            sample = make(name, entry, paths)
         except BadSample as error:
-            problems.append(f"{name}: {error}")
+            yield number, f"{name}{error.place}: {error}"
+        else:
+            yield number, sample
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Files -> raw entries
 
 
-def json_entries(path):
-    """Yield the raw samples of a JSON list, one JSON object, or JSONL. Raises UserError naming line and column."""
+def json_entries(path, wanted=lambda number: True):
+    """Yield the raw samples of a JSON list, one JSON object, or JSONL. Raises UserError naming line and column.
+
+    wanted(number): whether an entry matters; a line that does not is not read but SKIPPED.
+    """
     try:
         with open(path, encoding="utf-8-sig") as f:
             head = f.read(1)
@@ -135,9 +178,11 @@ def json_entries(path):
             first_line = next((line for line in f if line.strip()), "")
             f.seek(0)
             if head.endswith("{") and (_is_json(first_line) or str(path).endswith(".jsonl")):
+                entry = 0
                 for number, line in enumerate(f, 1):
-                    if line.strip():
-                        yield _loads(line, path, number)
+                    if not line.isspace():
+                        yield _loads(line, path, number) if wanted(entry) else SKIPPED
+                        entry += 1
                 return
             data = _loads(f.read(), path, 1)
     except OSError as error:
@@ -235,8 +280,11 @@ def _sound_tag(match):
     return f"<{kind}>[{name}]</{kind}>"
 
 
-def folder_entries(folder, task_type, ref_in_system, problems):
-    """Yield (number, raw sample) of a folder: metadata.json, or every audio file with a .txt beside it."""
+def folder_entries(folder, task_type, ref_in_system, wanted):
+    """Yield (number, raw sample) of a folder: metadata.json, or every audio file with a .txt beside it.
+
+    Instead of a raw sample: SKIPPED where it is not wanted(number), the BadSample that says why it cannot be used.
+    """
     meta = folder / "metadata.json"
     if meta.is_file():
         data = json_value(meta)
@@ -255,12 +303,13 @@ def folder_entries(folder, task_type, ref_in_system, problems):
                 raise BadSample(f"is a {type(raw).__name__}, not an object")
             task = raw.get("task_type") or task_type
             unused += bool(raw.get("ref_audio_file") or raw.get("ref_speakers")) and not str(task).endswith("cloning")
-            yield number, folder_sample(folder, raw, task, ref_in_system)
+            yield number, folder_sample(folder, raw, task, ref_in_system) if wanted(number) else SKIPPED
         except BadSample as error:
-            problems.append(f"{meta} sample {number} ({raw.get('id', '?') if isinstance(raw, dict) else '?'}): {error}")
-    if unused:
+            error.place = f" ({raw.get('id', '?') if isinstance(raw, dict) else '?'})"
+            yield number, error
+    if unused and wanted(len(samples) - 1):     # of several readers one says it
         print(f"{meta}: {unused} samples have reference clips that their task type does not use; "
-              f"--task_type zero_shot_voice_cloning trains with them")
+              f"--task_type zero_shot_voice_cloning trains with them", flush=True)
 
 
 def json_value(path):

@@ -8,7 +8,8 @@ Shards appear atomically under unique names, so runs may share a cache; a lock k
 
 The codec (and with it torchaudio) is imported only when a clip is missing.
 
-Copy with it: parallel.py, checkpoint.py (write_atomically), watchdog.py (a run asked to stop), tensor_files.py.
+Copy with it: indexing.py, parallel.py, checkpoint.py (write_atomically), watchdog.py (a run asked to stop),
+tensor_files.py.
 """
 import contextlib
 import fcntl
@@ -30,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from checkpoint import write_atomically
+from indexing import in_order
 from parallel import UserError, all_ranks_ok, gather_objects, rank0_first
 from watchdog import Stopped, ignore_in_worker, stop_requested
 
@@ -38,6 +40,7 @@ FRAME_RATE = 25                 # codec frames a second: 24 kHz / hop 960
 MIN_SAMPLES = 960               # one codec frame
 PIPELINE = b"mono-mean soxr-HQ 24k v1"      # part of the fingerprint: change it when the waveform would change
 KEY = "S16"                     # 128 bits of SHA-256, compared as bytes
+BLOCK = 8192                    # clips whose file dates are asked for together
 SHARD_CLIPS, SHARD_SECONDS = 4096, 60.0     # a crash loses at most this much encoding
 BYTES_PER_SECOND = {".wav": 64_000, ".flac": 32_000, ".mp3": 12_000, ".ogg": 10_000}     # typical, to share out work
 
@@ -90,14 +93,16 @@ class CacheIndex:
         parts = [_read_index(Path(folder) / name) for name in self.shards]
         shard = [np.full(len(p["lengths"]), i, np.int32) for i, p in enumerate(parts)]
         start = [np.cumsum(p["lengths"], dtype=np.int64) - p["lengths"] for p in parts]
-        keys = _concat([p["keys"] for p in parts], KEY)
+        keys = _concat([p.pop("keys") for p in parts], KEY)
         order = np.argsort(keys, kind="stable")
         self.keys = keys[order]
         self.where = np.stack([_concat(shard, np.int64), _concat(start, np.int64),
                                _concat([p["lengths"] for p in parts], np.int64)], axis=1)[order]
-        files = _concat([p["files"] for p in parts], KEY)
+        files = _concat([p.pop("files") for p in parts], KEY)
         order = np.argsort(files, kind="stable")
-        self.files, self.file_keys = files[order], _concat([p["file_keys"] for p in parts], KEY)[order]
+        self.files = files[order]
+        del files
+        self.file_keys = _concat([p.pop("file_keys") for p in parts], KEY)[order]
 
     def find_files(self, file_keys):
         """(n,) file keys -> (n, 3) int64 of shard number, first row, frames; -1 where unknown."""
@@ -107,6 +112,29 @@ class CacheIndex:
             row, there = _search(self.keys, self.file_keys[at[known]])
             found[np.flatnonzero(known)[there]] = self.where[row[there]]
         return found
+
+    def find_clips(self, clips, processes=0):
+        """((n, 3) of find_files for clips, (m, 3) int64 of number, size and modification time of those unknown).
+
+        clips: a list, or another sequence that gives lists for slices. processes: that help to ask for file dates.
+        """
+        found, unknown = np.empty((len(clips), 3), np.int64), [np.empty((0, 3), np.int64)]
+        done = 0
+
+        def keys(first, step):
+            for start in range(first * BLOCK, len(clips), step * BLOCK):
+                yield file_keys(clips[start:start + BLOCK])
+
+        def take(part):
+            nonlocal done
+            stats, keys = part
+            found[done:done + len(keys)] = where = self.find_files(keys)
+            new = np.flatnonzero(where[:, 0] < 0)
+            unknown.append(np.column_stack([done + new, stats[new]]))
+            done += len(keys)
+
+        in_order(keys, processes, take)
+        return found, np.concatenate(unknown)
 
     def has(self, key):
         """True when this content key (16 bytes) has codes."""
@@ -158,6 +186,7 @@ def ensure_codes(world, clips, codec_dir, cache_dir, num_codebooks, num_proc, wa
     codec_dir: native codec folder. num_proc: decoding processes on this node. Unreadable, empty or too short audio on
     any rank ends all of them with one list of problems.
     """
+    positions = []      # rank 0's: shards and positions as they are at the start
     with contextlib.ExitStack() as stack:
         def plan():
             folder = Path(cache_dir) / codec_fingerprint(codec_dir)
@@ -166,22 +195,26 @@ def ensure_codes(world, clips, codec_dir, cache_dir, num_codebooks, num_proc, wa
                 stack.enter_context(_locked(folder / "lock", 0.9 * wait_limit_s))
             except OSError as error:
                 raise UserError(f"--code_cache {cache_dir}: cannot be written ({error.strerror})")
-            return folder, share_work(clips, CacheIndex(folder), world.size)
+            index = CacheIndex(folder)
+            found, unknown = index.find_clips(clips, num_proc)
+            positions.extend([index.shards, found])
+            return folder, share_work(clips, unknown, world.size)
         folder, work = rank0_first(world, plan)
         if any(work):
             workers = max(1, num_proc // world.local_size) if num_proc else 0
             all_ranks_ok(world, encode_share(world, work, folder, codec_dir, num_codebooks, workers, wait_limit_s))
             if any(gather_objects(world, stop_requested())):
                 raise Stopped("asked to stop while audio was being encoded; what is done stays in the code cache")
-    return (folder, *locate(folder, clips)) if world.is_main else None
+            positions = locate(folder, clips, num_proc) if world.is_main else []
+    return (folder, *positions) if world.is_main else None
 
 
-def locate(folder, clips):
+def locate(folder, clips, processes=0):
     """Shard names and (n, 3) positions of clips that are all cached."""
     index = CacheIndex(folder)
-    found = index.find_files(file_keys(clips)[1])
-    if (missing := np.flatnonzero(found[:, 0] < 0)).size:
-        raise UserError(f"{clips[missing[0]].path}: changed while it was being read; start again")
+    found, unknown = index.find_clips(clips, processes)
+    if len(unknown):
+        raise UserError(f"{clips[unknown[0, 0]].path}: changed while it was being read; start again")
     return index.shards, found
 
 
@@ -206,13 +239,15 @@ def _locked(path, limit_s):
         yield
 
 
-def share_work(clips, index, world_size):
-    """Per rank, the list of (path, (size, mtime), [clips]) that are not cached yet, balanced by estimated seconds."""
-    stats, keys = file_keys(clips)
-    found = index.find_files(keys)
+def share_work(clips, unknown, world_size):
+    """Per rank, the list of (path, (size, mtime), [clips]) to encode, balanced by estimated seconds.
+
+    unknown: of CacheIndex.find_clips.
+    """
     files = {}
-    for i in np.flatnonzero(found[:, 0] < 0).tolist():
-        files.setdefault(clips[i].path, (tuple(stats[i].tolist()), []))[1].append(clips[i])
+    for i, *stat in unknown.tolist():
+        clip = clips[i]
+        files.setdefault(clip.path, (tuple(stat), []))[1].append(clip)
 
     def seconds(path, stat, cuts):
         claimed = max(c.seconds for c in cuts)

@@ -8,16 +8,19 @@ Labels follow boson-ai/higgs-audio's collator: a clip of T frames takes T + 9 ro
 T codes and one end-of-stream are trained, begin-of-stream and the fill never. A trained assistant turn's text,
 <|audio_out_bos|>, <|audio_eos|> and <|eot_id|> are text targets.
 
-No worker imports the model or touches CUDA. Copy with it: chatml.py, code_cache.py, parallel.py, checkpoint.py,
-watchdog.py.
+No worker imports the model or touches CUDA. Copy with it: chatml.py, code_cache.py, indexing.py, parallel.py,
+checkpoint.py, watchdog.py.
 """
 import hashlib
 import itertools
 import json
+import math
+import os
 import shutil
+import tempfile
 import time
 import uuid
-from array import array
+import weakref
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -26,13 +29,16 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import parallel
-from chatml import Clip, read_samples
+from chatml import Clip, read_chunks
 from code_cache import FRAME_RATE, CodeReader, ensure_codes
+from indexing import Column, Lists, in_order, token_lists
 from parallel import UserError
 from watchdog import ignore_in_worker
 
 IGNORE = -100
 PAD_LENGTH = 128        # padding comes in samples this short: attention costs the square of a sample's length
+CHUNK = 2048            # entries of a file that are tokenised together
+ROWS = 2**18            # samples whose columns are in memory together
 CONTROL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
                   "<|eom_id|>", "<|audio_bos|>", "<|audio_eos|>", "<|audio_out_bos|>", "<|AUDIO|>", "<|AUDIO_OUT|>")
 
@@ -90,130 +96,230 @@ def delay_labels(codes, eos):
 
 
 def conversation_pieces(sample):
-    """Yield (text or Clip, labelled) in the order of the token stream: the official template, turn by turn."""
-    yield "<|begin_of_text|>", False
+    """[(text or Clip, labelled)] in the order of the token stream: the official template, turn by turn."""
+    pieces = [("<|begin_of_text|>", False)]
     for number, turn in enumerate(sample.turns):
-        yield f"<|start_header_id|>{turn.role}<|end_header_id|>\n\n", False
+        pieces.append((f"<|start_header_id|>{turn.role}<|end_header_id|>\n\n", False))
         text = ""
         for part in turn.parts:
             if isinstance(part, Clip):
                 text += " " if turn.role == "system" else ""        # as the native template puts a scene's clip
                 if text:
-                    yield text, turn.trained
+                    pieces.append((text, turn.trained))
                 text = ""
-                yield "<|audio_out_bos|>", turn.trained
-                yield part, turn.trained
-                yield "<|audio_eos|>", turn.trained
+                pieces += [("<|audio_out_bos|>", turn.trained), (part, turn.trained), ("<|audio_eos|>", turn.trained)]
             else:
                 text += part
         if text:
-            yield text, turn.trained
+            pieces.append((text, turn.trained))
         followed = number + 1 < len(sample.turns) and sample.turns[number + 1].role == "assistant"
-        yield "<|eom_id|>" if turn.role == "assistant" and followed else "<|eot_id|>", turn.trained
+        pieces.append(("<|eom_id|>" if turn.role == "assistant" and followed else "<|eot_id|>", turn.trained))
+    return pieces
 
 
-class Lists:
-    """Lists of numbers one after the other in one growing array: no Python object a list. kind: of array.array."""
+class Clips:
+    """Sequence of the distinct clips of a TableBuilder in order of first use; a Clip is made when it is asked for.
 
-    def __init__(self, kind):
-        self.values, self.offsets = array(kind), array("q", [0])
+    numbers: (n,) of each entry, which is a clip of one chunk, the number of its clip.
+    """
 
-    def append(self, numbers):
-        self.values.extend(numbers)
-        self.offsets.append(len(self.values))
+    def __init__(self, paths, cuts, digests):
+        self.paths, self.ends, self.cuts = paths.values.array(), paths.offsets.array(), cuts.array()
+        digests = digests.array()
+        order, new = np.lexsort((digests[:, 1], digests[:, 0])), np.ones(len(digests), bool)
+        high, low = digests[:, 0][order], digests[:, 1][order]      # equal ones stand side by side, the earliest first
+        new[1:] = (high[1:] != high[:-1]) | (low[1:] != low[:-1])
+        first = np.empty(len(order), np.int32)
+        first[order] = order[new][np.cumsum(new) - 1]
+        del order, new, high, low
+        own = first == np.arange(len(first), dtype=np.int32)
+        self.entries = np.flatnonzero(own).astype(np.int32)
+        self.numbers = (np.cumsum(own, dtype=np.int32) - 1)[first]
 
     def __len__(self):
-        return len(self.offsets) - 1
+        return len(self.entries)
 
     def __getitem__(self, i):
-        """List i as an array; IndexError behind the last one."""
-        return np.array(self.values[self.offsets[i]:self.offsets[i + 1]])
+        """Clip i, or the list of Clips of a slice."""
+        if not isinstance(i, slice):
+            i = range(len(self))[i]
+            return self[i:i + 1][0]
+        entries = self.entries[i]
+        cuts, starts, stops = (values.tolist() for values in (
+            self.cuts[entries], self.ends[entries], self.ends[entries + 1]))
+        return [Clip(os.fsdecode(self.paths[start:stop].tobytes()), *_unpacked(*cut))
+                for start, stop, cut in zip(starts, stops, cuts)]
+
+
+def _packed(clip):
+    """Clip -> (offset, duration, seconds, whole numbers among the first two) as floats; None is NaN."""
+    offset, duration = (math.nan if value is None else value for value in (clip.offset, clip.duration))
+    return offset, duration, clip.seconds, isinstance(clip.offset, int) + 2 * isinstance(clip.duration, int)
+
+
+def _unpacked(offset, duration, seconds, whole):
+    """(offset, duration, seconds) of a Clip: code_cache tells 3 from 3.0."""
+    offset, duration = (None if math.isnan(value) else int(value) if int(whole) & bit else value
+                        for value, bit in ((offset, 1), (duration, 2)))
+    return offset, duration, seconds
+
+
+def _clip_digest(path, cut):
+    """128 bits of what makes a clip: the same for clips that are equal."""
+    return hashlib.blake2b(path + f"\0{cut[0]}+{cut[1]}".encode() * (cut[0] == cut[0]), digest_size=16).digest()
 
 
 class TableBuilder:
-    """Collects tokenised samples in flat arrays; clips holds each distinct clip once, in order of first use."""
+    """Tokenised samples in columns on disk; clips holds each distinct clip once, in order of first use.
 
-    def __init__(self, tokenizer, ids):
-        self.tokenizer, self.ids = tokenizer, ids
+    folder: an empty one, which write() makes the table; None: a temporary one.
+    """
+
+    def __init__(self, tokenizer, ids, folder=None):
+        self.tokenizer, self.ids, self.lists = tokenizer, ids, token_lists(tokenizer)
         self.control = {tokenizer.convert_tokens_to_ids(t): t for t in CONTROL_TOKENS}
         self.control[ids.delay] = tokenizer.convert_ids_to_tokens(ids.delay)
-        self.clips, self._clip_numbers, self._known = [], {}, {}
-        self.tokens, self.labelled, self.sample_clips, self.names = Lists("i"), Lists("b"), Lists("i"), Lists("B")
-        self.text_targets = array("q")
+        self._known, self._spelled, self._clips = {}, {}, None
+        self.folder = Path(folder or tempfile.mkdtemp())
+        if folder is None:
+            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        (self.folder / "clips").mkdir(parents=True)
+        self.tokens = Lists(self.folder, "tokens", "token_offsets", np.int32)
+        self.labelled = Column(self.folder / "labelled.npy", bool)
+        self.names = Lists(self.folder, "names", "name_offsets", np.uint8)
+        self.text_targets = Column(self.folder / "text_targets.npy", np.int64)
+        # clips are entries, a distinct one a chunk, until all are known
+        self.entries = Lists(self.folder / "clips", "entries", "offsets", np.int32)     # of the samples' clips
+        self.trained = Column(self.folder / "clips" / "trained.npy", bool)
+        self.paths = Lists(self.folder / "clips", "paths", "path_offsets", np.uint8)
+        self.cuts = Column(self.folder / "clips" / "cuts.npy", np.float64, 4)
+        self.digests = Column(self.folder / "clips" / "digests.npy", np.uint64, 2)
 
     def __len__(self):
         return len(self.tokens)
 
     def add(self, samples, problems):
         """Tokenise a list of Samples; one that smuggles control tokens in its text goes to the list `problems`."""
-        streams = [list(conversation_pieces(s)) for s in samples]
-        new = list({t for stream in streams for t, _ in stream if isinstance(t, str) and t not in self._known})
+        self.append(self.chunk(samples, problems))
+
+    def chunk(self, samples, problems):
+        """{name: array} of Samples, for `append`, which may be that of another process's builder."""
+        streams = [conversation_pieces(sample) for sample in samples]
+        new = list({t for stream in streams for t, _ in stream if type(t) is str and t not in self._known})
         known = dict(self._known)
-        if new:
-            known.update(zip(new, self.tokenizer(new, add_special_tokens=False)["input_ids"]))
+        known.update(zip(new, self.lists(new)))
         for text in new:        # template pieces repeat in every sample, the samples' own text does not
             if text.startswith("<|"):
                 self._known[text] = known[text]
+        clips, hole = {}, [self.ids.audio]
+        parts, labels, lengths, entries, trained = [], [], [], [], []
+        found = {name: [] for name in ("token", "clip", "name")}
+        names, text_targets = [], []
         for sample, stream in zip(samples, streams):
-            tokens, labelled, clips, text_targets = [], [], [], 0
-            for piece, label in stream:
-                if isinstance(piece, Clip):
-                    clips.append(self._clip_number(piece))
-                    piece_ids = [self.ids.audio]
-                else:
-                    piece_ids = known[piece]
-                    text_targets += label * len(piece_ids)
-                tokens += piece_ids
-                labelled += [label] * len(piece_ids)
-            smuggled = self._smuggled(sample, known)
-            if smuggled:
+            if smuggled := self._smuggled(sample):
                 problems.append(f"{sample.name}: text contains the control token {smuggled}; remove it")
                 continue
-            self.tokens.append(tokens)
-            self.labelled.append(labelled)
-            self.sample_clips.append(clips)
-            self.names.append(sample.name.encode("utf-8", "backslashreplace"))
-            self.text_targets.append(text_targets)
+            tokens = texts = n_clips = 0
+            for piece, label in stream:
+                if type(piece) is Clip:
+                    entries.append(clips.setdefault(piece, len(clips)))
+                    trained.append(label)
+                    parts.append(hole)
+                    n, n_clips = 1, n_clips + 1
+                else:
+                    parts.append(part := known[piece])
+                    n = len(part)
+                    texts += n * label
+                tokens += n
+                labels.append(label)
+                lengths.append(n)
+            names.append(sample.name.encode("utf-8", "backslashreplace"))
+            text_targets.append(texts)
+            for name, count in (("token", tokens), ("clip", n_clips), ("name", len(names[-1]))):
+                found[name].append(count)
+        paths, cuts = [os.fsencode(clip.path) for clip in clips], [_packed(clip) for clip in clips]
+        digests = b"".join(map(_clip_digest, paths, cuts))
+        return {"tokens": np.fromiter(itertools.chain.from_iterable(parts), np.int32, sum(lengths)),
+                "labelled": np.repeat(np.array(labels, bool), lengths), "names": _bytes(names),
+                "text_targets": np.array(text_targets, np.int64), "entries": np.array(entries, np.int32),
+                "trained": np.array(trained, bool), "paths": _bytes(paths),
+                "path_counts": np.array([len(path) for path in paths], np.int64),
+                "cuts": np.array(cuts).reshape(-1, 4), "digests": np.frombuffer(digests, np.uint64).reshape(-1, 2),
+                **{f"{name}_counts": np.array(values, np.int64) for name, values in found.items()}}
 
-    def _smuggled(self, sample, known):
+    def append(self, chunk):
+        """Add a chunk to the columns."""
+        self.tokens.append(chunk["tokens"], chunk["token_counts"])
+        self.labelled.append(chunk["labelled"])
+        self.names.append(chunk["names"], chunk["name_counts"])
+        self.text_targets.append(chunk["text_targets"])
+        self.entries.append(chunk["entries"] + len(self.paths), chunk["clip_counts"])
+        self.trained.append(chunk["trained"])
+        self.paths.append(chunk["paths"], chunk["path_counts"])
+        self.cuts.append(chunk["cuts"])
+        self.digests.append(chunk["digests"])
+        self._clips = None
+
+    def _smuggled(self, sample):
+        """The control token that a turn's own text spells, "" if none."""
         for turn in sample.turns:
-            text = "".join(p for p in turn.parts if isinstance(p, str))
+            text = turn.text
             if "<|" in text:
-                for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]:
-                    if token in self.control:
-                        return self.control[token]
+                if text not in self._spelled:
+                    if len(self._spelled) >= 1000:
+                        self._spelled.clear()
+                    found = [self.control[token] for token in self.lists([text])[0] if token in self.control]
+                    self._spelled[text] = found[0] if found else ""
+                if self._spelled[text]:
+                    return self._spelled[text]
         return ""
 
-    def _clip_number(self, clip):
-        number = self._clip_numbers.setdefault(clip, len(self.clips))
-        if number == len(self.clips):
-            self.clips.append(clip)
-        return number
+    @property
+    def clips(self):
+        """Clips of all samples."""
+        if self._clips is None:
+            self._clips = Clips(self.paths, self.cuts, self.digests)
+        return self._clips
+
+    def clips_of(self, i):
+        """Numbers of sample i's clips."""
+        return self.clips.numbers[self.entries[i]]
 
     def write(self, folder, cache_folder, shards, where):
-        """Write the table to `folder`. where: (n_clips, 3) int64 of shard, first row and frames (code_cache)."""
-        folder, books = Path(folder), self.ids.num_codebooks
+        """Make the table in `folder`; ends the builder. where: (n_clips, 3) int64 of code_cache, in order of clips."""
+        folder, books, numbers = Path(folder), self.ids.num_codebooks, self.clips.numbers
         folder.mkdir(parents=True, exist_ok=True)
-        tokens, labelled = np.asarray(self.tokens.values), np.asarray(self.labelled.values).view(bool)
-        clips, clip_offsets = np.asarray(self.sample_clips.values), np.asarray(self.sample_clips.offsets)
-        token_offsets = np.asarray(self.tokens.offsets)
-        frames, trained = where[clips, 2], labelled[tokens == self.ids.audio]
+        entries, trained, offsets = self.entries.values.array(), self.trained.array(), self.entries.offsets.array()
+        columns = {name: Column(self.folder / f"{name}.npy", kind) for name, kind in (
+            ("clips", np.int32), ("lengths", np.int64), ("frames", np.int64), ("audio_targets", np.int64))}
+        for start in range(0, len(self), ROWS):
+            stop = min(start + ROWS, len(self))
+            bounds = offsets[start:stop + 1]
+            part = slice(bounds[0], bounds[-1])
+            clips, bounds = numbers[entries[part]], bounds - bounds[0]
+            frames = where[clips, 2]
 
-        def per_sample(values):     # of its clips; it may have none
-            return np.diff(np.concatenate([[0], np.cumsum(values)])[clip_offsets])
+            def per_sample(values, bounds=bounds):      # of its clips; it may have none
+                return np.diff(np.concatenate([[0], np.cumsum(values)])[bounds])
 
-        arrays = {
-            "tokens": tokens, "labelled": labelled, "token_offsets": token_offsets,
-            "clips": clips, "clip_offsets": clip_offsets, "where": where,
-            "lengths": np.diff(token_offsets) + per_sample(frames + books),
-            "frames": per_sample(frames),
-            "audio_targets": per_sample(np.where(trained, books * (frames + 1), 0)),
-            "text_targets": np.asarray(self.text_targets),
-            "names": np.asarray(self.names.values), "name_offsets": np.asarray(self.names.offsets),
-        }
-        for name, values in arrays.items():
-            np.save(folder / f"{name}.npy", values)
-        (folder / "codes.json").write_text(json.dumps({"folder": str(cache_folder), "shards": shards}))
+            columns["clips"].append(clips)
+            columns["lengths"].append(np.diff(self.tokens.offsets.array()[start:stop + 1]) + per_sample(frames + books))
+            columns["frames"].append(per_sample(frames))
+            columns["audio_targets"].append(per_sample(np.where(trained[part], books * (frames + 1), 0)))
+        for column in (*columns.values(), self.tokens.values, self.tokens.offsets, self.labelled, self.names.values,
+                       self.names.offsets, self.text_targets):
+            column.close()
+        shutil.copyfile(self.entries.offsets.path, self.folder / "clip_offsets.npy")
+        np.save(self.folder / "where.npy", where)
+        (self.folder / "codes.json").write_text(json.dumps({"folder": str(cache_folder), "shards": shards}))
+        shutil.rmtree(self.folder / "clips")
+        if folder != self.folder:
+            for path in self.folder.iterdir():
+                shutil.move(path, folder / path.name)
+
+
+def _bytes(texts):
+    return np.frombuffer(b"".join(texts), np.uint8)
 
 
 class Table:
@@ -277,19 +383,28 @@ def within_length(table, numbers, limits, drop):
 # From the user's files to the table
 
 
-def read_all(train, held_out, tokenizer, ids, task_type, ref_in_system):
+def read_all(train, held_out, tokenizer, ids, task_type, ref_in_system, folder=None, processes=0):
     """Read and tokenise the training and the (optional) validation source: (TableBuilder, number of training samples).
 
-    Raises UserError with every sample that cannot be used, or when a source is empty.
+    folder: of TableBuilder. processes: beside this one, for sources of many samples. Raises UserError with every sample
+    that cannot be used, or when a source is empty.
     """
-    builder, problems, counts = TableBuilder(tokenizer, ids), [], []
+    builder, problems, counts = TableBuilder(tokenizer, ids, folder), [], []
     for source in (train, held_out):
-        samples = read_samples(source, problems, task_type, ref_in_system) if source else iter(())
         before = len(builder)
-        while chunk := list(itertools.islice(samples, 4096)):
-            builder.add(chunk, problems)
-        if source and not problems and len(builder) == before:
-            raise UserError(f"{source}: holds no samples")
+
+        def chunks(first, step, source=source):
+            for samples, wrong in read_chunks(source, CHUNK, first, step, task_type, ref_in_system):
+                yield builder.chunk(samples, wrong), wrong
+
+        def take(part):
+            builder.append(part[0])
+            problems.extend(part[1])
+
+        if source:
+            in_order(chunks, processes, take)
+            if not problems and len(builder) == before:
+                raise UserError(f"{source}: holds no samples")
         counts.append(len(builder) - before)
     if problems:
         raise UserError(parallel.problem_text(problems))
@@ -302,28 +417,34 @@ def prepare_table(world, args, tokenizer, ids, codec_dir):
     args: the trainer's flags. Returns (Table, numbers of the training samples, numbers of the validation samples).
     """
     builder, start = None, time.monotonic()
+    folder = Path(args.output_dir) / f"table-{uuid.uuid4().hex[:8]}"        # rank 0's counts
 
     def read():
         nonlocal builder
         builder, n_train = read_all(args.train_data_file or args.train_data_dir,
-                                    args.eval_data_file or args.eval_data_dir, tokenizer, ids,
-                                    args.task_type, args.ref_audio_in_system_message)
+                                    args.eval_data_file or args.eval_data_dir, tokenizer, ids, args.task_type,
+                                    args.ref_audio_in_system_message, folder, args.preprocess_num_proc)
         print(f"data       {n_train} training samples, {len(builder) - n_train or 'no'} separate validation samples, "
               f"{len(builder.clips)} distinct clips (read in {time.monotonic() - start:.1f} s)", flush=True)
         return n_train, len(builder)
 
     def write():
         for old in Path(args.output_dir).glob("table-*"):       # a running job keeps what it has mapped
-            shutil.rmtree(old, ignore_errors=True)
-        folder = Path(args.output_dir) / f"table-{uuid.uuid4().hex[:8]}"
+            if old != folder:
+                shutil.rmtree(old, ignore_errors=True)
         builder.write(folder, *codes)
         return folder
 
-    n_train, n = parallel.rank0_first(world, read)
-    codes = ensure_codes(world, builder.clips if builder else [], codec_dir,
-                         args.code_cache or Path(args.output_dir) / "codes", ids.num_codebooks,
-                         args.preprocess_num_proc, args.wait_timeout)
-    table = Table(parallel.rank0_first(world, write))
+    try:
+        n_train, n = parallel.rank0_first(world, read)
+        codes = ensure_codes(world, builder.clips if builder else [], codec_dir,
+                             args.code_cache or Path(args.output_dir) / "codes", ids.num_codebooks,
+                             args.preprocess_num_proc, args.wait_timeout)
+        table = Table(parallel.rank0_first(world, write))
+    except BaseException:
+        if world.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     return table, *split_samples(args, n_train, n)
 
 

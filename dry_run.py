@@ -23,7 +23,7 @@ import preflight
 import recomputation
 import run_samples
 import speech_model
-from code_cache import FRAME_RATE, SAMPLE_RATE, CacheIndex, check_length, codec_config, codec_fingerprint, file_keys
+from code_cache import FRAME_RATE, SAMPLE_RATE, CacheIndex, check_length, codec_config, codec_fingerprint
 from data import Table, read_all, split_samples, token_ids
 from packing import PackOrder
 from parallel import UserError
@@ -75,7 +75,7 @@ def header_frames(path, cuts, config):
     return found
 
 
-def plan_codes(clips, codec_dir, cache_dir, num_codebooks, problems):
+def plan_codes(clips, codec_dir, cache_dir, num_codebooks, problems, processes=0):
     """What ensure_codes would give for clips, without encoding, writing or locking -> (folder, (n, 3) int64).
 
     The (n, 3) holds -1, -1, frames for a clip that is not cached yet. What cannot be used goes to the list `problems`,
@@ -83,9 +83,9 @@ def plan_codes(clips, codec_dir, cache_dir, num_codebooks, problems):
     """
     config, _ = codec_config(codec_dir, num_codebooks)
     folder = Path(cache_dir) / codec_fingerprint(codec_dir)
-    where = CacheIndex(folder).find_files(file_keys(clips)[1])
-    missing, files = np.flatnonzero(where[:, 0] < 0), {}
-    for i in missing:
+    where, unknown = CacheIndex(folder).find_clips(clips, processes)
+    files = {}
+    for i in unknown[:, 0].tolist():
         files.setdefault(clips[i].path, []).append(i)
 
     def frames(path):
@@ -119,9 +119,10 @@ def plan_table(args, tokenizer, ids, codec_dir, scratch, problems):
     cannot be used go to the list `problems`.
     """
     builder, n_train = read_all(args.train_data_file or args.train_data_dir, args.eval_data_file or args.eval_data_dir,
-                                tokenizer, ids, args.task_type, args.ref_audio_in_system_message)
+                                tokenizer, ids, args.task_type, args.ref_audio_in_system_message, scratch,
+                                args.preprocess_num_proc)
     folder, where = plan_codes(builder.clips, codec_dir, args.code_cache or Path(args.output_dir) / "codes",
-                               ids.num_codebooks, problems)
+                               ids.num_codebooks, problems, args.preprocess_num_proc)
     builder.write(scratch, folder, [], where)
     new = where[:, 0] < 0
     train, held_out = split_samples(args, n_train, len(builder))

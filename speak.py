@@ -105,7 +105,7 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
     """
     builder, problems, codes = TableBuilder(tokenizer, ids), [], {}
     builder.add(samples, problems)
-    for number in sorted({c for clips in builder.sample_clips for c in clips[:-1]}):
+    for number in sorted({c for i in range(len(builder)) for c in builder.clips_of(i)[:-1]}):
         clip = builder.clips[number]
         try:
             wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
@@ -118,7 +118,7 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
         raise UserError(parallel.problem_text(problems))
     prompts = []
     for i, (sample, number) in enumerate(zip(samples, numbers or range(len(samples)))):
-        clips, tokens = builder.sample_clips[i], builder.tokens[i].astype(np.int64)
+        clips, tokens = builder.clips_of(i), builder.tokens[i].astype(np.int64)
         tokens = tokens[:np.flatnonzero(tokens == ids.audio)[-1]]
         row = assemble(tokens, np.zeros(len(tokens), bool), [codes[c] for c in clips[:-1]], ids)
         target, length = builder.clips[clips[-1]], None

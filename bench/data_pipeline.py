@@ -296,12 +296,13 @@ class EncodeEachTime(data.SpeechSamples):
 
     def __getitem__(self, i):
         codes = []
-        for number in self.builder.sample_clips[i]:
+        for number in self.builder.clips_of(i):
             wave, rate = soundfile.read(self.builder.clips[number].path, dtype="float32", always_2d=True)
             wave = soxr.resample(wave.mean(axis=1), rate, code_cache.SAMPLE_RATE, quality="HQ")
             codes.append(code_cache.encode_clip(self.codec, wave, self.bandwidth, self.ids.num_codebooks))
-        labelled = self.builder.labelled[i].astype(bool)
-        return {"number": i, **data.assemble(self.builder.tokens[i].astype(np.int64), labelled, codes, self.ids)}
+        tokens, start = self.builder.tokens[i].astype(np.int64), self.builder.tokens.offsets.array()[i]
+        labelled = self.builder.labelled.array()[start:start + len(tokens)]
+        return {"number": i, **data.assemble(tokens, labelled, codes, self.ids)}
 
 
 def two_epochs(loader, start):

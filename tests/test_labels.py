@@ -176,7 +176,7 @@ def stream(sample, tokenizer, ids):
     builder, problems = TableBuilder(tokenizer, ids), []
     builder.add([sample], problems)
     assert not problems
-    return builder.tokens[0].tolist(), builder.labelled[0].tolist()
+    return builder.tokens[0].tolist(), builder.labelled.array().tolist()
 
 
 def native_text(tiny, conversation):
