@@ -55,7 +55,7 @@ class Turn:
 
     @property
     def text(self):
-        return "".join(p for p in self.parts if isinstance(p, str))
+        return "".join([p for p in self.parts if isinstance(p, str)])
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Paths:
         if name not in self.known:
             if len(self.known) >= KNOWN:
                 self.known.clear()
-            first = os.path.join(self.base, name)
+            first = os.path.join(str(self.base), name)
             self.known[name] = os.path.abspath(first) if os.path.isfile(first) else self._elsewhere(name)
         found = self.known[name]
         if isinstance(found, list):
@@ -394,7 +394,7 @@ def message_parts(message, paths):
             text = item if isinstance(item, str) else item.get("text")
             if not isinstance(text, str):
                 raise BadSample(f"a text item of role {role!r} has no string 'text'")
-            if HALF_CHARACTER.search(text):
+            if not text.isascii() and HALF_CHARACTER.search(text):
                 raise BadSample(f"a text of role {role!r} holds half a character (\\ud800 to \\udfff): {text!r}")
             if text.strip():
                 parts.append(text)
@@ -542,7 +542,7 @@ def _target_text(text, answer):
 
 
 def _same(a, b):
-    return " ".join(a.split()).casefold() == " ".join(b.split()).casefold()
+    return a == b or " ".join(a.split()).casefold() == " ".join(b.split()).casefold()
 
 
 def _without_repeated_text(parts, before):
@@ -584,5 +584,5 @@ def _trimmed(turn):
         parts[0] = parts[0].lstrip()
     if parts and isinstance(parts[-1], str):
         parts[-1] = parts[-1].rstrip()
-    turn.parts = [p for p in parts if p != ""]
+    turn.parts = [p for p in parts if isinstance(p, Clip) or p]
     return turn

@@ -153,7 +153,7 @@ class Clips:
 
 def _packed(clip):
     """Clip -> (offset, duration, seconds, whole numbers among the first two) as floats; None is NaN."""
-    offset, duration = (math.nan if value is None else value for value in (clip.offset, clip.duration))
+    offset, duration = (math.nan if value is None else float(value) for value in (clip.offset, clip.duration))
     return offset, duration, clip.seconds, isinstance(clip.offset, int) + 2 * isinstance(clip.duration, int)
 
 
@@ -204,48 +204,41 @@ class TableBuilder:
 
     def chunk(self, samples, problems):
         """{name: array} of Samples, for `append`, which may be that of another process's builder."""
-        streams = [conversation_pieces(sample) for sample in samples]
-        new = list({t for stream in streams for t, _ in stream if type(t) is str and t not in self._known})
-        known = dict(self._known)
-        known.update(zip(new, self.lists(new)))
+        good = []
+        for sample in samples:
+            if smuggled := self._smuggled(sample):
+                problems.append(f"{sample.name}: text contains the control token {smuggled}; remove it")
+            else:
+                good.append(sample)
+        streams = [conversation_pieces(sample) for sample in good]
+        pieces, labels = zip(*itertools.chain.from_iterable(streams)) if good else ((), ())
+        starts = np.cumsum([0, *map(len, streams)])[:-1]
+        new = list({text for text in pieces if type(text) is str and text not in self._known})
+        known = {**self._known, **dict(zip(new, self.lists(new)))}
         for text in new:        # template pieces repeat in every sample, the samples' own text does not
             if text.startswith("<|"):
                 self._known[text] = known[text]
-        clips, hole = {}, [self.ids.audio]
-        parts, labels, lengths, entries, trained = [], [], [], [], []
-        found = {name: [] for name in ("token", "clip", "name")}
-        names, text_targets = [], []
-        for sample, stream in zip(samples, streams):
-            if smuggled := self._smuggled(sample):
-                problems.append(f"{sample.name}: text contains the control token {smuggled}; remove it")
-                continue
-            tokens = texts = n_clips = 0
-            for piece, label in stream:
-                if type(piece) is Clip:
-                    entries.append(clips.setdefault(piece, len(clips)))
-                    trained.append(label)
-                    parts.append(hole)
-                    n, n_clips = 1, n_clips + 1
-                else:
-                    parts.append(part := known[piece])
-                    n = len(part)
-                    texts += n * label
-                tokens += n
-                labels.append(label)
-                lengths.append(n)
-            names.append(sample.name.encode("utf-8", "backslashreplace"))
-            text_targets.append(texts)
-            for name, count in (("token", tokens), ("clip", n_clips), ("name", len(names[-1]))):
-                found[name].append(count)
+        hole = [self.ids.audio]
+        parts = [known[piece] if type(piece) is str else hole for piece in pieces]
+        lengths = np.fromiter(map(len, parts), np.int64, len(parts))
+        spoken = np.array([type(piece) is Clip for piece in pieces], bool)
+        labels = np.array(labels, bool)
+        clips = {}
+        entries = [clips.setdefault(clip, len(clips)) for clip in itertools.compress(pieces, spoken)]
         paths, cuts = [os.fsencode(clip.path) for clip in clips], [_packed(clip) for clip in clips]
-        digests = b"".join(map(_clip_digest, paths, cuts))
-        return {"tokens": np.fromiter(itertools.chain.from_iterable(parts), np.int32, sum(lengths)),
-                "labelled": np.repeat(np.array(labels, bool), lengths), "names": _bytes(names),
-                "text_targets": np.array(text_targets, np.int64), "entries": np.array(entries, np.int32),
-                "trained": np.array(trained, bool), "paths": _bytes(paths),
-                "path_counts": np.array([len(path) for path in paths], np.int64),
-                "cuts": np.array(cuts).reshape(-1, 4), "digests": np.frombuffer(digests, np.uint64).reshape(-1, 2),
-                **{f"{name}_counts": np.array(values, np.int64) for name, values in found.items()}}
+        digests, names = b"".join(map(_clip_digest, paths, cuts)), [s.name.encode("utf-8", "backslashreplace")
+                                                                    for s in good]
+
+        def per_sample(values):
+            return np.add.reduceat(values, starts, dtype=np.int64) if good else np.empty(0, np.int64)
+
+        return {"tokens": np.fromiter(itertools.chain.from_iterable(parts), np.int32, lengths.sum()),
+                "token_counts": per_sample(lengths), "labelled": np.repeat(labels, lengths),
+                "text_targets": per_sample(lengths * (labels & ~spoken)),
+                "entries": np.array(entries, np.int32), "entry_counts": per_sample(spoken), "trained": labels[spoken],
+                "names": _bytes(names), "name_counts": _sizes(names), "paths": _bytes(paths),
+                "path_counts": _sizes(paths), "cuts": np.array(cuts).reshape(-1, 4),
+                "digests": np.frombuffer(digests, np.uint64).reshape(-1, 2)}
 
     def append(self, chunk):
         """Add a chunk to the columns."""
@@ -253,7 +246,7 @@ class TableBuilder:
         self.labelled.append(chunk["labelled"])
         self.names.append(chunk["names"], chunk["name_counts"])
         self.text_targets.append(chunk["text_targets"])
-        self.entries.append(chunk["entries"] + len(self.paths), chunk["clip_counts"])
+        self.entries.append(chunk["entries"] + len(self.paths), chunk["entry_counts"])
         self.trained.append(chunk["trained"])
         self.paths.append(chunk["paths"], chunk["path_counts"])
         self.cuts.append(chunk["cuts"])
@@ -320,6 +313,10 @@ class TableBuilder:
 
 def _bytes(texts):
     return np.frombuffer(b"".join(texts), np.uint8)
+
+
+def _sizes(texts):
+    return np.array([len(text) for text in texts], np.int64)
 
 
 class Table:

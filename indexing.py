@@ -2,6 +2,7 @@
 
 Shared module. Copy parallel.py and watchdog.py with it.
 """
+import gc
 import itertools
 import os
 from pathlib import Path
@@ -96,25 +97,32 @@ def in_order(share, processes, take):
     and numpy rather than tensors, which would travel through /dev/shm. Few parts are on their way at a time. Raises
     what `share` and `take` raise, and UserError when a process is killed.
     """
-    parts = share(0, 1)
-    for part in itertools.islice(parts, HERE if processes else None):
-        take(part)
-    if not processes:
-        return
-    parts.close()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")        # its threads do not survive the fork
-    loader = DataLoader(_Share(share, HERE, processes), batch_size=None, num_workers=processes,
-                        collate_fn=lambda part: part, multiprocessing_context="fork", worker_init_fn=ignore_in_worker)
+    others = None
+    gc.freeze()         # else the collector would go through all of transformers again and again, and unshare its pages
     try:
-        for part in loader:
+        parts = share(0, 1)
+        for part in itertools.islice(parts, HERE if processes else None):
+            take(part)
+        if not processes:
+            return
+        parts.close()
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")        # its threads do not survive the fork
+        others = iter(DataLoader(_Share(share, HERE, processes), batch_size=None, num_workers=processes,
+                                 collate_fn=lambda part: part, multiprocessing_context="fork",
+                                 worker_init_fn=ignore_in_worker))
+        for part in others:
             if isinstance(part, UserError):
                 raise part
             take(part)
     except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+        if not str(error).startswith("DataLoader worker"):
             raise
-        raise UserError(f"a process that reads the data has ended ({str(error).splitlines()[0]}); if memory was short, "
-                        "give a smaller --preprocess_num_proc, 0 = in the trainer") from None
+        raise UserError(f"a process that reads the data has ended early ({str(error).splitlines()[0]}); if memory was "
+                        "short, give a smaller --preprocess_num_proc, 0 = in the trainer") from None
+    finally:
+        gc.unfreeze()
+        if others is not None:      # an error's traceback would keep them alive, and the exit would wait for them
+            others._shutdown_workers()
 
 
 def token_lists(tokenizer):

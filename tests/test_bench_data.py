@@ -14,7 +14,6 @@ from conftest import ROOT
 from torch.utils.data import DataLoader
 
 import chatml
-import data
 from packing import PackOrder, best_fit
 from parallel import UserError
 from watchdog import ignore_in_worker
@@ -86,22 +85,6 @@ def test_a_failing_part_does_not_wait_for_its_loader():
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What it found
-
-
-def test_a_table_in_the_making_has_no_objects_a_sample_but_its_clip(tiny, tmp_path):
-    """Ten million samples of a few kB of Python objects each would not fit anywhere."""
-    (tmp_path / "codec").symlink_to(tiny.codec)
-    folder, n = tmp_path / "index", 1000
-    bench.write_speech_index(folder, n)
-    tokenizer, ids = bench.speech_tools(tiny.root)
-    tracemalloc.start()
-    builder, _ = data.read_all(folder / "train.json", None, tokenizer, ids, None, False)
-    size = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    flat = sum(values.itemsize * len(values) for values in (
-        builder.tokens.values, builder.labelled.values, builder.sample_clips.values, builder.names.values))
-    assert len(builder) == n and len(builder.clips) == n + 256
-    assert (size - 1.2 * flat) / n < 900         # a clip, its path, its number, where it was found
 
 
 LISTS = ['[]', ' [ ] \n', '[{"a": [1, 2, "]"]}]', '[1, 23.5e3, "x,y]", null, true, {"b": {}}, [[]]]\n', '\ufeff[1,\n2]',
