@@ -1,7 +1,7 @@
 """Tokenised conversations as flat arrays on disk, what is held out of them, and packed batches for training.
 
 Rank 0 tokenises once; all ranks and loader workers map the arrays, so memory does not grow with ranks or workers.
-Nothing is padded per sample. Copy with it: chat.py, parallel.py, watchdog.py and what those name.
+Nothing is padded per sample. Copy with it: chat.py, indexing.py, parallel.py, watchdog.py and what those name.
 """
 import hashlib
 import itertools

@@ -12,8 +12,8 @@ trained is proven against the tokenizer's chat template (chat.py); a template wh
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
 
 Files to copy with it: chat.py chat_table.py distill.py sft_model.py sft_plan.py packed_lm.py causal_lm.py (its own),
-adapters.py packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py
-recomputation.py float8.py (shared).
+adapters.py indexing.py packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py metrics.py
+preflight.py recomputation.py float8.py (shared).
 """
 import argparse
 import math

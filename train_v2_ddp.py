@@ -13,8 +13,8 @@ from the plan that all ranks share, so no rank has to ask another.
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
 
 Files to copy with it: data.py chatml.py code_cache.py speech_model.py speech_plan.py dry_run.py higgs.py higgs_io.py
-higgs_export.py lora.py speak.py run_samples.py (its own), adapters.py packing.py parallel.py optim.py checkpoint.py
-tensor_files.py watchdog.py metrics.py preflight.py recomputation.py float8.py (shared).
+higgs_export.py lora.py speak.py run_samples.py (its own), adapters.py indexing.py packing.py parallel.py optim.py
+checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py recomputation.py float8.py (shared).
 """
 import argparse
 import math
@@ -88,7 +88,7 @@ def build_parser():
                    help="folder format: put reference clips into the scene description")
     g.add_argument("--code_cache", help="folder of encoded audio, shareable between runs (default: OUTPUT_DIR/codes)")
     g.add_argument("--preprocess_num_proc", type=int, default=min(8, os.cpu_count() or 1),
-                   help="audio decoding processes per node, 0 = in the trainer")
+                   help="processes that read and tokenise, or decode audio, per node; 0 = in the trainer")
     g.add_argument("--max_length", type=int, default=0, help="tokens a sample may have, 0 = the model's positions")
     g.add_argument("--drop_too_long", action="store_true", help="drop and count longer samples instead of stopping")
     g.add_argument("--num_workers", type=int, default=2, help="loader processes per rank, 0 = in the trainer")
