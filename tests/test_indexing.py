@@ -191,7 +191,8 @@ def test_what_a_folder_says_is_said_once(tmp_path, tools, small_parts, capfd):
 def test_problems_are_the_same_in_the_same_order(tmp_path, tools, kind, small_parts):
     def spoil(i, raw):
         if i in (1, 7, 19, 20, 21, 22, 23, 24, 38):
-            return {**raw, "audio_file": "none.wav" if i % 2 else None, "messages": raw.get("messages", [])[:2] + [{"role": "nobody"}]}
+            return {**raw, "audio_file": "none.wav" if i % 2 else None,
+                    "messages": raw.get("messages", [])[:2] + [{"role": "nobody"}]}
         return {**raw, "messages": [{"role": "user", "content": "<|eot_id|>"}, *raw["messages"][1:]]} \
             if i in (2, 30) and "messages" in raw else raw
 
