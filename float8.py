@@ -55,21 +55,22 @@ class _Product(torch.autograd.Function):
     """product, and as its gradient the product with the turned weight."""
 
     @staticmethod
-    def forward(ctx, x, weight, scales, turned, turned_scales):
+    def forward(ctx, rows, weight, scales, turned, turned_scales):
         ctx.save_for_backward(turned, turned_scales)
-        return product(x.flatten(0, -2), weight, scales).unflatten(0, x.shape[:-1])
+        return product(rows, weight, scales)
 
     @staticmethod
     def backward(ctx, grad):
-        grad_x = product(grad.flatten(0, -2), *ctx.saved_tensors).unflatten(0, grad.shape[:-1])
-        return grad_x, None, None, None, None
+        return product(grad, *ctx.saved_tensors), None, None, None, None
 
 
 class Float8Linear(nn.Linear):
     """A frozen nn.Linear after convert; its output is bfloat16."""
 
     def forward(self, x):
-        out = _Product.apply(x.bfloat16(), self.weight, self.scales, self.turned, self.turned_scales)
+        rows = x.bfloat16().flatten(0, -2)
+        out = _Product.apply(rows, self.weight, self.scales, self.turned, self.turned_scales)
+        out = out.view(*x.shape[:-1], out.shape[-1])
         return out if self.bias is None else out + self.bias.bfloat16()
 
 
