@@ -70,8 +70,9 @@ class Float8Linear(nn.Linear):
     def forward(self, x):
         rows = x.bfloat16().flatten(0, -2)
         out = _Product.apply(rows, self.weight, self.scales, self.turned, self.turned_scales)
-        out = out.view(*x.shape[:-1], out.shape[-1])
-        return out if self.bias is None else out + self.bias.bfloat16()
+        if self.bias is not None:
+            out = out + self.bias.bfloat16()
+        return out if x.dim() == 2 else out.unflatten(0, x.shape[:-1])      # no view: an adapter adds to it in place
 
 
 def convert(layers):
