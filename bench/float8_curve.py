@@ -1,8 +1,8 @@
 """Does LoRA training with --float8 learn as it does in bf16? Two runs from the same weights, on the same packs.
 
-    python bench/float8_curve.py                    # this machine's CPU, a small model, less than 8 minutes
+    python bench/float8_curve.py                    # this machine's CPU, a tiny model, some minutes
     python bench/float8_curve.py                    # the same on a GPU: the 3B shape, with step time and memory
-    python bench/float8_curve.py --steps 4 --windows 2 --shape tiny --clips 4       # to try the script
+    python bench/float8_curve.py --steps 4 --windows 2 --clips 2        # to try the script
 
 Higgs-Audio V2 with random weights, adapters of rank 16 on all linear layers, random speech codes: what there is to
 learn is the samples themselves. Dropout draws the same in both. The loss is the one trained, the mean over a window of
@@ -88,7 +88,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=80, help="optimizer steps of a run")
     parser.add_argument("--windows", type=int, default=8, help="parts of a run whose mean loss is told")
-    parser.add_argument("--shape", choices=tts_ways.SHAPES, default="3b" if cuda else "small", help="size of the model")
+    parser.add_argument("--shape", choices=tts_ways.SHAPES, default="3b" if cuda else "tiny", help="size of the model")
     parser.add_argument("--clips", type=int, default=64 if cuda else 4, help="samples, seen again and again")
     parser.add_argument("--batch", type=int, default=8 if cuda else 1, help="samples a step, on average")
     parser.add_argument("--learning_rate", type=float, default=2e-4 if cuda else 2e-3, help="constant, of AdamW")

@@ -31,33 +31,29 @@ def test_products_are_those_of_float8_kernels():
 
 def speech(mode):
     _, model = test_preflight.small_model("attention", torch.bfloat16, mode)
-    del model.base_model.model.layers[2:]
+    del model.base_model.model.layers[1:]
     batch = test_preflight.pack_of(2, 20, 50, 20)
     return model, model.base_model.model.layers, lambda: sum(part.sum() for part in model(batch)[:2])
 
 
 def student(mode):
     _, model = test_sft_memory.built("qwen", True, True, False, mode, dropout=0.1)
-    del model.native.model.layers[2:]
+    del model.native.model.layers[1:]
     batch = test_sft_memory.batch_of(2, 60, 10)
     return model, causal_lm.decoder_layers(model.native), lambda: model(batch)[0]
 
 
-@pytest.mark.parametrize("make, linears, ways", [(speech, 20, 4), (student, 14, 3)])
-def test_frozen_layers_are_rounded_and_adapters_learn_nearly_the_same(make, linears, ways):
-    """With and without recomputation, and compiled; weights take the room that they took in bf16."""
+@pytest.mark.parametrize("make, linears", [(speech, 10), (student, 7)])
+def test_frozen_layers_are_rounded_and_adapters_learn_nearly_the_same(make, linears):
+    """With and without recomputation; weights take the room that they took in bf16."""
     found = {}
-    for name, mode in (("bf16", None), ("float8", None), ("selective", "selective"), ("compiled", None))[:ways]:
+    for name, mode in (("bf16", None), ("float8", None), ("selective", "selective")):
         torch.manual_seed(0)
         model, layers, loss_of = make(mode)
         for parameter_name, parameter in model.named_parameters():
             if "lora_B" in parameter_name:      # from zero, A would have no gradient
                 torch.nn.init.normal_(parameter, 0, 0.05)
         names = [n for n, p in model.named_parameters() if p.requires_grad]
-        if name == "compiled":
-            torch._dynamo.reset()
-            for layer in layers:
-                layer.compile(backend="aot_eager")
         if name != "bf16":
             assert float8.convert(layers) == linears
             small = [m for m in model.modules() if isinstance(m, float8.Float8Linear)]
@@ -74,9 +70,18 @@ def test_frozen_layers_are_rounded_and_adapters_learn_nearly_the_same(make, line
     assert loss != found["bf16"][0] and loss == pytest.approx(found["bf16"][0], rel=0.01)
     assert 0.98 < torch.cosine_similarity(gradient, found["bf16"][1], dim=0) < 0.9999
     assert found["selective"][0] == loss and torch.equal(found["selective"][1], gradient)
-    if "compiled" in found:
-        assert found["compiled"][0] == pytest.approx(loss, rel=1e-3)
-        assert torch.cosine_similarity(found["compiled"][1], gradient, dim=0) > 0.998
+
+
+def test_compiled_in_one_graph():
+    linear = torch.nn.Linear(32, 48).bfloat16().requires_grad_(False)
+    assert float8.convert([linear]) == 1
+    found = []
+    torch._dynamo.reset()
+    for call in (linear, torch.compile(linear, backend="aot_eager", fullgraph=True)):
+        x = torch.linspace(-1, 1, 7 * 32).view(7, 32).requires_grad_()
+        call(x).float().square().sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(*found, rtol=0.02, atol=1e-3)
 
 
 @pytest.mark.parametrize("trainer, flags, reason", [
