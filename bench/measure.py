@@ -54,8 +54,8 @@ def alternate(ways, rounds, device, warm_up=1, after=None):
     """
     seconds = {name: [] for name in ways}
     for turn in range(-warm_up, rounds):
+        gc.collect()
         for name in ways if turn % 2 == 0 else reversed(ways):
-            gc.collect()
             synchronize(device)
             start = time.perf_counter()
             ways[name]()
