@@ -85,6 +85,7 @@ def test_refused_flags(flags, capsys):
     (["--learning_rate", "-1"], "--learning_rate is -1"),
     (["--lora_dropout", "1.5"], "at least 0 and below 1"),
     (["--use_lora", "--freeze_llm"], "drop --freeze_llm"),
+    (["--gradient_checkpointing", "selective", "--compile"], "selective does not go with --compile"),
 ])
 def test_combinations_that_make_no_sense(flags, part):
     with pytest.raises(train_v2_ddp.UserError, match=re.escape(part)):
