@@ -199,9 +199,10 @@ def row_of(result, work, rate):
 
 
 def times(result, base):
-    """Median over rounds of a result's seconds by the base's; the error of the one that failed."""
-    failed = result.get("error") or base.get("error")
-    return failed or round(measure.ratio(base["seconds"], result["seconds"]), 2)
+    """Median over rounds of a result's seconds by the base's; its error, or None where the base failed."""
+    if "error" in result or "error" in base:
+        return result.get("error")
+    return round(measure.ratio(base["seconds"], result["seconds"]), 2)
 
 
 def step_row(name, way, result, base, work, rate):
