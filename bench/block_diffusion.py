@@ -357,7 +357,6 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=42, help="of problems, weights, noise and dropout")
     parser.add_argument("--results_dir", type=Path, default=measure.RESULTS, help="where the JSON goes")
     args = parser.parse_args(argv)
-    measure.keep_freed_memory(argv)
     began, device = time.monotonic(), torch.device("cuda", 0) if cuda else torch.device("cpu")
     if cuda:
         torch.set_float32_matmul_precision("high")      # --tf32, as the launchers pass it

@@ -241,7 +241,6 @@ def main(argv=None):
     parser.add_argument("--work_dir", help="where the model goes while this runs (default: a temporary folder)")
     parser.add_argument("--results_dir", type=Path, default=measure.RESULTS, help="where the JSON goes")
     args = parser.parse_args(argv)
-    measure.keep_freed_memory(argv)
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")      # with more, Trainer would spread a batch over them
     end, cuda = time.monotonic() + 60 * args.minutes, torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")

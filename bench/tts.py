@@ -226,6 +226,10 @@ def show(row, columns):
     print(" | ".join([f"{row[0]:<42}", *words]), flush=True)
 
 
+def report_name(args):
+    return "tts_kept" if args.keep_freed_memory else "tts"
+
+
 def measure_ways(report, table, ways, folder, device, args):
     """Compare ways {name: settings} of one setup, and write the report after every round -> [what failed]."""
     columns, row, base = TABLES[table]
@@ -238,7 +242,7 @@ def measure_ways(report, table, ways, folder, device, args):
             row(name, way, result, found[base], work, rate) for name, result in found.items()]}
         report["results"] = results + [{**ways[name], "name": name, "table": table, **result, **work}
                                        for name, result in found.items()]
-        measure.write_report("tts", report, args.results_dir)
+        measure.write_report(report_name(args), report, args.results_dir)
 
     compare(ways, folder, device, args.rounds, tell)
     for values in report["tables"][table]["rows"][len(rows):]:
@@ -265,8 +269,11 @@ def main(argv=None):
                         "levers to measure, from 0, comma-separated (default: all that this machine can show)")
     parser.add_argument("--seed", type=int, default=42, help="of lengths, texts and codes")
     parser.add_argument("--results_dir", type=Path, default=measure.RESULTS, help="where the JSON goes")
+    parser.add_argument("--keep_freed_memory", action="store_true", help="CPU: all sides with an allocator that "
+                        "keeps freed memory, as a GPU's does, not the system's default; the report is tts_kept")
     args = parser.parse_args(argv)
-    measure.keep_freed_memory(argv)
+    if args.keep_freed_memory:
+        measure.keep_freed_memory(argv)
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")      # with more, Trainer would spread a batch over them
     began, cuda = time.monotonic(), torch.cuda.is_available()
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
@@ -309,7 +316,7 @@ def main(argv=None):
             ways = {"default": way} | {name: way | more for name, more in chosen.items()}
             failed += measure_ways(report, "levers", ways, folder, device, args)
     report["seconds"] = time.monotonic() - began
-    print(f"wrote {measure.write_report('tts', report, args.results_dir)} after {report['seconds']:.0f} s")
+    print(f"wrote {measure.write_report(report_name(args), report, args.results_dir)} after {report['seconds']:.0f} s")
     if failed:
         raise SystemExit(f"error: failed: {'; '.join(failed)}")
 
