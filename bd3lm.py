@@ -10,7 +10,8 @@ Each target of a block is masked with probability p(t), t in (0, 1]; w(t) = p'(t
 loss and the mask token no probability. Sources: BD3-LM (arXiv 2503.09573) and its code
 (github.com/kuleshov-group/bd3lms), MDLM (arXiv 2406.07524).
 
-Own module of train_bd3lm.py and sample_bd3lm.py. Copy with it: dit.py, tensor_files.py, parallel.py.
+Own module of train_bd3lm.py and sample_bd3lm.py. Copy with it: dit.py, handover.py, tensor_files.py,
+parallel.py.
 """
 import hashlib
 import json
@@ -23,6 +24,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import dit
+import handover
 import tensor_files
 from parallel import UserError
 
@@ -48,6 +50,8 @@ class Blocks(NamedTuple):
     noisy_tiles: torch.Tensor   # (B, tiles, tiles) int8   dit.tile_states: what flex attention may skip
     clean_tiles: torch.Tensor   # (B, tiles, tiles) int8
 
+    __reduce__ = handover.reduce
+
 
 class Inputs(NamedTuple):
     """One noised batch: what DiT.forward takes."""
@@ -64,9 +68,7 @@ class Inputs(NamedTuple):
     n_noisy: int                # N
     layout: bytes               # equal for batches that need the same attention mask
 
-    def to(self, device):
-        """The same on a device."""
-        return self._replace(**{name: send(getattr(self, name), device) for name in self._fields[:10]})
+    to = handover.to
 
 
 def send(tensor, device):

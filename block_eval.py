@@ -29,8 +29,7 @@ def share_of_batches(world, rows, batch_rows, most=None):
     most = min(most or order.packs_per_epoch, order.packs_per_epoch)
     packs = [pack if i * world.size + world.rank < most else []
              for i, pack in enumerate(rank_packs(order, world.rank, world.size, 1, epochs=1)) if i * world.size < most]
-    loader = gsm8k.make_loader(rows, packs, batch_rows, rows.noisy_length, num_workers=0, prefetch_factor=None,
-                               pin_memory=False)
+    loader = gsm8k.make_loader(rows, packs, batch_rows, rows.noisy_length, num_workers=0, prefetch_factor=None)
     for number, batch in enumerate(loader):
         yield number * world.size + world.rank, batch
 

@@ -1,7 +1,8 @@
 """Tokenised conversations as flat arrays on disk, what is held out of them, and packed batches for training.
 
 Rank 0 tokenises once; all ranks and loader workers map the arrays, so memory does not grow with ranks or workers.
-Nothing is padded per sample. Copy with it: chat.py, indexing.py, parallel.py, watchdog.py and what those name.
+Nothing is padded per sample. Copy with it: chat.py, handover.py, indexing.py, parallel.py, watchdog.py and what those
+name.
 """
 import hashlib
 import itertools
@@ -10,13 +11,14 @@ import shutil
 import time
 import uuid
 from array import array
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+import handover
 import parallel
 from chat import cut, group_key, read_records
 from parallel import UserError
@@ -218,17 +220,8 @@ class PackedChats:
     teacher_ids: torch.Tensor = None            # (R, K) alternatives to each target, where the table has a teacher
     teacher_logprobs: torch.Tensor = None       # (R, K) float32 of them, -inf where there are fewer
 
-    def _map(self, change):
-        return PackedChats(*[change(v) if isinstance(v, torch.Tensor) else v
-                             for v in (getattr(self, f.name) for f in fields(self))])
-
-    def to(self, device, non_blocking=False):
-        """The batch on another device."""
-        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self):
-        """Called by DataLoader(pin_memory=True)."""
-        return self._map(lambda t: t.pin_memory())
+    __reduce__ = handover.reduce
+    to = handover.to
 
 
 class ChatSamples(Dataset):
@@ -282,9 +275,9 @@ def collate(samples, pad_to=0, pad_id=0, topk=0):
     return batch
 
 
-def make_loader(table, packs, *, num_workers, prefetch_factor, pin_memory, pad_to=0, pad_id=0):
+def make_loader(table, packs, *, num_workers, prefetch_factor, pad_to=0, pad_id=0):
     """DataLoader of PackedChats over `packs`, an iterable of lists of sample numbers."""
-    return DataLoader(ChatSamples(table), batch_sampler=packs, num_workers=num_workers, pin_memory=pin_memory,
+    return DataLoader(ChatSamples(table), batch_sampler=packs, num_workers=num_workers,
                       collate_fn=lambda samples: collate(samples, pad_to, pad_id, table.topk),
                       prefetch_factor=prefetch_factor if num_workers else None, persistent_workers=num_workers > 0,
                       multiprocessing_context="fork" if num_workers else None,      # workers share the mapped table

@@ -8,8 +8,8 @@ Labels follow boson-ai/higgs-audio's collator: a clip of T frames takes T + 9 ro
 T codes and one end-of-stream are trained, begin-of-stream and the fill never. A trained assistant turn's text,
 <|audio_out_bos|>, <|audio_eos|> and <|eot_id|> are text targets.
 
-No worker imports the model or touches CUDA. Copy with it: chatml.py, code_cache.py, indexing.py, parallel.py,
-checkpoint.py, watchdog.py.
+No worker imports the model or touches CUDA. Copy with it: chatml.py, code_cache.py, handover.py, indexing.py,
+parallel.py, checkpoint.py, watchdog.py.
 """
 import hashlib
 import itertools
@@ -21,13 +21,14 @@ import tempfile
 import time
 import uuid
 import weakref
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+import handover
 import parallel
 from chatml import Clip, read_chunks
 from code_cache import FRAME_RATE, CodeReader, ensure_codes
@@ -472,17 +473,8 @@ class PackedBatch:
     samples: tuple                  # sample numbers in the table, for naming them in errors
     counts: dict                    # python ints: tokens, frames, samples, padding, audio_targets, text_targets
 
-    def _map(self, change):
-        return PackedBatch(*[change(v) if isinstance(v, torch.Tensor) else v
-                             for v in (getattr(self, f.name) for f in fields(self))])
-
-    def to(self, device, non_blocking=False):
-        """The batch on another device."""
-        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self):
-        """Called by DataLoader(pin_memory=True)."""
-        return self._map(lambda t: t.pin_memory())
+    __reduce__ = handover.reduce
+    to = handover.to
 
 
 class SpeechSamples(Dataset):
@@ -562,9 +554,9 @@ def collate(samples, ids, pad_to=0):
     return PackedBatch(*map(torch.from_numpy, tensors), -(-max(seqlens) // 128) * 128, tuple(seqlens), numbers, counts)
 
 
-def make_loader(table, ids, packs, *, num_workers, prefetch_factor, pin_memory, pad_to=0):
+def make_loader(table, ids, packs, *, num_workers, prefetch_factor, pad_to=0):
     """DataLoader of PackedBatches over `packs`, an iterable of lists of sample numbers."""
-    return DataLoader(SpeechSamples(table, ids), batch_sampler=packs, num_workers=num_workers, pin_memory=pin_memory,
+    return DataLoader(SpeechSamples(table, ids), batch_sampler=packs, num_workers=num_workers,
                       collate_fn=lambda samples: collate(samples, ids, pad_to),
                       prefetch_factor=prefetch_factor if num_workers else None, persistent_workers=num_workers > 0,
                       multiprocessing_context="fork" if num_workers else None,      # workers share the mapped table

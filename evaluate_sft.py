@@ -18,8 +18,8 @@ all tables, confusion-NAME.png. Exit status 1 below --min_agreement.
 
 Files to copy with it: its own held_out.py student.py label_scores.py label_report.py; create_data.py's teacher.py
 label_parsers.py label_journal.py; train_sft.py's chat.py chat_table.py distill.py sft_model.py sft_plan.py
-packed_lm.py causal_lm.py; shared adapters.py indexing.py packing.py parallel.py optim.py checkpoint.py tensor_files.py
-watchdog.py metrics.py preflight.py recomputation.py float8.py
+packed_lm.py causal_lm.py; shared adapters.py indexing.py handover.py packing.py parallel.py optim.py checkpoint.py
+tensor_files.py watchdog.py metrics.py preflight.py recomputation.py float8.py
 """
 import argparse
 import dataclasses

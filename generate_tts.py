@@ -10,8 +10,8 @@ stopped by itself, "length" when --max_seconds cut it off. The same seed and bat
 number of GPUs.
 
 Files to copy with it: speak.py speech_model.py data.py chatml.py code_cache.py higgs.py higgs_io.py higgs_export.py
-lora.py (its own), adapters.py indexing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py
-recomputation.py float8.py (shared).
+lora.py (its own), adapters.py indexing.py handover.py parallel.py optim.py checkpoint.py tensor_files.py
+watchdog.py recomputation.py float8.py (shared).
 """
 import argparse
 import math

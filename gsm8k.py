@@ -376,9 +376,9 @@ def collate(rows, batch_rows, length, noisy_length, pad):
                   noisy_tiles=noisy_tiles, clean_tiles=clean_tiles)
 
 
-def make_loader(rows, packs, batch_rows, noisy_length, *, num_workers, prefetch_factor, pin_memory):
+def make_loader(rows, packs, batch_rows, noisy_length, *, num_workers, prefetch_factor):
     """DataLoader of Blocks over `packs`, an iterable of lists of at most batch_rows row numbers; [] is all padding."""
-    return DataLoader(rows, batch_sampler=packs, num_workers=num_workers, pin_memory=pin_memory,
+    return DataLoader(rows, batch_sampler=packs, num_workers=num_workers,
                       collate_fn=lambda some: collate(some, batch_rows, rows.length, noisy_length, rows.documents.pad),
                       prefetch_factor=prefetch_factor if num_workers else None, persistent_workers=num_workers > 0,
                       multiprocessing_context="fork" if num_workers else None, worker_init_fn=ignore_in_worker,

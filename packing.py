@@ -107,11 +107,12 @@ class PackOrder:
 
     def epoch(self, epoch):
         """EpochPlan of `epoch`; the last two asked for are kept (the loader reads ahead into the next epoch)."""
-        if epoch not in self._plans:
-            for old in [e for e in self._plans if e < epoch - 1]:
-                del self._plans[old]
-            self._plans[epoch] = self._plan(np.random.default_rng((self.seed, epoch, 1)))
-        return self._plans[epoch]
+        plan = self._plans.get(epoch)
+        if plan is None:
+            plan = self._plan(np.random.default_rng((self.seed, epoch, 1)))
+            # a new dict: the loader's thread asks, too
+            self._plans = {e: p for e, p in self._plans.items() if e >= epoch - 1} | {epoch: plan}
+        return plan
 
     def _plan(self, rng):
         if self._bins is not None:

@@ -8,8 +8,8 @@ until its end token, then, behind the finished plan, the execution with <|answer
 behind #### (hdp: behind <|answer|>) and compares texts as openai/grade-school-math does; flexible takes the last number
 in the text and compares values. NFE is the mean number of network passes a problem needed.
 
-Files to copy with it: gsm8k.py problems.py block_sampler.py bd3lm.py dit.py (its own), checkpoint.py packing.py
-parallel.py tensor_files.py watchdog.py recomputation.py (shared).
+Files to copy with it: gsm8k.py problems.py block_sampler.py bd3lm.py dit.py (its own), checkpoint.py handover.py
+packing.py parallel.py tensor_files.py watchdog.py recomputation.py (shared).
 """
 import argparse
 import json

@@ -15,8 +15,8 @@ GSM8K's 7,473, and of 512 packed rows, three problems each, 10,000: such a run m
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
 
 Files to copy with it: dit.py bd3lm.py block_setup.py block_eval.py gsm8k.py problems.py problem_maker.py (its own),
-packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py recomputation.py
-(shared).
+handover.py packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py
+recomputation.py (shared).
 """
 import argparse
 import dataclasses
@@ -37,6 +37,7 @@ import block_setup
 import checkpoint
 import dit
 import gsm8k
+import handover
 import metrics
 import optim
 import parallel
@@ -359,8 +360,8 @@ def train(args):
             best_loss, best_step, stale = meta["best_loss"], meta["best_step"], meta["stale"]
         owed = bool(eval_rows) and meta.get("owed", False)      # a validation that the stop was quicker than
     packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, at["epoch"], at["first"])
-    batches = iter(gsm8k.make_loader(rows, packs, batch_rows, rows.noisy_length, num_workers=args.num_workers,
-                                     prefetch_factor=args.prefetch_factor, pin_memory=False))
+    batches = handover.ahead(gsm8k.make_loader(rows, packs, batch_rows, rows.noisy_length, num_workers=args.num_workers,
+                                               prefetch_factor=args.prefetch_factor))
     levels = torch.linspace(0, 1, 1001, dtype=torch.float64)
 
     log = None

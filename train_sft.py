@@ -12,8 +12,8 @@ trained is proven against the tokenizer's chat template (chat.py); a template wh
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
 
 Files to copy with it: chat.py chat_table.py distill.py sft_model.py sft_plan.py packed_lm.py causal_lm.py (its own),
-adapters.py indexing.py packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py metrics.py
-preflight.py recomputation.py float8.py (shared).
+adapters.py indexing.py handover.py packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py
+metrics.py preflight.py recomputation.py float8.py (shared).
 """
 import argparse
 import math
@@ -31,6 +31,7 @@ import chat
 import chat_table
 import checkpoint
 import float8
+import handover
 import metrics
 import optim
 import packed_lm
@@ -222,7 +223,7 @@ def evaluate(world, args, model, table, held_out, check):
     sums = torch.zeros(model.sums, dtype=torch.float64, device=world.device)
     model.eval()
     for i, batch in enumerate(chat_table.make_loader(table, packs, num_workers=min(1, args.num_workers),
-                                                     prefetch_factor=2, pin_memory=False)):
+                                                     prefetch_factor=2)):
         if i % 16 == 0:
             check()
             if parallel.any_rank(world, watchdog.stop_requested()).item():
@@ -337,9 +338,9 @@ def train(args):
             best_loss, best_step = meta["best_loss"], meta["best_step"]
     packs = ([int(train_ids[i]) for i in pack] for pack in
              rank_packs(order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
-    batches = iter(chat_table.make_loader(table, packs, num_workers=args.num_workers,
-                                          prefetch_factor=args.prefetch_factor, pin_memory=device.type == "cuda",
-                                          pad_to=args.max_tokens_per_batch, pad_id=ends[0]))
+    loader = chat_table.make_loader(table, packs, num_workers=args.num_workers, prefetch_factor=args.prefetch_factor,
+                                    pad_to=args.max_tokens_per_batch, pad_id=ends[0])
+    batches = handover.ahead(loader, device)
     matrix_weights = packed_lm.layer_weights(native)
 
     log = None
@@ -416,7 +417,6 @@ def train(args):
             mine = list(batch.samples)
             assert batch.counts["targets"] == table.targets[mine].sum(), "loader and plan disagree"
             assert args.max_tokens_per_batch in (0, len(batch.input_ids)), "the pack is not filled to its budget"
-            batch = batch.to(device, non_blocking=True)
             with parallel.gradient_sync(wrapped, micro == accumulation - 1):
                 with autocast(args, device):
                     loss, *others = wrapped(batch)

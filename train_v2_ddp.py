@@ -13,8 +13,8 @@ from the plan that all ranks share, so no rank has to ask another.
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
 
 Files to copy with it: data.py chatml.py code_cache.py speech_model.py speech_plan.py dry_run.py higgs.py higgs_io.py
-higgs_export.py lora.py speak.py run_samples.py (its own), adapters.py indexing.py packing.py parallel.py optim.py
-checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py recomputation.py float8.py (shared).
+higgs_export.py lora.py speak.py run_samples.py (its own), adapters.py indexing.py handover.py packing.py parallel.py
+optim.py checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py recomputation.py float8.py (shared).
 """
 import argparse
 import math
@@ -31,6 +31,7 @@ from tqdm import tqdm
 import checkpoint
 import dry_run
 import float8
+import handover
 import higgs
 import higgs_io
 import lora
@@ -244,8 +245,7 @@ def evaluate(world, args, model, table, ids, held_out, check):
     def share(rank, size):
         packs = [[int(held_out[i]) for i in pack] for pack in rank_packs(order, rank, size, 1, epochs=1)]
         sums = torch.zeros(codebooks + 6, dtype=torch.float64, device=world.device)
-        loader = make_loader(table, ids, packs, num_workers=min(1, args.num_workers), prefetch_factor=2,
-                             pin_memory=False)
+        loader = make_loader(table, ids, packs, num_workers=min(1, args.num_workers), prefetch_factor=2)
         for i, batch in enumerate(loader):
             if i % 16 == 0:
                 check()
@@ -319,7 +319,7 @@ def print_sample(table, tokenizer, ids, batch):
     """--enable_strategic_logging: show the first sample of a batch the way the model sees it."""
     if not batch.samples:
         return
-    tokens = batch.input_ids[:batch.seqlens[0]]
+    tokens = batch.input_ids[:batch.seqlens[0]].cpu()
     text = tokenizer.decode(tokens[(tokens != ids.audio) & (tokens != ids.delay)])
     tqdm.write(f"sample     {table.name(batch.samples[0])}: {batch.seqlens[0]} tokens; batch trains "
                f"{batch.counts['audio_targets']} codes and {batch.counts['text_targets']} text tokens; text {text!r}")
@@ -402,8 +402,9 @@ def train(args):
             best_loss, best_step = meta["best_loss"], meta["best_step"]
     packs = ([int(train_ids[i]) for i in pack] for pack in
              rank_packs(order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
-    batches = iter(make_loader(table, ids, packs, num_workers=args.num_workers, prefetch_factor=args.prefetch_factor,
-                               pin_memory=device.type == "cuda", pad_to=args.max_tokens_per_batch))
+    loader = make_loader(table, ids, packs, num_workers=args.num_workers, prefetch_factor=args.prefetch_factor,
+                         pad_to=args.max_tokens_per_batch)
+    batches = handover.ahead(loader, device)
 
     log = None
     if main_rank:
@@ -490,7 +491,6 @@ def train(args):
             if main_rank and args.enable_strategic_logging and micro == 0 \
                     and at["step"] % args.strategic_logging_steps == 0:
                 print_sample(table, tokenizer, ids, batch)
-            batch = batch.to(device, non_blocking=True)
             with parallel.gradient_sync(wrapped, micro == accumulation - 1):
                 with autocast(args, device):
                     audio, text, eos = wrapped(batch)

@@ -53,6 +53,7 @@ import bd3lm  # noqa: E402
 import block_setup  # noqa: E402
 import dit  # noqa: E402
 import gsm8k  # noqa: E402
+import handover  # noqa: E402
 import metrics  # noqa: E402
 import optim  # noqa: E402
 import parallel  # noqa: E402
@@ -97,8 +98,8 @@ def measure_setting(world, args, documents, micro_batch, backend, compiled, pack
     parameters = list(model.parameters())
     optimizer = optim.build_adamw(model.named_parameters(), 5e-4, 0.0, (0.9, 0.999), block_setup.decays)
     flags, seconds = optim.StepFlags(device), []
-    batches = iter(gsm8k.make_loader(rows, packs * (args.repeats + 1), batch_rows, rows.noisy_length,
-                                     num_workers=2 if cuda else 0, prefetch_factor=4, pin_memory=False))
+    batches = handover.ahead(gsm8k.make_loader(rows, packs * (args.repeats + 1), batch_rows, rows.noisy_length,
+                                               num_workers=2 if cuda else 0, prefetch_factor=4))
     for repeat in range(args.repeats + 1):          # the first one compiles and warms up
         measure.synchronize(device)
         start = time.perf_counter()

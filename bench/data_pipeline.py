@@ -8,8 +8,9 @@ Writes bench/results/data_pipeline-cpu.json. Three parts, all with the trainers'
 audio   A tiny codec of the real architecture, synthetic speech of log-normal lengths, 2 to 20 s, two clips a sample.
         Ours, cold (each clip encoded once, then read) and warm (only read), beside the common way: load, resample and
         encode in __getitem__, in DataLoader workers, in every epoch. The sum of all codes must be the same.
-wait    Loaders at the rate of one GPU. The GPU is simulated: it sleeps for as long as a step would take, which is the
-        step's model FLOPs, as the trainer counts them, over a share of 989e12, an H200's dense bf16 peak.
+wait    Loaders at the rate of one GPU, read ahead as the trainers do. The GPU is simulated: the process sleeps for as
+        long as a step would take, which is the step's model FLOPs, as the trainer counts them, over a share of 989e12,
+        an H200's dense bf16 peak. Nothing is copied to a GPU, and the trainer does nothing else between two batches.
 index   Reading, packing and loading many short samples, in a fresh process each: seconds and memory. Every sample has
         an audio file of its own; files and codes are names of a few real ones, as only the index is measured.
 """
@@ -47,6 +48,7 @@ import code_cache  # noqa: E402
 import data  # noqa: E402
 import dit  # noqa: E402
 import gsm8k  # noqa: E402
+import handover  # noqa: E402
 import higgs  # noqa: E402
 import higgs_io  # noqa: E402
 import make_tiny  # noqa: E402
@@ -193,7 +195,7 @@ def speech_table(work, folder):
     tokenizer, ids = speech_tools(work)
     table, _, _ = data.prepare_table(WORLD, speech_flags(folder), tokenizer, ids, work / "codec")
     return table, lambda packs, workers: data.make_loader(table, ids, packs, num_workers=workers, prefetch_factor=4,
-                                                          pin_memory=False, pad_to=PACK)
+                                                          pad_to=PACK)
 
 
 def chats_table(work, folder):
@@ -204,7 +206,7 @@ def chats_table(work, folder):
                            too_long="stop", group_size=1, validation_split=0, seed=42)
     table, _, _, _ = chat_table.prepare_table(WORLD, args, chat.Encoder(tokenizer), 2048)
     return table, lambda packs, workers: chat_table.make_loader(table, packs, num_workers=workers, prefetch_factor=4,
-                                                                pin_memory=False, pad_to=PACK)
+                                                                pad_to=PACK)
 
 
 KINDS = {"speech": (write_speech_index, speech_table), "chat": (write_chat_index, chats_table)}
@@ -322,7 +324,7 @@ def cached_way(work, folder, workers, batch):
     table, _, _ = data.prepare_table(WORLD, speech_flags(folder), tokenizer, ids, work / "codec")
     order = PackOrder(table.lengths, samples_per_pack=batch, seed=42)
     return two_epochs(data.make_loader(table, ids, rank_packs(order, 0, 1, 1, 2), num_workers=workers,
-                                       prefetch_factor=4, pin_memory=False), start)
+                                       prefetch_factor=4), start)
 
 
 def common_way(work, folder, workers, batch):
@@ -364,7 +366,7 @@ def audio_part(work, args):
 
 def take(loader_of, workers, seconds, steps):
     """A GPU that computes `seconds` a step and asks for the next batch then -> (seconds waited, of how many)."""
-    batches, waited = iter(loader_of(workers)), 0.0     # made here: its workers end when this function does
+    batches, waited = handover.ahead(loader_of(workers)), 0.0       # its workers end when this function does
     next(batches)
     time.sleep(seconds)
     start = time.perf_counter()
@@ -378,9 +380,10 @@ def take(loader_of, workers, seconds, steps):
 
 def wait_row(name, share, flops, n_packs, tokens, loader_of, args):
     """One row of the table. flops, tokens: of all packs; loader_of(workers): the loader of n_packs batches or more."""
-    seconds, steps = flops / n_packs / (share * PEAK), min(n_packs - 1, args.steps)
+    seconds = flops / n_packs / (share * PEAK)
+    steps = min(n_packs - 1, max(args.steps, round(args.seconds / seconds)))
     start = time.process_time()
-    made = sum(1 for _ in itertools.islice(loader_of(0), steps))
+    made = sum(1 for _ in itertools.islice(loader_of(0), args.steps))
     work = (time.process_time() - start) / made
     waited, whole = in_child(take, loader_of, args.workers, seconds, steps)
     row = [name, 100 * share, tokens / n_packs, seconds, tokens / n_packs / seconds, args.workers, steps,
@@ -423,11 +426,11 @@ def wait_part(work, args):
     flops = dit.flops(dit.config_of("small", 50258, 50257), sums["noisy"] + sums["clean"], sums["targets"] / 2,
                       sums["pairs"])
     order = PackOrder(gsm_rows.tokens, samples_per_pack=PACK // 512, seed=42)
-    turns = -(-n // len(order.epoch(0)))
+    turns = -(-n // len(order.epoch(0))) * 20         # its steps are short
     rows.append(wait_row("block diffusion, small", 0.40, flops * turns, len(order.epoch(0)) * turns,
                          sums["tokens"] * turns, lambda workers: gsm8k.make_loader(
                              gsm_rows, rank_packs(order, 0, 1, 1, turns), PACK // 512, gsm_rows.noisy_length,
-                             num_workers=workers, prefetch_factor=4, pin_memory=False), args))
+                             num_workers=workers, prefetch_factor=4), args))
     return {"wait": {"columns": ["job", "% of 989 TFLOP/s", "tokens a step", "s a step", "tokens/s", "workers", "steps",
                                  "% of time waiting", "CPU s of loading a step", "cores a GPU"], "rows": rows}}
 
@@ -445,7 +448,8 @@ def main(argv=None):
     parser.add_argument("--parts", type=words, default=list(PARTS), help="audio, wait, index, comma-separated")
     parser.add_argument("--clips", type=int, default=64, help="audio files, and samples an epoch, of the part audio")
     parser.add_argument("--rounds", type=int, default=3, help="of the part audio; medians count")
-    parser.add_argument("--steps", type=int, default=60, help="simulated steps of each job of the part wait")
+    parser.add_argument("--steps", type=int, default=60, help="simulated steps of each job of the part wait, at least")
+    parser.add_argument("--seconds", type=float, default=10, help="that those steps last, at least")
     parser.add_argument("--workers", type=int, default=4, help="loader processes of the GPU of the part wait")
     parser.add_argument("--samples", type=lambda text: sorted(map(int, words(text))), default=[10_000, 100_000],
                         help="sizes of the indices, comma-separated")

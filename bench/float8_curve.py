@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import float8  # noqa: E402
+import handover  # noqa: E402
 import higgs  # noqa: E402
 import optim  # noqa: E402
 from data import Table, make_loader  # noqa: E402
@@ -54,11 +55,11 @@ def train(folder, args, device, in_float8):
     trained = [p for p in model.parameters() if p.requires_grad]
     budget = tts_ways.token_budget(table.lengths, args.batch)
     packs = rank_packs(PackOrder(table.lengths, tokens_per_pack=budget, seed=args.seed), 0, 1, 1, sys.maxsize)
-    batches = iter(make_loader(table, ids, packs, num_workers=0, prefetch_factor=4, pin_memory=cuda, pad_to=budget))
+    batches = handover.ahead(make_loader(table, ids, packs, num_workers=0, prefetch_factor=4, pad_to=budget), device)
     losses, seconds = [], []
     for _ in range(args.steps):
         batch = next(batches)
-        counts, batch = batch.counts, batch.to(device, non_blocking=True)
+        counts = batch.counts
         measure.synchronize(device)
         start = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16):

@@ -51,6 +51,7 @@ from transformers.utils import is_flash_attn_2_available  # noqa: E402
 import adapters  # noqa: E402
 import causal_lm  # noqa: E402
 import chat_table  # noqa: E402
+import handover  # noqa: E402
 import optim  # noqa: E402
 import packed_lm  # noqa: E402
 import parallel  # noqa: E402
@@ -268,9 +269,9 @@ def our_steps(world, options, table, mix, plan, parts, optimizer):
     """
     model, wrapped, _ = parts
     cuda, (budget, accumulation, packs) = world.device.type == "cuda", plan
-    batches = iter(chat_table.make_loader(
-        table, itertools.cycle(packs), num_workers=2 if cuda else 0, prefetch_factor=4, pin_memory=cuda, pad_to=budget,
-        pad_id=0))
+    batches = handover.ahead(chat_table.make_loader(
+        table, itertools.cycle(packs), num_workers=2 if cuda else 0, prefetch_factor=4, pad_to=budget, pad_id=0),
+        world.device)
     trainable, flags = [p for p in model.parameters() if p.requires_grad], optim.StepFlags(world.device)
     for first in itertools.cycle(range(0, len(packs), accumulation)):
         window = [number for pack in packs[first:first + accumulation] for number in pack]
@@ -279,7 +280,6 @@ def our_steps(world, options, table, mix, plan, parts, optimizer):
         for micro in range(accumulation):
             batch = next(batches)
             counts.update(batch.counts, slots=len(batch.input_ids))
-            batch = batch.to(world.device, non_blocking=True)
             with parallel.gradient_sync(wrapped, micro == accumulation - 1):
                 with torch.autocast(world.device.type, torch.bfloat16, enabled=cuda):
                     loss, *_ = wrapped(batch)

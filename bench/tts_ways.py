@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import float8  # noqa: E402
+import handover  # noqa: E402
 import higgs  # noqa: E402
 import higgs_io  # noqa: E402
 import lora  # noqa: E402
@@ -335,8 +336,9 @@ def train_ours(way, folder, device, rounds):
         optimizer = torch.optim.AdamW([dict(group, fused=False, foreach=True) for group in optimizer.param_groups])
     budget = token_budget(table.lengths, way["batch"]) if way.get("packed") else 0
     order = PackOrder(table.lengths, samples_per_pack=0 if budget else way["batch"], tokens_per_pack=budget)
-    batches = iter(make_loader(table, ids, rank_packs(order, 0, 1, 1, sys.maxsize), num_workers=0, prefetch_factor=4,
-                               pin_memory=device.type == "cuda", pad_to=budget))
+    loader = make_loader(table, ids, rank_packs(order, 0, 1, 1, sys.maxsize), num_workers=0, prefetch_factor=4,
+                         pad_to=budget)
+    batches = handover.ahead(loader, device)
     flags, sums, graphs = optim.StepFlags(device), torch.zeros(config.num_codebooks + 8, device=device), []
     while rounds.wait():
         sums.zero_()
@@ -344,7 +346,6 @@ def train_ours(way, folder, device, rounds):
             batch = next(batches)
             rounds.slots += len(batch.input_ids)
             n_audio, n_text = batch.counts["audio_targets"], batch.counts["text_targets"]
-            batch = batch.to(device, non_blocking=True)
             batch = on_all_rows(batch) if way.get("all_rows") else batch
             with torch.autocast(device.type, torch.bfloat16, enabled=way["bf16"]):
                 audio, text, eos = model(batch)

@@ -37,7 +37,8 @@ bench = load("data_pipeline")
 
 
 def test_the_numbers_follow_from_each_other(tmp_path):
-    flags = ("--clips", "8", "--rounds", "1", "--steps", "3", "--workers", "1", "--samples", "300,600")
+    flags = ("--clips", "8", "--rounds", "1", "--steps", "3", "--seconds", "0.1", "--workers", "1", "--samples",
+             "300,600")
     done = subprocess.run([sys.executable, ROOT / "bench" / "data_pipeline.py", *flags, "--results_dir", tmp_path],
                           text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0, done.stdout[-3000:]
@@ -57,7 +58,8 @@ def test_the_numbers_follow_from_each_other(tmp_path):
     speech, chats, blocks = tables["wait"]["rows"]
     for _, _, tokens, seconds, rate, workers, steps, waiting, work, cores in (speech, chats, blocks):
         assert rate * seconds == pytest.approx(tokens) and 0.5 * 8192 < tokens <= 8192
-        assert workers == 1 and steps == 3 and 0 <= waiting < 100 and cores == pytest.approx(work / seconds)
+        assert workers == 1 and steps == max(3, round(0.1 / seconds))
+        assert 0 <= waiting < 100 and cores == pytest.approx(work / seconds)
     layers, head = 2.8e9, 128256 * 3072         # weights; a token costs 4 FLOPs for each under LoRA, and attention
     assert 4 * layers < speech[3] * 0.55 * 989e12 / speech[2] < 1.1 * 4 * (layers + head)
     layers, head = 3.6e9, 151936 * 2560

@@ -240,8 +240,8 @@ def test_batches_hold_each_sample_once(made, tmp_path, budget):
     for rank in range(3):
         packs = list(rank_packs(order, rank, 3, 1, epochs=1))
         steps.add(len(packs))
-        for batch in chat_table.make_loader(table, packs, num_workers=0, prefetch_factor=2, pin_memory=False,
-                                            pad_to=budget, pad_id=1):
+        for batch in chat_table.make_loader(table, packs, num_workers=0, prefetch_factor=2, pad_to=budget,
+                                            pad_id=1):
             bounds = batch.cu_seqlens.tolist()
             assert bounds[-1] == len(batch.input_ids) == (budget or max(1, batch.counts["tokens"]))
             assert max(np.diff(bounds)) <= batch.longest and batch.longest % 128 == 0

@@ -50,7 +50,7 @@ def taught(table, tokenizer):
     """[[(trained token, {alternative: probability})] of each sample] as texts, through the loader's own batches."""
     found = []
     for batch in chat_table.make_loader(table, [[i] for i in range(len(table))], num_workers=0, prefetch_factor=2,
-                                        pin_memory=False, pad_to=200, pad_id=1):
+                                        pad_to=200, pad_id=1):
         rows = []
         for target, ids, logprobs in zip(batch.targets, batch.teacher_ids, batch.teacher_logprobs):
             there = torch.isfinite(logprobs)

@@ -409,7 +409,7 @@ def test_batches_hold_every_document_once_and_whole(demo, name, pack):
     assert all(len(m) == 1 for m in rows.members) or pack
     order = PackOrder(rows.tokens, samples_per_pack=4, seed=5)
     packs = list(rank_packs(order, 0, 1, 1, epochs=1)) + [[]]
-    loader = gsm8k.make_loader(rows, packs, 4, rows.noisy_length, num_workers=0, prefetch_factor=None, pin_memory=False)
+    loader = gsm8k.make_loader(rows, packs, 4, rows.noisy_length, num_workers=0, prefetch_factor=None)
     fields = ("ids", "position", "block", "target", "region")
     seen, counted = [], np.zeros(3, int)
     for batch, numbers in zip(loader, packs, strict=True):
@@ -450,8 +450,8 @@ def test_loader_processes_change_nothing(demo):
     _, _, documents = load(demo, LAYOUTS["hdp"])
     rows = gsm8k.make_rows(documents, np.arange(60), 256, True, seed=5)
     packs = [[0, 1, 2], [3], [], [4, 5]]
-    here, there = (list(gsm8k.make_loader(rows, packs, 3, rows.noisy_length, num_workers=n, prefetch_factor=ahead,
-                                          pin_memory=False)) for n, ahead in ((0, None), (2, 2)))
+    here, there = (list(gsm8k.make_loader(rows, packs, 3, rows.noisy_length, num_workers=n, prefetch_factor=ahead))
+                   for n, ahead in ((0, None), (2, 2)))
     for a, b in zip(here, there, strict=True):
         assert all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b, strict=True))
     assert [batch.n_targets > 0 for batch in here] == [True, True, False, True]

@@ -372,7 +372,7 @@ def test_table_counts_are_those_of_the_batches(table, ids):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_loader_gives_the_same_batches_in_order(table, tokenizer, ids, num_workers):
     packs = [[1, 0], [], [2, 3, 4], [5, 6]]
-    batches = make_loader(table, ids, packs, num_workers=num_workers, prefetch_factor=2, pin_memory=False, pad_to=400)
+    batches = make_loader(table, ids, packs, num_workers=num_workers, prefetch_factor=2, pad_to=400)
     for numbers, batch in zip(packs, batches, strict=True):
         check_against_slow(batch, numbers, tokenizer, ids, 400)
 
@@ -380,7 +380,7 @@ def test_loader_gives_the_same_batches_in_order(table, tokenizer, ids, num_worke
 def test_loader_leaves_the_trainers_random_state_alone(table, ids):
     """Drawing its seed from torch's generator would make dropout depend on the number of loaders."""
     before = torch.get_rng_state()
-    assert len(list(make_loader(table, ids, [[0], [1]], num_workers=1, prefetch_factor=2, pin_memory=False))) == 2
+    assert len(list(make_loader(table, ids, [[0], [1]], num_workers=1, prefetch_factor=2))) == 2
     assert torch.equal(before, torch.get_rng_state())
 
 

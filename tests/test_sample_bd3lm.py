@@ -42,7 +42,7 @@ def overfit(documents, tokens, steps=350):
     model = dit.DiT(dit.config_of("nano", tokens.vocab_size, tokens.mask, dropout=0.0))
     rows = gsm8k.make_rows(documents, np.arange(len(documents)), 72, pack=False)
     (batch,) = gsm8k.make_loader(rows, [list(range(len(rows)))], len(rows), rows.noisy_length, num_workers=0,
-                                 prefetch_factor=None, pin_memory=False)
+                                 prefetch_factor=None)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, steps)
     for step in range(steps):

@@ -1,0 +1,129 @@
+"""Batches on their way from a loader process to the device: each in one piece of memory, and one ahead of its use.
+
+A tensor that changes processes is a file of shared memory with a connection of its own, so a batch of many tensors
+takes the trainer milliseconds. Here the tensors of a batch lie one after the other in one buffer: one file, one pinned
+piece of memory, one copy to the GPU. A batch is a dataclass or a NamedTuple whose fields are CPU tensors or plain
+values. The classes use it so:
+
+    __reduce__ = handover.reduce        # how pickle, and with it a loader process, hands a batch over
+    to = handover.to
+
+Shared module: torch only, imports nothing of ours.
+"""
+import math
+import sys
+import threading
+import time
+from queue import SimpleQueue
+
+import torch
+
+ALIGNMENT = 64      # bytes; kernels may expect 16, views of other types 8
+DEPTH = 2           # batches that are read ahead
+
+
+def values_of(batch):
+    """{field: value} of a dataclass or NamedTuple."""
+    return batch._asdict() if isinstance(batch, tuple) else dict(vars(batch))
+
+
+def tensors_of(batch):
+    """{field: tensor} of those fields that are tensors."""
+    return {name: value for name, value in values_of(batch).items() if isinstance(value, torch.Tensor)}
+
+
+def pack(tensors, pinned=False):
+    """{name: tensor} -> (uint8 buffer on the CPU, layout [(name, dtype, shape, first byte)])."""
+    layout, size = [], 0
+    for name, tensor in tensors.items():
+        start = -(-size // ALIGNMENT) * ALIGNMENT
+        layout.append((name, tensor.dtype, tuple(tensor.shape), start))
+        size = start + tensor.nbytes
+    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    for name, view in views(buffer, layout).items():
+        view.copy_(tensors[name])
+    return buffer, layout
+
+
+def views(buffer, layout):
+    """{name: tensor} that lie in a buffer, on whatever device it is."""
+    return {name: buffer[start:start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for name, dtype, shape, start in layout}
+
+
+def unpack(kind, buffer, layout, values):
+    """The batch, a `kind` with these other values, whose tensors are views of one buffer."""
+    buffer = buffer.clone()     # out of shared memory: unmapping that takes longer, and whoever drops the batch does it
+    return kind(**values, **views(buffer, layout))
+
+
+def reduce(batch):
+    """__reduce__ of a batch: one tensor and a few plain values."""
+    tensors, values = tensors_of(batch), values_of(batch)
+    return unpack, (type(batch), *pack(tensors), {name: values[name] for name in values if name not in tensors})
+
+
+def to(batch, device):
+    """The batch on another device, in one copy. To a GPU it goes from pinned memory, and the host does not wait."""
+    device, tensors = torch.device(device), tensors_of(batch)
+    if all(tensor.device == device for tensor in tensors.values()):
+        return batch
+    buffer, layout = pack(tensors, pinned=device.type == "cuda")
+    return type(batch)(**values_of(batch) | views(buffer.to(device, non_blocking=True), layout))
+
+
+def ahead(loader, device=None):
+    """Iterator over the batches of a DataLoader, on the device, if one is given; the next two come while one is used.
+
+    A thread takes them over from the loader processes and, for a GPU, copies them on a stream of its own. What goes
+    wrong in it is raised here. Without loader processes a batch is made by the caller's thread when it is asked for.
+    """
+    batches = iter(loader)      # here, and not in the generator: processes are forked before there is a thread
+    if loader.num_workers:
+        return _ahead(batches, device)
+    return (batch.to(device) if device else batch for batch in batches)
+
+
+def _ahead(batches, device):
+    cuda = device is not None and device.type == "cuda"
+    stream = torch.cuda.Stream(device) if cuda else None
+    wanted, ready, over = SimpleQueue(), SimpleQueue(), threading.Event()
+
+    def fetch():
+        try:
+            if cuda:
+                torch.cuda.set_device(device)       # of this thread
+            while wanted.get() and not over.is_set():
+                batch, copied = next(batches, None), None
+                if cuda and batch is not None:
+                    with torch.cuda.stream(stream):
+                        batch, copied = batch.to(device), stream.record_event()
+                ready.put((batch, copied))
+        except BaseException as error:      # handed on to the thread that asks
+            ready.put((error, None))
+
+    thread = threading.Thread(target=fetch, daemon=True, name="batches")
+    thread.start()
+    try:
+        for _ in range(DEPTH):
+            wanted.put(True)
+        while True:
+            batch, copied = ready.get()
+            if isinstance(batch, (ConnectionError, EOFError)):
+                time.sleep(1)       # a loader process died: torch's signal handler says here of what
+            if isinstance(batch, BaseException):
+                raise batch
+            if batch is None:
+                return
+            wanted.put(True)
+            if cuda:
+                using = torch.cuda.current_stream(device)
+                using.wait_event(copied)
+                for tensor in tensors_of(batch).values():       # memory of the other stream, which must not write
+                    tensor.record_stream(using)                 # there again before this one is done with it
+            yield batch
+    finally:        # also when the trainer needs no more batches
+        over.set()
+        wanted.put(True)
+        if not sys.is_finalizing():     # then no thread runs any more
+            thread.join()
