@@ -174,7 +174,6 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=42, help="of weights and samples")
     parser.add_argument("--results_dir", type=Path, default=measure.RESULTS, help="where the text goes")
     args = parser.parse_args(argv)
-    measure.keep_freed_memory(argv)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     if cuda:

@@ -1,6 +1,6 @@
 """How fast is a step of the speech trainer beside transformers' Trainer on the native Higgs-Audio V2 model?
 
-    python bench/tts.py                         # this machine's CPU: meant for 2 cores and less than 8 minutes
+    python bench/tts.py                         # this machine's CPU: meant for 2 cores and less than 10 minutes
     python bench/tts.py --fast                  # on a GPU: 3B LoRA against Trainer alone, less than 3 minutes
     python bench/tts.py --shapes tiny --rounds 2 --clips 8      # to try the script
 
