@@ -6,7 +6,7 @@ template: the ids of the prompt (all messages before it, with the generation pro
 conversation. Then the model is trained on exactly what it has to say after exactly what it will be given. A template
 that fails this is refused. A turn ends with its special token; white space that a template puts behind is not trained.
 
-Copy with it: parallel.py (UserError).
+Copy with it: indexing.py, parallel.py (UserError) and what those name.
 """
 import itertools
 import json
@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+from indexing import token_lists
 from parallel import UserError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -48,23 +49,38 @@ def read_records(path, problems):
 
     Empty lines are passed over. Raises UserError when the file cannot be read.
     """
+    for records, wrong in read_chunks(path, 1):
+        problems.extend(wrong)
+        yield from records
+
+
+def read_chunks(path, size, first=0, step=1):
+    """Yield (read_records' records, its problems) of every `step`-th chunk of `size` lines from chunk `first` on."""
     try:
-        with open(path, "rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    record = json.loads(line.decode())
-                    check_messages(record)
-                    group_key(record)
-                except UnicodeDecodeError:
-                    problems.append(f"{path}:{number}: is not UTF-8 text")
-                except json.JSONDecodeError as error:
-                    problems.append(f"{path}:{number}: is not JSON ({error.msg} at character {error.pos})")
-                except ValueError as error:
-                    problems.append(f"{path}:{number}: {error}")
-                else:
-                    yield number, record
+        with open(path, "rb") as file:
+            lines = enumerate(file, 1)
+            for _ in itertools.islice(lines, first * size):
+                pass
+            while chunk := list(itertools.islice(lines, size)):
+                records, problems = [], []
+                for number, line in chunk:
+                    if not line.strip():
+                        continue
+                    try:
+                        record = json.loads(line.decode())
+                        check_messages(record)
+                        group_key(record)
+                    except UnicodeDecodeError:
+                        problems.append(f"{path}:{number}: is not UTF-8 text")
+                    except json.JSONDecodeError as error:
+                        problems.append(f"{path}:{number}: is not JSON ({error.msg} at character {error.pos})")
+                    except ValueError as error:
+                        problems.append(f"{path}:{number}: {error}")
+                    else:
+                        records.append((number, record))
+                yield records, problems
+                for _ in itertools.islice(lines, (step - 1) * size):
+                    pass
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})")
 
@@ -120,7 +136,7 @@ class Encoder:
     """
 
     def __init__(self, tokenizer, turns="all", thinking=None):
-        self.tokenizer, self.turns = tokenizer, turns
+        self.tokenizer, self.turns, self.lists = tokenizer, turns, token_lists(tokenizer)
         self.options = {} if thinking is None else {"enable_thinking": thinking}
         special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
         self.special = set(special)
@@ -129,25 +145,49 @@ class Encoder:
         self.ends = Counter()   # ids that trained turns ended with
 
     def render(self, messages, prompt):
-        """Text of messages by the template; prompt: with the generation prompt. ValueError when it refuses them."""
+        """Text of messages by the template, or texts of many such lists; prompt: with the generation prompt.
+
+        ValueError when it refuses them, or one of them.
+        """
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt,
                                                       **self.options)
         except Exception as error:      # Jinja's, and whatever a template's expressions raise
             raise ValueError(f"the chat template refuses it ({type(error).__name__}: {error})")
 
+    def _render_all(self, asked):
+        """[(text of the prompt, of prompt and answer)] of [(messages, place of an answer)]; None: ask one by one."""
+        if any(i == 0 for _, i in asked):       # transformers refuses nothing as a prompt, but not among others
+            return None
+        try:
+            return list(zip(self.render([messages[:i] for messages, i in asked], True),
+                            self.render([messages[:i + 1] for messages, i in asked], False))) if asked else []
+        except ValueError:
+            return None
+
     def encode(self, chats):
         """[messages] -> [(ids, mask) or the ValueError that says why not], each list of ints and of bools."""
         jobs, texts = [], {}
         for messages in chats:
             try:
-                jobs.append(self._texts(messages))
+                jobs.append(self._answers(messages))
             except ValueError as error:
                 jobs.append(error)
+        asked = [(messages, i) for messages, job in zip(chats, jobs) if isinstance(job, list) for i in job]
+        rendered = self._render_all(asked)
+        together = None if rendered is None else iter(rendered)
+        for number, (messages, job) in enumerate(zip(chats, jobs)):
+            if isinstance(job, ValueError):
+                continue
+            pairs = list(itertools.islice(together, len(job))) if together else (
+                (self.render(messages[:i], True), self.render(messages[:i + 1], False)) for i in job)
+            try:
+                jobs[number] = self._texts(messages, job, pairs)
+            except ValueError as error:
+                jobs[number] = error
             else:
-                texts |= dict.fromkeys(itertools.chain.from_iterable(jobs[-1]))
-        if texts:
-            texts = dict(zip(texts, self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]))
+                texts |= dict.fromkeys(itertools.chain.from_iterable(jobs[number]))
+        texts = dict(zip(texts, self.lists(list(texts))))
         results = []
         for job in jobs:
             try:
@@ -157,16 +197,19 @@ class Encoder:
                 results.append(error)
         return results
 
-    def _texts(self, messages):
-        """[(prompt, prompt and answer) of each trained turn in order]; the last answer's text is the conversation's."""
+    def _answers(self, messages):
+        """Places of the answers that are trained. ValueError for a text with a control token."""
         for number, message in enumerate(messages, 1):
             for text in (message["content"], message.get("reasoning_content") or ""):
                 if found := self.control.search(text):
                     raise ValueError(f"message {number} contains the control token {found[0]}; remove it")
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        return answers if self.turns == "all" else answers[-1:]
+
+    def _texts(self, messages, answers, pairs):
+        """The (prompt, prompt and answer) of each trained turn, proven whole; the last is the conversation's text."""
         found = []
-        for i in answers if self.turns == "all" else answers[-1:]:
-            prompt, text = self.render(messages[:i], True), self.render(messages[:i + 1], False)
+        for i, (prompt, text) in zip(answers, pairs):
             if text.startswith(prompt):         # else _mask refuses it, naming the tokens
                 answer = messages[i]["content"].split("</think>")[-1].strip()
                 reasoning = (messages[i].get("reasoning_content") or "").strip()

@@ -10,7 +10,7 @@ import json
 import shutil
 import time
 import uuid
-from array import array
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,73 +20,104 @@ from torch.utils.data import DataLoader, Dataset
 
 import handover
 import parallel
-from chat import cut, group_key, read_records
+from chat import cut, group_key, read_chunks
+from indexing import Column, in_order
 from parallel import UserError
 from watchdog import ignore_in_worker
 
 PAD_LENGTH = 128        # padding comes in documents this short: attention costs the square of a document's length
-CHUNK = 1024            # conversations tokenised together
+CHUNK = 1024            # lines tokenised together
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sample table
 
 
-def write_table(folder, paths, encoder, limit, policy, teacher=None):
+def encode_chunk(records, path, encoder, limit, policy, problems, teacher=None):
+    """[(line, record)] -> {name: array, or a count}, for several processes; what cannot be used goes to `problems`."""
+    kept, lines, keys, count, ends = [], [], [], Counter(), encoder.ends
+    encoder.ends = Counter()
+    for (line, record), result in zip(records, encoder.encode([record["messages"] for _, record in records])):
+        try:
+            if isinstance(result, ValueError):
+                raise result
+            count["long"] += len(result[0]) > limit
+            part = cut(*result, limit, policy)
+            if teacher and part is not None:
+                shift = len(result[0]) - len(part[0]) if policy == "cut_left" else 0
+                teacher.add(record, *result, f"{path}:{line}", shift, shift + len(part[0]))
+        except ValueError as error:
+            problems.append(f"{path}:{line}: {error}")
+            continue
+        if part is None:
+            count["dropped"] += 1
+            continue
+        key = group_key(record)
+        kept.append(part)
+        lines.append(line)
+        keys.append(-1 if key is None else key)
+    ends, encoder.ends = encoder.ends, ends
+    lengths = np.array([len(ids) for ids, _ in kept], np.int64)
+    tokens, trained = (np.fromiter(itertools.chain.from_iterable(column), kind, lengths.sum()) for column, kind in (
+        ((ids for ids, _ in kept), np.int32), ((mask for _, mask in kept), bool)))
+    # nothing predicts a sample's first token
+    targets = np.array([sum(mask) - mask[0] for _, mask in kept], np.int64)
+    return {"tokens": tokens, "trained": trained, "lengths": lengths, "targets": targets, "ends": ends, **count,
+            "lines": np.array(lines, np.int64), "keys": np.array(keys, np.int64)}
+
+
+def write_table(folder, paths, encoder, limit, policy, teacher=None, processes=0):
     """Tokenise files into a table in `folder` -> {"samples": [of each file], "long": [...], "dropped": [...]}.
 
     long: samples above `limit` tokens; dropped: those that are not in the table. teacher: a fresh distill.Alternatives
-    where the table shall have them. Raises UserError with every sample that cannot be used.
+    where the table shall have them, made in this process. processes: that tokenise beside this one, for large files.
+    Raises UserError with every sample that cannot be used, and leaves no new folder then.
     """
-    tokens, trained = array("i"), bytearray()
-    lengths, lines, keys, sources = (array("q") for _ in range(4))
-    problems, found = [], {"samples": [], "long": [], "dropped": []}
-    for source, path in enumerate(paths):
-        before, long, dropped = len(lengths), 0, 0
-        records = read_records(path, problems)
-        while chunk := list(itertools.islice(records, CHUNK)):
-            for (line, record), result in zip(chunk, encoder.encode([record["messages"] for _, record in chunk])):
-                try:
-                    if isinstance(result, ValueError):
-                        raise result
-                    long += len(result[0]) > limit
-                    kept = cut(*result, limit, policy)
-                    if teacher and kept is not None:
-                        shift = len(result[0]) - len(kept[0]) if policy == "cut_left" else 0
-                        teacher.add(record, *result, f"{path}:{line}", shift, shift + len(kept[0]))
-                except ValueError as error:
-                    problems.append(f"{path}:{line}: {error}")
-                    continue
-                if kept is None:
-                    dropped += 1
-                    continue
-                tokens.extend(kept[0])
-                trained.extend(kept[1])
-                key = group_key(record)
-                for values, value in ((lengths, len(kept[0])), (lines, line), (sources, source),
-                                      (keys, -1 if key is None else key)):
-                    values.append(value)
-        if not problems and len(lengths) == before:
-            raise UserError(f"{path}: holds no conversations" + (f" of at most {limit} tokens" if dropped else ""))
-        for name, value in (("samples", len(lengths) - before), ("long", long), ("dropped", dropped)):
-            found[name].append(value)
-    if problems:
-        hint = "\nfix: shorten them, raise --max_length, or choose another --too_long" \
-            if any("tokens, more than" in problem for problem in problems) else ""
-        raise UserError(parallel.problem_text(problems) + hint)
-    folder = Path(folder)
+    folder, problems, found = Path(folder), [], {"samples": [], "long": [], "dropped": []}
+    new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    offsets = np.concatenate([[0], np.cumsum(np.frombuffer(lengths, np.int64))])
-    trained = np.frombuffer(trained, bool)
-    targets = trained.copy()
-    targets[offsets[:-1]] = False       # nothing predicts a sample's first token
-    arrays = {"tokens": np.frombuffer(tokens, np.int32), "trained": trained, "offsets": offsets,
-              "lengths": np.frombuffer(lengths, np.int64), "targets": np.add.reduceat(targets, offsets[:-1], dtype=int),
-              "lines": np.frombuffer(lines, np.int64), "keys": np.frombuffer(keys, np.int64),
-              "sources": np.frombuffer(sources, np.int64), **(teacher.arrays(paths[0]) if teacher else {})}
-    for name, values in arrays.items():
-        np.save(folder / f"{name}.npy", values)
-    (folder / "sources.json").write_text(json.dumps([str(path) for path in paths]))
+    try:
+        columns = {name: Column(folder / f"{name}.npy", kind) for name, kind in (
+            ("tokens", np.int32), ("trained", bool), ("lengths", np.int64), ("targets", np.int64),
+            ("lines", np.int64), ("keys", np.int64), ("sources", np.int64), ("offsets", np.int64))}
+        columns["offsets"].append([0])
+        for source, path in enumerate(paths):
+            before, count = len(columns["lengths"]), Counter()
+
+            def chunks(first, step, path=path):
+                for records, wrong in read_chunks(path, CHUNK, first, step):
+                    yield encode_chunk(records, path, encoder, limit, policy, wrong, teacher), wrong
+
+            def take(part, source=source, count=count):
+                chunk, wrong = part
+                problems.extend(wrong)
+                encoder.ends.update(chunk["ends"])
+                count.update({name: chunk.get(name, 0) for name in ("long", "dropped")})
+                columns["offsets"].append(len(columns["tokens"]) + np.cumsum(chunk["lengths"]))
+                columns["sources"].append(np.full(len(chunk["lengths"]), source))
+                for name in ("tokens", "trained", "lengths", "targets", "lines", "keys"):
+                    columns[name].append(chunk[name])
+
+            in_order(chunks, 0 if teacher else processes, take)
+            samples = len(columns["lengths"]) - before
+            if not problems and not samples:
+                raise UserError(f"{path}: holds no conversations"
+                                + (f" of at most {limit} tokens" if count["dropped"] else ""))
+            for name, value in (("samples", samples), ("long", count["long"]), ("dropped", count["dropped"])):
+                found[name].append(value)
+        if problems:
+            hint = "\nfix: shorten them, raise --max_length, or choose another --too_long" \
+                if any("tokens, more than" in problem for problem in problems) else ""
+            raise UserError(parallel.problem_text(problems) + hint)
+        for column in columns.values():
+            column.close()
+        for name, values in (teacher.arrays(paths[0]) if teacher else {}).items():
+            np.save(folder / f"{name}.npy", values)
+        (folder / "sources.json").write_text(json.dumps([str(path) for path in paths]))
+    except BaseException:
+        if new:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     return found
 
 
@@ -168,14 +199,14 @@ def split_samples(args, table, n_train):
     return split_groups(group_numbers(table.keys, table.lines, args.group_size), args.validation_split, args.seed)
 
 
-def build_table(args, encoder, limit, folder, teacher=None):
+def build_table(args, encoder, limit, folder, teacher=None, processes=0):
     """Write the table of the trainer's flags into `folder`; (samples that train, what there is to say, turn ends).
 
-    Turn ends: sorted ids that trained turns end with. teacher: of write_table.
+    Turn ends: sorted ids that trained turns end with. teacher, processes: of write_table.
     """
     start = time.monotonic()
     paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
-    found = write_table(folder, paths, encoder, limit, args.too_long, teacher)
+    found = write_table(folder, paths, encoder, limit, args.too_long, teacher, processes)
     words = {"drop": "dropped", "cut_left": "cut on the left", "cut_right": "cut on the right"}
     about = f"data       read in {time.monotonic() - start:.1f} s"
     if sum(found["long"]):
@@ -193,7 +224,7 @@ def prepare_table(world, args, encoder, limit, teacher=None):
         for old in Path(args.output_dir).glob("table-*"):       # a running job keeps what it has mapped
             shutil.rmtree(old, ignore_errors=True)
         folder = Path(args.output_dir) / f"table-{uuid.uuid4().hex[:8]}"
-        n_train, about, ends = build_table(args, encoder, limit, folder, teacher)
+        n_train, about, ends = build_table(args, encoder, limit, folder, teacher, args.preprocess_num_proc)
         print(about, flush=True)
         return folder, n_train, ends
 

@@ -310,7 +310,8 @@ def dry_run(args, ranks, check_flags):
     model, native, _ = check(sft_model.empty_trained_model, flags_fit and args, config and folder) or [None] * 3
     with tempfile.TemporaryDirectory() as scratch:
         encoder = check(encoder_of, flags_fit and args, tokenizer)
-        found = check(lambda *given: chat_table.build_table(*given, teacher_of(args, tokenizer)),
+        found = check(lambda *given: chat_table.build_table(*given, teacher_of(args, tokenizer),
+                                                            args.preprocess_num_proc),
                       flags_fit and args, encoder, limit, Path(scratch))
         if not problems:
             n_train, about, _ = found

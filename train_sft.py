@@ -88,6 +88,9 @@ def build_parser():
                    help="learn the teacher's K likeliest tokens, as create_data.py --logprobs stored them; 0 = off")
     g.add_argument("--distill_weight", type=float, default=DISTILL_WEIGHT,
                    help="share of the divergence from them in a label token's loss, above 0, up to 1")
+    g.add_argument("--preprocess_num_proc", type=int, default=min(8, os.cpu_count() or 1),
+                   help="processes that read and tokenise large files, 0 = in the trainer; always so with "
+                        "--distill_topk")
     g.add_argument("--max_length", type=int, default=0, help="tokens a sample may have, 0 = the model's positions")
     g.add_argument("--too_long", choices=chat.TOO_LONG, default="stop",
                    help="longer samples: stop and name them, drop and count them, or cut tokens off their left or "
@@ -164,8 +167,8 @@ def check_flags(args, world_size):
     if args.learning_rate is None:
         args.learning_rate = LORA_RATE if args.use_lora else FULL_RATE
     for flag in ("max_tokens_per_batch", "global_batch_size", "gradient_accumulation_steps", "max_steps", "eval_steps",
-                 "save_steps", "save_total_limit", "num_workers", "max_length", "distill_topk", "weight_decay",
-                 "max_grad_norm", "learning_rate", "seed"):
+                 "save_steps", "save_total_limit", "num_workers", "preprocess_num_proc", "max_length", "distill_topk",
+                 "weight_decay", "max_grad_norm", "learning_rate", "seed"):
         need(0 <= getattr(args, flag) < math.inf, f"--{flag} is {getattr(args, flag)}; it must be 0 or more and finite")
     for flag in ("lora_dropout", "validation_split", "adam_beta1", "adam_beta2"):
         need(0 <= getattr(args, flag) < 1, f"--{flag} is {getattr(args, flag)}; it must be at least 0 and below 1")

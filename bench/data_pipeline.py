@@ -203,7 +203,8 @@ def chats_table(work, folder):
     tokenizer = higgs_io.load_tokenizer(work / "model")
     tokenizer.chat_template = TEMPLATE
     args = SimpleNamespace(train_data_file=folder / "train.jsonl", eval_data_file=None, output_dir=folder / "out",
-                           too_long="stop", group_size=1, validation_split=0, seed=42)
+                           too_long="stop", group_size=1, validation_split=0, seed=42,
+                           preprocess_num_proc=len(os.sched_getaffinity(0)))
     table, _, _, _ = chat_table.prepare_table(WORLD, args, chat.Encoder(tokenizer), 2048)
     return table, lambda packs, workers: chat_table.make_loader(table, packs, num_workers=workers, prefetch_factor=4,
                                                                 pad_to=PACK)

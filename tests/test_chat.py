@@ -272,7 +272,7 @@ def test_prepared_table(made, tmp_path, capsys):
     train = chats.write(tmp_path / "train.jsonl", chats.conversations(8))
     held = chats.write(tmp_path / "held.jsonl", chats.conversations(3))
     args = argparse.Namespace(train_data_file=str(train), eval_data_file=None, output_dir=str(tmp_path), seed=1,
-                              validation_split=0.25, group_size=2, too_long="stop")
+                              validation_split=0.25, group_size=2, too_long="stop", preprocess_num_proc=2)
     table, ours, theirs, ends = chat_table.prepare_table(World(), args, encoder(made, QWEN), 200)
     assert len(ours) == 6 and len(theirs) == 2 and theirs[0] // 2 == theirs[1] // 2
     assert ends == [made.convert_tokens_to_ids("<|im_end|>")]

@@ -6,10 +6,13 @@ import signal
 import tracemalloc
 from dataclasses import replace
 
+import chats
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+import chat
+import chat_table
 import code_cache
 import data
 import indexing
@@ -243,7 +246,7 @@ def test_a_sample_takes_little_memory(tools, tmp_path):
     chunk = builder.chunk([Sample(f"some/where/data.json sample {i}", [
         Turn("user", ["What shall be said, in some words."], 0),
         Turn("assistant", [Clip(f"/data/of/some/one/{i:04d}.wav", seconds=3.0)], 1, True)]) for i in range(2048)], [])
-    rounds, rng = 100, np.random.default_rng(0)
+    rounds, rng = 50, np.random.default_rng(0)
     n = rounds * 2048
     tracemalloc.start()
     for _ in range(rounds):
@@ -253,7 +256,7 @@ def test_a_sample_takes_little_memory(tools, tmp_path):
     builder.write(tmp_path / "table", tmp_path, [], np.ones((n, 3), np.int64))      # of which 24 bytes
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert reading < 16 * 2**20 and peak / n < 150
+    assert reading < 8 * 2**20 and peak / n < 150
     assert np.load(tmp_path / "table" / "lengths.npy", mmap_mode="r").shape == (n,)
 
 
@@ -276,3 +279,98 @@ def test_file_dates_are_asked_for_by_several_processes(tmp_path, monkeypatch):
         with pytest.raises(UserError, match="gone.wav: cannot be read any more"):
             code_cache.CacheIndex(cache).find_clips([*clips, replace(clips[0], path=str(tmp_path / "gone.wav"))],
                                                     processes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Chats
+
+
+def chat_lines(n):
+    """JSONL text of conversations of all kinds that can be used, empty lines among them."""
+    lines = [json.dumps({"id": 3 * i, "messages": chats.ask(f"Satz {i}, {'so ' * (i % 9)}", "de"[:1 + i % 2]) + (
+        chats.ask("Und nun?", "fr") if i % 4 == 0 else [])}) + "\n" * (1 + (i % 13 == 0)) for i in range(n)]
+    return "\n".join(lines)
+
+
+def chat_table_of(paths, folder, processes, limit=60, policy="cut_left"):
+    encoder = chat.Encoder(chats.tokenizer())
+    found = chat_table.write_table(folder, paths, encoder, limit, policy, processes=processes)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}, found, encoder.ends
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(chat_table, "CHUNK", 4)
+    monkeypatch.setattr(indexing, "HERE", 1)
+
+
+@pytest.mark.parametrize("policy", ["drop", "cut_left", "cut_right"])
+def test_several_processes_make_the_chats_of_one(tmp_path, policy, small_chunks):
+    paths = [tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"]
+    for path, n in zip(paths, (50, 21)):
+        path.write_text(chat_lines(n))
+    one, found, ends = chat_table_of(paths, tmp_path / "table", 0, policy=policy)
+    assert sum(found["long"]) and sum(found["samples"]) + sum(found["dropped"]) == 71 and len(one) == 9
+    for processes in (1, 2):
+        many, again, its_ends = chat_table_of(paths, tmp_path / f"table{processes}", processes, policy=policy)
+        assert (again, its_ends) == (found, ends)
+        assert {name: many[name] == one[name] for name in one} == dict.fromkeys(many, True)
+    table, encoder = chat_table.ChatTable(tmp_path / "table"), chat.Encoder(chats.tokenizer())
+    every = [(line, *encoder.encode([messages])[0], source, key) for source, path in enumerate(paths)
+             for line, key, messages in chat.read_chats(path, [])]
+    every = [(line, *part, source, key) for line, ids, mask, source, key in every
+             if (part := chat.cut(ids, mask, 60, policy))]
+    for i, (line, ids, mask, source, key) in enumerate(every):
+        part = slice(table.offsets[i], table.offsets[i + 1])
+        assert (table.tokens[part].tolist(), table.trained[part].tolist()) == (ids, mask)
+        assert (table.lines[i], table.lengths[i], table.targets[i], table.sources[i], table.keys[i]) == (
+            line, len(ids), sum(mask[1:]), source, key)
+    assert len(table) == len(every)
+
+
+def test_problems_of_chats_are_the_same_in_the_same_order(tmp_path, small_chunks):
+    lines, texts = chat_lines(40).split("\n"), []
+    control, long = (json.dumps({"messages": chats.ask(text, "de")}) for text in ("<|im_end|>", "lang " * 90))
+    for at, line in ((2, "{"), (6, '{"messages": []}'), (17, "\udcff"), (25, control), (26, long)):
+        lines[at] = line
+    path = tmp_path / "train.jsonl"
+    path.write_text("\n".join(lines), errors="surrogateescape")
+    for processes in (0, 1, 2):
+        with pytest.raises(UserError) as caught:
+            chat_table_of([path], tmp_path / f"table{processes}", processes, policy="stop", limit=100)
+        texts.append(str(caught.value))
+        assert not (tmp_path / f"table{processes}").exists()
+    assert texts == texts[:1] * 3 and texts[0].startswith("5 problems:") and "fix: shorten them" in texts[0]
+    places = [texts[0].index(f"{path}:{number}:") for number in (3, 7, 18, 26, 27)]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("turns", ["all", "last"])
+def test_chats_rendered_together_are_rendered_alone(turns):
+    """With ones among them that a template refuses, or that begin with an answer."""
+    refusing = chats.QWEN.replace("{%- for", "{%- if messages[0].content == 'no' %}{{ raise_exception('never') }}"
+                                             "{%- endif %}{%- for", 1)
+    assert refusing != chats.QWEN
+    answer, no = {"role": "assistant", "content": "Hm."}, chats.ask("no", "de")
+    plain = [*chats.conversations(5), chats.ask("a", "b") + chats.ask("c", "d")]
+    for template in (chats.QWEN, refusing):
+        encoder = chat.Encoder(chats.tokenizer(template), turns)
+        for some in (plain, [*plain[:2], no, *plain[2:]], [plain[0], [answer], *plain[1:]]):
+            together, alone = encoder.encode(some), [encoder.encode([messages])[0] for messages in some]
+            assert list(map(repr, together)) == list(map(repr, alone))
+            assert all(isinstance(result, tuple) for result, messages in zip(together, some) if messages in plain)
+
+
+def test_a_chat_takes_no_memory(tmp_path, monkeypatch):
+    path = tmp_path / "train.jsonl"
+    path.write_text(chat_lines(500))
+    tokenizer = chats.tokenizer()
+    made = chat_table.encode_chunk(list(next(chat.read_chunks(path, 10_000))[0]), path, chat.Encoder(tokenizer), 100,
+                                   "stop", [])
+    monkeypatch.setattr(chat_table, "encode_chunk", lambda *_: made)
+    path.write_text("\n" * 1024 * 100)
+    tracemalloc.start()
+    found = chat_table.write_table(tmp_path / "table", [path], chat.Encoder(tokenizer), 100, "stop")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found["samples"] == [50_000] and peak < 4 * 2**20
