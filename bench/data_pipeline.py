@@ -1,7 +1,7 @@
 """How fast does data reach the trainers, what would encoding on the fly cost, and does an index of millions fit?
 
-    python bench/data_pipeline.py           # needs no GPU; less than 5 minutes on 2 idle cores
-    python bench/data_pipeline.py --parts index --samples 10000,1000000 --name data_pipeline_1m     # minutes a million
+    python bench/data_pipeline.py           # needs no GPU; minutes, most of them for indices of a million
+    python bench/data_pipeline.py --parts index --samples 1000000,10000000 --name data_pipeline_10m      # an hour
 
 Writes bench/results/data_pipeline-cpu.json. Three parts, all with the trainers' own code:
 
@@ -131,6 +131,41 @@ def peak_memory():
         thread.join()
 
 
+BLOCK = 10_000          # samples whose files share a folder
+
+
+def make_blocks(make, n):
+    """Yield make(first, stop) of blocks of n samples in order, made by several processes."""
+    starts = range(0, n, BLOCK)
+    with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
+        for start, block in zip(starts, pool.imap(make, [(start, min(start + BLOCK, n)) for start in starts])):
+            if start and start % 1_000_000 == 0:
+                print(f"made       {start:,} of {n:,} samples", flush=True)
+            yield block
+
+
+class SpeechBlock:
+    """Files of samples first to stop: names of a few real ones -> (JSON of their samples, their file keys)."""
+
+    def __init__(self, folder, stats):
+        self.folder, self.stats = folder, stats
+
+    def __call__(self, bounds):
+        """bounds: (first, stop)."""
+        part = f"{bounds[0] // BLOCK:04d}"
+        place, samples, keys = (self.folder / part).resolve(), [], []
+        place.mkdir()
+        for i in range(*bounds):
+            at = i % len(self.stats)
+            os.link(f"{self.folder}/{at}.wav", path := f"{place}/{i:08d}.wav")
+            keys.append(code_cache.file_key(Clip(path), self.stats[at]))
+            reference = {"text": SENTENCES[i % len(SENTENCES)], "path": f"{at}.wav"}
+            target = {"text": f"{SENTENCES[i % (len(SENTENCES) - 1)]} Number {i}.", "speaker": i % 7, "seconds": 9.5,
+                      "path": f"{part}/{i:08d}.wav"}
+            samples.append(json.dumps(make_tiny.voice_cloning_sample(f"sample_{i:08d}", reference, target)))
+        return ",\n".join(samples), keys
+
+
 def write_speech_index(folder, n, contents=256):
     """train.json, a list of n voice-cloning samples with a file each, and a cache that has the codes of all of them.
 
@@ -147,31 +182,39 @@ def write_speech_index(folder, n, contents=256):
         batch.add_codes(keys[i], rng.integers(0, 1024, (round(seconds * code_cache.FRAME_RATE), 8), np.int16))
         batch.add_file(code_cache.file_key(Clip(str(path)), stats[i]), keys[i])
     with open(folder / "train.json", "w") as out:
-        for i in range(n):
-            at, path = i % contents, folder / f"{i // 10_000:04d}" / f"{i:08d}.wav"
-            if i % 10_000 == 0:
-                path.parent.mkdir()
-            os.link(folder / f"{at}.wav", path)
-            batch.add_file(code_cache.file_key(Clip(str(path.resolve())), stats[at]), keys[at])
-            reference = {"text": SENTENCES[i % len(SENTENCES)], "path": f"{at}.wav"}
-            target = {"text": f"{SENTENCES[i % (len(SENTENCES) - 1)]} Number {i}.", "speaker": i % 7, "seconds": 9.5,
-                      "path": f"{path.parent.name}/{path.name}"}
-            sample = make_tiny.voice_cloning_sample(f"sample_{i:08d}", reference, target)
-            out.write((",\n" if i else "[") + json.dumps(sample))
+        for number, (samples, files) in enumerate(make_blocks(SpeechBlock(folder, stats), n)):
+            out.write((",\n" if number else "[") + samples)
+            batch.files += files
+            batch.file_keys += [keys[(number * BLOCK + i) % contents] for i in range(len(files))]
             if len(batch.files) >= 1_000_000:
                 batch.write()
         out.write("]\n")
     batch.write()
 
 
+def chat_block(bounds):
+    """JSONL of samples first to stop."""
+    lines = []
+    for i in range(*bounds):
+        messages = [{"role": "user", "content": f"{SENTENCES[i % len(SENTENCES)]} Which one is {i}?"},
+                    {"role": "assistant", "content": SENTENCES[i % (len(SENTENCES) - 1)]}]
+        lines.append(json.dumps({"id": i, "messages": messages}) + "\n")
+    return "".join(lines)
+
+
 def write_chat_index(folder, n):
     """train.jsonl of n short conversations."""
     folder.mkdir()
     with open(folder / "train.jsonl", "w") as out:
-        for i in range(n):
-            messages = [{"role": "user", "content": f"{SENTENCES[i % len(SENTENCES)]} Which one is {i}?"},
-                        {"role": "assistant", "content": SENTENCES[i % (len(SENTENCES) - 1)]}]
-            out.write(json.dumps({"id": i, "messages": messages}) + "\n")
+        for block in make_blocks(chat_block, n):
+            out.write(block)
+
+
+def remove_index(folder):
+    """Delete an index, its folders of files side by side."""
+    with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
+        pool.map(shutil.rmtree, [path for path in folder.iterdir() if path.is_dir()], chunksize=1)
+    shutil.rmtree(folder)
 
 
 def speech_tools(work):
@@ -258,9 +301,11 @@ def index_part(work, args):
     results = {}
     for kind in args.kinds:
         for n in args.samples:
-            KINDS[kind][0](work / "index", n)
+            start = time.perf_counter()
+            in_child(KINDS[kind][0], work / "index", n)
+            print(f"made       {n:,} samples ({kind}) in {time.perf_counter() - start:.0f} s; reading them", flush=True)
             results.setdefault(kind, []).append(in_child(measure_index, kind, work, work / "index"))
-            shutil.rmtree(work / "index")
+            remove_index(work / "index")
             print(json.dumps({"index of": kind, **results[kind][-1]}), flush=True)
     return index_tables(results)
 
@@ -452,8 +497,8 @@ def main(argv=None):
     parser.add_argument("--steps", type=int, default=60, help="simulated steps of each job of the part wait, at least")
     parser.add_argument("--seconds", type=float, default=10, help="that those steps last, at least")
     parser.add_argument("--workers", type=int, default=4, help="loader processes of the GPU of the part wait")
-    parser.add_argument("--samples", type=lambda text: sorted(map(int, words(text))), default=[10_000, 100_000],
-                        help="sizes of the indices, comma-separated")
+    parser.add_argument("--samples", type=lambda text: sorted(map(int, words(text))),
+                        default=[10_000, 100_000, 1_000_000], help="sizes of the indices, comma-separated")
     parser.add_argument("--kinds", type=words, default=list(KINDS), help="of indices: speech, chat, comma-separated")
     parser.add_argument("--name", default="data_pipeline", help="of the report")
     parser.add_argument("--work_dir", help="where data goes meanwhile, 2 GB a million samples (default: a temporary "
