@@ -126,4 +126,4 @@ def _ahead(batches, device):
         over.set()
         wanted.put(True)
         if not sys.is_finalizing():     # then no thread runs any more
-            thread.join()
+            thread.join(10)     # seconds; it may wait for a loader process that hangs
