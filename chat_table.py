@@ -98,7 +98,8 @@ def write_table(folder, paths, encoder, limit, policy, teacher=None, processes=0
                 for name in ("tokens", "trained", "lengths", "targets", "lines", "keys"):
                     columns[name].append(chunk[name])
 
-            in_order(chunks, 0 if teacher else processes, take)
+            whole = teacher or not Path(path).is_file()         # a pipe can be read only once
+            in_order(chunks, 0 if whole else processes, take)
             samples = len(columns["lengths"]) - before
             if not problems and not samples:
                 raise UserError(f"{path}: holds no conversations"

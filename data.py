@@ -306,7 +306,7 @@ class TableBuilder:
         shutil.copyfile(self.entries.offsets.path, self.folder / "clip_offsets.npy")
         np.save(self.folder / "where.npy", where)
         (self.folder / "codes.json").write_text(json.dumps({"folder": str(cache_folder), "shards": shards}))
-        shutil.rmtree(self.folder / "clips")
+        shutil.rmtree(self.folder / "clips", ignore_errors=True)        # still mapped, which NFS minds
         if folder != self.folder:
             for path in self.folder.iterdir():
                 shutil.move(path, folder / path.name)
@@ -419,6 +419,8 @@ def prepare_table(world, args, tokenizer, ids, codec_dir):
 
     def read():
         nonlocal builder
+        for old in Path(args.output_dir).glob("table-*"):       # a running job keeps what it has mapped
+            shutil.rmtree(old, ignore_errors=True)
         builder, n_train = read_all(args.train_data_file or args.train_data_dir,
                                     args.eval_data_file or args.eval_data_dir, tokenizer, ids, args.task_type,
                                     args.ref_audio_in_system_message, folder, args.preprocess_num_proc)
@@ -427,9 +429,6 @@ def prepare_table(world, args, tokenizer, ids, codec_dir):
         return n_train, len(builder)
 
     def write():
-        for old in Path(args.output_dir).glob("table-*"):       # a running job keeps what it has mapped
-            if old != folder:
-                shutil.rmtree(old, ignore_errors=True)
         builder.write(folder, *codes)
         return folder
 

@@ -44,7 +44,7 @@ def rounded(rows):
 
 def product(rows, weight, scales):
     """rows (n, width) times the transpose of weight (m, width), float8 as uint8, with (m, 1) scales; bf16 (n, m)."""
-    (rows, row_scales), weight = rounded(rows), weight.view(FLOAT8)
+    (rows, row_scales), weight = rounded(rows.contiguous()), weight.view(FLOAT8)
     if rows.is_cuda and len(rows):
         return torch._scaled_mm(rows, weight.t(), scale_a=row_scales, scale_b=scales.t(), out_dtype=torch.bfloat16)
     with torch.autocast(rows.device.type, enabled=False):
@@ -82,7 +82,8 @@ def convert(layers):
     if not found:
         raise UserError(f"--float8: no frozen linear layer of this model is a multiple of {MULTIPLE} wide and high")
     for module in found:
-        (weight, scales), (turned, turned_scales) = rounded(module.weight), rounded(module.weight.t())
+        weight, scales = rounded(module.weight)
+        turned, turned_scales = rounded(module.weight.t().contiguous())     # as the GPU's kernels want it to lie
         module.__class__ = Float8Linear
         # uint8, since DDP's first broadcast knows no float8
         module.weight = nn.Parameter(weight.view(torch.uint8), requires_grad=False)

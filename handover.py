@@ -1,4 +1,4 @@
-"""Batches on their way from a loader process to the device: each in one piece of memory, and one ahead of its use.
+"""Batches on their way from a loader process to the device: each in one piece of memory, ahead of its use.
 
 A tensor that changes processes is a file of shared memory with a connection of its own, so a batch of many tensors
 takes the trainer milliseconds. Here the tensors of a batch lie one after the other in one buffer: one file, one pinned
@@ -7,6 +7,8 @@ values. The classes use it so:
 
     __reduce__ = handover.reduce        # how pickle, and with it a loader process, hands a batch over
     to = handover.to
+
+For autograd the tensors of a batch are one: changing one in place would spoil what was saved of the others.
 
 Shared module: torch only, imports nothing of ours.
 """

@@ -21,7 +21,7 @@ class Column:
 
     def __init__(self, path, dtype, width=None):
         self.path, self.dtype, self.width, self.length = Path(path), np.dtype(dtype), width, 0
-        self.file, self._mapped = open(path, "w+b", buffering=2**18), None
+        self.file, self._mapped = open(path, "w+b", buffering=2**18), None      # never used by a forked child
         self._write_header()
 
     def __len__(self):
@@ -100,10 +100,11 @@ def in_order(share, processes, take):
     others = None
     gc.freeze()         # else the collector would go through all of transformers again and again, and unshare its pages
     try:
-        parts = share(0, 1)
+        parts, made = share(0, 1), 0
         for part in itertools.islice(parts, HERE if processes else None):
             take(part)
-        if not processes:
+            made += 1
+        if not processes or made < HERE:
             return
         parts.close()
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")        # its threads do not survive the fork

@@ -61,6 +61,11 @@ class World:
         return self.rank == 0
 
 
+def usable_cpus():
+    """How many cores this process may use: of a job's share, not of the whole node."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def init(timeout_s=600, slow_timeout_s=6 * 3600, device=None, alone_too=False, cpu_too=False):
     """Join the process group that torchrun describes; returns World.
 

@@ -88,7 +88,7 @@ def build_parser():
     g.add_argument("--ref_audio_in_system_message", action="store_true",
                    help="folder format: put reference clips into the scene description")
     g.add_argument("--code_cache", help="folder of encoded audio, shareable between runs (default: OUTPUT_DIR/codes)")
-    g.add_argument("--preprocess_num_proc", type=int, default=min(8, os.cpu_count() or 1),
+    g.add_argument("--preprocess_num_proc", type=int, default=min(8, parallel.usable_cpus()),
                    help="processes that read and tokenise, or decode audio, per node; 0 = in the trainer")
     g.add_argument("--max_length", type=int, default=0, help="tokens a sample may have, 0 = the model's positions")
     g.add_argument("--drop_too_long", action="store_true", help="drop and count longer samples instead of stopping")

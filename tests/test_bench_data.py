@@ -170,8 +170,8 @@ def test_gpu_commands_are_what_the_scripts_take(monkeypatch):
     assert status == 0 and all(command[:3] == ["timeout", "-k", "5"] for command in commands)
     assert sum(int(command[3]) for command in commands) + 5 < 600
     parity, *scripts = [command[4:] for command in commands]
-    files = ["tests/test_higgs.py", "tests/test_handover.py"]
-    assert parity[:2] == ["env", "TEST_DEVICE=cuda"] and parity[-4:] == [*files, "-k", "gpu"]
+    files = [f"tests/test_{name}.py" for name in ("higgs", "handover", "float8")]
+    assert parity[:2] == ["env", "TEST_DEVICE=cuda"] and parity[-5:] == [*files, "-k", "gpu"]
     assert all("def test_gpu_" in (ROOT / file).read_text() for file in files)
     assert [command[1] for command in scripts] == [f"bench/{name}.py" for name in (
         "tts", "sft", "block_diffusion", "memory_3b", *["profile_step"] * 3)]

@@ -1,5 +1,6 @@
 """--float8: products against torch's own float8 ones, real training of both trainers, and what is refused."""
 import argparse
+import os
 
 import pytest
 import test_preflight
@@ -70,6 +71,22 @@ def test_frozen_layers_are_rounded_and_adapters_learn_nearly_the_same(make, line
     assert loss != found["bf16"][0] and loss == pytest.approx(found["bf16"][0], rel=0.01)
     assert 0.98 < torch.cosine_similarity(gradient, found["bf16"][1], dim=0) < 0.9999
     assert found["selective"][0] == loss and torch.equal(found["selective"][1], gradient)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
+    os.environ.get("TEST_DEVICE") != "cuda", reason="set TEST_DEVICE=cuda to use a GPU"))])
+def test_gpu_kernels_take_both_products_as_they_lie(device):
+    """A weight's copies and the rows, each turned in memory or not; on a CPU only that they lie row by row."""
+    linear = torch.nn.Linear(64, 48).bfloat16().requires_grad_(False)
+    x, grad = torch.randn(64, 32).bfloat16(), torch.randn(48, 32).bfloat16()
+    expected = [x.t() @ linear.weight.t() + linear.bias, grad.t() @ linear.weight]
+    float8.convert([linear.to(device)])
+    assert linear.weight.is_contiguous() and linear.turned.is_contiguous() and linear.turned.shape == (64, 48)
+    x = x.to(device).requires_grad_()
+    out = linear(x.t())
+    found = [out, torch.autograd.grad(out, [x], grad.to(device).t())[0].t()]
+    for one, other in zip(found, expected, strict=True):
+        assert (one.cpu() - other).norm() < 0.06 * other.norm()
 
 
 def test_compiled_in_one_graph():

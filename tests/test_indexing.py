@@ -3,6 +3,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 import tracemalloc
 from dataclasses import replace
 
@@ -63,6 +64,13 @@ def test_parts_come_in_order(n, processes):
     assert [i for i, _ in found] == list(range(n))
     elsewhere = {pid for i, pid in found if pid != os.getpid()}
     assert len(elsewhere) == min(processes, max(0, n - indexing.HERE))
+
+
+def test_few_parts_start_no_process(monkeypatch):
+    monkeypatch.setattr(indexing, "DataLoader", None)
+    found = []
+    in_order(lambda first, step: iter(range(first, indexing.HERE - 1, step)), 2, found.append)
+    assert found == list(range(indexing.HERE - 1))
 
 
 def test_a_process_that_is_killed_ends_it_with_one_line():
@@ -302,6 +310,16 @@ def chat_table_of(paths, folder, processes, limit=60, policy="cut_left"):
 def small_chunks(monkeypatch):
     monkeypatch.setattr(chat_table, "CHUNK", 4)
     monkeypatch.setattr(indexing, "HERE", 1)
+
+
+def test_a_pipe_is_read_whole(tmp_path, small_chunks):
+    text, pipe = chat_lines(40), tmp_path / "pipe.jsonl"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=[text])
+    writer.start()
+    _, found, _ = chat_table_of([pipe], tmp_path / "table", 2)
+    writer.join(10)
+    assert sum(found["samples"]) == 40
 
 
 @pytest.mark.parametrize("policy", ["drop", "cut_left", "cut_right"])
