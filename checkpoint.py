@@ -26,6 +26,7 @@ from parallel import UserError
 
 MANIFEST = "manifest.json"
 STATE_DIR = "trainer_state"
+SILENT_S = 20       # a rank whose watchdog says nothing for so long writes no checkpoint any more
 
 
 def fsync_path(path):
@@ -159,14 +160,18 @@ class Writer:
 
     def _reports(self):
         """[(files, error)] of every rank, as they come in; polled, since a blocking call would hold the store."""
-        reports, end = [], time.monotonic() + self.limit_s
+        reports, store, end = [], self.world.store, time.monotonic() + self.limit_s
         for rank in range(self.world.size):
-            key = f"checkpoint/{self.saves}/{rank}"
-            while not self.world.store.check([key]):
-                if time.monotonic() > end:
+            key, beat, heard = f"checkpoint/{self.saves}/{rank}", None, time.monotonic()
+            while not store.check([key]):
+                now, last = time.monotonic(), store.get(f"watch/{rank}") if store.check([f"watch/{rank}"]) else None
+                beat, heard = last, now if last != beat else heard
+                if beat is not None and now > heard + SILENT_S:     # killed: rank 0 may be in no collective that ends
+                    raise TimeoutError(f"no answer from rank {rank} for {SILENT_S} s")
+                if now > end:
                     raise TimeoutError(f"rank {rank} did not write its share within {self.limit_s} s")
                 time.sleep(0.02)
-            reports.append(json.loads(self.world.store.get(key)))
+            reports.append(json.loads(store.get(key)))
         return reports
 
     def _complete(self, step, reports, meta):

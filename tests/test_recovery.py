@@ -311,6 +311,19 @@ VICTIMS = {
 }
 
 
+def test_a_rank_killed_before_its_share_is_written_is_missed(launch, tmp_path):
+    """Rank 0 waits for that share before the next save, in no collective that would end."""
+    out = tmp_path / "out"
+    ranks, flags = KINDS["fsdp"]
+    job = launch(out, *flags, "--save_steps", 1, ranks=ranks, env={"TEST_SLOW_WRITE": "1"})
+    job.wait_for(lambda: last_step(out) >= 2)
+    time.sleep(0.5)         # the files of step 1 take longer than that
+    job.signal(signal.SIGKILL, [job.rank(1)])
+    assert job.statuses(60) == [1, -signal.SIGKILL]
+    assert re.search(r"checkpoint-1 could not be written to \S+ \(no answer from rank 1 for \d+ s\)", job.text())
+    assert not checkpoint.checkpoints(out)
+
+
 @pytest.mark.parametrize("kind", VICTIMS)
 def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path, kind):
     """32 kills in all, each at a random moment between the making of a checkpoint's folder and its renaming."""
