@@ -66,11 +66,11 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
 @torch.compiler.disable     # a graph per list of document lengths would be compiled otherwise
 def _attention_by_document(q, k, v, cu_seqlens, scaling, window):
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    bounds, out = cu_seqlens.tolist(), []
-    for start, stop in zip(bounds, bounds[1:]):
-        parts = (t[start:stop].transpose(0, 1)[None] for t in (q, k, v))
-        if window and stop - start > window:
-            place = torch.arange(stop - start, device=q.device)
+    lengths, out = cu_seqlens.diff().tolist(), []
+    for length, *parts in zip(lengths, *(t.split(lengths) for t in (q, k, v))):     # a slice's gradient is as long as t
+        parts = (part.transpose(0, 1)[None] for part in parts)
+        if window and length > window:
+            place = torch.arange(length, device=q.device)
             behind = place[:, None] - place
             masked = {"attn_mask": (behind >= 0) & (behind < window)}
         else:
