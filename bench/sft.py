@@ -1,6 +1,6 @@
 """How fast does our SFT step train, beside transformers' Trainer and TRL's SFTTrainer on the same model and samples?
 
-    python bench/sft.py                         # CPU, a small model: meant for 2 cores and less than 7 minutes
+    python bench/sft.py                         # CPU, a small model: meant for 2 cores and less than 8 minutes
     python bench/sft.py --shape qwen3-4b --methods full,lora    # one GPU of 141 GB
     python bench/sft.py --parts steps64         # only: how long are 64 steps of 128 label samples?
 
