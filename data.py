@@ -8,7 +8,7 @@ Labels follow boson-ai/higgs-audio's collator: a clip of T frames takes T + 9 ro
 T codes and one end-of-stream are trained, begin-of-stream and the fill never. A trained assistant turn's text,
 <|audio_out_bos|>, <|audio_eos|> and <|eot_id|> are text targets.
 
-No worker imports the model or touches CUDA. Copy with it: chatml.py, code_cache.py, handover.py, indexing.py,
+No worker imports the model or touches CUDA. Copy with it: conversations.py, codes.py, loading.py, indexing.py,
 parallel.py, checkpoint.py, watchdog.py.
 """
 import hashlib
@@ -28,13 +28,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-import handover
-import parallel
-from chatml import Clip, read_chunks
-from code_cache import FRAME_RATE, CodeReader, ensure_codes
-from indexing import Column, Lists, in_order, token_lists
-from parallel import UserError
-from watchdog import ignore_in_worker
+from common import loading, parallel
+from common.indexing import Column, Lists, in_order, token_lists
+from common.parallel import UserError
+from common.watchdog import ignore_in_worker
+from speech.codes import FRAME_RATE, CodeReader, ensure_codes
+from speech.conversations import Clip, read_chunks
 
 IGNORE = -100
 PAD_LENGTH = 128        # padding comes in samples this short: attention costs the square of a sample's length
@@ -472,8 +471,8 @@ class PackedBatch:
     samples: tuple                  # sample numbers in the table, for naming them in errors
     counts: dict                    # python ints: tokens, frames, samples, padding, audio_targets, text_targets
 
-    __reduce__ = handover.reduce
-    to = handover.to
+    __reduce__ = loading.reduce
+    to = loading.to
 
 
 class SpeechSamples(Dataset):

@@ -4,7 +4,7 @@
     python lora.py export --model_path BASE --adapter out/checkpoint-500 --output_dir served    # the 2025 layout
     python lora.py export --model_path full/checkpoint-500 --output_dir served                  # of a full fine-tuning
 
-Copy with it: adapters.py higgs_export.py higgs_io.py chat_template.jinja tensor_files.py parallel.py.
+Copy with it: adapters.py export.py weights.py chat_template.jinja tensor_files.py parallel.py.
 """
 import argparse
 import json
@@ -12,13 +12,12 @@ from pathlib import Path
 
 import torch
 
-import higgs_export
-import higgs_io
-import tensor_files
-from parallel import UserError, one_clear_error
+from common import tensor_files
+from common.parallel import UserError, one_clear_error
+from speech import export, weights
 
 # after higgs_io, which explains a broken torchaudio
-import adapters  # isort: skip
+from common import adapters  # isort: skip
 from peft import LoraConfig  # isort: skip
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -85,7 +84,7 @@ def folds(model, adapter):
 
 def merge(model_path, adapter, output_dir, dtype="float32", shard_bytes=5 * 10**9, layout="native", codec=None):
     """Fold an adapter, or none, into its base in fp32 and write a plain checkpoint; see higgs_export.export."""
-    return higgs_export.export(model_path, output_dir, layout, dtype, shard_bytes,
+    return export.export(model_path, output_dir, layout, dtype, shard_bytes,
                                (lambda model: folds(model, adapter)) if adapter else None, codec)
 
 
@@ -96,14 +95,14 @@ def main(argv=None):
     parser.add_argument("--model_path", required=True, help="base model or full fine-tuning's checkpoint, or hub name")
     parser.add_argument("--adapter", help="folder with adapter_model.safetensors; merge needs one")
     parser.add_argument("--output_dir", required=True, help="new folder for the checkpoint")
-    parser.add_argument("--format", choices=higgs_export.LAYOUTS, help="layout to write: native (default of merge), or "
+    parser.add_argument("--format", choices=export.LAYOUTS, help="layout to write: native (default of merge), or "
                         "2025 for boson-ai's own code (default of export)")
-    parser.add_argument("--dtype", choices=list(higgs_export.DTYPES), help="of the weights; default float32 with an "
+    parser.add_argument("--dtype", choices=list(export.DTYPES), help="of the weights; default float32 with an "
                         "adapter (bfloat16 halves the size and rounds part of the update away), else the source's")
     parser.add_argument("--max_shard_gb", type=float, default=5.0, help="largest weight file in GB, so also the memory "
                         "this takes")
     parser.add_argument("--audio_tokenizer_path", help="folder or hub name that the native processor shall name as its "
-                        f"codec (default: what the base names, else {higgs_io.HUB_CODEC})")
+                        f"codec (default: what the base names, else {weights.HUB_CODEC})")
     args = parser.parse_args(argv)
     layout = args.format or {"merge": "native", "export": "2025"}[args.command]
     with one_clear_error():

@@ -12,8 +12,8 @@ from the plan that all ranks share, so no rank has to ask another.
 
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
 
-Files to copy with it: data.py chatml.py code_cache.py speech_model.py speech_plan.py dry_run.py higgs.py higgs_io.py
-higgs_export.py lora.py speak.py run_samples.py (its own), adapters.py indexing.py handover.py packing.py parallel.py
+Files to copy with it: data.py conversations.py codes.py speech_model.py speech_plan.py plan.py higgs.py weights.py
+export.py lora.py speak.py sample_prompts.py (its own), adapters.py indexing.py loading.py packing.py parallel.py
 optim.py checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py recomputation.py float8.py (shared).
 """
 import argparse
@@ -28,26 +28,15 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import checkpoint
-import dry_run
-import float8
-import handover
-import higgs
-import higgs_io
 import lora
-import metrics
-import optim
-import parallel
-import recomputation
-import run_samples
-import speech_model
-import speech_plan
-import watchdog
-from chatml import TASK_TYPES
-from code_cache import FRAME_RATE
+from common import checkpoint, float8, loading, metrics, optim, parallel, recomputation, watchdog
+from common.packing import PackOrder, rank_packs
+from common.parallel import UserError
 from data import make_loader, prepare_table, token_ids
-from packing import PackOrder, rank_packs
-from parallel import UserError
+from speech import higgs, sample_prompts, speech_model, speech_plan, weights
+from speech import plan as dry_run
+from speech.codes import FRAME_RATE
+from speech.conversations import TASK_TYPES
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags
@@ -362,14 +351,16 @@ def train(args):
         parallel.rank0_first(world, checkpoint.prepare_output, args.logging_dir, "--logging_dir")
     parallel.rank0_first(world, speech_model.find_checkpoints, args)    # downloads hub names before the others look
     (folder, config_dict), codec_dir = speech_model.find_checkpoints(args)
-    config = higgs_io.native_config(config_dict)
-    tokenizer = higgs_io.load_tokenizer(folder)
+    config = weights.native_config(config_dict)
+    tokenizer = weights.load_tokenizer(folder)
     ids = token_ids(tokenizer, config)
     books = ids.num_codebooks
     table, all_train, all_eval = prepare_table(world, args, tokenizer, ids, codec_dir)
     train_ids, eval_ids = speech_plan.usable_samples(args, config, table, all_train, all_eval, main_rank)
-    prompts, settings = parallel.rank0_first(world, run_samples.load, args, tokenizer, ids, config, codec_dir, device) \
-        if args.sample_prompts else ([], None)
+    prompts, settings = [], None
+    if args.sample_prompts:
+        prompts, settings = parallel.rank0_first(world, sample_prompts.load, args, tokenizer, ids, config, codec_dir,
+                                                 device)
     if args.tf32:       # only now: codes in the cache must not depend on it
         torch.set_float32_matmul_precision("high")
     identity = speech_model.run_identity(args, folder, table, train_ids) if main_rank else None
@@ -404,11 +395,11 @@ def train(args):
              rank_packs(order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
     loader = make_loader(table, ids, packs, num_workers=args.num_workers, prefetch_factor=args.prefetch_factor,
                          pad_to=args.max_tokens_per_batch)
-    batches = handover.ahead(loader, device)
+    batches = loading.ahead(loader, device)
 
     log = None
     if main_rank:
-        run_samples.forget_later(args.output_dir, at["step"])
+        sample_prompts.forget_later(args.output_dir, at["step"])
         board = Path(args.logging_dir) / Path(args.output_dir).resolve().name
         log = metrics.MetricsLog(args.output_dir, board, args.report_to, vars(args), at["step"], args.wandb_project)
         print_start(world, args, model, table, train_ids, eval_ids,
@@ -449,7 +440,7 @@ def train(args):
             watch.moved(f"sample prompts at step {at['step']}", args.wait_timeout)
             model.eval()
             with parallel.gathered(model), autocast(args, device):
-                values |= parallel.rank0_first(world, lambda: run_samples.speak_all(
+                values |= parallel.rank0_first(world, lambda: sample_prompts.speak_all(
                     args, native, prompts, settings, ids, codec_dir, device, at["step"], log, watchdog.stop_requested))
             model.train()
         if values and main_rank:

@@ -30,11 +30,10 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import measure  # noqa: E402
-from block_steps import (  # noqa: E402
+from bench import measure
+from bench.block_steps import (
     ANSWER,
     SIGMA,
     TOKENS,
@@ -48,15 +47,9 @@ from block_steps import (  # noqa: E402
     plain_step,
     stir,
 )
-
-import bd3lm  # noqa: E402
-import block_setup  # noqa: E402
-import dit  # noqa: E402
-import gsm8k  # noqa: E402
-import handover  # noqa: E402
-import metrics  # noqa: E402
-import optim  # noqa: E402
-import parallel  # noqa: E402
+from common import loading, metrics, optim, parallel
+from diffusion import block_setup, blocks, dit
+from diffusion import noise as bd3lm
 
 ACCUMULATION = 4                # micro-steps of an optimizer step, as in all the guide's presets
 STEPS = 2                       # optimizer steps between two clock readings: the host prepares ahead, as in training
@@ -98,7 +91,7 @@ def measure_setting(world, args, documents, micro_batch, backend, compiled, pack
     parameters = list(model.parameters())
     optimizer = optim.build_adamw(model.named_parameters(), 5e-4, 0.0, (0.9, 0.999), block_setup.decays)
     flags, seconds = optim.StepFlags(device), []
-    batches = handover.ahead(gsm8k.make_loader(rows, packs * (args.repeats + 1), batch_rows, rows.noisy_length,
+    batches = loading.ahead(blocks.make_loader(rows, packs * (args.repeats + 1), batch_rows, rows.noisy_length,
                                                num_workers=2 if cuda else 0, prefetch_factor=4))
     for repeat in range(args.repeats + 1):          # the first one compiles and warms up
         measure.synchronize(device)
@@ -230,7 +223,7 @@ def host_costs(args, device, report, problems=128):
     some = [rows[r] for r in packs[0]]
 
     def collate():
-        return gsm8k.collate(some, batch_rows, rows.length, rows.noisy_length, TOKENS.pad)
+        return blocks.collate(some, batch_rows, rows.length, rows.noisy_length, TOKENS.pad)
 
     def noise():
         draws = bd3lm.draw(args.seed, "train", 0, batch.n_groups, batch_rows, rows.length)
@@ -274,7 +267,7 @@ def loss_and_norm(world, args, documents, backend, compiled):
     rows, packs, batch_rows = make_packs(documents, 16, True, 1, args.seed)
     model, wrapped, _ = build(world, args, backend, compiled, dropout=0.0)
     stir(model, args.seed)
-    batch = gsm8k.collate([rows[r] for r in packs[0]], batch_rows, rows.length, rows.noisy_length, TOKENS.pad)
+    batch = blocks.collate([rows[r] for r in packs[0]], batch_rows, rows.length, rows.noisy_length, TOKENS.pad)
     draws = bd3lm.draw(args.seed, "train", 0, batch.n_groups, batch_rows, rows.length)
     loss = backward(world, wrapped, batch, draws, batch.n_targets)
     return float(loss), float(optim.clip_gradients(list(model.parameters()), 0))

@@ -11,17 +11,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import plain_block_diffusion as plain  # noqa: E402
-
-import bd3lm  # noqa: E402
-import block_setup  # noqa: E402
-import dit  # noqa: E402
-import gsm8k  # noqa: E402
-import optim  # noqa: E402
-from problems import Problem, Tokens  # noqa: E402
+from bench import plain_block_diffusion as plain
+from common import optim
+from diffusion import block_setup, blocks, dit
+from diffusion import noise as bd3lm
+from diffusion.problems import Problem, Tokens
 
 MEAN, SIGMA, SHORTEST, LONGEST, ANSWER = 157, 0.3375, 40, 440, 0.6      # GSM8K in GPT-2's tokens, for rows of 512
 TOKENS = Tokens(None, 50258, 50256, 50256, 50256, -1, -1, -1, 50257)    # GPT-2's vocabulary and the mask
@@ -33,18 +29,18 @@ TOKENS = Tokens(None, 50258, 50256, 50256, 50256, -1, -1, -1, 50257)    # GPT-2'
 
 def make_documents(n, length, seed, size=None):
     """gsm8k.Documents of n random problems for rows of `length` tokens. size: tokens of each, instead of GSM8K's."""
-    rng, scale, layout = np.random.default_rng((seed, 1)), length / 512, gsm8k.Layout(max_length=length)
+    rng, scale, layout = np.random.default_rng((seed, 1)), length / 512, blocks.Layout(max_length=length)
     sizes = np.exp(np.log(MEAN) - SIGMA ** 2 / 2 + SIGMA * rng.standard_normal(n)).clip(SHORTEST, LONGEST) * scale
     parts = []
     for tokens in [size] * n if size else sizes.round().astype(int):
         question = round((1 - ANSWER) * tokens)     # its first token and the answer's last one are <|endoftext|>
         ids = [rng.integers(0, TOKENS.bos, k - 1).tolist() for k in (question, tokens - question)]
-        parts.append(gsm8k.make_document(gsm8k.regions_of(ids, TOKENS, layout), TOKENS, layout))
+        parts.append(blocks.make_document(blocks.regions_of(ids, TOKENS, layout), TOKENS, layout))
     ids, position, block, target, region, live = np.concatenate(parts, axis=1)
     offsets = np.cumsum([0] + [part.shape[1] for part in parts])
-    group = gsm8k.number_groups(block, target, live, offsets)
+    group = blocks.number_groups(block, target, live, offsets)
     problems = [Problem(f"problem {i}", "", "", "") for i in range(n)]
-    return gsm8k.Documents(layout, ids, position, block, target > 0, region, live > 0, group, offsets, problems,
+    return blocks.Documents(layout, ids, position, block, target > 0, region, live > 0, group, offsets, problems,
                            TOKENS.pad, 0)
 
 
@@ -53,7 +49,7 @@ def make_packs(documents, micro_batch, pack, micro_steps, seed):
 
     Rows of both kinds hold the same problems, micro_batch * micro_steps of them.
     """
-    rows = gsm8k.make_rows(documents, np.arange(micro_batch * micro_steps), documents.layout.longest, pack, seed)
+    rows = blocks.make_rows(documents, np.arange(micro_batch * micro_steps), documents.layout.longest, pack, seed)
     order = np.random.default_rng((seed, 2)).permutation(len(rows))
     packs = [part.tolist() for part in np.array_split(order, micro_steps)]
     return rows, packs, len(packs[0])
@@ -133,9 +129,9 @@ def our_step(world, args, documents, numbers, backend, compiled=False, pack=True
 
     forward: another DiT.forward. stirred: for comparing losses, weights that all matter and no dropout.
     """
-    rows = gsm8k.make_rows(documents, numbers, documents.layout.longest, pack, args.seed)
+    rows = blocks.make_rows(documents, numbers, documents.layout.longest, pack, args.seed)
     packs = [part.tolist() for part in np.array_split(np.arange(len(rows)), args.micro_steps)]
-    batches = [gsm8k.collate([rows[r] for r in part], len(packs[0]), rows.length, rows.noisy_length, TOKENS.pad)
+    batches = [blocks.collate([rows[r] for r in part], len(packs[0]), rows.length, rows.noisy_length, TOKENS.pad)
                for part in packs]
     model, wrapped, average = build(world, args, backend, compiled, 0.0 if stirred else 0.1)
     if stirred:

@@ -31,32 +31,26 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import measure
 import numpy as np
 import soundfile
 import soxr
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from bench import measure
 
-import block_setup  # noqa: E402
-import causal_lm  # noqa: E402
-import chat  # noqa: E402
-import chat_table  # noqa: E402
-import code_cache  # noqa: E402
-import data  # noqa: E402
-import dit  # noqa: E402
-import gsm8k  # noqa: E402
-import handover  # noqa: E402
-import higgs  # noqa: E402
-import higgs_io  # noqa: E402
-import make_tiny  # noqa: E402
-import packed_lm  # noqa: E402
-import parallel  # noqa: E402
-from chatml import Clip  # noqa: E402
-from make_tiny import SENTENCES  # noqa: E402
-from packing import PackOrder, rank_packs  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import data
+from common import loading, parallel
+from common.packing import PackOrder, rank_packs
+from diffusion import block_setup, blocks, dit
+from distill import chat, packed_lm, weights
+from distill import table as chat_table
+from speech import codes as code_cache
+from speech import higgs, make_tiny
+from speech import weights as higgs_io
+from speech.conversations import Clip
+from speech.make_tiny import SENTENCES
 
 MIB = 2**20
 CLIP_SECONDS = 1.8, 0.5, 2, 20      # log-normal: mean and standard deviation of the logarithm, shortest, longest
@@ -412,7 +406,7 @@ def audio_part(work, args):
 
 def take(loader_of, workers, seconds, steps):
     """A GPU that computes `seconds` a step and asks for the next batch then -> (seconds waited, of how many)."""
-    batches, waited = handover.ahead(loader_of(workers)), 0.0       # its workers end when this function does
+    batches, waited = loading.ahead(loader_of(workers)), 0.0       # its workers end when this function does
     next(batches)
     time.sleep(seconds)
     start = time.perf_counter()
@@ -457,14 +451,14 @@ def wait_part(work, args):
         table, loader_of = chats_table(work, work / "wait_chat")
     order = PackOrder(table.lengths, tokens_per_pack=PACK, seed=42)
     from transformers import Qwen3Config
-    model = causal_lm.empty_model(Qwen3Config(**QWEN3_4B), torch.bfloat16)
+    model = weights.empty_model(Qwen3Config(**QWEN3_4B), torch.bfloat16)
     lengths, jobs = table.lengths.astype(np.int64), len(order.epoch(0))
     flops = packed_lm.flops(packed_lm.layer_weights(model), model.config, int(lengths.sum()), int(table.targets.sum()),
                             int((lengths * (lengths + 1) // 2).sum()), lora=False)
     rows.append(wait_row("chat, Qwen3 4B, full", 0.55, flops, jobs, int(lengths.sum()),
                          lambda workers, of=loader_of, by=order: of(rank_packs(by, 0, 1, 1, 1), workers), args))
 
-    layout = gsm8k.Layout(max_length=512)
+    layout = blocks.Layout(max_length=512)
     flags = SimpleNamespace(demo=1500, output_dir=work, system="gsm8k", drop_too_long=False, eval_data=None,
                             validation_split=0, row_length=512, pack=True, seed=42)
     _, gsm_rows, _ = block_setup.prepare_data(WORLD, flags, layout)
@@ -474,7 +468,7 @@ def wait_part(work, args):
     order = PackOrder(gsm_rows.tokens, samples_per_pack=PACK // 512, seed=42)
     turns = -(-n // len(order.epoch(0))) * 20         # its steps are short
     rows.append(wait_row("block diffusion, small", 0.40, flops * turns, len(order.epoch(0)) * turns,
-                         sums["tokens"] * turns, lambda workers: gsm8k.make_loader(
+                         sums["tokens"] * turns, lambda workers: blocks.make_loader(
                              gsm_rows, rank_packs(order, 0, 1, 1, turns), PACK // 512, gsm_rows.noisy_length,
                              num_workers=workers, prefetch_factor=4), args))
     return {"wait": {"columns": ["job", "% of 989 TFLOP/s", "tokens a step", "s a step", "tokens/s", "workers", "steps",

@@ -18,19 +18,16 @@ import tempfile
 import time
 from pathlib import Path
 
-import measure
 import torch
-import tts_ways
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from bench import measure, tts_ways
 
-import float8  # noqa: E402
-import handover  # noqa: E402
-import higgs  # noqa: E402
-import optim  # noqa: E402
-from data import Table, make_loader  # noqa: E402
-from packing import PackOrder, rank_packs  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common import float8, loading, optim
+from common.packing import PackOrder, rank_packs
+from data import Table, make_loader
+from speech import higgs
 
 WAYS = {"bf16": False, "float8": True}
 
@@ -55,7 +52,7 @@ def train(folder, args, device, in_float8):
     trained = [p for p in model.parameters() if p.requires_grad]
     budget = tts_ways.token_budget(table.lengths, args.batch)
     packs = rank_packs(PackOrder(table.lengths, tokens_per_pack=budget, seed=args.seed), 0, 1, 1, sys.maxsize)
-    batches = handover.ahead(make_loader(table, ids, packs, num_workers=0, prefetch_factor=4, pad_to=budget), device)
+    batches = loading.ahead(make_loader(table, ids, packs, num_workers=0, prefetch_factor=4, pad_to=budget), device)
     losses, seconds = [], []
     for _ in range(args.steps):
         batch = next(batches)

@@ -58,7 +58,7 @@ export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}
 mkdir -p "$RESULTS"
 before=$(mktemp)
 trap 'rm -f "$before"' EXIT
-part parity "$PARITY_S" env TEST_DEVICE=cuda "$PYTHON" -m pytest -q -x tests/test_higgs.py tests/test_handover.py tests/test_float8.py -k gpu
+part parity "$PARITY_S" env TEST_DEVICE=cuda "$PYTHON" -m pytest -q -x tests/speech/test_higgs.py tests/common/test_loading.py tests/common/test_float8.py -k gpu
 part speech "$TTS_S" "$PYTHON" bench/tts.py --shapes 3b --methods lora --fast --rounds 2 --results_dir "$RESULTS"
 part chat "$SFT_S" "$PYTHON" bench/sft.py --shape qwen3-4b --methods full,lora --parts short,long --ways 0,1 \
     --rounds 1 --minutes @25 --results_dir "$RESULTS"

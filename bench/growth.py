@@ -33,23 +33,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "tests")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import block_steps  # noqa: E402
-import chats  # noqa: E402
-import measure  # noqa: E402
-
-import bd3lm  # noqa: E402
-import block_setup  # noqa: E402
-import causal_lm  # noqa: E402
-import chat_table  # noqa: E402
-import data  # noqa: E402
-import dit  # noqa: E402
-import gsm8k  # noqa: E402
-import higgs  # noqa: E402
-import optim  # noqa: E402
-import packed_lm  # noqa: E402
+import data
+from bench import block_steps, measure
+from common import optim
+from diffusion import block_setup, blocks, dit, noise
+from distill import packed_lm, weights
+from distill import table as chat_table
+from speech import higgs
+from tests.helpers import chats
 
 from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration, LlamaConfig  # isort: skip # noqa
 
@@ -115,7 +108,7 @@ def chat(device, size, layers, documents):
     """A step of train_sft.py: the second half of each document is trained."""
     config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=size, intermediate_size=2 * size, num_hidden_layers=layers,
                          num_attention_heads=heads(size), num_key_value_heads=2, head_dim=size // heads(size))
-    native = causal_lm.AutoModelForCausalLM.from_config(config, attn_implementation=packed_lm.ATTENTION)
+    native = weights.AutoModelForCausalLM.from_config(config, attn_implementation=packed_lm.ATTENTION)
     model = packed_lm.PackedLM(native.to(device).train(), logits=WHOLE)
     rng, trained = np.random.default_rng(0), np.arange(DOCUMENT) >= DOCUMENT // 2
     batch = chat_table.collate([(i, rng.integers(0, VOCABULARY, DOCUMENT), trained) for i in range(documents)])
@@ -130,12 +123,12 @@ def diffusion(device, size, layers, documents):
                     "flex" if device.type == "cuda" else "sdpa").to(device).train()
     problems = block_steps.make_documents(documents, DOCUMENT, 0, size=DOCUMENT)
     problems.ids %= VOCABULARY - 1
-    rows = gsm8k.make_rows(problems, np.arange(documents), DOCUMENT, False)
-    batch = gsm8k.collate([rows[r] for r in range(documents)], documents, DOCUMENT, rows.noisy_length, 0)
+    rows = blocks.make_rows(problems, np.arange(documents), DOCUMENT, False)
+    batch = blocks.collate([rows[r] for r in range(documents)], documents, DOCUMENT, rows.noisy_length, 0)
 
     def loss():
-        draws = bd3lm.draw(0, "train", 0, batch.n_groups, documents, DOCUMENT)
-        inputs = bd3lm.diffuse(batch, draws, VOCABULARY - 1)._replace(layout=None).to(device)
+        draws = noise.draw(0, "train", 0, batch.n_groups, documents, DOCUMENT)
+        inputs = noise.diffuse(batch, draws, VOCABULARY - 1)._replace(layout=None).to(device)
         return (model(inputs) * inputs.weights).sum() / batch.n_targets
     return train_step(device, list(model.named_parameters()), block_setup.decays, loss)
 
@@ -183,10 +176,8 @@ def timed_runs(runs, path):
 
     Writes {name: {"steps": when each was logged, "stopped": seconds of each save, "written": seconds of its files}}.
     """
-    import checkpoint
-    import metrics
-    import sft_model
-    import train_sft
+    from common import checkpoint, metrics
+    from distill import sft_model, train_sft
     records = {name: {"steps": [], "stopped": [], "written": []} for name in runs}
 
     def timed(function, what):

@@ -24,13 +24,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench import measure
+from speech import make_tiny, weights
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import measure  # noqa: E402
-
-import higgs_io  # noqa: E402
-import make_tiny  # noqa: E402
 
 SHAPES = {"3b": {"vocab_size": 128256, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
                  "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128}, "tiny": {}}
@@ -50,7 +49,7 @@ def write_model(folder, tiny, shape):
     """A random bf16 checkpoint of the shape in the native format, one file a layer, with the tiny model's tokenizer."""
     shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((tiny / "config.json").read_text()) | SHAPES[shape]
-    model = higgs_io.empty_model(higgs_io.native_config(config), torch.bfloat16)
+    model = weights.empty_model(weights.native_config(config), torch.bfloat16)
     model.config.save_pretrained(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     files = {}

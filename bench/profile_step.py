@@ -22,11 +22,10 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import measure  # noqa: E402
-from table import origin  # noqa: E402
+from bench import measure
+from bench.table import origin
 
 WARM_UP, ROWS, WIDTH = 2, 25, 64
 GROUPS = {      # the first that a name of an operator or a kernel matches
@@ -85,7 +84,7 @@ class Watch:
 
 def tts(watch, args, device, folder):
     """A step of train_v2_ddp.py."""
-    import tts_ways
+    from bench import tts_ways
     cuda = device.type == "cuda"
     batch = 8 if cuda else 4
     tts_ways.write_samples(folder, 2 * batch, args.seed)
@@ -97,7 +96,7 @@ def tts(watch, args, device, folder):
 
 def sft(watch, args, device, folder):
     """A step of train_sft.py on the label task's short samples."""
-    import sft_ways
+    from bench import sft_ways
     cuda = device.type == "cuda"
     shape = args.shape or ("qwen3-4b" if cuda else "small")
     job = argparse.Namespace(folder=folder, data=folder / "data", method=args.method or "full", sets=1,
@@ -110,9 +109,8 @@ def sft(watch, args, device, folder):
 
 def block_diffusion(watch, args, device, folder):
     """A step of train_bd3lm.py."""
-    import block_steps
-
-    import parallel
+    from bench import block_steps
+    from common import parallel
     cuda = device.type == "cuda"
     problems = 512 if cuda else 8
     settings = argparse.Namespace(size=args.shape or ("small" if cuda else "tiny"), seed=args.seed,

@@ -30,14 +30,13 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import measure  # noqa: E402
-import transformers  # noqa: E402
-from sft_ways import ANSWER_S, MIXES, SHAPES, SIZES, STEPS64, make_data, make_model, trl, work  # noqa: E402
+import transformers
 
-import packed_lm  # noqa: E402
+from bench import measure
+from bench.sft_ways import ANSWER_S, MIXES, SHAPES, SIZES, STEPS64, make_data, make_model, trl, work
+from distill import packed_lm
 
 LOSS_TOLERANCE, NORM_TOLERANCE = {"cpu": 1e-5, "cuda": 1e-2}, {"cpu": 1e-4, "cuda": 5e-2}       # relative
 

@@ -26,15 +26,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import measure  # noqa: E402
-from peft import LoraConfig, get_peft_model  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from tokenizers import Tokenizer  # noqa: E402
-from tokenizers.models import WordLevel  # noqa: E402
-from transformers import (  # noqa: E402
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
     AttentionInterface,
     DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
@@ -46,17 +44,13 @@ from transformers import (  # noqa: E402
     TrainerCallback,
     TrainingArguments,
 )
-from transformers.utils import is_flash_attn_2_available  # noqa: E402
+from transformers.utils import is_flash_attn_2_available
 
-import adapters  # noqa: E402
-import causal_lm  # noqa: E402
-import chat_table  # noqa: E402
-import handover  # noqa: E402
-import optim  # noqa: E402
-import packed_lm  # noqa: E402
-import parallel  # noqa: E402
-import sft_model  # noqa: E402
-from packing import PackOrder  # noqa: E402
+from bench import measure
+from common import adapters, loading, optim, parallel
+from common.packing import PackOrder
+from distill import packed_lm, sft_model, weights
+from distill import table as chat_table
 
 try:
     import datasets
@@ -112,7 +106,7 @@ def make_model(folder, shape, seed):
     """Write a random Qwen3 checkpoint of the shape, bf16 values; returns how many weights its layers' matrices have."""
     config = Qwen3Config(**dict(zip(SIZES, SHAPES[shape])), tie_word_embeddings=True,
                                       max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=1)
-    model = causal_lm.empty_model(config, torch.bfloat16)
+    model = weights.empty_model(config, torch.bfloat16)
     model.config.save_pretrained(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(seed)
@@ -269,7 +263,7 @@ def our_steps(world, options, table, mix, plan, parts, optimizer):
     """
     model, wrapped, _ = parts
     cuda, (budget, accumulation, packs) = world.device.type == "cuda", plan
-    batches = handover.ahead(chat_table.make_loader(
+    batches = loading.ahead(chat_table.make_loader(
         table, itertools.cycle(packs), num_workers=2 if cuda else 0, prefetch_factor=4, pad_to=budget, pad_id=0),
         world.device)
     trainable, flags = [p for p in model.parameters() if p.requires_grad], optim.StepFlags(world.device)

@@ -30,11 +30,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import measure  # noqa: E402
-from tts_ways import (  # noqa: E402
+from bench import measure
+from bench.tts_ways import (
     SHAPES,
     config_of,
     ids_of,
@@ -45,10 +44,9 @@ from tts_ways import (  # noqa: E402
     trainer_loss,
     write_samples,
 )
-
-import higgs  # noqa: E402
-from code_cache import FRAME_RATE  # noqa: E402
-from data import SpeechSamples, Table  # noqa: E402
+from data import SpeechSamples, Table
+from speech import higgs
+from speech.codes import FRAME_RATE
 
 TRAINER = {"Trainer": {"side": "trainer"}, "Trainer, by length": {"side": "trainer", "sorted": True}}
 SIDES = {"cpu": TRAINER | {"ours": {"side": "ours"}, "ours, packed to a budget": {"side": "ours", "packed": True}},

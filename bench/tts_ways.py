@@ -11,33 +11,28 @@ import traceback
 import warnings
 from pathlib import Path
 
-import measure
 import numpy as np
 import torch
 from torch.utils.data import Subset
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from bench import measure
 
-import float8  # noqa: E402
-import handover  # noqa: E402
-import higgs  # noqa: E402
-import higgs_io  # noqa: E402
-import lora  # noqa: E402
-import make_tiny  # noqa: E402
-import optim  # noqa: E402
-import parallel  # noqa: E402
-from chatml import Clip, Sample, Turn  # noqa: E402
-from code_cache import FRAME_RATE  # noqa: E402
-from data import IGNORE, SpeechSamples, Table, TableBuilder, collate, make_loader, token_ids  # noqa: E402
-from packing import PackOrder, rank_packs  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 # after higgs_io, which explains a broken torchaudio
-from peft import LoraConfig, get_peft_model  # noqa: E402  isort: skip
-from safetensors.numpy import save_file  # noqa: E402  isort: skip
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments  # noqa: E402  isort: skip
-from transformers.models.higgs_audio_v2.modeling_higgs_audio_v2 import apply_rotary_pos_emb  # noqa: E402  isort: skip
-from transformers.utils import is_flash_attn_2_available  # noqa: E402  isort: skip
+from peft import LoraConfig, get_peft_model
+from safetensors.numpy import save_file
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.models.higgs_audio_v2.modeling_higgs_audio_v2 import apply_rotary_pos_emb
+from transformers.utils import is_flash_attn_2_available
+
+import lora
+from common import float8, loading, optim, parallel
+from common.packing import PackOrder, rank_packs
+from data import IGNORE, SpeechSamples, Table, TableBuilder, collate, make_loader, token_ids
+from speech import higgs, make_tiny, weights
+from speech.codes import FRAME_RATE
+from speech.conversations import Clip, Sample, Turn
 
 SHAPES = {"tiny": {},
           "small": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 8,
@@ -83,11 +78,11 @@ def write_samples(folder, clips, seed):
 
 def config_of(folder, shape):
     """Native config of a shape."""
-    return higgs_io.native_config(json.loads((folder / "model" / "config.json").read_text()) | SHAPES[shape])
+    return weights.native_config(json.loads((folder / "model" / "config.json").read_text()) | SHAPES[shape])
 
 
 def ids_of(folder):
-    return token_ids(higgs_io.load_tokenizer(folder / "model"), config_of(folder, "tiny"))
+    return token_ids(weights.load_tokenizer(folder / "model"), config_of(folder, "tiny"))
 
 
 def padded_batch(samples, ids):
@@ -124,9 +119,9 @@ def token_budget(lengths, batch):
 def build(way, folder, device, dropout=DROPOUT):
     """Native model or PeftModel with random weights, made on the device, the same for the same shape and seed."""
     half = way["bf16"] and way["method"] == "lora" and not way.get("float32")
-    model = higgs_io.empty_model(config_of(folder, way["shape"]), torch.bfloat16 if half else torch.float32)
+    model = weights.empty_model(config_of(folder, way["shape"]), torch.bfloat16 if half else torch.float32)
     model.to_empty(device=device)
-    higgs_io.reset_buffers(model, device)
+    weights.reset_buffers(model, device)
     model.config.use_cache = False          # Trainer would leave it on: a copy of all keys and values for nothing
     generator = torch.Generator(device).manual_seed(0)
     std = 0.02 if way["shape"] == "3b" else 0.06
@@ -338,7 +333,7 @@ def train_ours(way, folder, device, rounds):
     order = PackOrder(table.lengths, samples_per_pack=0 if budget else way["batch"], tokens_per_pack=budget)
     loader = make_loader(table, ids, rank_packs(order, 0, 1, 1, sys.maxsize), num_workers=0, prefetch_factor=4,
                          pad_to=budget)
-    batches = handover.ahead(loader, device)
+    batches = loading.ahead(loader, device)
     flags, sums, graphs = optim.StepFlags(device), torch.zeros(config.num_codebooks + 8, device=device), []
     while rounds.wait():
         sums.zero_()

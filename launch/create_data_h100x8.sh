@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Teacher labels on one node of 8 GPUs: 8 / (TP x PP) instances of create_data.py side by side, one shard each.
+# Teacher labels on one node of 8 GPUs: 8 / (TP x PP) instances of distill/create_data.py side by side, one shard each.
 #
-#   bash launch/create_data_h100x8.sh INPUT OUTPUT [TP] [flags of create_data.py]
+#   bash launch/create_data_h100x8.sh INPUT OUTPUT [TP] [flags of distill/create_data.py]
 #   TP=1 suits a 30B-A3B teacher in bf16 on 80 GB as well; 4 is the default; 2 and 8 work alike
 #
 # DRY_RUN=1 checks, prints the commands and ends. Ctrl-C, SIGTERM or a dying instance leave no process and lose nothing
@@ -18,7 +18,7 @@ if [ -z "$allocator" ]; then unset PYTORCH_ALLOC_CONF; fi   # vLLM's all-reduce 
 MODEL=${MODEL:-Qwen/Qwen3-30B-A3B-Instruct-2507}    # the teacher: folder or hub name
 PP=${PP:-1}                             # pipeline stages; TP x PP GPUs an instance
 MAX_MODEL_LEN=${MAX_MODEL_LEN:-8192}    # tokens; the teacher's own 262,144 would want more memory than one GPU has left
-ENGINE=${ENGINE:-vllm}                  # of create_data.py
+ENGINE=${ENGINE:-vllm}                  # of distill/create_data.py
 GPUS=${GPUS:-$(count_gpus)}             # GPUs to use
 VENV=${VENV:-}                          # a virtual environment to activate
 MAX_RESTARTS=${MAX_RESTARTS:-2}         # of each instance that fails
@@ -29,7 +29,7 @@ DRY_RUN=${DRY_RUN:-0}                   # 1: check, print the commands, end
 
 # -- checks ------------------------------------------------------------------------------------------------------------
 
-[ $# -ge 2 ] || die "usage: $LAUNCHER.sh INPUT OUTPUT [TP] [flags of create_data.py]"
+[ $# -ge 2 ] || die "usage: $LAUNCHER.sh INPUT OUTPUT [TP] [flags of distill/create_data.py]"
 input=$1 output=$2 tp=4
 shift 2
 if [ $# -gt 0 ] && [[ $1 != -* ]]; then tp=$1; shift; fi
@@ -50,7 +50,7 @@ devices=()
 if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then IFS=, read -ra devices <<<"$CUDA_VISIBLE_DEVICES"; fi
 for ((i = ${#devices[@]}; i < GPUS; i++)); do devices+=("$i"); done
 slice() { local IFS=,; echo "${devices[*]:$1 * tp * PP:tp * PP}"; }     # the GPUs of an instance
-command=(python "$repo/create_data.py" --input_file "$input" --output_file "$output" --model_name "$MODEL"
+command=(python "$repo/distill/create_data.py" --input_file "$input" --output_file "$output" --model_name "$MODEL"
     --engine "$ENGINE" --tensor_parallel_size "$tp" --pipeline_parallel_size "$PP" --max_model_len "$MAX_MODEL_LEN" "$@")
 
 "${command[@]}" --dry_run || exit $?    # one error instead of one from each instance

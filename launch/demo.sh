@@ -19,7 +19,7 @@ mkdir -p "$OUT"
 run=$(mktemp -d "$OUT/run-XXXX")
 tiny=$OUT/tiny-$CLIPS
 if [ ! -e "$tiny/complete" ]; then
-    python make_tiny.py "$tiny" --clips "$CLIPS"
+    python speech/make_tiny.py "$tiny" --clips "$CLIPS"
     touch "$tiny/complete"
 fi
 
@@ -41,13 +41,13 @@ echo "== the same command again, to step $STEPS: it resumes from the newest chec
 train --max_steps "$STEPS"
 
 echo "== speaking with the adapter"
-python generate_tts.py --model_path "$tiny/model" --audio_tokenizer_path "$tiny/codec" --adapter "$run/checkpoint-$STEPS" \
+python speech/generate_tts.py --model_path "$tiny/model" --audio_tokenizer_path "$tiny/codec" --adapter "$run/checkpoint-$STEPS" \
     --prompts "$run/prompts.txt" --max_seconds 4 --output_dir "$run/spoken"
 
 echo "== result"
 status=0
-python metrics.py "$run" || status=$?
-python report.py "$run" --samples "$run/spoken"
+python common/metrics.py "$run" || status=$?
+python common/report.py "$run" --samples "$run/spoken"
 cat <<END
 adapter:      $run/checkpoint-$STEPS   (PeftModel.from_pretrained loads it)
 metrics:      $run/metrics.jsonl

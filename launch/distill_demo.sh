@@ -3,25 +3,25 @@
 # prompt, a student that learns to do without it on 2 processes, both compared on sentences whose translations the
 # student never saw. Exit status 0 only if it learned. Needs no GPU; uses them when there are some.
 #
-#   bash launch/distill_demo.sh [flags of train_sft.py]
+#   bash launch/distill_demo.sh [flags of distill/train_sft.py]
 #   INPUT=lines.txt TRUTH=truth.jsonl OUT=mine STEPS=400 bash launch/distill_demo.sh            your own lines
 #   TEACHER=http://localhost:8000/v1 TEACHER_NAME=NAME OUT=mine bash launch/distill_demo.sh     a real teacher's server
 #   TEACHER=Qwen/Qwen3-4B-Instruct-2507 OUT=mine bash launch/distill_demo.sh                    in vLLM or transformers
 #
-# The default teacher is no language model: py3langid, a language identifier, answers in its place (langid_server.py).
+# The default teacher is no language model: py3langid, a language identifier, answers in its place (distill/demo/langid_server.py).
 # Ctrl-C and SIGTERM save and leave no process; the same command goes on.
 set -euo pipefail
 # shellcheck disable=SC2034     # env.sh's messages begin with it
 LAUNCHER=distill_demo
 
-INPUT=${INPUT:-}                        # lines to label; default: the project's own, demo_data/sentences.txt
+INPUT=${INPUT:-}                        # lines to label; default: the project's own, distill/demo/data/sentences.txt
 GROUP_SIZE=${GROUP_SIZE:-15}            # neighbouring lines that are translations of one sentence: held out together
 TRUTH=${TRUTH:-}                        # JSONL {"id", "label"} that no teacher made; the project's lines have one
 OUT=${OUT:-distill_out}                 # everything is written below this folder
 TEACHER=${TEACHER:-}                    # default py3langid; http... of an OpenAI-compatible server; or a model
 TEACHER_NAME=${TEACHER_NAME:-}          # the server's name for it
-TEACHER_FLAGS=${TEACHER_FLAGS:-}        # further flags of create_data.py
-PROMPT=${PROMPT:-}                      # the teacher's prompt; default prompts/language_id.txt
+TEACHER_FLAGS=${TEACHER_FLAGS:-}        # further flags of distill/create_data.py
+PROMPT=${PROMPT:-}                      # the teacher's prompt; default distill/prompts/language_id.txt
 STUDENT=${STUDENT:-}                    # model folder or hub name; default SmolLM2-135M-Instruct from PyPI
 RANKS=${RANKS:-}                        # training processes; default: one a GPU, 2 without
 STEPS=${STEPS:-40}                      # optimizer steps
@@ -127,30 +127,30 @@ stage() {           # NAME COMMAND...: run it; a signal lets it save and ends th
 
 if [ -z "$STUDENT" ]; then
     STUDENT=$OUT/smollm2
-    if [ ! -e "$STUDENT" ]; then stage student env TQDM_DISABLE=1 python get_smollm2.py "$STUDENT"; fi
+    if [ ! -e "$STUDENT" ]; then stage student env TQDM_DISABLE=1 python distill/demo/get_smollm2.py "$STUDENT"; fi
 fi
 if [ -z "$INPUT" ]; then
-    INPUT=demo_data/sentences.txt TRUTH=$OUT/truth.jsonl
+    INPUT=distill/demo/data/sentences.txt TRUTH=$OUT/truth.jsonl
     awk 'NR == FNR { label[NR - 1] = $2; n = NR; next }
-         { printf "{\"id\": %d, \"label\": \"%s\"}\n", i, label[i % n]; i++ }' demo_data/languages.txt "$INPUT" >"$TRUTH.tmp"
+         { printf "{\"id\": %d, \"label\": \"%s\"}\n", i, label[i % n]; i++ }' distill/demo/data/languages.txt "$INPUT" >"$TRUTH.tmp"
     mv "$TRUTH.tmp" "$TRUTH"
 fi
-PROMPT=${PROMPT:-prompts/language_id.txt}
+PROMPT=${PROMPT:-distill/prompts/language_id.txt}
 
-labels=(python create_data.py --input_file "$INPUT" --prompt_file "$PROMPT" --output_file "$OUT/labels.jsonl")
+labels=(python distill/create_data.py --input_file "$INPUT" --prompt_file "$PROMPT" --output_file "$OUT/labels.jsonl")
 teacher=$TEACHER
 case $TEACHER in
 '')
     teacher="py3langid 0.4.0, a language identifier, no language model"
     rm -f "$OUT/port"
-    python langid_server.py --port_file "$OUT/port" &
+    python distill/demo/langid_server.py --port_file "$OUT/port" &
     server=$!
     for ((i = 0; i < 600; i++)); do
         [ ! -e "$OUT/port" ] || break
-        kill -0 "$server" 2>/dev/null || die "langid_server.py ended"
+        kill -0 "$server" 2>/dev/null || die "distill/demo/langid_server.py ended"
         sleep 0.2
     done
-    [ -e "$OUT/port" ] || die "langid_server.py did not start in two minutes"
+    [ -e "$OUT/port" ] || die "distill/demo/langid_server.py did not start in two minutes"
     direct=${no_proxy:-${NO_PROXY:-}}
     export no_proxy=127.0.0.1${direct:+,$direct}        # else a proxy would be asked for it
     labels+=(--base_url "http://127.0.0.1:$(cat "$OUT/port")/v1" --model_name py3langid --concurrency 8)
@@ -167,7 +167,7 @@ if [ -z "$TEACHER" ]; then kill "$server"; fi
 
 last=$OUT/student/checkpoint-$STEPS
 if [ ! -e "$last" ]; then       # adapters under DDP: without a GPU little else would be as fast between processes
-    stage training bash launch/node.sh "" torchrun --standalone --nproc-per-node="$RANKS" train_sft.py \
+    stage training bash launch/node.sh "" torchrun --standalone --nproc-per-node="$RANKS" distill/train_sft.py \
         --model_path "$STUDENT" --train_data_file "$OUT/labels.jsonl" --output_dir "$OUT/student" \
         --logging_dir "$OUT/tensorboard" --validation_split "$HELD_OUT" --group_size "$GROUP_SIZE" \
         --use_lora --parallel ddp --learning_rate "$LEARNING_RATE" --max_tokens_per_batch "$TOKENS" \
@@ -175,7 +175,7 @@ if [ ! -e "$last" ]; then       # adapters under DDP: without a GPU little else 
         "${precision[@]}" "$@"
 fi
 if [ ! "$OUT/evaluation/evaluation.json" -nt "$last" ]; then
-    stage evaluation env OMP_NUM_THREADS="$all_threads" python evaluate_sft.py --checkpoint "$last" \
+    stage evaluation env OMP_NUM_THREADS="$all_threads" python distill/evaluate_sft.py --checkpoint "$last" \
         --model_path "$STUDENT" --data_file "$OUT/labels.jsonl" --output_dir "$OUT/evaluation" \
         ${TRUTH:+--truth_file "$TRUTH"} --prompt_file "$PROMPT" --prompt_max_new_tokens "$ANSWER_TOKENS"
 fi
@@ -183,5 +183,5 @@ fi
 echo "== result"
 command="STEPS=$STEPS $settings"
 if [ -n "$TEACHER_FLAGS" ]; then command="TEACHER_FLAGS='$TEACHER_FLAGS' $command"; fi
-python distill_summary.py "$OUT" --checkpoint "$last" --teacher "$teacher" --command "${command% }" \
+python distill/distill_summary.py "$OUT" --checkpoint "$last" --teacher "$teacher" --command "${command% }" \
     ${TRUTH:+--truth_file "$TRUTH"} --min_agreement "$MIN_AGREEMENT" --min_gain "$MIN_GAIN" ${REPORT:+--report "$REPORT"}

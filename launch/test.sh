@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up, then run every test; arguments go to pytest, e.g. launch/test.sh tests/test_labels.py -x
+# Set up, then run every test; arguments go to pytest, e.g. launch/test.sh tests/speech/test_labels.py -x
 set -euo pipefail
 
 TEST_PROCESSES=${TEST_PROCESSES:-2}     # test files that run side by side

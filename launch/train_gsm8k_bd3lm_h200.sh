@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train BD3-LM block diffusion on GSM8K on one H200, then answer the test problems. Arguments go to train_bd3lm.py,
+# Train BD3-LM block diffusion on GSM8K on one H200, then answer the test problems. Arguments go to diffusion/train_bd3lm.py,
 # after those from here.
 #
 #   sbatch launch/train_gsm8k_bd3lm_h200.sh                          one GPU, data and tokenizer from the hub
@@ -47,8 +47,8 @@ GPUS=${GPUS:-1}                                 # trainers; each takes the prese
 MIN_GPUS=${MIN_GPUS:-1}                         # GPUs that must be there; 0 lets a dry run or a trial start anywhere
 switches='--bf16 --tf32 --compile --pack --drop_too_long'
 SWITCHES=${SWITCHES-$switches}                  # flags without a value; SWITCHES= gives none of them
-SAMPLE_FLAGS=${SAMPLE_FLAGS---bf16 --drop_too_long}     # flags of sample_bd3lm.py
-TRAINER=${TRAINER:-$REPO/train_bd3lm.py}        # the script that torchrun starts
+SAMPLE_FLAGS=${SAMPLE_FLAGS---bf16 --drop_too_long}     # flags of diffusion/sample_bd3lm.py
+TRAINER=${TRAINER:-$REPO/diffusion/train_bd3lm.py}        # the script that torchrun starts
 VENV=${VENV:-}                                  # a virtual environment to activate
 LOG_DIR=${LOG_DIR:-}                            # where the output is kept, over requeues; default OUTPUT_DIR/node_logs
 MAX_REQUEUES=${MAX_REQUEUES:-100}               # starts over which a job may go on queueing itself
@@ -112,7 +112,7 @@ read -ra sample_flags <<<"$SAMPLE_FLAGS"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus / GPUS > 0 ? cpus / GPUS : 1))}
 train=(bash "$REPO/launch/node.sh" "$LOG_DIR/${job:-local}" torchrun --standalone --nproc-per-node="$GPUS"
     "$TRAINER" --system "$SYSTEM" "${settings[@]}" --output_dir "$OUTPUT_DIR" "$@")
-sample=(python "$REPO/sample_bd3lm.py" --checkpoint "$OUTPUT_DIR" --test_file "$TEST_DATA" "${sample_flags[@]}")
+sample=(python "$REPO/diffusion/sample_bd3lm.py" --checkpoint "$OUTPUT_DIR" --test_file "$TEST_DATA" "${sample_flags[@]}")
 
 if [ "$DRY_RUN" = 1 ]; then
     printf '%q ' "OMP_NUM_THREADS=$OMP_NUM_THREADS" "${train[@]}"
@@ -157,7 +157,7 @@ if [ -e "$MARKER" ]; then queue_again "$(cat "$MARKER")"; fi
 # -- accuracy ----------------------------------------------------------------------------------------------------------
 
 case " $* " in *" --dry_run "*) exit ;; esac        # the trainer's own dry run leaves no checkpoint
-if [ $demo = 1 ]; then python "$REPO/metrics.py" "$OUTPUT_DIR"; fi      # status 1 unless the loss fell
+if [ $demo = 1 ]; then python "$REPO/common/metrics.py" "$OUTPUT_DIR"; fi      # status 1 unless the loss fell
 if [ -z "$TEST_DATA" ]; then
     say "no TEST_DATA, so no accuracy"
     exit

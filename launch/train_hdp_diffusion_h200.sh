@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Train HDP-Diffusion (question -> plan -> execution) on one H200, then answer the test problems: the plan first, then
-# the execution behind it. Arguments go to train_bd3lm.py, after those from here.
+# the execution behind it. Arguments go to diffusion/train_bd3lm.py, after those from here.
 #
 #   TRAIN_DATA=train_hdp.json TEST_DATA=test_hdp.json sbatch launch/train_hdp_diffusion_h200.sh       or bash
 #   bash launch/train_hdp_diffusion_h200.sh --demo                   small, on problems it makes itself; no GPU needed
-#   python problem_maker.py plans --input train.jsonl --output train_hdp.json      plans by rule, where there are none
+#   python diffusion/make_problems.py plans --input train.jsonl --output train_hdp.json      plans by rule, where there are none
 #
 # All else - PRESET, DRY_RUN=1, signals, requeueing - is train_gsm8k_bd3lm_h200.sh, which this one calls.
 #

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Fine-tuning of a 4B student on chats on one node of 8 H100 GPUs: all weights under FSDP2, or with LORA=1 adapters.
 #
-#   MODEL=Qwen/Qwen3-4B-Instruct-2507 TRAIN_FILE=labels.jsonl bash launch/train_sft_h100x8.sh OUT [flags of train_sft.py]
+#   MODEL=Qwen/Qwen3-4B-Instruct-2507 TRAIN_FILE=labels.jsonl bash launch/train_sft_h100x8.sh OUT [flags of distill/train_sft.py]
 #   MODEL=... TRAIN_FILE=... sbatch launch/train_sft_h100x8.sh OUT ...      the same as a Slurm job
 #
 # Right on 1, 2 and 4 GPUs too: a step stays GLOBAL_BATCH samples. Everything else - DRY_RUN=1, signals, requeueing - is
@@ -55,7 +55,7 @@ case $LORA in
 esac
 
 read -ra switches <<<"$SWITCHES"
-export TRAINER=${TRAINER:-$(cd "$repo" && pwd)/train_sft.py}
+export TRAINER=${TRAINER:-$(cd "$repo" && pwd)/distill/train_sft.py}
 exec bash "$repo/launch/train_tts.sh" --model_path "$MODEL" --train_data_file "$TRAIN_FILE" --output_dir "$out" \
     --per_device_train_batch_size "$BATCH" --global_batch_size "$GLOBAL_BATCH" --num_train_epochs "$EPOCHS" \
     --validation_split "$VALIDATION" --group_size "$GROUP_SIZE" "${trained[@]}" --num_workers "$LOADERS" \

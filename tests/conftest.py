@@ -1,24 +1,21 @@
 """Shared pieces of the tests: one tiny real-architecture model and dataset a session, and real trainer processes."""
-import json
 import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")      # two busy cores: more threads make a tiny step 40 times slower
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")     # threads that load a model may break torch's pool in a fork
 
 import pytest
 import torch
-from pool import Pool
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from tests.helpers.pool import Pool
+from tests.helpers.trainer import Run, Tiny, train_forked, trainer_command
+
 torch.set_num_threads(1)
 
-LONGEST = ("recovery", "fsdp", "training", "slurm", "launchers", "preflight", "code_cache", "generate_tts",
+LONGEST = ("recovery", "fsdp", "train_v2_ddp", "slurm", "launchers", "plan", "codes", "generate_tts",
            "train_bd3lm", "bad_input")
 
 
@@ -53,72 +50,19 @@ def as_a_fresh_process():
     """A script's main run in this process leaves its last word said and signals ignored; the next test starts anew."""
     default_signals()
     yield
-    if "parallel" in sys.modules:
-        sys.modules["parallel"]._claimed.clear()
-    if "watchdog" in sys.modules:
-        sys.modules["watchdog"]._requested.clear()
-        sys.modules["watchdog"]._at_rest.clear()
-
-
-@dataclass
-class Tiny:
-    """A tiny native model, codec, speech and train.json, with the audio already encoded in a code cache."""
-    root: Path
-
-    @property
-    def model(self):
-        return self.root / "model"
-
-    @property
-    def codec(self):
-        return self.root / "codec"
-
-    @property
-    def train_json(self):
-        return self.root / "train.json"
-
-    @property
-    def codes(self):
-        return self.root / "codes"
-
-    def samples(self):
-        return json.loads(self.train_json.read_text())
-
-
-@dataclass
-class Run:
-    """A finished trainer process: exit status, what it printed, and the metrics it left."""
-    status: int
-    output: str
-    output_dir: Path
-
-    def metrics(self, name):
-        """{step: value} of one name in metrics.jsonl."""
-        rows = [json.loads(line) for line in (self.output_dir / "metrics.jsonl").read_text().splitlines()]
-        return {row["step"]: row[name] for row in rows if name in row}
+    if "common.parallel" in sys.modules:
+        sys.modules["common.parallel"]._claimed.clear()
+    if "common.watchdog" in sys.modules:
+        sys.modules["common.watchdog"]._requested.clear()
+        sys.modules["common.watchdog"]._at_rest.clear()
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    import make_tiny
+    from speech import make_tiny
     root = tmp_path_factory.mktemp("tiny")
     make_tiny.main([str(root), "--clips", "24", "--speakers", "3", "--voice", "numpy"])
     return Tiny(root)
-
-
-def trainer_arguments(tiny, output_dir, *flags):
-    """What follows the script's name to train the tiny model; flags override the defaults given here."""
-    return ["--model_path", str(tiny.model), "--audio_tokenizer_path", str(tiny.codec), "--train_data_file",
-            str(tiny.train_json), "--code_cache", str(tiny.codes), "--output_dir", str(output_dir), "--logging_dir",
-            str(output_dir) + "-logs", "--report_to", "none", "--logging_steps", "1", "--warmup_steps", "2",
-            "--num_workers", "1", "--preprocess_num_proc", "1", *map(str, flags)]
-
-
-def trainer_command(tiny, output_dir, *flags, ranks=1):
-    """A trainer's whole command line, as a user types it."""
-    launcher = [sys.executable] if ranks == 1 else \
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return [*launcher, str(ROOT / "train_v2_ddp.py"), *trainer_arguments(tiny, output_dir, *flags)]
 
 
 @pytest.fixture(scope="session")
@@ -143,14 +87,6 @@ def train(tiny, tmp_path):
         assert not ok or done.returncode == 0, done.stdout[-4000:]
         return Run(done.returncode, done.stdout, output_dir)
     return run
-
-
-def train_forked(pool, tiny, output_dir, *flags, ranks=1, ok=True, main="train_v2_ddp.main", cwd=None, env=None):
-    """The trainer's real main() on a real command line in ranks of the pool, each a process; returns the Run."""
-    statuses, output = pool.run(ranks, main, trainer_arguments(tiny, output_dir, *flags),
-                                cwd=cwd or output_dir.parent, env=env)
-    assert not ok or not any(statuses), output[-4000:]
-    return Run(max(statuses, key=abs), output, output_dir)
 
 
 @pytest.fixture

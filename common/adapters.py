@@ -1,0 +1,119 @@
+"""LoRA adapters in any model, plain or sharded: add, fill, save, load; the files are PEFT's own format.
+
+Shared module: copy tensor_files.py and parallel.py (UserError) with it.
+"""
+import copy
+import json
+import math
+import warnings
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import Linear
+
+from common import tensor_files
+from common.parallel import UserError
+
+
+class AddingLinear(Linear):
+    """PEFT's LoRA linear layer whose update is added by the matrix product that makes it.
+
+    PEFT's own forward writes the update, scales it and adds it: three more passes over memory as wide as the output,
+    which at rank 16 take longer than the products. Same numbers but for rounding, same names and files.
+    """
+    adds_in_place = True        # False copies the base's output first: recomputation may have kept it
+
+    def forward(self, x, *args, **kwargs):
+        """x (..., in_features) -> (..., out_features); anything but plain training or inference is PEFT's."""
+        if self.disable_adapters or self.merged or args or kwargs:
+            return super().forward(x, *args, **kwargs)
+        rows = x.flatten(0, -2)       # in-place addition to a view would copy the gradient
+        out = self.base_layer(rows)
+        low = self.lora_A["default"](self.lora_dropout["default"](rows)).to(out.dtype)
+        add = out.addmm_ if self.adds_in_place else out.addmm
+        out = add(low, self.lora_B["default"].weight.to(out.dtype).t(), alpha=self.scaling["default"])
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def add_lora(model, layers, rank, alpha, dropout, targets, base_name):
+    """Wrap a model in fp32 adapters; the base is frozen.
+
+    layers: its decoder layers; only linear modules in them get adapters. targets: "all-linear" or comma-separated
+    module name endings. base_name: written into the adapter's config. Raises UserError when a target matches nothing.
+    """
+    linear = {name for layer in layers for name, module in layer.named_modules() if isinstance(module, torch.nn.Linear)}
+    if targets == "all-linear":
+        names = sorted({name.rpartition(".")[2] for name in linear})
+    else:
+        names = [target.strip() for target in targets.split(",") if target.strip()]
+    for name in names or [targets]:     # nothing but commas is a target that matches nothing
+        if not any(other == name or other.endswith("." + name) for other in linear):
+            endings = ", ".join(sorted({other.rpartition(".")[2] for other in linear}))
+            raise UserError(f"--lora_target_modules {name!r} matches no linear layer; use all-linear or out of: "
+                            f"{endings or 'none, this model has no linear layers'}")
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none",
+                        task_type="CAUSAL_LM")
+    return attach(model, config, base_name)
+
+
+def attach(model, config, base_name=None, autocast=True):
+    """Wrap a model as a peft LoraConfig says; adapters in fp32, the base frozen.
+
+    autocast: it will run under that, or all in fp32; else PEFT casts the inputs itself.
+    """
+    with warnings.catch_warnings():     # peft asks transformers in a way that newer transformers finds old
+        warnings.simplefilter("ignore", FutureWarning)
+        wrapped = get_peft_model(model, config)
+    config.base_model_name_or_path = base_name      # now: get_peft_model overwrites it with the local folder
+    for module in wrapped.modules():
+        if autocast and type(module) is Linear:
+            module.cast_input_dtype_enabled = False     # PEFT need not cast inputs to fp32 first
+            module.__class__ = AddingLinear
+    return wrapped
+
+
+def base_weights(model):
+    """{the base's own name: parameter} of the base inside a PeftModel."""
+    named = model.get_base_model().named_parameters()
+    return {name.replace(".base_layer.", "."): parameter for name, parameter in named if ".lora_" not in name}
+
+
+def adapter_weights(model):
+    """{name in adapter_model.safetensors: parameter}."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
+    return get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False)
+
+
+def init_adapters(model, seed):
+    """Fill new adapters: A as PEFT does (Kaiming uniform), B with zeros. The same for any sharding of the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in adapter_weights(model).items():
+        whole = torch.zeros(parameter.shape)
+        if ".lora_A." in name:
+            torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+        tensor_files.fill(parameter, whole)
+
+
+def save_config(model, folder):
+    """adapter_config.json; beside adapter_weights in adapter_model.safetensors PeftModel.from_pretrained loads it."""
+    config = copy.copy(model.peft_config["default"])
+    config.inference_mode = True
+    config.save_pretrained(folder)
+
+
+def load_adapters(model, folder):
+    """Copy a saved adapter into a freshly wrapped model, sharded or not; raises UserError when it does not fit."""
+    saved = json.loads((Path(folder) / "adapter_config.json").read_text())
+    ours = model.peft_config["default"]
+    for key, value in (("r", ours.r), ("lora_alpha", ours.lora_alpha), ("target_modules", set(ours.target_modules))):
+        stored = set(saved[key]) if key == "target_modules" else saved[key]
+        if stored != value:
+            raise UserError(f"{folder}: adapter has {key} {saved[key]}, this run {value}; give the same LoRA flags or "
+                            "another --output_dir")
+    weights, found = adapter_weights(model), tensor_files.open_tensors([Path(folder) / "adapter_model.safetensors"])
+    found = {name: [part] for name, part in found.items()}
+    if problem := tensor_files.compare({name: p.shape for name, p in weights.items()}, found):
+        raise UserError(f"{folder}: the adapter does not fit this model: {problem}")
+    for name, parameter in weights.items():
+        tensor_files.read_into(parameter.detach(), found[name])

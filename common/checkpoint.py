@@ -1,0 +1,336 @@
+"""Checkpoints: whole or not there, written while training goes on, and with everything that exact resume needs.
+
+output_dir/checkpoint-<step>/ holds what people use (adapter or model files) beside trainer_state/ (optimizer, random
+states of every rank, position) and manifest.json, written last, with the size and SHA-256 of every file. The folder is
+built under a .tmp name, synced to disk and renamed, so a kill at any instant leaves the last whole one untouched. Each
+rank writes its own share from copies on the CPU and tells rank 0, which completes the folder.
+
+Shared module: torch and numpy; copy tensor_files.py and parallel.py (UserError) with it.
+"""
+import hashlib
+import io
+import json
+import os
+import random
+import re
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common import tensor_files
+from common.parallel import UserError
+
+MANIFEST = "manifest.json"
+STATE_DIR = "trainer_state"
+SILENT_S = 20       # a rank whose watchdog says nothing for so long writes no checkpoint any more
+
+
+def fsync_path(path):
+    """Flush a file or folder to disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomically(path, write):
+    """write(temporary_path), sync, rename onto path: readers see the old file or the new one, never half of one."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
+    try:
+        write(temporary)
+        fsync_path(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_path(path.parent)
+
+
+def sha256_file(path):
+    """Hex SHA-256 of a file's bytes."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def prepare_output(output_dir, flag="--output_dir"):
+    """Make a folder and prove that it can be written; raises UserError naming the flag that gave it."""
+    try:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        write_atomically(Path(output_dir) / ".writable", lambda path: path.write_text("ok"))
+        (Path(output_dir) / ".writable").unlink()
+    except OSError as error:
+        raise UserError(f"{flag} {output_dir}: cannot be written ({error.strerror})")
+
+
+def rng_state(device):
+    """Random states of this process (python, numpy, torch CPU, this GPU) as bytes."""
+    kind, keys, *rest = np.random.get_state()
+    state = {"python": random.getstate(), "numpy": (kind, torch.from_numpy(keys.copy()), *rest),
+             "torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def set_rng_state(data, device):
+    """Put back what rng_state returned (bytes)."""
+    state = torch.load(io.BytesIO(data), weights_only=True)
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy(), *rest))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+class Writer:
+    """Writes checkpoints in a background thread of every rank, one at a time, while training goes on."""
+
+    def __init__(self, world, output_dir, keep=0, limit_s=6 * 3600):
+        """keep: how many of the newest stay, beside the best (0 = all). limit_s: how long a rank waits for another."""
+        self.world, self.output_dir, self.keep, self.limit_s = world, Path(output_dir), keep, limit_s
+        self.thread, self.error, self.saves = None, None, 0
+
+    def begin(self, step):
+        """Before the files of checkpoint-<step> are put together: end the last write, make the folder. On every rank.
+
+        A collective has to follow before save(), so that the folder is there for all.
+        """
+        self.wait()
+        if self.world.is_main:
+            try:
+                for stale in self.output_dir.glob("checkpoint-*.tmp*"):     # left by a kill, or still open somewhere
+                    shutil.rmtree(stale, ignore_errors=stale != self.building(step))
+                (self.building(step) / STATE_DIR).mkdir(parents=True)
+            except OSError as error:
+                raise self.failed(step, error)
+
+    def save(self, step, files, meta=None):
+        """Start writing checkpoint-<step>, whole or not at all. On every rank.
+
+        files: {relative path: write(path)}, this rank's share; under "*" write(folder) that writes several. They must
+        not touch tensors that training goes on to change. meta (rank 0): JSON-able dict for
+        trainer_state/state.json; meta["best_step"] names the checkpoint that rotation must keep.
+        """
+        self.saves += 1
+        self.thread = threading.Thread(target=self._write, args=(step, files, meta))
+        self.thread.start()
+
+    def building(self, step):
+        """Where checkpoint-<step> grows."""
+        return self.output_dir / f"checkpoint-{step}.tmp"
+
+    def check(self):
+        """Raise UserError when the last write failed; rank 0 hears of every rank's failure. Cheap."""
+        if self.error:
+            raise self.error
+
+    def wait(self):
+        """Wait for the write under way, if any; check(). Rank 0 returns when the checkpoint is complete."""
+        if self.thread is not None:
+            self.thread.join()
+        self.check()
+
+    def failed(self, step, why):
+        """The UserError of a checkpoint that could not be written."""
+        return UserError(f"checkpoint-{step} could not be written to {self.output_dir} ({why}); "
+                         "earlier checkpoints are intact")
+
+    def _write(self, step, files, meta):
+        rank, store = self.world.rank, self.world.store
+        try:
+            written, why = write_files(self.building(step), files), None
+        except Exception as error:
+            written, why = {}, str(error)
+        try:
+            if store is not None:
+                store.set(f"checkpoint/{self.saves}/{rank}", json.dumps([written, why]))
+            if self.world.is_main:
+                self._complete(step, self._reports() if store is not None else [(written, why)], meta)
+        except Exception as error:
+            self.error = self.failed(step, error)
+
+    def _reports(self):
+        """[(files, error)] of every rank, as they come in; polled, since a blocking call would hold the store."""
+        reports, store, end = [], self.world.store, time.monotonic() + self.limit_s
+        for rank in range(self.world.size):
+            key, beat, heard = f"checkpoint/{self.saves}/{rank}", None, time.monotonic()
+            while not store.check([key]):
+                now, last = time.monotonic(), store.get(f"watch/{rank}") if store.check([f"watch/{rank}"]) else None
+                beat, heard = last, now if last != beat else heard
+                if beat is not None and now > heard + SILENT_S:     # killed: rank 0 may be in no collective that ends
+                    raise TimeoutError(f"no answer from rank {rank} for {SILENT_S} s")
+                if now > end:
+                    raise TimeoutError(f"rank {rank} did not write its share within {self.limit_s} s")
+                time.sleep(0.02)
+            reports.append(json.loads(store.get(key)))
+        return reports
+
+    def _complete(self, step, reports, meta):
+        """Every share is on disk: state, manifest, the real name, rotation."""
+        building, final = self.building(step), self.output_dir / f"checkpoint-{step}"
+        try:
+            if errors := [f"rank {rank}: {why}" for rank, (_, why) in enumerate(reports) if why]:
+                raise OSError("; ".join(dict.fromkeys(errors)))
+            state = f"{STATE_DIR}/state.json"
+            written = write_files(building, {state: lambda path: path.write_text(json.dumps(meta, indent=1))})
+            for files, _ in reports:
+                written |= files
+            manifest = json.dumps({"step": step, "files": dict(sorted(written.items()))}, indent=1)
+            write_files(building, {MANIFEST: lambda path: path.write_text(manifest)})
+            for folder in [p for p in building.rglob("*") if p.is_dir()] + [building]:
+                fsync_path(folder)
+        except BaseException:
+            shutil.rmtree(building, ignore_errors=True)
+            raise
+        if final.exists():      # damaged, so passed over when resuming; now this step is reached again
+            delete(final)
+        os.rename(building, final)
+        fsync_path(final.parent)
+        rotate(self.output_dir, step, self.keep, meta.get("best_step"))
+
+
+def write_files(folder, files):
+    """Call each write(path), sync to disk; {relative path: {"bytes", "sha256"}} of what was written."""
+    written = {}
+    for name, write in files.items():
+        time.sleep(float(os.environ.get("TEST_SLOW_WRITE", "0")))       # seconds; tests kill in here
+        names = [name]
+        if name == "*":             # apart first, or the files of other ranks would look like ours
+            part = folder / f".part-{os.getpid()}"
+            part.mkdir()
+            write(part)
+            names = sorted(os.listdir(part))
+            for name in names:
+                os.rename(part / name, folder / name)
+            part.rmdir()
+        else:
+            write(folder / name)
+        for name in names:
+            fsync_path(folder / name)
+            written[name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256_file(folder / name)}
+    return written
+
+
+def checkpoints(output_dir):
+    """[(step, path)] of the renamed, thus complete, checkpoint folders, oldest first."""
+    found = []
+    for path in Path(output_dir).glob("checkpoint-*"):
+        match = re.fullmatch(r"checkpoint-(\d+)", path.name)
+        if match and path.is_dir():
+            found.append((int(match[1]), path))
+    return sorted(found)
+
+
+def rotate(output_dir, newest, keep, best_step=None):
+    """Delete the oldest checkpoints beyond `keep` (0 = keep all), never the best one.
+
+    newest: the step just saved. Later ones, which a resume passed over as damaged, do not count: with them a new one
+    would be deleted as the oldest.
+    """
+    if keep > 0:
+        for step, path in [found for found in checkpoints(output_dir) if found[0] <= newest][:-keep]:
+            if step != best_step:
+                delete(path)
+
+
+def delete(path):
+    """Delete a checkpoint folder; it loses its name first, so that a kill leaves no half of one under it.
+
+    What cannot be deleted (NFS keeps files that somebody has open) is left to the next save.
+    """
+    doomed = path.with_name(f"{path.name}.tmp-deleted-{time.time_ns()}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def damage(path):
+    """What is wrong with a checkpoint folder, in words, or "" when every file has its size and checksum."""
+    path = Path(path)
+    try:
+        files = json.loads((path / MANIFEST).read_text())["files"]
+    except FileNotFoundError:
+        return f"no {MANIFEST}"
+    except (ValueError, KeyError, TypeError):
+        return f"unreadable {MANIFEST}"
+    for name, facts in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != facts["bytes"]:
+            return f"{name} has {file.stat().st_size} bytes instead of {facts['bytes']}"
+        if sha256_file(file) != facts["sha256"]:
+            return f"{name} has another checksum than when it was written"
+    return ""
+
+
+def newest_whole(output_dir, report=print):
+    """Path of the newest undamaged checkpoint, or None; damaged ones are reported and passed over."""
+    for _, path in reversed(checkpoints(output_dir)):
+        wrong = damage(path)
+        if not wrong:
+            return path
+        report(f"checkpoint {path} is damaged ({wrong}); trying the one before")
+    return None
+
+
+def load_meta(path):
+    """state.json of a checkpoint folder as a dict."""
+    return json.loads((Path(path) / STATE_DIR / "state.json").read_text())
+
+
+def load_optimizer(path, tensors):
+    """Fill tensors (optim.state_tensors, plain or sharded) from a checkpoint folder; UserError if they differ."""
+    files = tensor_files.files_in(Path(path) / STATE_DIR, "optimizer")
+    found = {name: [part] for name, part in tensor_files.open_tensors(files).items()}
+    if problem := tensor_files.compare({name: t.shape or (1,) for name, t in tensors.items()}, found):
+        raise UserError(f"{path}: its optimizer state does not fit this run: {problem}")
+    for name, tensor in tensors.items():
+        tensor_files.read_into(tensor, found[name])
+
+
+def load_rng(path, rank, device):
+    """Put back the random states of this rank; a rank that the saved run did not have keeps its own."""
+    states = torch.load(Path(path) / STATE_DIR / "rng.pt", weights_only=True)
+    if rank < len(states):
+        set_rng_state(states[rank], device)
+
+
+def find_resume(output_dir, resume, identity):
+    """(checkpoint folder or None, its meta or None) for --resume auto | none | FOLDER.
+
+    identity: {name: value} that the checkpoint's meta must share. Raises UserError when nothing usable is there, or it
+    is another run's.
+    """
+    path = Path(resume)
+    if resume == "none":
+        if checkpoints(output_dir):
+            raise UserError(f"--resume none, but {output_dir} holds checkpoints: give another --output_dir, delete "
+                            "them, or use --resume auto")
+        return None, None
+    if resume == "auto":
+        path = newest_whole(output_dir)
+        if path is None:
+            if checkpoints(output_dir):
+                raise UserError(f"{output_dir}: every checkpoint is damaged; delete them to start anew")
+            return None, None
+    elif wrong := damage(path) if path.is_dir() else "no such folder":
+        raise UserError(f"--resume {path}: {wrong}")
+    meta = load_meta(path)
+    later = [str(p) for step, p in checkpoints(output_dir) if step > meta["step"]]
+    if later and resume != "auto":      # or the next --resume auto would take up the abandoned ones
+        raise UserError(f"--resume {path}: later checkpoints stand in --output_dir ({', '.join(later)}); delete them "
+                        "or give another --output_dir")
+    for name, value in identity.items():
+        if meta["identity"].get(name) != value:
+            raise UserError(f"{path}: was made with another {name} ({meta['identity'].get(name)}, this run {value}); "
+                            "give the same flags or another --output_dir")
+    return path, meta

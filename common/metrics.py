@@ -1,0 +1,192 @@
+"""Numbers of a run: metrics.jsonl always, TensorBoard or W&B when asked, one aligned console line, a loss picture.
+
+    python common/metrics.py output_dir        # draw output_dir/loss_curve.png; exit 1 unless the training loss fell
+
+Shared module: torch only (TensorBoard, W&B, matplotlib when used), imports nothing of ours.
+"""
+import argparse
+import json
+import math
+import os
+import re
+import resource
+import socket
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import torch
+
+# Dense bf16 tensor-core peak, FLOP/s, from the makers' datasheets; SXM parts unless the name says otherwise.
+PEAK_BF16 = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12,
+             "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10": 125e12, "RTX 4090": 165e12}
+
+
+def peak_flops(device):
+    """Peak bf16 FLOP/s of this device, or None when unknown: then no MFU is claimed."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_BF16.items() if re.search(rf"\b{part}\b", name)), None)
+
+
+def peak_memory(device):
+    """GiB: peak allocated GPU memory, or this process's peak resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
+
+
+def duration(seconds):
+    """Seconds as 1:02:03."""
+    seconds = int(seconds)
+    return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+
+
+def speed_report(totals, seconds, steps, slots, waited, device, world_size):
+    """Throughput of all ranks over `seconds` of training -> {metric name: float}.
+
+    totals: useful work of all ranks, {"tokens", "samples", "flops"} (numbers); slots: tokens with padding; waited:
+    seconds this rank waited for data. MFU is model FLOP/s over the known bf16 peak of all GPUs.
+    """
+    memory, peak = peak_memory(device), peak_flops(device)
+    values = {"train/throughput": totals["tokens"] / seconds, "train/samples_per_second": totals["samples"] / seconds,
+              "train/step_seconds": seconds / steps, "train/padding": 1 - totals["tokens"] / slots,
+              "train/data_wait_seconds": waited, "train/memory_gib": memory}
+    if device.type == "cuda":
+        values["system/gpu_memory_allocated"] = memory
+    if peak:
+        values["train/mfu"] = totals["flops"] / seconds / (peak * world_size)
+    return values
+
+
+class MetricsLog:
+    """Rank 0's record of a run. Make it on rank 0 only. report_to: "tensorboard", "wandb" or "none".
+
+    Lines of metrics.jsonl and TensorBoard points later than resumed_step (work lost in a crash) are dropped first, so
+    no step stands there twice. Every start adds a line to starts.jsonl: when, where, from which step, how configured.
+    """
+
+    def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, wandb_project=None):
+        self.path = Path(output_dir) / "metrics.jsonl"
+        if self.path.exists():
+            kept = [line for line in read_metrics(self.path) if line["step"] <= resumed_step]
+            temporary = self.path.with_suffix(".tmp")
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            os.replace(temporary, self.path)
+        start = {"time": time.time(), "step": resumed_step, "ranks": int(os.environ.get("WORLD_SIZE", "1")),
+                 "host": socket.gethostname(), "config": config}
+        starts = self.path.with_name("starts.jsonl")
+        earlier = starts.read_text() if starts.exists() else ""
+        temporary = starts.with_suffix(".tmp")
+        temporary.write_text(earlier + json.dumps(start, default=str) + "\n")
+        os.replace(temporary, starts)
+        self.file = open(self.path, "a", buffering=1)
+        self.board = self.wandb = None
+        if report_to == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+            self.board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
+            self.board.add_text("config", "```\n" + json.dumps(config, indent=1) + "\n```", resumed_step)
+        if report_to == "wandb":
+            import wandb
+            run_id = Path(output_dir) / "wandb_id"      # a resumed run goes on in the same W&B run, a new one does not
+            if not resumed_step or not run_id.exists():
+                run_id.write_text(uuid.uuid4().hex[:16])
+            self.wandb = wandb.init(project=wandb_project, dir=str(output_dir), config=config, resume="allow",
+                                    name=Path(output_dir).resolve().name, id=run_id.read_text())
+
+    def write(self, step, values):
+        """Record {name: number} at an optimizer step everywhere; a number that is not finite becomes null in JSON."""
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        try:
+            self.file.write(json.dumps({"step": step, **finite}) + "\n")
+        except OSError as error:        # it does not say which file it is about
+            raise OSError(error.errno, error.strerror, str(self.path))
+        if self.board:
+            for name, value in values.items():
+                self.board.add_scalar(name, value, step)
+            self.board.flush()
+        if self.wandb:
+            self.wandb.log(values, step=step)
+
+    def write_speech(self, step, name, wave, rate, picture):
+        """Sound (n,) float32 in -1..1 at `rate` Hz and its picture (H, W, 3) uint8, to TensorBoard or W&B."""
+        if self.board:
+            if len(wave):       # TensorBoard cannot take silence of no length
+                self.board.add_audio(name, torch.from_numpy(wave).clamp(-1, 1)[None], step, rate)
+            self.board.add_image(f"{name}/mel", picture, step, dataformats="HWC")
+            self.board.flush()
+        if self.wandb:
+            import wandb
+            self.wandb.log({name: wandb.Audio(wave, rate), f"{name}/mel": wandb.Image(picture)}, step=step)
+
+    def close(self):
+        """Flush and close every writer."""
+        os.fsync(self.file.fileno())
+        self.file.close()
+        if self.board:
+            self.board.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def read_metrics(path):
+    """Lines of a metrics.jsonl as dicts; a last line cut off by a kill is left out."""
+    rows = []
+    for line in Path(path).read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def draw_losses(output_dir):
+    """Draw output_dir/loss_curve.png from metrics.jsonl; returns ({metric: (first, last)}, path).
+
+    first and last are means over the first and last fifth of the logged steps that have a loss, for train/loss and
+    every other train/ loss there is. Raises ValueError when there are fewer than two such steps.
+    """
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    rows = read_metrics(Path(output_dir) / "metrics.jsonl")
+    train = [row for row in rows if row.get("train/loss") is not None]      # null: not finite, or no step counted
+    evals = [(row["step"], row["eval/loss"]) for row in rows if row.get("eval/loss") is not None]
+    if len(train) < 2:
+        raise ValueError(f"{output_dir}/metrics.jsonl holds {len(train)} training steps; two are needed")
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    axes.plot([row["step"] for row in train], [row["train/loss"] for row in train], label="training")
+    if evals:
+        axes.plot(*zip(*evals), "o-", label="validation")
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per target)", title=Path(output_dir).name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path = Path(output_dir) / "loss_curve.png"
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    span = max(1, len(train) // 5)
+    changes = {name: tuple(sum(row[name] for row in part) / span for part in (train[:span], train[-span:]))
+               for name in ("train/loss", "train/audio_loss", "train/text_loss")
+               if all(row.get(name) is not None for row in train)}
+    return changes, path
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description="Draw the loss curve of a run; exit 1 unless the loss fell.")
+    parser.add_argument("output_dir", help="folder with metrics.jsonl")
+    try:
+        changes, path = draw_losses(parser.parse_args(argv).output_dir)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    for name, (first, last) in changes.items():
+        print(f"{name:<17} {first:7.3f} -> {last:7.3f} {'fell' if last < first else 'DID NOT FALL'}")
+    print(f"loss curve:   {path}")
+    first, last = changes["train/loss"]
+    sys.exit(0 if last < first else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,448 @@
+"""One self-contained HTML page about a run: curves, speed, memory, samples to hear, checkpoints, settings.
+
+    python common/report.py output_dir                     # writes output_dir/report.html; open it in any browser
+    python common/report.py out_a out_b                    # both runs in one page: out_a/comparison.html
+    python common/report.py output_dir --samples spoken --evaluations judged/evaluation.json
+
+Nothing is loaded from elsewhere: curves are drawn by the page itself, audio and pictures are inside it, and the page
+forbids itself any network. It may be written while the run goes on, and for any trainer's metrics.jsonl: metrics are
+grouped by name, and a name that is not known gets a plot of its own. Standard library only.
+
+Files to copy with it: report_files.py and report_page.html (style and drawing).
+"""
+import argparse
+import base64
+import hashlib
+import json
+import math
+import os
+import re
+import statistics
+import sys
+import time
+from html import escape
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
+
+from common import report_files
+
+NOTICE_BYTES = 30 * 2**20     # of a page, from which on it is slow to open and send
+POINTS = 2000       # of one curve; longer ones keep the smallest and the largest value of each bucket
+
+# what is known about a metric: its name without train/ or eval/ and without a trailing number -> section, title, unit
+KNOWN = {
+    "loss": ("Loss", "loss", "nats per target"),
+    "audio_loss": ("Loss", "audio loss", "nats per code"),
+    "text_loss": ("Loss", "text loss", "nats per token"),
+    "audio_loss_codebook": ("Loss", "audio loss by codebook", "nats per code"),
+    "nll": ("Loss", "negative log-likelihood", "at most, nats per token"),
+    "masked_loss": ("Loss", "loss of masked tokens", "nats per token"),
+    "masked": ("Loss", "tokens masked", "%"),
+    "stop_recall": ("End of speech", "stop recall", "%"),
+    "false_stop_rate": ("End of speech", "false stops", "%"),
+    "eos_loss": ("End of speech", "end-of-stream loss", "nats"),
+    "eos_accuracy": ("End of speech", "end-of-stream accuracy", "%"),
+    "stop_rate": ("End of speech", "sample prompts that ended by themselves", "%"),
+    "length_ratio": ("End of speech", "length of sample prompts", "1 = target"),
+    "learning_rate": ("Optimisation", "learning rate", ""),
+    "grad_norm": ("Optimisation", "gradient norm", "before clipping"),
+    "bad_steps": ("Optimisation", "steps skipped", "in all"),
+    "epoch": ("Optimisation", "epoch", ""),
+    "throughput": ("Speed and memory", "throughput", "tokens/s"),
+    "audio_seconds_per_second": ("Speed and memory", "audio trained on", "s per second"),
+    "samples_per_second": ("Speed and memory", "samples", "per second"),
+    "step_seconds": ("Speed and memory", "time of a step", "s"),
+    "data_wait_seconds": ("Speed and memory", "waiting for data", "s between log lines"),
+    "padding": ("Speed and memory", "padding", "%"),
+    "mfu": ("Speed and memory", "model FLOPs utilisation", "%"),
+    "memory_gib": ("Speed and memory", "peak memory", "GiB"),
+    "gpu_memory_allocated": ("Speed and memory", "GPU memory allocated", "GiB"),
+}
+GUESSES = ((r"loss|nll|perplexity|accuracy|bits|stderr", "Loss"), (r"lr|norm|skipped", "Optimisation"),
+           (r"second|memory|tokens_per|flops", "Speed and memory"))
+FACTS = {"seconds": "{:.2f} s", "frames": "{} frames", "seed": "seed {}", "real_time_factor": "real-time factor {:.2f}"}
+SECTIONS = ("Loss", "End of speech", "Samples", "Evaluation", "Optimisation", "Speed and memory", "Other")
+
+
+class Raw(str):
+    """HTML as it is; every other text is escaped."""
+
+
+def html(value):
+    return value if isinstance(value, Raw) else Raw(escape(str(value)))
+
+
+def table(head, rows, attributes=""):
+    """Rows of cells (text, or Raw) -> one HTML table that scrolls by itself on a narrow screen."""
+    def line(cells, tag):
+        return "<tr>" + "".join(f"<{tag}>{html(cell)}</{tag}>" for cell in cells) + "</tr>"
+    body = "".join(line(cells, "td") for cells in rows)
+    return Raw(f'<div class="wide"><table {attributes}><thead>{line(head, "th")}</thead><tbody>{body}</tbody></table>'
+               "</div>")
+
+
+def details(title, content):
+    return Raw(f"<details><summary>{html(title)}</summary>{content}</details>")
+
+
+def number(value, digits=5):
+    """A number for people; what is missing or not finite is a dash."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if isinstance(value, int) or (value == round(value) and abs(value) >= 10 ** digits):
+        return f"{value:,.0f}"
+    return f"{value:,.{digits}g}" if 1e-3 <= abs(value) < 10 ** digits or value == 0 else f"{value:.3e}"
+
+
+def size(count):
+    """Bytes in words."""
+    for unit, worth in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= worth:
+            return f"{count / worth:.1f} {unit}"
+    return f"{count} bytes"
+
+
+def duration(seconds):
+    """Seconds as 1:02:03."""
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
+
+
+def moment(seconds):
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def data_uri(path):
+    """Bytes of a .png or of a clip as a data: URI; its kind is not left to the machine's own list of them."""
+    kind = report_files.PLAYABLE.get(path.suffix.lower(), "image/png")
+    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Curves
+
+
+def family(metric):
+    """train/audio_loss_codebook_3 -> ("train", "audio_loss_codebook", "3")."""
+    prefix, slash, rest = metric.partition("/")
+    stem, index = re.fullmatch(r"(.*?)(?:_(\d+))?", rest if slash else metric, re.DOTALL).groups()
+    return prefix if slash else "", stem, index
+
+
+def about(stem):
+    """(section, title, unit) of a family, known or guessed by its words."""
+    section = next((section for words, section in GUESSES if re.search(words, stem)), "Other")
+    return KNOWN.get(stem, (section, stem.replace("_", " "), ""))
+
+
+def thin(steps, values, points=POINTS):
+    """At most so many points of a curve, spikes and gaps kept: of each bucket its smallest, largest and first None."""
+    if len(steps) <= points:
+        return steps, values
+    kept = {0, len(steps) - 1}
+    width = len(steps) * 3 / (points - 2)
+    for bucket in range((points - 2) // 3):
+        places = range(int(bucket * width), min(len(steps), int((bucket + 1) * width)))
+        finite = [i for i in places if values[i] is not None]
+        kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)} if finite else set()
+        kept |= {next((i for i in places if values[i] is None), places[0])}
+    kept = sorted(kept)
+    return [steps[i] for i in kept], [values[i] for i in kept]
+
+
+def panels(runs):
+    """[panel] in the order of the page; a panel has curves of one family, of one prefix and run if it is numbered.
+
+    panel: {"section", "title", "unit", "note": what is not drawn, "scale": panels alike share their limits,
+            "series": [{"metric", "run", "label", "color", "dots", "steps", "values"}],
+            "starts": [step at which a run was resumed]}
+    """
+    found = {}
+    for place, run in enumerate(runs):
+        for metric in run.metrics():
+            prefix, stem, index = family(metric)
+            found.setdefault((stem, *((prefix, place) if index else ("", 0))), []).append((place, metric, index))
+    order = [*KNOWN, *(stem for stem, *_ in found if stem not in KNOWN)]
+    made = []
+    for (stem, prefix, _), members in sorted(found.items(), key=lambda item: (
+            order.index(item[0][0]), item[0][1] != "train", *item[0][1:])):
+        section, title, unit = about(stem)
+        members.sort(key=lambda member: (member[0], int(member[2] or 0), "eval" in member[1]))
+        several = len({place for place, *_ in members}) > 1
+        series, note = [], ""
+        for place, metric, index in members:
+            run, kind = runs[place], family(metric)[0]
+            steps, values = run.curve(metric)
+            label = index or " ".join(filter(None, (run.name if several else "", kind))) or metric
+            color = int(index) if index else place if len(runs) > 1 else len(series)
+            shown, values = thin(steps, values)
+            note = f"{len(shown):,} of {len(steps):,} values drawn" if len(shown) < len(steps) else note
+            series.append({"metric": metric, "run": place, "label": label, "color": color % 8, "steps": shown,
+                           "values": values, "dots": kind not in ("train", "system", "")})
+        places = sorted({place for place, *_ in members})
+        heading = " · ".join([title, *([prefix] if prefix else []),
+                              *([runs[places[0]].name] if prefix and len(runs) > 1 else [])])
+        made.append({"section": section, "title": heading, "unit": unit, "note": note, "series": series,
+                     "scale": f"{stem} {prefix}",
+                     "starts": [start["step"] for place in places for start in runs[place].starts if start["step"]]})
+    return made
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts of the page
+
+
+def summary(run, now):
+    """A block of tiles about one run."""
+    word, sentence = report_files.state(run, now)
+    total, speed = report_files.total_steps(run), run.curve("train/throughput")[1]
+    steps, seconds = run.curve("train/step_seconds")
+    between = [step - before for before, step in zip([0, *steps], steps)]
+    spent = sum(count * value for count, value in zip(between, seconds) if value)
+    waited = sum(value for value in run.curve("train/data_wait_seconds")[1] if value)
+    tiles = [("State", Raw(f'<b class="state {word}">{word}</b>'), sentence),
+             ("Step", f"{run.step:,}", f"of {total:,}" if total else "")]
+    for name, title in (("train/loss", "Training loss"), ("eval/loss", "Validation loss")):
+        at, values = run.curve(name)
+        finite = [(value, step) for step, value in zip(at, values) if value is not None]
+        if finite:
+            best, best_at = min(finite)
+            tiles.append((title, number(finite[-1][0], 4), f"first {number(finite[0][0], 4)}" if "train" in name else
+                          f"best {number(best, 4)} at step {best_at:,}"))
+    if speed := [value for value in speed if value is not None]:
+        tiles.append(("Throughput", f"{statistics.median(speed):,.0f} tok/s", "median over log lines"))
+    if spent:
+        tiles.append(("Time in steps", duration(spent), f"{waited / spent:.1%} of it waiting for data"))
+    if memory := [value for value in run.curve("train/memory_gib")[1] if value is not None]:
+        tiles.append(("Peak memory", f"{max(memory):.2f} GiB", "rank 0"))
+    resumed = [start["step"] for start in run.starts if start.get("step")]
+    ranks = [str(start.get("ranks", "?")) for start in run.starts]
+    if run.starts:
+        tiles.append(("Ranks", ranks[-1], f"{len(run.starts)} starts" + (f"; {', '.join(ranks)} ranks" if
+                      len(set(ranks)) > 1 else "") if len(run.starts) > 1 else "one start"))
+        tiles.append(("Resumed at", ", ".join(f"{step:,}" for step in resumed[-3:]) or "never",
+                      f"{len(resumed)} times" if len(resumed) > 1 else ""))
+    if model := run.args.get("model_path") or run.args.get("model_size"):
+        what = "LoRA" if run.args.get("use_lora") else "full fine-tuning" if "use_lora" in run.args else ""
+        tiles.append(("Model", "/".join(Path(str(model)).parts[-2:]), what))
+    cells = "".join(f"<div><dt>{html(title)}</dt><dd>{html(value)}</dd><small>{html(note)}</small></div>"
+                    for title, value, note in tiles)
+    return Raw(f'<p class="path">{html(run.folder.resolve())}</p><dl class="tiles">{cells}</dl>')
+
+
+def sample_cell(label, sample):
+    """Player, mel picture and facts of one sample."""
+    facts = sample.facts
+    line = [text.format(facts[key]) for key, text in FACTS.items() if isinstance(facts.get(key), (int, float))]
+    ends = {"eos": '<span class="good">ended by itself</span>', "length": '<span class="bad">cut off by length</span>'}
+    ended = ends.get(facts.get("ended_by"), "")
+    picture = (f'<img loading="lazy" alt="mel spectrogram of {html(sample.name)}, {html(label)}" '
+               f'src="{data_uri(sample.picture)}">' if sample.picture else "")
+    return (f'<figure class="sample" data-name="{html(sample.name)}"><figcaption>{html(label)} {ended}</figcaption>'
+            f'<audio controls preload="metadata" src="{data_uri(sample.audio)}"></audio>{picture}'
+            f"<small>{html(' · '.join(line))}</small></figure>")
+
+
+def sample_rows(columns):
+    """The same prompt, name and text, of every step or folder side by side.
+
+    columns: [(row, label, [Sample])]; a row is a run's. A sample of unknown text stands with the first of its name.
+    """
+    texts, rows = {}, {}
+    for *_, samples in columns:
+        for sample in samples:
+            if sample.facts.get("text"):
+                texts.setdefault(sample.name, str(sample.facts["text"]))
+    for row, label, samples in columns:
+        for sample in samples:
+            text = str(sample.facts.get("text") or texts.get(sample.name, ""))
+            rows.setdefault((sample.name, text), {}).setdefault(row, []).append((label, sample))
+    parts = []
+    for name, heading in sorted(rows, key=lambda prompt: report_files.natural(prompt[0])):
+        prompt_rows = rows[name, heading]
+        cells = [cell for row in prompt_rows.values() for cell in row]
+        reference = next((sample.reference for _, sample in cells if sample.reference), None)
+        prompt = next((str(sample.facts["prompt"]) for _, sample in cells if sample.facts.get("prompt")), "")
+        voice = (f'<p class="reference">reference voice: {html(reference.name)}'
+                 f'<audio controls preload="metadata" src="{data_uri(reference)}"></audio></p>' if reference else "")
+        parts.append(f"<h3>{html(name)}</h3><blockquote>{html(heading)}</blockquote>"
+                     + (f'<p class="path">prompt: {html(prompt)}</p>' if prompt and prompt != heading else "") + voice
+                     + "".join(f'<div class="samples">{"".join(sample_cell(*cell) for cell in row)}</div>'
+                               for row in prompt_rows.values()))
+    return Raw("".join(parts))
+
+
+def evaluation_tables(evaluations):
+    """Metrics as rows, evaluations as columns; their samples and settings folded away."""
+    names = list(dict.fromkeys(name for found in evaluations for name in found["metrics"]))
+    parts = [table(["metric", *(found["name"] for found in evaluations)],
+                   [[name, *(number(found["metrics"].get(name)) for found in evaluations)] for name in names],
+                   'id="evaluations"')]
+    for found in evaluations:
+        keys = list(dict.fromkeys(key for row in found["samples"] for key in row))
+        rows = [[number(row.get(key)) if isinstance(row.get(key), (int, float, type(None))) else row[key]
+                 for key in keys] for row in found["samples"]]
+        settings = [[key, json.dumps(value, ensure_ascii=False)] for key, value in found["settings"].items()]
+        parts.append(details(f"{found['name']}: {len(rows)} samples, {found['path']}",
+                             (table(keys, rows) if rows else "") + (table(["setting", "value"], settings)
+                                                                    if settings else "")))
+    return Raw("".join(parts))
+
+
+def checkpoint_table(run):
+    """Step, losses, size, time and whether each checkpoint is whole."""
+    losses = [dict(zip(*run.curve(name))) for name in ("train/loss", "eval/loss")]
+    rows = [[Raw(f"{found['step']:,}" + (' <b class="good">best</b>' if found["step"] == run.best_step else "")),
+             *(number(loss.get(found["step"])) for loss in losses), size(found["bytes"]), moment(found["time"]),
+             Raw(f'<span class="bad">damaged: {html(found["wrong"])}</span>' if found["wrong"] else
+                 '<span class="good">whole</span>')] for found in run.checkpoints]
+    return table(["step", "training loss", "validation loss", "size", "saved", "sizes of its files"], rows,
+                 'class="checkpoints"') if rows else Raw("<p>none yet</p>")
+
+
+def numbers_table(runs):
+    """First, smallest, largest and last value of every metric."""
+    rows = []
+    for run in runs:
+        for name in run.metrics():
+            values = [value for value in run.curve(name)[1] if value is not None]
+            cells = (values[0], min(values), max(values), values[-1]) if values else [None] * 4
+            rows.append([*([run.name] if len(runs) > 1 else []), name, len(values), *map(number, cells)])
+    head = ["metric", "values", "first", "smallest", "largest", "last"]
+    return table([*(["run"] if len(runs) > 1 else []), *head], rows, 'id="numbers"')
+
+
+def settings_table(runs):
+    """Every flag; in a comparison those that differ come first."""
+    names = list(dict.fromkeys(name for run in runs for name in run.args))
+    rows = [[name, *(json.dumps(run.args[name], ensure_ascii=False) if name in run.args else "–" for run in runs)]
+            for name in names]
+    different = [row for row in rows if len(set(row[1:])) > 1]
+    same = [row for row in rows if len(set(row[1:])) == 1]
+    head = ["flag", *(run.name if len(runs) > 1 else "value" for run in runs)]
+    parts = [table(head, different, 'id="different"')] if different else []
+    return Raw("".join(parts) + details(f"{len(same)} flags" + (" alike" if len(runs) > 1 else ""),
+                                        table(head, same, 'id="settings"')))
+
+
+def starts_table(run):
+    rows = [[moment(start["time"]) if isinstance(start.get("time"), (int, float)) else "–",
+             *(start.get(key, "–") for key in ("step", "ranks", "host"))] for start in run.starts]
+    return table(["started", "from step", "ranks", "host"], rows, 'class="starts"') if rows else Raw()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The page
+
+
+def page(runs, sample_columns, evaluations, left_out="", now=None):
+    """The whole HTML text. sample_columns: [(row, label, [Sample])]; left_out: a sentence on samples not among them."""
+    drawn = panels(runs)
+    content = {section: [f'<figure class="chart" data-panel="{place}"></figure>'
+                         for place, panel in enumerate(drawn) if panel["section"] == section] for section in SECTIONS}
+    parts = {section: Raw(f'<div class="charts">{"".join(figures)}</div>')
+             for section, figures in content.items() if figures}
+    if any(samples for *_, samples in sample_columns):
+        note = f'<p class="path" id="left-out">{html(left_out)}</p>' if left_out else ""
+        parts["Samples"] = Raw(note + sample_rows(sample_columns))
+    if evaluations:
+        parts["Evaluation"] = evaluation_tables(evaluations)
+    parts = {section: parts[section] for section in SECTIONS if section in parts}
+    if not drawn:
+        parts["Loss"] = Raw("<p>nothing logged yet</p>")
+
+    def named(run, tag, content):
+        return f"<{tag}>{html(run.name)}</{tag}>{content}" if content and len(runs) > 1 else content
+
+    def per_run(make):
+        return Raw("".join(named(run, "h3", make(run)) for run in runs))
+    parts["Checkpoints"] = per_run(checkpoint_table)
+    parts["Numbers"] = details("every metric: first, smallest, largest, last", numbers_table(runs))
+    parts["Settings"] = Raw(settings_table(runs) + per_run(starts_table))
+    title = " and ".join(run.name for run in runs)
+    links = "".join(f'<a href="#{escape(name.replace(" ", "-"))}">{escape(name)}</a>' for name in parts)
+    body = "".join(f'<section id="{escape(name.replace(" ", "-"))}"><h2>{escape(name)}</h2>{content}</section>'
+                   for name, content in parts.items())
+    values = {"title": escape(title), "links": links, "made": moment(time.time() if now is None else now),
+              "body": body, "summary": "".join(f'<section class="run">{named(run, "h2", summary(run, now))}</section>'
+                                               for run in runs),
+              "data": json.dumps(drawn, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")}
+    template = (Path(__file__).resolve().parent / "report_page.html").read_text(encoding="utf-8")
+    script = re.search(r"<script>(.*?)</script>", template, re.DOTALL)[1]
+    # the only script that the page allows to run
+    values["script"] = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
+
+
+def write_atomically(path, text):
+    """Readers see the old page or the new one."""
+    temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
+    try:
+        temporary.write_bytes(text.encode("utf-8", errors="replace"))
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_report(args):
+    """Read everything, write the page, say what is in it."""
+    runs = [report_files.read_run(folder) for folder in args.output_dir]
+    for run in runs:        # names tell the runs apart
+        if [other.name for other in runs].count(run.name) > 1:
+            run.name = str(run.folder)
+    columns = [(place, f"{run.name} · step {step:,}" if len(runs) > 1 else f"step {step:,}",
+                report_files.read_samples(folder))
+               for place, run in enumerate(runs)
+               for step, folder in report_files.sample_steps(run.folder, args.sample_steps)]
+    for folder in map(Path, args.samples):
+        if not (samples := report_files.read_samples(folder)):
+            raise ValueError(f"--samples {folder}: no .wav file in it; give a folder that generate_tts.py wrote")
+        columns.append((0 if len(runs) == 1 else len(runs), folder.resolve().name, samples))
+    found = sum(len(samples) for *_, samples in columns)
+    if args.sample_count:       # the same prompts at every step: the first by name
+        columns = [(row, label, sorted(samples, key=lambda s: report_files.natural(s.name))[:args.sample_count])
+                   for row, label, samples in columns]
+    shown = sum(len(samples) for *_, samples in columns)
+    left_out = (f"{found - shown} of {found} samples left out: of each step and folder the first {args.sample_count} "
+                "are shown (--sample_count, 0 = all)" if shown < found else "")
+    files = [path for run in runs for path in sorted(run.folder.rglob("evaluation.json"))]
+    files += [path for path in map(Path, args.evaluations) if path.resolve() not in [file.resolve() for file in files]]
+    evaluations = [report_files.read_evaluation(path) for path in files]
+    output = Path(args.output or runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html"))
+    if not output.parent.is_dir():
+        raise ValueError(f"--output {output}: there is no folder {output.parent}")
+    text = page(runs, columns, evaluations, left_out)
+    write_atomically(output, text)
+    print(f"report     {output} ({size(output.stat().st_size)}): {sum(len(run.rows) for run in runs)} lines of "
+          f"metrics, {shown} samples, {len(evaluations)} evaluations" + (f"; {left_out}" if left_out else ""))
+    if output.stat().st_size > NOTICE_BYTES:
+        print(f"notice: {output} is large ({size(output.stat().st_size)}): a smaller --sample_steps (now "
+              f"{args.sample_steps}) or --sample_count (now {args.sample_count}) puts fewer samples into it, 0 = all")
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(description="Write one self-contained HTML page about a run, or several.",
+                                allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument("output_dir", nargs="+", help="folder of a run; several are compared")
+    p.add_argument("--output", metavar="FILE", help="the page (default: OUTPUT_DIR/report.html, or comparison.html)")
+    p.add_argument("--samples", nargs="+", default=[], metavar="FOLDER", help="more folders of generated .wav files")
+    p.add_argument("--sample_steps", type=int, default=5,
+                   help="steps of a run whose samples are shown, evenly chosen from first to last, 0 = all")
+    p.add_argument("--sample_count", type=int, default=8,
+                   help="samples shown of each step and of each folder of --samples, the first by name, 0 = all")
+    p.add_argument("--evaluations", nargs="+", default=[], metavar="FILE",
+                   help="evaluation.json files beside those below OUTPUT_DIR")
+    args = p.parse_args(argv)
+    try:
+        for flag in ("sample_steps", "sample_count"):
+            if getattr(args, flag) < 0:
+                raise ValueError(f"--{flag} is {getattr(args, flag)}; it must be 0 or more")
+        write_report(args)
+    except OSError as error:
+        sys.exit(f"error: {error.filename}: {error.strerror}")
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

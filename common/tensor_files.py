@@ -1,0 +1,141 @@
+"""Tensors in safetensors files, read and written the same way whether a tensor is plain or sharded over the ranks.
+
+Reading: every rank takes just its rows of each tensor from the files, so a model never stands whole in any process.
+Writing: every sharded tensor is gathered once, the rank that owns it keeps a copy on the CPU, and each rank writes the
+file of the tensors it owns. Files hold whole tensors under their own names, so any number of ranks, DDP or FSDP2, and
+any other program can read them. A save moves each tensor over the network once: about what a training step does.
+
+Shared module: torch and safetensors; copy parallel.py (UserError) with it.
+"""
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from common.parallel import UserError
+
+WINDOW = 256 * 2**20        # bytes a rank gathers for itself before it copies them to the CPU
+
+
+def open_tensors(paths):
+    """{tensor name: slice handle with get_shape() and [rows]} over safetensors files; reads only their headers.
+
+    Raises UserError for a file that is no safetensors file, or a name that stands in two of them.
+    """
+    found = {}
+    for path in paths:
+        try:
+            file = safe_open(path, "pt")
+            names = list(file.keys())
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: cannot be read ({error})")
+        if twice := found.keys() & set(names):
+            raise UserError(f"{path}: {min(twice)} stands in another file beside it, too")
+        found |= {name: file.get_slice(name) for name in names}
+    return found
+
+
+def shape_of(parts):
+    """Shape of slice handles joined along their first dimension."""
+    first, *rest = (p.get_shape() for p in parts)
+    return (first[0] + sum(shape[0] for shape in rest), *first[1:]) if rest else tuple(first)
+
+
+def compare(wanted, found):
+    """Problems as text, or "". wanted: {name: shape}; found: {name: [slice handles]} joined along dimension 0."""
+    def some(what, names):
+        return [f"{len(names)} {what}, first {', '.join(sorted(names)[:20])}"] if names else []
+    wrong = [f"{name} {shape_of(found[name])} instead of {tuple(shape)}" for name, shape in wanted.items()
+             if name in found and shape_of(found[name]) != tuple(shape)]
+    return "; ".join(some("missing keys", wanted.keys() - found.keys()) +
+                     some("unexpected keys", found.keys() - wanted.keys()) + some("mismatched keys", wrong))
+
+
+def local_rows(tensor):
+    """(plain tensor, its first row in the whole one); FSDP2 cuts dimension 0 as torch.chunk does. 0-d becomes (1,)."""
+    if not isinstance(tensor, DTensor):
+        return tensor.view(tensor.shape or (1,)), 0
+    rows, mesh = tensor.shape[0], tensor.device_mesh
+    return tensor.to_local(), min(mesh.get_local_rank() * -(-rows // mesh.size()), rows)
+
+
+@torch.no_grad()
+def fill(tensor, whole):
+    """Copy a whole tensor, the same on every rank, into a plain tensor or into the shards of one."""
+    local, first = local_rows(tensor)
+    local.copy_(whole[first:first + len(local)])
+
+
+@torch.no_grad()
+def read_into(tensor, parts):
+    """Fill a tensor, plain or sharded, from slice handles joined along dimension 0; the dtype stays the tensor's."""
+    local, first = local_rows(tensor)
+    at = 0                              # row of the joined tensor where this part begins
+    for part in parts:
+        rows = part.get_shape()[0]
+        start, stop = max(first, at), min(first + len(local), at + rows)
+        if start < stop:
+            local[start - first:stop - first].copy_(part[start - at:stop - at])
+        at += rows
+
+
+@torch.no_grad()
+def gather_share(world, named, spread=True):
+    """(share, owners): whole tensors on the CPU of those this rank has to write, and {name: rank that writes it}.
+
+    Collective when tensors are sharded. named: {name: tensor}, the same names on every rank. spread: share sharded
+    tensors out evenly, else rank 0 owns them; plain ones, alike everywhere, are always rank 0's.
+    """
+    share, owners, load, waiting, gathered = {}, {}, [0] * world.size, {}, 0
+
+    def fetch():
+        share.update({name: tensor.to("cpu", copy=True) for name, tensor in waiting.items()})
+        waiting.clear()
+    for name, tensor in named.items():
+        owners[name] = 0
+        if isinstance(tensor, DTensor):
+            if spread:
+                owners[name] = load.index(min(load))
+                load[owners[name]] += tensor.numel()
+            if tensor.device.type != world.device.type:     # offloaded: gathered on the GPU, as gradients are
+                tensor = tensor.to(world.device)
+            tensor = tensor.full_tensor()
+            gathered += tensor.numel() * tensor.element_size()
+        if owners[name] == world.rank:
+            waiting[name] = tensor.detach().reshape(tensor.shape or (1,)).contiguous()
+        if gathered > WINDOW * world.size:      # now all ranks copy their own at the same time, not one after another
+            fetch()
+            gathered = 0
+    fetch()
+    return share, owners
+
+
+def stage(world, stem, named, spread=True):
+    """Copy tensors off the device: {file name: write(path)} of this rank's files, which training cannot change.
+
+    One file for each rank that owns tensors, with the index that transformers reads when there are several.
+    """
+    share, owners = gather_share(world, named, spread)
+    files = max(owners.values(), default=0) + 1
+    writes = {}
+    if share:
+        writes[file_name(stem, world.rank, files)] = lambda path: save_file(share, path, {"format": "pt"})
+    if files > 1 and world.is_main:
+        size = sum(tensor.numel() * tensor.element_size() for tensor in named.values())
+        places = {name: Path(file_name(stem, owner, files)).name for name, owner in owners.items()}
+        index = json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=1)
+        writes[f"{stem}.safetensors.index.json"] = lambda path: path.write_text(index)
+    return writes
+
+
+def file_name(stem, rank, files):
+    """model.safetensors, or model-00002-of-00008.safetensors: the names that transformers looks for."""
+    return f"{stem}.safetensors" if files == 1 else f"{stem}-{rank + 1:05d}-of-{files:05d}.safetensors"
+
+
+def files_in(folder, stem):
+    """The files of file_name in a folder, whatever their number."""
+    return sorted(Path(folder).glob(f"{stem}.safetensors")) or sorted(Path(folder).glob(f"{stem}-*-of-*.safetensors"))

@@ -1,0 +1,162 @@
+"""Signals that ask a run to save and stop, and a rank that hangs: found, named, and shown where it hangs.
+
+SIGTERM and SIGUSR1 only set a flag; the training loop asks for it, saves, leaves the file OUTPUT_DIR/requeue for the
+launcher and exits with status 0. Every rank has a thread that tells the others through the run's store how far its
+main thread has come. When a main thread does not move for its time limit, the ranks that are furthest behind are named,
+each of them prints where it stands, and all end with status 1, before the process group's own time limit.
+
+Shared module: copy parallel.py and checkpoint.py (write_atomically) with it.
+"""
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from common.checkpoint import write_atomically
+from common.parallel import GRACE_S, LAST_WORD, claim_last_word, hosts_store
+
+MARKER = "requeue"
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+SILENT_BEATS = 5        # beats without one of another rank's after which it counts as silent
+
+_requested = []         # names of the signals that came
+_at_rest = threading.Event()
+
+
+class Stopped(Exception):
+    """The run was asked to stop before there was anything to save; raised on all ranks alike."""
+
+
+def catch_signals():
+    """From now on SIGTERM and SIGUSR1 are noted instead of killing; more of them are harmless."""
+    for number in SIGNALS:
+        signal.signal(number, lambda came, frame: _requested.append(signal.Signals(came).name))
+
+
+def ignore_in_worker(worker_id):
+    """worker_init_fn of every DataLoader: a signal sent to all processes must not take the trainer's data away.
+
+    Loader processes end when the trainer tells them to, or within seconds of its end.
+    """
+    for number in (*SIGNALS, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def stop_requested():
+    """Name of the first signal that asked this process to stop, or None."""
+    return _requested[0] if _requested else None
+
+
+def rest():
+    """The run is over: ranks may end at their own pace from here on, and a signal repeated now is too late to kill."""
+    for number in SIGNALS:      # ignored: the interpreter's own end gives handlers back to the default, death
+        signal.signal(number, signal.SIG_IGN)
+    _at_rest.set()
+
+
+def clear_marker(output_dir):
+    """Remove what an earlier run left for its launcher."""
+    (Path(output_dir) / MARKER).unlink(missing_ok=True)
+
+
+def leave_marker(output_dir, text):
+    """Tell the launcher that this run stopped because it was asked to and wants to be started again."""
+    write_atomically(Path(output_dir) / MARKER, lambda path: path.write_text(text + "\n"))
+
+
+class Watchdog:
+    """Watches this rank's main thread; start it on every rank. In a single process nothing can wait for another."""
+
+    def __init__(self, world, limit_s):
+        """limit_s: seconds a step may take. world: parallel.World."""
+        self.world, self.limit_s = world, limit_s
+        self.main = threading.get_ident()
+        self.beat_s = min(1.0, limit_s / 10)
+        self.grace_s = GRACE_S + 3 * hosts_store(world)     # who hosts the store ends last
+        self.state = (0, "start", time.monotonic(), limit_s)
+        self.answered = time.monotonic()        # when the store last did
+        if world.store is not None:
+            threading.Thread(target=self._watch, daemon=True).start()
+            threading.Thread(target=self._watch_store, daemon=True).start()
+
+    def moved(self, where, limit_s=None):
+        """Call on every rank, at the same places, whenever the main thread has come further.
+
+        where: what it does now, for the message. limit_s: how long that may take, default as for a step.
+        """
+        self.state = (self.state[0] + 1, where, time.monotonic(), limit_s or self.limit_s)
+
+    def _watch(self):
+        """Healthy -> suspicious (before: all ranks' beats then) -> judged, or a failure elsewhere -> leaving."""
+        before, decide, leave = None, None, None
+        try:
+            for beat in itertools.count():
+                if _at_rest.is_set():
+                    return
+                count, where, since, limit_s = self.state
+                self.world.store.set(f"watch/{self.world.rank}", json.dumps(
+                    [beat, count, where, f"{socket.gethostname()}, process {os.getpid()}"]))
+                stuck = time.monotonic() - since
+                self.answered = time.monotonic()
+                if leave is not None:           # beats on, or a slower judge would take this rank for silent
+                    if time.monotonic() > leave:
+                        os._exit(1)
+                elif stuck <= limit_s:
+                    before = None
+                    if self.world.store.check([LAST_WORD]):     # a rank failed; this one may wait for it
+                        leave = time.monotonic() + self.grace_s
+                elif before is None:
+                    before, decide = self._states(), beat + SILENT_BEATS
+                elif beat >= decide:
+                    self._judge(before, self._states(), stuck)
+                    leave = time.monotonic() + self.grace_s     # time for the stacks of other ranks
+                time.sleep(self.beat_s)
+        except Exception as error:      # the store is gone or silent: its host is
+            time.sleep(GRACE_S)         # torchrun, when it noticed too, ends this process meanwhile
+            if not _at_rest.is_set() and not _requested and claim_last_word(None):
+                print("error: rank 0 or its node is gone: the store of the run does not answer "
+                      f"({str(error).splitlines()[0]})", file=sys.stderr, flush=True)
+            if not _at_rest.is_set():
+                os._exit(1)
+
+    def _watch_store(self):
+        """A store whose host stands still answers no call, and no call to it ends: that takes another thread to see."""
+        while not _at_rest.is_set():
+            before = time.monotonic()
+            time.sleep(self.beat_s)
+            if time.monotonic() - before > self.limit_s / 2:    # this process stood still itself: no reason to blame
+                self.answered = time.monotonic()
+            silent = time.monotonic() - self.answered
+            if silent > self.limit_s + GRACE_S:
+                if self.world.local_rank == 0 or self.world.rank == 1:      # one voice a node is enough
+                    print(f"error: no answer from rank 0 for {silent:.0f} s: its process, which hosts the run's store, "
+                          "or torchrun, or its node stands still", file=sys.stderr, flush=True)
+                os._exit(1)
+
+    def _states(self):
+        """{rank: [beat, count, where, host and process]} as last told."""
+        store, ranks = self.world.store, range(self.world.size)
+        return {rank: json.loads(store.get(f"watch/{rank}")) for rank in ranks if store.check([f"watch/{rank}"])}
+
+    def _judge(self, before, now, stuck):
+        """Name who is to blame: ranks whose thread does not answer, else those furthest behind, else nobody."""
+        silent = [rank for rank in now if rank in before and now[rank][0] == before[rank][0]]
+        slowest = min(state[1] for state in now.values())
+        behind = silent or [rank for rank in now if now[rank][1] == slowest]
+        names = "; ".join(f"rank {rank} ({now[rank][3]}) in: {now[rank][2]}" for rank in behind)
+        if len(behind) == len(now):
+            text = f"no rank moved for {stuck:.0f} s, all are in: {now[behind[0]][2]}; the network or a GPU hangs"
+        else:
+            text = f"{'no answer from' if silent else 'hangs:'} {names}; the other ranks have waited for {stuck:.0f} s"
+        if claim_last_word(self.world.store):
+            print(f"error: {text}", file=sys.stderr, flush=True)
+        if self.world.rank in behind:
+            stack = "".join(traceback.format_stack(sys._current_frames()[self.main]))
+            print(f"rank {self.world.rank} hangs here:\n{stack}", file=sys.stderr, flush=True)

@@ -1,0 +1,463 @@
+"""GSM8K and HDP problems -> documents of numbered blocks -> rows -> batches; and the scoring of answers.
+
+A document is a problem as tokens, each with the number of its block: the model sees clean blocks before the one that it
+denoises. Two systems share everything behind that:
+- gsm8k: `<|endoftext|> Question: ... \\nAnswer: ... #### N <|endoftext|>`, cut into blocks of block_size;
+- hdp: question, plan, execution. Hierarchical: the question is block 0, plan blocks follow, then execution blocks.
+  Flat: the regions padded to their budgets and cut into blocks of one size, which gives the shape and the effective
+  mask of ngocbao220/hdp-diffusion; unlike there nobody sees the padding, and the loss is as below.
+The end token (`<|endoftext|>`; in hdp `<|pad|>` at the end of plan and execution) is repeated up to the block boundary
+and trained there, since a sampler always fills whole blocks. Nothing else is padded: rows of several problems (--pack)
+give the same loss as rows of one.
+
+Own module of train_bd3lm.py and sample_bd3lm.py. Copy with it: problems.py, noise.py (for Blocks) and what that one
+names, packing.py, parallel.py, watchdog.py.
+"""
+import functools
+import hashlib
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from common.packing import best_fit
+from common.parallel import UserError, problem_text
+from common.watchdog import ignore_in_worker
+from diffusion import dit
+from diffusion.noise import Blocks
+from diffusion.problems import NUMBER
+
+QUESTION, PLAN, EXECUTION, FILL = 0, 1, 2, 3        # regions; gsm8k's answer is PLAN, FILL is what follows an end token
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Problems -> documents of numbered blocks
+
+
+@dataclass
+class Layout:
+    """How a problem becomes blocks; JSON-able through dataclasses.asdict. Lengths in tokens."""
+    system: str = "gsm8k"
+    hdp_layout: str = "hierarchical"    # or flat
+    block_size: int = 16
+    plan_block_size: int = 0            # 0: block_size; hierarchical only
+    execution_block_size: int = 0
+    question_budget: int = 128          # hdp: tokens a region may have, markers and end token included
+    plan_budget: int = 128
+    execution_budget: int = 256
+    max_length: int = 512               # gsm8k: tokens a problem may have
+    strip_calculator: bool = False      # remove <<48/2=24>>
+    loss_on_question: bool = False      # noise and train the question as well
+
+    @property
+    def flat(self):
+        return self.system == "hdp" and self.hdp_layout == "flat"
+
+    @property
+    def longest(self):
+        """Tokens of the longest possible document."""
+        budgets = self.question_budget + self.plan_budget + self.execution_budget
+        return budgets if self.system == "hdp" else self.max_length
+
+    def region_block(self, region):
+        """Block size of PLAN or EXECUTION."""
+        own = {PLAN: self.plan_block_size, EXECUTION: self.execution_block_size}[region]
+        return own if own and self.system == "hdp" else self.block_size
+
+    def start(self, region):
+        """Position of a region's first token, the same for every problem (hdp)."""
+        return (0, self.question_budget, self.question_budget + self.plan_budget)[region]
+
+    def check(self):
+        """Raise UserError for a layout that does not come out even, or settings that would do nothing."""
+        def need(good, message):
+            if not good:
+                raise UserError(message)
+
+        for flag in ("block_size", "question_budget", "plan_budget", "execution_budget", "max_length"):
+            need(getattr(self, flag) >= 1, f"--{flag} is {getattr(self, flag)}; it must be at least 1")
+        for flag in ("plan_block_size", "execution_block_size"):
+            need(getattr(self, flag) >= 0, f"--{flag} is {getattr(self, flag)}; it must be 0 or more")
+            need(not getattr(self, flag) or (self.system == "hdp" and not self.flat),
+                 f"--{flag} needs --system hdp and --hdp_layout hierarchical")
+        if self.system == "gsm8k":
+            even = [("block_size", self.block_size, "max_length", self.max_length)]
+        elif self.flat:
+            even = [("block_size", self.block_size, "question_budget + plan_budget + execution_budget", self.longest)]
+        else:
+            even = [("plan_block_size", self.region_block(PLAN), "plan_budget", self.plan_budget),
+                    ("execution_block_size", self.region_block(EXECUTION), "execution_budget", self.execution_budget)]
+        for flag, size, name, total in even:
+            need(total % size == 0, f"--{name} {total} is not a multiple of --{flag} {size}: a block would be cut")
+
+
+@dataclass
+class Documents:
+    """Tokenised problems, flat: document d is [offsets[d]:offsets[d + 1]] of every token array."""
+    layout: Layout
+    ids: np.ndarray         # (T,) int64
+    position: np.ndarray    # (T,) int64 inside the document
+    block: np.ndarray       # (T,) int64 block number inside the document
+    target: np.ndarray      # (T,) bool: may be masked, and is in the loss
+    region: np.ndarray      # (T,) int64
+    live: np.ndarray        # (T,) bool: False on the padding inside flat documents
+    group: np.ndarray       # (T,) int64 number of the block among the document's blocks with targets, else -1
+    offsets: np.ndarray     # (n + 1,) int64
+    problems: list          # Problem of each document
+    pad: int                # id on padding; what marks it is live, and doc -1 in a batch
+    dropped: int            # problems left out as too long
+
+    def __len__(self):
+        return len(self.problems)
+
+    def per_document(self, mask):
+        """(n,) int64: how many tokens of each document `mask` (T,) holds for."""
+        return np.diff(np.concatenate([[0], np.cumsum(mask)])[self.offsets])
+
+    @functools.cached_property
+    def lengths(self):
+        """(n,) slots of each document in a row."""
+        return np.diff(self.offsets)
+
+    @functools.cached_property
+    def n_targets(self):
+        """(n,) tokens in the loss."""
+        return self.per_document(self.target)
+
+    @functools.cached_property
+    def noisy_lengths(self):
+        """(n,) tokens that need a noisy copy: those of blocks with a target."""
+        return self.per_document(self.group >= 0)
+
+    @functools.cached_property
+    def tokens(self):
+        """(n,) tokens of text and markers: neither padding nor what follows an end token."""
+        return self.per_document(self.live & (self.region != FILL))
+
+    @functools.cached_property
+    def n_groups(self):
+        """(n,) blocks with targets."""
+        return np.array([self.group[a:b].max(initial=-1) + 1 for a, b in zip(self.offsets[:-1], self.offsets[1:])])
+
+    def name(self, d):
+        """Where document d stands in the user's files."""
+        return self.problems[d].name
+
+    def fingerprint(self, numbers=None):
+        """Hash of the documents with these numbers (default: all), for recognising the same data on resume."""
+        digest = hashlib.sha256()
+        for d in range(len(self)) if numbers is None else numbers:
+            for array in (self.ids, self.position, self.block, self.target, self.region):
+                digest.update(array[self.offsets[d]:self.offsets[d + 1]].tobytes())
+        return digest.hexdigest()[:16]
+
+
+def pieces(problem, system):
+    """The texts of a problem that are tokenised on their own, between special tokens."""
+    if system == "gsm8k":
+        return [f"Question: {problem.question}\nAnswer:", f" {problem.solution}"]
+    return [problem.question, f" {problem.plan}", f" {problem.solution} ", f" {problem.answer}"]
+
+
+def regions_of(ids, tokens, layout):
+    """Token ids of a problem's pieces -> [(region, ids, pinned)]: the first `pinned` ids are given, not generated.
+
+    An end token follows every generated region; the fill behind it is not there yet.
+    """
+    if layout.system == "gsm8k":
+        head = [tokens.bos, *ids[0]]
+        return [(PLAN, head + ids[1] + [tokens.end], len(head))]
+    execution = [tokens.execution, *ids[2], tokens.answer, *ids[3], tokens.end]
+    return [(QUESTION, ids[0], len(ids[0])), (PLAN, [tokens.plan, *ids[1], tokens.end], 1), (EXECUTION, execution, 1)]
+
+
+def too_long(regions, layout):
+    """What is longer than its budget, in words, or ""."""
+    if layout.system == "gsm8k":
+        budgets = {PLAN: ("it has", "max_length")}
+    else:
+        budgets = {QUESTION: ("its question has", "question_budget"), PLAN: ("its plan has", "plan_budget"),
+                   EXECUTION: ("its execution has", "execution_budget")}
+    over = [f"{words} {len(ids)} tokens, markers and end token included, more than --{flag} {getattr(layout, flag)}"
+            for region, ids, _ in regions for words, flag in [budgets[region]] if len(ids) > getattr(layout, flag)]
+    return ", ".join(over)
+
+
+def make_document(regions, tokens, layout):
+    """regions_of -> (6, n) int64: ids, position, block, target, region, live."""
+    parts, next_block = [], 0
+    for region, ids, pinned in regions:
+        slots, fill = region_slots(region, len(ids), layout)
+        at, n = np.arange(slots), len(ids) + fill
+        padded = np.full(slots, tokens.pad)
+        padded[:n] = ids + [tokens.end] * fill
+        position = at + (layout.start(region) if layout.system == "hdp" else 0)
+        if layout.flat:
+            block = position // layout.block_size
+        elif region == QUESTION:
+            block = np.zeros(slots, np.int64)
+        else:
+            block = next_block + at // layout.region_block(region)
+        next_block = block[-1] + 1
+        target, what = (at >= pinned) & (at < n), np.full(slots, region)
+        what[len(ids):n] = FILL
+        if layout.system == "gsm8k":
+            what[:pinned] = QUESTION
+        if layout.loss_on_question:
+            target |= (what == QUESTION) & (at < n) & (padded != tokens.bos)
+        parts.append(np.stack([padded, position, block, target, what, at < n]))
+    return np.concatenate(parts, axis=1)
+
+
+def region_slots(region, n, layout):
+    """(slots, fill) of a region of n tokens: the slots it takes in a document, the end tokens added behind its end."""
+    if region == QUESTION:
+        return (layout.question_budget if layout.flat else n), 0
+    if layout.system == "gsm8k":
+        start, budget = 0, layout.max_length
+    else:
+        start, budget = layout.start(region), {PLAN: layout.plan_budget, EXECUTION: layout.execution_budget}[region]
+    size = layout.region_block(region)
+    if layout.flat:         # blocks count from the start of the document and may reach over a region's end
+        fill = min(-(start + n) % size, budget - n)
+        return budget, fill
+    return n + -n % size, -n % size
+
+
+def make_documents(problems, tokens, layout, drop_too_long=False):
+    """Documents of a list of Problems. Raises UserError with every problem that is too long or holds a special token.
+
+    drop_too_long: leave the long ones out and count them instead.
+    """
+    texts = [pieces(p, layout.system) for p in problems]
+    encoded = iter(tokens.encode_all([text for group in texts for text in group]))
+    kept, parts, wrong, long = [], [], [], []
+    for problem, group in zip(problems, texts):
+        ids = [next(encoded) for _ in group]
+        if smuggled := tokens.special.intersection(i for part in ids for i in part):
+            token = tokens.decode([min(smuggled)])
+            wrong.append(f"{problem.name}: its text holds the special token {token}; remove it")
+            continue
+        regions = regions_of(ids, tokens, layout)
+        if excess := too_long(regions, layout):
+            long.append(f"{problem.name}: {excess}")
+            continue
+        kept.append(problem)
+        parts.append(make_document(regions, tokens, layout))
+    if wrong:
+        raise UserError(problem_text(wrong))
+    if long and not drop_too_long:
+        raise UserError(problem_text(long) + "\nfix: shorten them, raise the limit, or pass --drop_too_long")
+    if not parts:
+        raise UserError(f"all {len(long)} problems are too long, the first one being {long[0]}")
+    ids, position, block, target, region, live = np.concatenate(parts, axis=1)
+    offsets = np.cumsum([0] + [part.shape[1] for part in parts])
+    group = number_groups(block, target, live, offsets)
+    return Documents(layout, ids, position, block, target > 0, region, live > 0, group, offsets, kept, tokens.pad,
+                     len(long))
+
+
+def number_groups(block, target, live, offsets):
+    """(T,) number of each token's block among its document's blocks that hold a target, -1 in the others."""
+    group = np.full(len(block), -1)
+    for a, b in zip(offsets[:-1], offsets[1:]):
+        trained = np.unique(block[a:b][target[a:b] > 0])
+        at = np.searchsorted(trained, block[a:b])
+        inside = at < len(trained)
+        inside[inside] = trained[at[inside]] == block[a:b][inside]
+        group[a:b][inside] = at[inside]
+    return np.where(live, group, -1)
+
+
+def split_validation(n, share, seed):
+    """(train, validation) document numbers: a seeded shuffle. At least one each when share > 0 and n > 1."""
+    held_out = min(max(1, round(n * share)), n - 1) if share > 0 else 0
+    order = np.random.default_rng((seed, 2)).permutation(n)
+    return np.sort(order[held_out:]), np.sort(order[:held_out])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Documents -> rows -> batches
+
+
+class Rows(Dataset):
+    """Fixed-length rows of whole documents; item r is a dict of (L,) int64 arrays: a row before it meets its batch."""
+
+    def __init__(self, documents, members, length, noisy_length):
+        """members: list of lists of document numbers, one a row. A row has length L, and room for N noisy copies."""
+        self.documents, self.members = documents, [list(m) for m in members]
+        self.length, self.noisy_length = length, noisy_length
+
+    def __len__(self):
+        return len(self.members)
+
+    def per_row(self, per_document):
+        """(n_rows,) int64 sums of a (n_documents,) array over the documents of each row."""
+        return np.array([per_document[m].sum() for m in self.members], np.int64)
+
+    @functools.cached_property
+    def n_targets(self):
+        return self.per_row(self.documents.n_targets)
+
+    @functools.cached_property
+    def tokens(self):
+        return self.per_row(self.documents.tokens)
+
+    def __getitem__(self, r):
+        d, length = self.documents, self.length
+        row = {"ids": np.full(length, d.pad), "position": np.zeros(length, np.int64), "doc": np.full(length, -1),
+               "block": np.zeros(length, np.int64), "target": np.zeros(length, bool),
+               "region": np.zeros(length, np.int64), "group": np.full(length, -1)}
+        at = groups = 0
+        for number, document in enumerate(self.members[r]):
+            a, b = d.offsets[document:document + 2]
+            to = slice(at, at + b - a)
+            row["ids"][to], row["position"][to], row["block"][to] = d.ids[a:b], d.position[a:b], d.block[a:b]
+            row["target"][to], row["region"][to] = d.target[a:b], d.region[a:b]
+            row["doc"][to] = np.where(d.live[a:b], number, -1)
+            row["group"][to] = np.where(d.group[a:b] >= 0, d.group[a:b] + groups, -1)
+            at, groups = to.stop, groups + int(d.n_groups[document])
+        row["n_groups"], row["documents"] = groups, len(self.members[r])
+        return row
+
+
+def make_rows(documents, numbers, row_length, pack, seed=0):
+    """Rows of the documents with these numbers: one document each, or several (pack), which the seed alone decides.
+
+    Packed rows get the room for noisy copies (a multiple of 128, of 16 in rows below 512) that makes all rows together
+    smallest; the flat layout keeps as many as slots, like its source. Raises UserError when a document does not fit.
+    """
+    numbers = np.asarray(numbers)
+    longest = int(documents.lengths[numbers].max(initial=0))
+    if longest > row_length:
+        name = documents.name(numbers[documents.lengths[numbers].argmax()])
+        raise UserError(f"--row_length {row_length}: {name} takes {longest} slots; raise it to {longest} or more")
+    flat, noisy = documents.layout.flat, documents.noisy_lengths
+    step = 128 if row_length >= 512 else 16
+    needed = row_length if flat else min(row_length, -(-int(noisy[numbers].max(initial=1)) // step) * step)
+    if not pack:
+        return Rows(documents, [[n] for n in numbers.tolist()], row_length, needed)
+    order = numbers[np.random.default_rng((seed, 0)).permutation(len(numbers))]
+    packings = {}
+    for copies in range(needed, row_length + 1, step):
+        share = np.maximum(documents.lengths, -(-noisy * row_length // copies))     # of whichever runs out first
+        packings[copies] = best_fit(share, order, row_length)
+    best = min(packings, key=lambda copies: len(packings[copies]) * (row_length + copies))
+    return Rows(documents, packings[best], row_length, best)
+
+
+def collate(rows, batch_rows, length, noisy_length, pad):
+    """List of row dicts -> Blocks of batch_rows rows, topped up with empty ones."""
+    shape = (batch_rows, length)
+    joined = {"ids": np.full(shape, pad), "position": np.zeros(shape, np.int64), "doc": np.full(shape, -1),
+              "block": np.zeros(shape, np.int64), "target": np.zeros(shape, bool),
+              "region": np.zeros(shape, np.int64), "group": np.full(shape, -1)}
+    noisy, groups = np.full((batch_rows, noisy_length), -1), 0
+    for r, row in enumerate(rows):
+        for key, array in joined.items():
+            array[r] = row[key]
+        joined["group"][r][row["group"] >= 0] += groups
+        groups += row["n_groups"]
+        places = np.flatnonzero(row["group"] >= 0)
+        noisy[r, :len(places)] = places
+    copied, at = noisy >= 0, noisy.clip(min=0)
+    copies = {key: np.take_along_axis(joined[key], at, 1) for key in ("doc", "block")}
+    noisy_tiles, clean_tiles = dit.tile_states(
+        np.concatenate([np.where(copied, copies["doc"], -1), joined["doc"]], 1),
+        np.concatenate([copies["block"], joined["block"]], 1), noisy_length)
+    tensors = {key: torch.from_numpy(array) for key, array in joined.items()}
+    tokens = int(((joined["doc"] >= 0) & (joined["region"] != FILL)).sum())
+    return Blocks(input_ids=tensors["ids"], position=tensors["position"], doc=tensors["doc"], block=tensors["block"],
+                  target=tensors["target"], region=tensors["region"], noisy=torch.from_numpy(noisy),
+                  group=tensors["group"], n_groups=groups, n_targets=int(joined["target"].sum()),
+                  documents=sum(row["documents"] for row in rows), tokens=tokens,
+                  noisy_tiles=noisy_tiles, clean_tiles=clean_tiles)
+
+
+def make_loader(rows, packs, batch_rows, noisy_length, *, num_workers, prefetch_factor):
+    """DataLoader of Blocks over `packs`, an iterable of lists of at most batch_rows row numbers; [] is all padding."""
+    return DataLoader(rows, batch_sampler=packs, num_workers=num_workers,
+                      collate_fn=lambda some: collate(some, batch_rows, rows.length, noisy_length, rows.documents.pad),
+                      prefetch_factor=prefetch_factor if num_workers else None, persistent_workers=num_workers > 0,
+                      multiprocessing_context="fork" if num_workers else None, worker_init_fn=ignore_in_worker,
+                      generator=torch.Generator())      # else each loader would draw from the generator of the dropout
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Prompts for the sampler, and reading what it wrote
+
+
+def question_state(problem, tokens, layout):
+    """What is given before the first generated region: (context, (pinned ids, their first position)).
+
+    context: (3, n) int64 ids, position, block of clean tokens. Raises UserError when the question is too long, or a
+    block reaches over a region's end, so that one region cannot be finished before the next.
+    """
+    ids = [tokens.encode(text) for text in pieces(problem, layout.system)]
+    if layout.system == "gsm8k":
+        head = np.array([tokens.bos, *ids[0]])
+        if len(head) >= layout.max_length:
+            raise UserError(f"{problem.name}: its question has {len(head)} tokens, no room in --max_length "
+                            f"{layout.max_length}")
+        whole = len(head) - len(head) % layout.block_size
+        at = np.arange(whole)
+        return np.stack([head[:whole], at, at // layout.block_size]), (head[whole:].tolist(), whole)
+    if len(ids[0]) > layout.question_budget:
+        raise UserError(f"{problem.name}: its question has {len(ids[0])} tokens, more than --question_budget "
+                        f"{layout.question_budget}")
+    if layout.flat and any(layout.start(region) % layout.block_size for region in (PLAN, EXECUTION)):
+        raise UserError(f"--hdp_layout flat with --block_size {layout.block_size}: a block reaches over a region's "
+                        "end, so no plan can be finished first; such a model cannot be sampled")
+    at = np.arange(len(ids[0]))
+    block = at // layout.block_size if layout.flat else np.zeros(len(at), np.int64)
+    return np.stack([ids[0], at, block]), ([tokens.plan], layout.start(PLAN))
+
+
+def room(first_position, region, layout):
+    """Blocks that may be generated in a region whose first block starts at first_position."""
+    if layout.system == "gsm8k":
+        return (layout.max_length - first_position) // layout.block_size
+    budget = {PLAN: layout.plan_budget, EXECUTION: layout.execution_budget}[region]
+    return budget // layout.region_block(region)
+
+
+def finish_region(ids, pinned, end):
+    """Generated ids -> (list in which only end tokens follow the first generated one, whether there was one)."""
+    for i in range(pinned, len(ids)):
+        if ids[i] == end:
+            return [*ids[:i], *[end] * (len(ids) - i)], True
+    return list(ids), False
+
+
+def execution_state(context, plan, tokens, layout):
+    """question_state for the second region: the context with the finished plan (ids from finish_region) behind it."""
+    at = np.arange(len(plan))
+    block = context[2].max(initial=-1) + 1 + at // layout.region_block(PLAN)
+    return (np.concatenate([context, [plan, layout.start(PLAN) + at, block]], axis=1),
+            ([tokens.execution], layout.start(EXECUTION)))
+
+
+def region_text(ids, pinned, tokens):
+    """Text of a region up to its end token, without the pinned ids; hdp's <|answer|> becomes GSM8K's ####."""
+    body = list(ids[pinned:])
+    if tokens.end in body:
+        body = body[:body.index(tokens.end)]
+    if tokens.answer in body:
+        at = body.index(tokens.answer)
+        return f"{tokens.decode(body[:at]).strip()}\n#### {tokens.decode(body[at + 1:]).strip()}"
+    return tokens.decode(body).strip()
+
+
+def score(text, answer):
+    """(strict, flexible) of a generated text against the final number.
+
+    strict is openai/grade-school-math's rule: the number right behind `#### `, commas removed, must be the same text.
+    flexible: the last number anywhere has the same value.
+    """
+    gold = answer.replace(",", "")
+    marked = re.search(r"#### (-?[0-9.,]+)", text)
+    strict = marked is not None and marked[1].replace(",", "") == gold
+    numbers = NUMBER.findall(text)
+    return strict, bool(numbers) and float(numbers[-1].replace(",", "")) == float(gold)

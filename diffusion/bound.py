@@ -1,0 +1,154 @@
+"""Validation of block diffusion: the likelihood bound with its sampling error, and the search for a noise range.
+
+Every rank takes an equal share of the batches (padding fills up), and a batch gets the same noise at every validation,
+on whatever number of ranks: bounds of different steps and runs compare.
+
+Own module of train_bd3lm.py. Copy with it: noise.py blocks.py packing.py parallel.py watchdog.py and what those name.
+"""
+import math
+
+import numpy as np
+import torch
+
+from common import parallel, watchdog
+from common.packing import PackOrder, rank_packs
+from diffusion import blocks, noise
+
+REGIONS = {"gsm8k": ("question", "answer", "execution", "fill"), "hdp": ("question", "plan", "execution", "fill")}
+PLACES = 32         # block numbers reported one by one; the last stands for all later ones
+
+
+def share_of_batches(world, rows, batch_rows, most=None):
+    """Yield (number, Blocks) of this rank's part of the first `most` batches of rows (gsm8k.Rows), in order.
+
+    Every rank gets equally many; the last ones may hold padding only.
+    """
+    order = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, shuffle=False)
+    most = min(most or order.packs_per_epoch, order.packs_per_epoch)
+    packs = [pack if i * world.size + world.rank < most else []
+             for i, pack in enumerate(rank_packs(order, world.rank, world.size, 1, epochs=1)) if i * world.size < most]
+    loader = blocks.make_loader(rows, packs, batch_rows, rows.noisy_length, num_workers=0, prefetch_factor=None)
+    for number, batch in enumerate(loader):
+        yield number * world.size + world.rank, batch
+
+
+def asked_to_stop(world):
+    """True on all ranks when any of them was asked to stop. Collective."""
+    return bool(parallel.any_rank(world, watchdog.stop_requested()).item())
+
+
+def weighted_losses(model, inputs, device, bf16):
+    """(R,) float64 weighted losses of noised inputs, on the device."""
+    inputs = inputs.to(device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        losses = model(inputs)
+    return losses.double() * inputs.weights
+
+
+def bound_range(layout):
+    """The range of t that makes the loss a bound: all of it, or, where blocks are single tokens, t = 1: exact."""
+    single = layout.region_block(blocks.PLAN) == layout.region_block(blocks.EXECUTION) == 1
+    return (1.0, 1.0) if single else noise.FULL
+
+
+@torch.no_grad()
+def bound(world, model, rows, mask_id, args, check):
+    """Bound on the negative log-likelihood of rows (gsm8k.Rows) -> {"eval/...": float}, or None when asked to stop.
+
+    eval/loss: nats per target; eval/nll: the same sum per token of text (targets but fill), with eval/stderr; of every
+    region and block number nats per target there. Noise is loglinear whatever schedule is trained on: the bound is the
+    same under all, but others would spend more of it on the levels below bd3lm.FULL, which are never drawn.
+    eval/stderr is of the noise alone, from how the args.eval_repeats draws of each block differ; as rare low levels
+    weigh much (1/t), it is itself rough where few blocks are validated. check(): called before every batch; may raise.
+    """
+    layout, sums = rows.documents.layout, torch.zeros(args.eval_repeats, 4 * PLACES, dtype=torch.float64,
+                                                      device=world.device)
+    variance = torch.zeros((), dtype=torch.float64, device=world.device)        # of the mean of the repeats' sums
+    for number, batch in share_of_batches(world, rows, args.per_device_eval_batch_size):
+        check()
+        if asked_to_stop(world):
+            return None
+        cell = (batch.region * PLACES + batch.block.clamp(max=PLACES - 1)).flatten()
+        of_block = torch.zeros(args.eval_repeats, batch.n_groups, dtype=torch.float64, device=world.device)
+        for repeat in range(args.eval_repeats):
+            draws = noise.draw(args.seed, "validation", (number, repeat), batch.n_groups, *batch.doc.shape)
+            inputs = noise.diffuse(batch, draws, mask_id, bound_range(layout))
+            losses = weighted_losses(model, inputs, world.device, args.bf16)
+            sums[repeat].index_add_(0, cell[inputs.places].to(world.device), losses)
+            of_block[repeat].index_add_(0, batch.group.flatten()[inputs.places].to(world.device), losses)
+        if args.eval_repeats > 1:
+            variance += of_block.var(0).sum() / args.eval_repeats
+    sums, variance = parallel.all_sum(world, sums), parallel.all_sum(world, variance)
+    return report(sums.cpu().numpy(), float(variance), target_counts(rows), REGIONS[layout.system])
+
+
+def target_counts(rows):
+    """(4 * PLACES,) targets of each region and block number in all rows."""
+    documents, counts = rows.documents, np.zeros(4 * PLACES, np.int64)
+    for number in (n for members in rows.members for n in members):
+        part = slice(*documents.offsets[number:number + 2])
+        cell = documents.region[part] * PLACES + np.minimum(documents.block[part], PLACES - 1)
+        counts += np.bincount(cell[documents.target[part]], minlength=4 * PLACES)
+    return counts
+
+
+def report(sums, variance, counts, regions):
+    """Sums of losses (repeats, 4 * PLACES), variance of their mean over repeats, and numbers of targets (4 * PLACES,)
+    -> {"eval/...": float}.
+    """
+    per_cell, counts = sums.mean(0).reshape(4, PLACES), counts.reshape(4, PLACES)
+    text = max(1, counts[:blocks.FILL].sum())
+    nll = per_cell.sum() / text
+    values = {"loss": per_cell.sum() / max(1, counts.sum()), "nll": nll, "bits_per_token": nll / math.log(2),
+              "perplexity": math.exp(min(700.0, nll))}
+    if len(sums) > 1:
+        values["stderr"] = math.sqrt(variance) / text
+    for name, loss, n in zip(regions, per_cell.sum(1), counts.sum(1)):
+        if n:
+            values[f"nll_{name}"] = loss / n
+    for place, (loss, n) in enumerate(zip(per_cell.sum(0), counts.sum(0))):
+        if n:
+            values[f"nll_block_{place:02d}"] = loss / n
+    return {f"eval/{name}": float(value) for name, value in values.items()}
+
+
+def candidates(widths, block_sizes):
+    """Ranges to try, [(low, high)]: all of (0, 1], and for each width those that start at 0, 0.05, 0.10 and so on.
+
+    Ranges without a possible number of masked tokens in a full block are left out.
+    """
+    found = [noise.FULL]
+    for width in widths:
+        steps = int(round((1 - width) / 0.05, 6)) + 1
+        found += [(max(round(0.05 * i, 2), noise.FULL[0]), round(0.05 * i + width, 6)) for i in range(steps)]
+    return list(dict.fromkeys(t_range for t_range in found
+                              if all(noise.range_fits(t_range, size) for size in block_sizes)))
+
+
+@torch.no_grad()
+def search_range(world, model, rows, mask_id, args, check):
+    """(low, high) of the candidate under which losses of blocks vary least, or None when asked to stop.
+
+    As in the paper (var_min): less variance between blocks means less noise in gradients. Costs one forward pass for
+    each candidate and each of the first args.clip_search_batches batches. Same random numbers for all candidates.
+    """
+    layout = rows.documents.layout
+    sizes = {layout.region_block(blocks.PLAN), layout.region_block(blocks.EXECUTION)}
+    tried = candidates(args.clip_search_widths, sizes)
+    moments = torch.zeros(len(tried), 3, dtype=torch.float64, device=world.device)      # sum, sum of squares, number
+    for number, batch in share_of_batches(world, rows, args.per_device_eval_batch_size, args.clip_search_batches):
+        check()
+        if asked_to_stop(world):
+            return None
+        draws = noise.draw(args.seed, "search", number, batch.n_groups, *batch.doc.shape)
+        sizes = torch.bincount(batch.group[batch.target], minlength=batch.n_groups).to(world.device)
+        for index, t_range in enumerate(tried):
+            inputs = noise.diffuse(batch, draws, mask_id, t_range, args.noise_schedule, args.loss_weighting)
+            losses = weighted_losses(model, inputs, world.device, args.bf16)
+            per_block = torch.zeros(batch.n_groups, dtype=torch.float64, device=world.device)
+            per_block.index_add_(0, batch.group.flatten()[inputs.places].to(world.device), losses)
+            per_block /= sizes
+            moments[index] += torch.stack([per_block.sum(), per_block.square().sum(),
+                                           torch.full_like(losses.sum(), batch.n_groups)])
+    total, squares, n = parallel.all_sum(world, moments).T
+    return tried[int((squares / n - (total / n).square()).argmin())]

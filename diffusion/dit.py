@@ -1,0 +1,339 @@
+"""The DiT backbone of block diffusion: a clean copy of the text and noisy copies of its blocks in one pass.
+
+A row of the batch is [noisy copies (N) | clean tokens (L)]. Every token has a document, a block number in it and a
+position; nothing else decides who sees whom (attends below), so packed rows, padded rows, BD3-LM's block-causal layout
+and a hierarchy of question, plan and execution are one model. The backbone is that of BD3-LM and MDLM (arXiv
+2503.09573; adaLN-zero from DiT, arXiv 2212.09748): RoPE, GELU MLP, untied zero-initialised head, no time conditioning,
+so that the modulation is a learned constant.
+
+Module of train_bd3lm.py and sample_bd3lm.py: torch and numpy only. Copy with it: recomputation.py.
+"""
+import math
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from common import recomputation
+
+HEAD_ROWS = 8192        # logits of so many rows at a time; of more, they are computed again in the backward pass
+TILE = 128              # queries and keys of a tile, flex_attention's unit of work
+NOTHING, SOME, ALL = 0, 1, 2        # how many pairs of a tile may attend
+THETA = 10_000.0        # base of the rotary frequencies
+FREQUENCIES = 256       # width of the sinusoid of the noise level
+# hidden size, layers, heads, width of the conditioning; nano is for demos and tests, the others are BD3-LM's
+SIZES = {"nano": (64, 2, 4, 16), "tiny": (256, 8, 8, 64), "small": (768, 12, 12, 128), "medium": (1024, 24, 16, 128)}
+
+compiled_flex = torch.compile(flex_attention, dynamic=False)        # uncompiled it would write out all scores
+
+
+@dataclass
+class Config:
+    """Shape of a DiT. vocab_size includes the mask token mask_id, which is never predicted."""
+    vocab_size: int
+    mask_id: int
+    hidden_size: int
+    layers: int
+    heads: int
+    cond_size: int
+    dropout: float = 0.1
+
+
+def config_of(size, vocab_size, mask_id, dropout=0.1):
+    """Config of a named size (SIZES)."""
+    return Config(vocab_size, mask_id, *SIZES[size], dropout)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who sees whom
+
+
+def attends(doc, block, n_noisy):
+    """The mask as a function of (row, head, query, key) indices, for FlexAttention and for broadcast index tensors.
+
+    doc, block: (B, S) ints; doc is -1 on padding. Tokens 0 to n_noisy - 1 of a row are noisy copies, the rest is clean.
+    A query sees, in its own document, its own block in its own half and clean tokens of earlier blocks; noise is seen
+    by its own noisy block only. Padding is seen by nobody but itself, so that no row of the softmax is empty.
+    """
+    def rule(b, h, q, k):
+        q_block, k_block = block[b, q], block[b, k]
+        own_block = (q_block == k_block) & ((q < n_noisy) == (k < n_noisy))
+        earlier = (q_block > k_block) & (k >= n_noisy)
+        seen = (doc[b, q] == doc[b, k]) & (doc[b, k] >= 0) & (own_block | earlier)
+        return seen | (q == k)
+    return rule
+
+
+def tile_states(doc, block, n_noisy):
+    """What flex_attention may skip of attention_masks: two int8 tensors of NOTHING, SOME or ALL for each tile.
+
+    doc, block: (B, S) int arrays as in attends. -> (B, tiles of noisy queries, tiles of all keys), (B, tiles of clean
+    queries, tiles of clean keys). Pairs are counted by runs of tokens of one block, some 50 a row, not one by one as
+    create_block_mask does: cheap enough for a loader process. A last tile that is not whole is never ALL, as there.
+    """
+    rows, length = doc.shape
+    edges = [np.append(np.arange(first, last, TILE), last) for first, last in
+             ((0, n_noisy), (0, length), (n_noisy, length))]
+    counts = [np.zeros((rows, len(edges[q]) - 1, len(edges[k]) - 1), np.int64) for q, k in ((0, 1), (2, 2))]
+    for r in range(rows):
+        changes = np.flatnonzero((np.diff(doc[r]) != 0) | (np.diff(block[r]) != 0)) + 1
+        starts = np.unique(np.concatenate([[0, n_noisy], changes]))
+        at, live = np.arange(len(starts)), doc[r, starts] >= 0
+        rule = attends(doc[r:r + 1, starts], block[r:r + 1, starts], np.searchsorted(starts, n_noisy))
+        seen = rule(0, 0, at[:, None], at) & live       # of padding runs no token sees another one
+        noisy, both, clean = (covered(starts, length, some) for some in edges)
+        for count, queries, keys in zip(counts, (noisy, clean), (both, clean)):
+            count[r] = queries.T @ seen @ keys
+            tiles = np.arange(count.shape[1])
+            count[r, tiles, tiles] += (queries * ~live[:, None]).sum(0)     # but each sees itself
+    return tuple(torch.from_numpy(np.select([c == TILE * TILE, c > 0], [ALL, SOME], NOTHING).astype(np.int8))
+                 for c in counts)
+
+
+def covered(starts, length, edges):
+    """(runs, tiles) tokens of each run in each tile; a run ends where the next one starts, the last one at length."""
+    ends = np.append(starts[1:], length)[:, None]
+    return (np.minimum(ends, edges[1:]) - np.maximum(starts[:, None], edges[:-1])).clip(min=0)
+
+
+def block_mask(states, rule, queries, keys):
+    """BlockMask of states (B, query tiles, key tiles) from tile_states, equal to create_block_mask(rule, ...)."""
+    blocks = []
+    for state in (SOME, ALL):
+        where = (states[:, None] == state).int()
+        blocks += [where.sum(-1, dtype=torch.int32), where.argsort(dim=-1, descending=True, stable=True).int()]
+    return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=TILE, mask_mod=rule, seq_lengths=(queries, keys))
+
+
+def attention_masks(doc, block, n_noisy, states=None):
+    """(mask of noisy queries over all keys, mask of clean queries over clean keys), for attention().
+
+    With states (tile_states, on the device of doc and block) BlockMasks, else (B, 1, queries, keys) bool.
+    """
+    (rows, length), device = doc.shape, doc.device
+    rule, n_clean = attends(doc, block, n_noisy), length - n_noisy
+
+    def clean_rule(b, h, q, k):
+        return rule(b, h, q + n_noisy, k + n_noisy)
+    if states is not None:
+        return block_mask(states[0], rule, n_noisy, length), block_mask(states[1], clean_rule, n_clean, n_clean)
+    b = torch.arange(rows, device=device)[:, None, None]
+    at = torch.arange(length, device=device)
+    return (rule(b, 0, at[:n_noisy, None], at)[:, None],
+            clean_rule(b, 0, at[:n_clean, None], at[:n_clean])[:, None])
+
+
+@torch.compiler.disable     # a graph of its own: inside a compiled layer torch 2.13's CPU kernel misread its input
+def sparse_attention(q, k, v, mask):
+    return (compiled_flex if q.is_cuda else flex_attention)(q, k, v, block_mask=mask)
+
+
+def attention(q, k, v, mask):
+    """Attention of q (B, heads, queries, D) to k, v (B, heads, keys, D) where mask allows it -> like q."""
+    if isinstance(mask, BlockMask):
+        return sparse_attention(q, k, v, mask)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layers
+
+
+class Norm(nn.Module):
+    """Layer norm in float32 with a weight and no bias."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        return F.layer_norm(x.float(), x.shape[-1:], self.weight.float(), eps=1e-5)
+
+
+def modulate(x, shift, scale):
+    return x * (1 + scale) + shift
+
+
+def rotate(x, cos, sin):
+    """Rotary embedding of x (B, S, heads, D) in float32; cos, sin (B, S, 1, D / 2)."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+class Layer(nn.Module):
+    """One transformer layer under adaLN-zero. Every layer starts as the identity."""
+
+    def __init__(self, config):
+        super().__init__()
+        size = config.hidden_size
+        self.heads, self.dropout = config.heads, config.dropout
+        self.norm_attention, self.norm_mlp = Norm(size), Norm(size)
+        self.qkv = nn.Linear(size, 3 * size, bias=False)
+        self.out = nn.Linear(size, size, bias=False)
+        self.up, self.down = nn.Linear(size, 4 * size), nn.Linear(4 * size, size)
+        self.modulation = nn.Linear(config.cond_size, 6 * size)
+
+    def forward(self, x, condition, cos, sin, n_noisy, noisy_mask, clean_mask=None, past=None):
+        """x (B, S, H) -> the same, or (B, n_noisy, H) without clean_mask: the last layer's clean half gives keys only.
+
+        condition (1, 1, cond_size). past: (keys, values) (B, heads, P, D) of earlier clean tokens, seen where
+        noisy_mask (B, 1, S, P + S) says; then this returns (x, (keys, values) of x).
+        """
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition).chunk(6, dim=-1)
+        qkv = self.qkv(modulate(self.norm_attention(x), shift1, scale1)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.unbind(2)
+        q, k, v = (t.to(v.dtype).transpose(1, 2) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+        new = k, v
+        if past is not None:
+            k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
+        out = attention(q[:, :, :n_noisy], k, v, noisy_mask)
+        if clean_mask is not None:
+            clean = attention(q[:, :, n_noisy:], k[:, :, n_noisy:], v[:, :, n_noisy:], clean_mask)
+            out = torch.cat([out, clean], dim=2)
+        x = x[:, :out.shape[2]]
+        x = x + gate1 * self.drop(self.out(out.transpose(1, 2).flatten(2)))
+        mlp = self.down(F.gelu(self.up(modulate(self.norm_mlp(x), shift2, scale2)), approximate="tanh"))
+        x = x + gate2 * self.drop(mlp)
+        return x if past is None else (x, new)
+
+    def drop(self, x):
+        return F.dropout(x, self.dropout, self.training)
+
+
+class DiT(nn.Module):
+    """The whole network. forward is what training wraps; extend and logits are what the sampler calls."""
+
+    def __init__(self, config, backend="sdpa", recompute=None):
+        """backend: "flex" (on a CPU forward only) or "sdpa". recompute: of recomputation.MODES, or None."""
+        super().__init__()
+        self.config, self.backend, self.call = config, backend, recomputation.caller(recompute)
+        size, cond = config.hidden_size, config.cond_size
+        self.embed = nn.Embedding(config.vocab_size, size)
+        self.condition_in, self.condition_out = nn.Linear(FREQUENCIES, cond), nn.Linear(cond, cond)
+        self.layers = nn.ModuleList([Layer(config) for _ in range(config.layers)])
+        self.norm = Norm(size)
+        self.modulation = nn.Linear(cond, 2 * size)
+        self.head = nn.Linear(size, config.vocab_size)
+        self._masks = None, None        # layout, its masks: rows of one layout share them
+        nn.init.kaiming_uniform_(self.embed.weight, a=math.sqrt(5))
+        for linear in [self.head, self.modulation, *(layer.modulation for layer in self.layers)]:
+            nn.init.zeros_(linear.weight)
+            nn.init.zeros_(linear.bias)
+
+    def condition(self):
+        """(1, 1, cond_size): the embedding of noise level 0, whose cosines are 1 and sines 0."""
+        wave = (torch.arange(FREQUENCIES, device=self.embed.weight.device) < FREQUENCIES // 2).float()
+        return F.silu(self.condition_out(F.silu(self.condition_in(wave))))[None, None]
+
+    def rope(self, position):
+        """(cos, sin) of (B, S) positions, each (B, S, 1, D / 2) float32."""
+        half = self.config.hidden_size // self.config.heads // 2
+        frequency = THETA ** (-torch.arange(half, device=position.device, dtype=torch.float32) / half)
+        angle = position[..., None, None] * frequency
+        return angle.cos(), angle.sin()
+
+    def hidden_states(self, inputs):
+        """Final hidden states (B, N, H) of the noisy copies. inputs: bd3lm.Inputs."""
+        n = inputs.n_noisy
+        if inputs.layout is None or self._masks[0] != inputs.layout:
+            states = (inputs.noisy_tiles, inputs.clean_tiles) if self.backend == "flex" else None
+            self._masks = inputs.layout, attention_masks(inputs.doc, inputs.block, n, states)
+        noisy_mask, clean_mask = self._masks[1]
+        x = self.embed(inputs.tokens).float()
+        cos, sin = self.rope(inputs.position)
+        condition = self.condition()
+        for number, layer in enumerate(self.layers):
+            mask = clean_mask if number + 1 < len(self.layers) else None
+            given = (x, condition, cos, sin, n, noisy_mask, mask)
+            x = self.call(layer, *given) if self.training else layer(*given)
+        return x
+
+    def logits(self, hidden):
+        """(..., H) -> (..., V) float32; the mask token's is -inf (SUBS: it is never the answer)."""
+        shift, scale = self.modulation(self.condition()[0, 0]).chunk(2, dim=-1)
+        logits = self.head(modulate(self.norm(hidden), shift, scale)).float()
+        logits[..., self.config.mask_id] = -torch.inf
+        return logits
+
+    def row_losses(self, hidden, labels):
+        return F.cross_entropy(self.logits(hidden), labels, reduction="none")
+
+    def forward(self, inputs):
+        """Cross-entropy (R,) float32 of the clean token at each of inputs.rows; no row gives an empty tensor."""
+        rows = self.hidden_states(inputs).flatten(0, 1).index_select(0, inputs.rows)
+        if len(rows) <= HEAD_ROWS:
+            return self.row_losses(rows, inputs.labels)
+        parts = zip(rows.split(HEAD_ROWS), inputs.labels.split(HEAD_ROWS))
+        return torch.cat([checkpoint(self.row_losses, *part, use_reentrant=False) for part in parts])
+
+    def extend(self, tokens, position, mask, past):
+        """Hidden states (B, T, H) of one more block behind cached ones, and its own [(keys, values)] for the cache.
+
+        tokens, position (B, T). past: [(keys, values)] of every layer, (B, heads, P, D). mask (B, 1, T, P + T) bool:
+        what each of the block's tokens sees, cached keys first.
+        """
+        x, new = self.embed(tokens).float(), []
+        cos, sin = self.rope(position)
+        condition = self.condition()
+        for layer, pair in zip(self.layers, past):
+            x, own = layer(x, condition, cos, sin, tokens.shape[1], mask, past=pair)
+            new.append(own)
+        return x, new
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names and work
+
+
+# the same parameter in the official code (github.com/kuleshov-group/bd3lms, models/dit.py) and here
+OFFICIAL_NAMES = (
+    (r"vocab_embed\.embedding", "embed.weight"),
+    (r"sigma_map\.mlp\.0\.", "condition_in."),
+    (r"sigma_map\.mlp\.2\.", "condition_out."),
+    (r"blocks\.(\d+)\.norm1\.", r"layers.\1.norm_attention."),
+    (r"blocks\.(\d+)\.norm2\.", r"layers.\1.norm_mlp."),
+    (r"blocks\.(\d+)\.attn_(qkv|out)\.", r"layers.\1.\2."),
+    (r"blocks\.(\d+)\.mlp\.0\.", r"layers.\1.up."),
+    (r"blocks\.(\d+)\.mlp\.2\.", r"layers.\1.down."),
+    (r"blocks\.(\d+)\.adaLN_modulation\.", r"layers.\1.modulation."),
+    (r"output_layer\.norm_final\.", "norm."),
+    (r"output_layer\.adaLN_modulation\.", "modulation."),
+    (r"output_layer\.linear\.", "head."),
+)
+
+
+def load_official_state_dict(model, state):
+    """Load a state dict with the official names, with or without "backbone." before them, into a DiT.
+
+    The rotary buffer of older files is computed here and left out. Raises KeyError naming what is missing, unknown, or
+    of another shape.
+    """
+    renamed = {}
+    for name, tensor in state.items():
+        name = name.removeprefix("backbone.")
+        if name == "rotary_emb.inv_freq":
+            continue
+        ours = next((re.sub(f"^{theirs}", ours, name) for theirs, ours in OFFICIAL_NAMES if re.match(theirs, name)),
+                    None)
+        if ours is None:
+            raise KeyError(f"{name} is no parameter of the official DiT")
+        renamed[ours] = tensor
+    own = model.state_dict()
+    wrong = [name for name, tensor in own.items() if name not in renamed or renamed[name].shape != tensor.shape]
+    if wrong or len(renamed) != len(own):
+        raise KeyError(f"missing, or of another shape: {wrong}; not wanted: {sorted(renamed.keys() - own.keys())}")
+    model.load_state_dict(renamed)
+
+
+def flops(config, tokens, rows, pairs):
+    """Model FLOPs of forward and backward (three times the forward). tokens: noisy and clean ones; rows: masked ones
+    that reach the head; pairs: (query, key) pairs that may attend. Padding and recomputation are not counted.
+    """
+    size = config.hidden_size
+    matrices = 2 * tokens * 12 * size * size * config.layers + 2 * rows * size * config.vocab_size
+    return 3 * (matrices + 4 * size * pairs * config.layers)

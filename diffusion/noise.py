@@ -1,0 +1,312 @@
+"""Block diffusion: noise on blocks, the loss that bounds their likelihood, averaged weights, and loading a checkpoint.
+
+A batch (Blocks) becomes what the network is fed (Inputs) here, on the CPU, from random numbers that depend on the seed
+and the step alone. So any split of a step over ranks and micro-steps trains the same, a resumed run goes on exactly,
+and the number of masked tokens is known without asking the GPU.
+
+    -log p(x) <= sum over blocks of  E_t E_mask [ w(t) * sum over masked tokens of -log p(token | noisy block, past) ]
+
+Each target of a block is masked with probability p(t), t in (0, 1]; w(t) = p'(t) / p(t). SUBS: other tokens have no
+loss and the mask token no probability. Sources: BD3-LM (arXiv 2503.09573) and its code
+(github.com/kuleshov-group/bd3lms), MDLM (arXiv 2406.07524).
+
+Own module of train_bd3lm.py and sample_bd3lm.py. Copy with it: dit.py, loading.py, tensor_files.py,
+parallel.py.
+"""
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from common import loading, tensor_files
+from common.parallel import UserError
+from diffusion import dit
+
+FULL = (1e-3, 1.0)          # the range of t for the bound itself; a bound equal to one of these is not enforced
+NOISE = {"train": 1, "validation": 2, "search": 3}      # purposes of random numbers
+COSINE_FLOOR = 1e-3         # masked share of the cosine schedule at t = 0
+
+
+class Blocks(NamedTuple):
+    """Rows of documents cut into numbered blocks; everything on the CPU."""
+    input_ids: torch.Tensor     # (B, L) int64   clean tokens, anything on padding
+    position: torch.Tensor      # (B, L) int64   rotary position in the document
+    doc: torch.Tensor           # (B, L) int64   document in the row, -1 on padding
+    block: torch.Tensor         # (B, L) int64   block in the document
+    target: torch.Tensor        # (B, L) bool    may be masked, and is in the loss
+    region: torch.Tensor        # (B, L) int64   for reports: 0 question, 1 plan or answer, 2 execution, 3 fill
+    noisy: torch.Tensor         # (B, N) int64   positions 0..L-1 that get a noisy copy, -1: none
+    group: torch.Tensor         # (B, L) int64   number of the (document, block) in the batch, which share one t; -1
+    n_groups: int
+    n_targets: int
+    documents: int
+    tokens: int                 # clean ones without padding
+    noisy_tiles: torch.Tensor   # (B, tiles, tiles) int8   dit.tile_states: what flex attention may skip
+    clean_tiles: torch.Tensor   # (B, tiles, tiles) int8
+
+    __reduce__ = loading.reduce
+
+
+class Inputs(NamedTuple):
+    """One noised batch: what DiT.forward takes."""
+    tokens: torch.Tensor        # (B, N + L) int64   noisy copies, then clean tokens
+    position: torch.Tensor      # (B, N + L) int64
+    doc: torch.Tensor           # (B, N + L) int32
+    block: torch.Tensor         # (B, N + L) int32
+    rows: torch.Tensor          # (R,) int64         masked targets, in the flat (B * N) noisy copies
+    labels: torch.Tensor        # (R,) int64         their clean tokens
+    weights: torch.Tensor       # (R,) float32       factor of their cross-entropy
+    places: torch.Tensor        # (R,) int64         where they stand in the flat (B * L) clean tokens
+    noisy_tiles: torch.Tensor   # as in Blocks
+    clean_tiles: torch.Tensor
+    n_noisy: int                # N
+    layout: bytes               # equal for batches that need the same attention mask
+
+    to = loading.to
+
+
+def send(tensor, device):
+    """A CPU tensor on a device; from pinned memory, since otherwise the host would wait for what the GPU has to do."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Random numbers and noise
+
+
+class Draws(NamedTuple):
+    """Uniform random numbers for some rows."""
+    levels: np.ndarray          # (G,) stratified over all groups drawn together: becomes t
+    counts: np.ndarray          # (G,) how many tokens of a group are masked, when the range is clipped
+    tokens: np.ndarray          # (B, L) which tokens are masked
+
+    def part(self, first_row, rows, first_group, groups):
+        """The numbers of some of the rows and of their groups."""
+        groups = slice(first_group, first_group + groups)
+        return Draws(self.levels[groups], self.counts[groups], self.tokens[first_row:first_row + rows])
+
+
+def draw(seed, purpose, number, groups, rows, length, permuted=True):
+    """Draws for `rows` rows of `length` tokens with `groups` groups together.
+
+    purpose: a key of NOISE; number: of the step or batch (an int or a tuple of ints). Each of the G strata [i / G,
+    (i + 1) / G) gives one level; permuted: to a random group. Otherwise group i gets stratum i as in the official code:
+    then the noise of a block depends on its place in the batch, and the plan of a lone problem is never fully masked.
+    """
+    number = number if isinstance(number, tuple) else (number,)
+    rng = np.random.default_rng((seed, NOISE[purpose], *number))
+    strata = rng.permutation(groups) if permuted else np.arange(groups)
+    return Draws((strata + rng.random(groups)) / max(1, groups), rng.random(groups), rng.random((rows, length)))
+
+
+SCHEDULES = ("loglinear", "square", "square_root", "log", "cosine")
+
+
+def mask_rate(t, schedule):
+    """p(t), the probability that a token is masked: float64 tensors."""
+    if schedule == "loglinear":
+        return t
+    if schedule == "square":
+        return t.square().clamp(min=1e-3)
+    if schedule == "square_root":
+        return t.sqrt()
+    if schedule == "log":
+        return torch.log1p(t) / math.log(2)
+    return 1 - (1 - COSINE_FLOOR) * torch.cos(math.pi / 2 * t)
+
+
+def bound_weight(t, schedule):
+    """w(t) = p'(t) / p(t), the factor that makes the masked cross-entropy a bound."""
+    if schedule == "loglinear":
+        return 1 / t
+    if schedule == "square":
+        return 2 * t / mask_rate(t, schedule)
+    if schedule == "square_root":
+        return 0.5 / t
+    if schedule == "log":
+        return 1 / (mask_rate(t, schedule) * math.log(2) * (1 + t))
+    return (1 - COSINE_FLOOR) * math.pi / 2 * torch.sin(math.pi / 2 * t) / mask_rate(t, schedule)
+
+
+def enforced(t_range):
+    """(low, high) share of masked tokens that a block must have under a clipped range, 0 and 1 where not enforced."""
+    low, high = t_range
+    clipped = tuple(t_range) != FULL
+    return (low if clipped and low > FULL[0] else 0.0), (high if clipped and high < FULL[1] else 1.0)
+
+
+def allowed_counts(n, t_range):
+    """(fewest, most) masked tokens of blocks with n (G,) targets; fewest > most where no number lies in the range."""
+    low, high = enforced(t_range)
+    return torch.ceil(low * n - 1e-9).long(), torch.floor(high * n + 1e-9).long()
+
+
+def range_fits(t_range, block_size):
+    """Whether some number of masked tokens of a full block, not none, lies in the range."""
+    fewest, most = allowed_counts(torch.tensor([float(block_size)]), t_range)
+    return bool(fewest <= most) and bool(most > 0)
+
+
+def check_range(t_range, block_size):
+    """Raise UserError for a range that is none, or that no number of masked tokens of a full block lies in."""
+    low, high = t_range
+    if not 0 < low <= high <= 1:
+        raise UserError(f"noise range {low:g} to {high:g}: it must lie above 0, up to 1, lower end first")
+    if not range_fits(t_range, block_size):
+        raise UserError(f"noise range {low:g} to {high:g}: no number of masked tokens out of {block_size} lies in it; "
+                        "widen it")
+
+
+def truncated_counts(n, rate, t_range, uniform):
+    """Masked tokens (G,) of blocks with n (G,) targets: binomial(n, rate) given that the share lies in t_range.
+
+    That is the law of drawing a block again until its share lies inside, as the official code does, without the loop.
+    Blocks too short to have any share inside, or only 0, get the nearest numbers on both sides, so that every token
+    is masked at times. rate, uniform: (G,) float64.
+    """
+    n = n.double()
+    fewest, most = allowed_counts(n, t_range)
+    fewest, most = torch.minimum(fewest, most), torch.maximum(fewest, most).clamp(min=1)
+    k = torch.arange(int(n.max()) + 1, dtype=torch.float64)
+    left, rate = (n[:, None] - k).clamp(min=0), rate.clamp(max=1 - 1e-12)[:, None]
+    log_pmf = torch.lgamma(n[:, None] + 1) - torch.lgamma(k + 1) - torch.lgamma(left + 1) \
+        + k * rate.log() + left * (-rate).log1p()
+    inside = (k >= fewest[:, None]) & (k <= most[:, None])
+    cdf = log_pmf.masked_fill(~inside, -torch.inf).softmax(1).cumsum(1)
+    counts = (cdf <= uniform[:, None] * cdf[:, -1:]).sum(1)
+    return torch.minimum(counts, most)
+
+
+def choose_masked(batch, rate, draws, t_range):
+    """(T,) bool over the targets of a batch (Blocks) in flat order: which are masked. rate: (G,) float64."""
+    group, uniform = batch.group[batch.target], torch.from_numpy(draws.tokens)[batch.target]
+    if enforced(t_range) == (0.0, 1.0) or not len(group):
+        return uniform <= rate[group]
+    n = torch.bincount(group, minlength=batch.n_groups)
+    counts = truncated_counts(n, rate, t_range, torch.from_numpy(draws.counts))
+    order = uniform.argsort()
+    order = order[group[order].argsort(stable=True)]        # by group, random inside
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order)) - (n.cumsum(0) - n)[group[order]]
+    return rank < counts[group]
+
+
+def diffuse(batch, draws, mask_id, t_range=FULL, schedule="loglinear", weighting="elbo"):
+    """Noise a batch (Blocks) with random numbers (Draws) -> Inputs.
+
+    t_range: t is uniform in it; a clipped one also clips the masked share of every block. weighting: "elbo" (w(t);
+    1 when the range starts above 0.5, as in the official code) or "ce" (1). Raises ValueError when a target has no
+    noisy copy or no group.
+    """
+    low, high = t_range
+    t = low + (high - low) * torch.from_numpy(draws.levels)
+    masked = torch.zeros(batch.target.shape, dtype=torch.bool)
+    masked[batch.target] = choose_masked(batch, mask_rate(t, schedule), draws, t_range)
+
+    copied, at = batch.noisy >= 0, batch.noisy.clamp(min=0)
+    clean = batch.input_ids.gather(1, at)
+    hidden = masked.gather(1, at) & copied
+    if hidden.sum() != masked.sum() or (batch.group[batch.target] < 0).any():
+        raise ValueError("a target has no noisy copy or no group")
+    places = (torch.arange(len(at))[:, None] * batch.target.shape[1] + at)[hidden]
+    if weighting == "elbo" and low <= 0.5:
+        weights = bound_weight(t, schedule)[batch.group.flatten()[places]].float()
+    else:
+        weights = torch.ones(len(places))
+    doc = torch.cat([batch.doc.gather(1, at).masked_fill(~copied, -1), batch.doc], 1).int()
+    block = torch.cat([batch.block.gather(1, at), batch.block], 1).int()
+    layout = hashlib.sha256(doc.numpy().tobytes() + block.numpy().tobytes()).digest()
+    return Inputs(torch.cat([clean.masked_fill(hidden, mask_id), batch.input_ids], 1),
+                  torch.cat([batch.position.gather(1, at), batch.position], 1), doc, block,
+                  hidden.flatten().nonzero()[:, 0], clean[hidden], weights, places,
+                  batch.noisy_tiles, batch.clean_tiles, at.shape[1], layout)
+
+
+def attended_pairs(batch):
+    """(query, key) pairs of a batch that may attend, padding aside: for counting work."""
+    length = batch.doc.shape[1]
+    row = torch.arange(len(batch.doc))[:, None]
+    at = batch.noisy.clamp(min=0)
+    doc_key = row * (length + 1) + batch.doc
+    keys = doc_key * (length + 1) + batch.block
+    live, copied = batch.doc >= 0, (batch.noisy >= 0) & (batch.doc.gather(1, at) >= 0)
+    blocks, inverse = keys[live].unique(return_inverse=True)
+    docs = torch.zeros(len(blocks), dtype=torch.int64)
+    docs[inverse] = doc_key[live]
+    clean = torch.bincount(inverse, minlength=len(blocks))
+    noisy = torch.bincount(torch.searchsorted(blocks, keys.gather(1, at)[copied]), minlength=len(blocks))
+    before = clean.cumsum(0) - clean
+    first = torch.searchsorted(docs, docs)                  # the first block of the same document
+    before = before - before[first]
+    return int((noisy * (noisy + before) + clean * (clean + before)).sum())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Averaged weights, checkpoints
+
+
+def local(tensor):
+    """This rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Average:
+    """Exponential moving average of a model's weights: decay min(decay, (1 + n) / (10 + n)) at update n = 1, 2, ..."""
+
+    def __init__(self, model, decay):
+        """Make it when the weights are in place and sharded, if they will be."""
+        self.decay = decay
+        self.parameters = dict(model.named_parameters())
+        self.shadow = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.updates = torch.zeros((), device=local(next(iter(self.shadow.values()))).device)
+
+    def _pair(self):
+        return ([local(t.detach()) for t in tensors.values()] for tensors in (self.parameters, self.shadow))
+
+    @torch.no_grad()
+    def update(self, skip=0.0):
+        """Move towards the weights, unless skip (number or 0-d tensor on the device) is 1; no host sync."""
+        self.updates += 1 - skip
+        decay = ((1 + self.updates) / (10 + self.updates)).clamp(max=self.decay)
+        weights, shadow = self._pair()
+        difference = torch._foreach_sub(weights, shadow)
+        torch._foreach_mul_(difference, (1 - decay) * (1 - skip))
+        torch._foreach_add_(shadow, difference)
+
+    @torch.no_grad()
+    def swap(self):
+        """Exchange the model's weights and the averaged ones, in place; again to undo. FSDP2: reshard before."""
+        for weight, shadow in zip(*self._pair()):
+            kept = weight.clone()
+            weight.copy_(shadow)
+            shadow.copy_(kept)
+
+
+def load_checkpoint(folder, ema=True, backend="sdpa"):
+    """(DiT on the CPU in eval mode, config.json as a dict) of a checkpoint folder; ema: the averaged weights.
+
+    Raises UserError when the folder holds no such model.
+    """
+    folder = Path(folder)
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        model = dit.DiT(dit.Config(**config["model"]), backend)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder}: no checkpoint of train_bd3lm.py (config.json: {error})")
+    load_weights(dict(model.named_parameters()), folder, "ema" if ema else "model")
+    return model.eval(), config
+
+
+def load_weights(tensors, folder, stem):
+    """Fill {name: tensor}, plain or sharded, from <stem>.safetensors (one file or several) of a checkpoint folder."""
+    parts = {name: [part] for name, part in
+             tensor_files.open_tensors(tensor_files.files_in(folder, stem)).items()}
+    if problem := tensor_files.compare({name: t.shape or (1,) for name, t in tensors.items()}, parts):
+        raise UserError(f"{folder}: its {stem} weights do not fit this model: {problem}")
+    for name, tensor in tensors.items():
+        tensor_files.read_into(tensor.detach(), parts[name])

@@ -1,0 +1,255 @@
+"""GSM8K and HDP files -> problems; GPT-2's tokenizer (or another byte-level BPE) with a system's special tokens.
+
+Reads JSONL, JSON, dataset folders (JSONL, parquet, arrow) and hub names. Whatever cannot be used is one line that names
+the file and the sample. Special tokens follow kuleshov-group/bd3lms (gsm8k: a mask behind GPT-2's vocabulary) and
+ngocbao220/hdp-diffusion (hdp: five tokens in that order), both Apache-2.0.
+
+Own module of train_bd3lm.py and sample_bd3lm.py. Copy with it: parallel.py (for UserError).
+"""
+import functools
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from common.parallel import UserError, problem_text
+
+SYSTEMS = ("gsm8k", "hdp")
+END = "<|endoftext|>"
+MARKERS = {"gsm8k": ("<|mask|>",), "hdp": ("<|pad|>", "<|plan|>", "<|execution|>", "<|answer|>", "<|mask|>")}
+NUMBER = re.compile(r"(?:(?<![\d)])-)?\d[\d,]*(?:\.\d+)?")       # the minus of 5-3 is no sign
+HUB_NAME = re.compile(r"(?!.*\.jsonl?$)\w[\w.-]*(/[\w.-]+)?")      # openai/gsm8k, gpt2
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")     # json joins pairs, so that whatever is left stands alone
+CALCULATOR = re.compile(r"<<[^<>]*>>")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files -> problems
+
+
+@dataclass
+class Problem:
+    """One problem. name says where it stands in the user's files; answer is the final number as text."""
+    name: str
+    question: str
+    solution: str           # gsm8k: the worked answer with its last line `#### N`; hdp: the execution
+    answer: str
+    plan: str = ""          # hdp only
+
+
+def read_problems(path, split, system, strip_calculator=False):
+    """List of Problems of a JSONL or JSON file, a dataset folder or a hub dataset (both: its `split`).
+
+    strip_calculator removes GSM8K's <<48/2=24>> marks. Raises UserError with every problem that cannot be used.
+    """
+    problems, wrong = [], []
+    for name, entry in read_entries(path, split):
+        try:
+            problems.append(parse_problem(name, entry, system, strip_calculator))
+        except ValueError as error:
+            wrong.append(f"{name}: {error}")
+    if wrong:
+        raise UserError(problem_text(wrong))
+    if not problems:
+        raise UserError(f"{path}: holds no problems")
+    return problems
+
+
+def parse_problem(name, entry, system, strip_calculator):
+    """One JSON object -> Problem; ValueError says what is wrong and what to do."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"is a {type(entry).__name__}, not an object with 'question'")
+    keys = ("question", "answer") if system == "gsm8k" else ("question", "plan", "execution", "answer")
+    for key in keys:
+        if not isinstance(entry.get(key), str) or not entry[key].strip():
+            hint = "; make plans with make_problems.py plans" if key in ("plan", "execution") else ""
+            raise ValueError(f"has no {key!r} (a text that is not empty){hint}")
+        if LONE_SURROGATE.search(entry[key]):
+            raise ValueError(f"its {key!r} holds half of a surrogate pair (\\ud800 to \\udfff); write it whole")
+    question, solution = entry["question"].strip(), entry[keys[-2] if system == "hdp" else "answer"].strip()
+    if strip_calculator:
+        solution = CALCULATOR.sub("", solution)
+    answer = entry["answer"].strip()
+    if system == "gsm8k":
+        marker, answer = solution.rpartition("####")[1:]
+        if not marker:
+            raise ValueError("its 'answer' has no '#### N' line; add the final number behind ####")
+        answer = answer.strip()
+    if not NUMBER.fullmatch(answer):
+        raise ValueError(f"its final answer {answer!r} is not a number")
+    return Problem(name, question, solution, answer, entry["plan"].strip() if system == "hdp" else "")
+
+
+def read_entries(path, split):
+    """Yield (name, JSON value) of the problems of a file, folder or hub dataset; UserError when it cannot be read."""
+    file = Path(path)
+    if not file.exists():
+        if "/" not in str(path) or not HUB_NAME.fullmatch(str(path)):
+            raise UserError(f"{path}: no such file or folder")
+        file = download_dataset(path)
+    if file.is_dir():
+        file = find_split(file, split)
+    if isinstance(file, list):      # parquet or arrow
+        yield from ((f"{file[0].parent} {split} sample {i}", entry) for i, entry in enumerate(arrow_entries(file)))
+        return
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: cannot be read ({error}); give a JSONL or JSON file in UTF-8")
+    if not text.strip():
+        raise UserError(f"{file}: is empty")
+    if text.lstrip()[0] == "[":
+        for i, entry in enumerate(parse_json(text, file)):
+            label = entry.get("id") if isinstance(entry, dict) else None
+            label = LONE_SURROGATE.sub("?", f" ({label})") if label else ""
+            yield f"{file} sample {i}{label}", entry
+        return
+    for number, line in enumerate(text.split("\n"), 1):     # splitlines() would also cut at characters inside strings
+        if line.strip():
+            yield f"{file} line {number}", parse_json(line, file, number)
+
+
+def parse_json(text, file, line=1):
+    """JSON text that starts at this line of a file -> value; UserError names the place."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}: not valid JSON at line {line + error.lineno - 1} column {error.colno}: {error.msg}")
+    except (ValueError, RecursionError) as error:       # a number of thousands of digits, thousands of open brackets
+        raise UserError(f"{file}: JSON that cannot be read, from line {line} on: {error}")
+
+
+def find_split(folder, split):
+    """The JSONL or JSON file of a split in a dataset folder, or its list of parquet or arrow files."""
+    for name in (f"{split}.jsonl", f"{split}.json"):
+        if (folder / name).is_file():
+            return folder / name
+    for pattern in (f"main/{split}-*.parquet", f"{split}-*.parquet", f"data/{split}-*.parquet", f"{split}/*.arrow"):
+        if files := sorted(folder.glob(pattern)):
+            return files
+    raise UserError(f"{folder}: has no {split}.jsonl, {split}.json, {split}-*.parquet (also in main/ or data/) or "
+                    f"{split}/*.arrow")
+
+
+def arrow_entries(files):
+    """Yield the rows of parquet files, or of the arrow files that datasets' save_to_disk writes, as dicts."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(f"{files[0]}: pip install pyarrow to read it, or give JSONL")
+    for file in files:
+        try:
+            if file.suffix == ".parquet":
+                table = pyarrow.parquet.read_table(file)
+            else:
+                with pyarrow.memory_map(str(file)) as source:
+                    table = pyarrow.ipc.open_stream(source).read_all()
+        except (OSError, pyarrow.ArrowException) as error:
+            raise UserError(f"{file}: cannot be read ({error})")
+        yield from table.to_pylist()
+
+
+def download_dataset(name):
+    """Folder of a hub dataset (openai/gsm8k), downloaded or from the cache; UserError when it cannot be had."""
+    from huggingface_hub import snapshot_download
+    try:
+        return Path(snapshot_download(str(name), repo_type="dataset", allow_patterns=["*.json*", "*.parquet"]))
+    except Exception as error:      # a dozen kinds: no network, no such name, not allowed
+        raise UserError(f"{name}: no such file or folder, and no dataset that could be downloaded "
+                        f"({type(error).__name__}); give a path, or a hub name when online")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizer
+
+
+@dataclass
+class Tokens:
+    """A byte-level BPE tokenizer with the special tokens of a system; ids that a system lacks are -1."""
+    tokenizer: Tokenizer
+    vocab_size: int         # rows of the model's embedding: GPT-2 has 50,258 with gsm8k's mask, 50,262 with hdp's five
+    bos: int
+    end: int                # ends the answer (gsm8k) or a region (hdp)
+    pad: int
+    plan: int
+    execution: int
+    answer: int
+    mask: int
+
+    @functools.cached_property
+    def special(self):
+        """Ids that no text of a problem may hold."""
+        return {self.tokenizer.token_to_id(name) for name in (END, *MARKERS["hdp"])} - {None}
+
+    def encode(self, text):
+        """Text -> list of ids."""
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_all(self, texts):
+        """List of texts -> list of lists of ids."""
+        return [e.ids for e in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+    def decode(self, ids):
+        """Ids -> text, special tokens spelled out."""
+        return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def save(self, folder):
+        """Write folder/tokenizer.json, which load_tokenizer reads back."""
+        self.tokenizer.save(str(Path(folder) / "tokenizer.json"))
+
+
+def load_tokenizer(name, system):
+    """Tokens from a tokenizer.json, a folder (tokenizer.json, or GPT-2's two files), or a hub name such as gpt2."""
+    path = Path(name)
+    hint = "give a folder with tokenizer.json or with GPT-2's encoder.json and vocab.bpe, or gpt2 when online"
+    try:
+        if path.is_dir():
+            tokenizer = tokenizer_from_folder(path)
+        else:
+            tokenizer = Tokenizer.from_file(str(path if path.exists() else download_tokenizer(name, hint)))
+    except UserError:
+        raise
+    except Exception as error:      # the tokenizers library raises bare Exceptions
+        raise UserError(f"--tokenizer {name}: is not a tokenizer ({str(error).partition(chr(10))[0]:.120}); {hint}")
+    end = tokenizer.token_to_id(END)
+    if end is None:
+        raise UserError(f"--tokenizer {name}: has no token {END}; take GPT-2's")
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    tokenizer.add_special_tokens([END, *MARKERS[system]])
+    used, size = set(tokenizer.get_vocab().values()), tokenizer.get_vocab_size()
+    if used != set(range(size)):        # the model's embedding has a row for each of 0 to size - 1
+        raise UserError(f"--tokenizer {name}: its {size} tokens have ids up to {max(used)}, with gaps; {hint}")
+    ids = {m: tokenizer.token_to_id(m) for m in MARKERS[system]}
+    last = ids.get("<|pad|>", end)
+    return Tokens(tokenizer, size, end if system == "gsm8k" else -1, last, last,
+                  *(ids.get(m, -1) for m in ("<|plan|>", "<|execution|>", "<|answer|>")), ids["<|mask|>"])
+
+
+def download_tokenizer(name, hint):
+    """tokenizer.json of a hub model, downloaded or from the cache."""
+    from huggingface_hub import hf_hub_download
+    if not HUB_NAME.fullmatch(str(name)):
+        raise UserError(f"--tokenizer {name}: no such file or folder; {hint}")
+    try:
+        return hf_hub_download(str(name), "tokenizer.json")
+    except Exception as error:      # a dozen kinds: no network, no such name, not allowed
+        raise UserError(f"--tokenizer {name}: no such file or folder, and nothing that could be downloaded "
+                        f"({type(error).__name__}); {hint}")
+
+
+def tokenizer_from_folder(folder):
+    """tokenizer.json, or OpenAI's (encoder.json, vocab.bpe) or transformers' (vocab.json, merges.txt) GPT-2 files."""
+    if (folder / "tokenizer.json").exists():
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for vocabulary, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
+        if (folder / vocabulary).exists() and (folder / merges).exists():
+            tokenizer = Tokenizer(models.BPE.from_file(str(folder / vocabulary), str(folder / merges)))
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            tokenizer.decoder = decoders.ByteLevel()
+            return tokenizer
+    raise UserError(f"--tokenizer {folder}: has neither tokenizer.json nor encoder.json with vocab.bpe nor vocab.json "
+                    "with merges.txt")

@@ -1,0 +1,238 @@
+"""Answer GSM8K or HDP problems with a block-diffusion model: texts, exact match, network passes, tokens per second.
+
+    python diffusion/sample_bd3lm.py --checkpoint out --test_file test.jsonl
+    python diffusion/sample_bd3lm.py --checkpoint out/checkpoint-5000 --test_file test.jsonl --order confidence --threshold 0.9
+
+Everything is conditioned on the question. gsm8k: the answer block by block until <|endoftext|>. hdp: first the plan
+until its end token, then, behind the finished plan, the execution with <|answer|>. Strict exact match takes the number
+behind #### (hdp: behind <|answer|>) and compares texts as openai/grade-school-math does; flexible takes the last number
+in the text and compares values. NFE is the mean number of network passes a problem needed.
+
+Files to copy with it: blocks.py problems.py sampler.py noise.py dit.py (its own), checkpoint.py loading.py
+packing.py parallel.py tensor_files.py watchdog.py recomputation.py (shared).
+"""
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
+
+from common import checkpoint, parallel
+from common.parallel import UserError
+from diffusion import blocks, noise, sampler
+from diffusion.problems import load_tokenizer, read_problems
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags
+
+
+def build_parser():
+    p = argparse.ArgumentParser(description="Answer problems with a block-diffusion model.", allow_abbrev=False,
+                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument("--checkpoint", required=True, help="checkpoint folder, or the trainer's OUTPUT_DIR")
+    p.add_argument("--pick", choices=("best", "newest"), default="best",
+                   help="of an OUTPUT_DIR: the checkpoint with the lowest validation bound, or the newest one")
+    p.add_argument("--ema", action=argparse.BooleanOptionalAction, default=True, help="take the averaged weights")
+    p.add_argument("--test_file", required=True,
+                   help="problems in the form the model was trained on: JSONL, JSON, dataset folder, or hub name")
+    p.add_argument("--split", default="test", help="split of a dataset folder or hub name")
+    p.add_argument("--limit", type=int, default=0, help="answer only the first so many problems, 0 = all")
+    p.add_argument("--drop_too_long", action="store_true",
+                   help="count problems whose question does not fit as wrong instead of stopping")
+    p.add_argument("--batch_size", type=int, default=64, help="problems answered side by side")
+    p.add_argument("--order", choices=sampler.ORDERS, default="first_hitting",
+                   help="which masked tokens a pass fills: one at random, the surest ones, or all that are sure enough")
+    p.add_argument("--tokens_per_step", type=int, default=1, help="top_k: tokens a pass")
+    p.add_argument("--threshold", type=float, default=0.9, help="confidence: probability a token must have, 0 to 1")
+    p.add_argument("--temperature", type=float, default=0.0, help="0 = the likeliest token, 1 = as the model says")
+    p.add_argument("--top_p", type=float, default=1.0, help="nucleus: draw from the likeliest tokens up to this share")
+    p.add_argument("--use_cache", action=argparse.BooleanOptionalAction, default=True,
+                   help="keep keys and values of finished blocks; no-: compute them again in every pass")
+    p.add_argument("--seed", type=int, default=0, help="of order and temperature")
+    p.add_argument("--bf16", action="store_true", help="bfloat16 compute")
+    p.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    p.add_argument("--show", type=int, default=3, help="answers to print")
+    p.add_argument("--output", help="JSON file for all answers (default: beside the checkpoint)")
+    return p
+
+
+def check_flags(args):
+    """Raise UserError for values that make no sense, or would do nothing."""
+    def need(good, message):
+        if not good:
+            raise UserError(message)
+
+    for flag in ("batch_size", "tokens_per_step"):
+        need(getattr(args, flag) >= 1, f"--{flag} is {getattr(args, flag)}; it must be at least 1")
+    for flag in ("limit", "show", "seed"):
+        need(getattr(args, flag) >= 0, f"--{flag} is {getattr(args, flag)}; it must be 0 or more")
+    need(0 <= args.temperature < math.inf, f"--temperature is {args.temperature}; it must be 0 or more and finite")
+    for flag in ("top_p", "threshold"):
+        need(0 < getattr(args, flag) <= 1, f"--{flag} is {getattr(args, flag)}; it must be above 0, up to 1")
+    need(args.top_p == 1 or args.temperature > 0, "--top_p does nothing at --temperature 0; set --temperature 1")
+    need(args.tokens_per_step == 1 or args.order == "top_k", "--tokens_per_step needs --order top_k")
+    need(args.threshold == 0.9 or args.order == "confidence", "--threshold needs --order confidence")
+    need(not args.output or not Path(args.output).is_dir(), f"--output {args.output} is a folder; give a file")
+    need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: torch sees no GPU here")
+
+
+def find_checkpoint(name, pick):
+    """The checkpoint folder that --checkpoint and --pick mean; raises UserError when there is none that is whole."""
+    folder = Path(name)
+    if not folder.is_dir():
+        raise UserError(f"--checkpoint {name}: no such folder")
+    if checkpoint.checkpoints(folder):
+        folder = checkpoint.newest_whole(folder)
+        if folder is None:
+            raise UserError(f"--checkpoint {name}: every checkpoint in it is damaged")
+        best = checkpoint.load_meta(folder)["best_step"]
+        if pick == "best" and best is not None and not checkpoint.damage(folder.parent / f"checkpoint-{best}"):
+            folder = folder.parent / f"checkpoint-{best}"
+    elif wrong := checkpoint.damage(folder):
+        raise UserError(f"--checkpoint {name}: is no checkpoint, and holds none ({wrong})")
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Answers
+
+
+def answer_batch(model, states, tokens, layout, args, generator):
+    """Generate for problems with these gsm8k.question_state states -> list of dicts.
+
+    They hold text, hdp's also plan; forwards, the network passes; tokens, generated ones up to and with the end token;
+    ended, whether every region found its end by itself.
+    """
+    options = {"order": args.order, "tokens_per_step": args.tokens_per_step, "threshold": args.threshold,
+               "temperature": args.temperature, "top_p": args.top_p, "use_cache": args.use_cache,
+               "generator": generator}
+    contexts, pinned = zip(*states)
+    answers = [{"forwards": 0, "tokens": 0, "ended": True} for _ in states]
+    for region in (blocks.PLAN, blocks.EXECUTION) if layout.system == "hdp" else (blocks.PLAN,):
+        rooms = [blocks.room(first, region, layout) for _, first in pinned]
+        written = sampler.generate(model, contexts, pinned, rooms, layout.region_block(region), tokens.end,
+                                         **options)
+        finished = [blocks.finish_region(w.ids, len(ids), tokens.end)[0] for w, (ids, _) in zip(written, pinned)]
+        for answer, w, ids, (given, _) in zip(answers, written, finished, pinned):
+            body = ids[len(given):]
+            name = "plan" if layout.system == "hdp" and region == blocks.PLAN else "text"
+            answer[name] = blocks.region_text(ids, len(given), tokens)
+            answer["forwards"] += w.forwards
+            answer["tokens"] += body.index(tokens.end) + 1 if w.ended else len(body)
+            answer["ended"] &= w.ended
+        if name == "plan":
+            contexts, pinned = zip(*[blocks.execution_state(context, ids, tokens, layout)
+                                     for context, ids in zip(contexts, finished)])
+    return answers
+
+
+def usable_states(problems, tokens, layout, drop_too_long):
+    """[question_state or None] of all problems: None where the question is too long and that is allowed."""
+    states, wrong = [], []
+    for problem in problems:
+        try:
+            states.append(blocks.question_state(problem, tokens, layout))
+        except UserError as error:
+            states.append(None)
+            wrong.append(str(error))
+    if wrong and not drop_too_long:
+        raise UserError(parallel.problem_text(wrong) + "\nfix: shorten them, or --drop_too_long counts them as wrong")
+    return states
+
+
+def answer_all(model, problems, tokens, layout, args, device):
+    """(list of dicts, one a problem, in order; seconds the model took)."""
+    states = usable_states(problems, tokens, layout, args.drop_too_long)
+    empty = {"text": "", "forwards": 0, "tokens": 0, "ended": False}
+    answers = [{"name": p.name, "question": p.question, "answer": p.answer, **empty} for p in problems]
+    todo = [i for i, state in enumerate(states) if state is not None]
+    todo.sort(key=lambda i: states[i][0].shape[1])      # questions of like length side by side: less padding
+    seconds, batches = 0.0, [todo[a:a + args.batch_size] for a in range(0, len(todo), args.batch_size)]
+    for number, batch in enumerate(batches, 1):
+        generator = torch.Generator(device).manual_seed(args.seed + 1_000_003 * number)
+        began = time.monotonic()
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+            written = answer_batch(model, [states[i] for i in batch], tokens, layout, args, generator)
+        seconds += time.monotonic() - began     # ids are on the host by now, so the device is done
+        for i, answer in zip(batch, written):
+            answers[i] |= answer
+        done = [answers[i] for part in batches[:number] for i in part]
+        print(f"batch  {number:>4}/{len(batches)} | problems {len(done):>5} | "
+              f"{sum(a['tokens'] for a in done) / seconds:>8,.1f} tok/s | "
+              f"NFE {np.mean([a['forwards'] for a in done]):6.1f}")
+    for problem, answer in zip(problems, answers):
+        answer["strict"], answer["flexible"] = blocks.score(answer["text"], problem.answer)
+    return answers, seconds
+
+
+def summarise(answers, seconds):
+    """{name: number} over all answers; shares from 0 to 1."""
+    n, written = len(answers), sum(a["tokens"] for a in answers)
+    total = {"problems": n, "too_long": sum(a["forwards"] == 0 for a in answers)}
+    for rule in ("strict", "flexible", "ended"):
+        total[rule] = sum(a[rule] for a in answers) / n
+    for rule in ("strict", "flexible"):
+        total[f"{rule}_stderr"] = math.sqrt(total[rule] * (1 - total[rule]) / n)
+    return total | {"nfe": sum(a["forwards"] for a in answers) / n, "tokens": written, "seconds": seconds,
+                    "tokens_per_forward": written / max(1, sum(a["forwards"] for a in answers)),
+                    "tokens_per_second": written / max(seconds, 1e-9)}
+
+
+def print_answer(answer):
+    verdict = "right" if answer["strict"] else "right by the last number" if answer["flexible"] else "wrong"
+    print(f"-- {answer['name']}: {verdict}, the answer is {answer['answer']}\n   question  {answer['question']}")
+    for part in ("plan", "text"):
+        if part in answer:
+            print(f"   {part:<9} {answer[part]!r}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Main
+
+
+def main(argv=None):
+    args = build_parser().parse_args(argv)
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+    with parallel.one_clear_error():
+        sample(args)
+
+
+def sample(args):
+    check_flags(args)
+    folder = find_checkpoint(args.checkpoint, args.pick)
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model, config = noise.load_checkpoint(folder, args.ema)
+    layout = blocks.Layout(**config["layout"])
+    tokens = load_tokenizer(folder, layout.system)
+    problems = read_problems(args.test_file, args.split, layout.system, layout.strip_calculator)
+    problems = problems[:args.limit or len(problems)]
+    output = Path(args.output or folder.parent / f"answers-{folder.name}.json")
+    checkpoint.prepare_output(output.parent, "--output")
+    how = {"first_hitting": "one random token a pass", "top_k": f"the {args.tokens_per_step} surest tokens a pass",
+           "confidence": f"all tokens from probability {args.threshold:g} on"}[args.order]
+    print(f"model      {folder}, {'averaged' if args.ema else 'last'} weights, {layout.system}, on {device}\n"
+          f"problems   {len(problems)} from {args.test_file}\n"
+          f"sampling   {how}; temperature {args.temperature:g}, top_p {args.top_p:g}")
+    answers, seconds = answer_all(model.to(device), problems, tokens, layout, args, device)
+    total = summarise(answers, seconds)
+    result = json.dumps({"checkpoint": str(folder), "settings": vars(args), "summary": total, "answers": answers},
+                        indent=1, ensure_ascii=False)
+    checkpoint.write_atomically(output, lambda path: path.write_text(result + "\n", encoding="utf-8"))
+    for answer in answers[:args.show]:
+        print_answer(answer)
+    if total["too_long"]:
+        print(f"too long   {total['too_long']} questions do not fit and count as wrong")
+    rates = [f"{rule} {total[rule]:.2%} +- {total[f'{rule}_stderr']:.2%}" for rule in ("strict", "flexible")]
+    print(f"accuracy   {', '.join(rates)} of {total['problems']} problems; {total['ended']:.1%} ended by themselves\n"
+          f"speed      NFE {total['nfe']:.1f}, {total['tokens_per_forward']:.2f} tokens a pass, "
+          f"{total['tokens_per_second']:,.1f} tok/s, {seconds:.1f} s\nanswers    {output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,531 @@
+"""Block diffusion on GSM8K: BD3-LM (question -> answer) and HDP (question -> plan -> execution), DDP or FSDP2.
+
+    python diffusion/train_bd3lm.py --train_data train.jsonl --tokenizer gpt2 --output_dir ./out --bf16 --compile
+    python diffusion/train_bd3lm.py --system hdp --train_data train_hdp.json --tokenizer gpt2 --output_dir ./out_hdp --bf16
+    python diffusion/train_bd3lm.py --demo --model_size nano --max_steps 300 ...      # offline: makes its own small problems
+
+Loss: a bound on the negative log-likelihood (noise.py), averaged over every target of the whole optimizer step, all
+ranks and micro-steps. The counts come from the plan that all ranks share, and so does the noise, which is drawn for
+the whole step: any split of a step over ranks and micro-steps trains the same model (dropout aside).
+
+Validation, early stopping and samples use the averaged weights. 50,000 steps of 512 problems are 3,400 passes over
+GSM8K's 7,473, and of 512 packed rows, three problems each, 10,000: such a run memorises, so watch eval/nll and keep
+--early_stop_patience on.
+
+SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
+
+Files to copy with it: dit.py noise.py block_setup.py bound.py blocks.py problems.py make_problems.py (its own),
+loading.py packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py
+recomputation.py (shared).
+"""
+import argparse
+import dataclasses
+import math
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
+
+from common import checkpoint, loading, metrics, optim, parallel, preflight, recomputation, watchdog
+from common.packing import PackOrder, rank_packs
+from common.parallel import UserError
+from diffusion import block_setup, blocks, bound, dit, noise
+from diffusion.problems import SYSTEMS
+
+# problems per micro-step, micro-steps (on one GPU), learning rate, warm-up, steps. Rates of 256, 512 and 1024 problems
+# are from ngocbao220/hdp-diffusion's H200 guide, that of 768 follows the square root; source is what its scripts run.
+PRESETS = {"conservative": (64, 4, 4e-4, 5000, 50_000), "recommended": (128, 4, 5e-4, 5000, 50_000),
+           "aggressive": (192, 4, 6e-4, 5000, 50_000), "extreme": (256, 4, 7e-4, 10_000, 50_000),
+           "source": (16, 16, 1e-3, 1000, 10_000)}
+PRESET_FLAGS = ("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "warmup_steps",
+                "max_steps")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags
+
+
+def default_workers():
+    """Loader processes of this rank: its share of the CPUs it may use, 1 to 16."""
+    return min(16, max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def build_parser():
+    p = argparse.ArgumentParser(description="Train block diffusion on GSM8K.", allow_abbrev=False,
+                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument("--dry_run", action="store_true", help="check everything, print what the run will be, and stop")
+    g = p.add_argument_group("data")
+    g.add_argument("--system", choices=SYSTEMS, default="gsm8k",
+                   help="gsm8k: question, answer; hdp: question, plan, execution")
+    g.add_argument("--train_data", help="JSONL or JSON file, dataset folder (its train split) or hub name")
+    g.add_argument("--eval_data", help="the same (test split) for validation; else --validation_split is held out")
+    g.add_argument("--validation_split", type=float, default=0.05, help="share of problems held out, 0 = no validation")
+    g.add_argument("--tokenizer", default="gpt2", help="tokenizer.json, folder with it or with GPT-2's files, hub name")
+    g.add_argument("--demo", nargs="?", type=int, const=2000, metavar="PROBLEMS",
+                   help="make so many arithmetic problems and a small tokenizer in OUTPUT_DIR/demo and train on them")
+    g.add_argument("--hdp_layout", choices=("hierarchical", "flat"), default="hierarchical",
+                   help="hdp: flat is the source's padded form, for comparison")
+    g.add_argument("--block_size", type=int, default=16, help="tokens of a block; 1 is autoregressive")
+    g.add_argument("--plan_block_size", type=int, default=0, help="hdp: tokens of a plan block, 0 = --block_size")
+    g.add_argument("--execution_block_size", type=int, default=0, help="hdp: of an execution block, 0 = --block_size")
+    g.add_argument("--max_length", type=int, default=512, help="gsm8k: tokens a problem may have")
+    g.add_argument("--question_budget", type=int, default=128, help="hdp: tokens a question may have")
+    g.add_argument("--plan_budget", type=int, default=128, help="hdp: tokens a plan may have, markers included")
+    g.add_argument("--execution_budget", type=int, default=256, help="hdp: tokens an execution may have, with answer")
+    g.add_argument("--drop_too_long", action="store_true", help="drop and count longer problems instead of stopping")
+    g.add_argument("--strip_calculator", action="store_true", help="remove GSM8K's <<48/2=24>> marks")
+    g.add_argument("--loss_on_question", action="store_true", help="noise and train the question, too")
+    g.add_argument("--pack", action=argparse.BooleanOptionalAction, default=True,
+                   help="several problems in a row instead of padding; same loss")
+    g.add_argument("--row_length", type=int, default=0, help="clean tokens of a row, 0 = the longest problem allowed")
+    g.add_argument("--num_workers", type=int, default=default_workers(),
+                   help="loader processes per rank, 0 = in the trainer")
+    g.add_argument("--prefetch_factor", type=int, default=4, help="batches each loader process prepares ahead")
+
+    g = p.add_argument_group("model and noise")
+    g.add_argument("--model_size", choices=tuple(dit.SIZES), default="small", help="nano is for demos and tests")
+    g.add_argument("--dropout", type=float, default=0.1, help="on the output of attention and MLP, 0 to 1")
+    g.add_argument("--noise_schedule", choices=noise.SCHEDULES, default="loglinear", help="masked share as t grows")
+    g.add_argument("--t_range", type=float, nargs=2, metavar=("LOW", "HIGH"),
+                   help="noise levels trained on; a clipped range also clips the masked share of every block (default: "
+                   f"{noise.FULL[0]:g} to 1; 1 where all blocks are single tokens: autoregressive)")
+    g.add_argument("--clip_search_widths", type=float, nargs="*", default=(), metavar="WIDTH",
+                   help="after each validation train on the range of such a width whose loss varies least")
+    g.add_argument("--clip_search_batches", type=int, default=4, help="validation batches that search may use")
+    g.add_argument("--loss_weighting", choices=("elbo", "ce"), default="elbo", help="the bound's weights, or all 1")
+    g.add_argument("--official_t_order", action="store_true", help="strata of t in order of blocks, not permuted")
+    g.add_argument("--ema_decay", type=float, default=0.9999, help="of the averaged weights, after its warm-up")
+
+    g = p.add_argument_group("batch and length of the run")
+    g.add_argument("--batch_preset", choices=tuple(PRESETS), default="recommended",
+                   help="defaults of the next two, and of rate, warm-up and steps: "
+                   + "; ".join(f"{name} {b} x {a}, {lr:g}" for name, (b, a, lr, _, _) in PRESETS.items()))
+    g.add_argument("--per_device_train_batch_size", type=int,
+                   help="rows per micro-step and rank (default: as many as hold the preset's problems on average)")
+    g.add_argument("--gradient_accumulation_steps", type=int, help="micro-steps per optimizer step (default: preset's)")
+    g.add_argument("--per_device_eval_batch_size", type=int, default=32, help="rows per validation batch")
+    g.add_argument("--max_steps", type=int, help="optimizer steps (default: preset's)")
+
+    g = p.add_argument_group("optimisation")
+    g.add_argument("--learning_rate", type=float, help="peak learning rate (default: preset's)")
+    g.add_argument("--scale_lr_from_batch", type=int, default=0, metavar="N",
+                   help="multiply the rate by sqrt(problems per optimizer step / N), 0 = off")
+    g.add_argument("--lr_scheduler", choices=("cosine", "linear", "constant"), default="constant", help="after warm-up")
+    g.add_argument("--warmup_steps", type=int, help="optimizer steps of linear warm-up (default: preset's)")
+    g.add_argument("--min_lr_ratio", type=float, default=0.0, help="final rate as a share of the peak")
+    g.add_argument("--weight_decay", type=float, default=0.0, help="AdamW decay of matrices, not of the embedding")
+    g.add_argument("--adam_beta1", type=float, default=0.9, help="AdamW decay of the mean")
+    g.add_argument("--adam_beta2", type=float, default=0.999, help="AdamW decay of the variance")
+    g.add_argument("--max_grad_norm", type=float, default=1.0, help="clip the global gradient norm, 0 = off")
+    g.add_argument("--max_bad_steps", type=int, default=5, help="stop after this many non-finite steps in a row")
+    g.add_argument("--seed", type=int, default=42, help="of weights, data order, noise and dropout")
+
+    g = p.add_argument_group("speed and memory")
+    g.add_argument("--parallel", choices=("ddp", "fsdp"), default="ddp",
+                   help="a whole model on every GPU, or weights, gradients, optimizer and average sharded (FSDP2)")
+    g.add_argument("--bf16", action="store_true", help="bfloat16 compute, float32 weights")
+    g.add_argument("--tf32", action="store_true", help="TF32 for float32 matrix products on CUDA")
+    g.add_argument("--attn_backend", choices=("flex", "sdpa"),
+                   help="block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU)")
+    g.add_argument("--gradient_checkpointing", nargs="?", const="all", choices=recomputation.MODES,
+                   help=recomputation.HELP)
+    g.add_argument("--compile", action="store_true", help="torch.compile each layer")
+    g.add_argument("--collective_timeout", type=int, default=600,
+                   help="seconds a step may take before the rank that hangs is named and all stop")
+    g.add_argument("--wait_timeout", type=int, default=21600, help="seconds to wait for data, validation, saving")
+
+    g = p.add_argument_group("logging, validation, checkpoints")
+    g.add_argument("--output_dir", default="./output", help="everything written goes here; shared by all nodes")
+    g.add_argument("--logging_dir", default="./logs", help="TensorBoard files go to a folder in here")
+    g.add_argument("--logging_steps", type=int, default=50, help="optimizer steps between log lines")
+    g.add_argument("--report_to", choices=("tensorboard", "wandb", "none"), default="tensorboard",
+                   help="beside metrics.jsonl")
+    g.add_argument("--wandb_project", default="flat-trainers", help="W&B project")
+    g.add_argument("--eval_steps", type=int, default=500, help="optimizer steps between validations, 0 = at the end")
+    g.add_argument("--eval_repeats", type=int, default=4, help="draws of the noise in a validation, for its error bar")
+    g.add_argument("--early_stop_patience", type=int, default=10,
+                   help="stop after this many validations without a better bound, 0 = never")
+    g.add_argument("--save_steps", type=int, default=2000, help="optimizer steps between checkpoints, 0 = at the end")
+    g.add_argument("--save_total_limit", type=int, default=3, help="newest checkpoints kept besides the best, 0 = all")
+    g.add_argument("--resume", default="auto", help="auto (newest whole checkpoint in OUTPUT_DIR), none, or a folder")
+    return p
+
+
+def check_flags(args):
+    """Fill in the preset and return the gsm8k.Layout; UserError for what would fail, or do nothing, later."""
+    def need(good, message):
+        if not good:
+            raise UserError(message)
+
+    for flag, value in zip(PRESET_FLAGS, PRESETS[args.batch_preset]):
+        if getattr(args, flag) is None:
+            setattr(args, flag, value)
+    need((args.demo is not None) != bool(args.train_data), "give one of --train_data and --demo")
+    need(args.demo is None or not args.eval_data, "--demo makes its own validation problems: drop --eval_data")
+    for flag in ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size",
+                 "max_steps", "logging_steps", "max_bad_steps", "prefetch_factor", "collective_timeout",
+                 "wait_timeout", "eval_repeats", "clip_search_batches", "demo"):
+        value = getattr(args, flag)
+        need(value is None or value >= 1, f"--{flag} is {value}; it must be at least 1")
+    for flag in ("warmup_steps", "eval_steps", "save_steps", "save_total_limit", "num_workers", "row_length", "seed",
+                 "scale_lr_from_batch", "weight_decay", "max_grad_norm", "learning_rate", "early_stop_patience"):
+        need(0 <= getattr(args, flag) < math.inf, f"--{flag} is {getattr(args, flag)}; it must be 0 or more and finite")
+    for flag in ("dropout", "validation_split", "adam_beta1", "adam_beta2", "ema_decay"):
+        need(0 <= getattr(args, flag) < 1, f"--{flag} is {getattr(args, flag)}; it must be at least 0 and below 1")
+    need(0 <= args.min_lr_ratio <= 1, f"--min_lr_ratio is {args.min_lr_ratio}; it must lie between 0 and 1")
+    need(all(0 < width < 1 for width in args.clip_search_widths),
+         f"--clip_search_widths {args.clip_search_widths}: widths must lie between 0 and 1")
+    need(not args.clip_search_widths or args.eval_data or args.demo or args.validation_split,
+         "--clip_search_widths needs validation data")
+    need(not (args.compile and args.gradient_checkpointing == "selective"), recomputation.NOT_COMPILED)
+    need(args.hdp_layout == "hierarchical" or args.system == "hdp", "--hdp_layout flat needs --system hdp")
+    need(args.hdp_layout == "hierarchical" or not args.pack, "--hdp_layout flat pads each problem: add --no-pack")
+    layout = blocks.Layout(**{f.name: getattr(args, f.name) for f in dataclasses.fields(blocks.Layout)})
+    layout.check()
+    args.t_range = tuple(args.t_range or bound.bound_range(layout))
+    args.row_length = args.row_length or layout.longest
+    for size in {layout.region_block(blocks.PLAN), layout.region_block(blocks.EXECUTION)}:
+        noise.check_range(args.t_range, size)
+    if args.report_to != "none":
+        try:
+            __import__(args.report_to)
+        except ImportError:
+            raise UserError(f"--report_to {args.report_to}: pip install {args.report_to}, or --report_to none")
+    return layout
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reports
+
+
+def loss_report(sums, regions):
+    """Sums over all ranks (losses and targets of 4 regions, plain cross-entropy, masked) -> {name: value}."""
+    losses, targets, (plain, masked) = sums[:4], sums[4:8], sums[8:]
+    if not sum(targets):        # every step was skipped: no loss to claim
+        return {"train/loss": math.nan, "train/masked_loss": math.nan, "train/masked": math.nan}
+    values = {f"loss_{name}": loss / n for name, loss, n in zip(regions, losses, targets) if n}
+    return {"train/loss": sum(losses) / sum(targets), "train/masked_loss": plain / max(1, masked),
+            "train/masked": masked / sum(targets), **{f"train/{name}": value for name, value in values.items()}}
+
+
+def bad_step_report(world, rows, step, flags, skipped):
+    """Print and return what a skipped step was about: the problems whose loss was not finite, from all ranks."""
+    local = [rows.documents.name(d) for finite, mine in flags if not finite.item()
+             for r in mine for d in rows.members[r]]
+    names = sorted({name for rank_names in parallel.gather_objects(world, local) for name in rank_names})
+    what = f"batches with a non-finite loss: {'; '.join(names[:20])}" if names else "every loss was finite"
+    text = f"step {step}: gradient norm is not finite, step skipped ({skipped} so far); {what}"
+    if world.is_main:
+        tqdm.write(text)
+    return text
+
+
+def console_line(step, total_steps, v):
+    """One aligned line of the numbers in metrics.jsonl, with units."""
+    mfu = f" | mfu {v['train/mfu'] * 100:4.1f}%" if "train/mfu" in v else ""
+    return (f"step {step:>6}/{total_steps} | epoch {v['train/epoch']:7.2f} | loss {v['train/loss']:7.4f} | "
+            f"masked {v['train/masked'] * 100:4.1f}% ce {v['train/masked_loss']:7.4f} | "
+            f"t {v['train/t_low']:.2f}-{v['train/t_high']:.2f} | lr {v['train/learning_rate']:.2e} | "
+            f"grad_norm {v['train/grad_norm']:7.3f} | {v['train/throughput']:>8,.0f} tok/s "
+            f"{v['train/samples_per_second']:>7,.1f} problems/s | pad {v['train/padding'] * 100:4.1f}% | "
+            f"wait {v['train/data_wait_seconds']:5.2f} s | mem {v['train/memory_gib']:6.2f} GiB{mfu} | "
+            f"eta {metrics.duration((total_steps - step) * v['train/step_seconds'])}")
+
+
+def eval_line(step, v, regions):
+    """The bound of a validation in one line."""
+    error = f" +- {v['eval/stderr']:.4f}" if "eval/stderr" in v else ""
+    parts = " ".join(f"{name} {v[f'eval/nll_{name}']:.4f}" for name in regions if f"eval/nll_{name}" in v)
+    return (f"eval   step {step:>6} | nll <= {v['eval/nll']:.4f}{error} nats/token | {v['eval/bits_per_token']:.4f} "
+            f"bits/token | perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} | {parts}")
+
+
+def print_start(world, args, config, rows, eval_rows, table, plan):
+    """What is about to run, before the first step."""
+    where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    with torch.device("meta"):
+        size = sum(p.numel() for p in dit.DiT(config).parameters())
+    held_out = sum(len(m) for m in eval_rows.members) if eval_rows else 0
+    dropped = f", {rows.documents.dropped} dropped as too long" if rows.documents.dropped else ""
+    share = world.size if args.parallel == "fsdp" else 1
+    state = 20 * size / share       # fp32 weights, gradients, two moments, average
+    lengths = np.concatenate([rows.documents.tokens[m] for m in rows.members])
+    print(f"device     {world.size} x {where}, torch {torch.__version__}, {'bf16 autocast' if args.bf16 else 'fp32'}\n"
+          f"model      {args.model_size}, {size:,} parameters; weights, gradients, optimizer and average "
+          f"{preflight.size(state)} a GPU\n"
+          f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; tokens mean "
+          f"{lengths.mean():.0f} max {lengths.max()}\n"
+          f"rows       {len(rows)} of {rows.length} clean and {rows.noisy_length} noisy tokens, "
+          f"{table['clean'].sum() / (len(rows) * rows.length) * 100:.1f}% of the clean ones filled, "
+          f"{table['samples'].mean():.2f} problems each\n{plan}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Main
+
+
+def main(argv=None):
+    args = build_parser().parse_args(argv)
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")      # a log file shows each line at once
+    with parallel.one_clear_error():
+        try:
+            train(args)
+        except watchdog.Stopped as why:
+            if os.environ.get("RANK", "0") == "0":
+                watchdog.leave_marker(args.output_dir, str(why))
+                print(f"stopped    {why}")
+        watchdog.rest()
+    parallel.finish()
+
+
+def train(args):
+    # -- ranks, paths, data -------------------------------------------------------------------------------------------
+    given_rows = args.per_device_train_batch_size
+    layout = check_flags(args)
+    watchdog.catch_signals()
+    fsdp = args.parallel == "fsdp"
+    world = parallel.init(args.collective_timeout, args.wait_timeout, alone_too=fsdp)
+    device, main_rank = world.device, world.is_main
+    watch = watchdog.Watchdog(world, args.collective_timeout)
+    watch.moved("data preparation", args.wait_timeout)
+    parallel.rank0_first(world, checkpoint.prepare_output, args.output_dir)
+    parallel.rank0_first(world, watchdog.clear_marker, args.output_dir)
+    if args.report_to == "tensorboard":
+        parallel.rank0_first(world, checkpoint.prepare_output, args.logging_dir, "--logging_dir")
+    tokens, rows, eval_rows = block_setup.prepare_data(world, args, layout)
+    if args.tf32:
+        torch.set_float32_matmul_precision("high")
+    table, regions = block_setup.row_table(rows), bound.REGIONS[args.system]
+    if given_rows is None:      # the preset means problems; a packed row holds several
+        args.per_device_train_batch_size = max(1, round(args.per_device_train_batch_size / table["samples"].mean()))
+    batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    identity = {"seed": args.seed, "model": [args.model_size, tokens.vocab_size], **dataclasses.asdict(layout),
+                "batch": [batch_rows, rows.length],
+                "training data": rows.documents.fingerprint(d for members in rows.members for d in members)}
+    validation = eval_rows and [eval_rows.documents.fingerprint(d for members in eval_rows.members for d in members),
+                                args.eval_repeats, args.per_device_eval_batch_size]
+    resume, meta = parallel.rank0_first(world, checkpoint.find_resume, args.output_dir, args.resume, identity)
+
+    # -- order, steps -------------------------------------------------------------------------------------------------
+    order = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, seed=args.seed)
+    per_step, total_steps = world.size * accumulation, args.max_steps
+    step_problems = per_step * batch_rows * table["samples"].mean()
+    at = {key: meta[key] for key in ("step", "epoch", "first")} if meta else {"step": 0, "epoch": 0, "first": 0}
+    peak_lr = args.learning_rate
+    if args.scale_lr_from_batch:
+        peak_lr = optim.sqrt_lr(peak_lr, step_problems, args.scale_lr_from_batch)
+    epochs = total_steps * per_step / order.packs_per_epoch
+    config = dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout)
+    if main_rank:
+        print_start(world, args, config, rows, eval_rows, table,
+                    f"steps      {total_steps} = {epochs:,.1f} epochs; a step is {per_step * batch_rows} rows "
+                    f"({step_problems:,.0f} problems) = {world.size} ranks x {accumulation} micro-steps x "
+                    f"{batch_rows}; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\nstart      step {at['step']}, "
+                    f"{f'resumed from {resume}' if resume else 'new weights'}")
+    if args.dry_run:
+        if main_rank:
+            print("\n".join(preflight.histogram(np.concatenate([rows.documents.tokens[m] for m in rows.members]))))
+        return
+
+    # -- model, optimizer, resume -------------------------------------------------------------------------------------
+    watch.moved("loading the model", args.wait_timeout)
+    model, wrapped, average = block_setup.build_model(world, args, tokens, resume)
+    parameters = list(model.parameters())
+    optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
+                                  (args.adam_beta1, args.adam_beta2), block_setup.decays)
+    parallel.seed_everything(args.seed, world.rank)     # other dropout on every rank
+    t_range, best_loss, best_step, stale, owed = args.t_range, None, None, 0, False
+    if meta:
+        checkpoint.load_optimizer(resume, optim.state_tensors(optimizer, model.named_parameters()))
+        checkpoint.load_rng(resume, world.rank, device)
+        average.updates.fill_(meta["averaged"])
+        if args.clip_search_widths:
+            t_range = tuple(meta["t_range"])
+        if meta["validation"] == validation:        # bounds on other data or by other noise do not compare
+            best_loss, best_step, stale = meta["best_loss"], meta["best_step"], meta["stale"]
+        owed = bool(eval_rows) and meta.get("owed", False)      # a validation that the stop was quicker than
+    packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, at["epoch"], at["first"])
+    batches = loading.ahead(blocks.make_loader(rows, packs, batch_rows, rows.noisy_length, num_workers=args.num_workers,
+                                               prefetch_factor=args.prefetch_factor))
+    levels = torch.linspace(0, 1, 1001, dtype=torch.float64)
+
+    log = None
+    if main_rank:
+        board = Path(args.logging_dir) / Path(args.output_dir).resolve().name
+        log = metrics.MetricsLog(args.output_dir, board, args.report_to, {k: str(v) for k, v in vars(args).items()},
+                                 at["step"], args.wandb_project)
+
+    # -- loop ---------------------------------------------------------------------------------------------------------
+    writer = checkpoint.Writer(world, args.output_dir, args.save_total_limit, args.wait_timeout)
+    flags = optim.StepFlags(device, meta["skipped"] if meta else 0)
+    sums = torch.zeros(10, dtype=torch.float64, device=device)      # loss_report's; targets on rank 0
+    if meta and main_rank:
+        sums += torch.tensor(meta["unlogged"], dtype=torch.float64, device=device)
+    totals, steps, waited = Counter(), 0, 0.0       # since the last log line
+    since, start_step, saved_step = time.monotonic(), at["step"], at["step"] if resume else None
+    bar = tqdm(total=total_steps, initial=at["step"], unit="step", disable=None if main_rank else True)
+
+    def save():
+        nonlocal saved_step
+        meta = {**at, "identity": identity, "validation": validation, "best_step": best_step, "best_loss": best_loss,
+                "owed": owed, "stale": stale, "t_range": t_range, "averaged": float(average.updates),
+                "skipped": flags.bad_total, "unlogged": parallel.all_sum(world, sums.clone()).tolist(),
+                "args": {name: str(value) for name, value in vars(args).items()}}
+        watch.moved(f"saving at step {at['step']}", args.wait_timeout)
+        block_setup.save_checkpoint(world, writer, args, layout, model, average, tokens, optimizer, meta)
+        saved_step = at["step"]
+
+    def validate():
+        """Bound and, if asked for, the noise range from here on, both of the averaged weights; False: asked to stop."""
+        nonlocal best_loss, best_step, stale, t_range, owed
+        watch.moved(f"validation at step {at['step']}", args.wait_timeout)
+        parallel.reshard(model)
+        average.swap()
+        model.eval()
+        values = bound.bound(world, model, eval_rows, tokens.mask, args, writer.check)
+        found = t_range
+        if values is not None and args.clip_search_widths:
+            found = bound.search_range(world, model, eval_rows, tokens.mask, args, writer.check)
+        model.train()
+        parallel.reshard(model)
+        average.swap()
+        if values is None or found is None:
+            return False
+        t_range, owed = found, False
+        if main_rank:
+            log.write(at["step"], values)
+            tqdm.write(eval_line(at["step"], values, regions))
+        stale += 1
+        if math.isfinite(values["eval/nll"]) and (best_loss is None or values["eval/nll"] < best_loss):
+            best_loss, best_step, stale = values["eval/nll"], at["step"], 0
+            save()
+        return True
+
+    def report_bad(about):
+        if about:
+            text = bad_step_report(world, rows, *about, flags.bad_total)
+            if flags.bad_in_a_row >= args.max_bad_steps:
+                watch.moved("waiting for the checkpoint under way", args.wait_timeout)
+                parallel.rank0_first(world, writer.wait)
+                raise UserError(f"{flags.bad_in_a_row} steps in a row had a non-finite gradient; {text}")
+
+    def every(steps):
+        return steps > 0 and at["step"] % steps == 0
+
+    stopping = False
+    if owed:
+        saved_step, stopping = None, not validate()
+        if saved_step is None and not stopping:     # so that it is not owed twice
+            save()
+    enough = bool(args.early_stop_patience) and stale >= args.early_stop_patience
+    while at["step"] < total_steps and not (enough or stopping):
+        if at["first"] >= order.packs_per_epoch:
+            at["epoch"], at["first"] = at["epoch"] + 1, 0
+        window = order.window(at["epoch"], at["first"], per_step)       # rows of this step, all ranks
+        work = {name: int(values[window].sum()) for name, values in table.items()}
+        draws = noise.draw(args.seed, "train", at["step"], work["groups"], per_step * batch_rows, rows.length,
+                           not args.official_t_order)
+        first_groups = np.concatenate([[0], np.cumsum(table["groups"][window])])
+        step_sums, finite = torch.zeros_like(sums), []
+        for micro in range(accumulation):
+            asked = time.monotonic()
+            watch.moved(f"loading data for step {at['step'] + 1}")
+            batch = next(batches)
+            compiling = args.compile and at["step"] == start_step
+            watch.moved(f"step {at['step'] + 1}", args.wait_timeout if compiling else None)
+            waited += time.monotonic() - asked
+            first = (micro * world.size + world.rank) * batch_rows
+            mine = window[first:first + batch_rows]
+            assert batch.n_targets == table["targets"][mine].sum(), "loader and plan disagree"
+            part = draws.part(first, batch_rows, first_groups[min(first, len(window))], batch.n_groups)
+            inputs = noise.diffuse(batch, part, tokens.mask, t_range, args.noise_schedule, args.loss_weighting)
+            region = noise.send(batch.region.flatten()[inputs.places], device)
+            inputs = inputs.to(device)
+            with parallel.gradient_sync(wrapped, micro == accumulation - 1):
+                with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+                    losses = wrapped(inputs)
+                weighted = losses * inputs.weights
+                loss = weighted.sum() / work["targets"]
+                (loss * world.size).backward()          # gradients are averaged over ranks, the loss is a global mean
+            step_sums[:4].index_add_(0, region, weighted.detach().double())
+            step_sums[8] += losses.detach().double().sum()
+            step_sums[9] += len(inputs.rows)
+            finite.append((torch.isfinite(loss.detach()), mine.tolist()))
+        norm = optim.clip_gradients(parameters, args.max_grad_norm)
+        bad = 1 - torch.isfinite(norm).float()          # the same on every rank; a bad loss makes its gradient bad
+        stop = parallel.any_rank(world, watchdog.stop_requested())
+        factor = optim.lr_factor(at["step"], total_steps, args.warmup_steps, args.lr_scheduler, args.min_lr_ratio)
+        for group in optimizer.param_groups:
+            group["lr"] = peak_lr * factor
+        optim.guarded_step(optimizer, bad)
+        optimizer.zero_grad(set_to_none=True)
+        average.update(bad)
+        if main_rank:
+            for i in range(4):      # numbers, not a tensor: making one on the GPU would wait for it
+                step_sums[4 + i] += work[f"targets_{i}"]
+        sums += torch.where(bad > 0, 0.0, step_sums)
+        at["step"], at["first"] = at["step"] + 1, at["first"] + per_step
+
+        report_bad(flags.pop())                         # of the step before: this one is still being computed
+        flags.push(bad, stop, (at["step"], finite))
+        last = at["step"] == total_steps
+        owed, saving = bool(eval_rows) and (last or every(args.eval_steps)), last or every(args.save_steps)
+        if owed or saving or flags.stop:                # these wait for this step anyway
+            report_bad(flags.pop())
+        stopping = flags.stop and (owed or not last)
+
+        # -- log ------------------------------------------------------------------------------------------------------
+        masked = work["targets"] * float(noise.mask_rate(t_range[0] + (t_range[1] - t_range[0]) * levels,
+                                                         args.noise_schedule).mean())
+        totals.update(work, flops=dit.flops(config, work["noisy"] + work["clean"], masked, work["pairs"]))
+        steps += 1
+        if at["step"] % args.logging_steps == 0 or last:
+            values = loss_report(parallel.all_sum(world, sums).tolist(), regions)
+            if main_rank:
+                now = time.monotonic()
+                values |= {"train/learning_rate": peak_lr * factor, "train/grad_norm": float(norm),
+                           "train/epoch": at["epoch"] + min(1.0, at["first"] / order.packs_per_epoch),
+                           "train/t_low": t_range[0], "train/t_high": t_range[1], "train/bad_steps": flags.bad_total,
+                           **metrics.speed_report(totals, now - since, steps, steps * per_step * batch_rows
+                                                  * rows.length, waited, device, world.size)}
+                log.write(at["step"], values)
+                tqdm.write(console_line(at["step"], total_steps, values))
+                since = now
+            sums.zero_()
+            totals, steps, waited = Counter(), 0, 0.0
+        bar.update(1)
+
+        # -- validate, save -------------------------------------------------------------------------------------------
+        paused = time.monotonic()
+        writer.check()
+        if owed and not stopping:
+            stopping = not validate()
+            enough = bool(args.early_stop_patience) and stale >= args.early_stop_patience
+        if (saving or stopping or enough) and saved_step != at["step"]:
+            save()
+        since += time.monotonic() - paused      # throughput is about training steps
+
+    watch.moved("waiting for the last checkpoint", args.wait_timeout)
+    parallel.rank0_first(world, writer.wait)
+    bar.close()
+    if main_rank:
+        log.close()
+        best = f"; best bound {best_loss:.4f} nats/token at step {best_step}" if best_step is not None else ""
+        if stopping and not enough:
+            why = f"asked to stop by {watchdog.stop_requested() or 'a signal to another rank'} at step {at['step']}"
+            watchdog.leave_marker(args.output_dir, why)
+            print(f"stopped    {why} of {total_steps}; saved; the same command goes on")
+            return
+        final = Path(args.output_dir) / f"checkpoint-{at['step']}"
+        early = f" (no better bound in {stale} validations)" if enough and at["step"] < total_steps else ""
+        print(f"done       step {at['step']}{early}; {flags.bad_total} steps skipped; final checkpoint {final}{best}")
+
+
+if __name__ == "__main__":
+    main()

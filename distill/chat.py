@@ -1,0 +1,272 @@
+"""Chat JSONL -> token ids and which of them are trained, proven against the chat template.
+
+One JSON object a line: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}.
+Only assistant turns are trained. Where one begins is not guessed from markers but proven with the tokenizer's own
+template: the ids of the prompt (all messages before it, with the generation prompt) must be the first ids of the whole
+conversation. Then the model is trained on exactly what it has to say after exactly what it will be given. A template
+that fails this is refused. A turn ends with its special token; white space that a template puts behind is not trained.
+
+Copy with it: indexing.py, parallel.py (UserError) and what those name.
+"""
+import itertools
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+from common.indexing import token_lists
+from common.parallel import UserError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+TOO_LONG = ("stop", "drop", "cut_left", "cut_right")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files -> conversations
+
+
+def read_chats(path, problems):
+    """Yield (line number, group key or None, messages) of a JSONL file, as read_records does.
+
+    group key: the record's integer "id", if it has one.
+    """
+    for number, record in read_records(path, problems):
+        yield number, group_key(record), record["messages"]
+
+
+def group_key(record):
+    """The record's integer "id", or None for one of another kind. ValueError for a number that no group can have."""
+    key = record.get("id")
+    if type(key) is not int:
+        return None
+    if not 0 <= key < 2**63:
+        raise ValueError(f'has the "id" {key}; give a whole number from 0 on, below 2**63, or leave it out')
+    return key
+
+
+def read_records(path, problems):
+    """Yield (line number, record with messages that can be used) of a JSONL file; others go to the list problems.
+
+    Empty lines are passed over. Raises UserError when the file cannot be read.
+    """
+    for records, wrong in read_chunks(path, 1):
+        problems.extend(wrong)
+        yield from records
+
+
+def read_chunks(path, size, first=0, step=1):
+    """Yield (read_records' records, its problems) of every `step`-th chunk of `size` lines from chunk `first` on."""
+    try:
+        with open(path, "rb") as file:
+            lines = enumerate(file, 1)
+            for _ in itertools.islice(lines, first * size):
+                pass
+            while chunk := list(itertools.islice(lines, size)):
+                records, problems = [], []
+                for number, line in chunk:
+                    if not line.strip():
+                        continue
+                    try:
+                        record = json.loads(line.decode())
+                        check_messages(record)
+                        group_key(record)
+                    except UnicodeDecodeError:
+                        problems.append(f"{path}:{number}: is not UTF-8 text")
+                    except json.JSONDecodeError as error:
+                        problems.append(f"{path}:{number}: is not JSON ({error.msg} at character {error.pos})")
+                    except ValueError as error:
+                        problems.append(f"{path}:{number}: {error}")
+                    else:
+                        records.append((number, record))
+                yield records, problems
+                for _ in itertools.islice(lines, (step - 1) * size):
+                    pass
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})")
+
+
+def check_messages(record):
+    """The messages of one record; ValueError says what is wrong with them and what to do."""
+    messages = record.get("messages") if isinstance(record, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise ValueError('has no list "messages"; a line is {"messages": [{"role": ..., "content": ...}, ...]}')
+    for number, message in enumerate(messages):
+        where = f"message {number + 1}"
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            raise ValueError(f"{where} has no role out of {', '.join(ROLES)}")
+        if not isinstance(message.get("content"), str):
+            raise ValueError(f"{where} has no text as its content; only text is trained")
+        if message["role"] == "assistant" and not message["content"].strip():
+            raise ValueError(f"{where} is an empty answer; drop the line")
+        if other := message.keys() - {"role", "content", "reasoning_content"}:
+            raise ValueError(f"{where} has {', '.join(sorted(other))}, which cannot be trained; known are role, "
+                             "content, reasoning_content")
+        if not isinstance(message.get("reasoning_content") or "", str):
+            raise ValueError(f"{where}: its reasoning_content is not text")
+    if messages[-1]["role"] != "assistant":
+        raise ValueError(f"ends with a message of the {messages[-1]['role']}, so there is no answer to train; drop it")
+    return messages
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Conversations -> ids and mask
+
+
+def load_tokenizer(folder, template=None):
+    """Tokenizer of a model folder with a chat template, its own or the Jinja file `template`. Raises UserError."""
+    from transformers import AutoTokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:      # of many kinds
+        raise UserError(f"{folder}: no tokenizer can be loaded from it ({str(error).splitlines()[0]})")
+    if template:
+        try:
+            tokenizer.chat_template = Path(template).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--chat_template {template}: cannot be read ({error})")
+    if not isinstance(tokenizer.chat_template, str):
+        raise UserError(f"{folder}: its tokenizer has no chat template; give one with --chat_template FILE")
+    return tokenizer
+
+
+class Encoder:
+    """Conversations -> (ids, mask of the trained ones), proven. turns: "all" assistant turns or the "last" one.
+
+    thinking: None or what the template gets as enable_thinking.
+    """
+
+    def __init__(self, tokenizer, turns="all", thinking=None):
+        self.tokenizer, self.turns, self.lists = tokenizer, turns, token_lists(tokenizer)
+        self.options = {} if thinking is None else {"enable_thinking": thinking}
+        special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+        self.special = set(special)
+        self.control = re.compile("|".join(map(re.escape, sorted(special.values(), key=len, reverse=True))) or r"(?!)")
+        self.blank = {}         # id -> is it white space?
+        self.ends = Counter()   # ids that trained turns ended with
+
+    def render(self, messages, prompt):
+        """Text of messages by the template, or texts of many such lists; prompt: with the generation prompt.
+
+        ValueError when it refuses them, or one of them.
+        """
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt,
+                                                      **self.options)
+        except Exception as error:      # Jinja's, and whatever a template's expressions raise
+            raise ValueError(f"the chat template refuses it ({type(error).__name__}: {error})")
+
+    def _render_all(self, asked):
+        """[(text of the prompt, of prompt and answer)] of [(messages, place of an answer)]; None: ask one by one."""
+        if any(i == 0 for _, i in asked):       # transformers refuses nothing as a prompt, but not among others
+            return None
+        try:
+            return list(zip(self.render([messages[:i] for messages, i in asked], True),
+                            self.render([messages[:i + 1] for messages, i in asked], False))) if asked else []
+        except ValueError:
+            return None
+
+    def encode(self, chats):
+        """[messages] -> [(ids, mask) or the ValueError that says why not], each list of ints and of bools."""
+        jobs, texts = [], {}
+        for messages in chats:
+            try:
+                jobs.append(self._answers(messages))
+            except ValueError as error:
+                jobs.append(error)
+        asked = [(messages, i) for messages, job in zip(chats, jobs) if isinstance(job, list) for i in job]
+        rendered = self._render_all(asked)
+        together = None if rendered is None else iter(rendered)
+        for number, (messages, job) in enumerate(zip(chats, jobs)):
+            if isinstance(job, ValueError):
+                continue
+            pairs = list(itertools.islice(together, len(job))) if together else (
+                (self.render(messages[:i], True), self.render(messages[:i + 1], False)) for i in job)
+            try:
+                jobs[number] = self._texts(messages, job, pairs)
+            except ValueError as error:
+                jobs[number] = error
+            else:
+                texts |= dict.fromkeys(itertools.chain.from_iterable(jobs[number]))
+        texts = dict(zip(texts, self.lists(list(texts))))
+        results = []
+        for job in jobs:
+            try:
+                results.append(job if isinstance(job, ValueError) else self._mask([[texts[t] for t in part]
+                                                                                   for part in job]))
+            except ValueError as error:
+                results.append(error)
+        return results
+
+    def _answers(self, messages):
+        """Places of the answers that are trained. ValueError for a text with a control token."""
+        for number, message in enumerate(messages, 1):
+            for text in (message["content"], message.get("reasoning_content") or ""):
+                if found := self.control.search(text):
+                    raise ValueError(f"message {number} contains the control token {found[0]}; remove it")
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        return answers if self.turns == "all" else answers[-1:]
+
+    def _texts(self, messages, answers, pairs):
+        """The (prompt, prompt and answer) of each trained turn, proven whole; the last is the conversation's text."""
+        found = []
+        for i, (prompt, text) in zip(answers, pairs):
+            if text.startswith(prompt):         # else _mask refuses it, naming the tokens
+                answer = messages[i]["content"].split("</think>")[-1].strip()
+                reasoning = (messages[i].get("reasoning_content") or "").strip()
+                if answer not in text[len(prompt):] or reasoning not in text[len(prompt):]:
+                    raise ValueError(f"the chat template leaves out the answer or the reasoning of message {i + 1}")
+            found.append((prompt, text))
+        for number, message in enumerate(messages, 1):
+            if message["content"].split("</think>")[-1].strip() not in found[-1][1]:
+                raise ValueError(f"the chat template leaves out the text of message {number} ({message['role']})")
+        return found
+
+    def _mask(self, parts):
+        """[(prompt ids, prompt and answer ids) of each trained turn] -> (ids, mask)."""
+        ids = parts[-1][1]
+        mask = [False] * len(ids)
+        for number, (prompt, upto) in enumerate(parts, 1):
+            self._prove(prompt, upto, "prompt", number)
+            self._prove(upto, ids, "conversation so far", number)
+            stop = len(upto)
+            while stop > len(prompt) and ids[stop - 1] not in self.special and self._is_blank(ids[stop - 1]):
+                stop -= 1
+            if stop == len(prompt) or ids[stop - 1] not in self.special:
+                raise ValueError("the chat template does not end an answer with a special token, so the model would "
+                                 "not learn to stop; give another with --chat_template FILE")
+            self.ends[ids[stop - 1]] += 1
+            mask[len(prompt):stop] = [True] * (stop - len(prompt))
+        return ids, mask
+
+    def _prove(self, first, whole, what, number):
+        """ValueError unless the ids `first` are the beginning of `whole`."""
+        if whole[:len(first)] == first:
+            return
+        at = next((i for i, (a, b) in enumerate(zip(first, whole)) if a != b), min(len(first), len(whole)))
+        theirs, ours = (self.tokenizer.decode(ids[at:at + 1]) for ids in (first, whole))
+        advice = "--enable_thinking false (or true)" if not self.options else "another --enable_thinking"
+        advice += ", --train_turns last" if self.turns == "all" else ""
+        raise ValueError(f"trained turn {number}: by this chat template the {what} is not how the whole begins: token "
+                         f"{at} is {theirs!r} there, {ours!r} in the whole; so what the model will be given cannot be "
+                         f"trained. Try {advice}, or give another template with --chat_template FILE")
+
+    def _is_blank(self, token):
+        if token not in self.blank:
+            self.blank[token] = not self.tokenizer.decode([token]).strip()
+        return self.blank[token]
+
+
+def cut(ids, mask, limit, policy):
+    """(ids, mask) of at most `limit` tokens by a policy of TOO_LONG, or None when the sample is to be dropped.
+
+    Dropped are too long ones under "drop", and whatever a cut leaves nothing to train of. Raises ValueError under
+    "stop". The first token of a sample is never trained: nothing predicts it.
+    """
+    if len(ids) > limit:
+        if policy == "stop":
+            raise ValueError(f"{len(ids)} tokens, more than {limit}")
+        if policy == "drop":
+            return None
+        part = slice(-limit, None) if policy == "cut_left" else slice(limit)
+        ids, mask = ids[part], mask[part]
+    return (ids, mask) if any(mask[1:]) else None

@@ -1,0 +1,332 @@
+r"""Teacher labels: lines of text in, chat JSONL out, {"id", "messages": [user, assistant]}, in input order.
+
+    python distill/create_data.py --input_file lines.txt --output_file labels.jsonl \
+        --model_name Qwen/Qwen3-30B-A3B-Instruct-2507 --max_model_len 8192
+
+The long prompt goes to the teacher only; a student trained on the result learns to do without it. Each line is asked
+through the teacher's chat template. An answer without a proper label (labels.py) is asked for again with another
+seed; a line that never gets one is in labels.rejected.jsonl with all raw answers. Every input line is in one of the two
+files, known by its number.
+
+The same command goes on after any end: finished lines are in labels.jsonl.work/, and another prompt, model or flag that
+matters is refused there. --shard I/N does every N-th line; the process that finds all lines finished writes the results
+(launch/create_data_h100x8.sh does that on 8 GPUs).
+
+Files to copy with it: teacher.py labels.py journal.py checkpoint.py tensor_files.py parallel.py, and a
+prompt such as prompts/language_id.txt.
+"""
+import argparse
+import hashlib
+import json
+import math
+import re
+import signal
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
+
+from common import checkpoint, parallel
+from common.parallel import UserError
+from distill import journal as label_journal
+from distill import teacher
+from distill.labels import PARSERS, label_logprobs, make_parser, read_label
+
+PLACE = "{text}"            # where the line goes in the prompt
+LOG_S = 10                  # seconds between log lines
+PROMPT = Path(__file__).resolve().parent / "prompts" / "language_id.txt"
+ENGINE_FLAGS = {
+    "vllm": ("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "enforce_eager"),
+    "openai": ("base_url", "concurrency", "request_timeout", "server_patience"),
+    "transformers": ("batch_size",),
+}
+
+
+def build_parser():
+    p = argparse.ArgumentParser(description="Label lines of text with a teacher.", allow_abbrev=False,
+                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    g = p.add_argument_group("data")
+    g.add_argument("--input_file", required=True, help="UTF-8 text, one line a sample")
+    g.add_argument("--output_file", required=True, help="chat JSONL to write; .rejected.jsonl, .stats.json beside it")
+    g.add_argument("--prompt_file", default=str(PROMPT), help=f"UTF-8 text with {PLACE} once, best at its end")
+    g.add_argument("--parser", choices=PARSERS, default="language",
+                   help="what a label is: the language line, --pattern, or the whole answer")
+    g.add_argument("--pattern", help="--parser regex: form of the label's line, the label in its one group")
+    g.add_argument("--labels", help="allowed labels, comma between them; default: any, or the 13 language codes")
+    g.add_argument("--shard", default="0/1", help="I/N: only lines whose 0-based number leaves remainder I by N")
+    g.add_argument("--dry_run", action="store_true", help="check flags and files, say what there is to do, end")
+    g = p.add_argument_group("teacher")
+    g.add_argument("--model_name", required=True, help="folder or hub name; with --base_url the server's name for it")
+    g.add_argument("--engine", choices=("auto", "vllm", "openai", "transformers"), default="auto",
+                   help="auto: openai with --base_url, else vllm where it is installed, else transformers")
+    g.add_argument("--max_model_len", type=int, default=0, help="tokens of prompt and answer; 0: the model's own limit")
+    g.add_argument("--thinking", choices=("default", "on", "off"), default="default",
+                   help="enable_thinking of the chat template; on: answers without a closed thought do not count")
+    g = p.add_argument_group("answers")
+    g.add_argument("--max_tokens", type=int, default=1024, help="tokens an answer may have, thoughts included")
+    g.add_argument("--temperature", type=float, default=0.15, help="of the draws; 0: the likeliest token, no retries")
+    g.add_argument("--top_p", type=float, default=1.0, help="draw from the likeliest tokens of this total probability")
+    g.add_argument("--top_k", type=int, default=0, help="draw from so many tokens; 0: all")
+    g.add_argument("--max_retries", type=int, default=3, help="further attempts for a line, each with another seed")
+    g.add_argument("--constrain", choices=("never", "last", "always"), default="never",
+                   help="let the engine force the wanted form: at the last attempt, or at all (vllm, openai)")
+    g.add_argument("--logprobs", type=int, default=0, help="store so many log-probabilities for each token of a label")
+    g.add_argument("--seed", type=int, default=0, help="of the draws")
+    g.add_argument("--chunk_size", type=int, default=1024, help="lines given to the engine together")
+    g = p.add_argument_group("engine vllm")
+    g.add_argument("--tensor_parallel_size", type=int, default=1, help="GPUs that share each layer")
+    g.add_argument("--pipeline_parallel_size", type=int, default=1, help="groups of GPUs that share out the layers")
+    g.add_argument("--gpu_memory_utilization", type=float, default=0.9, help="share of each GPU's memory, 0 to 1")
+    g.add_argument("--enforce_eager", action="store_true", help="no compilation, no CUDA graphs: starts sooner")
+    g = p.add_argument_group("engine openai")
+    g.add_argument("--base_url", help="of the server, e.g. http://localhost:8000/v1; key in OPENAI_API_KEY")
+    g.add_argument("--concurrency", type=int, default=64, help="requests under way at once")
+    g.add_argument("--request_timeout", type=float, default=600.0, help="seconds of silence in one request")
+    g.add_argument("--server_patience", type=float, default=600.0, help="seconds one line's failed calls are repeated")
+    g = p.add_argument_group("engine transformers")
+    g.add_argument("--batch_size", type=int, default=16, help="lines generated together")
+    return p
+
+
+def check_flags(args, engine, defaults):
+    """Raise UserError for values and combinations that would fail, or do nothing, later."""
+    def need(good, message):
+        if not good:
+            raise UserError(message)
+
+    for flag in ("max_tokens", "chunk_size", "tensor_parallel_size", "pipeline_parallel_size", "concurrency",
+                 "batch_size"):
+        need(getattr(args, flag) >= 1, f"--{flag} is {getattr(args, flag)}; it must be at least 1")
+    for flag in ("temperature", "top_k", "max_retries", "max_model_len", "logprobs", "seed"):
+        need(0 <= getattr(args, flag) < math.inf, f"--{flag} is {getattr(args, flag)}; it must be 0 or more and finite")
+    for flag in ("request_timeout", "server_patience"):
+        need(0 < getattr(args, flag) < math.inf, f"--{flag} is {getattr(args, flag)}; it must be finite, more than 0")
+    for flag in ("top_p", "gpu_memory_utilization"):
+        need(0 < getattr(args, flag) <= 1, f"--{flag} is {getattr(args, flag)}; it must be more than 0, at most 1")
+    need(args.temperature or not args.max_retries,
+         "--temperature 0 gives the same answer at every retry: add --max_retries 0")
+    need(engine != "openai" or args.base_url, "--engine openai needs --base_url")
+    need(engine != "transformers" or args.constrain == "never", "--constrain needs the engine vllm or a server")
+    for other, flags in ENGINE_FLAGS.items():
+        for flag in flags if other != engine else ():
+            need(getattr(args, flag) == getattr(defaults, flag), f"--{flag} is for the engine {other}, not {engine}")
+    need(not (engine == "openai" and args.max_model_len), "--max_model_len is the server's own matter: set it there")
+    shard = re.fullmatch(r"(\d+)/(\d+)", args.shard)
+    need(shard and int(shard[1]) < int(shard[2]), f"--shard {args.shard}: give I/N with I from 0 to N - 1")
+    return int(shard[1]), int(shard[2])
+
+
+def read_text(path, flag):
+    """A UTF-8 file's text; UserError names the flag that gave it."""
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"{flag} {path}: no such file")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{flag} {path}: is not UTF-8 (byte {error.start}); convert it: iconv -t UTF-8")
+    except OSError as error:
+        raise UserError(f"{flag} {path}: cannot be read ({error.strerror})")
+
+
+def read_lines(path):
+    """List of the lines of a file; UserError for an empty file or line: each line becomes one record."""
+    lines = [line.strip() for line in read_text(path, "--input_file").split("\n")]     # U+2028 does not end a line
+    if lines and not lines[-1]:
+        lines.pop()
+    if not lines:
+        raise UserError(f"--input_file {path}: is empty")
+    if empty := [number for number, line in enumerate(lines, 1) if not line]:
+        raise UserError(f"--input_file {path}: line {empty[0]} is empty ({len(empty)} such lines); delete them")
+    return lines
+
+
+def read_prompt(path):
+    """The prompt as (what stands before the line, what stands behind); braces in it are only braces."""
+    parts = read_text(path, "--prompt_file").rstrip("\n").split(PLACE)
+    if len(parts) != 2:
+        raise UserError(f"--prompt_file {path}: has {PLACE} {len(parts) - 1} times; write it once, where the line goes")
+    return parts
+
+
+def digest(*parts):
+    """Short SHA-256 of texts."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def model_digest(name):
+    """Digest of a model folder: names and sizes of all files, text of the small ones. None for other names."""
+    folder, parts = Path(name), []
+    if not folder.is_dir():
+        return None
+    for path in sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")):
+        small = path.suffix in (".json", ".jinja") and path.stat().st_size < 1 << 20
+        parts += [path.name, str(path.stat().st_size), path.read_text(errors="replace") if small else ""]
+    return digest(*parts)
+
+
+def describe(args, engine, lines, prompt):
+    """The header of the journals: all that a label depends on."""
+    names = ("parser", "pattern", "labels", "thinking", "max_tokens", "max_model_len", "temperature", "top_p", "top_k",
+             "max_retries", "constrain", "logprobs", "seed")
+    return {"input_file": f"{len(lines)} lines {digest(*lines)}", "prompt_file": digest(*prompt),
+            "model_name": args.model_name, "model": model_digest(args.model_name) if engine != "openai" else None,
+            "engine": engine, **{name: getattr(args, name) for name in names}}
+
+
+def draw_seed(seed, number, attempt):
+    """Seed of one attempt for one line, the same in every process and after every restart; 31 bits."""
+    return int(digest(f"{seed}/{number}/{attempt}")[:8], 16) >> 1
+
+
+def label_lines(args, answers, parser, prompt, lines, todo, journal):
+    """Ask until every line of `todo` has a label or no attempts left; note each in the journal as it is finished."""
+    asked = {number: [] for number in todo}         # line: [(Answer, Found)]
+    waiting, start, logged = deque(todo), time.monotonic(), time.monotonic()
+    count = {"lines": 0, "labelled": 0, "answers": 0, "in": 0, "out": 0}
+    began = time.time()
+    try:
+        while waiting:
+            chunk = [waiting.popleft() for _ in range(min(len(waiting), args.chunk_size))]
+            for request, answer in answers([ask(args, parser, prompt, lines, number, len(asked[number]))
+                                            for number in chunk]):
+                tries = asked[request.id]
+                found = read_label(parser, answer.text, answer.finish_reason,
+                                   must_think=args.thinking == "on" and not answer.thought)
+                tries.append((answer, found, request.constraint is not None))
+                count["answers"] += 1
+                count["in"] += answer.prompt_tokens
+                count["out"] += answer.completion_tokens
+                if found.label is None and len(tries) <= args.max_retries and answer.finish_reason != "too_long":
+                    waiting.append(request.id)
+                else:
+                    journal.add(finished(args, request.id, tries, began))
+                    count["lines"] += 1
+                    count["labelled"] += found.label is not None
+                    del asked[request.id]
+                if time.monotonic() - logged > LOG_S:
+                    logged = time.monotonic()
+                    print(log_line(count, len(todo), logged - start))
+            journal.sync()
+    finally:
+        journal.sync()          # what was finished when a signal or an error came
+
+
+def ask(args, parser, prompt, lines, number, attempt):
+    """The teacher.Request of one attempt for one line."""
+    forced = args.constrain == "always" or (args.constrain == "last" and attempt == args.max_retries)
+    return teacher.Request(number, prompt[0] + lines[number] + prompt[1], draw_seed(args.seed, number, attempt),
+                           parser.constraint() if forced else None)
+
+
+def finished(args, number, tries, began):
+    """The journal's record of a line, from [(Answer, Found, constrained)]. began: time when this process did, in s."""
+    answer, found, forced = tries[-1]
+    cached = [a.cached_tokens for a, _, _ in tries]
+    record = {"id": number, "label": found.label, "by_constraint": forced and found.label is not None,
+              "constrained": sum(f for _, _, f in tries), "began": began, "at": time.time(),
+              "prompt_tokens": sum(a.prompt_tokens for a, _, _ in tries),
+              "completion_tokens": sum(a.completion_tokens for a, _, _ in tries),
+              "cached_tokens": None if None in cached else sum(cached),
+              "answers": [{"text": a.text, "finish_reason": a.finish_reason, "why": f.why} for a, f, _ in tries]}
+    if args.logprobs:       # under a constraint they tell what was allowed, not what the teacher thought
+        free = found.label is not None and not forced
+        record["label_tokens"], record["logprobs"] = (label_logprobs(answer.tokens, answer.text, found)
+                                                      if free else None) or (None, None)
+    return record
+
+
+def log_line(count, total, seconds):
+    left = (total - count["lines"]) * seconds / max(1, count["lines"])
+    return (f"lines {count['lines']:>7,}/{total:,} | parsed {100 * count['labelled'] / count['answers']:5.1f}% of "
+            f"{count['answers']:,} answers | rejected {count['lines'] - count['labelled']:,} | "
+            f"{60 * count['lines'] / seconds:,.0f} lines/min | in {count['in'] / seconds:,.0f} tok/s | "
+            f"out {count['out'] / seconds:,.0f} tok/s | eta {left:,.0f} s")
+
+
+def report(args, stats):
+    """Print the figures of the whole file, of all its processes and starts."""
+    def share(value):
+        return "-" if value is None else f"{100 * value:.1f}%"
+
+    print(f"labels     {stats['labelled']:,} of {stats['lines']:,} lines: "
+          + ", ".join(f"{label[:20]} {n:,}" for label, n in list(stats["labels"].items())[:20]))
+    print(f"answers    {share(stats['parse_rate'])} of the free ones had a label; {stats['retries']:,} retries, "
+          f"{stats['labelled_by_constraint']:,} labels by constraint, {stats['rejected']:,} lines rejected")
+    if stats["seconds"]:
+        print(f"speed      {stats['lines_per_minute']:,.0f} lines/min over {stats['seconds']:,.1f} s, "
+              f"in {stats['prompt_tokens_per_second']:,.0f} tok/s ({share(stats['cached_share'])} cached), "
+              f"out {stats['completion_tokens_per_second']:,.0f} tok/s")
+    if stats["without_logprobs"]:
+        print(f"notice     {stats['without_logprobs']:,} labels have no log-probabilities: by constraint, or their "
+              "tokens do not end where the label ends")
+    if stats["rejected"]:
+        path = label_journal.rejected_path(args.output_file)
+        print(f"notice     {stats['rejected']:,} lines without a label: {path}")
+
+
+def leave_on_signals():
+    """A signal ends this process as an exception would: finished lines are noted, the engine ends its children.
+
+    Set for Ctrl-C as well: a shell starts background processes with it ignored. The first one counts.
+    """
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:       # nohup keeps it from us
+        signals.append(signal.SIGHUP)
+
+    def leave(number, frame):
+        for other in signals:
+            signal.signal(other, signal.SIG_IGN)
+        sys.exit(128 + number)
+    for number in signals:
+        signal.signal(number, leave)
+
+
+def main(argv=None):
+    args = build_parser().parse_args(argv)
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+    with parallel.one_clear_error():
+        leave_on_signals()
+        engine = teacher.pick_engine(args)
+        defaults = build_parser().parse_args(["--input_file", "", "--output_file", "", "--model_name", ""])
+        shard, shards = check_flags(args, engine, defaults)
+        parser = make_parser(args.parser, args.pattern, tuple(args.labels.split(",")) if args.labels else None)
+        if args.constrain != "never":
+            parser.constraint()
+        lines, prompt = read_lines(args.input_file), read_prompt(args.prompt_file)
+        header = describe(args, engine, lines, prompt)
+
+        work, output = Path(args.output_file + ".work"), Path(args.output_file)
+        if output.exists() and not work.is_dir():
+            raise UserError(f"--output_file {output}: is there already, without {work.name} to go on from; give "
+                            "another name, or delete it")
+        checkpoint.prepare_output(output.resolve().parent if args.dry_run else work, "--output_file")
+        records = label_journal.read_journals(work, header)
+        todo = [number for number in range(shard, len(lines), shards) if number not in records]
+        print(f"teacher    {args.model_name} ({engine})\n"
+              f"lines      {len(lines):,}, {len(records):,} of them finished, {len(todo):,} to do"
+              + (f" here (shard {args.shard})" if shards > 1 else ""))
+        if prompt[1].strip():
+            print(f"notice     {len(prompt[1]):,} characters of the prompt stand behind {PLACE}: they cannot be cached")
+        if args.dry_run:
+            return
+        if todo:
+            journal = label_journal.Journal(work, shard, shards, header)
+            label_lines(args, teacher.open_teacher(args, engine), parser, prompt, lines, todo, journal)
+        records = label_journal.read_journals(work, header)
+        if left := len(lines) - len(records):
+            print(f"done       {len(todo):,} lines; {left:,} of other shards are not finished yet")
+            return
+        label_journal.write_results(output, lines, records)
+        stats = label_journal.statistics(records)
+        checkpoint.write_atomically(output.with_suffix(".stats.json"),
+                                    lambda path: path.write_text(json.dumps({"made_with": header, **stats}, indent=1)))
+        report(args, stats)
+        print(f"done       {output}")
+        if not stats["labelled"]:
+            raise UserError(f"no line has a label; see the raw answers in {label_journal.rejected_path(output)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,394 @@
+r"""Judge a student of train_sft.py by lines it has not seen: against its teacher, and against the truth.
+
+    python distill/evaluate_sft.py --checkpoint out/checkpoint-48 --data_file labels.jsonl --output_dir out/evaluation \
+        --truth_file truth.jsonl --prompt_file prompts/language_id.txt
+    python distill/evaluate_sft.py --checkpoint out/checkpoint-24 --checkpoint out/checkpoint-48 ...        # side by side
+    python distill/evaluate_sft.py --checkpoint merged --model_path BASE --data_file seen.jsonl --eval_data_file unseen.jsonl
+
+Asked are, greedily, the lines that the run held out, by the student as it was trained (its chat template, no long
+prompt), and by the base model before training: likewise, and with --prompt_file once more behind the teacher's prompt.
+held_out.py proves which lines those are. Two numbers, never mixed:
+
+    agreement    with the teacher's label: how well the student copies. A student can be better than its teacher
+    accuracy     against --truth_file, which no teacher made; the teacher's own accuracy on these lines stands beside it
+
+An answer counts if the model ended by itself and the answer is a label, or has one in the form that --parser reads; any
+other is wrong in both and stands in the column "none". Written: evaluation.json with every answer, evaluation.txt with
+all tables, confusion-NAME.png. Exit status 1 below --min_agreement.
+
+Files to copy with it: its own held_out.py student.py scores.py label_report.py; create_data.py's teacher.py
+labels.py journal.py; train_sft.py's chat.py table.py topk.py sft_model.py sft_plan.py
+packed_lm.py weights.py; shared adapters.py indexing.py loading.py packing.py parallel.py optim.py checkpoint.py
+tensor_files.py watchdog.py metrics.py preflight.py recomputation.py float8.py
+"""
+import argparse
+import dataclasses
+import gc
+import json
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
+
+from common import checkpoint, parallel
+from common.parallel import UserError
+from distill import chat, held_out, label_report, student, weights
+from distill import scores as label_scores
+from distill.labels import PARSERS, Parser, make_parser, read_label
+
+PLACE = "{text}"            # where the line goes in the prompt
+MANY = 60                   # different labels; beyond them this is no classification
+CONFUSED = 10               # pairs of labels, with EXAMPLES texts each
+EXAMPLES = 3
+LATENCY_LINES = 8           # asked one at a time
+VLLM_FLAGS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager")
+
+
+def build_parser():
+    p = argparse.ArgumentParser(description="Judge a student by lines it has not seen.", allow_abbrev=False,
+                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    g = p.add_argument_group("models")
+    g.add_argument("--checkpoint", action="append", required=True, metavar="FOLDER",
+                   help="of train_sft.py, adapter or whole model; several are compared")
+    g.add_argument("--model_path", help="base model the run started from (default: what the run's flags say)")
+    g.add_argument("--base", action=argparse.BooleanOptionalAction, default=True,
+                   help="ask the base model, before training, as well")
+    g.add_argument("--enable_thinking", choices=("template", "true", "false"),
+                   help="as the student was trained; only for a checkpoint that does not say it")
+    g = p.add_argument_group("data")
+    g.add_argument("--data_file", metavar="LABELS", help="what the run trained on (default: what the run's flags say)")
+    g.add_argument("--eval_data_file", metavar="LABELS",
+                   help="judge by these lines instead of those that the run held out")
+    g.add_argument("--group_size", type=int, metavar="N",
+                   help="ids of one group: with --eval_data_file no group may be in both files, 0 = not looked at "
+                        f"(default: the run's, or {held_out.GROUP} for a checkpoint that does not say it)")
+    g.add_argument("--drop_leaked", action="store_true",
+                   help="leave out lines whose text was trained as well, instead of stopping")
+    g.add_argument("--limit", type=int, default=0, help="judge by so many of the lines, drawn by --seed; 0 = all")
+    g.add_argument("--seed", type=int, default=0, help="of the draw of --limit")
+    g.add_argument("--truth_file", help='JSONL {"id": line, "label": label or null}, or a label a line')
+    g.add_argument("--prompt_file", help=f"the teacher's prompt with {PLACE} once: the base is asked with it as well")
+    g.add_argument("--output_dir", required=True, help="everything written goes here")
+    g.add_argument("--min_agreement", type=float, default=0.0,
+                   help="share, 0 to 1: exit status 1 when the first checkpoint agrees less with the teacher")
+    g = p.add_argument_group("answers")
+    g.add_argument("--parser", choices=PARSERS, default="language",
+                   help="what a label is: the language line, --pattern, or the whole answer")
+    g.add_argument("--pattern", help="--parser regex: form of the label's line, the label in its one group")
+    g.add_argument("--labels", help="allowed labels, comma between them; default: those of the data, or the 13 codes")
+    g.add_argument("--max_new_tokens", type=int, default=10, help="tokens an answer may have")
+    g.add_argument("--prompt_max_new_tokens", type=int, default=256,
+                   help="tokens an answer behind --prompt_file may have: its label comes last")
+    g.add_argument("--engine", choices=("transformers", "vllm"), default="transformers", help="what generates")
+    g.add_argument("--batch_size", type=int, default=16, help="lines generated together (vllm: its own affair)")
+    g.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
+                   help="to compute in; auto: bfloat16 on a GPU that has it, else float32 (vllm: its own choice)")
+    g.add_argument("--device", help="where the models run (default: the GPU if there is one)")
+    g = p.add_argument_group("engine vllm")
+    g.add_argument("--tensor_parallel_size", type=int, default=1, help="GPUs that share each layer")
+    g.add_argument("--gpu_memory_utilization", type=float, default=0.9, help="share of each GPU's memory, 0 to 1")
+    g.add_argument("--max_model_len", type=int, default=0, help="tokens of prompt and answer; 0: the model's own limit")
+    g.add_argument("--enforce_eager", action="store_true", help="no compilation, no CUDA graphs: starts sooner")
+    return p
+
+
+def check_flags(args):
+    """Raise UserError for values and combinations that would fail, or do nothing, later."""
+    def need(good, message):
+        if not good:
+            raise UserError(message)
+
+    for flag in ("max_new_tokens", "prompt_max_new_tokens", "batch_size", "tensor_parallel_size"):
+        need(getattr(args, flag) >= 1, f"--{flag} is {getattr(args, flag)}; it must be at least 1")
+    for flag in ("limit", "seed", "max_model_len", "group_size"):
+        value = getattr(args, flag) or 0
+        need(value >= 0, f"--{flag} is {value}; it must be 0 or more")
+    need(0 <= args.min_agreement <= 1, f"--min_agreement is {args.min_agreement}; it must lie between 0 and 1")
+    need(0 < args.gpu_memory_utilization <= 1,
+         f"--gpu_memory_utilization is {args.gpu_memory_utilization}; it must be more than 0, at most 1")
+    need(args.base or not args.prompt_file, "--prompt_file is for the base model: drop it, or --no-base")
+    need(len({Path(name).resolve() for name in args.checkpoint}) == len(args.checkpoint),
+         "the same --checkpoint is given twice")
+    defaults = build_parser().parse_args(["--checkpoint", "x", "--output_dir", "x"])
+    need(args.prompt_file or args.prompt_max_new_tokens == defaults.prompt_max_new_tokens,
+         "--prompt_max_new_tokens needs --prompt_file")
+    other = VLLM_FLAGS if args.engine == "transformers" else ("dtype", "device", "batch_size")
+    for flag in other:
+        need(getattr(args, flag) == getattr(defaults, flag), f"--{flag} is not for the engine {args.engine}")
+
+
+def read_prompt(path):
+    """(what stands before the line, what stands behind) in the teacher's prompt. Raises UserError."""
+    parts = held_out.read_text(path, "--prompt_file ").rstrip("\n").split(PLACE)
+    if len(parts) != 2:
+        raise UserError(f"--prompt_file {path}: has {PLACE} {len(parts) - 1} times; write it once, where the line goes")
+    return parts
+
+
+def pick_labels(parser, lines):
+    """Tuple of the labels there are; raises UserError when the data has others, or too many to be classes."""
+    labels = parser.labels or tuple(lines.all_labels)
+    for number, label in zip(lines.ids, lines.labels):
+        if label not in labels:
+            raise UserError(f"{lines.about['files'][-1]}: id {number} is labelled {label[:40]!r}, which is not one of "
+                            f"{', '.join(labels)}; see --parser and --labels")
+    if len(labels) > MANY:
+        raise UserError(f"{lines.about['files'][-1]}: has {len(labels)} different labels; this is for at most {MANY}")
+    return labels
+
+
+def read_answer(parser, answer):
+    """label_parsers.Found: the whole answer is a label, as students write it, or holds one as teachers write it."""
+    text = answer.text.lower() if parser.lower else answer.text
+    whole = read_label(Parser(None, parser.labels), text, answer.finish_reason)
+    if whole.label is not None or parser.line is None:
+        return whole
+    return read_label(parser, answer.text, answer.finish_reason)
+
+
+def why_not(answer, found):
+    """Why an answer has no label, in words that many answers share."""
+    if answer.finish_reason == "length":
+        return "cut off at the limit of tokens"      # that of the prompt or the other
+    return "is none of the labels" if found.why.endswith("is not one of the labels") else found.why
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Asking
+
+
+def ask_all(ask, chats, max_new_tokens, args):
+    """([Answer], speed): one line to warm up, some one at a time, then all together.
+
+    In this order: vLLM would have cached a line that it has answered before, not only the prompt that all share.
+    """
+    ask(chats[-1:], max_new_tokens, 1)
+    alone = []
+    for messages in chats[:LATENCY_LINES]:
+        start = time.perf_counter()
+        answer, = ask([messages], max_new_tokens, 1)
+        if answer.finish_reason != "too_long":
+            alone.append(time.perf_counter() - start)
+    start = time.perf_counter()
+    answers = ask(chats, max_new_tokens, args.batch_size)
+    seconds = time.perf_counter() - start
+    fitting = sum(answer.finish_reason != "too_long" for answer in answers)
+    return answers, {"seconds": seconds, "lines_per_second": fitting / seconds,
+                     "seconds_per_line_alone": statistics.median(alone) if alone else None,
+                     "tokens_in": statistics.fmean(a.prompt_tokens for a in answers),
+                     "tokens_out": statistics.fmean(a.completion_tokens for a in answers)}
+
+
+def with_prompt(prompt, chats):
+    """Each line behind the teacher's prompt, in one user message as create_data.py sends it."""
+    return [[{"role": "user", "content": prompt[0] + messages[-1]["content"] + prompt[1]}] for messages in chats]
+
+
+def open_model(args, folder, adapter, tokenizer, lines, scratch):
+    """student's ask for a model folder with an adapter folder or None on top."""
+    if args.engine == "vllm":
+        return student.open_vllm(folder, adapter, tokenizer, lines.ends, lines.thinking, args, scratch)
+    model = student.load_model(folder, adapter, getattr(torch, args.dtype), torch.device(args.device))
+    return student.open_transformers(model, tokenizer, lines.ends, lines.thinking)
+
+
+def ask_models(args, models, lines, prompt):
+    """{column: ([Answer], speed)}. models: [(column, model folder, adapter or None, tokenizer)], the base first."""
+    found = {}
+    for name, folder, adapter, tokenizer in models:
+        with tempfile.TemporaryDirectory(dir=args.output_dir, prefix=".serve-") as scratch:
+            ask = open_model(args, folder, adapter, tokenizer, lines, scratch)
+            print(f"asking     {name}: {len(lines.ids):,} lines")
+            found[name] = ask_all(ask, lines.chats, args.max_new_tokens, args)
+            if name == "base" and prompt:
+                print(f"asking     base + prompt: {len(lines.ids):,} lines")
+                found["base + prompt"] = ask_all(ask, with_prompt(prompt, lines.chats), args.prompt_max_new_tokens,
+                                                 args)
+            del ask         # its memory, and vLLM's processes, make room for the next
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Judging
+
+
+def judge(parser, lines, truth, answers, speed):
+    """All there is to say about one column, JSON-able, and its [Found]. truth: {id: label or None} or None."""
+    labels, found = parser.labels, [read_answer(parser, answer) for answer in answers]
+    given = [f.label for f in found]
+    reasons = Counter(why_not(a, f) for a, f in zip(answers, found) if f.label is None)
+    scores = {"parsed": label_scores.proportion(sum(label is not None for label in given), len(given)),
+              "no_label": dict(reasons.most_common()), "agreement": label_scores.score(lines.labels, given, labels),
+              "accuracy": against_truth(labels, lines, truth, given), "speed": speed}
+    if truth:
+        known = [i for i, number in enumerate(lines.ids) if truth[number] not in (None, lines.labels[i])]
+        scores["right_where_teacher_is_wrong"] = label_scores.proportion(
+            sum(given[i] == truth[lines.ids[i]] for i in known), len(known))
+    wanted = [truth[number] for number in lines.ids] if truth else lines.labels
+    texts = texts_of(lines)
+    matrix = np.array(scores["accuracy" if truth else "agreement"]["confusion"])
+    scores["most_confused"] = [
+        {"wanted": w, "given": g, "lines": n,
+         "examples": [{"id": lines.ids[i], "text": texts[i]} for i in range(len(given))
+                      if (wanted[i], given[i]) == (w, g)][:EXAMPLES]}
+        for w, g, n in label_scores.most_confused(matrix, labels, CONFUSED)]
+    return scores, found
+
+
+def against_truth(labels, lines, truth, given):
+    """label_scores.score of the lines whose truth is known; None without a truth file."""
+    if not truth:
+        return None
+    known = [i for i, number in enumerate(lines.ids) if truth[number] is not None]
+    return label_scores.score([truth[lines.ids[i]] for i in known], [given[i] for i in known], labels)
+
+
+def texts_of(lines):
+    """The user's last message of each line."""
+    return [held_out.question(messages) for messages in lines.chats]
+
+
+def sample_rows(lines, truth, columns):
+    """[{"id", "text", "truth", "teacher", NAME, "NAME raw", "NAME ended", "NAME why"}] of every line, NAME a column."""
+    rows = []
+    for i, (number, text) in enumerate(zip(lines.ids, texts_of(lines))):
+        row = {"id": number, "text": text, "truth": truth[number] if truth else None, "teacher": lines.labels[i]}
+        for name, (answers, found) in columns.items():
+            row |= {name: found[i].label, f"{name} raw": answers[i].text, f"{name} ended": answers[i].finish_reason,
+                    f"{name} why": found[i].why}
+        rows.append(row)
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Output
+
+
+def student_names(checkpoints):
+    """A column's name for each: "student", or as many last parts of their paths as it takes to tell them apart."""
+    if len(checkpoints) == 1:
+        return ["student"]
+    parts = [Path(name).absolute().parts for name in checkpoints]
+    return next(names for n in range(1, 1 + max(map(len, parts)))
+                if len(set(names := ["/".join(part[-n:]) for part in parts])) == len(parts))
+
+
+def draw_lines(lines, limit, seed):
+    """Keep `limit` of the lines, drawn by a seed, in their order."""
+    kept = sorted(np.random.default_rng(seed).permutation(len(lines.ids))[:limit].tolist())
+    for name in ("ids", "chats", "labels"):
+        setattr(lines, name, [getattr(lines, name)[i] for i in kept])
+
+
+def check_single(lines, flag):
+    """Raise UserError unless each line is one user message, which is all that `flag` can ask."""
+    if odd := [number for number, chat_ in zip(lines.ids, lines.chats) if [m["role"] for m in chat_] != ["user"]]:
+        raise UserError(f"{flag}: id {odd[0]} has more than one user message before its answer; {len(odd)} such lines")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Main
+
+
+def prepare(args):
+    """(models for ask_models, Lines, Parser, prompt, truth): everything read and checked, nothing asked yet."""
+    parser = make_parser(args.parser, args.pattern, tuple(args.labels.split(",")) if args.labels else None)
+    prompt = read_prompt(args.prompt_file) if args.prompt_file else None
+    opened = [held_out.open_checkpoint(name) for name in args.checkpoint]
+    metas = [meta for _, _, meta in opened]
+    held_out.check_same_split(args.checkpoint, metas)
+    run = held_out.run_flags(args, metas[0])
+    base = args.model_path or run.model_path
+    if args.base or any(adapter for _, adapter, _ in opened):
+        if not base:
+            raise UserError(f"--checkpoint {args.checkpoint[0]}: does not say what it was trained from; give "
+                            "--model_path" + ("" if opened[0][1] else ", or --no-base"))
+        base = weights.find_model(base)
+        for name, meta in zip(args.checkpoint, metas):
+            held_out.check_base(name, base, meta)
+    tokenizers = [chat.load_tokenizer(folder) for folder, _, _ in opened]
+    lines = held_out.read_lines(args, run, metas[0], base if opened[0][1] else opened[0][0], tokenizers[0])
+    parser = dataclasses.replace(parser, labels=pick_labels(parser, lines))
+    truth = held_out.read_truth(args.truth_file, lines.ids, parser.labels) if args.truth_file else None
+    if args.limit:
+        draw_lines(lines, args.limit, args.seed)
+    if prompt:
+        check_single(lines, "--prompt_file")
+    if args.engine == "vllm":
+        check_single(lines, "--engine vllm")
+    models = [("base", base, None, tokenizers[0])] if args.base else []
+    for name, (folder, adapter, _), tokenizer in zip(student_names(args.checkpoint), opened, tokenizers):
+        models.append((name, base if adapter else folder, folder if adapter else None, tokenizer))
+    return models, lines, parser, prompt, truth
+
+
+def main(argv=None):
+    args = build_parser().parse_args(argv)
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+    with parallel.one_clear_error():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # vLLM then ends its processes, who would live on
+        check_flags(args)
+        if args.engine == "transformers":
+            args.device, args.dtype = student.pick_device(args.device, args.dtype)
+        models, lines, parser, prompt, truth = prepare(args)
+        labels = parser.labels
+        checkpoint.prepare_output(args.output_dir)
+        about = lines.about
+        print(f"data       {about['training_lines']:,} trained, {about['held_out_lines']:,} to judge "
+              f"({about['split']}" + (f", groups of {about['group_size']}" if about["group_size"] else "")
+              + f"; proven by fingerprint: {about['proven_by_fingerprint']})")
+        for note in lines.notes:
+            print(note)
+        print(f"engine     {args.engine}" + (f", {args.device}, {args.dtype}" if args.engine == "transformers" else ""))
+
+        answers = ask_models(args, models, lines, prompt)
+        systems, columns = {}, {}
+        for name, (column, speed) in answers.items():
+            systems[name], found = judge(parser, lines, truth, column, speed)
+            columns[name] = column, found
+        teacher = against_truth(labels, lines, truth, lines.labels)
+        metrics = {f"{name}: {key}": system[key]["share"] for name, system in systems.items()
+                   for key in ("agreement", "accuracy", "parsed") if system[key]}
+        report = {"name": str(args.output_dir), "metrics": metrics | ({"teacher: accuracy": teacher["share"]} if teacher
+                                                                      else {}),
+                  "labels": labels, "teacher": teacher, "systems": systems,
+                  "data": about | {"evaluated_lines": len(lines.ids), "rejected_lines": len(lines.rejected),
+                                   "rejected_lines_with_truth": sum(bool((truth or {}).get(i))
+                                                                    for i in lines.rejected)},
+                  "settings": vars(args), "samples": sample_rows(lines, truth, columns)}
+        how = "vLLM" if args.engine == "vllm" else f"batches of {args.batch_size}"
+        table, notes = label_report.side_by_side(systems, teacher, how), label_report.make_notes(report)
+        out = Path(args.output_dir)
+        text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
+        tables = "\n".join([*table, *notes, *label_report.detail_lines(systems, labels, truth)]) + "\n"
+        checkpoint.write_atomically(out / "evaluation.json", lambda path: path.write_text(text, encoding="utf-8"))
+        checkpoint.write_atomically(out / "evaluation.txt", lambda path: path.write_text(tables, encoding="utf-8"))
+        for name, system in systems.items():
+            label_report.draw(out / f"confusion-{re.sub(r'[^A-Za-z0-9]+', '-', name)}.png", name, system, labels)
+        first = systems[student_names(args.checkpoint)[0]]
+        print(*table, *notes, sep="\n")
+        if first["most_confused"]:
+            print(f"most confused by {args.checkpoint[0]}: {'truth' if truth else 'teacher'} -> answer, lines, one of "
+                  "them")
+            print(*label_report.confused_lines(first["most_confused"][:5]), sep="\n")
+        print(f"done       {out}/evaluation.json, evaluation.txt, confusion-*.png")
+        if first["agreement"]["share"] < args.min_agreement:
+            raise UserError(f"{args.checkpoint[0]} agrees with its teacher on {first['agreement']['right']} of "
+                            f"{first['agreement']['n']} lines ({first['agreement']['share']:.3f}), less than "
+                            f"--min_agreement {args.min_agreement}")
+
+
+if __name__ == "__main__":
+    main()

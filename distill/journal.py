@@ -1,0 +1,139 @@
+"""Finished labels on disk: append-only journals, one a process, that a kill at any instant leaves usable.
+
+FOLDER/shard-I-of-N.jsonl: first {"header": {...}}, what the labels depend on, then one record a finished line, synced
+to disk every few seconds. A line torn by a kill is cut off by the next start. Every process reads the journals of all,
+whatever the number of shards was then, so nothing is asked twice; one with another header is refused, never mixed in.
+Only when all lines are there are the results written, in input order.
+
+Own module of create_data.py. Copy with it: checkpoint.py, parallel.py and what those name.
+"""
+import fcntl
+import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+from common.checkpoint import fsync_path, write_atomically
+from common.parallel import UserError
+
+SYNC_S = 5      # seconds of work that a kill may cost
+
+
+class Journal:
+    """The journal that this process writes. Raises UserError when another process writes it."""
+
+    def __init__(self, folder, shard, shards, header):
+        self.path = Path(folder) / f"shard-{shard}-of-{shards}.jsonl"
+        self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{self.path}: another process is writing it; wait for its end, or end it")
+        self.size = self.path.read_bytes().rfind(b"\n") + 1
+        os.ftruncate(self.file, self.size)
+        self.header, self.pending, self.synced = header, [], time.monotonic()
+        fsync_path(folder)
+
+    def add(self, record):
+        """Note a record; it is on disk after the next sync, which comes by itself every SYNC_S."""
+        if not self.size and not self.pending:          # not before: a start that fails binds the next one to nothing
+            self.pending.append(json.dumps({"header": self.header}, ensure_ascii=False) + "\n")
+        self.pending.append(json.dumps(record, ensure_ascii=False) + "\n")
+        if time.monotonic() - self.synced > SYNC_S:
+            self.sync()
+
+    def sync(self):
+        """Write what is pending to disk; whole, or the journal is as before."""
+        data = "".join(self.pending).encode()
+        try:
+            written = 0
+            while written < len(data):
+                written += os.write(self.file, data[written:])
+            os.fsync(self.file)
+            self.size, self.pending = self.size + len(data), []
+        except BaseException:           # no room, or a signal that ends the process and syncs once more
+            os.ftruncate(self.file, self.size)
+            raise
+        self.synced = time.monotonic()
+
+
+def read_journals(folder, header):
+    """{line id: record} of all journals; UserError for other headers."""
+    records = {}
+    for path in sorted(Path(folder).glob("shard-*.jsonl")):
+        data = path.read_bytes()
+        lines = data[:data.rfind(b"\n") + 1].decode().split("\n")[:-1]      # the last one may be half written
+        for number, line in enumerate(lines, 1):
+            try:
+                entry = json.loads(line)
+                if number == 1:
+                    compare(folder, entry["header"], header)
+                else:
+                    records.setdefault(entry["id"], entry)
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(f"{path}: line {number} cannot be read ({error}); delete the line and those after it")
+    return records
+
+
+def compare(folder, found, header):
+    """Raise UserError with all in which a journal's header differs from this run's."""
+    if other := [name for name in header if found.get(name) != header[name]]:
+        what = "; ".join(f"{name} was {found.get(name)!r}, is {header[name]!r}" for name in other)
+        raise UserError(f"{folder}: holds labels made otherwise ({what}); give the same flags and files, another "
+                        "--output_file, or delete the folder to start anew")
+
+
+def write_results(output, lines, records):
+    """Write the chat JSONL and the rejected file, in input order, each whole or not at all.
+
+    A chat record is {"id": 0-based line, "messages": [user, assistant]} and, where the teacher gave them,
+    "label_tokens" (texts that make up the label) and "logprobs" (of each [[text, log-probability], ...], best first).
+    """
+    chats, rejected = [], []
+    for number, text in enumerate(lines):
+        record = records[number]
+        if record["label"] is None:
+            rejected.append({"id": number, "text": text, "why": record["answers"][-1]["why"],
+                             "answers": record["answers"]})
+            continue
+        chat = {"id": number, "messages": [{"role": "user", "content": text},
+                                           {"role": "assistant", "content": record["label"]}]}
+        chats.append(chat | {name: record[name] for name in ("label_tokens", "logprobs") if record.get(name)})
+    for path, rows in ((rejected_path(output), rejected), (output, chats)):
+        content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_atomically(path, lambda temporary, content=content: temporary.write_text(content, encoding="utf-8"))
+
+
+def rejected_path(output):
+    """labels.jsonl -> labels.rejected.jsonl"""
+    return Path(output).with_suffix(".rejected.jsonl")
+
+
+def statistics(records):
+    """What the records say: counts per label, parse rate, retries, speed. Rates are per second or minute of work."""
+    rows, sessions = list(records.values()), {}
+    for row in rows:
+        sessions[row["began"]] = max(row["at"], sessions.get(row["began"], 0))
+    busy, reached = 0.0, 0.0
+    for start, end in sorted(sessions.items()):         # processes side by side count once
+        busy, reached = busy + max(0.0, end - max(start, reached)), max(reached, end)
+    free = sum(len(row["answers"]) - row["constrained"] for row in rows)
+    parsed_free = sum(row["label"] is not None and not row["by_constraint"] for row in rows)
+    told = [row for row in rows if row["cached_tokens"] is not None]
+    counts = Counter(row["label"] for row in rows if row["label"] is not None)
+    tokens_in, tokens_out = (sum(row[name] for row in rows) for name in ("prompt_tokens", "completion_tokens"))
+    return {
+        "lines": len(rows), "labelled": sum(counts.values()), "rejected": len(rows) - sum(counts.values()),
+        "labels": dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))),
+        "parse_rate": parsed_free / free if free else None,         # of the answers that nothing constrained
+        "retries": sum(len(row["answers"]) - 1 for row in rows),
+        "labelled_by_constraint": sum(row["by_constraint"] for row in rows),
+        "without_logprobs": sum(row["label"] is not None and "logprobs" in row and not row["logprobs"]
+                                for row in rows),
+        "seconds": round(busy, 3), "lines_per_minute": 60 * len(rows) / busy if busy else None,
+        "prompt_tokens": tokens_in, "prompt_tokens_per_second": tokens_in / busy if busy else None,
+        "completion_tokens": tokens_out, "completion_tokens_per_second": tokens_out / busy if busy else None,
+        "cached_share": sum(row["cached_tokens"] for row in told) / max(1, sum(row["prompt_tokens"] for row in told))
+        if told else None,
+    }

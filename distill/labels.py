@@ -1,0 +1,128 @@
+"""A teacher's answer -> its label, or the reason why it has none. Never a guess.
+
+A label counts only if the teacher ended by itself, behind the last closing thinking tag, on the last line that has the
+wanted form as a whole, and if it is one of the allowed labels. A quoted example of the form, a thought that was cut off
+and an answer with two labels on a line therefore give no label.
+
+Own module of create_data.py. Copy with it: parallel.py (for UserError).
+"""
+import math
+import re
+from dataclasses import dataclass
+
+from common.parallel import UserError
+
+LANGUAGES = ("ar", "de", "el", "en", "es", "fr", "hi", "ru", "tr", "ur", "vi", "zh", "ot")
+PARSERS = ("language", "regex", "whole")
+THOUGHT = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>")
+LANGUAGE_LINE = r"[*_`#\s]*final answer[*_`]*\s*:[*_`\s]*([a-z]{2})[*_`\s.]*"        # markdown around it is harmless
+ENDINGS = {"length": "cut off at --max_tokens", "too_long": "the prompt leaves no room for an answer"}
+
+
+@dataclass(frozen=True)
+class Parser:
+    """What counts as an answer. line: the form of the label's line, None: the whole answer; labels: None allows any."""
+    line: re.Pattern | None
+    labels: tuple | None = None
+    lower: bool = False
+
+    def constraint(self):
+        """{"choice": [str]} or {"regex": str} that lets a teacher only write what this parser reads."""
+        if self.line is None:
+            raise UserError("--constrain: --parser whole takes any answer, there is nothing to constrain")
+        if self.lower:
+            return {"choice": [f"Final Answer: {label}" for label in self.labels]}
+        return {"regex": self.line.pattern}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A label and where it stands, text[start:end], or label None and why."""
+    label: str | None
+    start: int = -1
+    end: int = -1
+    why: str = ""
+
+
+def make_parser(name, pattern=None, labels=None):
+    """Parser by its name. pattern (regex): the form of the line, group 1 the label; labels: the allowed ones."""
+    if (pattern is not None) != (name == "regex"):
+        raise UserError("--parser regex needs --pattern, its only group the label; no other parser takes one")
+    if name == "whole":
+        return Parser(None, labels)
+    if name == "language":
+        return Parser(re.compile(LANGUAGE_LINE, re.IGNORECASE), labels or LANGUAGES, lower=True)
+    try:
+        line = re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"--pattern {pattern!r}: is not a regular expression ({error})")
+    if line.groups != 1:
+        raise UserError(f"--pattern {pattern!r}: has {line.groups} groups; put the label, nothing else, in one: (...)")
+    return Parser(line, labels)
+
+
+def read_label(parser, text, finish_reason, must_think=False):
+    """Found of one answer. finish_reason: the engine's; must_think: without a closed thought it is not an answer."""
+    if finish_reason != "stop":
+        return Found(None, why=ENDINGS.get(finish_reason, f"ended by {finish_reason}"))
+    begin, open_thought = 0, False
+    for tag in THOUGHT.finditer(text):
+        begin, open_thought = tag.end(), not tag[1]
+    if open_thought or (must_think and not begin):
+        return Found(None, why="its thoughts have no end")
+    if parser.line is None:
+        answer = text[begin:].strip()
+        start = begin + len(text[begin:]) - len(text[begin:].lstrip())
+        found = Found(answer, start, start + len(answer)) if answer else Found(None, why="is empty")
+    else:
+        match = None
+        for line in re.finditer(r"[^\n]+", text[begin:]):
+            start, end = begin + line.start(), begin + line.end()
+            start += len(line[0]) - len(line[0].lstrip())
+            end -= len(line[0]) - len(line[0].rstrip())
+            match = parser.line.fullmatch(text, start, end) or match
+        if match is None or not match[1]:
+            return Found(None, why="has no line of the wanted form")
+        found = Found(match[1].lower() if parser.lower else match[1], *match.span(1))
+    if parser.labels and found.label is not None and found.label not in parser.labels:
+        return Found(None, why=f"{found.label[:40]!r} is not one of the labels")
+    return found
+
+
+def label_logprobs(tokens, text, found):
+    """(texts of the label's tokens, the teacher's [[text, log-probability], ...] for each of them), or None.
+
+    tokens: [(text, [(text, log-probability), ...])] of the whole answer, thoughts included, best first. The label
+    alone is what a student writes, so what stands before it in its first token (a space) is taken away, and
+    alternatives that are then equal are added up. Parts of characters, which have no text, are left out. None where a
+    token of the label has no text, or reaches beyond the label: no student has it.
+    """
+    tail, start = text[found.start:].rstrip(), None
+    for cut in range(min(3, len(tokens))):          # engines may add the tokens that end an answer
+        joined = "".join(token for token, _ in tokens[:len(tokens) - cut]).rstrip()
+        if start is None and joined.endswith(tail):
+            start = len(joined) - len(tail)
+    if start is None or text[found.start:found.end] != found.label or "\ufffd" in found.label:
+        return None
+    end, place, texts, rows = start + len(found.label), 0, [], []
+    for token, top in tokens:
+        begin, place = place, place + len(token)
+        if place <= start or begin >= end:
+            continue
+        if place > end:
+            return None
+        before, merged = token[:max(0, start - begin)], {}
+        for other, logprob in top:
+            if before and other.startswith(before):
+                other = other[len(before):]
+            elif before and before.isspace():
+                other = other.lstrip()
+            elif before:
+                continue
+            if other and "\ufffd" not in other and logprob > -math.inf:
+                high, low = max(merged.get(other, -math.inf), logprob), min(merged.get(other, -math.inf), logprob)
+                merged[other] = high + math.log1p(math.exp(low - high))
+        texts.append(token[len(before):])
+        rows.append([[other, round(logprob, 5)] for other, logprob in
+                     sorted(merged.items(), key=lambda pair: (-pair[1], pair[0]))])
+    return (texts, rows) if rows else None

@@ -1,0 +1,205 @@
+"""transformers' causal language models on packed batches: attention inside each document, loss without logits.
+
+The model's own forward runs; it is only given another attention function, registered with transformers under the name
+"packed_documents", and one flat axis for all conversations. What cannot be packed that way is refused by check_model:
+layers that carry state along the axis, and heads that do more than multiply.
+
+The head works on the rows that predict a trained token, in pieces, so the logits of a batch never stand whole; it does
+so inside the wrapped forward, where FSDP2 has gathered its weight once.
+
+Copy with it: table.py (PackedChats), topk.py, weights.py, recomputation.py and what those name.
+"""
+import inspect
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+
+from common import recomputation
+from common.parallel import UserError
+from distill.table import PackedChats
+from distill.topk import mixed_loss
+from distill.weights import decoder_layers
+
+VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters      # torch >= 2.13
+ATTENTION = "packed_documents"
+LOGITS = 2**26          # values of logits at a time: 256 MiB in fp32
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+LENGTH_ROPE = {"dynamic", "longrope"}
+# Settings that change logits or attention in a way that the packed forward would miss, and the value that does nothing.
+NEUTRAL = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1,
+           "lm_head_multiplier": 1, "attention_dropout": 0, "attn_pdrop": 0, "attention_chunk_size": None}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention
+
+
+def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None,
+                     cu_seq_lens_q=None, max_length_q=None, **_):
+    """Causal attention inside each document, as transformers calls it; (1, S, heads, D), None.
+
+    query (1, heads, S, D), key and value (1, kv_heads, S, D); cu_seq_lens_q (B + 1,) int32. sliding_window: how many
+    places a token sees, itself included. CUDA in half precision: torch's variable-length flash attention. Elsewhere
+    SDPA document by document, same result.
+    """
+    if cu_seq_lens_q is None:
+        raise UserError(f"{type(module).__name__} is not told where documents end: this architecture cannot be packed")
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))       # (S, heads, D)
+    if q.is_cuda and v.dtype in (torch.bfloat16, torch.float16):
+        q, k = q.to(v.dtype), k.to(v.dtype)     # autocast: rotary embedding leaves them in fp32
+        gqa = {"enable_gqa": True} if VARLEN_GQA else {}
+        if not VARLEN_GQA:
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        window = (sliding_window - 1 if sliding_window else -1, 0)
+        out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling,
+                          window_size=window, **gqa)
+    else:
+        out = _attention_by_document(q.to(v.dtype), k.to(v.dtype), v, cu_seq_lens_q, scaling, sliding_window)
+    return out[None], None
+
+
+@torch.compiler.disable     # a graph per list of document lengths would be compiled otherwise
+def _attention_by_document(q, k, v, cu_seqlens, scaling, window):
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    lengths, out = cu_seqlens.diff().tolist(), []
+    for length, *parts in zip(lengths, *(t.split(lengths) for t in (q, k, v))):     # a slice's gradient is as long as t
+        parts = (part.transpose(0, 1)[None] for part in parts)
+        if window and length > window:
+            place = torch.arange(length, device=q.device)
+            behind = place[:, None] - place
+            masked = {"attn_mask": (behind >= 0) & (behind < window)}
+        else:
+            masked = {"is_causal": True}
+        out.append(F.scaled_dot_product_attention(*parts, scale=scaling, **masked)[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+AttentionInterface.register(ATTENTION, packed_attention)
+
+
+def check_model(model):
+    """Raise UserError when packed documents would not be independent, or the loss another than transformers' own."""
+    name, config = type(model).__name__, model.config
+    if not model._supports_attention_backend:
+        raise UserError(f"{name} has an attention of its own that cannot be replaced: it cannot be packed")
+    other = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS
+    if getattr(model, "_is_stateful", False) or other:
+        raise UserError(f"{name} has layers that carry state from one packed document into the next"
+                        + (f" ({', '.join(sorted(other))})" if other else ""))
+    rope = getattr(config, "rope_parameters", None) or {}       # one, or one for each type of layer
+    if kinds := {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)} & LENGTH_ROPE:
+        raise UserError(f"{name}: its {kinds.pop()} rotary embedding depends on the longest document of a pack")
+    for setting, neutral in NEUTRAL.items():
+        if getattr(config, setting, neutral) not in (neutral, None):
+            raise UserError(f"{name}: config.json has {setting} {getattr(config, setting)}, which is not supported")
+    if any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()):
+        raise UserError(f"{name} has attention sinks, which are not supported")
+    if any(".experts." in name for name, _ in model.named_parameters()):
+        raise UserError(f"{name} is a mixture of experts; only dense models can be trained")
+    if not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise UserError(f"{name} has no linear output head")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model and loss
+
+
+def head_loss(weight, bias, share, hidden, targets, *teacher):
+    """(loss, right guesses) of rows (R, H) against targets (R,), both sums and 0-d fp32; the loss is cross-entropy.
+
+    teacher: ids and logprobs as in distill.divergence, which has a share in the loss. Then the other sums of
+    distill.mixed_loss follow.
+    """
+    logits = F.linear(hidden, weight, bias).float()
+    right = (logits.detach().argmax(-1) == targets).sum().float()
+    if not teacher:
+        return F.cross_entropy(logits, targets, reduction="sum"), right
+    loss, *parts = mixed_loss(logits, targets, *teacher, share)
+    return loss, right, *parts
+
+
+def chunked_loss(hidden, weight, bias, targets, chunk, teacher=(), share=0.0):
+    """head_loss over `chunk` rows at a time, each piece's logits made again in the backward pass: equal to 1e-7."""
+    pieces = list(zip(*(rows.split(chunk) for rows in (hidden, targets, *teacher))))    # one, empty, without any rows
+    if len(pieces) == 1:
+        return head_loss(weight, bias, share, *pieces[0])
+    sums = [checkpoint(head_loss, weight, bias, share, *piece, use_reentrant=False) for piece in pieces]
+    return tuple(torch.stack(column).sum() for column in zip(*sums))
+
+
+class PackedLM(nn.Module):
+    """What DDP and FSDP2 wrap: forward(batch) -> sums, not means, so that any split over ranks and micro-steps adds up.
+
+    net: a causal LM built with attention=ATTENTION, or the PeftModel around it. recompute: of
+    recomputation.MODES, or None. share: of the teacher's divergence in the loss, where batches have a teacher.
+    """
+
+    def __init__(self, net, recompute=None, logits=LOGITS, share=0.0):
+        super().__init__()
+        self.net, self.share = net, share
+        self.sums = 5 if share else 2       # how many forward returns
+        self._native = [net.get_base_model() if hasattr(net, "peft_config") else net]   # listed: not registered twice
+        recomputation.leave_products(net, recompute)
+        if recompute:       # as transformers' own switch, whose name depends on the version
+            for layer in decoder_layers(self.native):
+                layer.gradient_checkpointing = True
+                layer._gradient_checkpointing_func = recomputation.caller(recompute)
+        self.chunk = max(16, logits // self.native.get_output_embeddings().out_features)
+
+    @property
+    def native(self):
+        """transformers' model, adapters inside."""
+        return self._native[0]
+
+    def forward(self, batch: PackedChats):
+        """(loss (), right ()) in fp32: cross-entropies of the trained tokens, and how many were the likeliest.
+
+        With a share of divergence the sums of distill.mixed_loss, right guesses in second place.
+        """
+        hidden = self.native.base_model(
+            input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False,
+            cu_seq_lens_q=batch.cu_seqlens, cu_seq_lens_k=batch.cu_seqlens, max_length_q=batch.longest,
+            max_length_k=batch.longest).last_hidden_state[0]
+        head = self.native.get_output_embeddings()
+        teacher = (batch.teacher_ids, batch.teacher_logprobs) if self.share else ()
+        return chunked_loss(hidden.index_select(0, batch.rows), head.weight, head.bias, batch.targets, self.chunk,
+                            teacher, self.share)
+
+
+def loss_report(sums, targets, prefix):
+    """PackedLM's sums over all ranks and the number of targets -> {metric name: float}.
+
+    nan when every step was skipped: no loss to claim. ce_loss is over all trained tokens, kl_loss over taught ones.
+    """
+    values = dict(zip(("loss", "accuracy", "ce_loss", "kl_loss"), sums))
+    counts = {name: targets for name in values} | {"kl_loss": sums[-1]}
+    return {f"{prefix}/{name}": value / counts[name] if counts[name] else math.nan for name, value in values.items()}
+
+
+def decays(name, parameter):
+    """Weight decay shrinks matrices, not norms, and not embeddings: rows a batch lacks would shrink unseen."""
+    return parameter.ndim > 1 and "embed" not in name and "wte" not in name and "wpe" not in name
+
+
+def layer_weights(model):
+    """Values of all matrices in the decoder layers, adapters aside: what a token is multiplied with."""
+    return sum(parameter.numel() for layer in decoder_layers(model) for name, parameter in layer.named_parameters()
+               if parameter.ndim == 2 and ".lora_" not in name)
+
+
+def flops(weights, config, tokens, targets, pairs, lora):
+    """Model FLOPs of forward and backward.
+
+    weights: of layer_weights. A matrix with N weights costs 2N a row forward, 2N for the input gradient and, when it is
+    trained, 2N for its own gradient: 4N under LoRA, 6N in full; the head runs on trained rows only. pairs: sum over
+    documents of n (n + 1) / 2 attended pairs, each 4 * heads * head_dim forward and twice that backward; a sliding
+    window is not subtracted. Recomputation and adapters are not counted.
+    """
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rows = tokens * weights + targets * config.hidden_size * config.vocab_size
+    return (4 if lora else 6) * rows + 12 * config.num_attention_heads * head_dim * pairs * config.num_hidden_layers

@@ -1,0 +1,153 @@
+"""A student, or its base, that answers: ask = open_transformers(...) or open_vllm(...), then ask(chats, ...).
+
+ask gives a teacher.Answer for each conversation, in order: greedy, from the ids that training saw before an answer.
+Sampling settings, penalties and the like in a model's generation_config have no say; ids that answers end with do.
+Adapters stay adapters under transformers; for vLLM they are merged into a copy of the base in float32.
+
+Own module of evaluate_sft.py. Copy with it: teacher.py weights.py adapters.py parallel.py and what those name.
+"""
+import argparse
+import os
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from transformers import GenerationConfig
+
+from common import adapters
+from common.parallel import UserError
+from distill import teacher, weights
+
+UNKNOWN = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform",
+           "trainable_token_indices", "fan_in_fan_out")     # in an adapter's config: what train_sft.py never sets
+
+
+def pick_device(name, dtype):
+    """(device, dtype) as text; None: the GPU if there is one, auto: bfloat16 on a GPU that has it, else float32.
+
+    Raises UserError when the device cannot be used.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if name is None else name
+    try:
+        device = torch.empty(1, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {name}: cannot be used ({str(error).splitlines()[0]})")
+    good = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return str(device), dtype if dtype != "auto" else "bfloat16" if good else "float32"
+
+
+def load_model(folder, adapter, dtype, device):
+    """Model of a folder, with the adapter folder `adapter` on top unless None; raises UserError for what does not fit.
+
+    Each weight must be there, under its name and in its shape; from_pretrained would go on with random ones.
+    """
+    model = weights.empty_model(weights.load_config(folder), dtype, folder)
+    parts = weights.weight_parts(folder, model)
+    weights.check_weights(model, parts, folder)
+    weights.give_memory(model, device)
+    weights.load_weights(dict(model.named_parameters()), parts)
+    if adapter:
+        try:
+            saved = LoraConfig.from_pretrained(adapter)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{adapter}: its adapter_config.json cannot be used ({str(error).splitlines()[0]})")
+        if odd := [name for name in UNKNOWN if getattr(saved, name, None)]:
+            raise UserError(f"{adapter}: the adapter has {odd[0]}, which is not supported; merge it into its base")
+        names = [saved.target_modules] if isinstance(saved.target_modules, str) else sorted(saved.target_modules)
+        model = adapters.add_lora(model, weights.decoder_layers(model), saved.r, saved.lora_alpha, 0.0,
+                                  ",".join(names), str(folder))
+        for parameter in adapters.adapter_weights(model).values():      # not buffers: rotary embeddings stay float32
+            parameter.data = parameter.data.to(dtype)
+        adapters.load_adapters(model, adapter)
+    return model.eval()
+
+
+def end_ids(model, ends):
+    """Sorted ids at which an answer ends: those of the generation_config and those that training ended with."""
+    weights.stop_at(model, ends)
+    known = model.generation_config.eos_token_id
+    return sorted(known if isinstance(known, list) else [known])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# transformers
+
+
+def open_transformers(model, tokenizer, ends, thinking):
+    """ask(chats, max_new_tokens, batch_size) -> [Answer]. thinking: what the template gets beside the messages."""
+    native = model.get_base_model() if hasattr(model, "get_base_model") else model
+    stops = end_ids(native, ends)
+    native.generation_config = GenerationConfig(eos_token_id=stops, pad_token_id=stops[0])  # else it is merged in
+    limit = getattr(native.config, "max_position_embeddings", None) or 1 << 30
+    begin = teacher.opens_thought(tokenizer, thinking)
+
+    def ask(chats, max_new_tokens, batch_size):
+        texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **thinking)
+                 for chat in chats]
+        prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        found = {i: teacher.Answer("", "too_long", len(ids)) for i, ids in enumerate(prompts)
+                 if len(ids) + max_new_tokens > limit}
+        order = sorted((i for i in range(len(prompts)) if i not in found), key=lambda i: len(prompts[i]))
+        for start in range(0, len(order), batch_size):      # like lengths together: less padding
+            chosen = order[start:start + batch_size]
+            found |= zip(chosen, generate([prompts[i] for i in chosen], max_new_tokens))
+        return [found[i] for i in range(len(prompts))]
+
+    @torch.inference_mode()
+    def generate(prompts, max_new_tokens):
+        width = max(map(len, prompts))
+        ids = torch.full((len(prompts), width), stops[0])
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):              # on the left, so that all answers begin at one place
+            ids[row, width - len(prompt):] = torch.tensor(prompt)
+            mask[row, width - len(prompt):] = 1
+        out = model.generate(input_ids=ids.to(native.device), attention_mask=mask.to(native.device), do_sample=False,
+                             max_new_tokens=max_new_tokens)
+        answers = []
+        for prompt, new in zip(prompts, out[:, width:].tolist()):
+            stop = next((i for i, token in enumerate(new) if token in stops), None)
+            answers.append(teacher.Answer(begin + tokenizer.decode(new[:stop], skip_special_tokens=False),
+                                          "length" if stop is None else "stop", len(prompt),
+                                          len(new) if stop is None else stop + 1))
+        return answers
+    return ask
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# vLLM
+
+
+def open_vllm(folder, adapter, tokenizer, ends, thinking, args, scratch):
+    """As open_transformers, by the engine that create_data.py uses. scratch: empty folder on a disk with room."""
+    served = prepare_folder(folder, adapter, tokenizer, ends, Path(scratch))
+    settings = argparse.Namespace(
+        model_name=str(served), tensor_parallel_size=args.tensor_parallel_size, pipeline_parallel_size=1,
+        gpu_memory_utilization=args.gpu_memory_utilization, max_model_len=args.max_model_len, logprobs=0,
+        enforce_eager=args.enforce_eager, seed=args.seed, temperature=0.0, top_p=1.0, top_k=0, max_tokens=0,
+        thinking={None: "default", True: "on", False: "off"}[thinking.get("enable_thinking")])
+    answers = teacher.open_vllm(settings)
+
+    def ask(chats, max_new_tokens, batch_size):
+        settings.max_tokens = max_new_tokens
+        requests = [teacher.Request(i, chat[0]["content"], args.seed) for i, chat in enumerate(chats)]
+        found = {request.id: answer for request, answer in answers(requests)}
+        return [found[i] for i in range(len(chats))]
+    return ask
+
+
+def prepare_folder(folder, adapter, tokenizer, ends, scratch):
+    """A folder for vLLM: the model with the run's template and ends, the adapter merged in. Big files are links."""
+    if adapter:
+        model = load_model(folder, adapter, torch.float32, torch.device("cpu")).merge_and_unload()
+    else:
+        model = weights.empty_model(weights.load_config(folder), torch.float32, folder)
+    model.generation_config = GenerationConfig(eos_token_id=end_ids(model, ends))
+    if adapter:
+        model.save_pretrained(scratch)
+    else:
+        model.generation_config.save_pretrained(scratch)
+        for path in Path(folder).resolve().iterdir():
+            if path.name == "config.json" or ".safetensors" in path.name:
+                os.symlink(path, scratch / path.name)
+    tokenizer.save_pretrained(scratch)
+    return scratch

@@ -1,0 +1,316 @@
+"""Tokenised conversations as flat arrays on disk, what is held out of them, and packed batches for training.
+
+Rank 0 tokenises once; all ranks and loader workers map the arrays, so memory does not grow with ranks or workers.
+Nothing is padded per sample. Copy with it: chat.py, loading.py, indexing.py, parallel.py, watchdog.py and what those
+name.
+"""
+import hashlib
+import itertools
+import json
+import shutil
+import time
+import uuid
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from common import loading, parallel
+from common.indexing import Column, in_order
+from common.parallel import UserError
+from common.watchdog import ignore_in_worker
+from distill.chat import cut, group_key, read_chunks
+
+PAD_LENGTH = 128        # padding comes in documents this short: attention costs the square of a document's length
+CHUNK = 1024            # lines tokenised together
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sample table
+
+
+def encode_chunk(records, path, encoder, limit, policy, problems, teacher=None):
+    """[(line, record)] -> {name: array, or a count}, for several processes; what cannot be used goes to `problems`."""
+    kept, lines, keys, count, ends = [], [], [], Counter(), encoder.ends
+    encoder.ends = Counter()
+    for (line, record), result in zip(records, encoder.encode([record["messages"] for _, record in records])):
+        try:
+            if isinstance(result, ValueError):
+                raise result
+            count["long"] += len(result[0]) > limit
+            part = cut(*result, limit, policy)
+            if teacher and part is not None:
+                shift = len(result[0]) - len(part[0]) if policy == "cut_left" else 0
+                teacher.add(record, *result, f"{path}:{line}", shift, shift + len(part[0]))
+        except ValueError as error:
+            problems.append(f"{path}:{line}: {error}")
+            continue
+        if part is None:
+            count["dropped"] += 1
+            continue
+        key = group_key(record)
+        kept.append(part)
+        lines.append(line)
+        keys.append(-1 if key is None else key)
+    ends, encoder.ends = encoder.ends, ends
+    lengths = np.array([len(ids) for ids, _ in kept], np.int64)
+    tokens, trained = (np.fromiter(itertools.chain.from_iterable(column), kind, lengths.sum()) for column, kind in (
+        ((ids for ids, _ in kept), np.int32), ((mask for _, mask in kept), bool)))
+    # nothing predicts a sample's first token
+    targets = np.array([sum(mask) - mask[0] for _, mask in kept], np.int64)
+    return {"tokens": tokens, "trained": trained, "lengths": lengths, "targets": targets, "ends": ends, **count,
+            "lines": np.array(lines, np.int64), "keys": np.array(keys, np.int64)}
+
+
+def write_table(folder, paths, encoder, limit, policy, teacher=None, processes=0):
+    """Tokenise files into a table in `folder` -> {"samples": [of each file], "long": [...], "dropped": [...]}.
+
+    long: samples above `limit` tokens; dropped: those that are not in the table. teacher: a fresh distill.Alternatives
+    where the table shall have them, made in this process. processes: that tokenise beside this one, for large files.
+    Raises UserError with every sample that cannot be used, and leaves no new folder then.
+    """
+    folder, problems, found = Path(folder), [], {"samples": [], "long": [], "dropped": []}
+    new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        columns = {name: Column(folder / f"{name}.npy", kind) for name, kind in (
+            ("tokens", np.int32), ("trained", bool), ("lengths", np.int64), ("targets", np.int64),
+            ("lines", np.int64), ("keys", np.int64), ("sources", np.int64), ("offsets", np.int64))}
+        columns["offsets"].append([0])
+        for source, path in enumerate(paths):
+            before, count = len(columns["lengths"]), Counter()
+
+            def chunks(first, step, path=path):
+                for records, wrong in read_chunks(path, CHUNK, first, step):
+                    yield encode_chunk(records, path, encoder, limit, policy, wrong, teacher), wrong
+
+            def take(part, source=source, count=count):
+                chunk, wrong = part
+                problems.extend(wrong)
+                encoder.ends.update(chunk["ends"])
+                count.update({name: chunk.get(name, 0) for name in ("long", "dropped")})
+                columns["offsets"].append(len(columns["tokens"]) + np.cumsum(chunk["lengths"]))
+                columns["sources"].append(np.full(len(chunk["lengths"]), source))
+                for name in ("tokens", "trained", "lengths", "targets", "lines", "keys"):
+                    columns[name].append(chunk[name])
+
+            whole = teacher or not Path(path).is_file()         # a pipe can be read only once
+            in_order(chunks, 0 if whole else processes, take)
+            samples = len(columns["lengths"]) - before
+            if not problems and not samples:
+                raise UserError(f"{path}: holds no conversations"
+                                + (f" of at most {limit} tokens" if count["dropped"] else ""))
+            for name, value in (("samples", samples), ("long", count["long"]), ("dropped", count["dropped"])):
+                found[name].append(value)
+        if problems:
+            hint = "\nfix: shorten them, raise --max_length, or choose another --too_long" \
+                if any("tokens, more than" in problem for problem in problems) else ""
+            raise UserError(parallel.problem_text(problems) + hint)
+        for column in columns.values():
+            column.close()
+        for name, values in (teacher.arrays(paths[0]) if teacher else {}).items():
+            np.save(folder / f"{name}.npy", values)
+        (folder / "sources.json").write_text(json.dumps([str(path) for path in paths]))
+    except BaseException:
+        if new:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return found
+
+
+class ChatTable:
+    """Memory-mapped samples. tokens (n_tokens,) int32; trained (n_tokens,) bool; offsets (n + 1,); of each sample:
+    lengths (tokens), targets (trained tokens), lines (in the file, from 1), keys (the record's id or -1), sources.
+
+    With a teacher, for each of T taught tokens: teacher_places (T,) in its sample, teacher_ids (T, K) int32, likeliest
+    first, teacher_logprobs (T, K) float32, -inf where there are fewer; teacher_offsets (n + 1,) of samples.
+    """
+
+    def __init__(self, folder):
+        for path in Path(folder).glob("*.npy"):
+            setattr(self, path.stem, np.load(path, mmap_mode="r"))
+        self.paths = json.loads((Path(folder) / "sources.json").read_text())
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def name(self, i):
+        """Where sample i stands in the user's files."""
+        return f"{self.paths[self.sources[i]]}:{self.lines[i]}"
+
+    @property
+    def topk(self):
+        """Alternatives K of a taught token; 0: the table has no teacher."""
+        return self.teacher_ids.shape[1] if hasattr(self, "teacher_ids") else 0
+
+    def fingerprint(self, numbers):
+        """Short hash of what these (sorted) samples are to the model: tokens, mask, numbers."""
+        if not len(numbers):
+            return ""
+        part = slice(self.offsets[numbers[0]], self.offsets[numbers[-1] + 1])
+        digest = hashlib.sha256()
+        for values in (self.tokens[part], self.trained[part], np.asarray(numbers - numbers[0])):
+            digest.update(np.ascontiguousarray(values))
+        return digest.hexdigest()[:16]
+
+    def teacher_fingerprint(self, numbers):
+        """Short hash of what the teacher says about these samples, or None."""
+        if not self.topk:
+            return None
+        digest = hashlib.sha256()
+        for i in numbers:
+            part = slice(self.teacher_offsets[i], self.teacher_offsets[i + 1])
+            for values in (self.teacher_places[part], self.teacher_ids[part], self.teacher_logprobs[part]):
+                digest.update(np.ascontiguousarray(values))
+        return f"top {self.topk}, {digest.hexdigest()[:16]}"
+
+
+def group_numbers(keys, lines, group_size):
+    """(n,) group of each sample: group_size neighbours by id, where all have one, else by line. Translations of one
+    sentence stand side by side, and one in training beside one held out would flatter the model.
+    """
+    return (keys if (keys >= 0).all() else lines - 1) // group_size
+
+
+def split_groups(groups, share, seed):
+    """(train, held out) sample numbers, whole groups each: a seeded shuffle of the groups, at least one group each.
+
+    share: of the groups, 0 to 1; 0 holds none out. Raises UserError when there is only one group.
+    """
+    everyone = np.arange(len(groups))
+    if share <= 0:
+        return everyone, everyone[:0]
+    names = np.unique(groups)
+    if len(names) < 2:
+        raise UserError("all samples are one group, so none can be held out; give --eval_data_file, a smaller "
+                        "--group_size, or --validation_split 0")
+    held_out = min(max(1, round(len(names) * share)), len(names) - 1)
+    out = np.isin(groups, np.random.default_rng((seed, 2)).permutation(names)[:held_out])
+    return everyone[~out], everyone[out]
+
+
+def split_samples(args, table, n_train):
+    """(train, held out) sample numbers of a table whose samples from n_train on came from --eval_data_file."""
+    if len(table) > n_train:
+        return np.arange(n_train), np.arange(n_train, len(table))
+    return split_groups(group_numbers(table.keys, table.lines, args.group_size), args.validation_split, args.seed)
+
+
+def build_table(args, encoder, limit, folder, teacher=None, processes=0):
+    """Write the table of the trainer's flags into `folder`; (samples that train, what there is to say, turn ends).
+
+    Turn ends: sorted ids that trained turns end with. teacher, processes: of write_table.
+    """
+    start = time.monotonic()
+    paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
+    found = write_table(folder, paths, encoder, limit, args.too_long, teacher, processes)
+    words = {"drop": "dropped", "cut_left": "cut on the left", "cut_right": "cut on the right"}
+    about = f"data       read in {time.monotonic() - start:.1f} s"
+    if sum(found["long"]):
+        about += f"; {sum(found['long'])} samples are longer than {limit} tokens: {words[args.too_long]}"
+    if gone := sum(found["dropped"]) - sum(found["long"]) * (args.too_long == "drop"):
+        about += f"; {gone} left out, as the cut left nothing to train"
+    if teacher:
+        about += f"\n{teacher.about()}"
+    return found["samples"][0], about, sorted(encoder.ends)
+
+
+def prepare_table(world, args, encoder, limit, teacher=None):
+    """build_table on rank 0, mapped by every rank -> (ChatTable, train numbers, held-out numbers, turn ends)."""
+    def build():
+        for old in Path(args.output_dir).glob("table-*"):       # a running job keeps what it has mapped
+            shutil.rmtree(old, ignore_errors=True)
+        folder = Path(args.output_dir) / f"table-{uuid.uuid4().hex[:8]}"
+        n_train, about, ends = build_table(args, encoder, limit, folder, teacher, args.preprocess_num_proc)
+        print(about, flush=True)
+        return folder, n_train, ends
+
+    folder, n_train, ends = parallel.rank0_first(world, build)
+    table = ChatTable(folder)
+    return table, *split_samples(args, table, n_train), ends
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Packed batches
+
+
+@dataclass
+class PackedChats:
+    """B conversations of S tokens in all on one flat axis. All tensors int64 unless said."""
+    input_ids: torch.Tensor         # (S,)
+    position_ids: torch.Tensor      # (S,) position within its conversation
+    cu_seqlens: torch.Tensor        # (B + 1,) int32 boundaries
+    rows: torch.Tensor              # (R,) places that predict a trained token
+    targets: torch.Tensor           # (R,) the tokens they predict
+    longest: int                    # longest conversation, rounded up to 128 so that compiled code sees few values
+    samples: tuple                  # sample numbers in the table, for naming them in errors
+    counts: dict                    # python ints: tokens, samples, targets
+    teacher_ids: torch.Tensor = None            # (R, K) alternatives to each target, where the table has a teacher
+    teacher_logprobs: torch.Tensor = None       # (R, K) float32 of them, -inf where there are fewer
+
+    __reduce__ = loading.reduce
+    to = loading.to
+
+
+class ChatSamples(Dataset):
+    """Samples of a ChatTable: (number, ids (n,) int64, trained (n,) bool[, teacher's (places, ids, logprobs)])."""
+
+    def __init__(self, table):
+        self.table = table
+
+    def __len__(self):
+        return len(self.table)
+
+    def __getitem__(self, i):
+        part = slice(self.table.offsets[i], self.table.offsets[i + 1])
+        sample = i, self.table.tokens[part].astype(np.int64), self.table.trained[part]
+        if not self.table.topk:
+            return sample
+        part = slice(self.table.teacher_offsets[i], self.table.teacher_offsets[i + 1])
+        return *sample, (self.table.teacher_places[part], self.table.teacher_ids[part],
+                         self.table.teacher_logprobs[part])
+
+
+def collate(samples, pad_to=0, pad_id=0, topk=0):
+    """List of samples -> PackedChats. pad_to: fill the flat axis to this many tokens with documents of padding.
+
+    An empty list gives one token of padding that has no targets and weighs nothing. topk: of a table with a teacher.
+    """
+    taught = [sample[3] for sample in samples] if topk else []
+    samples = [sample[:3] for sample in samples]
+    numbers = tuple(number for number, _, _ in samples)
+    total = sum(len(ids) for _, ids, _ in samples)
+    padding = max(pad_to - total, 0 if samples else 1)
+    for start in range(0, padding, PAD_LENGTH):
+        n = min(PAD_LENGTH, padding - start)
+        samples = [*samples, (None, np.full(n, pad_id, np.int64), np.zeros(n, bool))]
+    seqlens = [len(ids) for _, ids, _ in samples]
+    bounds = np.cumsum([0, *seqlens])
+    ids, trained = (np.concatenate(column) for column in list(zip(*samples))[1:])
+    trained[bounds[:-1]] = False        # nothing predicts a sample's first token
+    rows = np.flatnonzero(trained) - 1
+    positions = np.arange(len(ids)) - np.repeat(bounds[:-1], seqlens)
+    counts = {"tokens": total, "samples": len(numbers), "targets": len(rows)}
+    tensors = (ids, positions, bounds.astype(np.int32), rows, ids[rows + 1])
+    batch = PackedChats(*map(torch.from_numpy, tensors), -(-max(seqlens) // 128) * 128, numbers, counts)
+    if topk:
+        others = np.repeat(ids[rows + 1][:, None], topk, axis=1)
+        logprobs = np.full((len(rows), topk), -np.inf, np.float32)
+        for start, (places, teacher_ids, teacher_logprobs) in zip(bounds, taught):
+            at = np.searchsorted(rows, start + places - 1)
+            others[at], logprobs[at] = teacher_ids, teacher_logprobs
+        batch.teacher_ids, batch.teacher_logprobs = torch.from_numpy(others), torch.from_numpy(logprobs)
+    return batch
+
+
+def make_loader(table, packs, *, num_workers, prefetch_factor, pad_to=0, pad_id=0):
+    """DataLoader of PackedChats over `packs`, an iterable of lists of sample numbers."""
+    return DataLoader(ChatSamples(table), batch_sampler=packs, num_workers=num_workers,
+                      collate_fn=lambda samples: collate(samples, pad_to, pad_id, table.topk),
+                      prefetch_factor=prefetch_factor if num_workers else None, persistent_workers=num_workers > 0,
+                      multiprocessing_context="fork" if num_workers else None,      # workers share the mapped table
+                      worker_init_fn=ignore_in_worker,
+                      generator=torch.Generator())      # else each loader would draw from the generator of the dropout

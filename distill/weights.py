@@ -1,0 +1,189 @@
+"""Checkpoints of transformers' causal language models: find, build empty, load into any sharding, save.
+
+A model starts empty on torch's meta device and takes its weights from the safetensors files row by row, so no process
+ever holds more than it trains. Missing, unexpected or misshapen weights stop the run. What from_pretrained would have
+to convert on the way (some mixtures of experts, quantised or remote-code models) is refused, not approximated.
+
+Copy with it: tensor_files.py, parallel.py (UserError).
+"""
+import contextlib
+import copy
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, logging
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from common import tensor_files
+from common.parallel import UserError
+
+logging.disable_progress_bar()      # of weights; one a rank would drown the log
+
+IGNORED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")      # buffers that old files hold; now computed
+
+
+def find_model(name, flag="--model_path"):
+    """Local folder of a checkpoint given as a path or hub name. Raises UserError."""
+    folder = Path(name)
+    if not folder.is_dir():
+        if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+            raise UserError(f"{flag} {name}: no such folder (nor a hub name of the form owner/name)")
+        from huggingface_hub import snapshot_download
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model",
+                                                                  "*.txt"]))
+        except Exception as error:      # a dozen kinds: no network, no such name, not allowed
+            raise UserError(f"{flag} {name}: neither a folder here nor to be had from the hub "
+                            f"({type(error).__name__}: {str(error).splitlines()[0]})")
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{flag} {name}: has no config.json"
+                        + ("; this is an adapter, give its base model" if (folder / "adapter_config.json").is_file()
+                           else ""))
+    return folder
+
+
+def load_config(folder):
+    """transformers config of a model folder; raises UserError for what is no plain causal language model."""
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except Exception as error:          # ValueError, KeyError, validation errors
+        raise UserError(f"{folder}: its config.json cannot be used ({str(error).splitlines()[0]})")
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UserError(f"{folder}: is a {config.model_type!r} checkpoint, which is no causal language model of "
+                        "transformers")
+    if getattr(config, "quantization_config", None):
+        raise UserError(f"{folder}: is quantised; give the unquantised model")
+    return config
+
+
+@contextlib.contextmanager
+def _weights_on_meta():
+    """Parameters made within have no memory; buffers do, since no file holds them."""
+    register = nn.Module.register_parameter
+
+    def register_empty(module, name, parameter):
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.data.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+    nn.Module.register_parameter = register_empty
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def empty_model(config, dtype, folder=None, attention=None):
+    """Causal LM whose parameters are on the meta device and whose buffers are computed, on the CPU; or UserError.
+
+    folder: takes over the generation_config.json there. attention: name of a transformers attention function; None
+    leaves the choice to transformers.
+    """
+    config = copy.deepcopy(config)
+    try:
+        with _weights_on_meta():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    except (KeyError, ValueError) as error:     # architectures that look the attention up among their own classes
+        raise UserError(f"{config.model_type} models cannot be built with another attention "
+                        f"({type(error).__name__}: {str(error).splitlines()[0]}); they are not supported")
+    if stored := [name for name in model.state_dict() if name not in all_names(model)]:
+        raise UserError(f"{config.model_type} models keep state beside their weights ({min(stored)}), which is not "
+                        "supported")
+    model.config.architectures, model.config.dtype = [type(model).__name__], dtype      # what a checkpoint will hold
+    if folder and (Path(folder) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def all_names(model):
+    """{every name of a parameter: the first name of the same one}; they differ where weights are tied."""
+    first = {}
+    return {name: first.setdefault(id(parameter), name)
+            for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def give_memory(model, device, buffer_device=None):
+    """model.to_empty(device) that keeps tied weights tied and buffers' values; parameters are still unset.
+
+    Sharded or not. buffer_device: where buffers go, default `device`.
+    """
+    tied = {name: first for name, first in all_names(model).items() if name != first}
+    buffers = [(module, name, buffer.to(buffer_device or device, copy=True)) for module in model.modules()
+               for name, buffer in module.named_buffers(recurse=False)]
+    model.to_empty(device=device)
+    for name, first in tied.items():
+        place, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(place), leaf, model.get_parameter(first))
+    for module, name, buffer in buffers:
+        module._buffers[name] = buffer
+
+
+def decoder_layers(model):
+    """The model's decoder layers in order; raises UserError for an architecture that has none to be found."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise UserError(f"{type(model).__name__} has no decoder layers that transformers can recompute: it is not "
+                        "supported")
+    return layers
+
+
+def weight_parts(folder, model):
+    """{name: [slice handle]} of a folder's weights, as far as the model wants to know; raises UserError.
+
+    Left out: the second names of tied weights, and buffers that old files hold.
+    """
+    found = tensor_files.open_tensors(tensor_files.files_in(folder, "model"))
+    if not found:
+        raise UserError(f"{folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
+    names = all_names(model)
+    parts = {}
+    for name, part in found.items():
+        if not name.endswith(IGNORED):
+            first = names.get(name, name)
+            if name == first or first not in found:
+                parts[first] = [part]
+    return parts
+
+
+def check_weights(model, parts, folder):
+    """Raise UserError unless the files hold exactly the model's weights. model: bare of adapters."""
+    if problem := tensor_files.compare({name: p.shape for name, p in model.named_parameters()}, parts):
+        raise UserError(f"{folder}: {problem}; its files do not hold the weights under the names of "
+                        f"{type(model).__name__}. What from_pretrained converts (mixtures of experts) is not supported")
+
+
+def load_weights(weights, parts):
+    """Fill {name: tensor, plain or a shard} from weight_parts; every rank reads its own rows only."""
+    for name, tensor in weights.items():
+        tensor_files.read_into(tensor.detach(), parts[name])
+
+
+def stop_at(model, ends):
+    """Make generate stop at the tokens that answers end with; returns those that it would not have stopped at."""
+    known = model.generation_config.eos_token_id
+    known = known if isinstance(known, list) else [] if known is None else [known]
+    if new := [int(token) for token in ends if token not in known]:
+        model.generation_config.eos_token_id = [*known, *new]
+    return new
+
+
+def save_config(model, tokenizer, folder):
+    """The files of a checkpoint beside its weights, for from_pretrained and servers."""
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def fingerprint_weights(folder):
+    """Short hash of a checkpoint folder's config and of both ends of each weight file: which model is this?"""
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).glob("*.safetensors")) + [Path(folder) / "config.json"]:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            digest.update(json.dumps([path.name, size]).encode())
+            for at in (0, max(0, size - 2**20)):
+                file.seek(at)
+                digest.update(file.read(2**20))
+    return digest.hexdigest()[:16]

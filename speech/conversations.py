@@ -1,0 +1,588 @@
+"""Speech datasets of every known shape -> one canonical conversation a sample.
+
+Reads a ChatML JSON list or JSONL (the community's "reference + 'Please generate speech ...'" form, the canonical
+zero-shot form, samples without a reference, several speakers) and the metadata.json folder. The canonical form is the
+one Higgs-Audio's own inference builds (boson-ai/higgs-audio examples/generation.py): a system turn, a user turn with
+each reference's transcript answered by an assistant turn with its clip, then the target text answered by the target
+clip. Text is never cut or normalised (only the folder format is normalised, as its original trainer did).
+
+Copy with it: parallel.py (for UserError).
+"""
+import json
+import math
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.parallel import UserError
+
+DEFAULT_SYSTEM = "Generate audio following instruction."
+SCENE = "<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
+TASK_TYPES = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker_smart_voice",
+              "multi_speaker_voice_cloning")
+AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg")
+# the instruction the community form puts before the target text; only this prefix is removed, never text after a colon
+INSTRUCTION = re.compile(r"^\s*please generate speech\b[^:]*:\s*", re.IGNORECASE)
+DECODER = json.JSONDecoder(parse_constant={"Infinity": math.inf, "-Infinity": -math.inf}.get)       # NaN: None
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+WHITE = re.compile(r"[ \t\n\r]*")
+PIECE = 2**20           # characters of a JSON list in memory at a time
+SKIPPED = object()      # in place of an entry that nobody wants
+KNOWN = 100_000         # audio files remembered by name: references come again, targets mostly do not
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """One stretch of one audio file. seconds is the dataset's own claim (0 = unknown), used only to share out work."""
+    path: str
+    offset: float | None = None         # seconds from the start; None = the whole file
+    duration: float | None = None       # seconds from offset; None = to the end
+    seconds: float = field(default=0.0, compare=False)
+
+
+@dataclass
+class Turn:
+    """One message: role and its parts (text or Clip) in order; source = index of the message it came from."""
+    role: str
+    parts: list
+    source: int | None
+    trained: bool = False
+
+    @property
+    def clips(self):
+        return [p for p in self.parts if isinstance(p, Clip)]
+
+    @property
+    def text(self):
+        return "".join([p for p in self.parts if isinstance(p, str)])
+
+
+@dataclass
+class Sample:
+    """A canonical conversation. name says where it stands in the user's files; speaker is the dataset's own label."""
+    name: str
+    turns: list
+    speaker: str = ""
+
+
+class BadSample(Exception):
+    """Why one sample cannot be used; the reader adds the file and the sample's name."""
+    place = ""      # what the folder format adds to that
+
+
+@dataclass
+class Paths:
+    """Finds audio files relative to the data file's folder, its parent, its grandparent and the current folder."""
+    base: Path
+    known: dict = field(default_factory=dict)
+
+    def find(self, name):
+        """Absolute path of an audio file; raises BadSample with every place that was tried."""
+        if name not in self.known:
+            if len(self.known) >= KNOWN:
+                self.known.clear()
+            first = os.path.join(str(self.base), name)
+            self.known[name] = os.path.abspath(first) if os.path.isfile(first) else self._elsewhere(name)
+        found = self.known[name]
+        if isinstance(found, list):
+            raise BadSample(f"audio file {name!r} not found; tried {', '.join(found)}")
+        return found
+
+    def _elsewhere(self, name):
+        places = [self.base, self.base.parent, self.base.parent.parent, Path.cwd()]
+        tried = [name] if os.path.isabs(name) else list(dict.fromkeys(str(p / name) for p in places))
+        return next((os.path.abspath(t) for t in tried if os.path.isfile(t)), tried)
+
+
+def read_samples(path, problems, task_type="single_speaker_smart_voice", ref_in_system=False, prompts=False):
+    """Yield the Samples of a data file (JSON, JSONL) or folder (metadata.json or audio + .txt pairs).
+
+    A sample that cannot be used appends one line to the list `problems` (file, sample, reason) and is not yielded; the
+    caller decides. task_type and ref_in_system shape the folder format only. prompts: as canonical_prompt makes them.
+    Raises UserError when the file itself cannot be read.
+    """
+    for _, found in _numbered(path, lambda number: True, task_type, ref_in_system, prompts):
+        if isinstance(found, Sample):
+            yield found
+        else:
+            problems.append(found)
+
+
+def read_chunks(path, size, first=0, step=1, task_type="single_speaker_smart_voice", ref_in_system=False):
+    """Yield (Samples, problems) of every `step`-th chunk of `size` entries from chunk `first` on; see read_samples.
+
+    So several processes can share the work: what is not asked for is passed over, lines even unread.
+    """
+    def wanted(number):
+        chunk = number // size
+        return chunk >= first and (chunk - first) % step == 0
+
+    stop, samples, problems = (first + 1) * size, [], []
+    for number, found in _numbered(path, wanted, task_type, ref_in_system, False):
+        if number >= stop:
+            yield samples, problems
+            stop, samples, problems = stop + step * size, [], []
+        if found is not None:
+            (samples if isinstance(found, Sample) else problems).append(found)
+    if samples or problems:
+        yield samples, problems
+
+
+def _numbered(path, wanted, task_type, ref_in_system, prompts):
+    """Yield (number, its Sample, or a line on what is wrong with it, or None where it is not wanted) of every entry."""
+    path = Path(path)
+    if path.is_dir():
+        paths, entries = Paths(path.resolve()), folder_entries(path, task_type, ref_in_system, wanted)
+    else:
+        paths, entries = Paths(path.resolve().parent), enumerate(json_entries(path, wanted))
+    make, place = canonical_prompt if prompts else canonical_sample, f"{path} sample"
+    for number, entry in entries:
+        if entry is SKIPPED or not wanted(number):
+            yield number, None
+            continue
+        name = f"{place} {number}"
+        try:
+            if isinstance(entry, BadSample):
+                name = f"{path / 'metadata.json'} sample {number}"
+                raise entry
+            if isinstance(entry, dict):
+                misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
+                label = misc.get("sample_id") or entry.get("id") or entry.get("speaker")
+                name += f" ({label})" if label else ""
+            sample = make(name, entry, paths)
+        except BadSample as error:
+            yield number, f"{name}{error.place}: {error}"
+        else:
+            yield number, sample
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files -> raw entries
+
+
+def json_entries(path, wanted=lambda number: True):
+    """Yield the raw samples of a JSON list, one JSON object, or JSONL. Raises UserError naming line and column.
+
+    wanted(number): whether an entry matters; a line that does not is not read but SKIPPED.
+    """
+    try:
+        with open(path, encoding="utf-8-sig") as f:
+            head = f.read(1)
+            while head[-1:].isspace() and (more := f.read(1)):
+                head += more
+            if head.endswith("["):
+                yield from _list_entries(f, path, head)
+                return
+            f.seek(0)
+            first_line = next((line for line in f if line.strip()), "")
+            f.seek(0)
+            if head.endswith("{") and (_is_json(first_line) or str(path).endswith(".jsonl")):
+                entry = 0
+                for number, line in enumerate(f, 1):
+                    if not line.isspace():
+                        yield _loads(line, path, number) if wanted(entry) else SKIPPED
+                        entry += 1
+                return
+            data = _loads(f.read(), path, 1)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a ChatML JSON or JSONL file")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is not UTF-8 text ({error.reason}, line {_bad_line(path)})")
+    if not isinstance(data, dict) or "messages" not in data:
+        raise UserError(f"{path}: holds a JSON {type(data).__name__}, not a list of samples with 'messages'")
+    yield data
+
+
+def _list_entries(f, path, text):
+    """Yield the entries of the JSON list that goes on in file f after `text`, its beginning up to the bracket.
+
+    One at a time: a list of millions as Python objects takes several times the memory of its text.
+    """
+    at, first, line, column = len(text), True, 1, 1         # line and column of the beginning of text
+    while True:
+        try:
+            end = WHITE.match(text, at).end()
+            empty = first and text[end:end + 1] == "]"
+            if not empty:
+                entry, end = DECODER.raw_decode(text, end)
+                end = WHITE.match(text, end).end()
+                if text[end:end + 1] not in (",", "]"):
+                    raise json.JSONDecodeError("Expecting ',' delimiter", text, end)
+        except json.JSONDecodeError as error:               # wrong, or goes on in the next piece
+            if not (more := f.read(max(PIECE, len(text)))):
+                raise _not_json(error, path, line, column)
+            line, column = line + text.count("\n", 0, at), at - text.rfind("\n", 0, at) + (
+                column - 1) * ("\n" not in text[:at])
+            text, at = text[at:] + more, 0
+            continue
+        if not empty:
+            yield entry
+        if text[end] == "]":
+            break
+        at, first = end + 1, False
+    text += f.read()
+    if (end := WHITE.match(text, end + 1).end()) < len(text):
+        raise _not_json(json.JSONDecodeError("Extra data", text, end), path, line, column)
+
+
+def _is_json(line):
+    try:
+        json.loads(line)
+        return True
+    except ValueError:
+        return False
+
+
+def _bad_line(path):
+    """Number of the first line that is not UTF-8; the reader's own error counts from its last buffer, not the start."""
+    with open(path, "rb") as f:
+        for number, line in enumerate(f, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+
+
+def _loads(text, path, line):
+    if not text.strip():
+        raise UserError(f"{path}: is empty")
+    try:
+        return DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        raise _not_json(error, path, line)
+
+
+def _not_json(error, path, line, column=1):
+    """UserError of a JSONDecodeError in a text that begins at this line and column of the file."""
+    whole = error.doc.rstrip()
+    cut = error.pos >= len(whole) - 1 or whole[-1] not in "]}"
+    return UserError(f"{path}: not valid JSON at line {line + error.lineno - 1} "
+                     f"column {error.colno + (column - 1) * (error.lineno == 1)}: "
+                     f"{'the file looks truncated' if cut else error.msg}")
+
+
+def normalise_text(text):
+    """Text as the folder format's trainer and Higgs' own inference feed it: ASCII punctuation, sound tags, final stop.
+
+    Rules from boson-ai/higgs-audio examples/generation.py.
+    """
+    text = text.translate(str.maketrans("，。：；？！（）【】《》“”‘’、", ",.:;?!()[]<>\"\"'',"))
+    text = re.sub(r"[()]", " ", text).replace("°F", " degrees Fahrenheit").replace("°C", " degrees Celsius")
+    text = re.sub(r"\[(laugh|cough|applause|cheering|humming|music|sing)( start| end)?\]", _sound_tag, text)
+    text = "\n".join(" ".join(line.split()) for line in text.splitlines() if line.strip()).strip()
+    return text if not text or text.endswith((".", "!", "?", ",", ";", '"', "'", "</SE>", "</SE_e>")) else text + "."
+
+
+def _sound_tag(match):
+    name = {"laugh": "Laughter", "sing": "Singing"}.get(match[1], match[1].capitalize())
+    kind = {" start": "SE_s", " end": "SE_e"}.get(match[2], "SE")
+    return f"<{kind}>[{name}]</{kind}>"
+
+
+def folder_entries(folder, task_type, ref_in_system, wanted):
+    """Yield (number, raw sample) of a folder: metadata.json, or every audio file with a .txt beside it.
+
+    Instead of a raw sample: SKIPPED where it is not wanted(number), the BadSample that says why it cannot be used.
+    """
+    meta = folder / "metadata.json"
+    if meta.is_file():
+        data = json_value(meta)
+        samples = data.get("samples") if isinstance(data, dict) else None
+        if not isinstance(samples, list):
+            raise UserError(f"{meta}: has no list 'samples'")
+    else:
+        audio = sorted(p for p in folder.iterdir() if p.suffix.lower() in AUDIO_FILES)
+        samples = [{"id": p.stem, "audio_file": p.name, "transcript_file": p.with_suffix(".txt").name} for p in audio]
+        if not samples:
+            raise UserError(f"{folder}: has neither metadata.json nor audio files ({', '.join(AUDIO_FILES)})")
+    unused = 0
+    for number, raw in enumerate(samples):
+        try:
+            if not isinstance(raw, dict):
+                raise BadSample(f"is a {type(raw).__name__}, not an object")
+            task = raw.get("task_type") or task_type
+            unused += bool(raw.get("ref_audio_file") or raw.get("ref_speakers")) and not str(task).endswith("cloning")
+            yield number, folder_sample(folder, raw, task, ref_in_system) if wanted(number) else SKIPPED
+        except BadSample as error:
+            error.place = f" ({raw.get('id', '?') if isinstance(raw, dict) else '?'})"
+            yield number, error
+    if unused and wanted(len(samples) - 1):     # of several readers one says it
+        print(f"{meta}: {unused} samples have reference clips that their task type does not use; "
+              f"--task_type zero_shot_voice_cloning trains with them", flush=True)
+
+
+def json_value(path):
+    """The one JSON value of a file, whatever its type."""
+    try:
+        return _loads(path.read_text(encoding="utf-8-sig"), path, 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error})")
+
+
+def _filled(raw, *keys):
+    return isinstance(raw, dict) and all(isinstance(raw.get(key), str) and raw[key] for key in keys)
+
+
+def folder_sample(folder, raw, task, ref_in_system):
+    """One metadata.json entry -> a raw ChatML sample."""
+    if task not in TASK_TYPES:
+        raise BadSample(f"unknown task_type {task!r}; known: {', '.join(TASK_TYPES)}")
+
+    def read(key):
+        if not _filled(raw, key):
+            raise BadSample(f"has no {key!r}")
+        try:
+            return normalise_text((folder / raw[key]).read_text(encoding="utf-8-sig"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadSample(f"{key} {raw[key]!r} cannot be read ({error})")
+
+    if not _filled(raw, "audio_file"):
+        raise BadSample("has no 'audio_file'")
+    references = []                                             # (speaker tag, transcript, audio)
+    if task == "zero_shot_voice_cloning":
+        if not _filled(raw, "ref_audio_file", "ref_transcript"):
+            raise BadSample("zero_shot_voice_cloning needs 'ref_audio_file' and 'ref_transcript'")
+        references = [("", raw["ref_transcript"], raw["ref_audio_file"])]
+    elif task == "multi_speaker_voice_cloning":
+        for speaker in raw.get("ref_speakers") or []:
+            if not _filled(speaker, "ref_audio_file", "ref_transcript"):
+                raise BadSample("every ref_speakers entry needs 'ref_audio_file' and 'ref_transcript'")
+            tag = str(speaker.get("speaker_tag") or f"SPEAKER{len(references)}").strip("[]")
+            references.append((f"[{tag}] ", speaker["ref_transcript"], speaker["ref_audio_file"]))
+        if not references:
+            raise BadSample("multi_speaker_voice_cloning needs 'ref_speakers'")
+    scene = f"Audio is recorded from {str(raw['scene']).replace('_', ' ')}." if raw.get("scene") else ""
+    system, turns = [{"type": "text", "text": DEFAULT_SYSTEM}], []
+    if ref_in_system and references:
+        scene_parts = [{"type": "text", "text": "\n\n<|scene_desc_start|>\n" + (scene + "\n\n" if scene else "")}]
+        for i, (tag, _, audio) in enumerate(references):
+            label = tag.strip("[] ") or "SPEAKER0"
+            scene_parts += [{"type": "text", "text": ("\n" if i else "") + f"{label}:"},
+                            {"type": "audio", "audio_url": audio}]
+        system += scene_parts + [{"type": "text", "text": "\n<|scene_desc_end|>"}]
+    else:
+        if scene:
+            system.append({"type": "text", "text": "\n\n" + SCENE.format(scene)})
+        for tag, transcript, audio in references:
+            turns += [{"role": "user", "content": tag + normalise_text(transcript)},
+                      {"role": "assistant", "content": {"type": "audio", "audio_url": audio}}]
+    return {"messages": [{"role": "system", "content": system}, *turns,
+                         {"role": "user", "content": read("transcript_file")},
+                         {"role": "assistant", "content": {"type": "audio", "audio_url": raw["audio_file"],
+                                                           "duration": raw.get("duration")}}],
+            "speaker": raw.get("speaker_id") or raw.get("speaker_name"), "misc": {"sample_id": raw.get("id")}}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Raw entry -> canonical conversation
+
+
+def message_parts(message, paths):
+    """(role, parts) of one raw message; parts are str or Clip. Raises BadSample on unknown roles and content types."""
+    if not isinstance(message, dict):
+        raise BadSample(f"a message is a {type(message).__name__}, not an object with 'role' and 'content'")
+    role, content = message.get("role"), message.get("content")
+    if role not in ("system", "scene", "user", "assistant"):
+        raise BadSample(f"unknown role {role!r}; known: system, scene, user, assistant")
+    if message.get("recipient"):
+        raise BadSample("'recipient' is not supported: its turns are not speech")
+    parts = []
+    for item in content if isinstance(content, list) else [content]:
+        kind = "text" if isinstance(item, str) else item.get("type") if isinstance(item, dict) else None
+        if kind == "text":
+            text = item if isinstance(item, str) else item.get("text")
+            if not isinstance(text, str):
+                raise BadSample(f"a text item of role {role!r} has no string 'text'")
+            if not text.isascii() and HALF_CHARACTER.search(text):
+                raise BadSample(f"a text of role {role!r} holds half a character (\\ud800 to \\udfff): {text!r}")
+            if text.strip():
+                parts.append(text)
+        elif kind == "audio":
+            parts.append(_clip(item, paths))
+        else:
+            raise BadSample(f"unknown content type {kind!r} in a message of role {role!r}; known: text, audio")
+    return role, parts
+
+
+def _clip(item, paths):
+    name = item.get("audio_url") or item.get("url") or item.get("path")
+    if not name:
+        if item.get("raw_audio"):
+            raise BadSample("inline 'raw_audio' is not supported; write it to a file and set 'audio_url'")
+        raise BadSample("an audio item has no 'audio_url'")
+    offset, duration = item.get("offset"), item.get("duration")
+    for key, value in (("offset", offset), ("duration", duration)):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and 0 <= value < 1e7):
+            raise BadSample(f"'{key}' of {name!r} is {value!r}, not seconds")
+    # duration alone is the dataset's note on the clip's length; only an offset makes it a cut
+    return Clip(paths.find(str(name)), offset, duration if offset is not None else None, float(duration or 0))
+
+
+def canonical_sample(name, entry, paths):
+    """One raw sample (a dict with 'messages') -> Sample. Raises BadSample saying what is wrong with it.
+
+    Trained are the assistant turns from message index start_index on, as in the official collator; without start_index,
+    or with 0 in the community form, the last assistant turn with audio.
+    """
+    turns, rewritten = _turns(entry, paths)
+    _mark_trained(turns, entry.get("start_index"), rewritten, len(entry["messages"]))
+    for before, turn in zip(turns, turns[1:]):
+        if turn.trained and not turn.text and not (before.role == "user" and before.text.strip()):
+            raise BadSample("the trained clip has no text: no user text stands before it and the assistant has none")
+    return Sample(name, [_trimmed(t) for t in turns], str(entry.get("speaker") or ""))
+
+
+def canonical_prompt(name, entry, paths):
+    """One raw sample -> Sample to be spoken: its last turn is the assistant's and ends with the clip to generate.
+
+    The sample may hold that clip already, as training data does; else it is Clip(""). Raises BadSample.
+    """
+    turns, _ = _turns(entry, paths)
+    asked = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=0)
+    spoken = [i for i, turn in enumerate(turns) if i > asked and turn.role == "assistant" and turn.clips]
+    if spoken:
+        turns, answer = turns[:spoken[-1] + 1], turns[spoken[-1]]
+        answer.parts = answer.parts[:1 + max(i for i, part in enumerate(answer.parts) if isinstance(part, Clip))]
+    else:
+        turns.append(Turn("assistant", [Clip("")], None))
+    if not spoken_text(sample := Sample(name, [_trimmed(t) for t in turns], str(entry.get("speaker") or ""))):
+        raise BadSample("has no text to speak: no user text stands before the clip to generate")
+    return sample
+
+
+def spoken_text(sample):
+    """The text of a canonical_prompt that is to be heard."""
+    return (sample.turns[-1].text or sample.turns[-2].text * (sample.turns[-2].role == "user")).strip()
+
+
+def _turns(entry, paths):
+    """(canonical turns of a raw sample, whether a user's reference audio was moved to turns of its own)."""
+    messages = entry.get("messages") if isinstance(entry, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise BadSample("has no list 'messages'")
+    misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
+    parsed = [message_parts(m, paths) for m in messages]
+    turns, scenes, rewritten = [], [], False
+    for index, (role, parts) in enumerate(parsed):
+        if role == "scene":
+            scenes.append(parts)
+        elif role == "user" and any(isinstance(p, Clip) for p in parts):
+            answer = next((Turn(r, p, 0).text for r, p in parsed[index + 1:] if r == "assistant"), "")
+            turns += _reference_turns(parts, index, answer.strip() or _text(misc, "target_transcript"),
+                                      _text(misc, "ref_transcript"))
+            rewritten = True
+        elif role == "assistant":
+            turns.append(Turn("assistant", _without_repeated_text(parts, turns[-1] if turns else None), index))
+        elif parts:
+            turns.append(Turn(role, parts, index))
+    if isinstance(entry.get("scene"), str) and entry["scene"].strip():
+        scenes.append([entry["scene"]])
+    if not turns or turns[0].role != "system":
+        turns.insert(0, Turn("system", [DEFAULT_SYSTEM], None))
+    _add_scenes(turns[0], scenes)
+    return turns, rewritten
+
+
+def _text(misc, key):
+    return misc[key].strip() if isinstance(misc.get(key), str) else ""
+
+
+def _add_scenes(system, scenes):
+    """Put scene descriptions into the system turn, a line for each text, as the native chat template does."""
+    if scenes and "<|scene_desc_start|>" not in system.text:
+        system.parts.append("\n\n<|scene_desc_start|>")
+        for parts in scenes:
+            for number, part in enumerate(parts):
+                new_line = "\n" if number == 0 or isinstance(part, str) else ""
+                system.parts += [new_line + part.strip()] if isinstance(part, str) else [new_line, part]
+        system.parts.append("\n<|scene_desc_end|>")
+
+
+def _reference_turns(parts, index, answer, ref_transcript):
+    """A user message with reference audio -> [user transcript, assistant clip] for each clip, then the user's target.
+
+    answer: the target text the assistant or the dataset repeats, "" if none. The text before a clip is its transcript;
+    with one clip and two texts the first is the transcript wherever the clip stands, as community trainers read it.
+    """
+    clips = [p for p in parts if isinstance(p, Clip)]
+    texts = [p.strip() for p in parts if isinstance(p, str)]
+    if len(clips) == 1 and len(texts) == 2:
+        if INSTRUCTION.match(texts[0]) and not INSTRUCTION.match(texts[1]) and not _same(texts[1], answer):
+            texts.reverse()                                         # the instruction stands before the transcript
+        pairs, target = [(texts[0], clips[0])], texts[1]
+    elif len(clips) == 1 and len(texts) == 1 and answer and _same(texts[0], ref_transcript):
+        pairs, target = [(texts[0], clips[0])], answer
+    elif len(clips) == 1 and len(texts) == 1 and _target_text(texts[0], answer) == answer and answer:
+        pairs, target = [(ref_transcript, clips[0])], texts[0]      # the one text is the target
+    else:
+        pairs, waiting = [], []
+        for part in parts:
+            if isinstance(part, Clip):
+                pairs.append(("".join(waiting).strip() or (ref_transcript if not pairs else ""), part))
+                waiting = []
+            else:
+                waiting.append(part)
+        target = "".join(waiting).strip()
+    target = _target_text(target, answer) or answer
+    if not target:
+        raise BadSample("no target text: the user message has none after its reference audio, nor has the assistant")
+    turns = []
+    for transcript, clip in pairs:
+        if not transcript:
+            raise BadSample(f"reference audio {clip.path!r} has no transcript before it (nor misc.ref_transcript)")
+        turns += [Turn("user", [transcript], index), Turn("assistant", [clip], None)]
+    return turns + [Turn("user", [target], index)]
+
+
+def _target_text(text, answer):
+    """The text to speak without the instruction before it; whole, colons included."""
+    return INSTRUCTION.sub("", text, count=1).strip() if not _same(text, answer) else text.strip()
+
+
+def _same(a, b):
+    return a == b or " ".join(a.split()).casefold() == " ".join(b.split()).casefold()
+
+
+def _without_repeated_text(parts, before):
+    """Parts of an assistant message without the text that only repeats what the user asked to hear.
+
+    The user's turn `before` then loses the instruction that stood before that text.
+    """
+    text = "".join(p for p in parts if isinstance(p, str)).strip()
+    if text and before is not None and before.role == "user":
+        asked = before.text.strip()
+        bare = _target_text(asked, text)
+        if _same(bare, text):
+            before.parts = [bare]
+        if _same(bare, text) or " ".join(asked.split()).casefold().endswith(" ".join(text.split()).casefold()):
+            return [p for p in parts if isinstance(p, Clip)]
+    return parts
+
+
+def _mark_trained(turns, start_index, rewritten, n_messages):
+    if start_index is not None and (isinstance(start_index, bool) or not isinstance(start_index, int)
+                                    or start_index < 0):
+        raise BadSample(f"start_index is {start_index!r}, not a message number")
+    speaking = [t for t in turns if t.role == "assistant" and t.source is not None and t.clips]
+    if not speaking:
+        raise BadSample("has no target audio: no assistant message with an audio item")
+    if start_index is None or (rewritten and start_index == 0):
+        speaking[-1].trained = True
+        return
+    for turn in turns:
+        turn.trained = turn.role == "assistant" and turn.source is not None and turn.source >= start_index
+    if not any(t.trained and t.clips for t in turns):
+        raise BadSample(f"start_index {start_index} of {n_messages} messages leaves no assistant audio to train")
+
+
+def _trimmed(turn):
+    """Trim the outer ends of a turn's text, as the native chat template does."""
+    parts = list(turn.parts)
+    if parts and isinstance(parts[0], str):
+        parts[0] = parts[0].lstrip()
+    if parts and isinstance(parts[-1], str):
+        parts[-1] = parts[-1].rstrip()
+    turn.parts = [p for p in parts if isinstance(p, Clip) or p]
+    return turn

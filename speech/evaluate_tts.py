@@ -1,0 +1,375 @@
+"""Judge generated speech: words, voice, spectrum, pitch, length, endings. One folder, or several side by side.
+
+    python speech/evaluate_tts.py samples --reference_dir clips
+    python speech/evaluate_tts.py samples --asr_model openai/whisper-small --speaker_model microsoft/wavlm-base-plus-sv
+    python speech/evaluate_tts.py samples_base samples_trained         # the same prompts from two checkpoints
+
+A folder holds what generate_tts.py writes: NAME.wav and NAME.json with "text", "ended_by" ("eos" or "length"), and
+maybe "reference_audio" (the voice to be cloned) and "target_audio" (the same text, truly spoken; all of the file, or
+"target_seconds" of it from "target_offset" on). Printed is a table; each folder gets evaluation.json and
+evaluation.png, the first one also comparison.png when there are several.
+
+    wer, cer             errors against "text" over its words or characters, all samples together, as heard by
+                         --asr_model; normalised as speech_metrics.normalise says. An error of the listener counts too,
+                         so judge the true recordings once as well and compare
+    speaker_similarity   cosine of --speaker_model's embeddings of the sample and of reference_audio, else the target
+    mcd, f0_correlation, voicing_agreement, length_ratio
+                         against the target (--reference_dir, else target_audio): see speech_metrics.compare
+    stop_rate            share of samples that ended by themselves, not at the length limit
+
+wer and similarity mean as much as the models do: with a model that cannot listen they are only arithmetic.
+
+Files to copy with it: its own speech_metrics.py; shared checkpoint.py tensor_files.py parallel.py
+"""
+import argparse
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
+
+from common.checkpoint import write_atomically
+from common.parallel import UserError, one_clear_error, problem_text
+from speech import speech_metrics
+
+# name -> (unit, what is better: -1 less, 1 more, 0 near 1)
+METRICS = {"wer": ("errors/word", -1), "cer": ("errors/char", -1), "speaker_similarity": ("cosine", 1),
+           "mcd": ("dB", -1), "f0_correlation": ("Pearson", 1), "voicing_agreement": ("share", 1),
+           "length_ratio": ("1 = target", 0), "stop_rate": ("share", 1)}
+AUDIO = (".wav", ".flac", ".mp3", ".ogg")
+SHORTEST_VOICE_S = 0.5      # a shorter clip says nothing about a voice, and may be too short for the model
+
+
+@dataclass
+class Sample:
+    """One generated clip. target and voice: recordings to compare with, or None."""
+    name: str
+    audio: Path
+    text: str | None
+    ended_by: str | None
+    target: Path | None
+    stretch: tuple          # what of the target: (offset, seconds); the offset is None for all of it
+    voice: Path | None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is to be judged
+
+
+def read_samples(folder, reference_dir, needs_text):
+    """[Sample] of a folder of NAME.wav and NAME.json. Raises UserError that lists all which cannot be judged."""
+    folder, samples, problems = Path(folder), [], []
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; give one that generate_tts.py wrote")
+    for audio in sorted(folder.glob("*.wav")):
+        try:
+            samples.append(read_sample(audio, reference_dir, needs_text))
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError(problem_text(problems))
+    if not samples:
+        raise UserError(f"{folder}: holds no .wav; give a folder that generate_tts.py wrote")
+    return samples
+
+
+def read_sample(audio, reference_dir, needs_text):
+    """The Sample of one NAME.wav. Raises UserError."""
+    path = audio.with_suffix(".json")
+    try:
+        facts = json.loads(path.read_text())
+        if not isinstance(facts, dict):
+            raise ValueError("no object")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); every .wav needs the .json that generate_tts.py writes")
+    text, ended_by = facts.get("text"), facts.get("ended_by")
+    if not isinstance(text, str) and (needs_text or text is not None):
+        raise UserError(f'{path}: "text" is {text!r}; --asr_model needs the text that was to be spoken')
+    if ended_by not in ("eos", "length", None):
+        raise UserError(f'{path}: "ended_by" is {ended_by!r}; it must be "eos" or "length"')
+    stretch = (None, None) if reference_dir else (facts.get("target_offset"), facts.get("target_seconds"))
+    if stretch[0] is not None and not all(isinstance(x, (int, float)) and x >= 0 for x in stretch):
+        raise UserError(f'{path}: "target_offset" and "target_seconds" are {stretch}, not two numbers of seconds')
+    if reference_dir:
+        target = next((t for end in AUDIO if (t := Path(reference_dir) / (audio.stem + end)).is_file()), None)
+        if target is None:
+            raise UserError(f"--reference_dir {reference_dir}: has no {audio.stem}.wav (nor .flac, .mp3, .ogg) "
+                            f"for {audio}")
+    else:
+        target = find_audio(facts, "target_audio", path)
+    return Sample(audio.stem, audio, text, ended_by, target, stretch, find_audio(facts, "reference_audio", path))
+
+
+def find_audio(facts, key, path):
+    """Where the audio file is that a JSON names: as it stands, or beside the JSON. None if it names none. UserError."""
+    name = facts.get(key)
+    if name is None:
+        return None
+    if not isinstance(name, str):
+        raise UserError(f'{path}: "{key}" is {name!r}, not a path')
+    places = [Path(name), path.parent / name]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise UserError(f'{path}: "{key}" {name} is not there; looked here and in {path.parent}')
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+
+
+def load_model(flag, path, class_name, device, unused=()):
+    """(model, its feature extractor). unused: beginnings of weights that need not be there. Raises UserError."""
+    try:
+        import transformers
+        transformers.logging.disable_progress_bar()
+        transformers.logging.set_verbosity_error()      # missing weights are told below, in one line
+        model, info = getattr(transformers, class_name).from_pretrained(path, output_loading_info=True)
+        extractor = transformers.AutoFeatureExtractor.from_pretrained(path)
+    except Exception as error:
+        raise UserError(f"{flag} {path}: cannot be loaded as {class_name} ({type(error).__name__}: "
+                        f"{(str(error).splitlines() or [''])[0]})")
+    missing = sorted(name for name in info["missing_keys"] if not name.startswith(tuple(unused)))
+    if missing:     # transformers would go on with random ones
+        raise UserError(f"{flag} {path}: is no such model, {len(missing)} weights are missing, first {missing[0]}")
+    return model.to(device).eval(), extractor
+
+
+def load_listener(path, device):
+    """(Whisper model, feature extractor, tokenizer). Raises UserError."""
+    model, extractor = load_model("--asr_model", path, "WhisperForConditionalGeneration", device)
+    from transformers import AutoTokenizer
+    return model, extractor, AutoTokenizer.from_pretrained(path)
+
+
+@torch.inference_mode()
+def transcribe(listener, samples, batch_size, language, notes):
+    """[text heard] of samples; greedy. What lies beyond the model's window (30 s) is not heard, and noted."""
+    model, extractor, tokenizer = listener
+    heard = []
+    for first in range(0, len(samples), batch_size):
+        waves = []
+        for sample in samples[first:first + batch_size]:
+            wave = speech_metrics.resample(speech_metrics.read_audio(sample.audio), speech_metrics.RATE,
+                                           extractor.sampling_rate)
+            if len(wave) > extractor.n_samples:
+                notes.append(f"{sample.audio}: only the first {extractor.chunk_length} s of "
+                             f"{len(wave) / extractor.sampling_rate:.1f} s were heard")
+            waves.append(wave[:extractor.n_samples])
+        inputs = extractor(waves, sampling_rate=extractor.sampling_rate, return_tensors="pt",
+                           return_attention_mask=True).to(model.device)
+        options = {"language": language, "task": "transcribe"} if language else {}
+        try:
+            ids = model.generate(**inputs, do_sample=False, num_beams=1, **options)
+        except ValueError as error:
+            if not language:
+                raise
+            raise UserError(f"--language {language}: {str(error).splitlines()[0]}")
+        heard += tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return heard
+
+
+@torch.inference_mode()
+def voice_of(speaker, clip, notes):
+    """Unit (D,) embedding of read_audio(*clip), or None. One at a time: padding would change what group norms see."""
+    model, extractor = speaker
+    wave = speech_metrics.read_audio(*clip)
+    if len(wave) < SHORTEST_VOICE_S * speech_metrics.RATE:
+        notes.append(f"{clip[0]}: shorter than {SHORTEST_VOICE_S} s, its voice is not judged")
+        return None
+    wave = speech_metrics.resample(wave, speech_metrics.RATE, extractor.sampling_rate)
+    inputs = extractor(wave, sampling_rate=extractor.sampling_rate, return_tensors="pt")
+    embedding = model(inputs.input_values.to(model.device)).embeddings[0].double().cpu()
+    return embedding / embedding.norm()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Judging
+
+
+def evaluate(folder, samples, args, listener, speaker):
+    """The contents of evaluation.json for one folder and its [Sample]."""
+    rows, words, characters, voices, notes = [], [0, 0], [0, 0], {}, []
+    for sample in samples:
+        row = {"name": sample.name} | dict.fromkeys(METRICS)
+        if sample.target:
+            row |= speech_metrics.compare(speech_metrics.read_audio(sample.audio),
+                                          speech_metrics.read_audio(sample.target, *sample.stretch))
+            if row["mcd"] is None:
+                notes.append(f"{sample.audio}: it or its target is silent, so mcd, pitch and voicing are not judged")
+        if sample.ended_by:
+            row["stop_rate"] = float(sample.ended_by == "eos")
+        like = (sample.voice,) if sample.voice else (sample.target, *sample.stretch) if sample.target else None
+        if speaker and like:
+            for clip in {(sample.audio,), like} - voices.keys():
+                voices[clip] = voice_of(speaker, clip, notes)
+            a, b = voices[sample.audio,], voices[like]
+            row["speaker_similarity"] = None if a is None or b is None else float(a @ b)
+        rows.append(row)
+    heard = transcribe(listener, samples, args.batch_size, args.language, notes) if listener else []
+    for row, sample, text in zip(rows, samples, heard):
+        for key, (errors, length), total in (("wer", speech_metrics.word_errors(sample.text, text), words),
+                                             ("cer", speech_metrics.character_errors(sample.text, text), characters)):
+            row[key] = errors / length if length else None
+            total[0], total[1] = total[0] + errors, total[1] + length
+    metrics = {key: mean(row[key] for row in rows) for key in METRICS}
+    for key, (errors, length) in (("wer", words), ("cer", characters)):
+        metrics[key] = errors / length if length else None
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()
+                if key != "folders"} | {"samples": len(samples), "notes": notes}
+    return {"name": str(folder), "metrics": metrics, "samples": rows, "settings": settings,
+            "heard": dict(zip((sample.name for sample in samples), heard))}
+
+
+def mean(values):
+    """Mean of the numbers among values, None without any."""
+    numbers = [value for value in values if value is not None]
+    return math.fsum(numbers) / len(numbers) if numbers else None
+
+
+def better(key, a, b):
+    """Whether b is better than a by this metric."""
+    sign = METRICS[key][1]
+    return (b - a) * sign > 0 if sign else abs(math.log(max(b, 1e-9))) < abs(math.log(max(a, 1e-9)))
+
+
+def check_same_prompts(folders, found):
+    """Raise UserError unless all folders hold the same prompts by name: else a difference would mean nothing."""
+    first = {sample.name: sample.text for sample in found[0]}
+    for folder, samples in zip(folders[1:], found[1:]):
+        texts = {sample.name: sample.text for sample in samples}
+        if odd := first.keys() ^ texts.keys():
+            there, lacks = (folders[0], folder) if min(odd) in first else (folder, folders[0])
+            raise UserError(f"{there} has {min(odd)}, {lacks} has not ({len(odd)} such samples): only the same prompts "
+                            "can be compared; generate both from one list")
+        if odd := [name for name in first if first[name] != texts[name]]:
+            raise UserError(f"{odd[0]} has another text in {folder} than in {folders[0]} ({len(odd)} such samples): "
+                            "only the same prompts can be compared; generate both from one list")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Output
+
+
+def labels(runs):
+    """The runs' folders by as many of their last parts as it takes to tell them apart."""
+    parts = [Path(run["name"]).absolute().parts for run in runs]
+    return next(names for n in range(1, 1 + max(map(len, parts)))
+                if len(set(names := ["/".join(part[-n:]) for part in parts])) == len(runs))
+
+
+def table(runs):
+    """Lines of the table: one row a metric that any run has; with several runs the difference from the first."""
+    number, names = "{:>12.4f}".format, labels(runs)
+    width = max(12, *map(len, names))
+    head = f"{'metric':<19}{'unit':<12}" + "".join(f" {name:>{width}}" for name in names)
+    lines = [head + ("".join(f" {'difference':>12} {'better in':>11}" for _ in runs[1:]) if len(runs) > 1 else
+                     f" {'samples':>12}  worst")]
+    for key, (unit, _) in METRICS.items():
+        values = [run["metrics"][key] for run in runs]
+        if not any(value is not None for value in values):
+            continue
+        line = f"{key:<19}{unit:<12}" + "".join(
+            f" {'-' if value is None else format(value, '.4f'):>{width}}" for value in values)
+        if len(runs) == 1:
+            rows = [row for row in runs[0]["samples"] if row[key] is not None]
+            worst = rows[0]
+            for row in rows[1:]:
+                worst = row if better(key, row[key], worst[key]) else worst
+            line += f" {len(rows):>12}  {worst['name']} {worst[key]:.4f}"
+        for run, value in zip(runs[1:], values[1:]):
+            pairs = paired(key, runs[0], run)
+            wins = f"{sum(better(key, a, b) for a, b in pairs)} of {len(pairs)}"
+            gone = value is None or values[0] is None
+            line += f" {'-' * gone or number(value - values[0]):>12} {wins:>11}"
+        lines.append(line)
+    return lines
+
+
+def paired(key, a, b):
+    """[(value in run a, value in run b)] of the samples that have one in both."""
+    there = {row["name"]: row[key] for row in b["samples"]}
+    return [(row[key], there[row["name"]]) for row in a["samples"]
+            if row[key] is not None and there[row["name"]] is not None]
+
+
+def draw(path, runs):
+    """A panel for each metric that any run has: a dot a sample, a bar at the run's value, lines join same prompts."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    keys = [key for key in METRICS if any(run["metrics"][key] is not None for run in runs)]
+    figure, axes = plt.subplots(1, max(1, len(keys)), figsize=(2.2 * max(2, len(keys)), 4), squeeze=False)
+    for axis, key in zip(axes[0], keys):
+        for place, run in enumerate(runs):
+            values = [row[key] for row in run["samples"] if row[key] is not None]
+            axis.plot([place] * len(values), values, "o", alpha=0.4, color=f"C{place}")
+            if run["metrics"][key] is not None:
+                axis.hlines(run["metrics"][key], place - 0.3, place + 0.3, color=f"C{place}", linewidth=3)
+        for place in range(len(runs) - 1):
+            for pair in paired(key, runs[place], runs[place + 1]):
+                axis.plot([place, place + 1], pair, color="grey", alpha=0.3, linewidth=0.7)
+        axis.set(title=f"{key}\n({METRICS[key][0]})", xlim=(-0.6, len(runs) - 0.4))
+        axis.set_xticks(range(len(runs)), labels(runs), rotation=30, ha="right")
+        axis.title.set_fontsize(9)
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    write_atomically(path, lambda file: figure.savefig(file, dpi=120, format="png"))
+    plt.close(figure)
+
+
+def parse_args(argv):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="what generate_tts.py wrote; several are compared")
+    parser.add_argument("--reference_dir", help="true recordings of the same names (default: each JSON's target_audio)")
+    parser.add_argument("--asr_model", help="folder or hub name of a Whisper model: wer and cer")
+    parser.add_argument("--language", help="language code for --asr_model (default: it finds out)")
+    parser.add_argument("--speaker_model", help="folder or hub name of an x-vector model, such as WavLM's: similarity")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where the models run")
+    parser.add_argument("--batch_size", type=int, default=8, help="samples the ASR model hears at once")
+    return parser.parse_args(argv)
+
+
+def check_args(args):
+    """Raise UserError for flags that cannot work."""
+    if args.batch_size < 1:
+        raise UserError(f"--batch_size {args.batch_size}: must be at least 1")
+    if args.language and not args.asr_model:
+        raise UserError("--language: only --asr_model makes use of it")
+    if args.reference_dir and not Path(args.reference_dir).is_dir():
+        raise UserError(f"--reference_dir {args.reference_dir}: no such folder")
+    if len(set(map(str, map(Path, args.folders)))) < len(args.folders):
+        raise UserError("the same folder is given twice")
+    try:
+        torch.empty(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {args.device}: cannot be used ({str(error).splitlines()[0]})")
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    with one_clear_error():
+        check_args(args)
+        found = [read_samples(folder, args.reference_dir, bool(args.asr_model)) for folder in args.folders]
+        check_same_prompts(args.folders, found)
+        listener = load_listener(args.asr_model, args.device) if args.asr_model else None
+        speaker = load_model("--speaker_model", args.speaker_model, "AutoModelForAudioXVector", args.device,
+                             ("classifier.", "objective.")) if args.speaker_model else None
+        runs = [evaluate(folder, samples, args, listener, speaker) for folder, samples in zip(args.folders, found)]
+        for folder, run in zip(args.folders, runs):
+            text = json.dumps(run, indent=1, ensure_ascii=False)
+            write_atomically(Path(folder) / "evaluation.json", lambda path, text=text: path.write_text(text + "\n"))
+            draw(Path(folder) / "evaluation.png", [run])
+        if len(runs) > 1:
+            draw(Path(args.folders[0]) / "comparison.png", runs)
+        print(*table(runs), sep="\n")
+        for note in [note for run in runs for note in run["settings"]["notes"]]:
+            print(f"note: {note}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""A Higgs-Audio V2 checkpoint written anew: native or in the 2025 layout, with an adapter folded in or not.
+
+The 2025 layout is the one boson-ai's own code serves. Weights go from file to file tensor by tensor, so no more than
+one output file (and the largest tensor in fp32) is ever in memory. The folder appears whole or not at all.
+
+Copy with it: weights.py and what that names.
+"""
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from common import tensor_files
+from common.parallel import UserError
+from speech import weights
+
+LAYOUTS = ("native", "2025")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**9, find_folds=None, codec=None):
+    """Write the checkpoint `source` (folder or hub name, either layout) into output_dir; returns notes to print.
+
+    layout: one of LAYOUTS. dtype: a name in DTYPES, or None: as the files have it, but float32 where an adapter is
+    folded in, since bf16 rounds away most of what a small update changed. shard_bytes: limit of one weight file.
+    find_folds(model on the meta device) -> {weight name: fp32 tensor -> fp32 tensor}. codec: see higgs_io.save_config.
+    Raises UserError, also when output_dir holds something.
+    """
+    folder, config = weights.find_model(source)
+    tokenizer, parts = weights.load_tokenizer(folder), weights.weight_parts(folder, config)
+    model = weights.empty_model(weights.native_config(config), torch.float32, folder)
+    weights.check_weights(model, parts, folder)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    folds = find_folds(model) if find_folds else {}
+    wanted = "float32" if dtype is None and folds else dtype
+    dtypes = {name: DTYPES[wanted] if wanted else parts[name][0][:1].dtype for name in shapes}
+    files = plan_files({name: shape.numel() * dtypes[name].itemsize for name, shape in shapes.items()}, shard_bytes)
+    model.config.dtype = dtypes["model.embed_tokens.weight"]
+    names = weights.original_names(shapes) if layout == "2025" else {name: name for name in shapes}
+
+    with new_folder(output_dir, sum(size for file in files for size in file.values())) as building:
+        for number, file in enumerate(files):
+            tensors = {names[name]: read(parts[name], dtypes[name], folds.get(name)) for name in file}
+            save_file(tensors, building / tensor_files.file_name("model", number, len(files)), {"format": "pt"})
+        if len(files) > 1:
+            write_index(building, [{names[name]: size for name, size in file.items()} for file in files])
+        if layout == "native":
+            made = weights.save_config(model, tokenizer, building, folder, codec)
+        else:
+            made = save_original_config(model.config, tokenizer, building, folder, config)
+    kinds = sorted({str(kind).removeprefix("torch.") for kind in dtypes.values()})
+    total = sum(size for file in files for size in file.values())
+    notes = [f"{len(shapes)} tensors, {len(folds)} of them with an adapter's update, {total / 1e9:.3f} GB of "
+             f"{' and '.join(kinds)} in {len(files)} file{'s'[:len(files) > 1]}"]
+    joined = sum(len(found) > 1 for found in parts.values())
+    if joined:
+        notes.append(f"{joined} tensors that the source splits into a frozen and a trainable part are joined")
+    return notes + [f"{name}: {what}" for name, what in made.items()]
+
+
+def plan_files(sizes, limit):
+    """[{name: bytes}] of each file: in order, each up to `limit` bytes; a larger tensor gets a file of its own."""
+    files = [{}]
+    for name, size in sizes.items():
+        if files[-1] and sum(files[-1].values()) + size > limit:
+            files.append({})
+        files[-1][name] = size
+    return files
+
+
+def read(parts, dtype, fold):
+    """One whole tensor from its slice handles, in `dtype`; fold works on it in fp32."""
+    tensor = torch.cat([part[:] for part in parts]) if len(parts) > 1 else parts[0][:]
+    return (fold(tensor.float()) if fold else tensor).to(dtype).contiguous()
+
+
+def write_index(folder, files):
+    """The index that from_pretrained reads when there are several weight files; files: [{name: bytes}]."""
+    places = {name: tensor_files.file_name("model", number, len(files)) for number, file in enumerate(files)
+              for name in file}
+    total = sum(size for file in files for size in file.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def save_original_config(native, tokenizer, folder, source, config):
+    """The files of a 2025-layout checkpoint beside its weights; config: source's config.json dict. -> {file: what}.
+
+    boson-ai's code runs on transformers 4.46, which does not know the tokenizer class name that newer ones write.
+    """
+    dtype = str(native.dtype).removeprefix("torch.")
+    if config["model_type"] == "higgs_audio":
+        config = config | {"torch_dtype": dtype}
+    else:
+        config = weights.original_config(native, tokenizer, dtype)
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    generation = {"_from_model_config": True, "pad_token_id": native.pad_token_id, "transformers_version": "4.46.3",
+                  "bos_token_id": tokenizer.convert_tokens_to_ids("<|begin_of_text|>"),
+                  "eos_token_id": tokenizer.convert_tokens_to_ids("<|end_of_text|>")}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    tokenizer.save_pretrained(folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)        # the native processor's; nothing here reads it
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    for key in ("backend", "processor_class", "is_local"):
+        settings.pop(key, None)
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    path.write_text(json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
+    return {}
+
+
+@contextlib.contextmanager
+def new_folder(output_dir, size):
+    """A folder to fill; it gets the name output_dir once all is on disk. size: bytes it will take, about. UserError."""
+    final = Path(os.path.abspath(output_dir))
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise UserError(f"--output_dir {output_dir}: is there already and not empty; give another name or delete it")
+    building = final.with_name(f".{final.name}.tmp{os.getpid()}")
+    try:
+        for stale in final.parent.glob(f".{final.name}.tmp*"):     # of a run that was killed
+            shutil.rmtree(stale)
+        building.mkdir(parents=True)
+        free = shutil.disk_usage(building).free
+        if free < size:
+            raise UserError(f"--output_dir {output_dir}: {size / 1e9:.1f} GB are to be written, "
+                            f"{free / 1e9:.1f} GB are free there")
+        yield building
+        for path in [*building.iterdir(), building]:
+            fsync(path)
+        os.rename(building, final)
+        fsync(final.parent)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"--output_dir {output_dir}: cannot be written ({error})")
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def fsync(path):
+    """Flush a file or folder to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,313 @@
+"""The native transformers Higgs-Audio V2 model on packed batches: forward and loss.
+
+Parameter names stay transformers' own, so hub checkpoints load, PEFT attaches and save_pretrained and generate work.
+What changes is the training forward: one flat axis for all samples, hidden states in modality order (text rows, then
+audio rows) so that each FFN of the dual-FFN layers works on a contiguous slice, variable-length attention, heads on
+supervised rows only, no host sync anywhere.
+
+Copy with it: data.py (PackedBatch), weights.py, recomputation.py, and what those name.
+"""
+import inspect
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.varlen import varlen_attn
+
+from common import recomputation
+from data import IGNORE, PackedBatch
+from speech import weights  # noqa: F401  (first: it explains a torchaudio that breaks every transformers import)
+
+from transformers.models.higgs_audio_v2.modeling_higgs_audio_v2 import (  # isort: skip
+    HiggsAudioV2DecoderLayer,
+    apply_rotary_pos_emb,
+)
+
+VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters      # torch >= 2.13
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Packed forward
+
+
+class Permute(torch.autograd.Function):
+    """rows[index] for a permutation; the backward is a gather too, not an atomic scatter-add."""
+
+    @staticmethod
+    def forward(ctx, rows, index, inverse):
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
+    """Causal attention inside each sample. q (S, heads, D), k and v (S, kv_heads, D) -> (S, heads, D).
+
+    cu_seqlens (B + 1,) int32 on the device. CUDA in half precision: torch's variable-length flash attention. Elsewhere:
+    SDPA sample by sample, same result, by seqlens (B,) int64 on the CPU.
+    """
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        gqa = {"enable_gqa": True} if VARLEN_GQA else {}
+        if not VARLEN_GQA:
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0), **gqa)
+    return _attention_by_sample(q, k, v, seqlens)
+
+
+@torch.compiler.disable     # a graph per list of sample lengths would be compiled otherwise
+def _attention_by_sample(q, k, v, seqlens):
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    parts = zip(*(t.transpose(0, 1)[None].split(seqlens.tolist(), dim=2) for t in (q, k, v)))
+    out = [F.scaled_dot_product_attention(*qkv, is_causal=True) for qkv in parts]
+    return torch.cat(out, dim=2)[0].transpose(0, 1)
+
+
+class PackedDecoderLayer(HiggsAudioV2DecoderLayer):
+    """The native layer with a second forward for packed batches; without `packed` it is the native one (generate)."""
+
+    def __init_subclass__(cls, **kwargs):
+        """FSDP2 subclasses. transformers would wrap the forward once more, and torch.compile reach its limit sooner."""
+
+    def forward(self, hidden_states, *args, packed=None, **kwargs):
+        """(S, H) -> (S, H) in modality order; packed is what PackedHiggs.hidden_states puts together."""
+        if packed is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        n_text, order, seq_index, cos, sin, cu_seqlens, longest, seqlens = packed
+        attn, rows = self.self_attn, len(hidden_states)
+        text, audio = hidden_states.split([n_text, rows - n_text])
+        normed = torch.cat([self.input_layernorm(text), self.audio_input_layernorm(audio)])
+        normed = Permute.apply(normed, seq_index, order)        # before q, k, v, which together are wider
+        q, k, v = (project(normed).view(rows, -1, attn.head_dim) for project in (attn.q_proj, attn.k_proj, attn.v_proj))
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        out = packed_attention(q.to(v.dtype), k.to(v.dtype), v, cu_seqlens, longest, seqlens)
+        hidden_states = hidden_states + Permute.apply(attn.o_proj(out.reshape(rows, -1)), order, seq_index)
+        text, audio = hidden_states.split([n_text, rows - n_text])
+        text = text + self.mlp(self.post_attention_layernorm(text))
+        audio = audio + self.audio_mlp(self.audio_post_attention_layernorm(audio))
+        return torch.cat([text, audio])
+
+
+class PackedHiggs(nn.Module):
+    """What DDP wraps: forward(batch) -> sums, not means, so that any split over ranks and micro-steps adds up.
+
+    net: the native model, or the PeftModel around it. recompute: of recomputation.MODES, or None.
+    """
+
+    def __init__(self, net, recompute=None):
+        super().__init__()
+        self.call = recomputation.caller(recompute)
+        recomputation.leave_products(net, recompute)
+        self.net = net
+        self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]  # listed: not registered twice
+        for layer in self.base_model.model.layers:
+            layer.__class__ = PackedDecoderLayer
+
+    @property
+    def base_model(self):
+        """The native HiggsAudioV2ForConditionalGeneration, adapters inside."""
+        return self._base[0]
+
+    def hidden_states(self, batch: PackedBatch):
+        """Final hidden states (S, H) in modality order."""
+        model = self.base_model.model
+        order = torch.cat([batch.text_pos, batch.audio_pos])
+        n_text = len(batch.text_pos)
+        text = model.embed_tokens(batch.input_ids.index_select(0, batch.text_pos))
+        hidden = torch.cat([text, model.embed_audio_tokens(batch.audio_ids).to(text.dtype)])
+        cos, sin = model.rotary_emb(hidden, batch.position_ids[None])
+        packed = (n_text, order, batch.seq_index, cos[0], sin[0], batch.cu_seqlens, batch.longest,
+                  None if hidden.is_cuda and torch.is_autocast_enabled("cuda") else torch.tensor(batch.seqlens))
+        for layer in model.layers:
+            hidden = self.call(layer, hidden, packed=packed) if self.training else layer(hidden, packed=packed)
+        return model.norm(hidden)
+
+    def forward(self, batch: PackedBatch):
+        """(audio (K,), text (), eos (5,)) fp32 sums over targets: cross-entropy per codebook, text cross-entropy, and
+        (detached) of the end-of-stream targets cross-entropy, correct argmax and number; of codebook 0 alone, which
+        ends speech, correct end-of-streams and false ones (argmax is end-of-stream, the target a code).
+        """
+        config, base = self.base_model.config, self.base_model
+        hidden = self.hidden_states(batch)
+        logits = base.audio_lm_head(hidden.index_select(0, batch.audio_rows)).float()
+        logits, targets = logits.view(-1, config.codebook_size), batch.audio_targets.view(-1)     # (R * K, C), (R * K,)
+        losses = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+        text_logits = base.text_lm_head(hidden.index_select(0, batch.text_rows)).float()
+        text = F.cross_entropy(text_logits, batch.text_targets, ignore_index=IGNORE, reduction="sum")
+        with torch.no_grad():
+            is_eos = targets == config.audio_stream_eos_id
+            says_eos = logits.argmax(-1) == config.audio_stream_eos_id
+            correct, false = ((says_eos & where).view(-1, config.num_codebooks)
+                              for where in (is_eos, ~is_eos & (targets != IGNORE)))
+            eos = torch.stack([(losses.detach() * is_eos).sum(), correct.sum(), is_eos.sum(), correct[:, 0].sum(),
+                               false[:, 0].sum()]).float()
+        return losses.view(-1, config.num_codebooks).sum(0), text, eos
+
+
+def total_loss(audio, n_audio, text, n_text, reduction, text_weight):
+    """The training loss from sums over targets and their global numbers.
+
+    audio: K sums, one a codebook; text: one sum (tensors or floats). reduction: "mean" over the codebooks, or "sum" of
+    their means, as transformers has it.
+    """
+    scale = len(audio) if reduction == "sum" else 1
+    return sum(audio) * (scale / max(1, n_audio)) + text * (text_weight / max(1, n_text))
+
+
+def loss_report(sums, reduction, text_weight, prefix):
+    """Sums over all ranks -> {metric name: float}.
+
+    sums: floats, K + 8: PackedHiggs.forward's (audio loss of each codebook, text loss, end-of-stream loss, its right
+    answers and its number, right and false ends of codebook 0), then the numbers of audio and text targets. Each
+    codebook has one K-th of the audio and of the end-of-stream targets; there are as many ends of one as clips.
+    stop_recall: right ends of codebook 0 per clip; false_stop_rate: its false ends per target that is a code.
+    """
+    audio, (text, eos, correct, n_eos, stops, false_stops, n_audio, n_text) = sums[:-8], sums[-8:]
+    books = len(audio)
+    values = {"loss": total_loss(audio, n_audio, text, n_text, reduction, text_weight),
+              "audio_loss": sum(audio) / max(1, n_audio), "text_loss": text / max(1, n_text),
+              "eos_loss": eos / max(1, n_eos), "eos_accuracy": correct / max(1, n_eos),
+              "stop_recall": stops * books / max(1, n_eos),
+              "false_stop_rate": false_stops * books / max(1, n_audio - n_eos)}
+    values |= {f"audio_loss_codebook_{k}": s * books / max(1, n_audio) for k, s in enumerate(audio)}
+    if n_audio + n_text == 0:       # every step was skipped: no loss to claim
+        values = dict.fromkeys(values, float("nan"))
+    return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
+def freeze_unreachable(model, text_loss_weight):
+    """Freeze what no loss can reach, so that neither weight decay nor optimizer state touches it; returns the names.
+
+    Without a text loss these are the text head and the last layer's text FFN: audio is predicted from audio rows only.
+    """
+    if text_loss_weight > 0:
+        return []
+    last = f"layers.{model.config.num_hidden_layers - 1}."
+    frozen = []
+    for name, parameter in model.named_parameters():
+        text_path = f"{last}mlp." in name or f"{last}post_attention_layernorm." in name
+        if parameter.requires_grad and (text_path or "text_lm_head" in name):
+            parameter.requires_grad_(False)
+            frozen.append(name)
+    return frozen
+
+
+def decays(name, parameter):
+    """Weight decay shrinks matrices, not norms, and not embeddings: rows a batch lacks would shrink unseen."""
+    return parameter.ndim > 1 and "embed_tokens" not in name and "embed_audio_tokens" not in name
+
+
+def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
+    """Model FLOPs of forward and backward on one pack; only executed parts count, each row runs one of the two FFNs.
+
+    A matrix with N weights costs 2N a row forward, 2N for the input gradient and, when it is trained, 2N for its own
+    gradient: 4N a row under LoRA, 6N in full. pairs: sum over samples of n (n + 1) / 2 attended (query, key) pairs,
+    each 4 * heads * head_dim forward and twice that backward. Recomputation and adapters are not counted.
+    """
+    h, d, heads, kv = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
+    layer = h * d * (2 * heads + 2 * kv) + 3 * h * config.intermediate_size
+    rows = tokens * layer * config.num_hidden_layers
+    rows += audio_targets * h * config.codebook_size + text_targets * h * config.vocab_size
+    return (4 if lora else 6) * rows + 3 * 4 * heads * d * pairs * config.num_hidden_layers
+
+
+def activation_bytes(model, text, audio, bf16, recompute, stream=None, cuda=True):
+    """Bytes autograd keeps of one pack -> (of all layers from forward to backward, of one layer alone).
+
+    model: a native model with dtypes and requires_grad as trained, adapters inside; may be on the meta device. text,
+    audio: rows of each modality (ints or int arrays). bf16: bfloat16 compute. stream: bytes a value of the residual
+    stream, by default the stored embedding's. cuda=False: what the CPU's kernels keep instead. With recompute (of
+    recomputation.MODES) a layer keeps its input, and with "selective" what recomputation.keeps; one at a time is whole
+    during the backward pass: the second number is then what it adds, as it takes over what it had kept.
+
+    Formula: what each operation saves a row, at c bytes a compute value (2 or 4) and s a stream value: 2 norms with
+    their fp32 input (4 H), 1 / rms (4) and, if trained, the normalised rows (s H); attention's q, k, v, output (c each)
+    and log-sum-exp (4 a head); gate, silu(gate), up (c F each); the inputs of linear layers as linear_input_bytes says.
+    Counted on this file's forward; tests compare it with what a real one leaves alive. Left out: the heads' inputs, and
+    that the first layer over a frozen embedding keeps less.
+    """
+    config, layer = model.config, model.model.layers[0]
+    attention, h, d, heads = layer.self_attn, config.hidden_size, config.head_dim, config.num_attention_heads
+    c, s = 2 if bf16 else 4, stream or model.get_input_embeddings().weight.element_size()
+    kv = config.num_key_value_heads if cuda and VARLEN_GQA else heads       # else keys and values are repeated
+
+    def inputs(*linears):
+        return linear_input_bytes(linears, c, s, cuda)
+
+    def norm(module):
+        return 4 * h + 4 + s * h * module.weight.requires_grad
+
+    def ffn(mlp):
+        return inputs(mlp.gate_proj, mlp.up_proj) + 3 * c * config.intermediate_size + inputs(mlp.down_proj)
+
+    row = norm(layer.input_layernorm) + norm(layer.post_attention_layernorm)
+    row += inputs(attention.q_proj, attention.k_proj, attention.v_proj) + inputs(attention.o_proj)
+    row += c * d * (2 * heads + 2 * kv) + 4 * heads
+    one = (text + audio) * row + text * ffn(layer.mlp) + audio * ffn(layer.audio_mlp)
+    ends = (text + audio) * (norm(model.model.norm) + 2 * s * d)        # rotary cos and sin are shared by the layers
+    kept = (text + audio) * s * h if recompute else one
+    if recompute == "selective":
+        row = (c * d + 4) * heads + product_bytes(attention, c)
+        selected = (text + audio) * row + text * product_bytes(layer.mlp, c) + audio * product_bytes(layer.audio_mlp, c)
+        kept, one = kept + selected, one - selected
+    return kept * config.num_hidden_layers + ends, one
+
+
+def linear_input_bytes(linears, c, s, cuda=True):
+    """Bytes a row that linear layers fed with the same rows keep of their input; c, s, cuda as in activation_bytes.
+
+    A frozen one keeps nothing, a trained one its input: once for all where the dtypes agree, else each its own cast
+    copy. An adapter keeps its rank-wide middle and, under dropout, its own dropped input and mask (a byte on CUDA).
+    """
+    own, shared = 0, 0
+    for linear in linears:
+        width = linear.in_features
+        if hasattr(linear, "lora_A"):
+            own += c * linear.r["default"]
+            if isinstance(linear.lora_dropout["default"], nn.Dropout):
+                own += width * (c + (1 if cuda else c))
+            else:
+                shared = c * width
+        elif linear.weight.requires_grad and c < s and len(linears) > 1:
+            own += c * width
+        elif linear.weight.requires_grad:
+            shared = c * width
+    return own + shared
+
+
+def product_bytes(module, c):
+    """Bytes a row, at c bytes a value, that selective checkpointing keeps of all matrix products in a module."""
+    shapes = [(m.in_features, m.out_features) for m in module.modules() if isinstance(m, nn.Linear)]
+    return c * sum(outer for inner, outer in shapes if recomputation.keeps_product(inner, outer))
+
+
+def logit_bytes(config, audio_rows, text_rows):
+    """Bytes of both heads' logits -> (kept from forward to backward, peak). rows: supervised ones, ints or int arrays.
+
+    A head's logits (rows x num_codebooks x codebook_size, or rows x vocab_size) stand in fp32, 4 bytes each, beside
+    their log-softmax, which is kept; the backward adds two gradients of that size, the text head's first.
+    """
+    audio = 4 * audio_rows * config.num_codebooks * config.codebook_size
+    text = 4 * text_rows * config.vocab_size
+    return audio + text, np.maximum(2 * (audio + text), np.maximum(audio + 3 * text, 3 * audio))
+
+
+def cast_bytes(model, recompute):
+    """Bytes of the bf16 copies of fp32 weights in linear layers that are held to the end of forward.
+
+    Autocast makes and keeps them; B of an adapter is cast by its layer, whose recomputation frees that copy.
+    """
+    linears = [m for name, m in model.named_modules() if isinstance(m, nn.Linear)
+               and m.weight.dtype == torch.float32 and not (recompute and ".lora_B." in name)]
+    return 2 * sum(m.weight.numel() for m in linears)
+
+
+def unit_sizes(model):
+    """[(values, stored bytes, trained values)] of everything outside the layers first, then of each layer."""
+    def size(parameters):
+        sizes = [(p.numel(), p.nbytes, p.numel() * p.requires_grad) for p in parameters]
+        return [sum(column) for column in zip(*sizes)]
+    layers = [size(layer.parameters()) for layer in model.model.layers]
+    return [[whole - sum(part) for whole, part in zip(size(model.parameters()), zip(*layers))], *layers]

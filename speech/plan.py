@@ -1,0 +1,322 @@
+"""--dry_run: what a run will be and take, printed and checked before it is one; no weights loaded, nothing encoded.
+
+A table without encoding (the counterpart of data.prepare_table and code_cache.ensure_codes: clips' frames come from
+their headers), the report, and all that would stop the run, as one list. Writes nothing but a temporary table.
+
+Copy with it: data.py, codes.py, speech_model.py, speech_plan.py, sample_prompts.py, packing.py, preflight.py,
+recomputation.py and what those name.
+"""
+import os
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common import checkpoint, preflight, recomputation
+from common.packing import PackOrder
+from common.parallel import UserError
+from data import Table, read_all, split_samples, token_ids
+from speech import codes, higgs, sample_prompts, speech_model, weights
+from speech.codes import FRAME_RATE, SAMPLE_RATE, CacheIndex, check_length, codec_config, codec_fingerprint
+from speech.speech_plan import pack_order, run_length, samples_line, usable_samples
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Frames and table without encoding
+
+
+def wave_samples(frames, rate):
+    """Samples at 24 kHz that soxr makes of `frames` samples at `rate` Hz: the exact length, rounded half up."""
+    return (2 * frames * SAMPLE_RATE + rate) // (2 * rate)
+
+
+def codec_frames(samples, config):
+    """Codec frames of a waveform of `samples` at 24 kHz; config: of codec_config.
+
+    The semantic branch decides and the acoustic one is padded to fit: 24 -> 16 kHz, 160 zeros at both ends, HuBERT's
+    unpadded convolutions, then every semantic_downsample_factor-th vector (transformers' encode).
+    """
+    n = -(-samples * config.semantic_sample_rate // config.sample_rate) + 2 * 160
+    for kernel, stride in zip(config.semantic_model_config.conv_kernel, config.semantic_model_config.conv_stride):
+        n = (n - kernel) // stride + 1
+    return -(-n // config.semantic_downsample_factor)
+
+
+def header_frames(path, cuts, config):
+    """Codec frames of each cut of a file, from its header alone -> [int]; the counterpart of decode_audio.
+
+    Raises ValueError with the reason. A file damaged behind its header is only found when it is decoded.
+    """
+    import soundfile
+    try:
+        if not os.path.getsize(path):
+            raise ValueError("is an empty file")
+        info = soundfile.info(path)
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror})")
+    except soundfile.SoundFileError as error:
+        why = str(error).rpartition(": ")[2].strip().rstrip(".")
+        raise ValueError(f"is not readable audio ({why}); wav, flac, mp3 and ogg are read")
+    found = []
+    for offset, length in cuts:
+        start = round((offset or 0) * info.samplerate)
+        stop = min(info.frames, start + round(length * info.samplerate)) if length else info.frames
+        samples = wave_samples(max(0, stop - start), info.samplerate)
+        check_length(samples, offset)
+        found.append(codec_frames(samples, config))
+    return found
+
+
+def plan_codes(clips, codec_dir, cache_dir, num_codebooks, problems, processes=0):
+    """What ensure_codes would give for clips, without encoding, writing or locking -> (folder, (n, 3) int64).
+
+    The (n, 3) holds -1, -1, frames for a clip that is not cached yet. What cannot be used goes to the list `problems`,
+    and has 0 frames.
+    """
+    config, _ = codec_config(codec_dir, num_codebooks)
+    folder = Path(cache_dir) / codec_fingerprint(codec_dir)
+    where, unknown = CacheIndex(folder).find_clips(clips, processes)
+    files = {}
+    for i in unknown[:, 0].tolist():
+        files.setdefault(clips[i].path, []).append(i)
+
+    def frames(path):
+        try:
+            return header_frames(path, [(clips[i].offset, clips[i].duration) for i in files[path]], config)
+        except ValueError as error:
+            problems.append(f"{path}: {error}")
+            return 0
+
+    with ThreadPoolExecutor(16) as pool:        # waits for the file system, not for the processor
+        for numbers, values in zip(files.values(), pool.map(frames, files)):
+            where[numbers, 2] = values
+    return folder, where
+
+
+@dataclass
+class Planned:
+    """The data of a run, none of it encoded for it."""
+    table: Table
+    ids: object                 # data.TokenIds
+    train: np.ndarray           # (n,) numbers of the training samples
+    held_out: np.ndarray        # (n,) of the validation samples
+    new_clips: int              # clips still to be encoded, and their frames
+    new_frames: int
+
+
+def plan_table(args, tokenizer, ids, codec_dir, scratch, problems):
+    """prepare_table without encoding -> Planned.
+
+    args: the trainer's flags. scratch: an empty folder for the table's arrays. Bad samples raise UserError, clips that
+    cannot be used go to the list `problems`.
+    """
+    builder, n_train = read_all(args.train_data_file or args.train_data_dir, args.eval_data_file or args.eval_data_dir,
+                                tokenizer, ids, args.task_type, args.ref_audio_in_system_message, scratch,
+                                args.preprocess_num_proc)
+    folder, where = plan_codes(builder.clips, codec_dir, args.code_cache or Path(args.output_dir) / "codes",
+                               ids.num_codebooks, problems, args.preprocess_num_proc)
+    builder.write(scratch, folder, [], where)
+    new = where[:, 0] < 0
+    train, held_out = split_samples(args, n_train, len(builder))
+    return Planned(Table(scratch), ids, train, held_out, int(new.sum()), int(where[new, 2].sum()))
+
+
+def rows_by_kind(table, ids):
+    """Rows of each sample -> {"text", "audio", "audio_rows", "text_rows"}: (n,) int64 each, named as in PackedBatch.
+
+    text and audio are all rows of either kind; audio_rows and text_rows those that predict something.
+    """
+    n = len(table)
+    holes = table.tokens == ids.audio
+    sample = np.repeat(np.arange(n), np.diff(table.token_offsets))
+    trained_clips = np.bincount(sample[holes & table.labelled], minlength=n)
+    audio = table.frames + (ids.num_codebooks + 1) * np.diff(table.clip_offsets)
+    # codebook k of a clip with T frames is trained on rows k + 1 to k + 1 + T
+    audio_rows = table.audio_targets // ids.num_codebooks + (ids.num_codebooks - 1) * trained_clips
+    return {"text": table.lengths - audio, "audio": audio, "audio_rows": audio_rows, "text_rows": table.text_targets}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The report of a dry run
+
+
+def packs_of(order, epochs, rows, budget):
+    """Rows of every pack of the given epochs -> rows_by_kind's dict with (packs,) arrays; budget: padded up to it."""
+    plans = [order.epoch(epoch) for epoch in epochs]
+    packs = {kind: np.concatenate([preflight.pack_sums(plan, n) for plan in plans]) for kind, n in rows.items()}
+    packs["text"] = np.maximum(packs["text"], budget - packs["audio"])      # padding is text
+    return packs
+
+
+def memory_stages(args, native, ranks, packs, eval_packs):
+    """(parts, stages, tokens of the worst pack): bytes of one GPU, as preflight has them, at the worst pack.
+
+    native: the empty model as trained. packs, eval_packs: of packs_of. parts holds activations and logits as well.
+    """
+    fsdp, recompute, compute = args.parallel == "fsdp", args.gradient_checkpointing, 2 if args.bf16 else 4
+    parts = preflight.memory_parts(
+        higgs.unit_sizes(native), world=ranks, sharded=fsdp, offload=args.cpu_offload, compute=compute,
+        reshard=args.reshard_after_forward,
+        casts=higgs.cast_bytes(native, recompute) if args.bf16 and not fsdp else 0,
+        whole=fsdp and args.gradient_accumulation_steps > 1)
+    stream = 2 if fsdp and args.bf16 else None
+    kept, layer = higgs.activation_bytes(native, packs["text"], packs["audio"], args.bf16, recompute, stream)
+    logits = higgs.logit_bytes(native.config, packs["audio_rows"], packs["text_rows"])[1]
+    stages = preflight.peak_stages(parts, kept, layer, logits, recompute)
+    worst = int(np.maximum(stages["the heads"], stages["a layer's backward"]).argmax())     # what depends on the pack
+    parts |= {"activations": kept[worst], "layer": layer[worst], "logits": logits[worst]}
+    stages = {name: values[worst] for name, values in stages.items()}
+    if len(eval_packs["text"]):     # no gradients: one layer's work, and logits beside their log-softmax
+        one = higgs.activation_bytes(native, eval_packs["text"], eval_packs["audio"], args.bf16, None, stream)[1]
+        kept = higgs.logit_bytes(native.config, eval_packs["audio_rows"], eval_packs["text_rows"])[0]
+        stages["validation"] = stages["the heads"] - parts["activations"] - parts["logits"] + (one + 2 * kept).max()
+    if args.sample_prompts:         # whole weights, whoever has shards of them, and the cache of a batch of prompts
+        config = native.config
+        cache = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers * compute
+        whole = compute * sum(values for values, _, _ in higgs.unit_sizes(native)) if fsdp else 0
+        stages["speaking samples"] = parts["weights"] + parts["optimizer"] + parts["fixed"] + parts["copies"] * (
+            not fsdp) + whole + sample_prompts.BATCH * config.max_position_embeddings * cache
+    return parts, stages, int(packs["text"][worst] + packs["audio"][worst])
+
+
+def memory_lines(args, parts, stages, tokens):
+    """Lines of the memory table."""
+    fsdp = args.parallel == "fsdp"
+    where = "on the host" if args.cpu_offload else "a shard" if fsdp else "whole on every GPU"
+    copies = f"gathered in {'bf16' if args.bf16 else 'fp32'}" if fsdp else "bf16 casts of fp32 weights"
+    rows = [("weights", parts["weights"], where),
+            ("gradients", parts["gradients"], "fp32" + ", not sharded between micro-steps" * (
+                fsdp and args.gradient_accumulation_steps > 1)),
+            ("optimizer", parts["optimizer"], "two fp32 moments"),
+            ("copies", parts["copies"], copies),
+            ("reduction", max(parts["reduction"], parts["last reduction"]), "gradients being summed over the GPUs"),
+            ("activations", parts["activations"],
+             f"worst pack, {tokens:,} tokens" + recomputation.NOTES[args.gradient_checkpointing]),
+            ("logits", parts["logits"], "worst pack, at their peak"),
+            ("fixed", parts["fixed"], "CUDA context and libraries: a guess"),
+            ("peak estimate", max(stages.values()), f"reached in {max(stages, key=stages.get)}; parts come and go")]
+    return preflight.memory_table([row for row in rows if row[1]])
+
+
+def checkpoint_bytes(args, native):
+    """Bytes of a checkpoint's (fp32 weights, the adapters' under LoRA; two moments); the rest is small."""
+    trained = sum(p.numel() for p in native.parameters() if p.requires_grad)
+    return 4 * (trained if args.use_lora else sum(p.numel() for p in native.parameters())), 8 * trained
+
+
+def checkpoints_at_once(args, steps, validates):
+    """Most checkpoints that stand on disk together in a run of `steps` optimizer steps, one being written included."""
+    saves = 1 + sum(steps // every for every in (args.save_steps, args.eval_steps * validates) if every)
+    return min(saves, args.save_total_limit + 1 + validates) if args.save_total_limit else saves
+
+
+def print_plan(args, ranks, native, data, resume, meta, problems):
+    """Print all that a run with these flags comes to; what it will not fit into goes to the list `problems`.
+
+    native: the empty model as trained. data: Planned. resume, meta: of checkpoint.find_resume.
+    """
+    table, train_ids, eval_ids = data.table, data.train, data.held_out
+    lengths, accumulation = table.lengths[train_ids], args.gradient_accumulation_steps
+    order, per_step = pack_order(args, lengths), ranks * accumulation
+    position = {key: meta[key] for key in ("step", "epoch", "first")} if meta else {"step": 0, "epoch": 0, "first": 0}
+    steps_per_epoch, total_steps = run_length(args, order, per_step, position)
+    left = max(0, total_steps - position["step"])
+    epochs = range(position["epoch"], position["epoch"] + min(20, -(-max(1, left) // steps_per_epoch)))
+    rows = rows_by_kind(table, data.ids)
+    eval_order = PackOrder(table.lengths[eval_ids], samples_per_pack=args.per_device_eval_batch_size, shuffle=False)
+    packs = packs_of(order, epochs, {k: v[train_ids] for k, v in rows.items()}, args.max_tokens_per_batch)
+    eval_packs = packs_of(eval_order, [0], {k: v[eval_ids] for k, v in rows.items()}, 0)
+    report = preflight.packing_report(preflight.pack_sums(order.epoch(0), lengths), ranks, accumulation,
+                                      args.max_tokens_per_batch)
+    values, _, trained = (sum(column) for column in zip(*higgs.unit_sizes(native)))
+    parts, stages, tokens = memory_stages(args, native, ranks, packs, eval_packs)
+    limit = preflight.gpu_memory(args)
+    offloaded, staged, local = preflight.host_parts(args, ranks, parts["host"], *checkpoint_bytes(args, native))
+    host_limit = args.host_memory * preflight.GIB if args.host_memory else preflight.host_memory()
+    per_pack = len(train_ids) / order.packs_per_epoch
+    samples = per_step * (per_pack if args.max_tokens_per_batch else args.per_device_train_batch_size)
+    seconds = table.frames[train_ids].sum() / FRAME_RATE / steps_per_epoch
+    size, most = sum(checkpoint_bytes(args, native)), checkpoints_at_once(args, left, len(eval_ids) > 0)
+    have = sum(preflight.folder_bytes(path) for _, path in checkpoint.checkpoints(args.output_dir))
+    warmup = f"{args.warmup_steps / max(1, total_steps) * 100:.0f}% of the run"
+
+    print(f"plan       {ranks} GPUs, {args.parallel}, {'bf16' if args.bf16 else 'fp32'}\n"
+          f"model      {values / 1e6:,.1f} M parameters, {trained / 1e6:,.3f} M trainable "
+          f"({'LoRA' if args.use_lora else 'full'}); the weight files have them all\n"
+          f"{samples_line(table, train_ids, eval_ids)}\n"
+          f"audio      {len(table.where):,} distinct clips, {data.new_clips:,} still to be encoded "
+          f"({data.new_frames / FRAME_RATE / 3600:.2f} h)\n"
+          f"lengths    {lengths.sum():,} tokens an epoch; tokens a sample and how many samples have them:")
+    for line in preflight.histogram(lengths):
+        print(f"           {line}")
+    print(f"packs      {order.packs_per_epoch:,} an epoch; a pack has on average {per_pack:.1f} samples, "
+          f"{packs['text'].mean():,.0f} text and {packs['audio'].mean():,.0f} audio rows\n"
+          f"           {report['useful'] * 100:.1f}% of slots hold tokens; balance of the ranks (mean over max of "
+          f"their slots) {report['balance'] * 100:.0f}%\n"
+          f"steps      {total_steps} ({steps_per_epoch} an epoch), {per_step} packs a step = {ranks} ranks x "
+          f"{accumulation} micro-steps; warm-up {args.warmup_steps} steps, {warmup}\n"
+          f"batch      {samples:,.1f} samples a step, about {lengths.sum() / steps_per_epoch:,.0f} tokens, "
+          f"{seconds:,.0f} s of audio\n"
+          f"start      step {position['step']}, {f'resuming from {resume}' if resume else 'base model'}\n"
+          f"memory     estimate for one GPU; it has {preflight.size(limit)}, {preflight.MARGIN}")
+    for line in memory_lines(args, parts, stages, tokens):
+        print(f"           {line}")
+    print(f"host       {preflight.size(offloaded + staged)} for the {local} ranks of a node: "
+          f"{preflight.size(offloaded)} offloaded, {preflight.size(staged)} copied by a save; it has "
+          f"{preflight.size(host_limit)}")
+    print(f"disk       {preflight.size(size)} a checkpoint, at most {most} at once: {preflight.size(size * most)}; "
+          f"{preflight.size(preflight.free_disk(args.output_dir))} free for --output_dir")
+    preflight.attempt(problems, preflight.check_memory, args, max(stages.values()), limit)
+    preflight.attempt(problems, preflight.check_host, args, offloaded + staged, host_limit, local)
+    preflight.attempt(problems, preflight.check_disk, args.output_dir, size * most - have, f"{most} checkpoints")
+    preflight.attempt(problems, preflight.check_disk, args.code_cache or Path(args.output_dir) / "codes",
+                      data.new_frames * 2 * data.ids.num_codebooks, "codes of new clips")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The dry run
+
+
+def run(args, ranks, check_flags):
+    """Print what this run would be and take on `ranks` GPUs; raise UserError with all that would stop it.
+
+    Of weights and new audio only headers are read; a checkpoint to resume from is read whole, for its checksums. Writes
+    nothing but a temporary table. check_flags(args, ranks) is the script's own, and fills in what flags derive.
+    """
+    problems = []
+
+    def check(work, *given):        # None where it fails, or where what it needs is None already
+        return preflight.attempt(problems, work, *given) if all(value is not None for value in given) else None
+
+    check(check_flags, args, ranks)
+    flags_fit = not problems or None        # else model and data are not tried with them
+    cache = args.code_cache or Path(args.output_dir) / "codes"
+    check(preflight.check_writable, args.output_dir, "--output_dir")
+    check(preflight.check_writable, cache, "--code_cache")
+    check(preflight.check_writable, args.logging_dir if args.report_to == "tensorboard" else None, "--logging_dir")
+    check(speech_model.check_device, args, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    folder, config_dict = check(weights.find_model, args.model_path) or (None, None)
+    codec_dir = (check(weights.find_codec, args.audio_tokenizer_path) or [None])[0]
+    config, tokenizer = check(weights.native_config, config_dict), check(weights.load_tokenizer, folder)
+    ids = check(token_ids, tokenizer, config)
+    if args.sample_prompts:     # the whole of it, codec included: a bad prompt would be found at the first validation
+        check(sample_prompts.load, flags_fit and args, tokenizer, ids, config, codec_dir, torch.device("cpu"))
+    model, native, _ = check(speech_model.empty_trained_model, flags_fit and args, folder, config_dict) or [None] * 3
+    with tempfile.TemporaryDirectory() as scratch:
+        data = check(plan_table, flags_fit and args, tokenizer, ids, codec_dir, scratch, problems)
+        if data and data.new_clips:
+            check(codes.check_encoder)
+        if not problems:
+            data.train, data.held_out = check(usable_samples, args, config, data.table, data.train,
+                                              data.held_out) or [None] * 2
+        if not problems:
+            resume, meta = check(checkpoint.find_resume, args.output_dir, args.resume,
+                                 speech_model.run_identity(args, folder, data.table, data.train)) or [None] * 2
+            check(speech_model.check_resume, args, model, native, resume)
+        if not problems:
+            print_plan(args, ranks, native, data, resume, meta, problems)
+    if problems:
+        raise UserError(preflight.all_problems(problems))
+    print("dry run ok")

@@ -1,0 +1,97 @@
+"""--sample_prompts: at every validation of a training run, hear a few prompts spoken by the model as it is.
+
+Rank 0 generates while the others wait; under FSDP2 the weights are gathered for that time. Speech goes to
+OUTPUT_DIR/samples/step-<N>/ and to TensorBoard or W&B, the stop rate and the length ratio to metrics.jsonl. The draws
+are seeded apart, so a run with samples trains exactly as one without.
+
+Copy with it: speak.py, codes.py, parallel.py, metrics.py (MetricsLog) and what those name.
+"""
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from common.parallel import UserError
+from speech import speak
+from speech.codes import FRAME_RATE, load_codec
+
+BATCH = 8           # prompts generated together
+MAX_PROMPTS = 64    # a few are meant; generate_tts.py speaks any number
+
+
+def read(path):
+    """Samples of --sample_prompts; raises UserError, also when they are more than a few."""
+    samples = speak.read_prompts(path)
+    if len(samples) > MAX_PROMPTS:
+        raise UserError(f"--sample_prompts {path}: {len(samples)} prompts; every validation speaks them all, at most "
+                        f"{MAX_PROMPTS} (generate_tts.py speaks any number)")
+    return samples
+
+
+def load(args, tokenizer, ids, config, codec_dir, device):
+    """(Prompts of --sample_prompts, GenerationConfig), checked and encoded before training starts. Raises UserError."""
+    samples = read(args.sample_prompts)
+    try:
+        speak.mel_picture(np.zeros(0, np.float32), "")
+    except ImportError as error:
+        raise UserError(f"--sample_prompts draws spectrograms: pip install matplotlib ({error})")
+    settings = speak.sampling(config, args.sample_seconds)
+    codec, bandwidth = load_codec(codec_dir, device, ids.num_codebooks)
+    room = config.max_position_embeddings - settings.max_new_tokens
+    return speak.prepare(samples, tokenizer, ids, codec, bandwidth, room), settings
+
+
+def forget_later(output_dir, step):
+    """Delete samples of steps after `step`: work that was lost, or an earlier run's."""
+    for folder in Path(output_dir).glob("samples/step-*"):
+        if folder.name.removeprefix("step-").isdigit() and int(folder.name.removeprefix("step-")) > step:
+            shutil.rmtree(folder)
+
+
+def speak_all(args, native, prompts, settings, ids, codec_dir, device, step, log, asked):
+    """Speak and record every prompt -> {metric: float}. On one rank, with whole weights and the model in eval mode.
+
+    native: the native model, adapters inside. asked: a request to stop; then, or when --sample_time_limit is over, the
+    prompts not yet spoken are left out, and the line says so; as it does when the GPU's memory does not suffice. Speech
+    that the time limit cut off did not stop by itself: it counts in the stop rate, but not in the length ratio.
+    """
+    end, start, spoken = time.monotonic() + args.sample_time_limit, time.monotonic(), []
+    try:
+        with torch.compiler.set_stance("force_eager"):      # each new length would compile the layers once more
+            for first in range(0, len(prompts), BATCH):
+                if time.monotonic() < end and not asked():
+                    batch = prompts[first:first + BATCH]
+                    seed = args.seed + first // BATCH
+                    spoken += speak.generate(native, batch, ids, settings, seed, device, end, asked)
+        with torch.random.fork_rng(devices=[]):         # building the codec draws numbers, dropout must not feel it
+            codec, _ = load_codec(codec_dir, device, ids.num_codebooks)
+        waves = [speak.decode(codec, codes) for codes, _ in spoken]
+    except torch.OutOfMemoryError:
+        tqdm.write(f"samples step {step:>6} | left out: too little GPU memory is free; give fewer prompts or a shorter "
+                   "--sample_seconds")
+        return {}
+    took, total = time.monotonic() - start, sum(len(codes) for codes, _ in spoken) / FRAME_RATE
+    ratios = []
+    for number, (prompt, (codes, ended_by), wave) in enumerate(zip(prompts, spoken, waves)):
+        about = speak.record(prompt, codes, ended_by, args.seed + number // BATCH, took / total if total else None)
+        picture = speak.mel_picture(wave, f"step {step}: {prompt.text}")
+        speak.write_sample(Path(args.output_dir) / "samples" / f"step-{step}", prompt.name, wave, picture,
+                           {**about, "step": step})
+        log.write_speech(step, f"samples/{prompt.name}", wave, speak.SAMPLE_RATE, picture)
+        if about["target_seconds"] and ended_by != "time":
+            ratios.append(about["seconds"] / about["target_seconds"])
+    ends = [ended_by for _, ended_by in spoken]
+    whole = len(ends) - ends.count("time")
+    why = "" if whole == len(prompts) else " (asked to stop)" if asked() else " (--sample_time_limit)"
+    values = {}
+    if ends and not asked():
+        values["eval/stop_rate"] = ends.count("eos") / len(ends)
+    if ratios:
+        values["eval/length_ratio"] = sum(ratios) / len(ratios)
+    tqdm.write(f"speech step {step:>6} | {whole} of {len(prompts)} prompts, {total:.1f} s in {took:.1f} s{why}" +
+               (f" | stop rate {values['eval/stop_rate'] * 100:5.1f}%" if "eval/stop_rate" in values else "") +
+               (f" | length ratio {values['eval/length_ratio']:5.2f}" if ratios else ""))
+    return values

@@ -1,0 +1,311 @@
+"""Higgs-Audio V2 checkpoints: finding, checking, loading into any sharding, saving what from_pretrained reads.
+
+A model starts empty on torch's meta device and takes its weights from the files row by row, so no process ever holds
+more than it trains. Native checkpoints and the original 2025 format are read; missing, unexpected or misshapen weights
+stop the run.
+
+Copy with it: chat_template.jinja, tensor_files.py, parallel.py (UserError).
+"""
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from common import parallel, tensor_files
+from common.parallel import UserError
+
+try:
+    import torchaudio  # noqa: F401  (transformers imports it whenever it finds it, and dies with it)
+except (ImportError, OSError, RuntimeError) as broken:
+    if not isinstance(broken, ModuleNotFoundError):     # absent is fine, broken is not
+        parallel.stop(f"torchaudio does not fit torch {torch.__version__} ({str(broken).splitlines()[0]}), and every "
+                      "transformers import fails with it. Run launch/setup.sh, or: pip uninstall torchaudio (training "
+                      "from a filled --code_cache needs none)")
+
+from transformers import (
+    AutoTokenizer,
+    DacFeatureExtractor,
+    GenerationConfig,
+    HiggsAudioV2Config,
+    HiggsAudioV2ForConditionalGeneration,
+    HiggsAudioV2Processor,
+    logging,
+)
+
+logging.disable_progress_bar()      # of weights; one a rank would drown the log
+
+ORIGINAL_NAMES = (("audio_codebook_embeddings.", "model.embed_audio_tokens.embed_audio_tokens."),
+                  ("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."), ("norm.", "model.norm."),
+                  ("audio_decoder_proj.", ""))        # last: every native name begins with ""
+EXTRA_IDS = ("audio_delay_token_id", "bos_token_id", "eos_token_id")     # the 2025 config.json has no place for them
+ORIGINAL_DROPPED = ("audio_codebook_weights", "inv_freq")
+ORIGINAL_SPLIT = {".embedding_frozen.weight": (".weight", 0), ".embedding_trainable.weight": (".weight", 1),
+                  ".linear_frozen.weight": (".weight", 0), ".linear_trainable.weight": (".weight", 1)}
+EXTRA_FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja")
+HUB_CODEC = "bosonai/higgs-audio-v2-tokenizer"      # what a processor names as its codec when the base names none
+
+
+def find_folder(name, flag, model_types, advice):
+    """Local folder of a checkpoint given as a path or hub name, with its config dict. Raises UserError.
+
+    advice: {model_type of some other checkpoint: what to tell the user who gave it}.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+            raise UserError(f"{flag} {name}: no such folder (nor a hub name of the form owner/name)")
+        from huggingface_hub import snapshot_download
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
+        except Exception as error:
+            raise UserError(f"{flag} {name}: neither a folder here nor to be had from the hub "
+                            f"({type(error).__name__}: {str(error).splitlines()[0]})")
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        if (folder / "adapter_config.json").is_file():
+            raise UserError(f"{flag} {name}: is an adapter; give the base as --model_path and this folder as --adapter "
+                            "(generate_tts.py, lora.py)")
+        raise UserError(f"{flag} {name}: has no readable config.json ({error})")
+    kind = config.get("model_type")
+    if kind not in model_types:
+        raise UserError(f"{flag} {name}: is a {kind!r} checkpoint, not {' or '.join(map(repr, model_types))}"
+                        + (f"; {advice[kind]}" if kind in advice else ""))
+    return folder, config
+
+
+def find_model(name, flag="--model_path"):
+    """find_folder for the language model, native or 2025 format."""
+    return find_folder(name, flag, ("higgs_audio_v2", "higgs_audio"),
+                       {"higgs_audio_v2_tokenizer": "--model_path and --audio_tokenizer_path are swapped"})
+
+
+def find_codec(name, flag="--audio_tokenizer_path"):
+    """find_folder for the native audio tokenizer."""
+    return find_folder(name, flag, ("higgs_audio_v2_tokenizer",), {
+        "higgs_audio_v2": "--model_path and --audio_tokenizer_path are swapped",
+        "higgs_audio": "--model_path and --audio_tokenizer_path are swapped",
+        None: "the 2025 codec format is not read, use the native one"})
+
+
+def native_config(config):
+    """HiggsAudioV2Config of a config.json dict, native or 2025 format. Raises UserError for variants never released."""
+    if config["model_type"] == "higgs_audio_v2":
+        native = HiggsAudioV2Config.from_dict(config)
+    else:
+        text = config.get("text_config", {})
+        layers = list(range(text.get("num_hidden_layers", 28)))
+        released = {"audio_adapter_type": ["dual_ffn", "dual_ffn_fast_forward"], "audio_dual_ffn_layers": [layers],
+                    "use_audio_out_self_attention": [False, None], "use_audio_out_embed_projector": [False, None],
+                    "audio_embed_avg": [False, None], "skip_audio_tower": [True]}
+        wrong = [key for key, values in released.items() if config.get(key) not in values]
+        if wrong:
+            raise UserError("this 2025-format model has parts the native class lacks: "
+                            + ", ".join(f"{key}={config.get(key)!r}" for key in wrong))
+        keep = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act", "max_position_embeddings")
+        native = HiggsAudioV2Config(
+            **{key: text[key] for key in keep if key in text}, num_codebooks=config.get("audio_num_codebooks", 8),
+            codebook_size=config.get("audio_codebook_size", 1024) + 2, audio_token_id=config["audio_out_token_idx"],
+            audio_bos_token_id=config["audio_out_bos_token_id"], pad_token_id=config.get("pad_token_id", 128001),
+            **{key: config[key] for key in EXTRA_IDS if key in config},
+            audio_stream_bos_id=config.get("audio_stream_bos_id", 1024),
+            audio_stream_eos_id=config.get("audio_stream_eos_id", 1025))
+    if native.codebook_size <= native.audio_stream_eos_id:
+        raise UserError(f"config.json has codebook_size {native.codebook_size}, but end-of-stream is code "
+                        f"{native.audio_stream_eos_id}: it must be {native.audio_stream_eos_id + 1}")
+    return native
+
+
+def native_names(names):
+    """{native name: [names of the parts to join along dimension 0]} for 2025-format tensor names. Raises UserError.
+
+    There some tensors are split into a frozen and a trainable part.
+    Key map: transformers' convert_higgs_audio_v2_to_hf.py.
+    """
+    parts = {}
+    for original in names:
+        if any(drop in original for drop in ORIGINAL_DROPPED):
+            continue
+        name, order = original, 0
+        for suffix, (plain, place) in ORIGINAL_SPLIT.items():
+            if name.endswith(suffix):
+                name, order = name.removesuffix(suffix) + plain, place
+        name = next((new + name.removeprefix(old) for old, new in ORIGINAL_NAMES if name.startswith(old)), name)
+        if order in parts.setdefault(name, {}):
+            raise UserError(f"two tensors of the checkpoint map to {name}")
+        parts[name][order] = original
+    return {name: [p[i] for i in sorted(p)] for name, p in parts.items()}
+
+
+def original_names(names):
+    """{native name: 2025-format name}: the inverse of native_names, whose split tensors stay joined."""
+    return {name: next(old + name.removeprefix(new) for old, new in ORIGINAL_NAMES if name.startswith(new))
+            for name in names}
+
+
+def original_config(native, tokenizer, dtype):
+    """config.json dict of the 2025 layout for a native config: key by key that of the released checkpoint.
+
+    The rope parameters are Llama 3.2's spelling, numerically the native ones. Ids that the layout has no place for are
+    added only where they differ from the released model's; boson's config class keeps keys it does not know.
+    """
+    def token(name):
+        return tokenizer.convert_tokens_to_ids(name)
+    text = {key: getattr(native, key) for key in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
+        "num_key_value_heads", "rms_norm_eps", "hidden_act", "initializer_range", "attention_bias", "attention_dropout",
+        "mlp_bias")}
+    text |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": dtype,
+             "bos_token_id": token("<|begin_of_text|>"), "eos_token_id": token("<|end_of_text|>"),
+             "max_position_embeddings": 131072,     # the released one's: a server may refuse more than native's 2048
+             "rope_theta": 500000.0, "rope_scaling": {
+                 "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+                 "original_max_position_embeddings": 8192}}
+    usual = HiggsAudioV2Config()
+    return {key: getattr(native, key) for key in EXTRA_IDS if getattr(native, key) != getattr(usual, key)} | {
+        "model_type": "higgs_audio", "architectures": ["HiggsAudioModel"], "text_config": text, "torch_dtype": dtype,
+        "audio_adapter_type": "dual_ffn_fast_forward", "audio_decoder_proj_num_layers": 0, "audio_embed_avg": False,
+        "audio_dual_ffn_layers": list(range(native.num_hidden_layers)), "hidden_size": native.hidden_size,
+        "audio_ffn_hidden_size": native.hidden_size, "audio_ffn_intermediate_size": native.intermediate_size,
+        "audio_num_codebooks": native.num_codebooks, "audio_codebook_size": native.codebook_size - 2,
+        "audio_stream_bos_id": native.audio_stream_bos_id, "audio_stream_eos_id": native.audio_stream_eos_id,
+        "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>", "audio_in_token": "<|AUDIO|>",
+        "audio_out_bos_token": "<|audio_out_bos|>", "audio_out_token": "<|AUDIO_OUT|>",
+        "audio_eos_token_id": token("<|audio_eos|>"), "audio_in_token_idx": token("<|AUDIO|>"),
+        "audio_out_bos_token_id": native.audio_bos_token_id, "audio_out_token_idx": native.audio_token_id,
+        "pad_token_id": native.pad_token_id, "skip_audio_tower": True, "use_delay_pattern": True,
+        "encode_audio_in_tokens": True, "encode_whisper_embed": False, "use_audio_out_embed_projector": False,
+        "use_audio_out_self_attention": False, "use_rq_transformer": False}
+
+
+def empty_model(config, dtype, folder=None):
+    """Native model with its text head on the meta device: names, shapes and dtypes, no memory.
+
+    config: HiggsAudioV2Config. folder: takes over the generation_config.json there if it is a native one. The 2025
+    format's ends at a token that speech never reaches and knows no repetition guard: generate would run to its limit.
+    """
+    with torch.device("meta"):
+        model = HiggsAudioV2ForConditionalGeneration(config, use_text_head=True).to(dtype)
+    config.architectures, config.dtype = [type(model).__name__], dtype
+    stored = Path(folder or "") / "generation_config.json"
+    if folder and stored.is_file() and "ras_win_len" in json.loads(stored.read_text()):
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    else:
+        model.generation_config = released_generation(config)
+    return model
+
+
+def released_generation(config):
+    """GenerationConfig with the released model's settings and this config's ids: sampling, repetition guard, ending."""
+    return GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id,
+                            pad_token_id=config.pad_token_id, do_sample=True, temperature=1.0, top_k=50, top_p=0.95,
+                            ras_win_len=7, ras_win_max_num_repeat=2, use_text_head=True)
+
+
+def weight_parts(folder, config):
+    """{native name: [slice handles]} of a native or 2025-format folder; config: its config.json dict. UserError."""
+    found = tensor_files.open_tensors(tensor_files.files_in(folder, "model"))
+    if not found:
+        raise UserError(f"{folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
+    if config["model_type"] == "higgs_audio_v2":
+        return {name: [part] for name, part in found.items()}
+    return {name: [found[part] for part in parts] for name, parts in native_names(found).items()}
+
+
+def check_weights(model, parts, folder):
+    """Raise UserError unless the files hold exactly the model's weights. model: a native model, bare of adapters."""
+    wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
+    if problem := tensor_files.compare(wanted, parts):
+        hint = " (saved by a trainer that dropped the text head; copy it from the base model)" \
+            if wanted.keys() - parts.keys() == {"text_lm_head.weight"} else ""
+        raise UserError(f"{folder}: {problem}{hint}")
+
+
+def load_weights(weights, parts):
+    """Fill {native name: tensor, plain or a shard} from weight_parts; every rank reads its own rows only."""
+    for name, tensor in weights.items():
+        tensor_files.read_into(tensor.detach(), parts[name])
+
+
+def reset_buffers(model, device):
+    """Compute the buffers that no file holds anew on `device`: coming from the meta device they hold garbage."""
+    inner, config = model.model, model.config
+    inner.rotary_emb = type(inner.rotary_emb)(config).to(device)
+    inner.embed_audio_tokens.audio_tokens_offsets = torch.arange(config.num_codebooks, device=device) \
+        * config.codebook_size
+    known = {"rotary_emb.inv_freq", "rotary_emb.original_inv_freq", "embed_audio_tokens.audio_tokens_offsets"}
+    if unknown := {name for name, _ in inner.named_buffers()} - known:
+        raise UserError(f"this version of transformers has buffers that weights.py does not know: {sorted(unknown)}")
+
+
+def load_model(folder, config, dtype):
+    """Whole native model with its text head on the CPU. config: the folder's config.json dict. Raises UserError."""
+    model, parts = empty_model(native_config(config), dtype, folder), weight_parts(folder, config)
+    check_weights(model, parts, folder)
+    model.to_empty(device="cpu")
+    reset_buffers(model, "cpu")
+    load_weights(dict(model.named_parameters()), parts)
+    return model.eval()
+
+
+def load_tokenizer(folder):
+    """Tokenizer of a model folder; raises UserError when there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:
+        raise UserError(f"{folder}: no tokenizer can be loaded from it ({str(error).splitlines()[0]})")
+
+
+def save_model(model, tokenizer, folder, source):
+    """Write a native checkpoint that from_pretrained, processor and generate can use; source: where it came from."""
+    model.save_pretrained(folder)
+    save_config(model, tokenizer, folder, source)
+
+
+def save_config(model, tokenizer, folder, source, codec=None):
+    """The files of a native checkpoint beside its weights. -> {file that source did not have: what was made of it}.
+
+    codec: folder or hub name that the processor shall name as its codec; None: what source names, else the hub's.
+    """
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    folder, source, made = Path(folder), Path(source), {}
+    for name in EXTRA_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if not (source / "processor_config.json").is_file():
+        save_processor(folder, tokenizer)
+        made = dict.fromkeys(EXTRA_FILES, f"{source} has none; made for the released codec "
+                             f"(24 kHz, 960 samples a frame), named {codec or HUB_CODEC}")
+    if codec or made:
+        path = folder / "processor_config.json"
+        config = json.loads(path.read_text()) | {"audio_tokenizer": {
+            "audio_tokenizer_class": "HiggsAudioV2TokenizerModel", "audio_tokenizer_name_or_path": codec or HUB_CODEC}}
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return made
+
+
+def save_processor(folder, tokenizer):
+    """Processor files for a base without any, as 2025-format ones are; the codec's name is still to be put in."""
+    extractor = DacFeatureExtractor(feature_size=1, sampling_rate=24000, hop_length=960)    # the released codec's
+    extractor.save_pretrained(folder)
+    template = Path(__file__).with_name("chat_template.jinja").read_text()
+    HiggsAudioV2Processor(extractor, tokenizer, audio_tokenizer=None, chat_template=template).save_pretrained(folder)
+
+
+def fingerprint_weights(folder):
+    """Short hash of a checkpoint folder's config and of both ends of each weight file: which model is this?"""
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).glob("*.safetensors")) + [Path(folder) / "config.json"]:
+        with open(path, "rb") as f:
+            size = f.seek(0, os.SEEK_END)
+            digest.update(f"{path.name} {size}".encode())
+            for at in (0, max(0, size - 2**20)):
+                f.seek(at)
+                digest.update(f.read(2**20))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,120 @@
+"""--float8: products against torch's own float8 ones, real training of both trainers, and what is refused."""
+import argparse
+import os
+
+import pytest
+import torch
+
+import train_v2_ddp
+from common import float8
+from common.parallel import UserError
+from distill import train_sft, weights
+from tests.distill import test_sft_memory
+from tests.speech import test_plan
+
+
+def test_products_are_those_of_float8_kernels():
+    """The values that torch._scaled_mm multiplies, with our scales; and close to the product that was asked for."""
+    torch.manual_seed(0)
+    rows, weight = torch.randn(24, 64) * torch.logspace(-4, 4, 24)[:, None], torch.randn(48, 64)
+    stored, scales = float8.rounded(weight)
+    ours = float8.product(rows, stored.view(torch.uint8), scales).float()
+    small, row_scales = float8.rounded(rows)
+    one = torch.ones(())
+    kernel = torch._scaled_mm(small, stored.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+    torch.testing.assert_close(ours, kernel * row_scales * scales.t(), rtol=0.01, atol=0)
+    exact = rows @ weight.t()
+    assert ((ours - exact).norm(dim=1) / exact.norm(dim=1)).max() < 0.06, "each row has a scale of its own"
+    assert not float8.product(torch.zeros(2, 64), stored.view(torch.uint8), scales).any()
+    assert float8.product(torch.zeros(0, 64), stored.view(torch.uint8), scales).shape == (0, 48)
+
+
+def speech(mode):
+    _, model = test_plan.small_model("attention", torch.bfloat16, mode)
+    del model.base_model.model.layers[1:]
+    batch = test_plan.pack_of(2, 20, 50, 20)
+    return model, model.base_model.model.layers, lambda: sum(part.sum() for part in model(batch)[:2])
+
+
+def student(mode):
+    _, model = test_sft_memory.built("qwen", True, True, False, mode, dropout=0.1)
+    del model.native.model.layers[1:]
+    batch = test_sft_memory.batch_of(2, 60, 10)
+    return model, weights.decoder_layers(model.native), lambda: model(batch)[0]
+
+
+@pytest.mark.parametrize("make, linears", [(speech, 10), (student, 7)])
+def test_frozen_layers_are_rounded_and_adapters_learn_nearly_the_same(make, linears):
+    """With and without recomputation; weights take the room that they took in bf16."""
+    found = {}
+    for name, mode in (("bf16", None), ("float8", None), ("selective", "selective")):
+        torch.manual_seed(0)
+        model, layers, loss_of = make(mode)
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_B" in parameter_name:      # from zero, A would have no gradient
+                torch.nn.init.normal_(parameter, 0, 0.05)
+        names = [n for n, p in model.named_parameters() if p.requires_grad]
+        if name != "bf16":
+            assert float8.convert(layers) == linears
+            small = [m for m in model.modules() if isinstance(m, float8.Float8Linear)]
+            assert not any(p.requires_grad for m in small for p in m.parameters())
+            rounded = sum(m.weight.nbytes + m.turned.nbytes for m in small)
+            assert rounded == sum(2 * m.in_features * m.out_features for m in small)
+        assert names == [n for n, p in model.named_parameters() if p.requires_grad]
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of()
+        loss.backward()
+        found[name] = loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+    loss, gradient = found["float8"]
+    assert loss != found["bf16"][0] and loss == pytest.approx(found["bf16"][0], rel=0.01)
+    assert 0.98 < torch.cosine_similarity(gradient, found["bf16"][1], dim=0) < 0.9999
+    assert found["selective"][0] == loss and torch.equal(found["selective"][1], gradient)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
+    os.environ.get("TEST_DEVICE") != "cuda", reason="set TEST_DEVICE=cuda to use a GPU"))])
+def test_gpu_kernels_take_both_products_as_they_lie(device):
+    """A weight's copies and the rows, each turned in memory or not; on a CPU only that they lie row by row."""
+    linear = torch.nn.Linear(64, 48).bfloat16().requires_grad_(False)
+    x, grad = torch.randn(64, 32).bfloat16(), torch.randn(48, 32).bfloat16()
+    expected = [x.t() @ linear.weight.t() + linear.bias, grad.t() @ linear.weight]
+    float8.convert([linear.to(device)])
+    assert linear.weight.is_contiguous() and linear.turned.is_contiguous() and linear.turned.shape == (64, 48)
+    x = x.to(device).requires_grad_()
+    out = linear(x.t())
+    found = [out, torch.autograd.grad(out, [x], grad.to(device).t())[0].t()]
+    for one, other in zip(found, expected, strict=True):
+        assert (one.cpu() - other).norm() < 0.06 * other.norm()
+
+
+def test_compiled_in_one_graph():
+    linear = torch.nn.Linear(32, 48).bfloat16().requires_grad_(False)
+    assert float8.convert([linear]) == 1
+    found = []
+    torch._dynamo.reset()
+    for call in (linear, torch.compile(linear, backend="aot_eager", fullgraph=True)):
+        x = torch.linspace(-1, 1, 7 * 32).view(7, 32).requires_grad_()
+        call(x).float().square().sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(*found, rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.parametrize("trainer, flags, reason", [
+    (train_v2_ddp, "--bf16", "--use_lora"), (train_v2_ddp, "--use_lora", "--bf16"),
+    (train_v2_ddp, "--bf16 --use_lora --parallel fsdp", "--parallel ddp"),
+    (train_sft, "--bf16 --use_lora", "--parallel ddp")])
+def test_what_float8_needs(trainer, flags, reason):
+    args = trainer.build_parser().parse_args(
+        ["--model_path", "m", "--train_data_file", "d", "--report_to", "none", "--float8", *flags.split(),
+         *(["--audio_tokenizer_path", "c"] if trainer is train_v2_ddp else ["--gradient_accumulation_steps", "1"])])
+    with pytest.raises(UserError, match=f"--float8 needs {reason}"):
+        trainer.check_flags(args, 1)
+
+
+def test_gpus_without_float8_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "RTX 3090")
+    with pytest.raises(UserError, match="RTX 3090 has no float8"):
+        float8.check_device(argparse.Namespace(float8=True), torch.device("cuda"))
+    float8.check_device(argparse.Namespace(float8=True), torch.device("cpu"))

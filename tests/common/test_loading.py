@@ -1,0 +1,271 @@
+"""Batches arrive as they were made, in order, ahead of their use; errors and early ends of the reader show at once."""
+import copy
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from common import loading
+from common.packing import PackOrder
+from common.parallel import UserError
+from common.watchdog import ignore_in_worker
+from tests.helpers.trainer import ROOT
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_over():
+    """After an error its traceback keeps the loader: processes forked by later tests would tear it down."""
+    yield
+    for process in multiprocessing.active_children():
+        process.kill()
+    gc.collect()
+
+
+@dataclass
+class Flat:
+    ids: torch.Tensor
+    mask: torch.Tensor
+    none: torch.Tensor
+    bounds: torch.Tensor
+    name: str
+    weights: torch.Tensor
+    number: torch.Tensor
+    maybe: torch.Tensor = None
+
+    __reduce__ = loading.reduce
+    to = loading.to
+
+
+class Named(NamedTuple):
+    first: torch.Tensor
+    count: int
+    second: torch.Tensor
+
+    __reduce__ = loading.reduce
+    to = loading.to
+
+
+def flat(n=7):
+    return Flat(torch.arange(n), torch.arange(n) % 3 == 0, torch.zeros(0, 8, dtype=torch.int64),
+                torch.arange(5, dtype=torch.int32), "seven", torch.rand(3, n).t(),
+                torch.tensor(2.5, dtype=torch.float64))
+
+
+def same(a, b):
+    names = [f.name for f in fields(a)] if isinstance(a, Flat) else a._fields
+    for x, y in ((getattr(a, name), getattr(b, name)) for name in names):
+        if isinstance(x, torch.Tensor):
+            assert x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y.cpu())
+        else:
+            assert x == y
+    return type(a) is type(b)
+
+
+def loader(batches, make, workers=2, **options):
+    """DataLoader of make(number) for each of the numbers."""
+    return DataLoader(range(10**9), batch_sampler=([i] for i in batches), num_workers=workers,
+                      collate_fn=lambda one: make(*one), multiprocessing_context="fork" if workers else None,
+                      worker_init_fn=ignore_in_worker, **options)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One piece of memory
+
+
+@pytest.mark.parametrize("batch", [flat(), flat(0), Named(torch.ones(3, dtype=torch.int8), 4, torch.rand(2, 0, 5)),
+                                   Named(torch.zeros(1, dtype=torch.bool), 4, torch.arange(3))], ids=range(4))
+def test_a_batch_arrives_as_it_was_in_one_buffer(batch):
+    for there in (pickle.loads(pickle.dumps(batch)), copy.deepcopy(batch), next(iter(loader([0], lambda _: batch)))):
+        assert same(batch, there)
+        tensors = loading.tensors_of(there).values()
+        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+        assert all(tensor.data_ptr() % loading.ALIGNMENT == 0 for tensor in tensors if tensor.numel())
+        assert not any(tensor.is_shared() for tensor in tensors)
+
+
+def test_one_tensor_goes_through_shared_memory():
+    """Each is a file descriptor and a connection of its own."""
+    found, shared = [flat()], []
+    while found:
+        value = found.pop()
+        shared += [value] * isinstance(value, torch.Tensor)
+        found += value.__reduce__()[1] if isinstance(value, Flat) else value if isinstance(value, (tuple, list)) else []
+    assert [tensor.dtype for tensor in shared] == [torch.uint8]
+
+
+def test_a_batch_moves_in_one_buffer_and_stays_where_it_is():
+    batch = flat()
+    assert batch.to("cpu") is batch
+    moved = batch.to("meta")
+    assert all(tensor.is_meta for tensor in loading.tensors_of(moved).values())
+    assert moved.ids.shape == batch.ids.shape and moved.mask.dtype == torch.bool and moved.name == "seven"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading ahead
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("n", [0, 1, 2, 40])
+def test_every_batch_once_in_order(workers, n):
+    batches = loading.ahead(loader(range(n), lambda i: Named(torch.full((i + 1,), i), i, torch.zeros(0)), workers))
+    for i in range(n):
+        batch = next(batches)
+        assert batch.count == i and batch.first.tolist() == [i] * (i + 1)
+    assert next(batches, None) is None
+    assert not [thread for thread in threading.enumerate() if thread.name == "batches"]
+
+
+def test_the_next_batches_come_while_one_is_used():
+    """Without a thread each of them would take its time when it is asked for."""
+    batches = loading.ahead(loader(range(8), lambda i: time.sleep(0.1) or flat(), 1, prefetch_factor=8))
+    next(batches)
+    time.sleep(0.5)
+    start = time.monotonic()
+    for _ in range(loading.DEPTH):
+        next(batches)
+    assert time.monotonic() - start < 0.05
+
+
+def test_the_trainers_random_numbers_are_its_own():
+    torch.manual_seed(1)
+    expected = [torch.rand(3).tolist() for _ in range(5)]
+    torch.manual_seed(1)
+    batches = loading.ahead(loader(range(5), flat_of, 2, generator=torch.Generator()))
+    assert [torch.rand(3).tolist() for _ in batches] == expected
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("error, words", [(UserError("train.json:3: bad"), "train.json:3: bad"),
+                                          (ValueError("odd"), "odd")], ids=["user", "other"])
+def test_an_error_shows_where_its_batch_would_be(workers, error, words):
+    def make(i):
+        if i == 3:
+            raise error
+        return flat(i)
+
+    batches = loading.ahead(loader(range(9), make, workers))
+    assert [len(next(batches).ids) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(type(error), match=words):
+        next(batches)
+    assert next(batches, None) is None
+
+
+def test_a_killed_loader_process_is_named(monkeypatch):
+    """Its last batches may be lost in a connection that breaks off, which says nothing of why."""
+    def make(i):
+        if i == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return flat(i)
+
+    monkeypatch.setattr(torch.utils.data._utils.signal_handling, "_SIGCHLD_handler_set", False)     # as at a start
+    with pytest.raises(RuntimeError, match="DataLoader worker .* is killed by signal: Killed"):
+        list(loading.ahead(loader(range(9), make, 1)))
+
+
+@pytest.mark.parametrize("taken", [0, 1, 4])
+def test_who_needs_no_more_leaves_nothing_behind(taken):
+    started = set(children())
+    batches = loading.ahead(loader(range(10**6), flat_of, 2))
+    for _ in range(taken):
+        next(batches)
+    assert len(set(children()) - started) == 2
+    del batches
+    assert not set(children()) - started
+    assert not [thread for thread in threading.enumerate() if thread.name == "batches"]
+
+
+def flat_of(i):
+    return flat(i % 5)
+
+
+def slow(i):
+    time.sleep(0.2)
+    return flat(i % 5)
+
+
+def children():
+    """Of the main thread: loader processes are forked by no other one."""
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+
+
+@pytest.mark.parametrize("ending, status", [("return", 0), ("raise parallel.UserError('why')", 1)])
+def test_a_process_ends_at_once_with_batches_under_way(ending, status, tmp_path):
+    """Loader processes ignore SIGTERM, so an end that does not tell them would wait for ever."""
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import sys
+sys.path[0] = {str(ROOT)!r}
+from common import loading, parallel
+from tests.common import test_loading
+
+def main():
+    batches = loading.ahead(test_loading.loader(range(10**6), test_loading.slow, 2))
+    next(batches)
+    {ending}
+
+with parallel.one_clear_error():
+    main()
+""")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=40)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith(("/", " "))]       # warnings aside
+    assert done.returncode == status and lines == ["error: why"] * (status == 1), done.stderr
+
+
+def test_an_order_may_be_asked_by_two_threads():
+    """The loader's thread is an epoch or more ahead of the trainer, who asks what the step before trained on."""
+    order, wrong = PackOrder([1] * 6, samples_per_pack=2, seed=1), []
+    expected = {e: PackOrder([1] * 6, samples_per_pack=2, seed=1).epoch(e).samples.tolist() for e in range(500)}
+
+    def ask(start):
+        try:
+            wrong.extend(e for e in range(start, 500) if order.epoch(e).samples.tolist() != expected[e])
+        except Exception as error:
+            wrong.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=ask, args=(start,)) for start in (0, 3, 3, 4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A GPU
+
+
+@pytest.mark.skipif(os.environ.get("TEST_DEVICE") != "cuda", reason="set TEST_DEVICE=cuda to use a GPU")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_gpu_batches_are_whole_while_it_computes(workers):
+    """Long kernels on what has arrived, while the next ones are copied: none may be used too early or overwritten."""
+    device, side = torch.device("cuda", 0), 1_000_003
+    torch.cuda.set_device(device)
+    batches = loading.ahead(loader(range(40), lambda i: Named(torch.full((side,), i), i, torch.full((3, 5), i + 0.5)),
+                                    workers), device)
+    busy, sums = torch.rand(4096, 4096, device=device), []
+    for batch in batches:
+        for _ in range(10):
+            busy = (busy @ busy).tanh()
+        sums.append(torch.stack([batch.first.sum().double(), batch.second.sum().double()]))
+        assert batch.first.is_cuda and not isinstance(batch.count, torch.Tensor)
+    assert torch.stack(sums).tolist() == [[i * side, 15 * (i + 0.5)] for i in range(40)]

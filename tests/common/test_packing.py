@@ -1,0 +1,217 @@
+"""Every sample once an epoch, in an order that depends on seed and epoch alone; packs that use their budget."""
+import numpy as np
+import pytest
+
+from common.packing import PackOrder, best_fit, rank_packs
+
+KINDS = {
+    "count": {"samples_per_pack": 3},
+    "count, one each": {"samples_per_pack": 1},
+    "count, by length": {"samples_per_pack": 3, "group_by_length": True},
+    "tokens": {"tokens_per_pack": 2048},
+    "file order": {"samples_per_pack": 3, "shuffle": False},
+    "file order, by length": {"samples_per_pack": 3, "shuffle": False, "group_by_length": True},
+    "tokens, file order": {"tokens_per_pack": 2048, "shuffle": False},
+}
+kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+def speech_lengths(n, seed=0):
+    """Token counts as speech data has them: lognormal, 25 frames a second plus text."""
+    return np.clip(np.random.default_rng(seed).lognormal(5.0, 0.6, n), 20, 2000).astype(np.int64)
+
+
+def packs(order, epoch):
+    plan = order.epoch(epoch)
+    return [plan.pack(p).tolist() for p in range(len(plan))]
+
+
+def global_sequence(order, world_size, accumulation, epochs, epoch=0, first=0):
+    """Packs of all ranks in the order they enter the sum of gradients; every rank must give equally many."""
+    ranks = [list(rank_packs(order, r, world_size, accumulation, epochs, epoch, first)) for r in range(world_size)]
+    assert len({len(r) for r in ranks}) == 1
+    assert len(ranks[0]) % accumulation == 0        # whole optimizer steps only
+    return [pack for together in zip(*ranks) for pack in together]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Order
+
+
+@kinds
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 100, 1001])
+def test_every_sample_once_an_epoch(kind, n):
+    order = PackOrder(speech_lengths(n), **kind, seed=3)
+    for epoch in (0, 1, 5):
+        flat = [i for pack in packs(order, epoch) for i in pack]
+        assert sorted(flat) == list(range(n))
+        assert len(packs(order, epoch)) == order.packs_per_epoch
+        assert all(packs(order, epoch))             # no pack is empty
+
+
+@kinds
+def test_order_is_a_function_of_seed_and_epoch(kind):
+    """Another object, asked in another order of epochs, answers the same; it does not touch numpy's global state."""
+    lengths = speech_lengths(200)
+    first, second = PackOrder(lengths, **kind, seed=3), PackOrder(lengths.astype(np.int32), **kind, seed=3)
+    np.random.seed(0)
+    forwards = [packs(first, e) for e in range(4)]
+    np.random.seed(1)
+    before = np.random.get_state()
+    backwards = [packs(second, e) for e in (3, 2, 1, 0)]
+    assert forwards == backwards[::-1]
+    assert forwards[0] == packs(first, 0)           # asked again, after it was forgotten
+    assert str(np.random.get_state()) == str(before)
+
+
+@kinds
+def test_epochs_and_seeds_differ_unless_the_order_is_the_files(kind):
+    lengths = speech_lengths(200)
+    order, other = PackOrder(lengths, **kind, seed=3), PackOrder(lengths, **kind, seed=4)
+    shuffled = kind.get("shuffle", True)
+    assert (packs(order, 0) != packs(order, 1)) == shuffled
+    assert (packs(order, 0) != packs(other, 0)) == shuffled
+    assert (packs(order, 1) != packs(other, 0)) == shuffled     # seed + epoch is not all that counts
+
+
+def test_without_shuffle_fixed_counts_keep_the_files_order():
+    order = PackOrder(speech_lengths(10), samples_per_pack=4, shuffle=False)
+    assert packs(order, 0) == packs(order, 7) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_shuffling_reaches_everywhere():
+    """No sample stays near its place in the file, and each of the first ten packs' samples is as good as random."""
+    order = PackOrder(speech_lengths(4000), samples_per_pack=4, seed=1)
+    flat = np.array([i for pack in packs(order, 0) for i in pack])
+    assert abs(np.corrcoef(flat, np.arange(4000))[0, 1]) < 0.05
+    assert flat[:40].min() < 400 and flat[:40].max() > 3600
+
+
+def test_exactly_one_pack_size():
+    for wrong in ({}, {"samples_per_pack": 2, "tokens_per_pack": 100}):
+        with pytest.raises(ValueError, match="exactly one"):
+            PackOrder(speech_lengths(5), **wrong)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks
+
+
+@kinds
+@pytest.mark.parametrize("n", [1, 5, 100, 331])
+def test_world_size_and_accumulation_do_not_change_the_sequence(kind, n):
+    order = PackOrder(speech_lengths(n), **kind, seed=3)
+    epochs = 3
+    expected = [pack for e in range(epochs) for pack in packs(order, e)]
+    eight = [global_sequence(order, w, 8 // w, epochs) for w in (1, 2, 4, 8)]
+    assert eight[0] == eight[1] == eight[2] == eight[3]         # empty packs included
+    for world_size in (1, 2, 4, 8):
+        for accumulation in (1, 2, 3):
+            sequence = global_sequence(order, world_size, accumulation, epochs)
+            assert [p for p in sequence if p] == expected
+            per_step = world_size * accumulation
+            assert len(sequence) == epochs * -(-order.packs_per_epoch // per_step) * per_step
+
+
+def test_only_the_tail_of_an_epoch_is_empty():
+    order = PackOrder(speech_lengths(10), samples_per_pack=1, seed=3)
+    sequence = global_sequence(order, 4, 1, 2)
+    assert [bool(p) for p in sequence] == ([True] * 10 + [False] * 2) * 2
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_fewer_samples_than_ranks(n):
+    order = PackOrder(speech_lengths(n), samples_per_pack=1, seed=3)
+    ranks = [list(rank_packs(order, r, 8, 2, 2)) for r in range(8)]
+    assert all(len(r) == 4 for r in ranks)                      # two epochs of one step of two micro-steps
+    assert sorted(i for r in ranks for pack in r[:2] for i in pack) == list(range(n))
+
+
+@kinds
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+def test_restart_with_another_world_size_goes_on_exactly(kind, steps):
+    """The position of a checkpoint of 4 ranks, read by 2 ranks with twice the accumulation, by 8, and by one."""
+    order = PackOrder(speech_lengths(331), **kind, seed=3)
+    epoch, first = 1, steps * 4
+    whole = global_sequence(order, 4, 1, 3, epoch=1)
+    for world_size, accumulation in ((4, 1), (2, 2), (1, 4), (8, 1), (2, 1), (1, 3)):
+        rest = global_sequence(order, world_size, accumulation, 3, epoch, first)
+        assert [p for p in rest if p] == [p for p in whole[first:] if p]
+        if world_size * accumulation == 4:
+            assert rest == whole[first:]
+
+
+@kinds
+def test_window_is_what_the_ranks_take_in_one_step(kind):
+    """The trainer counts targets from the window; a difference would scale the loss wrongly."""
+    order = PackOrder(speech_lengths(100), **kind, seed=3)
+    world_size, accumulation = 4, 2
+    ranks = [list(rank_packs(order, r, world_size, accumulation, 2)) for r in range(world_size)]
+    steps = -(-order.packs_per_epoch // 8)
+    for epoch in range(2):
+        for step in range(steps):
+            at = (epoch * steps + step) * accumulation
+            taken = sorted(i for r in ranks for pack in r[at:at + accumulation] for i in pack)
+            assert taken == sorted(order.window(epoch, step * 8, 8).tolist())
+    assert len(order.window(0, order.packs_per_epoch, 8)) == len(order.window(0, order.packs_per_epoch + 99, 8)) == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Token budgets and length grouping
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("n", [1, 50, 6000])
+def test_best_fit_keeps_the_budget_and_loses_nothing(seed, n):
+    lengths = speech_lengths(n, seed)
+    order = np.random.default_rng(seed).permutation(n)
+    bins = best_fit(lengths, order, 2048)
+    assert sorted(i for b in bins for i in b) == list(range(n))
+    assert all(0 < lengths[b].sum() <= 2048 for b in bins)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("budget", [2048, 4096, 16384])
+def test_best_fit_fills_more_than_95_percent(seed, budget):
+    lengths = speech_lengths(5000, seed)
+    bins = best_fit(lengths, np.arange(5000), budget)
+    assert lengths.sum() / (len(bins) * budget) > 0.95
+
+
+def test_best_fit_takes_the_fullest_bin_that_fits():
+    bins = best_fit(np.array([6, 5, 4, 3, 2]), np.arange(5), 10)
+    assert sorted(map(sorted, bins)) == [[0, 2], [1, 3, 4]]
+
+
+def test_a_sample_that_fills_the_budget_fits_and_one_more_token_does_not():
+    assert best_fit(np.array([10, 10]), np.arange(2), 10) == [[0], [1]]
+    with pytest.raises(ValueError, match="sample 1 has 11 tokens, more than the 10"):
+        best_fit(np.array([10, 11]), np.arange(2), 10)
+
+
+def test_token_packs_stay_together_and_only_their_order_changes():
+    order = PackOrder(speech_lengths(300), tokens_per_pack=2048, seed=3)
+    assert sorted(packs(order, 0)) == sorted(packs(order, 1)) and packs(order, 0) != packs(order, 1)
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_grouping_by_length_evens_out_the_ranks(world_size):
+    """Ranks wait for the longest pack of a step: its excess over the mean must shrink, and stay random over steps."""
+    lengths = speech_lengths(4096)
+
+    def excess(**more):
+        order = PackOrder(lengths, samples_per_pack=4, seed=3, **more)
+        slots = np.array([lengths[pack].max() * len(pack) for pack in packs(order, 0)]).reshape(-1, world_size)
+        steps = slots.mean(axis=1)
+        return (slots.max(axis=1) / slots.mean(axis=1)).mean(), abs(np.corrcoef(steps, np.arange(len(steps)))[0, 1])
+
+    (grouped, trend), (mixed, _) = excess(group_by_length=True), excess()
+    assert grouped - 1 < 0.25 * (mixed - 1)
+    assert trend < 0.3          # not the long samples first
+
+
+def test_grouping_by_length_lowers_the_spread_inside_packs():
+    lengths = speech_lengths(4096)
+    spread = [np.mean([np.ptp(lengths[pack]) for pack in packs(PackOrder(
+        lengths, samples_per_pack=4, seed=3, group_by_length=grouped), 0)]) for grouped in (True, False)]
+    assert spread[0] < 0.1 * spread[1]

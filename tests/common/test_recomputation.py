@@ -1,0 +1,92 @@
+"""Activation checkpointing of the three model classes: same bits, less memory, only what is cheap computed again."""
+from collections import Counter
+
+import pytest
+import torch
+
+from common import recomputation
+from diffusion import dit
+from tests.diffusion import test_noise
+from tests.distill import test_sft_memory
+from tests.speech import test_plan
+from tests.speech.test_plan import LiveBytes
+
+
+class Executed(LiveBytes):
+    """LiveBytes that also counts the matrix products and attentions that are really computed."""
+
+    def __init__(self, known):
+        super().__init__(known)
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        product = torch.ops.aten.addmm.default if op == torch.ops.aten.addmm_.default else op     # adapters, in place
+        self.counts["products"] += product in recomputation.PRODUCTS
+        self.counts["kept products"] += product in recomputation.PRODUCTS and recomputation.keeps(product, args)
+        self.counts["attention"] += op in recomputation.ATTENTION
+        return super().__torch_dispatch__(op, types, args, kwargs)
+
+
+def fields(batch):
+    return batch if isinstance(batch, tuple) else vars(batch).values()
+
+
+def speech(mode, targets):
+    _, model = test_plan.small_model(targets, torch.bfloat16 if targets else torch.float32, mode)
+    batch = test_plan.pack_of(2, 20, 50, 20)
+    return model, batch, lambda: sum(part.sum() for part in model(batch)[:2])
+
+
+def student(mode, lora):
+    _, model = test_sft_memory.built("qwen", lora, lora, False, mode, dropout=0.1)
+    batch = test_sft_memory.batch_of(2, 60, 10)
+    return model, batch, lambda: model(batch)[0]
+
+
+def blocks(mode):
+    config = dit.Config(test_noise.CONFIG.vocab_size, test_noise.MASK, 64, 4, 4, 16, dropout=0.1)
+    batch = test_noise.blocks(test_noise.MIXED * 3, 26, 24)
+    model, inputs = test_noise.network(config, recompute=mode), test_noise.noised(batch)
+    return model.train(), inputs, lambda: test_noise.loss_of(model, inputs, batch.n_targets)
+
+
+MODELS = {"speech, full": (speech, ""), "speech, LoRA in bf16": (speech, "all-linear"),
+          "student, full": (student, False), "student, LoRA in bf16": (student, True), "block diffusion": (blocks,)}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_selective_is_between_nothing_and_all_in_memory_and_in_work(kind):
+    """Adapters have dropout, which has to be drawn again as it was."""
+    make, *more = MODELS[kind]
+    found = {}
+    for mode in (None, "selective", "all"):
+        torch.manual_seed(0)
+        model, batch, loss_of = make(mode, *more)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        torch.manual_seed(1)
+        with Executed([*model.parameters(), *model.buffers(),
+                       *(v for v in fields(batch) if isinstance(v, torch.Tensor))]) as work:
+            with torch.autocast("cpu", torch.bfloat16, enabled="bf16" in kind):
+                loss = loss_of()
+            kept, forward = work.now, Counter(work.counts)
+            gradients = torch.autograd.grad(loss, parameters)
+        found[mode] = loss, gradients, kept, forward, work.counts - forward
+    plain, selective, whole = found.values()
+    for other in (selective, whole):
+        assert torch.equal(other[0], plain[0]) and other[3] == plain[3]
+        assert all(torch.equal(a, b) for a, b in zip(other[1], plain[1], strict=True))
+    assert whole[2] < 0.75 * selective[2] and selective[2] < 0.75 * plain[2]
+    again = {name: (selective[4] - plain[4])[name] for name in plain[4]}
+    assert whole[4]["attention"] == plain[3]["attention"] > 0 == selective[4]["attention"]
+    assert again["kept products"] == 0 < (whole[4] - plain[4])["kept products"]
+    assert (again["products"] > 0) == ("full" not in kind)      # wide halves of adapters, adaLN's modulation of one row
+
+
+def test_what_is_kept_is_what_pays():
+    def of(op, *shapes):
+        return recomputation.keeps(op, [torch.empty(shape, device="meta") for shape in shapes])
+
+    mm, addmm = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
+    assert of(mm, (5, 3072), (3072, 8192)) and of(mm, (5, 8192), (8192, 3072)) and of(addmm, 9, (5, 9), (9, 36))
+    assert of(mm, (5, 3072), (3072, 16)) and not of(mm, (5, 16), (16, 3072))        # an adapter's two halves
+    assert not of(torch.ops.aten.silu.default, (5, 9)) and not of(torch.ops.aten.bmm.default, (2, 3, 4), (2, 4, 5))

@@ -1,0 +1,788 @@
+"""What clusters do to a run: processes killed, signalled, stopped; disks filled, files damaged. Real runs over gloo.
+
+A kill must cost at most the steps since the last checkpoint, and never a bit of the final weights. To afford many
+starts, most jobs are forked from a server that has done the imports already (multiprocessing's forkserver); they are
+separate processes with sessions of their own. Jobs with torchrun start from nothing.
+"""
+import json
+import multiprocessing
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common import checkpoint, metrics
+from tests.helpers.trainer import ROOT, trainer_command
+
+pytestmark = pytest.mark.timeout(400)
+
+SEED = int(os.environ.get("TEST_SEED", time.time_ns() % 10**6))     # printed by the tests that draw from it
+CLOCK = {"train/throughput", "train/audio_seconds_per_second", "train/samples_per_second", "train/step_seconds",
+         "train/data_wait_seconds", "train/memory_gib", "system/gpu_memory_allocated", "train/mfu"}
+COMMON = ("--learning_rate", 2e-4, "--per_device_train_batch_size", 1, "--num_train_epochs", 1000)
+LORA = (*COMMON, "--use_lora", "--lora_dropout", 0.1, "--disable_eval")       # dropout makes the random state matter
+KINDS = {       # ranks, flags
+    "lora": (1, (*LORA, "--max_steps", 40)),
+    "ddp": (2, (*LORA, "--max_steps", 30)),
+    "fsdp": (2, (*COMMON, "--parallel", "fsdp", "--disable_eval", "--max_steps", 30)),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Jobs
+
+
+def forked(argv, env, log, cwd):
+    """Body of a rank that the fork server starts."""
+    os.setsid()
+    os.chdir(cwd)
+    os.environ.update(env)
+    out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    import train_v2_ddp
+    train_v2_ddp.main(argv)
+
+
+@pytest.fixture(scope="module")
+def server():
+    """multiprocessing context whose processes are forks of one that has imported the trainer."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["train_v2_ddp"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{before or ''}"
+    multiprocessing.forkserver.ensure_running()
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+    return context
+
+
+class Job:
+    """A trainer running in the background, with torchrun or as one forked process a rank."""
+
+    def __init__(self, server, tiny, output_dir, flags, ranks=1, torchrun=False, env=None):
+        self.output_dir, self.log = output_dir, output_dir.parent / f"log-{uuid.uuid4().hex[:8]}.txt"
+        output_dir.parent.mkdir(parents=True, exist_ok=True)
+        env = {"TEST_JOB": uuid.uuid4().hex, **(env or {})}
+        self.mark, self.launcher, self.ranks = f"TEST_JOB={env['TEST_JOB']}", None, []
+        if torchrun:
+            with open(self.log, "w") as log:
+                self.launcher = subprocess.Popen(trainer_command(tiny, output_dir, *flags, ranks=ranks), stdout=log,
+                                                 stderr=subprocess.STDOUT, env={**os.environ, **env},
+                                                 cwd=output_dir.parent)
+            return
+        argv, port = trainer_command(tiny, output_dir, *flags)[2:], free_port()
+        for rank in range(ranks):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
+                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if ranks > 1 else {}
+            self.ranks.append(server.Process(target=forked, args=(
+                argv, {**env, **{k: str(v) for k, v in place.items()}}, str(self.log), str(output_dir.parent))))
+            self.ranks[-1].start()
+
+    def pids(self):
+        """Every living process of the job: launcher, ranks, loaders."""
+        sessions, found = {rank.pid for rank in self.ranks}, []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+                ours = {int(session), int(folder.name)} & sessions if self.ranks else \
+                    self.mark in (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            except OSError:         # gone, or another user's
+                continue
+            if ours and state != "Z":
+                found.append(int(folder.name))
+        return found
+
+    def rank(self, rank):
+        """Pid of a rank."""
+        if self.ranks:
+            return self.ranks[rank].pid
+        for pid in children(self.launcher.pid):
+            if f"RANK={rank}" in Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0"):
+                return pid
+        raise AssertionError(f"no rank {rank} is running\n{self.text()}")
+
+    def signal(self, number, pids):
+        for pid in pids:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:      # ended by itself meanwhile
+                pass
+
+    def running(self):
+        return self.launcher.poll() is None if self.launcher else all(r.exitcode is None for r in self.ranks)
+
+    def wait_for(self, ready, limit_s=90):
+        """Until ready() is true; its value. The job must not end before."""
+        end = time.monotonic() + limit_s
+        while not (value := ready()):
+            assert self.running() and time.monotonic() < end, self.text()
+            time.sleep(0.005)
+        return value
+
+    def statuses(self, limit_s=120):
+        """Exit statuses: the launcher's, or each rank's."""
+        end = time.monotonic() + limit_s
+        if self.launcher:
+            statuses = [self.launcher.wait(limit_s)]
+        else:
+            for rank in self.ranks:
+                rank.join(max(0, end - time.monotonic()))
+            statuses = [rank.exitcode for rank in self.ranks]
+        assert None not in statuses, f"still running after {limit_s} s: {statuses}\n{self.text()}"
+        return statuses
+
+    def wait(self, limit_s=120):
+        """statuses(); no process may be left soon after."""
+        statuses = self.statuses(limit_s)
+        end = time.monotonic() + 15         # loaders look every 5 s whether their trainer lives
+        while left := self.pids():
+            assert time.monotonic() < end, f"processes are left behind: {[command(pid) for pid in left]}"
+            time.sleep(0.05)
+        return statuses
+
+    def kill_all(self):
+        """SIGKILL until nothing is left."""
+        while pids := self.pids():
+            random.shuffle(pids)
+            self.signal(signal.SIGKILL, pids)
+            time.sleep(0.02)
+        for rank in self.ranks:
+            rank.join()
+        if self.launcher:
+            self.launcher.wait()
+
+    def text(self):
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def seen(self, step):
+        """True once metrics.jsonl has this step or a later one."""
+        return last_step(self.output_dir) >= step
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def children(pid):
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        try:
+            found += map(int, (task / "children").read_text().split())
+        except OSError:         # the thread has ended
+            continue
+    return found
+
+
+def command(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return "gone"
+
+
+@pytest.fixture
+def launch(server, tiny):
+    """launch(output_dir, *flags, ranks=, torchrun=, env=) -> Job; whatever still runs after the test is killed."""
+    jobs = []
+
+    def start(output_dir, *flags, **options):
+        jobs.append(Job(server, tiny, output_dir, flags, **options))
+        return jobs[-1]
+    yield start
+    for job in jobs:
+        job.kill_all()
+
+
+@pytest.fixture(scope="module")
+def whole(server, tiny, tmp_path_factory):
+    """whole(kind) -> output folder of KINDS[kind] that nothing interrupted. Look, do not touch."""
+    root, done = tmp_path_factory.mktemp("whole"), {}
+
+    def get(kind):
+        if kind not in done:
+            ranks, flags = KINDS[kind]
+            job = Job(server, tiny, root / kind, (*flags, "--save_steps", 0), ranks)
+            assert job.wait() == [0] * ranks, job.text()
+            done[kind] = job.output_dir
+        return done[kind]
+    return get
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run leaves
+
+
+def steps_of(output_dir):
+    """Steps of the checkpoints there, oldest first."""
+    return [step for step, _ in checkpoint.checkpoints(output_dir)]
+
+
+def newest(output_dir):
+    return max(steps_of(output_dir), default=0)
+
+
+def growing(output_dir):
+    """Newest step whose checkpoint is being written, or was when everything died; 0 if none."""
+    return max((int(path.name[11:-4]) for path in output_dir.glob("checkpoint-*.tmp")
+                if not (path / "of-an-earlier-run").exists()), default=0)
+
+
+def mark_unfinished(output_dir):
+    """Before a restart: growing() shall not take what the last kill left for new."""
+    for path in output_dir.glob("checkpoint-*.tmp"):
+        (path / "of-an-earlier-run").touch()
+
+
+def last_step(output_dir):
+    path = output_dir / "metrics.jsonl"
+    rows = metrics.read_metrics(path) if path.exists() else []
+    return rows[-1]["step"] if rows else 0
+
+
+def marker(output_dir):
+    path = output_dir / "requeue"
+    return path.read_text() if path.exists() else None
+
+
+def tensors(folder, pattern):
+    return {f"{path.name}:{name}": tensor for path in sorted(folder.glob(pattern))
+            for name, tensor in load_file(path).items()}
+
+
+def assert_same_end(output_dir, reference):
+    """The last checkpoints agree in every bit of weights and moments, the logs in all that no clock decides."""
+    ours, theirs = (checkpoint.checkpoints(folder)[-1][1] for folder in (output_dir, reference))
+    assert ours.name == theirs.name
+    for pattern in ("*.safetensors", "trainer_state/*.safetensors"):
+        a, b = tensors(ours, pattern), tensors(theirs, pattern)
+        assert a.keys() == b.keys() and a
+        different = [name for name in a if not torch.equal(a[name], b[name])]
+        assert not different, f"{len(different)} of {len(a)} tensors differ, first {different[0]}"
+    logs = [[{k: v for k, v in row.items() if k not in CLOCK} for row in metrics.read_metrics(folder / "metrics.jsonl")]
+            for folder in (output_dir, reference)]
+    assert logs[0] == logs[1]
+
+
+def assert_all_whole(output_dir):
+    """Every folder that bears a checkpoint's name has every file as its manifest says, and a manifest of all files."""
+    for _, path in checkpoint.checkpoints(output_dir):
+        assert not checkpoint.damage(path), f"{path}: {checkpoint.damage(path)}"
+        listed = set(json.loads((path / "manifest.json").read_text())["files"]) | {"manifest.json"}
+        assert listed == {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
+
+
+def finish(launch, output_dir, kind, *flags):
+    """Start the same command again, undisturbed, and let it end; returns the Job."""
+    ranks, kind_flags = KINDS[kind]
+    before = newest(output_dir)
+    job = launch(output_dir, *kind_flags, *flags, ranks=ranks)
+    assert job.wait() == [0] * ranks, job.text()
+    assert f"start      step {before}," in job.text()
+    assert marker(output_dir) is None
+    return job
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# SIGKILL
+
+
+# who dies, and whether torchrun has started it; "launcher" leaves the ranks without their torchrun
+VICTIMS = {
+    "lora": [("all", False)] * 20,
+    "ddp": [("all", False), ("rank 0", False), ("all", False), ("launcher", True), ("all", False), ("all", True)],
+    "fsdp": [("all", False), ("rank 1", False), ("all", False), ("rank 0", True), ("all", False), ("all", False)],
+}
+
+
+def test_a_rank_killed_before_its_share_is_written_is_missed(launch, tmp_path):
+    """Rank 0 waits for that share before the next save, in no collective that would end."""
+    out = tmp_path / "out"
+    ranks, flags = KINDS["fsdp"]
+    job = launch(out, *flags, "--save_steps", 1, ranks=ranks, env={"TEST_SLOW_WRITE": "1"})
+    job.wait_for(lambda: last_step(out) >= 2)
+    time.sleep(0.5)         # the files of step 1 take longer than that
+    job.signal(signal.SIGKILL, [job.rank(1)])
+    assert job.statuses(60) == [1, -signal.SIGKILL]
+    assert re.search(r"checkpoint-1 could not be written to \S+ \(no answer from rank 1 for \d+ s\)", job.text())
+    assert not checkpoint.checkpoints(out)
+
+
+@pytest.mark.parametrize("kind", VICTIMS)
+def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path, kind):
+    """32 kills in all, each at a random moment between the making of a checkpoint's folder and its renaming."""
+    print(f"TEST_SEED={SEED}")
+    draw, out = random.Random(f"{SEED} {kind}"), tmp_path / "out"
+    ranks, flags = KINDS[kind]
+    pause = 0.08 if kind == "lora" else 0.12        # times 6 or 9 files is the window
+    waiting = list(VICTIMS[kind])
+    for _ in range(2 * len(waiting)):
+        if not waiting:
+            break
+        who, torchrun = waiting[0]
+        before = newest(out)
+        mark_unfinished(out)
+        job = launch(out, *flags, "--save_steps", 1, "--save_total_limit", 2, ranks=ranks, torchrun=torchrun,
+                     env={"TEST_SLOW_WRITE": str(pause)})
+        target = before + draw.randint(1, 2)
+        job.wait_for(lambda: growing(out) >= target)        # noqa: B023  (asked at once)
+        time.sleep(draw.uniform(0, 6 * pause))
+        if who == "all":
+            job.kill_all()
+        else:
+            job.signal(signal.SIGKILL, [job.launcher.pid if who == "launcher" else job.rank(int(who.split()[1]))])
+        hit = growing(out) > newest(out)
+        statuses = job.statuses(60)                     # those that live must end by themselves
+        assert all(statuses), statuses
+        job.kill_all()                                  # loaders notice late
+        assert f"start      step {before}," in job.text()
+        assert newest(out) >= before
+        assert_all_whole(out)
+        if hit:
+            waiting.pop(0)
+    assert not waiting, "too many kills missed the window"
+    finish(launch, out, kind)
+    assert_same_end(out, whole(kind))
+    assert not list(out.glob("*.tmp*")), "what the kills left is not cleaned up"
+
+
+def test_kills_at_any_moment_cost_no_bit(launch, whole, tmp_path):
+    """From the first import on: while data is prepared, the log is cut back, the model loaded, a checkpoint deleted."""
+    print(f"TEST_SEED={SEED}")
+    draw, out, usual = random.Random(f"{SEED} any"), tmp_path / "out", None
+    for _ in range(7):
+        before, start = newest(out), time.monotonic()
+        job = launch(out, *KINDS["lora"][1], "--save_steps", 1, "--save_total_limit", 1)
+        if usual is None:       # seconds to the third checkpoint, on this machine as busy as it is
+            job.wait_for(lambda: newest(out) >= 3)
+            usual = time.monotonic() - start
+        else:
+            time.sleep(draw.uniform(0, usual))
+        job.kill_all()
+        assert newest(out) >= before
+        assert_all_whole(out)
+    finish(launch, out, "lora")
+    assert_same_end(out, whole("lora"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# SIGTERM, SIGUSR1
+
+
+@pytest.mark.parametrize("kind, to, number, torchrun", [
+    ("ddp", "launcher", signal.SIGTERM, True),
+    ("ddp", "all processes", signal.SIGTERM, False),        # loaders as well: Slurm, systemd and kill -PGID do that
+    ("fsdp", "rank 1", signal.SIGUSR1, False),
+    ("lora", "rank 0", signal.SIGUSR1, False),
+])
+def test_signal_saves_within_a_step_and_asks_for_requeue(launch, whole, tmp_path, kind, to, number, torchrun):
+    out, (ranks, flags) = tmp_path / "out", KINDS[kind]
+    job = launch(out, *flags, "--save_steps", 0, ranks=ranks, torchrun=torchrun)
+    job.wait_for(lambda: job.seen(3))
+    pids = {"launcher": lambda: [job.launcher.pid], "all processes": job.pids}.get(to, lambda: [job.rank(int(to[-1]))])
+    seen, pids = last_step(out), pids()
+    job.signal(number, pids)
+    assert job.wait(60) == ([1] if torchrun else [0] * ranks), job.text()       # torchrun says 1 after SIGTERM
+    # the step under way may be two further than the log, and one more is allowed
+    assert steps_of(out) == [newest(out)] and seen < newest(out) <= seen + 3
+    assert re.findall("^stopped .*", job.text(), re.M) == [
+        f"stopped    {marker(out).strip()} of {flags[flags.index('--max_steps') + 1]}; saved; the same command goes on"]
+    who = number.name if to != "rank 1" else "a signal to another rank"
+    assert marker(out) == f"asked to stop by {who} at step {newest(out)}\n"
+    assert "Traceback" not in job.text() or torchrun
+    finish(launch, out, kind)
+    assert_same_end(out, whole(kind))
+
+
+def test_signals_while_a_checkpoint_is_written(launch, whole, tmp_path):
+    """Many of both, during the write of one checkpoint and then during that of the last one."""
+    out = tmp_path / "out"
+    job = launch(out, *KINDS["lora"][1], "--save_steps", 3, env={"TEST_SLOW_WRITE": "0.2"})
+    job.wait_for(lambda: growing(out) == 3)
+    seen = last_step(out)
+    while job.running():
+        job.signal(random.choice([signal.SIGTERM, signal.SIGUSR1]), [job.rank(0)])
+        time.sleep(0.02)
+    assert job.wait() == [0], job.text()
+    assert steps_of(out)[0] == 3 and steps_of(out)[1:] == [newest(out)] and 3 < newest(out) <= seen + 3
+    assert_all_whole(out)
+    assert not list(out.glob("*.tmp*")) and marker(out)
+    finish(launch, out, "lora")
+    assert_same_end(out, whole("lora"))
+
+
+@pytest.fixture(scope="module")
+def speech(tiny, tmp_path_factory):
+    """train.json with three times the clips of tiny, all of different content, none encoded yet: (file, clips)."""
+    root, samples = tmp_path_factory.mktemp("speech"), []
+    for copy in range(3):
+        for sample in json.loads(tiny.train_json.read_text()):
+            for part in (part for turn in sample["messages"] if turn["role"] != "system" for part in turn["content"]):
+                if part["type"] == "audio":
+                    source = tiny.root / part["audio_url"]
+                    part["audio_url"] = f"{copy}-{source.name}"
+                    (root / part["audio_url"]).write_bytes(source.read_bytes() + bytes(copy))   # behind the samples
+            samples.append(sample)
+    (root / "train.json").write_text(json.dumps(samples))
+    return root / "train.json", len(list(root.glob("*.wav")))
+
+
+def encoded(job):
+    """How many clips this run had to encode, by its progress bar."""
+    return max(int(total) for total in re.findall(r"encoding audio:.*?/(\d+) \[", job.text()))
+
+
+def test_signal_while_audio_is_encoded(launch, speech, tmp_path):
+    """To one of two ranks: both stop, what is encoded stays encoded, and the rerun does the rest."""
+    out, (data, clips) = tmp_path / "out", speech
+    flags = (*LORA, "--max_steps", 2, "--train_data_file", data, "--code_cache", tmp_path / "codes")
+    job = launch(out, *flags, ranks=2)
+    job.wait_for(lambda: children(job.rank(0)) and children(job.rank(1)))      # both read audio
+    time.sleep(0.5)
+    job.signal(signal.SIGTERM, [job.rank(1)])
+    assert job.wait(60) == [0, 0], job.text()
+    assert "asked to stop while audio was being encoded" in marker(out) and "Traceback" not in job.text()
+    assert not steps_of(out) and encoded(job) == clips
+    shares = [len(load_file(path)["lengths"]) for path in (tmp_path / "codes").rglob("*.safetensors")]
+    done = sum(shares)
+    assert done and max(shares) < clips // 2 - 4, "a rank went on to the end of its share"
+    again = launch(out, *flags, ranks=2)
+    assert again.wait() == [0, 0], again.text()
+    assert encoded(again) == clips - done and steps_of(out) == [2] and marker(out) is None
+
+
+@pytest.mark.parametrize("kind, rank", [("ddp", 0), ("fsdp", 1)])
+def test_signal_breaks_validation_off(launch, speech, tmp_path, kind, rank):
+    """Its loader stands still while the signal comes, so that it comes in the middle."""
+    out, (data, _) = tmp_path / "out", speech
+    flags = [flag for flag in KINDS[kind][1] if flag != "--disable_eval"]
+    job = launch(out, *flags, "--eval_data_file", data, "--eval_steps", 3, "--save_steps", 0, ranks=2)
+    before = job.wait_for(lambda: job.seen(1) and children(job.rank(0)))
+    loaders = job.wait_for(lambda: job.seen(3) and sorted(set(children(job.rank(0))) - set(before)))
+    job.signal(signal.SIGSTOP, loaders)
+    job.signal(signal.SIGUSR1, [job.rank(rank)])
+    time.sleep(0.5)
+    job.signal(signal.SIGCONT, loaders)
+    assert job.wait(60) == [0, 0], job.text()
+    assert steps_of(out) == [3] and marker(out).endswith("at step 3\n"), job.text()
+    assert "eval   step" not in job.text()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One rank fails or hangs
+
+
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_one_rank_failing_ends_all_with_one_traceback(launch, tmp_path, torchrun):
+    """The loader process of rank 1 is killed, as the kernel does when memory is out."""
+    job = launch(tmp_path / "out", *KINDS["ddp"][1], "--max_steps", 10_000, ranks=2, torchrun=torchrun)
+    job.wait_for(lambda: job.seen(2))
+    start = time.monotonic()
+    job.signal(signal.SIGKILL, children(job.rank(1)))
+    assert all(job.wait(60))
+    assert time.monotonic() - start < 45
+    assert re.findall(r"^rank \d failed:", job.text(), re.M) == ["rank 1 failed:"], job.text()
+    assert "batch = next(batches)" in job.text() or "DataLoader worker" in job.text()
+
+
+def test_all_ranks_failing_show_one_traceback(launch, tiny, tmp_path):
+    """A shard of the code cache is cut off under the readers: their mapped pages are gone (SIGBUS)."""
+    shutil.copytree(tiny.codes, tmp_path / "codes")
+    job = launch(tmp_path / "out", *KINDS["ddp"][1], "--max_steps", 10_000, "--code_cache", tmp_path / "codes", ranks=2)
+    job.wait_for(lambda: job.seen(2))
+    for shard in (tmp_path / "codes").rglob("*.safetensors"):
+        os.truncate(shard, 10)
+    assert job.wait(60) == [1, 1]
+    assert len(re.findall(r"rank \d failed:", job.text())) == 1, job.text()     # what killed the loader ends no line
+    assert "Bus error" in job.text()
+
+
+LIMIT = ("--collective_timeout", 4)
+
+
+def test_rank_that_does_not_answer_is_named(launch, tmp_path):
+    job = launch(tmp_path / "out", *KINDS["fsdp"][1], "--max_steps", 10_000, *LIMIT, ranks=2)
+    job.wait_for(lambda: job.seen(2))
+    stopped, start = job.rank(1), time.monotonic()
+    job.signal(signal.SIGSTOP, [stopped])
+    while job.running() and time.monotonic() < start + 40:
+        time.sleep(0.1)
+    took = time.monotonic() - start
+    job.signal(signal.SIGCONT, [stopped])
+    assert job.wait(60) == [1, 1], job.text()
+    errors = re.findall("^error: .*", job.text(), re.M)
+    assert len(errors) == 1 and re.match(rf"error: no answer from rank 1 \(\S+, process {stopped}\) in: .*; "
+                                         r"the other ranks have waited for \d+ s", errors[0])
+    assert "Traceback" not in job.text()
+    assert 4 < took < 30
+
+
+def test_rank_0_that_stands_still_with_the_store_is_named(launch, tmp_path):
+    """Without torchrun's store, as under the launchers: no call to the store returns any more, or fails."""
+    job = launch(tmp_path / "out", *KINDS["ddp"][1], "--max_steps", 10_000, *LIMIT, ranks=2)
+    job.wait_for(lambda: job.seen(2))
+    stopped = job.rank(0)
+    job.signal(signal.SIGSTOP, [stopped])
+    job.ranks[1].join(60)
+    status = job.ranks[1].exitcode
+    job.signal(signal.SIGKILL, [stopped])
+    job.wait()
+    assert status == 1, job.text()
+    errors = re.findall("^error: .*", job.text(), re.M)
+    assert len(errors) == 1 and errors[0].startswith("error: no answer from rank 0 for "), job.text()
+    assert "rank 1 failed" not in job.text()
+
+
+def test_rank_whose_loader_hangs_is_named(launch, tmp_path):
+    job = launch(tmp_path / "out", *KINDS["ddp"][1], "--max_steps", 10_000, *LIMIT, ranks=2)
+    job.wait_for(lambda: job.seen(2))
+    rank, loaders = job.rank(1), children(job.rank(1))
+    job.signal(signal.SIGSTOP, loaders)
+    assert job.statuses(60) == [1, 1], job.text()
+    job.signal(signal.SIGKILL, loaders)
+    job.wait()
+    errors = re.findall("^error: .*", job.text(), re.M)
+    assert len(errors) == 1 and re.match(rf"error: hangs: rank 1 \(\S+, process {rank}\) in: loading data for step "
+                                         r"\d+; the other ranks have waited for \d+ s", errors[0])
+    assert re.findall(r"^rank \d hangs here:", job.text(), re.M) == ["rank 1 hangs here:"]
+    assert "batch = next(batches)" in job.text() and "Traceback" not in job.text()
+
+
+def test_slow_encoding_and_validation_are_no_hang(launch, speech, tmp_path):
+    """Each takes twice the time that a step may, because its loader process stands still."""
+    out, (data, _) = tmp_path / "out", speech
+    job = launch(out, *COMMON, "--use_lora", "--max_steps", 3, "--eval_steps", 2, "--eval_data_file", data,
+                 "--train_data_file", data, "--code_cache", tmp_path / "codes", *LIMIT, ranks=2)
+
+    def stand_still(ready):
+        loaders = job.wait_for(ready)
+        job.signal(signal.SIGSTOP, loaders)
+        time.sleep(8)
+        job.signal(signal.SIGCONT, loaders)
+    stand_still(lambda: children(job.rank(1)))          # first loader: reads audio
+    before = job.wait_for(lambda: job.seen(1) and children(job.rank(0)))
+    stand_still(lambda: job.seen(2) and sorted(set(children(job.rank(0))) - set(before)))
+    assert job.wait(60) == [0, 0], job.text()
+    assert "error" not in job.text()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing beside training
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(launch, whole, tmp_path):
+    out = tmp_path / "out"
+    job = launch(out, *KINDS["lora"][1], "--save_steps", 15, env={"TEST_SLOW_WRITE": "1"})
+    job.wait_for(lambda: growing(out) == 15)
+    most = 15
+    while growing(out) == 15:
+        most = max(most, last_step(out))
+        assert len(list(out.glob("*.tmp"))) <= 1        # none: renamed since the line before
+        time.sleep(0.005)
+    assert 20 <= most <= 30         # not held up by the write, but the next save waits for it
+    job.wait_for(lambda: growing(out) == 30)
+    assert 15 in steps_of(out)
+    job.kill_all()
+    assert steps_of(out) == [15]
+    finish(launch, out, "lora")     # what stands in it is step 15, although training went on meanwhile
+    assert_same_end(out, whole("lora"))
+
+
+def test_checkpoint_under_way_is_completed_when_the_run_gives_up(launch, tmp_path):
+    """A rate beyond all numbers; the write takes longer than the others would wait for rank 0."""
+    out = tmp_path / "out"
+    job = launch(out, *KINDS["ddp"][1], "--learning_rate", 1e30, "--warmup_steps", 0, "--save_steps", 2,
+                 "--max_bad_steps", 3, ranks=2, env={"TEST_SLOW_WRITE": "2"})
+    assert job.wait(120) == [1, 1], job.text()
+    errors = re.findall("^error: .*", job.text(), re.M)
+    assert len(errors) == 1 and "3 steps in a row had a non-finite gradient" in errors[0], job.text()
+    assert steps_of(out) and not list(out.glob("*.tmp*"))
+    assert_all_whole(out)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Damaged checkpoints, rotation
+
+
+def flip_byte(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_damaged_checkpoints_are_reported_and_passed_over(launch, whole, tmp_path):
+    """Four kinds of damage on 12, 10, 8 and 6; the run goes on from 4, and keeps one checkpoint."""
+    out, (ranks, flags) = tmp_path / "out", KINDS["fsdp"]
+    job = launch(out, *flags, "--save_steps", 2, "--save_total_limit", 0, ranks=ranks)
+    job.wait_for(lambda: newest(out) >= 12)
+    job.kill_all()
+    for step in steps_of(out):
+        if step > 12:
+            shutil.rmtree(out / f"checkpoint-{step}")
+    manifest = out / "checkpoint-12" / "manifest.json"
+    os.truncate(manifest, manifest.stat().st_size // 2)
+    (out / "checkpoint-10" / "trainer_state" / "rng.pt").unlink()
+    shard = out / "checkpoint-8" / "model-00002-of-00002.safetensors"
+    os.truncate(shard, shard.stat().st_size - 4096)
+    flip_byte(out / "checkpoint-6" / "trainer_state" / "optimizer-00002-of-00002.safetensors")
+    job = launch(out, *flags, "--save_steps", 20, "--save_total_limit", 1, ranks=ranks)
+    assert job.wait() == [0, 0], job.text()
+    assert "start      step 4, resumed from" in job.text()
+    reports = re.findall(r"^checkpoint \S+-(\d+) is damaged \((.*)\); trying the one before", job.text(), re.M)
+    assert [int(step) for step, _ in reports] == [12, 10, 8, 6]
+    for (_, why), words in zip(reports, ("unreadable manifest.json", "trainer_state/rng.pt is missing",
+                                         "model-00002-of-00002.safetensors has ", "has another checksum")):
+        assert words in why
+    assert_same_end(out, whole("fsdp"))
+    assert steps_of(out) == [30]
+
+
+def test_last_good_checkpoint_stays_beside_a_damaged_newer_one(launch, whole, tmp_path):
+    """One is kept. The good one goes only when a whole newer one has its name."""
+    out, flags = tmp_path / "out", (*KINDS["lora"][1], "--save_total_limit", 1)
+    job = launch(out, *flags, "--save_steps", 2, env={"TEST_SLOW_WRITE": "0.1"})
+    job.wait_for(lambda: growing(out) == 6)
+    job.kill_all()
+    assert steps_of(out) == [4]
+    shutil.copytree(out / "checkpoint-4", out / "checkpoint-6")
+    flip_byte(out / "checkpoint-6" / "adapter_model.safetensors")
+    for step, kept in ((5, [4, 6]), (6, [5, 6])):       # the second time the damaged one is about to be replaced
+        mark_unfinished(out)
+        job = launch(out, *flags, "--save_steps", 1, env={"TEST_SLOW_WRITE": "0.1"})
+        job.wait_for(lambda: growing(out) == step)      # noqa: B023
+        job.kill_all()
+        assert steps_of(out) == kept
+        assert f"start      step {kept[0] if step == 6 else 4}," in job.text() or step == 6
+    job = launch(out, *flags, "--save_steps", 10)
+    assert job.wait() == [0] and "start      step 5," in job.text()
+    assert steps_of(out) == [40]
+    assert_same_end(out, whole("lora"))
+
+
+def test_best_checkpoint_stays_over_a_kill(launch, tmp_path):
+    """A rate far too high: the first validation is the best, and rotation after a resume must still know it."""
+    out = tmp_path / "out"
+    flags = ("--learning_rate", 0.3, "--lr_scheduler", "constant", "--validation_split", 0.2,
+             "--warmup_steps", 0, "--max_steps", 4, "--eval_steps", 1, "--save_steps", 1, "--save_total_limit", 1)
+    job = launch(out, *flags, env={"TEST_SLOW_WRITE": "0.1"})
+    job.wait_for(lambda: newest(out) >= 2)
+    job.kill_all()
+    resumed = launch(out, *flags)
+    assert resumed.wait() == [0], resumed.text()
+    rows = metrics.read_metrics(out / "metrics.jsonl")
+    losses = {row["step"]: row["eval/loss"] for row in rows if "eval/loss" in row}
+    best = min(losses, key=losses.get)
+    assert best == 1 and sorted(losses) == [1, 2, 3, 4]
+    assert steps_of(out) == [1, 4]
+    assert_all_whole(out)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Disks
+
+
+def mount(*args):
+    """Mount a file system, or skip the test where that is not allowed."""
+    done = subprocess.run(["mount", *map(str, args)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"mount is not allowed here: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def small_disk(tmp_path, launch):
+    """small_disk(MiB) -> an empty output folder that is a disk of its own."""
+    out = tmp_path / "out"
+    out.mkdir()
+    yield lambda size: mount("-t", "tmpfs", "-o", f"size={size}m", "tmpfs", out) or out
+    subprocess.run(["umount", "-l", out], capture_output=True)
+
+
+def fill(folder, leave):
+    """A file that takes all space of a disk but `leave` bytes."""
+    filler = folder / "filler"
+    with open(filler, "wb", buffering=0) as f:
+        try:
+            while True:
+                f.write(bytes(4096))
+        except OSError:
+            f.truncate(max(0, f.tell() - leave))
+    return filler
+
+
+def assert_clean_stop(job, output_dir, *words):
+    """All ranks ended with status 1 after one line that names the checkpoint; the newest one there is whole."""
+    assert set(job.wait(60)) == {1}, job.text()
+    errors = re.findall("^error: .*", job.text(), re.M)
+    assert len(errors) == 1 and "Traceback" not in job.text(), job.text()
+    assert re.match(rf"error: checkpoint-\d+ could not be written to {output_dir} ", errors[0]), errors[0]
+    assert errors[0].endswith("earlier checkpoints are intact") and all(word in errors[0] for word in words), errors[0]
+    assert newest(output_dir)
+    assert_all_whole(output_dir)
+
+
+@pytest.mark.parametrize("kind, size", [("ddp", 8), ("fsdp", 200)])
+def test_full_disk_stops_the_run_and_costs_nothing(launch, whole, small_disk, kind, size):
+    out, (ranks, flags) = small_disk(size), KINDS[kind]
+    job = launch(out, *flags, "--save_steps", 2, ranks=ranks)
+    job.wait_for(lambda: newest(out) >= 2)
+    filler = fill(out, leave=100_000)       # enough for the log
+    assert_clean_stop(job, out, "No space left on device")
+    assert not list(out.glob("*.tmp")), "half a checkpoint still takes space"
+    filler.unlink()
+    finish(launch, out, kind)
+    assert_same_end(out, whole(kind))
+
+
+def test_no_space_for_the_log_stops_the_run_in_one_line(launch, whole, small_disk):
+    out, flags = small_disk(8), KINDS["lora"][1]
+    job = launch(out, *flags, "--save_steps", 5)
+    job.wait_for(lambda: newest(out) >= 5)
+    filler = fill(out, leave=0)
+    assert job.wait() == [1], job.text()
+    errors = re.findall("^error: .*", job.text(), re.M)
+    assert len(errors) == 1 and "Traceback" not in job.text(), job.text()
+    assert "No space left on device" in errors[0]
+    filler.unlink()
+    finish(launch, out, "lora")
+    assert_same_end(out, whole("lora"))
+
+
+def test_one_rank_that_cannot_write_its_share_stops_all(launch, whole, tmp_path):
+    """Rank 1 may write no file over 1 MiB, a real limit of its process; its share of the model is larger."""
+    out, (ranks, flags) = tmp_path / "out", KINDS["fsdp"]
+    job = launch(out, *flags, "--save_steps", 4, ranks=ranks)
+    job.wait_for(lambda: newest(out) >= 4)
+    resource.prlimit(job.rank(1), resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    assert_clean_stop(job, out, "rank 1: ", "File too large")
+    finish(launch, out, "fsdp")
+    assert_same_end(out, whole("fsdp"))
+
+
+def test_output_that_becomes_read_only_stops_the_run(launch, whole, tmp_path):
+    """In the middle of a write, as file systems do after an error."""
+    out, (ranks, flags) = tmp_path / "out", KINDS["ddp"]
+    job = launch(out, *flags, "--save_steps", 3, ranks=ranks, env={"TEST_SLOW_WRITE": "0.2"})
+    job.wait_for(lambda: newest(out) >= 3 and growing(out) >= 6)
+    mount("--bind", out, out)
+    try:
+        mount("-o", "remount,bind,ro", out)
+        assert_clean_stop(job, out, "Read-only file system")
+    finally:
+        subprocess.run(["umount", "-l", out], check=True)
+    finish(launch, out, "ddp")
+    assert_same_end(out, whole("ddp"))

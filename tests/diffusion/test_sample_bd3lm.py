@@ -1,0 +1,280 @@
+"""sample_bd3lm.py on models that know eight problems by heart: exact answers, counted passes, refusals."""
+import json
+import math
+import shutil
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from common import checkpoint
+from common.parallel import UserError
+from diffusion import blocks as gsm8k
+from diffusion import dit, make_problems, sample_bd3lm
+from diffusion import noise as bd3lm
+from diffusion.blocks import Layout
+from diffusion.problems import load_tokenizer, read_problems
+
+pytestmark = pytest.mark.timeout(200)
+
+LAYOUTS = {
+    "gsm8k": Layout("gsm8k", block_size=8, max_length=96),
+    "hdp": Layout("hdp", block_size=8, execution_block_size=4, question_budget=48, plan_budget=32, execution_budget=48),
+}
+FILES = {"gsm8k": "train.jsonl", "hdp": "train_hdp.json"}
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """Folder with eight problems of both systems and a tokenizer."""
+    folder = tmp_path_factory.mktemp("demo")
+    make_problems.write_demo(folder, n_train=8, n_test=4)
+    return folder
+
+
+def overfit(documents, tokens, steps=350):
+    """A DiT trained on these documents until it knows them; weights of little noise are capped, to be quick."""
+    torch.manual_seed(0)
+    model = dit.DiT(dit.config_of("nano", tokens.vocab_size, tokens.mask, dropout=0.0))
+    rows = gsm8k.make_rows(documents, np.arange(len(documents)), 72, pack=False)
+    (batch,) = gsm8k.make_loader(rows, [list(range(len(rows)))], len(rows), rows.noisy_length, num_workers=0,
+                                 prefetch_factor=None)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, steps)
+    for step in range(steps):
+        draws = bd3lm.draw(0, "train", step, batch.n_groups, *batch.doc.shape)
+        inputs = bd3lm.diffuse(batch, draws, tokens.mask)
+        (model(inputs) * inputs.weights.clamp(max=3)).sum().div(batch.n_targets).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def save(folder, step, model, layout, tokens):
+    """checkpoint-<step> as the trainer leaves it; its last weights are noise, its averaged ones are the model's."""
+    path = folder / f"checkpoint-{step}"
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps({"model": asdict(model.config), "layout": asdict(layout)}))
+    state = {name: p.detach().clone() for name, p in model.named_parameters()}
+    save_file(state, path / "ema.safetensors")
+    torch.manual_seed(0)
+    save_file({name: torch.randn_like(p) for name, p in state.items()}, path / "model.safetensors")
+    tokens.save(path)
+    (path / "trainer_state").mkdir()
+    (path / "trainer_state" / "state.json").write_text(json.dumps({"step": step, "best_step": None}))
+    files = {f.name: {"bytes": f.stat().st_size, "sha256": checkpoint.sha256_file(f)} for f in path.glob("*.*")}
+    (path / "manifest.json").write_text(json.dumps({"step": step, "files": files}))
+    return path
+
+
+@pytest.fixture(scope="module", params=["gsm8k", "hdp"])
+def trained(request, demo, tmp_path_factory):
+    """(output_dir with checkpoint-5, test file, Documents, Tokens) of one system; the documents are known by heart."""
+    layout = LAYOUTS[request.param]
+    tokens = load_tokenizer(demo, layout.system)
+    file = demo / FILES[layout.system]
+    documents = gsm8k.make_documents(read_problems(file, "", layout.system), tokens, layout)
+    folder = tmp_path_factory.mktemp(f"run-{request.param}")
+    save(folder, 5, overfit(documents, tokens), layout, tokens)
+    return folder, file, documents, tokens
+
+
+def run(folder, file, *flags, output=None):
+    """Run the script in this process; the JSON it wrote."""
+    output = output or folder / "answers.json"
+    args = ["--checkpoint", folder, "--test_file", file, "--output", output, "--device", "cpu", *flags]
+    sample_bd3lm.sample(sample_bd3lm.build_parser().parse_args(list(map(str, args))))
+    return json.loads(output.read_text())
+
+
+def texts(result):
+    return [(a.get("plan"), a["text"]) for a in result["answers"]]
+
+
+def expected(problem, system):
+    if system == "gsm8k":
+        return None, problem.solution
+    return problem.plan, f"{problem.solution}\n#### {problem.answer}"
+
+
+# -- right answers, counted right -------------------------------------------------------------------------------------
+
+
+def test_problems_known_by_heart_are_answered_exactly(trained, capsys):
+    folder, file, documents, _ = trained
+    result = run(folder, file, "--batch_size", 3, "--show", 1)
+    system = documents.layout.system
+    assert texts(result) == [expected(p, system) for p in documents.problems]
+    assert [(a["name"], a["question"], a["answer"]) for a in result["answers"]] == \
+        [(p.name, p.question, p.answer) for p in documents.problems]
+    assert all(a["strict"] and a["flexible"] and a["ended"] for a in result["answers"])
+    # one token a pass: as many passes as tokens in the generated blocks, which the documents fill up to their end
+    assert [a["forwards"] for a in result["answers"]] == documents.n_targets.tolist()
+    real = documents.per_document(documents.target & (documents.region != gsm8k.FILL))
+    assert [a["tokens"] for a in result["answers"]] == real.tolist()
+    total = result["summary"]
+    assert (total["strict"], total["flexible"], total["ended"], total["problems"]) == (1, 1, 1, 8)
+    assert total["nfe"] == pytest.approx(documents.n_targets.mean()) and total["tokens"] == real.sum()
+    assert total["tokens_per_second"] == pytest.approx(total["tokens"] / total["seconds"])
+    out = capsys.readouterr().out
+    assert "accuracy   strict 100.00% +- 0.00%, flexible 100.00% +- 0.00% of 8 problems; 100.0% ended" in out
+    assert f"-- {documents.problems[0].name}: right, the answer is {documents.problems[0].answer}" in out
+    assert out.count("-- ") == 1 and ("   plan " in out) == (system == "hdp")
+    assert f"answers    {folder}/answers.json" in out
+
+
+def test_every_order_answers_and_fewer_passes_are_counted(trained):
+    folder, file, documents, _ = trained
+    layout = documents.layout
+    blocks = [len(np.unique(documents.block[a:b][documents.target[a:b]]))
+              for a, b in zip(documents.offsets[:-1], documents.offsets[1:])]
+    whole = run(folder, file, "--order", "top_k", "--tokens_per_step", layout.block_size)
+    assert [a["forwards"] for a in whole["answers"]] == blocks
+    ones = run(folder, file, "--order", "top_k")
+    assert [a["forwards"] for a in ones["answers"]] == documents.n_targets.tolist()
+    sure = run(folder, file, "--order", "confidence", "--threshold", 0.8)
+    assert all(b <= a["forwards"] < n for a, b, n in zip(sure["answers"], blocks, documents.n_targets))
+    for result in (ones, sure):
+        assert texts(result) == [expected(p, layout.system) for p in documents.problems]
+        assert result["summary"]["nfe"] == pytest.approx(np.mean([a["forwards"] for a in result["answers"]]))
+
+
+def test_cache_batches_and_limit_change_nothing(trained):
+    folder, file, documents, _ = trained
+    flags = ["--order", "top_k", "--tokens_per_step", 2]
+    one = run(folder, file, *flags, "--batch_size", 1)
+    assert texts(run(folder, file, *flags, "--no-use_cache")) == texts(one)
+    assert texts(run(folder, file, *flags, "--batch_size", 8, "--limit", 5)) == texts(one)[:5]
+    assert texts(run(folder, file, *flags, "--bf16")) == texts(one)
+
+
+def test_last_weights_and_averaged_weights(trained):
+    folder, file, documents, _ = trained
+    noise = run(folder, file, "--no-ema", "--limit", 3, "--order", "top_k", "--tokens_per_step", 8)
+    assert noise["summary"]["strict"] == 0
+    assert all(a != b for a, b in zip(texts(noise), texts(run(folder, file, "--limit", 3))))
+
+
+def test_temperature_draws_by_the_seed(trained):
+    folder, file, *_ = trained
+    flags = ["--no-ema", "--limit", 2, "--order", "top_k", "--tokens_per_step", 8, "--temperature", 50]
+    first, again, other = (texts(run(folder, file, *flags, "--seed", seed)) for seed in (1, 1, 2))
+    assert first == again != other
+    # a nucleus that holds only the likeliest token is no draw at all
+    greedy = [*flags[:-2], "--temperature", 0]
+    assert texts(run(folder, file, *flags, "--top_p", 1e-6)) == texts(run(folder, file, *greedy)) != first
+
+
+def test_regions_that_do_not_end_use_up_their_room(trained):
+    folder, file, documents, tokens = trained
+    result = run(folder, file, "--no-ema", "--limit", 2, "--order", "top_k", "--tokens_per_step", 8)
+    layout = documents.layout
+    for number, answer in enumerate(result["answers"]):
+        assert not answer["ended"] or tokens.end in tokens.encode(answer["text"])
+        if not answer["ended"] and layout.system == "gsm8k":
+            given = int((~documents.target[documents.offsets[number]:documents.offsets[number + 1]]).sum())
+            assert answer["tokens"] == layout.max_length - given
+    assert result["summary"]["ended"] == np.mean([a["ended"] for a in result["answers"]])
+
+
+def test_the_execution_depends_on_the_generated_plan(trained, monkeypatch):
+    folder, file, documents, tokens = trained
+    if documents.layout.system != "hdp":
+        pytest.skip("has no plan")
+    seen = []
+    generate = sample_bd3lm.block_sampler.generate
+
+    def spy(model, contexts, pinned, rooms, block_size, end, **options):
+        seen.append((contexts, pinned, rooms, block_size))
+        return generate(model, contexts, pinned, rooms, block_size, end, **options)
+    monkeypatch.setattr(sample_bd3lm.block_sampler, "generate", spy)
+    run(folder, file, "--limit", 1)
+    (plan_context, plan_pinned, plan_rooms, plan_size), (context, pinned, rooms, size) = seen
+    assert (plan_pinned[0], plan_rooms, plan_size) == (([tokens.plan], 48), [4], 8)
+    assert (pinned[0], rooms, size) == (([tokens.execution], 80), [12], 4)
+    a, b = documents.offsets[:2]
+    before = documents.position[a:b] < 80
+    assert (np.asarray(context[0]) == np.stack([documents.ids, documents.position, documents.block])[:, a:b][:, before]
+            ).all()
+    assert (np.asarray(plan_context[0]) == np.asarray(context[0])[:, :plan_context[0].shape[1]]).all()
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_too_long_questions_are_refused_or_counted_as_wrong(trained, tmp_path, capsys):
+    folder, file, documents, _ = trained
+    entries = [json.loads(line) for line in file.read_text().splitlines()] if file.suffix == ".jsonl" else \
+        json.loads(file.read_text())
+    entries = entries[:3]
+    entries[1]["question"] = "word " * 200
+    (tmp_path / "long.json").write_text(json.dumps(entries))
+    with pytest.raises(UserError, match=r"long.json sample 1.*: its question has \d+ tokens.*\nfix: shorten them, or"):
+        run(folder, tmp_path / "long.json")
+    result = run(folder, tmp_path / "long.json", "--drop_too_long")
+    assert [a["strict"] for a in result["answers"]] == [True, False, True]
+    assert result["summary"]["strict"] == pytest.approx(2 / 3) and result["summary"]["too_long"] == 1
+    assert result["summary"]["strict_stderr"] == pytest.approx(math.sqrt(2 / 27))
+    assert "too long   1 questions do not fit and count as wrong" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--batch_size", 0], "--batch_size is 0; it must be at least 1"),
+    (["--limit", -1], "--limit is -1; it must be 0 or more"),
+    (["--temperature", "nan"], "--temperature is nan"),
+    (["--top_p", 0.5], "--top_p does nothing at --temperature 0"),
+    (["--temperature", 1, "--top_p", 0], "--top_p is 0.0; it must be above 0"),
+    (["--tokens_per_step", 2], "--tokens_per_step needs --order top_k"),
+    (["--threshold", 0.5], "--threshold needs --order confidence"),
+    (["--test_file", "none.jsonl"], "none.jsonl: no such file or folder"),
+    (["--output", "."], "--output . is a folder; give a file"),
+    (["--checkpoint", "nowhere"], "--checkpoint nowhere: no such folder"),
+])
+def test_bad_flags_are_one_clear_line(trained, flags, message):
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="--device cuda: torch sees no GPU here"):
+            run(*trained[:2], "--device", "cuda")
+    with pytest.raises(UserError, match=message) as caught:
+        run(*trained[:2], *flags)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_best_or_the_newest_whole_checkpoint_is_found(trained, tmp_path, capsys):
+    folder, file, *_ = trained
+    for step in (5, 12):
+        shutil.copytree(folder / "checkpoint-5", tmp_path / f"checkpoint-{step}")
+
+    def found(*flags):
+        return run(tmp_path, file, "--limit", 1, *flags)["checkpoint"].rpartition("/")[2]
+    assert found() == found("--pick", "newest") == "checkpoint-12"      # nothing was validated
+    (tmp_path / "checkpoint-12" / "trainer_state" / "state.json").write_text('{"step": 12, "best_step": 5}')
+    assert (found(), found("--pick", "newest")) == ("checkpoint-5", "checkpoint-12")
+    (tmp_path / "checkpoint-12" / "ema.safetensors").write_bytes(b"half")
+    assert found("--pick", "newest") == "checkpoint-5"
+    assert "checkpoint-12 is damaged (ema.safetensors has 4 bytes" in capsys.readouterr().out
+    with pytest.raises(UserError, match="is no checkpoint, and holds none .ema.safetensors has 4 bytes"):
+        run(tmp_path / "checkpoint-12", file)
+    shutil.rmtree(tmp_path / "checkpoint-5")
+    with pytest.raises(UserError, match="every checkpoint in it is damaged"):
+        run(tmp_path, file)
+    with pytest.raises(UserError, match="is no checkpoint, and holds none .no manifest.json"):
+        run(file.parent, file)
+
+
+def test_answers_stand_beside_the_checkpoint_by_default(trained):
+    folder, file, *_ = trained
+    args = ["--checkpoint", str(folder / "checkpoint-5"), "--test_file", str(file), "--limit", "1", "--device", "cpu"]
+    sample_bd3lm.sample(sample_bd3lm.build_parser().parse_args(args))
+    saved = json.loads((folder / "answers-checkpoint-5.json").read_text())
+    assert saved["settings"]["limit"] == 1 and len(saved["answers"]) == 1
+
+
+def test_a_file_of_the_other_system_is_refused(trained, demo):
+    folder, _, documents, _ = trained
+    other = "hdp" if documents.layout.system == "gsm8k" else "gsm8k"
+    with pytest.raises(UserError, match="has no '#### N' line|'answer' has no|has no 'plan'"):
+        run(folder, demo / FILES[other])

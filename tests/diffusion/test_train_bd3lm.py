@@ -1,0 +1,630 @@
+"""Whole block diffusion runs: one rank equals two under DDP and FSDP2, resumed equals uninterrupted, exact bounds,
+answers learnt by heart, early stops, bad flags and losses that are not finite.
+
+A run is trained once, when first asked for, by ranks that stay (pool.py).
+"""
+import dataclasses
+import json
+import math
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common import checkpoint, parallel
+from common.parallel import UserError
+from diffusion import blocks as gsm8k
+from diffusion import bound as block_eval
+from diffusion import dit, make_problems, noise, problems, sampler, train_bd3lm
+from tests.helpers.pool import Pool
+from tests.helpers.trainer import Run
+
+pytestmark = pytest.mark.timeout(300)
+
+LR = 2e-3
+CLOCK = {"train/throughput", "train/samples_per_second", "train/step_seconds", "train/data_wait_seconds",
+         "train/memory_gib"}
+CUTS = {"train/epoch", "train/padding"}     # what an epoch's last step is short of depends on how rows are cut
+COMMON = {"model_size": "nano", "dropout": 0, "block_size": 8, "max_length": 96, "max_steps": 4, "learning_rate": LR,
+          "warmup_steps": 2, "logging_steps": 1, "eval_steps": 2, "eval_repeats": 2, "per_device_eval_batch_size": 3,
+          "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "num_workers": 0, "ema_decay": 0.7,
+          "save_total_limit": 0, "report_to": "none"}
+HDP = "--system hdp --question_budget 48 --plan_budget 32 --execution_budget 64"
+SEARCH = "--clip_search_widths 0.5 --clip_search_batches 2"
+SPLITS = ("ddp 1x4", "ddp 1x2x2 --gradient_checkpointing", "ddp 2x2 --num_workers 1", "ddp 2x1x2", "fsdp 1x4",
+          "fsdp 2x2", "fsdp 2x1x2 --gradient_checkpointing selective")
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """Folder with 24 training and 8 test problems for both systems and their tokenizer."""
+    folder = tmp_path_factory.mktemp("demo")
+    make_problems.write_demo(folder, 24, 8)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    ranks = Pool(2, tmp_path_factory.mktemp("pool"), "train_bd3lm")
+    yield ranks
+    ranks.close()
+
+
+def arguments(demo, output_dir, *flags):
+    """The command line of a run; flags override COMMON."""
+    flags = [str(flag) for flag in flags]
+    ending = "_hdp.json" if "hdp" in flags else ".jsonl"
+    common = [str(part) for name, value in COMMON.items() for part in (f"--{name}", value)]
+    data = [] if "--demo" in flags else ["--train_data", str(demo / f"train{ending}"), "--tokenizer", str(demo),
+                                         "--eval_data", str(demo / f"test{ending}")]
+    return [*common, *data, "--output_dir", str(output_dir), "--logging_dir", str(output_dir) + "-logs", *flags]
+
+
+def complete(pool, demo, output_dir, *flags, ranks=1, ok=True):
+    """Train to the end; the Run."""
+    statuses, output = pool.run(ranks, "diffusion.train_bd3lm.main", arguments(demo, output_dir, *flags))
+    assert not ok or not any(statuses), output
+    return Run(max(statuses), output, output_dir)
+
+
+@pytest.fixture(scope="module")
+def shared(pool, demo, tmp_path_factory):
+    """shared("mode ranks x rows x micro-steps flags") -> the Run, trained when first asked for. Look, do not touch."""
+    root, done = tmp_path_factory.mktemp("shared"), {}
+
+    def get(name):
+        if name not in done:
+            mode, split, *flags = name.split()
+            ranks, rows, *micro_steps = split.split("x")
+            flags += ["--parallel", mode, "--per_device_train_batch_size", rows]
+            done[name] = complete(pool, demo, root / str(len(done)), "--gradient_accumulation_steps",
+                                  *(micro_steps or [1]), *flags, ranks=int(ranks))
+        return done[name]
+    return get
+
+
+def lines(run, without=CLOCK, after=0):
+    """Lines of metrics.jsonl without what the clock decides."""
+    rows = map(json.loads, (run.output_dir / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in row.items() if k not in without} for row in rows if row["step"] > after]
+
+
+def training(run):
+    return [row for row in lines(run) if "train/loss" in row]
+
+
+def newest(run):
+    return checkpoint.checkpoints(run.output_dir)[-1][1]
+
+
+def tensors(folder, stem):
+    """{name: tensor} of a checkpoint's model, ema or trainer_state/optimizer files."""
+    return {name: tensor for file in folder.glob(f"{stem}*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def states(folder):
+    return {(stem, name): tensor for stem in ("model", "ema", f"{checkpoint.STATE_DIR}/optimizer")
+            for name, tensor in tensors(folder, stem).items()}
+
+
+def assert_same_training(a, b, without=CLOCK):
+    """Equal metrics, weights, averages and moments, but for rounding."""
+    for x, y in zip(lines(a, without), lines(b, without), strict=True):
+        assert x.keys() == y.keys()
+        assert x == pytest.approx(y, rel=2e-4, abs=1e-6)
+    one, other = states(newest(a)), states(newest(b))
+    assert one.keys() == other.keys() and len(one) > 100
+    for (stem, name), tensor in one.items():
+        unit = LR if "optimizer" not in stem else tensor.abs().max().item() + 1e-9
+        difference = (tensor - other[stem, name]).abs()     # Adam turns rounding of tiny gradients into steps
+        assert difference.mean() < 0.01 * unit and difference.max() < 0.5 * unit, (stem, name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Splits, resuming
+
+
+@pytest.mark.parametrize("split", SPLITS[1:])
+def test_any_split_trains_the_same(shared, split):
+    reference = shared(f"{SPLITS[0]} {SEARCH}")
+    assert len({row["train/t_low"] for row in training(reference)}) == 2      # the search had an effect
+    assert_same_training(reference, shared(f"{split} {SEARCH}"), CLOCK | CUTS)
+
+
+def test_the_hierarchy_trains_the_same_on_two_ranks(shared):
+    flags = f"{HDP} --plan_block_size 4 --execution_block_size 16"
+    assert_same_training(shared(f"ddp 1x4 {flags}"), shared(f"fsdp 2x2 {flags}"), CLOCK | CUTS)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_resumed_equals_uninterrupted(pool, demo, shared, tmp_path, mode):
+    flags = ["--dropout", 0.2, "--eval_steps", 2, *SEARCH.split(), "--parallel", mode]
+    whole = shared(f"{mode} 1x4 --dropout 0.2 {SEARCH} --max_steps 6")
+    output = tmp_path / "halves"
+    complete(pool, demo, output, *flags, "--max_steps", 2)
+    complete(pool, demo, output, *flags, "--max_steps", 4)
+    resumed = complete(pool, demo, output, *flags, "--max_steps", 6)
+    assert f"resumed from {output}/checkpoint-4" in resumed.output
+    assert lines(resumed) == lines(whole)
+    one, other = states(newest(whole)), states(newest(resumed))
+    assert one.keys() == other.keys() and all(torch.equal(tensor, other[key]) for key, tensor in one.items())
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(pool, demo, shared, tmp_path):
+    output = tmp_path / "moved"
+    complete(pool, demo, output, "--max_steps", 2, *SEARCH.split(), "--per_device_train_batch_size", 2, "--parallel",
+             "fsdp", ranks=2)
+    complete(pool, demo, output, "--max_steps", 4, *SEARCH.split(), "--per_device_train_batch_size", 2,
+             "--gradient_accumulation_steps", 2)
+    assert_same_training(shared(f"{SPLITS[0]} {SEARCH}"), Run(0, "", output), CLOCK | CUTS)
+
+
+def interrupted(arguments, metrics, step):
+    """Train; SIGTERM comes to this rank when the log has reached a step."""
+    def watch():
+        while not (Path(metrics).exists() and f'"step": {step},' in Path(metrics).read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+    threading.Thread(target=watch, daemon=True).start()
+    train_bd3lm.main(arguments)
+
+
+def asked_at(arguments, step):
+    """Train; SIGTERM comes while an optimizer step is under way, and is heeded after the next one."""
+    real, calls = train_bd3lm.optim.guarded_step, []
+
+    def guarded_step(*args):
+        calls.append(1)
+        if len(calls) == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        real(*args)
+    train_bd3lm.optim.guarded_step = guarded_step
+    train_bd3lm.main(arguments)
+
+
+def asked_in_validation(arguments, number):
+    """Train; SIGTERM comes at the start of a validation."""
+    real, calls = block_eval.bound, []
+
+    def bound(*args):
+        calls.append(1)
+        if len(calls) == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+    block_eval.bound = bound
+    train_bd3lm.main(arguments)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_stop_that_cuts_a_validation_changes_nothing(pool, demo, shared, tmp_path, mode):
+    whole = shared(f"{mode} 1x4 --dropout 0.2 {SEARCH} --max_steps 6")
+    output = tmp_path / "out"
+    flags = arguments(demo, output, "--dropout", 0.2, *SEARCH.split(), "--max_steps", 6, "--parallel", mode)
+    for name, number, step in (("asked_at", 1, 2), ("asked_in_validation", 1, 2), ("asked_in_validation", 3, 6)):
+        statuses, printed = pool.run(1, f"test_train_bd3lm.{name}", flags, number)
+        assert statuses == [0] and f"at step {step} of 6; saved; the same command goes on" in printed, printed
+        assert "SIGTERM" in (output / "requeue").read_text()
+    statuses, printed = pool.run(1, "diffusion.train_bd3lm.main", flags)
+    assert statuses == [0] and "done       step 6" in printed and not (output / "requeue").exists(), printed
+    resumed = Run(0, printed, output)
+    assert lines(resumed) == lines(whole)
+    keys = ("best_step", "best_loss", "stale", "t_range", "owed")
+    metas = [checkpoint.load_meta(newest(run)) for run in (whole, resumed)]
+    assert [metas[0][key] for key in keys] == [metas[1][key] for key in keys] and not metas[0]["owed"]
+    one, other = states(newest(whole)), states(newest(resumed))
+    assert one.keys() == other.keys() and all(torch.equal(tensor, other[key]) for key, tensor in one.items())
+
+
+def test_a_signal_saves_and_leaves_the_marker(pool, demo, tmp_path):
+    output = tmp_path / "out"
+    flags = arguments(demo, output, "--max_steps", 100_000, "--eval_steps", 0, "--per_device_train_batch_size", 1)
+    statuses, printed = pool.run(2, "test_train_bd3lm.interrupted", flags, str(output / "metrics.jsonl"), 3)
+    assert statuses == [0, 0], printed
+    (step, folder), = checkpoint.checkpoints(output)
+    assert 3 <= step < 1000 and checkpoint.damage(folder) == ""
+    assert "SIGTERM" in (output / "requeue").read_text() and f"at step {step} of 100000; saved" in printed
+
+
+def test_the_average_in_a_checkpoint_follows_its_formula(shared):
+    run = shared("ddp 1x4 --save_steps 1 --eval_steps 0")
+    parallel.seed_everything(42)
+    vocabulary = tensors(newest(run), "model")["embed.weight"].shape[0]
+    model = dit.DiT(dit.config_of("nano", vocabulary, vocabulary - 1))
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for step, folder in checkpoint.checkpoints(run.output_dir):
+        decay = min(0.7, (1 + step) / (10 + step))
+        for name, weight in tensors(folder, "model").items():
+            average[name] += (1 - decay) * (weight - average[name])
+        for name, tensor in tensors(folder, "ema").items():
+            torch.testing.assert_close(tensor, average[name], rtol=1e-5, atol=1e-7)
+    assert step == 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Every mode, bounds
+
+
+@pytest.mark.parametrize("flags", [
+    "", "--bf16", f"{HDP} --hdp_layout flat --no-pack --loss_on_question", "--block_size 96 --no-pack",
+    "--loss_weighting ce --t_range 0.3 0.8 --official_t_order", "--noise_schedule cosine --strip_calculator"])
+def test_the_first_step_of_every_mode_guesses(shared, flags):
+    run = shared(f"ddp 1x4 --max_steps 2 --eval_steps 0 {flags}")
+    first, second = training(run)
+    guess = math.log(json.loads((newest(run) / "config.json").read_text())["model"]["vocab_size"] - 1)
+    assert first["train/masked_loss"] == pytest.approx(guess, rel=1e-3 if "bf16" in flags else 1e-6)
+    assert 0.2 < first["train/masked"] < 0.8 and math.isfinite(second["train/loss"])
+    if "ce" in flags:
+        assert first["train/loss"] == pytest.approx(guess * first["train/masked"])
+
+
+def test_half_precision_shards_train_nearly_the_same(shared):
+    exact, half = (shared(f"{name} --eval_steps 0") for name in ("ddp 1x4", "fsdp 2x2 --bf16"))
+    for a, b in zip(training(exact), training(half), strict=True):
+        assert a["train/loss"] == pytest.approx(b["train/loss"], rel=2e-2) and a != b
+
+
+def test_validation_leaves_no_averaged_weights_behind(shared):
+    """Where no better bound makes a checkpoint, that would put things right."""
+    runs = [shared(f"{mode} 1x4 --learning_rate 0.05 --warmup_steps 0 --eval_steps 1 --eval_repeats 1")
+            for mode in ("ddp", "fsdp")]
+    bounds = [row["eval/nll"] for row in lines(runs[0]) if "eval/nll" in row]
+    assert bounds[2] > min(bounds[:2])
+    for a, b in zip(*map(training, runs), strict=True):
+        assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-3)
+
+
+def layout_of(config):
+    return gsm8k.Layout(**config["layout"])
+
+
+def test_the_bound_of_single_tokens_is_the_exact_likelihood(shared, demo):
+    """Validation of averaged weights, as the sampler loads them, by a plain pass over every prefix."""
+    run = shared("ddp 1x4 --block_size 1 --max_steps 2 --no-pack")
+    model, config = noise.load_checkpoint(newest(run))
+    tokens = problems.load_tokenizer(newest(run), "gsm8k")
+    documents = gsm8k.make_documents(problems.read_problems(demo / "test.jsonl", "test", "gsm8k"), tokens,
+                                     layout_of(config))
+    total = text = 0
+    for a, b in zip(documents.offsets[:-1], documents.offsets[1:]):
+        ids = torch.from_numpy(documents.ids[a:b])[None]
+        at, past = torch.arange(b - a)[None], [(torch.zeros(1, 4, 0, 16),) * 2] * 2
+        causal = torch.ones(b - a, b - a).tril()[None, None] > 0
+        with torch.no_grad():
+            clean = model.extend(ids, at, causal, past)[1]
+            mask = torch.full_like(ids, tokens.mask)
+            seen = torch.cat([causal.tril(-1), torch.eye(b - a)[None, None] > 0], -1)
+            hidden, _ = model.extend(mask, at, seen, clean)
+            losses = torch.nn.functional.cross_entropy(model.logits(hidden)[0], ids[0], reduction="none")
+        total += losses[documents.target[a:b]].double().sum()
+        text += (documents.target[a:b] & (documents.region[a:b] != gsm8k.FILL)).sum()
+    values = lines(run)[-1]
+    assert values["eval/nll"] == pytest.approx(float(total / text), rel=1e-5)
+    assert values["eval/bits_per_token"] == pytest.approx(float(total / text) / math.log(2), rel=1e-5)
+    assert values["eval/perplexity"] == pytest.approx(math.exp(total / text), rel=1e-4)
+    assert values["eval/stderr"] < 1e-6     # nothing is random in it
+
+
+def test_the_bound_is_unbiased_and_knows_its_error(shared):
+    run = shared(f"ddp 1x4 {HDP} --max_steps 1 --learning_rate 0 --eval_repeats 100")
+    values, folder = lines(run)[-1], newest(run)
+    guess = math.log(json.loads((folder / "config.json").read_text())["model"]["vocab_size"] - 1)
+    share = values["eval/nll"] / values["eval/loss"]        # targets to text tokens
+    assert abs(values["eval/nll"] - guess * share) < 4 * values["eval/stderr"] < 0.3 * guess
+    assert abs(values["eval/loss"] / guess - 1) < 0.07
+    for name in ("plan", "execution", "fill"):              # every region, every block
+        assert abs(values[f"eval/nll_{name}"] / guess - 1) < 0.2
+    blocks = [value for name, value in values.items() if "nll_block" in name]
+    assert len(blocks) > 4 and all(abs(value / guess - 1) < 0.35 for value in blocks)
+    assert "eval/nll_question" not in values and "eval/nll_block_00" not in values
+
+
+def test_counts_and_report_add_up(demo):
+    tokens = problems.load_tokenizer(demo, "hdp")
+    layout = gsm8k.Layout("hdp", block_size=8, question_budget=48, plan_budget=32, execution_budget=64)
+    documents = gsm8k.make_documents(problems.read_problems(demo / "test_hdp.json", "test", "hdp"), tokens, layout)
+    rows = gsm8k.make_rows(documents, np.arange(5), 144, True)
+    counts = block_eval.target_counts(rows).reshape(4, -1)
+    part = slice(0, documents.offsets[5])
+    assert [row.sum() for row in counts] == [(documents.target[part] & (documents.region[part] == r)).sum()
+                                             for r in range(4)]
+    sums = np.stack([counts.flatten() * 2.0, counts.flatten() * 4.0])
+    values = block_eval.report(sums, 9.0, counts.flatten(), block_eval.REGIONS["hdp"])
+    text = counts[:3].sum()
+    assert values["eval/loss"] == 3 and values["eval/nll"] == pytest.approx(3 * counts.sum() / text)
+    assert values["eval/stderr"] == pytest.approx(3 / text)
+    assert all(values[f"eval/nll_{name}"] == 3 for name in ("plan", "execution", "fill"))
+    assert values["eval/nll_block_01"] == 3
+
+
+def validation_rows(demo):
+    tokens = problems.load_tokenizer(demo, "gsm8k")
+    documents = gsm8k.make_documents(problems.read_problems(demo / "test.jsonl", "test", "gsm8k"), tokens,
+                                     gsm8k.Layout(block_size=8, max_length=96))
+    return tokens, gsm8k.make_rows(documents, np.arange(8), 96, True)
+
+
+def bound_of(demo, model, *flags):
+    tokens, rows = validation_rows(demo)
+    args = train_bd3lm.build_parser().parse_args(arguments(demo, "out", *flags))
+    return block_eval.bound(parallel.World(device=torch.device("cpu")), model, rows, tokens.mask, args, int)
+
+
+def test_the_bound_does_not_depend_on_the_schedule_trained_on(demo):
+    def one_nat(inputs):
+        return torch.ones(len(inputs.rows))
+    values = [bound_of(demo, one_nat, "--noise_schedule", schedule, "--eval_repeats", 400)
+              for schedule in noise.SCHEDULES]
+    assert all(value == values[0] for value in values)
+    assert abs(values[0]["eval/loss"] - 1) < 0.015
+
+
+def test_the_error_bar_covers_the_exact_bound(demo):
+    """Of two draws only: their difference alone would promise too much in three of ten validations."""
+    def one_nat(inputs):
+        return torch.ones(len(inputs.rows))
+    values = [bound_of(demo, one_nat, "--eval_repeats", 2, "--seed", seed) for seed in range(60)]
+    errors = [(value["eval/loss"] - 1) * value["eval/nll"] / value["eval/loss"] / value["eval/stderr"]
+              for value in values]
+    assert 0.85 < np.mean(np.abs(errors) < 2) and 0.5 < np.std(errors) < 1.5
+
+
+def test_ranks_share_batches_without_a_rest(demo):
+    tokens = problems.load_tokenizer(demo, "gsm8k")
+    documents = gsm8k.make_documents(problems.read_problems(demo / "train.jsonl", "train", "gsm8k"), tokens,
+                                     gsm8k.Layout(block_size=8, max_length=96))
+    rows = gsm8k.make_rows(documents, np.arange(24), 96, False)
+    for most, expected in ((None, 24), (2, 10), (5, 24), (9, 24)):
+        for size in (1, 2, 3):
+            shares = [list(block_eval.share_of_batches(parallel.World(rank=rank, size=size), rows, 5, most))
+                      for rank in range(size)]
+            assert len({len(share) for share in shares}) == 1
+            found = sorted((number, batch.documents) for share in shares for number, batch in share)
+            assert [number for number, _ in found] == list(range(len(found)))
+            assert sum(documents for _, documents in found) == expected and found[0] == (0, 5)
+
+
+def test_search_takes_the_range_of_least_variance(demo):
+    official = block_eval.candidates([0.5, 0.6, 0.7, 0.8, 0.9], {16})
+    assert len(official) == 1 + 11 + 9 + 7 + 5 + 3 and official[:3] == [noise.FULL, (1e-3, 0.5), (0.05, 0.55)]
+    assert block_eval.candidates([0.1], {4}) == [noise.FULL, *((low, round(low + 0.1, 2)) for low in
+                                                 (0.15, 0.2, 0.25, 0.4, 0.45, 0.5, 0.65, 0.7, 0.75, 0.9))]
+    tokens = problems.load_tokenizer(demo, "gsm8k")
+    documents = gsm8k.make_documents(problems.read_problems(demo / "train.jsonl", "train", "gsm8k"), tokens,
+                                     gsm8k.Layout(block_size=8, max_length=96))
+    rows = gsm8k.make_rows(documents, np.arange(24), 96, True)
+    args = train_bd3lm.build_parser().parse_args(arguments(demo, "out", *SEARCH.split(), "--clip_search_widths", "0.5",
+                                                           "0.3", "--per_device_eval_batch_size", 4))
+    torch.manual_seed(0)
+    model = dit.DiT(dit.config_of("nano", tokens.vocab_size, tokens.mask)).eval()
+    model.head.weight.data.normal_(0, 0.3)
+    found = block_eval.search_range(parallel.World(device=torch.device("cpu")), model, rows, tokens.mask, args, int)
+    scores = {}
+    for t_range in block_eval.candidates([0.5, 0.3], {8}):
+        per_block = []
+        for number in range(2):         # --clip_search_batches
+            batch = gsm8k.collate([rows[r] for r in range(4 * number, 4 * number + 4)], 4, 96, rows.noisy_length, 0)
+            draws = noise.draw(42, "search", number, batch.n_groups, 4, 96)
+            inputs = noise.diffuse(batch, draws, tokens.mask, t_range)
+            losses, groups = (model(inputs) * inputs.weights).tolist(), batch.group.flatten()[inputs.places].tolist()
+            for group in range(batch.n_groups):
+                size = int((batch.group[batch.target] == group).sum())
+                per_block.append(sum(loss for loss, g in zip(losses, groups) if g == group) / size)
+        scores[t_range] = np.var(per_block)
+    assert found == min(scores, key=scores.get) and len(set(scores.values())) > 10
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Learning by heart
+
+
+def answers(folder, path, system, **options):
+    """[(generated, wanted)] texts of all problems of a file, plans included."""
+    model, config = noise.load_checkpoint(folder)
+    layout, tokens = layout_of(config), problems.load_tokenizer(folder, system)
+    known = problems.read_problems(path, "train", system)
+    given = [gsm8k.question_state(problem, tokens, layout) for problem in known]
+
+    def generate(region, given):
+        contexts, pinned = zip(*given)
+        rooms = [gsm8k.room(first, region, layout) for _, first in pinned]
+        results = sampler.generate(model, contexts, pinned, rooms, layout.region_block(region), tokens.end,
+                                         temperature=0, generator=torch.Generator().manual_seed(0), **options)
+        assert all(result.ended for result in results)
+        ids = [gsm8k.finish_region(r.ids, len(p[0]), tokens.end)[0] for r, p in zip(results, pinned)]
+        return ids, [gsm8k.region_text(i, len(p[0]), tokens) for i, p in zip(ids, pinned)]
+    if system == "gsm8k":
+        return list(zip(generate(gsm8k.PLAN, given)[1], [problem.solution for problem in known]))
+    plans, texts = generate(gsm8k.PLAN, given)
+    given = [gsm8k.execution_state(context, plan, tokens, layout) for (context, _), plan in zip(given, plans)]
+    executions = generate(gsm8k.EXECUTION, given)[1]
+    return list(zip(texts + executions, [problem.plan for problem in known]
+                    + [f"{problem.solution}\n#### {problem.answer}" for problem in known]))
+
+
+@pytest.mark.parametrize("flags", ["--per_device_train_batch_size 5", f"{HDP} --per_device_train_batch_size 4"])
+def test_eight_problems_are_learnt_by_heart(pool, demo, tmp_path, flags):
+    run = complete(pool, demo, tmp_path / "out", "--demo", 8, *flags.split(), "--max_steps", 600, "--learning_rate",
+                   8e-3, "--warmup_steps", 10, "--lr_scheduler", "cosine", "--adam_beta2", 0.95, "--loss_weighting",
+                   "ce", "--t_range", 0.3, 1.0, "--ema_decay", 0.9, "--logging_steps", 100, "--eval_steps", 0,
+                   "--early_stop_patience", 0)
+    system = "hdp" if "hdp" in flags else "gsm8k"
+    path = run.output_dir / "demo" / ("train_hdp.json" if system == "hdp" else "train.jsonl")
+    for options in ({"order": "first_hitting"}, {"order": "top_k", "tokens_per_step": 4}, {"order": "confidence"}):
+        for generated, wanted in answers(newest(run), path, system, **options):
+            assert generated == wanted
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ends
+
+
+def test_no_better_bound_stops_the_run_for_good(pool, demo, tmp_path):
+    flags = ("--learning_rate", 0, "--max_steps", 50, "--eval_steps", 1, "--early_stop_patience", 2)
+    run = complete(pool, demo, tmp_path / "out", *flags, ranks=2)
+    assert "done       step 3 (no better bound in 2 validations)" in run.output and "at step 1" in run.output
+    assert [step for step, _ in checkpoint.checkpoints(run.output_dir)] == [1, 3]
+    again = complete(pool, demo, tmp_path / "out", *flags, ranks=2)
+    assert "done       step 3 (no better bound in 2 validations)" in again.output and len(lines(run)) == 6
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(pool, demo, tmp_path):
+    run = complete(pool, demo, tmp_path / "out", "--learning_rate", 1e38, "--warmup_steps", 0, "--max_steps", 50,
+                   "--max_bad_steps", 3, "--eval_steps", 0, "--weight_decay", 0, ranks=2, ok=False)
+    assert run.status == 1
+    error, = [line for line in run.output.splitlines() if line.startswith("error: ")]
+    assert "3 steps in a row had a non-finite gradient" in error and re.search(r"train.jsonl line \d+", error)
+    assert "Traceback" not in run.output
+
+
+def poisoned(arguments, call):
+    """Train; the losses of one forward pass are not numbers."""
+    forward, calls = dit.DiT.forward, []
+
+    def poison(self, inputs):
+        calls.append(1)
+        return forward(self, inputs) * (math.nan if len(calls) == call else 1)
+    dit.DiT.forward = poison
+    train_bd3lm.main(arguments)
+
+
+def test_one_bad_step_changes_nothing_and_is_told(pool, demo, tmp_path):
+    flags = arguments(demo, tmp_path / "out", "--eval_steps", 0, "--validation_split", 0, "--save_steps", 1)
+    statuses, output = pool.run(1, "test_train_bd3lm.poisoned", flags, 2)
+    run = Run(max(statuses), output, tmp_path / "out")
+    assert run.status == 0 and "done       step 4; 1 steps skipped" in output, output
+    assert re.search(r"step 2: gradient norm is not finite, step skipped .*train.jsonl line \d+", output)
+    losses = [row["train/loss"] for row in training(run)]
+    assert losses[1] is None and all(math.isfinite(loss) for loss in losses[:1] + losses[2:])
+    one, two, three = (states(run.output_dir / f"checkpoint-{step}") for step in (1, 2, 3))
+    assert all(torch.equal(tensor, two[key]) for key, tensor in one.items())
+    assert not all(torch.equal(tensor, three[key]) for key, tensor in one.items())
+    assert checkpoint.load_meta(newest(run))["averaged"] == 3
+
+
+def test_a_dry_run_trains_nothing(pool, demo, tmp_path):
+    run = complete(pool, demo, tmp_path / "out", "--dry_run", "--model_size", "small")
+    assert "24 to train, 8 to validate" in run.output and re.search(r"small, 9[0-9],\d{3},\d{3} parameters", run.output)
+    assert not checkpoint.checkpoints(run.output_dir) and not (run.output_dir / "metrics.jsonl").exists()
+
+
+BAD = {
+    "--demo 8": "give one of --train_data and --demo",
+    "--block_size 7": "--max_length 96 is not a multiple of --block_size 7",
+    "--block_size 0": "--block_size is 0; it must be at least 1",
+    "--block_size 4 --t_range 0.3 0.45": "no number of masked tokens out of 4",
+    "--block_size 4 --t_range 0.001 0.2": "no number of masked tokens out of 4",
+    "--t_range 0.8 0.3": "lower end first",
+    "--plan_block_size 4": "--plan_block_size needs --system hdp",
+    f"{HDP} --plan_block_size 5": "--plan_budget 32 is not a multiple of --plan_block_size 5",
+    "--hdp_layout flat": "--hdp_layout flat needs --system hdp",
+    f"{HDP} --hdp_layout flat": "add --no-pack",
+    "--max_steps 0": "--max_steps is 0; it must be at least 1",
+    "--learning_rate nan": "--learning_rate is nan",
+    "--ema_decay 1": "--ema_decay is 1.0; it must be at least 0 and below 1",
+    "--dropout 1.5": "--dropout is 1.5",
+    "--clip_search_widths 1.2": "widths must lie between 0 and 1",
+    "--eval_repeats 0": "--eval_repeats is 0",
+    "--report_to wandb": "pip install wandb",
+}
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_bad_flags_are_refused_by_name(demo, flags):
+    if "wandb" in flags:
+        try:
+            import wandb  # noqa: F401
+            pytest.skip("W&B is installed")
+        except ImportError:
+            pass
+    args = train_bd3lm.build_parser().parse_args([*arguments(demo, "out", *flags.split()),
+                                                  *(["--train_data", "x"] if "--demo" in flags else [])])
+    with pytest.raises(UserError, match=re.escape(BAD[flags])):
+        train_bd3lm.check_flags(args)
+
+
+def test_single_tokens_train_autoregressively_unless_told(demo):
+    def t_range(*flags):
+        args = train_bd3lm.build_parser().parse_args(arguments(demo, "out", *flags))
+        train_bd3lm.check_flags(args)
+        return args.t_range
+    assert t_range() == noise.FULL and t_range("--block_size", 1) == (1.0, 1.0)
+    assert t_range("--block_size", 1, "--t_range", 0.5, 1.0) == (0.5, 1.0)
+
+
+def test_loaders_share_the_cpus(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    for ranks, expected in (("1", 16), ("8", 8), ("128", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert train_bd3lm.build_parser().parse_args([]).num_workers == expected
+
+
+def test_presets_fill_what_the_command_line_leaves_open():
+    def flags(*given):
+        args = train_bd3lm.build_parser().parse_args(["--train_data", "x", "--report_to", "none", *given])
+        train_bd3lm.check_flags(args)
+        return [getattr(args, flag) for flag in train_bd3lm.PRESET_FLAGS]
+    assert flags() == [128, 4, 5e-4, 5000, 50_000]
+    assert flags("--batch_preset", "source", "--learning_rate", "0.1") == [16, 16, 0.1, 1000, 10_000]
+    assert flags("--batch_preset", "extreme", "--warmup_steps", "0")[:4] == [256, 4, 7e-4, 0]
+
+
+def test_a_preset_means_problems_packed_or_not(demo, tmp_path, capsys):
+    """24 problems in rows of 96 or of 192 tokens: 64 x 4 problems a step, in fewer and fewer rows."""
+    rows = {}
+    for more in ("--no-pack", "--row_length 96", "--row_length 192"):
+        train_bd3lm.main(["--train_data", str(demo / "train.jsonl"), "--tokenizer", str(demo), "--output_dir",
+                          str(tmp_path), "--batch_preset", "conservative", "--max_length", "96", "--block_size", "8",
+                          "--validation_split", "0", "--report_to", "none", "--dry_run", "--scale_lr_from_batch", "64",
+                          *more.split()])
+        printed = capsys.readouterr().out
+        step = re.search(r"a step is (\d+) rows \((\d+) problems\)", printed)
+        rate = float(re.search(r"peak lr (\S+),", printed)[1])
+        assert rate == pytest.approx(4e-4 * math.sqrt(int(step[2]) / 64), rel=0.02), more
+        rows[more] = int(step[1])
+        assert abs(int(step[2]) / 256 - 1) < 0.1, more
+    assert 256 == rows["--no-pack"] > rows["--row_length 96"] > 1.8 * rows["--row_length 192"]
+
+
+@pytest.mark.parametrize("flags,expected", [
+    ("--seed 1", "was made with another seed"), ("--row_length 104", "was made with another batch"),
+    ("--block_size 4", "was made with another block_size (8, this run 4)"),
+    ("--strip_calculator", "was made with another strip_calculator (False, this run True)"),
+    ("--attn_backend flex", "trains on CUDA only"),
+    ("--resume none", "holds checkpoints"), ("--row_length 40", "--row_length 40")])
+def test_what_does_not_fit_is_one_line(pool, demo, shared, flags, expected):
+    output = shared(f"{SPLITS[0]} {SEARCH}").output_dir
+    run = complete(pool, demo, output, *flags.split(), *SEARCH.split(), "--max_steps", 8, ok=False)
+    error, = [line for line in run.output.splitlines() if line.startswith("error: ")]
+    assert run.status == 1 and expected in error and "Traceback" not in run.output
+    assert checkpoint.checkpoints(output)[-1][0] == 4
+
+
+def test_other_budgets_are_another_run(pool, demo, shared):
+    flags = f"{HDP} --plan_block_size 4 --execution_block_size 16"
+    output = shared(f"ddp 1x4 {flags}").output_dir
+    run = complete(pool, demo, output, *flags.split(), "--question_budget", 64, "--row_length", 144, "--dry_run",
+                   ok=False)
+    assert run.status == 1 and "was made with another question_budget (48, this run 64)" in run.output
+    layout, tokens = gsm8k.Layout("hdp", block_size=8, plan_budget=32), problems.load_tokenizer(demo, "hdp")
+    found = problems.read_problems(demo / "test_hdp.json", "test", "hdp")
+    prints = [gsm8k.make_documents(found, tokens, dataclasses.replace(layout, question_budget=budget)).fingerprint()
+              for budget in (48, 64)]
+    assert prints[0] != prints[1]       # other positions
+
+
+def test_a_folder_without_such_a_model_is_named(tmp_path, shared):
+    with pytest.raises(UserError, match=re.escape(str(tmp_path))):
+        noise.load_checkpoint(tmp_path)
+    source = newest(shared(f"{SPLITS[0]} {SEARCH}"))
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    with pytest.raises(UserError, match="ema weights do not fit this model: .*missing keys"):
+        noise.load_checkpoint(tmp_path)
+    raw, averaged = (noise.load_checkpoint(source, ema)[0].head.weight for ema in (False, True))
+    assert torch.equal(raw, tensors(source, "model")["head.weight"]) and not torch.equal(raw, averaged)

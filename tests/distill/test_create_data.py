@@ -1,0 +1,736 @@
+"""Teacher labels: what counts as one; whole runs with a real server and a real model; kills, signals, the launcher."""
+import importlib.util
+import json
+import math
+import os
+import random
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+
+from common import parallel
+from diffusion import make_problems
+from distill import create_data, labels, teacher
+from distill.labels import LANGUAGES, Found, make_parser, read_label
+from tests.helpers import tiny_teacher
+from tests.helpers.label_server import answer_to
+from tests.helpers.trainer import ROOT
+from tests.launch.test_launchers import alive, wait_until
+
+pytestmark = pytest.mark.timeout(200)
+
+PROMPT = 'Rules: {"a": {}} {0}\nLast line: Final Answer: xx\nText:\n{text}\n'
+TRUE = ("de", "en", "fr", "el", "ot", "zh")
+LAUNCHER = ROOT / "launch" / "create_data_h100x8.sh"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A running label_server: .url, and .asked() -> the bodies of all requests so far."""
+    log = tmp_path_factory.mktemp("server") / "log.jsonl"
+    process = subprocess.Popen([sys.executable, str(ROOT / "tests" / "helpers" / "label_server.py"), str(log)],
+                               stdout=subprocess.PIPE, text=True)
+    process.url = f"http://127.0.0.1:{process.stdout.readline().strip()}/v1"
+    process.asked = lambda: [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def tiny_chat(tmp_path_factory):
+    """(folder, model, tokenizer) of a random chat model."""
+    folder = tmp_path_factory.mktemp("chat")
+    return folder, *tiny_teacher.save(folder)
+
+
+def make_lines(n, extra=lambda i: ""):
+    return [f"{TRUE[i % len(TRUE)]} number {i}{extra(i)}" for i in range(n)]
+
+
+def files(folder, lines, prompt=PROMPT):
+    (folder / "lines.txt").write_text("".join(line + "\n" for line in lines))
+    (folder / "prompt.txt").write_text(prompt)
+
+
+def flags(folder, server=None, *more, output="labels.jsonl"):
+    given = ["--input_file", folder / "lines.txt", "--output_file", folder / output, "--prompt_file",
+             folder / "prompt.txt"]
+    if server is not None:
+        given += ["--base_url", server.url, "--model_name", "teacher", "--concurrency", "8"]
+    return [str(word) for word in [*given, *more]]
+
+
+class Child:
+    """create_data's main in a process of its own, forked from this one, which has done the imports."""
+
+    def __init__(self, argv, log):
+        self.log, self.status = Path(log), None
+        self.pid = os.fork()
+        if self.pid == 0:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)        # as a shell starts what runs in the background
+            status = 1
+            try:
+                out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                os.dup2(out, 1)
+                os.dup2(out, 2)
+                sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))
+                create_data.main(argv)
+                status = 0
+            except SystemExit as left:
+                status = left.code or 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+
+    def ended(self):
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.status = os.waitstatus_to_exitcode(status) if pid else None
+        return self.status is not None
+
+    def wait(self, seconds=60):
+        end = time.monotonic() + seconds
+        while not self.ended():
+            if time.monotonic() > end:
+                os.kill(self.pid, signal.SIGKILL)
+                raise AssertionError(f"not ended in {seconds} s: {self.log.read_text()}")
+            time.sleep(0.01)
+        return self.status
+
+
+def label(folder, *argv, ok=True):
+    """Run create_data to its end; returns what it printed."""
+    child = Child(list(argv), folder / f"log-{uuid.uuid4().hex}.txt")
+    status = child.wait()
+    assert (status == 0) == ok, child.log.read_text()
+    return child.log.read_text()
+
+
+def rows(path):
+    return [json.loads(line) for line in Path(path).read_text().split("\n") if line]
+
+
+def results(folder, output="labels.jsonl"):
+    """Bytes of both result files."""
+    path = folder / output
+    return path.read_bytes(), path.with_suffix(".rejected.jsonl").read_bytes()
+
+
+def labelled(folder):
+    """Lines that all journals hold."""
+    return sum(b'{"id"' in line for path in folder.glob("labels.jsonl.work/shard-*") for line in
+               path.read_bytes().split(b"\n"))
+
+
+# -- parsers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text, reason, expected", [
+    ("Final Answer: fr", "stop", "fr"),
+    ("It is French.\n\n**Final Answer:** FR\n", "stop", "fr"),
+    ("Final Answer: xx\nis the form.\nFinal Answer: de", "stop", "de"),
+    ("Final Answer: de\nNo, wait.\nFinal Answer: es", "stop", "es"),            # the last one
+    ("<think>Final Answer: hi</think>\nFinal Answer: ot", "stop", "ot"),
+    ("Thai is\nFinal Answer: hi\n</think>\n\nFinal Answer: ot", "stop", "ot"),  # the prompt opened the thoughts
+    ("a</think>Final Answer: hi\n</think>\nFinal Answer: ot", "stop", "ot"),    # behind the last closing tag
+    ("<thinking>\nFinal Answer: hi\n</thinking>\nFinal Answer: ot", "stop", "ot"),
+    ("Final Answer: fr", "length", None),
+    ("Final Answer: fr", "abort", None),
+    ("<think>\nFinal Answer: hi\nbut", "stop", None),                           # thoughts without an end
+    ("done</think>\n<think>again\nFinal Answer: hi", "stop", None),
+    ("Final Answer: hi\n</think>\nI do not know", "stop", None),
+    ("The form is \"Final Answer: fr\".", "stop", None),
+    ("> Final Answer: fr", "stop", None),
+    ("Final Answer: fr or es", "stop", None),
+    ("Final Answer: fr, es", "stop", None),
+    ("Final Answer: fr\nFinal Answer: xx", "stop", None),                       # not the one before instead
+    ("Final Answer: sw", "stop", None),
+    ("Final Answer: french", "stop", None),
+    ("fr", "stop", None), ("", "stop", None), ("th -> hi", "stop", None),
+])
+def test_what_counts_as_a_label(text, reason, expected):
+    found = read_label(make_parser("language"), text, reason)
+    assert found.label == expected
+    assert bool(found.why) == (expected is None)
+    if expected:
+        assert text[found.start:found.end].lower() == expected
+
+
+def test_must_think():
+    parser = make_parser("language")
+    assert read_label(parser, "Final Answer: fr", "stop", must_think=True).label is None
+    assert read_label(parser, "x</think>\nFinal Answer: fr", "stop", must_think=True).label == "fr"
+
+
+def test_other_parsers():
+    regex = make_parser("regex", r"Sentiment = (\w+)", ("good", "bad"))
+    assert read_label(regex, "Sentiment = bad\nSentiment = good", "stop").label == "good"
+    assert read_label(regex, "so Sentiment = good", "stop").label is None
+    assert read_label(regex, "Sentiment = fair", "stop").label is None
+    whole = make_parser("whole")
+    assert read_label(whole, "<think>x</think>\n a\nb \n", "stop") == Found("a\nb", 18, 21)
+    assert read_label(whole, "<think>x</think>\n", "stop").label is None
+    assert make_parser("language").constraint() == {"choice": [f"Final Answer: {x}" for x in LANGUAGES]}
+    assert regex.constraint() == {"regex": r"Sentiment = (\w+)"}
+    for text in make_parser("language").constraint()["choice"]:         # what is forced can be read
+        assert read_label(make_parser("language"), text, "stop").label == text[-2:]
+
+
+def test_logprobs_of_a_label():
+    text = "<think>en\n</think>Final Answer: en"
+    found = read_label(make_parser("language"), text, "stop")
+    tokens = [("<think>en\n", []), ("</think>Final Answer:", []),
+              (" en", [(" en", math.log(0.5)), ("en", math.log(0.25)), (" fr", math.log(0.1)), ("\ufffd", -3.0),
+                      ("!", math.nan), ("?", -math.inf)]),
+              ("<|im_end|>", [("<|im_end|>", 0.0)])]            # its text holds the label as well
+    texts, [[first, second]] = labels.label_logprobs(tokens, text, found)
+    assert texts == ["en"]
+    assert first == ["en", pytest.approx(math.log(0.75), abs=1e-5)]
+    assert second == ["fr", pytest.approx(math.log(0.1), abs=1e-5)]
+    two = tokens[:2] + [(" e", [(" e", -0.1)]), ("n", [("n", -0.2)])]
+    assert labels.label_logprobs(two, text, found) == (["e", "n"], [[["e", -0.1]], [["n", -0.2]]])
+    assert labels.label_logprobs([("Final Answer: en.", [])], text + ".", found) is None     # no own token
+    assert labels.label_logprobs([], text, found) is None
+
+
+def test_prompt_of_the_project():
+    before, after = create_data.read_prompt(create_data.PROMPT)
+    assert after == "" and len(before.split()) > 500
+    assert re.findall(r"^([a-z]{2})  ", before, re.MULTILINE) == list(LANGUAGES)
+    assert read_label(make_parser("language"), before, "stop").label is None        # quoted, it says nothing
+
+
+# -- whole runs against a server --------------------------------------------------------------------------------------
+
+
+def test_every_line_is_in_one_of_the_files(server, tmp_path):
+    trouble = {3: " flaky", 5: " drop", 8: " garbage", 11: " busy", 12: " never", 17: " never", 20: " long"}
+    lines = make_lines(40, lambda i: trouble.get(i, ""))
+    lines[30] = lines[0]                                    # the same text twice
+    lines[31] = "ot a\u2028b {text} {0} %s"                 # no line end, no place
+    files(tmp_path, lines)
+    printed = label(tmp_path, *flags(tmp_path, server, "--logprobs", "3", "--max_retries", "6", "--seed", "5"))
+    chats, rejected = rows(tmp_path / "labels.jsonl"), rows(tmp_path / "labels.rejected.jsonl")
+    assert sorted(row["id"] for row in chats + rejected) == list(range(40))
+    assert [row["id"] for row in chats] == sorted(row["id"] for row in chats)
+    for row in chats:
+        line = lines[row["id"]]
+        assert row["messages"] == [{"role": "user", "content": line}, {"role": "assistant", "content": line[:2]}]
+        assert row["logprobs"][0][0] == [line[:2], -0.25] or line[:2] == "ot"
+        assert row["label_tokens"] == [line[:2]]
+    assert {row["id"] for row in rejected} >= {12, 17, 20} and len(rejected) < 6
+    by_id = {row["id"]: row for row in rejected}
+    assert "leaves no room" in by_id[20]["why"] and len(by_id[20]["answers"]) == 1
+    assert [(a["text"], a["finish_reason"]) for a in by_id[12]["answers"]] == \
+        [answer_to(lines[12], create_data.draw_seed(5, 12, attempt)) for attempt in range(7)]
+
+    asked = [body for body in server.asked() if body["seed"] in
+             {create_data.draw_seed(5, number, attempt) for number in range(40) for attempt in range(7)}]
+    assert {body["messages"][0]["content"] for body in asked} == \
+        {PROMPT.replace("{text}", line).rstrip("\n") for line in lines}
+    assert all(len(body["messages"]) == 1 and body["temperature"] == 0.15 and body["max_tokens"] == 1024
+               for body in asked)
+
+    tries = {number: 0 for number in range(40)}             # how often each must be asked
+    for number, line in enumerate(lines):
+        for attempt in range(1 if number == 20 else 7):
+            tries[number] += 1
+            text, reason = answer_to(line, create_data.draw_seed(5, number, attempt))
+            if number != 20 and read_label(make_parser("language"), text, reason).label:
+                break
+    stats = json.loads((tmp_path / "labels.stats.json").read_text())
+    assert stats["retries"] == sum(tries.values()) - 40
+    assert stats["parse_rate"] == pytest.approx(len(chats) / sum(tries.values()))
+    assert (stats["lines"], stats["labelled"], stats["rejected"]) == (40, len(chats), len(rejected))
+    assert stats["labels"] == {name: n for name in stats["labels"] if
+                               (n := sum(row["messages"][1]["content"] == name for row in chats))}
+    counted = [(number, a) for number in range(40) if number != 20 for a in range(tries[number])]
+    assert stats["prompt_tokens"] == sum(len(PROMPT.replace("{text}", lines[n])) - 1 for n, _ in counted)
+    assert stats["cached_share"] is None or 0.4 < stats["cached_share"] <= 0.5
+    assert f"retries, 0 labels by constraint, {len(rejected)} lines rejected" in printed
+
+    again = label(tmp_path, *flags(tmp_path, server, "--logprobs", "3", "--max_retries", "6", "--seed", "5"))
+    assert "40 of them finished, 0 to do" in again
+
+
+def test_constraint_only_where_asked_for(server, tmp_path):
+    files(tmp_path, make_lines(3, lambda i: " never"))
+    for when, expected in (("last", [False, False, True]), ("always", [True] * 3)):
+        seed = {"last": "21", "always": "22"}[when]
+        label(tmp_path, *flags(tmp_path, server, "--constrain", when, "--max_retries", "2", "--seed", seed,
+                               output=f"{when}.jsonl"), ok=False)        # no line has a label
+        sent = {body["seed"]: body.get("structured_outputs") for body in server.asked()}
+        found = [sent[create_data.draw_seed(int(seed), 0, attempt)] for attempt in range(3)]
+        assert [bool(c) for c in found] == expected
+        assert found[-1] == {"choice": [f"Final Answer: {x}" for x in LANGUAGES]}
+        stats = json.loads((tmp_path / f"{when}.stats.json").read_text())
+        assert stats["parse_rate"] == (0 if when == "last" else None)
+    files(tmp_path, make_lines(3))
+    label(tmp_path, *flags(tmp_path, server, "--constrain", "always", "--max_retries", "9", "--logprobs", "2"))
+    stats = json.loads((tmp_path / "labels.stats.json").read_text())
+    assert stats["labelled_by_constraint"] == stats["without_logprobs"] == 3
+    assert all("logprobs" not in row for row in rows(tmp_path / "labels.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def whole(server, tmp_path_factory):
+    """(lines, results) of one process that nothing disturbed; 60 slow lines, some never labelled."""
+    folder = tmp_path_factory.mktemp("whole")
+    lines = make_lines(60, lambda i: " slow never" if i % 13 == 5 else " slow")
+    files(folder, lines)
+    label(folder, *flags(folder, server, "--chunk_size", "16"))
+    return lines, results(folder)
+
+
+def test_killed_at_any_point_it_ends_the_same(server, whole, tmp_path):
+    files(tmp_path, whole[0])
+    kills, rng, work = 0, random.Random(1), tmp_path / "labels.jsonl.work"
+    for _ in range(6):
+        child = Child(flags(tmp_path, server, "--chunk_size", "8"), tmp_path / "log.txt")
+        time.sleep(rng.uniform(0.05, 0.6))
+        if child.ended():
+            break
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+        kills += 1
+        if kills == 3:          # in the middle of a write
+            journal = work / "shard-0-of-1.jsonl"
+            journal.write_bytes(journal.read_bytes() + b'{"id": 59, "label": "fr", "answ')
+    done = {row["id"] for row in rows(work / "shard-0-of-1.jsonl")[1:] if "id" in row}
+    before = len(server.asked())
+    label(tmp_path, *flags(tmp_path, server))
+    assert results(tmp_path) == whole[1] and kills >= 3
+    texts = {body["messages"][0]["content"].split("\n")[-1] for body in server.asked()[before:]}
+    assert texts == {line for number, line in enumerate(whole[0]) if number not in done}        # nothing asked again
+    ids = [row["id"] for path in work.glob("*.jsonl") for row in rows(path) if "id" in row]
+    assert sorted(ids) == list(range(60))
+
+
+def test_two_instances_are_one(server, whole, tmp_path):
+    files(tmp_path, whole[0])
+    stopped = Child(flags(tmp_path, server, "--chunk_size", "8", "--shard", "1/3"), tmp_path / "log.txt")
+    wait_until(lambda: labelled(tmp_path), "first chunk", 20)
+    os.kill(stopped.pid, signal.SIGKILL)        # what it has finished counts for other shards, too
+    stopped.wait()
+    both = [Child(flags(tmp_path, server, "--shard", f"{i}/2"), tmp_path / f"log{i}.txt") for i in range(2)]
+    assert [child.wait() for child in both] == [0, 0], [child.log.read_text() for child in both]
+    assert results(tmp_path) == whole[1]
+    ids = [row["id"] for path in (tmp_path / "labels.jsonl.work").glob("*.jsonl") for row in rows(path) if "id" in row]
+    assert sorted(ids) == list(range(60))
+    assert sum("labelled" in json.loads(path.read_text()) for path in tmp_path.glob("*.stats.json")) == 1
+
+
+def test_no_result_before_all_shards_are_finished(server, tmp_path):
+    files(tmp_path, make_lines(6))
+    assert "3 of other shards are not finished" in label(tmp_path, *flags(tmp_path, server, "--shard", "1/2"))
+    assert not (tmp_path / "labels.jsonl").exists()
+    child = Child(flags(tmp_path, server, "--shard", "0/2"), tmp_path / "log.txt")
+    assert child.wait() == 0
+    assert len(rows(tmp_path / "labels.jsonl")) + len(rows(tmp_path / "labels.rejected.jsonl")) == 6
+
+
+def test_one_shard_twice_at_once_is_refused(server, tmp_path):
+    files(tmp_path, make_lines(60, lambda i: " slow"))
+    first = Child(flags(tmp_path, server, "--concurrency", "1"), tmp_path / "log.txt")
+    wait_until((tmp_path / "labels.jsonl.work" / "shard-0-of-1.jsonl").exists, "journal")
+    time.sleep(0.2)
+    assert "another process is writing it" in label(tmp_path, *flags(tmp_path, server), ok=False)
+    os.kill(first.pid, signal.SIGTERM)
+    assert first.wait() == 143
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_keeps_what_is_finished(number, server, whole, tmp_path):
+    files(tmp_path, whole[0])
+    child = Child(flags(tmp_path, server), tmp_path / "log.txt")
+    before = len(server.asked())
+    wait_until(lambda: len(server.asked()) > before + 20, "20 requests")
+    os.kill(child.pid, number)
+    assert child.wait(5) == 128 + number
+    done = [row for row in rows(tmp_path / "labels.jsonl.work" / "shard-0-of-1.jsonl") if "id" in row]
+    assert 5 <= len(done) < 60          # although one chunk holds all lines
+    label(tmp_path, *flags(tmp_path, server))
+    assert results(tmp_path) == whole[1]
+
+
+@pytest.mark.parametrize("change, name", [
+    (["--temperature", "0.5"], "temperature was 0.15, is 0.5"), (["--seed", "1"], "seed was 0, is 1"),
+    (["--parser", "whole"], "parser was 'language', is 'whole'"), (["--max_tokens", "9"], "max_tokens was 1024, is 9"),
+    ("prompt", "prompt_file was"), ("line", "input_file was '4 lines"), ("model", "model_name was 'teacher'"),
+])
+def test_other_settings_are_refused_not_mixed(change, name, server, tmp_path):
+    files(tmp_path, make_lines(4))
+    label(tmp_path, *flags(tmp_path, server, "--shard", "0/2"))
+    if change == "prompt":
+        (tmp_path / "prompt.txt").write_text(PROMPT.replace("Rules", "Laws"))
+    if change == "line":
+        (tmp_path / "lines.txt").write_text("\n".join([*make_lines(4)[:3], "fr another"]))
+    more = change if isinstance(change, list) else []
+    given = flags(tmp_path, server, *more)
+    if change == "model":
+        given[given.index("teacher")] = "other"
+    printed = label(tmp_path, *given, ok=False)
+    assert printed.startswith("error: ") and name in printed and "holds labels made otherwise" in printed
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("break_it, more, message", [
+    (lambda f: (f / "lines.txt").unlink(), [], "lines.txt: no such file"),
+    (lambda f: (f / "lines.txt").write_text(""), [], "lines.txt: is empty"),
+    (lambda f: (f / "lines.txt").write_text("a\n\nb\n"), [], "line 2 is empty (1 such lines); delete them"),
+    (lambda f: (f / "lines.txt").write_bytes(b"abc\xff\n"), [], "is not UTF-8 (byte 3); convert it"),
+    (lambda f: (f / "prompt.txt").unlink(), [], "--prompt_file"),
+    (lambda f: (f / "prompt.txt").write_text("no place"), [], "has {text} 0 times; write it once"),
+    (lambda f: (f / "prompt.txt").write_text("{text} {text}"), [], "has {text} 2 times"),
+    (lambda f: (f / "labels.jsonl").write_text("x"), [], "is there already, without labels.jsonl.work"),
+    (None, ["--parser", "regex"], "--parser regex needs --pattern"),
+    (None, ["--parser", "regex", "--pattern", "("], "is not a regular expression"),
+    (None, ["--parser", "regex", "--pattern", "a"], "has 0 groups"),
+    (None, ["--pattern", "(a)"], "no other parser takes one"),
+    (None, ["--parser", "whole", "--constrain", "last"], "there is nothing to constrain"),
+    (None, ["--temperature", "0"], "add --max_retries 0"),
+    (None, ["--temperature", "nan"], "--temperature is nan"),
+    (None, ["--top_p", "0"], "--top_p is 0.0"),
+    (None, ["--max_tokens", "0"], "--max_tokens is 0"),
+    (None, ["--shard", "2/2"], "give I/N with I from 0 to N - 1"),
+    (None, ["--tensor_parallel_size", "2"], "is for the engine vllm, not openai"),
+    (None, ["--engine", "transformers"], "--base_url is for the engine openai"),
+    (None, ["--max_model_len", "9"], "the server's own matter"),
+    (None, ["--model_name", "nobody"], "--model_name nobody: the server has teacher"),
+    (None, ["--output_file", "/proc/no/labels.jsonl"], "cannot be written"),
+])
+def test_bad_input_is_one_clear_line(break_it, more, message, server, tmp_path):
+    files(tmp_path, make_lines(3))
+    if break_it:
+        break_it(tmp_path)
+    printed = label(tmp_path, *flags(tmp_path, server, *more), ok=False)
+    last = printed.splitlines()[-1]
+    assert last.startswith("error: ") and message in last and "Traceback" not in printed
+    assert labelled(tmp_path) == 0
+
+
+def test_unknown_parser(capsys):
+    with pytest.raises(SystemExit):
+        create_data.build_parser().parse_args(["--input_file", "a", "--output_file", "b", "--model_name", "c",
+                                               "--parser", "guess"])
+    assert "--parser: invalid choice: 'guess'" in capsys.readouterr().err
+
+
+def test_servers_that_do_not_help(server, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    files(tmp_path, make_lines(3))
+    printed = label(tmp_path, *flags(tmp_path, server, "--base_url", f"http://127.0.0.1:{port}/v1"), ok=False)
+    assert printed.splitlines()[-1].startswith(f"error: --base_url http://127.0.0.1:{port}/v1: ")
+    assert "refused; start the server" in printed
+    printed = label(tmp_path, *flags(tmp_path, server, "--base_url", server.url + "/else"), ok=False)
+    assert "HTTP 404 Not Found; start the server, or mend the address" in printed
+    files(tmp_path, [*make_lines(2), "de refused"])
+    printed = label(tmp_path, *flags(tmp_path, server, output="b.jsonl"), ok=False)
+    assert "error: line 3: the server at" in printed and "HTTP 403 not allowed" in printed
+    files(tmp_path, ["de busy 2"])
+    printed = label(tmp_path, *flags(tmp_path, server, "--server_patience", "0.5", output="c.jsonl"), ok=False)
+    assert "error: line 1: no answer from" in printed and "HTTP 429 rate limit" in printed
+    files(tmp_path, ["de busy 3"])
+    printed = label(tmp_path, *flags(tmp_path, server, "--max_retries", "9", output="d.jsonl"))
+    assert printed.count(f"notice     line 1 waits for {server.url}: HTTP 429 rate limit") == 1
+
+
+def test_damaged_journal_is_named(server, tmp_path):
+    files(tmp_path, make_lines(4))
+    label(tmp_path, *flags(tmp_path, server, "--shard", "0/2"))
+    journal = tmp_path / "labels.jsonl.work" / "shard-0-of-2.jsonl"
+    text = journal.read_text().split("\n")
+    journal.write_text("\n".join([*text[:2], text[2][:9], *text[3:]]))
+    assert "shard-0-of-2.jsonl: line 3 cannot be read" in label(tmp_path, *flags(tmp_path, server), ok=False)
+
+
+# -- transformers -----------------------------------------------------------------------------------------------------
+
+
+def ask_tiny(folder, *more):
+    args = create_data.build_parser().parse_args(
+        ["--input_file", "", "--output_file", "", "--model_name", str(folder), "--engine", "transformers",
+         "--max_tokens", "12", *more])
+    return teacher.open_transformers(args)
+
+
+def test_transformers_answers_as_generate_does(tiny_chat):
+    folder, model, tokenizer = tiny_chat
+    requests = [teacher.Request(i, "a" * (3 * i + 1), i) for i in range(6)]
+    found = {request.id: answer for request, answer in
+             ask_tiny(folder, "--temperature", "0", "--max_tokens", "4", "--logprobs", "3")(requests)}
+    for request in requests:
+        text = f"<|im_start|>user\n{request.prompt}<|im_end|>\n<|im_start|>assistant\n"
+        prompt = tokenizer(text, return_tensors="pt")
+        out = model.generate(**prompt, do_sample=False, max_new_tokens=4)[0, prompt["input_ids"].shape[1]:]
+        ended = bool(out[-1].item() in model.generation_config.eos_token_id)
+        ids, answer = out[:len(out) - ended], found[request.id]
+        assert answer.text == tokenizer.decode(ids) and answer.finish_reason == ("stop" if ended else "length")
+        assert answer.prompt_tokens == prompt["input_ids"].shape[1] and answer.completion_tokens == len(ids)
+        logits = model(torch.cat([prompt["input_ids"][0], ids])[None]).logits[0, prompt["input_ids"].shape[1] - 1:]
+        for i, (token, top) in enumerate(answer.tokens):
+            best = torch.log_softmax(logits[i], -1).topk(3)
+            assert token == tokenizer.decode([ids[i]]) and len(top) == 3
+            assert [value for _, value in top] == pytest.approx(best.values.tolist(), abs=1e-4)
+            assert [text for text, _ in top] == [tokenizer.decode([j]) for j in best.indices]
+    assert {answer.finish_reason for answer in found.values()} == {"stop", "length"}
+
+
+def test_transformers_draws_depend_on_the_seed_alone(tiny_chat):
+    folder = tiny_chat[0]
+    requests = [teacher.Request(i, "b" * (i % 4 + 1), 100 + i // 2) for i in range(12)]
+    alone = {r.id: a.text for r, a in ask_tiny(folder, "--temperature", "1", "--batch_size", "1")(requests)}
+    batch = {r.id: a.text for r, a in ask_tiny(folder, "--temperature", "1", "--batch_size", "8")(requests[::-1])}
+    assert alone == batch and len(set(alone.values())) > 8
+    narrow = [a.text for _, a in ask_tiny(folder, "--temperature", "1", "--top_k", "1")(requests)]
+    greedy = [a.text for _, a in ask_tiny(folder, "--temperature", "0")(requests)]
+    assert narrow == greedy
+
+
+def test_transformers_draws_from_the_softmax(tiny_chat):
+    """1,500 first tokens against the probabilities at this temperature."""
+    folder, model, tokenizer = tiny_chat
+    answers = ask_tiny(folder, "--temperature", "0.7", "--max_tokens", "1", "--batch_size", "500")
+    drawn = [answer.text if answer.finish_reason == "length" else "" for _, answer in
+             answers([teacher.Request(i, "c", i) for i in range(1500)])]
+    prompt = tokenizer("<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n", return_tensors="pt")
+    share = torch.softmax(model(**prompt).logits[0, -1] / 0.7, -1)
+    for token in share.topk(4).indices.tolist():
+        if token not in model.generation_config.eos_token_id and "\ufffd" not in tokenizer.decode([token]):
+            p = share[token].item()
+            assert abs(drawn.count(tokenizer.decode([token])) / 1500 - p) < 4 * (p * (1 - p) / 1500) ** 0.5
+    p = share[model.generation_config.eos_token_id].sum().item()
+    assert abs(drawn.count("") / 1500 - p) < 4 * (p * (1 - p) / 1500) ** 0.5
+
+
+def test_transformers_run(tiny_chat, tmp_path):
+    folder = tiny_chat[0]
+    files(tmp_path, [*make_lines(9), "de " + "long " * 120], "{text}")
+    given = flags(tmp_path, None, "--model_name", folder, "--engine", "transformers", "--parser", "whole",
+                  "--max_tokens", "24", "--temperature", "1", "--batch_size", "4", "--chunk_size", "3")
+    label(tmp_path, *given)
+    chats, rejected = rows(tmp_path / "labels.jsonl"), rows(tmp_path / "labels.rejected.jsonl")
+    assert len(chats) >= 6 and sorted(row["id"] for row in chats + rejected) == list(range(10))
+    assert "leaves no room" in rejected[-1]["why"] and rejected[-1]["id"] == 9
+    (folder / "generation_config.json").write_text((folder / "generation_config.json").read_text() + " ")
+    assert "model was " in label(tmp_path, *given, ok=False)        # other weights under the same name are not mixed in
+
+
+def test_thoughts_that_the_template_opens(tiny_chat, tmp_path):
+    folder, _, tokenizer = tiny_chat
+    assert teacher.opens_thought(tokenizer, {"enable_thinking": True}) == "<think>"
+    assert teacher.opens_thought(tokenizer, {}) == ""
+    [(_, answer)] = ask_tiny(folder, "--thinking", "on")([teacher.Request(0, "x", 0)])
+    assert answer.text.startswith("<think>")        # so that thoughts without an end are seen
+
+
+def test_models_that_cannot_teach(tiny_chat, tmp_path):
+    files(tmp_path, make_lines(2))
+    given = flags(tmp_path, None, "--engine", "transformers", "--model_name")
+    printed = label(tmp_path, *given, str(tmp_path / "nowhere"), ok=False)
+    assert "cannot be loaded" in printed.splitlines()[-1] and "Traceback" not in printed
+    tiny_teacher.save(tmp_path / "raw", template=None)
+    assert "its tokenizer has no chat template" in label(tmp_path, *given, str(tmp_path / "raw"), ok=False)
+    if importlib.util.find_spec("vllm") is None:
+        printed = label(tmp_path, *given, "x", "--engine", "vllm", ok=False)
+        assert "error: --engine vllm: vLLM cannot be imported" in printed
+
+
+# -- the launcher -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launch(server, tmp_path):
+    """launch(*flags, **settings) starts the launcher as a terminal does, on two make-believe GPUs; it ends here."""
+    started = []
+
+    def run(*more, gpus="2", tp="1", **settings):
+        mark, log = uuid.uuid4().hex, tmp_path / f"launch-{len(started)}.log"
+        process = subprocess.Popen(
+            ["bash", str(LAUNCHER), "lines.txt", "labels.jsonl", tp, "--prompt_file", "prompt.txt", "--base_url",
+             server.url, "--concurrency", "4", *more], cwd=tmp_path, stdout=log.open("w"), stderr=subprocess.STDOUT,
+            process_group=0, env={**os.environ, "MARK": mark, "ENGINE": "openai", "MODEL": "teacher", "GPUS": gpus,
+                                  "MAX_MODEL_LEN": "0", "RESTART_S": "0", "CUDA_VISIBLE_DEVICES": "", **settings})
+        process.mark, process.log = mark, log
+        started.append(process)
+        return process
+    yield run
+    for process in started:
+        for pid in alive(process.mark):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def stand_in(folder, lines, checked="exit"):
+    """A PATH whose python passes the launcher's check at once, its imports take seconds, and else runs lines of sh."""
+    (folder / "bin").mkdir()
+    (folder / "bin" / "python").write_text(f'#!/bin/sh\ncase "$*" in *--dry_run) {checked} ;; esac\n{lines}\n')
+    (folder / "bin" / "python").chmod(0o755)
+    return f"{folder / 'bin'}:{os.environ['PATH']}"
+
+
+def instance(process, number):
+    """Pid of an instance of a launch, or None."""
+    for pid in alive(process.mark):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if words[0].endswith(b"python") and f"{number}/2".encode() in words:
+            return pid
+    return None
+
+
+def test_launcher_restarts_an_instance_and_merges(server, whole, launch, tmp_path):
+    files(tmp_path, whole[0])
+    process = launch("--chunk_size", "4")
+    wait_until(lambda: labelled(tmp_path) >= 4 or process.poll() is not None, "first lines")
+    os.kill(instance(process, 1), signal.SIGKILL)
+    assert process.wait(timeout=90) == 0, process.log.read_text()
+    printed = process.log.read_text()
+    assert results(tmp_path) == whole[1], printed
+    assert "instance 1 starts again in 0 s (1 of 2)" in printed and "status 137" in printed
+    assert "60 of them finished, 0 to do" in printed and alive(process.mark) == []
+    ids = [row["id"] for path in (tmp_path / "labels.jsonl.work").glob("*.jsonl") for row in rows(path) if "id" in row]
+    assert sorted(ids) == list(range(60))
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_launcher_leaves_no_process(name, server, whole, launch, tmp_path):
+    files(tmp_path, whole[0])
+    process = launch("--chunk_size", "4", PATH=stand_in(tmp_path, f'exec {sys.executable} "$@"'))
+    wait_until(lambda: labelled(tmp_path) >= 4 or process.poll() is not None, "first lines")
+    number = getattr(signal, name)
+    if name == "SIGINT":
+        os.killpg(process.pid, number)      # Ctrl-C comes to the whole foreground group
+    else:
+        process.send_signal(number)
+    assert process.wait(timeout=20) == (-9 if name == "SIGKILL" else 128 + number), process.log.read_text()
+    wait_until(lambda: not alive(process.mark), "end of every process", seconds=10 if name == "SIGKILL" else 1)
+    assert 4 <= labelled(tmp_path) < 60 and not (tmp_path / "labels.jsonl").exists()
+    label(tmp_path, *flags(tmp_path, server))
+    assert results(tmp_path) == whole[1]
+
+
+def test_launcher_gives_up_on_an_instance_that_keeps_failing(launch, tmp_path):
+    files(tmp_path, make_lines(2))
+    lines = """case "$*" in *"--shard 0/2") sleep 1; touch finished ;;
+               *"--shard 1/2") [ -e left ] && grep -q . "/proc/$(cat left)/environ" && touch overlap
+                               sleep 100 & echo $! >left; echo "error: no luck"; exit 7 ;; *) touch merged ;; esac"""
+    process = launch(PATH=stand_in(tmp_path, lines), MAX_RESTARTS="1")
+    assert process.wait(timeout=60) == 1
+    printed = process.log.read_text()
+    assert printed.count("instance 1 ended with status 7: error: no luck") == 2
+    assert "error: instances 1 failed; finished lines are kept" in printed
+    assert (tmp_path / "finished").exists() and not (tmp_path / "merged").exists()      # the other one went on
+    assert alive(process.mark) == []        # nor what a failed one has started, which did not meet the next one
+    assert not (tmp_path / "overlap").exists()
+
+
+@pytest.mark.parametrize("gpus, tp, pp, visible, slices", [
+    ("8", "4", "1", "", ["0,1,2,3", "4,5,6,7"]), ("4", "1", "1", "", ["0", "1", "2", "3"]),
+    ("8", "2", "2", "", ["0,1,2,3", "4,5,6,7"]), ("2", "2", "1", "5,7", ["5,7"]),
+])
+def test_launcher_dry_run(gpus, tp, pp, visible, slices, server, tmp_path):
+    files(tmp_path, make_lines(3))
+    path = stand_in(tmp_path, "exit 9", checked='echo "$@" >checked; exit')
+    done = subprocess.run(["bash", str(LAUNCHER), "lines.txt", "my labels.jsonl", tp, "--seed", "3"], cwd=tmp_path,
+                          capture_output=True, text=True, env={
+                              **os.environ, "GPUS": gpus, "PP": pp, "CUDA_VISIBLE_DEVICES": visible, "DRY_RUN": "1",
+                              "PATH": path})
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout.splitlines()
+    assert len(printed) == len(slices)
+    for i, (line, gpu) in enumerate(zip(printed, slices)):
+        words = shlex.split(line)
+        assert words[0] == f"CUDA_VISIBLE_DEVICES={gpu}" and words[1] == "python"
+        args = create_data.build_parser().parse_args(words[3:])
+        assert (args.shard, args.tensor_parallel_size, args.pipeline_parallel_size) == (f"{i}/{len(slices)}", int(tp),
+                                                                                        int(pp))
+        assert (args.output_file, args.seed, args.engine) == ("my labels.jsonl", 3, "vllm")
+    assert (tmp_path / "checked").read_text().endswith("--seed 3 --dry_run\n")
+
+
+@pytest.mark.parametrize("words, settings, message", [
+    ([], {}, "usage: create_data_h100x8.sh INPUT OUTPUT"),
+    (["no.txt", "o.jsonl"], {}, "INPUT: no such file: no.txt"),
+    (["lines.txt", "o.jsonl", "3"], {}, "TP is '3': 1, 2, 4 or 8"),
+    (["lines.txt", "o.jsonl"], {"GPUS": "6"}, "6 GPUs cannot be shared out to instances of TP 4 x PP 1"),
+    (["lines.txt", "o.jsonl"], {"GPUS": "0"}, "has 0 GPUs; set GPUS"),
+    (["lines.txt", "o.jsonl"], {"PP": "x"}, "PP=x"),
+    (["lines.txt", "o.jsonl"], {"VENV": "/nowhere"}, "VENV: no such file: /nowhere/bin/activate"),
+])
+def test_launcher_errors_are_one_line(words, settings, message, tmp_path):
+    files(tmp_path, make_lines(2))
+    done = subprocess.run(["bash", str(LAUNCHER), *words], cwd=tmp_path, capture_output=True, text=True,
+                          env={**os.environ, "GPUS": "8", **settings})
+    assert done.returncode == 1 and done.stdout == ""
+    assert re.fullmatch(f"create_data_h100x8: error: .*{re.escape(message)}.*\n", done.stderr), done.stderr
+
+
+# -- vLLM, where it is installed --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_plans_of_a_teacher_for_gsm8k(server, tmp_path, capsys):
+    """The three steps that make_problems.py names, with the prompt that ships; then what must not pass for plans."""
+    solutions = ["He sells <<48/2=24>>24 clips.\nThen 48+24 = 72.\n#### 72", "It is 3.\n#### 3", "5 is left.\n#### 5"]
+    questions = ["How many clips\ndid Ann sell?", "What is 1+2?", "How much is left?"]
+    (tmp_path / "train.jsonl").write_text("".join(
+        json.dumps({"question": q, "answer": a}) + "\n" for q, a in zip(questions, solutions)))
+
+    def make(command, *more):
+        given = [command, "--input", tmp_path / "train.jsonl", *more]
+        make_problems.main([str(word) for word in given])
+        return json.loads((tmp_path / "hdp.json").read_text()) if command == "plans" else None
+    make("lines", "--output", tmp_path / "lines.txt")
+    lines = (tmp_path / "lines.txt").read_text().splitlines()
+    assert lines[0] == ("Problem: How many clips did Ann sell? Worked answer: He sells 24 clips. Then 48+24 = 72.")
+    create_data.main(flags(tmp_path, server, "--parser", "whole", "--max_retries", 9, "--prompt_file",
+                           ROOT / "distill" / "prompts" / "gsm8k_plan.txt", output="plans.jsonl"))
+    found = make("plans", "--teacher", tmp_path / "plans.jsonl", "--output", tmp_path / "hdp.json")
+    records = [json.loads(line) for line in (tmp_path / "plans.jsonl").read_text().splitlines()]
+    for entry, record, question in zip(found, records, questions):
+        assert entry["plan"] == " ".join(record["messages"][1]["content"].split()) and entry["plan"]
+        assert entry["plan_source"] == "teacher" and entry["question"] == question
+    assert [entry["answer"] for entry in found] == ["72", "3", "5"]
+
+    for spoil, words in ((records[1:], "1 of 3 problems have no plan, the first is"),
+                         ([records[1] | {"id": 0}, *records[1:]], "line 1: was not made from the lines of these"),
+                         ([{"id": 0}], "line 1: is no record of create_data.py")):
+        (tmp_path / "plans.jsonl").write_text("".join(json.dumps(record) + "\n" for record in spoil))
+        parallel._claimed.clear()
+        with pytest.raises(SystemExit):
+            make("plans", "--teacher", tmp_path / "plans.jsonl", "--output", tmp_path / "hdp.json")
+        assert words in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")
+def test_vllm_labels(tiny_chat, tmp_path):
+    """In this process's own Python: chat template, per-request seeds, log-probabilities, a prompt that is too long."""
+    files(tmp_path, [*make_lines(9), "de " + "long " * 120], "{text}")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "distill/create_data.py"), *flags(
+            tmp_path, None, "--model_name", tiny_chat[0], "--engine", "vllm", "--parser", "whole", "--max_tokens", "24",
+            "--temperature", "1", "--max_model_len", "256", "--enforce_eager", "--logprobs", "3")],
+        capture_output=True, text=True, timeout=190, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"})
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    chats, rejected = rows(tmp_path / "labels.jsonl"), rows(tmp_path / "labels.rejected.jsonl")
+    assert len(chats) >= 6 and sorted(row["id"] for row in chats + rejected) == list(range(10))
+    assert "leaves no room" in rejected[-1]["why"] and rejected[-1]["id"] == 9
+    assert json.loads((tmp_path / "labels.stats.json").read_text())["cached_share"] is not None

@@ -1,0 +1,637 @@
+"""Judging students: the arithmetic by hand and by brute force; whole evaluations of students that train_sft.py trained,
+against transformers' own forward one line at a time; which lines are judged, and all that must be refused.
+"""
+import argparse
+import importlib.util
+import json
+import math
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common import parallel, report_files
+from distill import evaluate_sft, held_out, label_report, student, teacher
+from distill import scores as label_scores
+from distill.labels import make_parser
+from tests.helpers import chats
+from tests.helpers.pool import Pool
+from tests.helpers.trainer import ROOT
+
+pytestmark = pytest.mark.timeout(200)
+
+WORDS = {"de": "das ist ein satz der etwas und nicht", "en": "the quick dog is over and lazy fox jumps",
+         "fr": "ou est la le que bibliotheque des une"}
+N, GROUP, REJECTED = 120, 3, range(5, 120, 17)
+PROMPT = "Which language?\nLast line: Final Answer: CODE\n{text}\n"
+STEPS = {"full": 45, "lora": 45}
+
+
+def truth_of(i):
+    return list(WORDS)[i % 3]
+
+
+def label_of(i):
+    """The teacher's: wrong about every seventh German line."""
+    return "en" if i % 21 == 0 else truth_of(i)
+
+
+def record(i, text=None, label=None):
+    draw = random.Random(i)
+    text = text or " ".join(draw.choice(WORDS[truth_of(i)].split()) for _ in range(3 + i % 5)) + f" {i}"
+    return {"id": i, "messages": chats.ask(text, label or label_of(i))}
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Folder with two base models, labels, rejected lines, the truth and a prompt."""
+    folder = tmp_path_factory.mktemp("judged")
+    chats.student(folder / "full-base")
+    chats.student(folder / "lora-base", hidden_size=64, head_dim=32, num_attention_heads=2, num_key_value_heads=2)
+    tokenizer = chats.tokenizer(chats.QWEN_THINK)
+    tokenizer.save_pretrained(folder / "lora-base")
+    ends = {"eos_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>")}       # not what answers end with
+    (folder / "lora-base" / "generation_config.json").write_text(json.dumps(ends))
+    write(folder / "labels.jsonl", [record(i) for i in range(N) if i not in REJECTED])
+    write(folder / "labels.rejected.jsonl", [{"id": i, "text": "?", "why": "is empty"} for i in REJECTED])
+    write(folder / "truth.jsonl", [{"id": i, "label": truth_of(i)} for i in reversed(range(N))])
+    (folder / "prompt.txt").write_text(PROMPT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def train(made, tmp_path_factory):
+    """train(name, *flags) -> checkpoint folder of a student, trained when first asked for. Look, do not touch."""
+    ranks, done = Pool(1, tmp_path_factory.mktemp("pool"), "train_sft"), {}
+
+    def get(name, *flags, base="full"):
+        if name not in done:
+            steps, out = STEPS.get(name, 1), made / name
+            hold_out = [] if flags else ["--validation_split", 0.2, "--group_size", GROUP]
+            line = ["--model_path", made / f"{base}-base", "--train_data_file", made / "labels.jsonl", "--output_dir",
+                    out, "--logging_dir", made / "logs", "--report_to", "none", "--num_workers", 0, "--max_steps",
+                    steps, "--per_device_train_batch_size", 16, "--global_batch_size", 16, "--learning_rate", 5e-3,
+                    *hold_out, *flags]
+            statuses, output = ranks.run(1, "distill.train_sft.main", [str(word) for word in line])
+            assert statuses == [0], output
+            done[name] = out / f"checkpoint-{steps}"
+        return done[name]
+    yield get
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def full(train):
+    return train("full")
+
+
+@pytest.fixture(scope="module")
+def lora(train):
+    return train("lora", "--use_lora", "--enable_thinking", "false", "--validation_split", 0.2, "--group_size", GROUP,
+                 "--learning_rate", 1e-2, base="lora")
+
+
+def evaluate(made, out, checkpoint, *flags):
+    """Run the script in this process; the contents of evaluation.json."""
+    evaluate_sft.main([str(word) for word in (
+        "--checkpoint", checkpoint, "--data_file", made / "labels.jsonl", "--labels", "en,de,fr", "--output_dir", out,
+        *flags)])
+    return json.loads((out / "evaluation.json").read_text())
+
+
+def refusal(capsys, made, out, checkpoint, *flags):
+    """The one line that the script ends with, status 1."""
+    with pytest.raises(SystemExit) as left:
+        evaluate(made, out, checkpoint, *flags)
+    error = capsys.readouterr().err.strip()
+    assert left.value.code == 1 and error.startswith("error: ") and "\n" not in error, error
+    parallel._claimed.clear()
+    return error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arithmetic
+
+
+def test_scores_of_a_table_done_by_hand():
+    labels = ("a", "b", "c")
+    wanted = ["a", "a", "a", "a", "b", "b", "b", "a"]
+    given = ["a", "a", "b", None, "b", "b", "a", "b"]
+    found = label_scores.score(wanted, given, labels)
+    assert found["confusion"] == [[2, 2, 0, 1], [1, 2, 0, 0], [0, 0, 0, 0]]
+    assert (found["right"], found["n"], found["share"]) == (4, 8, 0.5)
+    assert found["labels"]["a"] == {"precision": 2 / 3, "recall": 2 / 5, "f1": 1 / 2, "support": 5, "given": 3}
+    assert found["labels"]["b"] == {"precision": 2 / 4, "recall": 2 / 3, "f1": 4 / 7, "support": 3, "given": 4}
+    assert found["labels"]["c"] == {"precision": None, "recall": None, "f1": None, "support": 0, "given": 0}
+    assert found["macro_f1"] == pytest.approx((1 / 2 + 4 / 7) / 2)
+    matrix = np.array(found["confusion"])
+    assert label_scores.most_confused(matrix, labels, 3) == [("a", "b", 2), ("a", None, 1), ("b", "a", 1)]
+    text = label_scores.confusion_lines(matrix, labels, "truth")
+    assert [line.split() for line in text] == [["truth", "a", "b", "c", "none"], ["a", "2", "2", ".", "1"],
+                                               ["b", "1", "2", ".", "."], ["c", ".", ".", ".", "."]]
+    assert [line.split()[0] for line in label_scores.label_lines(found["labels"])] == ["label", "a", "b"]
+    with pytest.raises(KeyError):
+        label_scores.confusion(["z"], ["a"], labels)
+
+
+def test_scores_by_brute_force():
+    draw, labels = random.Random(3), ("none", "x", "y", "z")
+    wanted = [draw.choice(labels[:3]) for _ in range(200)]
+    given = [draw.choice([w, w, *labels, None]) for w in wanted]
+    found, pairs = label_scores.score(wanted, given, labels), list(zip(wanted, given))
+    assert found["right"] == sum(w == g for w, g in pairs)
+    assert label_scores.none_name(labels) == "no label"
+    f1s = []
+    for label in labels:
+        true = sum(w == g == label for w, g in pairs)
+        precision, recall = true / given.count(label), true / wanted.count(label) if label in wanted else None
+        assert found["labels"][label]["precision"] == pytest.approx(precision)
+        assert found["labels"][label]["recall"] == (recall and pytest.approx(recall))
+        if recall is not None:
+            f1s.append(2 * precision * recall / (precision + recall))
+            assert found["labels"][label]["f1"] == pytest.approx(f1s[-1])
+    assert found["macro_f1"] == pytest.approx(sum(f1s) / 3)
+    rows = label_scores.most_confused(np.array(found["confusion"]), labels, 99)
+    assert {(w, g): n for w, g, n in rows} == {pair: pairs.count(pair) for pair in set(pairs) if pair[0] != pair[1]}
+    assert [n for *_, n in rows] == sorted((n for *_, n in rows), reverse=True)
+
+
+@pytest.mark.parametrize("right, n", [(0, 10), (10, 10), (1, 3), (57, 60), (1999, 2095)])
+def test_interval_is_all_shares_that_the_count_does_not_contradict(right, n):
+    """Its definition: |count - n p| <= z sqrt(n p (1 - p)), searched on a grid."""
+    shares = np.linspace(0, 1, 400001)
+    inside = shares[np.abs(right - n * shares) <= 1.96 * np.sqrt(n * shares * (1 - shares)) + 1e-9]
+    low, high = label_scores.wilson(right, n)
+    assert (low, high) == pytest.approx((inside.min(), inside.max()), abs=1e-5)
+
+
+def test_no_lines_have_no_share():
+    assert label_scores.wilson(0, 150)[0] == 0 and label_scores.wilson(150, 150)[1] == 1      # no rounding left over
+    assert label_scores.proportion(0, 0) == {"right": 0, "n": 0, "share": None, "low": None, "high": None}
+    assert label_report.cell(label_scores.proportion(0, 0)) == "-" and label_report.cell(None) == "-"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What an answer counts as
+
+
+@pytest.mark.parametrize("text, ended, label, why", [
+    ("de", "stop", "de", ""), (" de\n", "stop", "de", ""), ("DE", "stop", "de", ""),
+    ("So it is\nFinal Answer: fr", "stop", "fr", ""), ("<think>en?</think>de", "stop", "de", ""),
+    ("de", "length", None, "cut off at the limit of tokens"), ("<think>de", "stop", None, "its thoughts have no end"),
+    ("<think>de</think>\n", "stop", None, "has no line"),
+    ("de fr", "stop", None, "has no line of the wanted form"), ("es", "stop", None, "has no line of the wanted form"),
+    ("Final Answer: es", "stop", None, "is none of the labels"), ("", "too_long", None, "the prompt leaves no room")])
+def test_what_an_answer_counts_as(text, ended, label, why):
+    parser = make_parser("language", labels=("en", "de", "fr"))
+    answer = teacher.Answer(text, ended)
+    found = evaluate_sft.read_answer(parser, answer)
+    assert found.label == label and (label or why in evaluate_sft.why_not(answer, found))
+
+
+def test_answers_without_a_label_are_wrong_in_both_and_counted_apart():
+    lines = held_out.Lines([4, 7, 9, 11], [chats.ask(text, "")[:1] for text in "wxyz"], ["de", "de", "en", "fr"],
+                           ["de", "en", "fr"], {}, [], {}, [], [])
+    answers = [teacher.Answer("de", "stop"), teacher.Answer("de", "length"), teacher.Answer("Bonjour", "stop"),
+               teacher.Answer("en", "stop")]
+    truth = {4: "en", 7: "de", 9: "en", 11: None, 12: "fr"}
+    scores, _ = evaluate_sft.judge(make_parser("whole", labels=("de", "en", "fr")), lines, truth, answers, {})
+    assert (scores["parsed"]["right"], scores["parsed"]["n"]) == (2, 4)
+    assert scores["no_label"] == {"cut off at the limit of tokens": 1, "is none of the labels": 1}
+    assert (scores["agreement"]["right"], scores["agreement"]["n"]) == (1, 4)
+    assert (scores["accuracy"]["right"], scores["accuracy"]["n"]) == (0, 3), "the truth of one line is not known"
+    assert scores["agreement"]["confusion"] == [[1, 0, 0, 1], [0, 0, 0, 1], [0, 1, 0, 0]]
+    assert scores["right_where_teacher_is_wrong"]["n"] == 1
+    assert scores["most_confused"][0] == {"wanted": "de", "given": None, "lines": 1,
+                                          "examples": [{"id": 7, "text": "x"}]}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole evaluations
+
+
+def alone(model, tokenizer, text, ends, tokens=10, **options):
+    """(answer, ended by itself) by transformers' forward, likeliest token by token, no cache, no batch."""
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True,
+                                        return_dict=False, **options)
+    start = len(ids)
+    with torch.inference_mode():
+        for _ in range(tokens):
+            ids = [*ids, model(input_ids=torch.tensor([ids])).logits[0, -1].argmax().item()]
+            if ids[-1] in ends:
+                return tokenizer.decode(ids[start:-1]), True
+    return tokenizer.decode(ids[start:]), False
+
+
+@pytest.fixture(scope="module")
+def whole(made, full, tmp_path_factory):
+    """(evaluation.json of the full student beside its base, with prompt and truth; what was printed; folder)."""
+    out = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        printed = []
+        patch.setattr("builtins.print", lambda *words, sep=" ", **_: printed.append(sep.join(map(str, words))))
+        found = evaluate(made, out, full, "--truth_file", made / "truth.jsonl", "--prompt_file", made / "prompt.txt",
+                         "--prompt_max_new_tokens", 12, "--batch_size", 5)
+    return found, "\n".join(printed), out
+
+
+def test_latency_is_of_lines_that_were_not_asked_before():
+    """A server's cache would answer them sooner; those that do not fit take no time and do not count."""
+    calls = []
+
+    def ask(chats_, *_):
+        calls.append(chats_)
+        time.sleep(0.02 if "long" not in chats_ else 0)
+        return [teacher.Answer("de", "too_long" if text == "long" else "stop") for text in chats_]
+    lines = ["long", *"abcdefghijk"]
+    answers, speed = evaluate_sft.ask_all(ask, lines, 10, argparse.Namespace(batch_size=4))
+    assert calls == [["k"], ["long"], *map(list, "abcdefg"), lines] and len(answers) == 12
+    assert speed["seconds_per_line_alone"] > 0.019 and speed["lines_per_second"] == pytest.approx(11 / speed["seconds"])
+
+
+def test_the_lines_are_those_that_the_run_held_out(made, full, whole):
+    """The run's own validation loss comes out of them, and no group is on both sides."""
+    found, printed, _ = whole
+    ids = [row["id"] for row in found["samples"]]
+    everyone = {i for i in range(N) if i not in REJECTED}
+    trained = everyone - set(ids)
+    assert set(ids) < everyone and not {i // GROUP for i in ids} & {i // GROUP for i in trained}
+    assert found["data"]["training_lines"] == len(trained) and ids == sorted(ids)
+    assert found["data"]["rejected_lines"] == sum(i // GROUP in {i // GROUP for i in ids} for i in REJECTED) > 0
+    assert found["data"]["rejected_lines_with_truth"] == found["data"]["rejected_lines"]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(full), AutoTokenizer.from_pretrained(full)
+    loss, n = 0.0, 0
+    for i in ids:
+        prompt = tokenizer.apply_chat_template(record(i)["messages"][:1], add_generation_prompt=True, return_dict=False)
+        answer = tokenizer(label_of(i) + "<|im_end|>", add_special_tokens=False)["input_ids"]
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1:-1]
+        loss += F.cross_entropy(logits, torch.tensor(answer), reduction="sum").item()
+        n += len(answer)
+    log = [json.loads(line) for line in (full.parent / "metrics.jsonl").read_text().splitlines()]
+    assert [row["eval/loss"] for row in log if "eval/loss" in row] == [pytest.approx(loss / n, rel=1e-5)]
+
+
+def test_answers_are_those_of_each_line_alone(made, full, whole):
+    found, _, _ = whole
+    tokenizer = AutoTokenizer.from_pretrained(full)
+    ends = {tokenizer.eos_token_id}
+    before, after = PROMPT.strip().split("{text}")
+    for folder, name, change in ((full, "student", "{}".format), (made / "full-base", "base", "{}".format),
+                                 (made / "full-base", "base + prompt", lambda text: before + text + after)):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        for row in found["samples"][:8 if name != "student" else None]:
+            assert row["text"] == record(row["id"])["messages"][0]["content"]
+            raw, ended = alone(model, tokenizer, change(row["text"]), ends, 12 if "prompt" in name else 10)
+            assert (row[f"{name} raw"], row[f"{name} ended"]) == (raw, "stop" if ended else "length"), name
+
+
+def test_agreement_accuracy_and_the_teacher_stand_apart(whole):
+    """Counted anew from the rows and the rules that made the data."""
+    found, printed, out = whole
+    rows = found["samples"]
+    for row in rows:
+        assert (row["teacher"], row["truth"]) == (label_of(row["id"]), truth_of(row["id"]))
+    for name in ("base", "base + prompt", "student"):
+        system = found["systems"][name]
+        assert system["agreement"]["right"] == sum(row[name] == label_of(row["id"]) for row in rows)
+        assert system["accuracy"]["right"] == sum(row[name] == truth_of(row["id"]) for row in rows)
+        assert system["parsed"]["right"] == sum(row[name] is not None for row in rows)
+        assert found["metrics"][f"{name}: agreement"] == system["agreement"]["share"]
+    wrong = [row for row in rows if row["teacher"] != row["truth"]]
+    assert found["teacher"]["right"] == len(rows) - len(wrong) < len(rows)
+    ours = found["systems"]["student"]
+    assert ours["right_where_teacher_is_wrong"]["n"] == len(wrong)
+    assert ours["agreement"]["right"] != ours["accuracy"]["right"]
+    assert ours["agreement"]["share"] > 0.8 > 0.2 > found["systems"]["base"]["agreement"]["share"], "it learnt"
+    assert found["systems"]["base + prompt"]["speed"]["tokens_in"] > ours["speed"]["tokens_in"] + 20
+    assert 1 <= ours["speed"]["tokens_out"] <= 10 and ours["speed"]["seconds_per_line_alone"] > 0
+    head, agreement, accuracy = (line for line in printed.splitlines() if line.startswith((" " * 9, "agreem", "accur")))
+    assert re.split(r"  +", head.strip()) == ["teacher", "base", "base + prompt", "student"]
+    share = f"{100 * ours['agreement']['share']:.1f}% ({100 * ours['agreement']['low']:.1f}-"
+    assert share in agreement and f"{100 * found['teacher']['share']:.1f}%" in accuracy
+    tables = (out / "evaluation.txt").read_text()
+    assert "truth \\ student" in tables and "teacher \\ base + prompt" in tables
+    assert report_files.read_evaluation(out / "evaluation.json")["metrics"]["student: accuracy"] is not None
+
+
+@pytest.mark.parametrize("batch_size", [1, 16])
+def test_the_batch_size_changes_nothing(made, full, whole, tmp_path, batch_size):
+    found = evaluate(made, tmp_path, full, "--batch_size", batch_size, "--no-base")
+    kept = [{key: row[key] for key in ("id", "student", "student raw", "student ended")} for row in whole[0]["samples"]]
+    assert [{key: row[key] for key in kept[0]} for row in found["samples"]] == kept
+    assert found["systems"]["student"]["agreement"] == whole[0]["systems"]["student"]["agreement"]
+    assert found["teacher"] is None and found["systems"]["student"]["accuracy"] is None
+
+
+def test_an_adapter_answers_as_peft_does(made, lora, tmp_path):
+    (tmp_path / "truth.txt").write_text("".join(f"{truth_of(i)}\n" for i in range(N)))
+    found = evaluate(made, tmp_path, lora, "--truth_file", tmp_path / "truth.txt")
+    tokenizer = AutoTokenizer.from_pretrained(lora)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made / "lora-base"), lora)
+    for row in found["samples"]:
+        assert alone(model, tokenizer, row["text"], {tokenizer.convert_tokens_to_ids("<|im_end|>")},
+                     enable_thinking=False) == (row["student raw"], row["student ended"] == "stop")
+        assert row["truth"] == truth_of(row["id"])
+    assert len({row["student raw"] for row in found["samples"]} - {row["base raw"] for row in found["samples"]}) > 1
+    assert found["data"]["enable_thinking"] == "false"
+
+
+def test_several_checkpoints_and_a_draw(made, full, tmp_path):
+    shutil.copytree(full, tmp_path / "other" / full.name)
+    found = evaluate(made, tmp_path, full, "--checkpoint", tmp_path / "other" / full.name, "--limit", 7, "--seed", 5)
+    names = [f"full/{full.name}", f"other/{full.name}"]
+    assert list(found["systems"]) == ["base", *names] and len(found["samples"]) == 7
+    assert found["systems"][names[0]]["agreement"] == found["systems"][names[1]]["agreement"]
+    again = evaluate(made, tmp_path, full, "--limit", 7, "--seed", 6, "--no-base")
+    assert {row["id"] for row in again["samples"]} != {row["id"] for row in found["samples"]}
+
+
+def test_answers_cut_off_count_as_none(made, full, tmp_path, capsys):
+    found = evaluate(made, tmp_path, full, "--max_new_tokens", 1, "--no-base")["systems"]["student"]
+    n = found["parsed"]["n"]
+    assert found["no_label"] == {"cut off at the limit of tokens": n} and found["agreement"]["right"] == 0
+    assert sum(row[-1] for row in found["agreement"]["confusion"]) == n
+    assert f"student: no label in {n} answers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("template, thinking", [(chats.QWEN_THINK, False), (chats.QWEN_OPEN, False),
+                                                (chats.QWEN, None), (chats.LLAMA, None)])
+def test_asked_as_trained(made, template, thinking):
+    """The ids that generate gets are those that stand before the first trained token; pads are on the left, masked."""
+    from distill.chat import Encoder
+    tokenizer = chats.tokenizer(template)
+    options = {} if thinking is None else {"enable_thinking": thinking}
+    model, seen = AutoModelForCausalLM.from_pretrained(made / "full-base").eval(), []
+    generate = model.generate
+    model.generate = lambda **given: seen.append(given) or generate(**given)
+    asked = [record(i)["messages"] for i in (1, 4, 9)]
+    ask = student.open_transformers(model, tokenizer, [tokenizer.eos_token_id], options)
+    answers = ask([messages[:1] for messages in asked], 2, 3)
+    trained = [ids[:mask.index(True)] for ids, mask in Encoder(tokenizer, thinking=thinking).encode(asked)]
+    rows = [row[mask.bool()].tolist() for row, mask in zip(seen[0]["input_ids"], seen[0]["attention_mask"])]
+    assert sorted(rows) == sorted(trained) and [answer.prompt_tokens for answer in answers] == list(map(len, trained))
+    assert all(mask[-1] and mask.tolist() == sorted(mask.tolist()) for mask in seen[0]["attention_mask"])
+
+
+def test_settings_of_the_model_have_no_say(made):
+    """Sampling and penalties in generation_config.json are for chatting; greedy answers are compared."""
+    tokenizer, chat_ = AutoTokenizer.from_pretrained(made / "full-base"), [record(3)["messages"][:1]]
+    answers = []
+    for settings in ({}, {"do_sample": True, "temperature": 9.0, "repetition_penalty": 5.0, "min_new_tokens": 9}):
+        model = student.load_model(made / "full-base", None, torch.float32, torch.device("cpu"))
+        model.generation_config.update(**settings)
+        answers.append(student.open_transformers(model, tokenizer, [], {})(chat_, 8, 1)[0].text)
+    assert answers[0] == answers[1]
+
+
+def test_weights_and_buffers_of_an_adapter_model(made, lora):
+    model = student.load_model(made / "lora-base", lora, torch.bfloat16, torch.device("cpu"))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for name, buffer in model.named_buffers() if "inv_freq" in name} == {torch.float32}
+
+
+@pytest.mark.parametrize("given, dark", [(["a", "b"], (0, 1)), (["b", "a"], (1, 0)), ([None, None], (2, 2))])
+def test_the_picture_shows_the_matrix(tmp_path, given, dark):
+    """Dark blue is where the counts are: a row of cells each for a and b, columns a, b, none."""
+    score = label_scores.score(["a", "b"] * 2, given * 2, ("a", "b"))
+    label_report.draw(tmp_path / "x.png", "student", {"agreement": score, "accuracy": None}, ("a", "b"))
+    picture = matplotlib.image.imread(tmp_path / "x.png")[..., :3]
+    blue = np.abs(picture - np.array(matplotlib.colormaps["Blues"](1.0)[:3])).max(-1) < 0.02
+    pale = np.abs(picture - np.array(matplotlib.colormaps["Blues"](0.0)[:3])).max(-1) < 0.004
+    rows, columns = np.nonzero(blue | pale)
+    top, height, left, width = rows.min(), np.ptp(rows) + 1, columns.min(), np.ptp(columns) + 1
+    for row in range(2):
+        cells = [blue[top + row * height // 2:top + (row + 1) * height // 2,
+                      left + column * width // 3:left + (column + 1) * width // 3].mean() for column in range(3)]
+        assert np.argmax(cells) == dark[row] and max(cells) > 0.8 and sorted(cells)[1] < 0.05
+
+
+def test_pictures_and_tables_are_there_for_every_column(whole):
+    assert {path.name for path in whole[2].iterdir()} == {
+        "evaluation.json", "evaluation.txt", "confusion-base.png", "confusion-base-prompt.png", "confusion-student.png"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Other lines than those that the run held out
+
+
+def test_a_file_of_unseen_lines(made, train, full, tmp_path):
+    """For a run that held nothing out, one that did, and a model that does not say what it was trained on."""
+    unseen = write(tmp_path / "unseen.jsonl", [record(i) for i in range(N, N + 9)])
+    nothing = train("nothing", "--validation_split", 0)
+    for checkpoint, proven in ((nothing, "training lines"), (full, "training lines"), (None, "nothing")):
+        if checkpoint is None:
+            checkpoint = shutil.copytree(full, tmp_path / "bare", ignore=shutil.ignore_patterns("trainer_state"))
+        found = evaluate(made, tmp_path / "out", checkpoint, "--eval_data_file", unseen, "--no-base")
+        assert [row["id"] for row in found["samples"]] == list(range(N, N + 9))
+        assert found["data"]["proven_by_fingerprint"] == proven
+        assert found["data"]["training_lines"] == (N - len(REJECTED) if checkpoint != full else 91)
+
+
+def test_groups_of_two_files_are_compared_by_id_or_it_is_said_that_they_are_not():
+    trained, judged = np.array([0, 1, 29]), np.array([30, 44])
+    assert held_out.check_groups("x", 15, trained, judged) == held_out.check_groups("x", 0, trained, trained) == []
+    assert "not compared" in held_out.check_groups("x", 15, trained, np.array([30, -1]))[0]
+    with pytest.raises(parallel.UserError, match="1 groups of 15 ids .* ids 15 to 29"):
+        held_out.check_groups("x", 15, trained, np.array([15, 30]))
+
+
+def test_a_run_with_validation_data_of_its_own(made, train, tmp_path, capsys):
+    write(made / "own.jsonl", [record(i) for i in range(N, N + 6)])
+    checkpoint = train("own", "--eval_data_file", made / "own.jsonl")
+    assert [row["id"] for row in evaluate(made, tmp_path, checkpoint)["samples"]] == list(range(N, N + 6))
+    write(made / "own.jsonl", [record(i) for i in range(N + 1, N + 7)])
+    error = refusal(capsys, made, tmp_path, checkpoint)
+    assert "own.jsonl: its held-out lines are not those of the run" in error
+    write(made / "own.jsonl", [record(i) for i in range(N, N + 6)])
+
+
+def test_lines_without_ids_go_by_their_number(made, train, tmp_path):
+    lines = [{"messages": record(i)["messages"]} for i in range(30)]
+    write(made / "no-ids.jsonl", lines)
+    checkpoint = train("no-ids", "--validation_split", 0.3, "--group_size", 5, "--train_data_file",
+                       made / "no-ids.jsonl")
+    found = evaluate(made, tmp_path, checkpoint, "--data_file", made / "no-ids.jsonl", "--truth_file",
+                     made / "truth.jsonl", "--no-base")
+    assert len(found["samples"]) == 10
+    for row in found["samples"]:
+        assert row["text"] == lines[row["id"]]["messages"][0]["content"] and row["truth"] == truth_of(row["id"])
+
+
+def test_a_text_that_was_trained_is_no_test(made, train, tmp_path, capsys):
+    """Lines with one text, but for white space, on both sides of the split."""
+    rows = [record(i, text="the" + " " * (i + 1) + "same") if i < 40 else record(i) for i in range(N)]
+    write(made / "leaky.jsonl", rows)
+    checkpoint = train("leaky", "--validation_split", 0.5, "--train_data_file", made / "leaky.jsonl")
+    error = refusal(capsys, made, tmp_path, checkpoint, "--data_file", made / "leaky.jsonl", "--no-base")
+    found = evaluate(made, tmp_path, checkpoint, "--data_file", made / "leaky.jsonl", "--no-base", "--drop_leaked")
+    gone = found["data"]["leaked_lines_left_out"]
+    assert gone > 5 and f"({gone} such lines of {found['data']['held_out_lines']})" in error
+    assert re.search(r"leaky.jsonl:\d+: its text was trained, as \S*leaky.jsonl:\d+", error)
+    assert all(row["id"] >= 40 for row in found["samples"]) and len(found["samples"]) == 60 - gone
+    assert f"{gone} lines left out" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+def change_text(rows):
+    rows[3]["messages"][0]["content"] += " more"
+
+
+def change_label(rows):
+    rows[50]["messages"][1]["content"] = "fr" if rows[50]["messages"][1]["content"] == "en" else "en"
+
+
+@pytest.mark.parametrize("change", [change_text, change_label, lambda rows: rows.append(record(N)),
+                                    lambda rows: rows.reverse(), lambda rows: rows.pop()])
+def test_a_changed_file_is_refused(made, full, tmp_path, capsys, change):
+    rows = [json.loads(line) for line in (made / "labels.jsonl").read_text().splitlines()]
+    change(rows)
+    path = write(tmp_path / "labels.jsonl", rows)
+    error = refusal(capsys, made, tmp_path / "out", full, "--data_file", path, "--no-base")
+    assert "is not what" in error or "its held-out lines are not those of the run" in error
+
+
+def spoiled(made, full, tmp_path, kind):
+    """A copy of the checkpoint that something is wrong with."""
+    folder = shutil.copytree(full, tmp_path / "checkpoint-9")
+    if kind == "state":
+        (folder / "trainer_state" / "state.json").write_text('{"step": 3}')
+    elif kind == "bare":
+        shutil.rmtree(folder / "trainer_state")
+    elif kind == "weights":
+        shutil.copy(made / "lora-base" / "model.safetensors", folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind, flags, part", [
+    ("none", ["--checkpoint", "full/checkpoint-1"], "--checkpoint full/checkpoint-1: no such folder; there are "),
+    ("none", ["--checkpoint", "full"], "holds neither a model nor an adapter; give one of those in it, such as full/"),
+    ("state", [], "state.json is not what train_sft.py writes"),
+    ("weights", [], "its files do not hold the weights under the names of Qwen3ForCausalLM"),
+    ("bare", [], "give --eval_data_file, and --data_file with all that it has seen"),
+    ("bare", ["--no-base", "--eval_data_file", "labels.jsonl"], "groups of 15 ids have lines in the training data"),
+    ("bare", ["--no-base", "--eval_data_file", "labels.jsonl", "--group_size", "0"], "its text was trained"),
+    ("bare", ["--no-base", "--eval_data_file", "labels.jsonl", "--group_size", "0", "--drop_leaked"], "none is left"),
+    ("bare", ["--eval_data_file", "own.jsonl"], "does not say what it was trained from; give --model_path, or --no-"),
+    ("", ["--model_path", "lora-base"], "was not trained from lora-base but from other weights"),
+    ("", ["--model_path", "nowhere"], "--model_path nowhere: no such folder"),
+    ("", ["--group_size", "15"], "--group_size 15: the run held out groups of 3"),
+    ("", ["--enable_thinking", "false"], "the checkpoint says how it was trained"),
+    ("", ["--data_file", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
+    ("", ["--truth_file", "nowhere.jsonl"], "--truth_file nowhere.jsonl: cannot be read"),
+    ("", ["--truth_file", "short.jsonl"], "lacks id "), ("", ["--truth_file", "short.txt"], "lacks id "),
+    ("", ["--truth_file", "odd.jsonl"], "id 1 has the label 'es', which is not one of en, de, fr (1 such lines)"),
+    ("", ["--truth_file", "twice.jsonl"], "twice.jsonl:2: has id 0 a second time"),
+    ("", ["--truth_file", "broken.jsonl"], "broken.jsonl:2: is no JSON object with id, label"),
+    ("", ["--prompt_file", "nowhere.txt"], "--prompt_file nowhere.txt: cannot be read"),
+    ("", ["--prompt_file", "short.txt"], "has {text} 0 times; write it once"),
+    ("", ["--prompt_file", "prompt.txt", "--no-base"], "--prompt_file is for the base model"),
+    ("", ["--labels", "en,de"], "is labelled 'fr', which is not one of en, de; see --parser and --labels"),
+    ("", ["--parser", "regex"], "--parser regex needs --pattern"),
+    ("", ["--prompt_max_new_tokens", "9"], "--prompt_max_new_tokens needs --prompt_file"),
+    ("", ["--batch_size", "0"], "--batch_size is 0"), ("", ["--limit", "-1"], "--limit is -1"),
+    ("", ["--min_agreement", "95"], "--min_agreement is 95.0; it must lie between 0 and 1"),
+    ("", ["--device", "cuda:77"], "--device cuda:77: cannot be used"),
+    ("", ["--enforce_eager"], "--enforce_eager is not for the engine transformers"),
+    ("", ["--engine", "vllm", "--dtype", "float16"], "--dtype is not for the engine vllm"),
+    ("", ["--checkpoint", "full/checkpoint-45"], "the same --checkpoint is given twice"),
+    ("", ["--checkpoint", "lora/checkpoint-45"], "was not trained and held out on the same lines as"),
+    ("", ["--output_dir", "/proc/here"], "--output_dir /proc/here: cannot be written"),
+    ("nothing", [], "its run held nothing out, so there is nothing to judge it by; train with --validation_split"),
+])
+def test_bad_input_is_one_clear_line(made, train, full, lora, tmp_path, capsys, monkeypatch, kind, flags, part):
+    monkeypatch.chdir(made)
+    write(made / "short.jsonl", [{"id": 0, "label": "de"}])
+    write(made / "odd.jsonl", [{"id": i, "label": "es" if i == 1 else "de"} for i in range(N)])
+    write(made / "twice.jsonl", [{"id": 0, "label": "de"}] * 2)
+    (made / "broken.jsonl").write_text('{"id": 0, "label": "de"}\n{"id": true}\n')
+    (made / "short.txt").write_text("de\nen\n")
+    checkpoint = full if kind in ("", "none") else train("nothing", "--validation_split", 0) if kind == "nothing" else \
+        spoiled(made, full, tmp_path, kind)
+    if kind == "none":
+        checkpoint, flags = flags[1], flags[2:]
+    assert part in refusal(capsys, made, tmp_path / "out", checkpoint, *flags)
+    assert not (tmp_path / "out" / "evaluation.json").exists()
+
+
+def test_an_adapter_needs_its_base(made, lora, tmp_path, capsys):
+    folder = shutil.copytree(lora, tmp_path / "adapter", ignore=shutil.ignore_patterns("trainer_state"))
+    unseen = write(tmp_path / "unseen.jsonl", [record(i) for i in range(N, N + 9)])
+    flags = ["--eval_data_file", unseen, "--no-base"]
+    assert "does not say what it was trained from; give --model_path" in refusal(capsys, made, tmp_path, folder, *flags)
+    assert "the adapter does not fit this model" in refusal(capsys, made, tmp_path, folder, *flags, "--model_path",
+                                                            made / "full-base")
+    assert len(evaluate(made, tmp_path, folder, *flags, "--model_path", made / "lora-base")["samples"]) == 9
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"use_rslora": True}))
+    assert "has use_rslora, which is not supported" in refusal(capsys, made, tmp_path, folder, *flags, "--model_path",
+                                                               made / "lora-base")
+
+
+def test_too_little_agreement_ends_with_status_1(made, full, whole, tmp_path, capsys):
+    share = whole[0]["systems"]["student"]["agreement"]["share"]
+    assert share < 1
+    error = refusal(capsys, made, tmp_path, full, "--no-base", "--min_agreement", share + 1e-4)
+    assert f"agrees with its teacher on {whole[0]['systems']['student']['agreement']['right']} of" in error
+    assert (tmp_path / "evaluation.json").exists(), "what was found is there all the same"
+    evaluate(made, tmp_path, full, "--no-base", "--min_agreement", share)
+
+
+def test_labels_of_any_kind(made, full, tmp_path, capsys):
+    """Without --labels they are those of the data, trained lines included; too many are no classes."""
+    found = evaluate(made, tmp_path, full, "--parser", "whole", "--labels", "en,de,fr,it", "--no-base")
+    assert found["labels"] == ["en", "de", "fr", "it"]
+    lines = argparse.Namespace(labels=["b"], ids=[0], all_labels=["a", "b"], about={"files": ["x"]})
+    assert evaluate_sft.pick_labels(make_parser("whole"), lines) == ("a", "b")
+    lines.all_labels = [str(i) for i in range(99)] + ["b"]
+    with pytest.raises(parallel.UserError, match="x: has 100 different labels"):
+        evaluate_sft.pick_labels(make_parser("whole"), lines)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_without_vllm(made, full, tmp_path, capsys):
+    assert "--engine vllm: vLLM cannot be imported" in refusal(capsys, made, tmp_path, full, "--engine", "vllm")
+    assert not list(tmp_path.glob(".serve-*"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")
+@pytest.mark.timeout(400)
+def test_vllm_answers_as_transformers_does(made, lora, tmp_path):
+    """A whole model and a merged adapter, which answers the same up to what rounding to bfloat16 changes."""
+    wanted = evaluate(made, tmp_path / "a", lora, "--no-base")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "distill/evaluate_sft.py"), "--checkpoint", lora, "--labels", "en,de,fr",
+         "--output_dir", tmp_path / "b", "--engine", "vllm", "--enforce_eager", "--max_model_len", "128"],
+        capture_output=True, text=True, timeout=390, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"})
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads((tmp_path / "b" / "evaluation.json").read_text())
+    pairs = [(a["student raw"], b["student raw"]) for a, b in zip(wanted["samples"], found["samples"], strict=True)]
+    assert sum(a == b for a, b in pairs) >= 0.9 * len(pairs) and list(found["systems"]) == ["base", "student"]
+
+
+def test_every_flag_is_explained_and_used():
+    source = "".join((ROOT / "distill" / f"{name}.py").read_text() for name in ("evaluate_sft", "held_out", "student"))
+    for action in evaluate_sft.build_parser()._actions:
+        assert action.help and len(action.help) > 8, f"{action.option_strings} has no help text"
+        assert action.dest == "help" or f"args.{action.dest}" in source
+    assert math.isclose(label_scores.Z95, 1.959964, abs_tol=1e-6)

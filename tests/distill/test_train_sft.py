@@ -1,0 +1,758 @@
+"""Whole student runs: against a trainer written here with transformers' own forward, one rank = two = DDP = FSDP2,
+resumed = uninterrupted, checkpoints that from_pretrained and PeftModel load; packed = unpacked; bad input.
+
+A run is named "student method mode ranks x samples x micro-steps flags" and trained once, when first asked for, by
+ranks that stay (pool.py). The reference never packs: each sample goes through the model alone.
+"""
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common import adapters, checkpoint
+from common.packing import PackOrder
+from common.parallel import UserError
+from distill import chat, packed_lm, sft_plan, train_sft
+from distill import table as chat_table
+from distill import weights as causal_lm
+from tests.helpers import chats
+from tests.helpers.pool import Pool
+from tests.helpers.trainer import ROOT, Run
+
+pytestmark = pytest.mark.timeout(300)
+
+LR, STEPS, SEED = 2e-3, 5, 42
+CLOCK = {"train/throughput", "train/samples_per_second", "train/step_seconds", "train/data_wait_seconds",
+         "train/memory_gib"}
+CUTS = {"train/epoch", "train/padding"}     # what an epoch's last step is short of depends on how packs are cut
+# 20 of 24 samples are trained, 8 a step: an epoch's third step has 4, so some ranks get empty packs
+COMMON = {"learning_rate": LR, "max_steps": STEPS, "logging_steps": 1, "warmup_ratio": 0.4, "weight_decay": 0.1,
+          "eval_steps": 2, "validation_split": 0.15, "per_device_eval_batch_size": 3, "num_workers": 0,
+          "save_steps": 0, "save_total_limit": 1, "report_to": "none", "seed": SEED}
+METHODS = {"full": (), "lora": ("--use_lora", "--lora_rank", 5), "packs": ("--max_tokens_per_batch", 160),
+           "dropout": ("--use_lora", "--lora_rank", 5, "--lora_dropout", 0.2),
+           "distill": ("--distill_topk", 3, "--distill_weight", 0.7)}
+EVERY = "--save_steps 1 --save_total_limit 0 --logging_steps 2"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Folder with two students and the conversations."""
+    folder = tmp_path_factory.mktemp("students")
+    chats.student(folder / "qwen")
+    chats.student(folder / "llama", "llama")
+    chats.student(folder / "sixteen", hidden_size=48, intermediate_size=64, head_dim=16)
+    chats.student(folder / "window", use_sliding_window=True, sliding_window=6, max_window_layers=1)
+    records = chats.alternatives(24, chats.tokenizer())         # without --distill_topk they change nothing
+    (folder / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    ranks = Pool(2, tmp_path_factory.mktemp("pool"), "train_sft")
+    yield ranks
+    ranks.close()
+
+
+def arguments(made, output_dir, name, *more):
+    """(ranks, command line) of a run's name; flags override COMMON."""
+    student, method, mode, split, *flags = name.split()
+    ranks, samples, micro_steps = map(int, split.split("x"))
+    batch = [] if method == "packs" else ["--per_device_train_batch_size", samples]
+    return ranks, [str(part) for part in (
+        *(part for name, value in COMMON.items() for part in (f"--{name}", value)), *METHODS[method], *batch,
+        "--model_path", made / student, "--train_data_file", made / "chats.jsonl", "--parallel", mode,
+        "--gradient_accumulation_steps", micro_steps, "--output_dir", output_dir,
+        "--logging_dir", f"{output_dir}-logs", *flags, *more)]
+
+
+def complete(pool, made, output_dir, name, *more, ok=True, main="distill.train_sft.main"):
+    """Train to the end; the Run."""
+    ranks, line = arguments(made, output_dir, name, *more)
+    statuses, output = pool.run(ranks, main, line)
+    assert not ok or not any(statuses), output
+    return Run(max(statuses, key=abs), output, output_dir)
+
+
+@pytest.fixture(scope="module")
+def shared(pool, made, tmp_path_factory):
+    """shared(name) -> the Run, trained when first asked for. Look, do not touch."""
+    root, done = tmp_path_factory.mktemp("shared"), {}
+
+    def get(name):
+        if name not in done:
+            done[name] = complete(pool, made, root / re.sub(r"\W+", "-", name), name)
+        return done[name]
+    return get
+
+
+def rows(run, after=0, without=CLOCK):
+    """Lines of metrics.jsonl without what the clock decides."""
+    lines = map(json.loads, (run.output_dir / "metrics.jsonl").read_text().splitlines())
+    return [{key: value for key, value in line.items() if key not in without} for line in lines if line["step"] > after]
+
+
+def newest(run):
+    return checkpoint.checkpoints(run.output_dir)[-1][1]
+
+
+def tensors(run, stem="model"):
+    """{name: tensor} of the newest checkpoint's files that begin with this; model or adapter_model."""
+    return {name: tensor for path in newest(run).glob(f"{stem}*.safetensors") for name, tensor in
+            load_file(path).items()}
+
+
+def moments(run):
+    return tensors(run, f"{checkpoint.STATE_DIR}/optimizer")
+
+
+def assert_close(ours, theirs, tolerance=2e-5):
+    assert ours.keys() == theirs.keys() and ours
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance,
+                                   msg=lambda text, name=name: f"{name}: {text}")
+
+
+def assert_same_run(run, other, stem="model"):
+    """The same losses, gradient norms, validations, weights and moments up to float rounding."""
+    for ours, theirs in zip(rows(run, without=CLOCK | CUTS), rows(other, without=CLOCK | CUTS), strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-6)
+    assert_close(tensors(run, stem), tensors(other, stem))
+    assert_close(moments(run), moments(other))
+
+
+def assert_same_bits(run, other, after):
+    """In weights, moments and all that was logged after a step; a restart forgets only how full earlier packs were."""
+    assert rows(run, after, CLOCK | {"train/padding"}) == rows(other, after, CLOCK | {"train/padding"})
+    for ours, theirs in ((tensors(run), tensors(other)), (moments(run), moments(other)),
+                         (tensors(run, "adapter_model"), tensors(other, "adapter_model"))):
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert moments(run)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The reference: transformers' own forward, one sample at a time
+
+
+@pytest.fixture(scope="module")
+def data(made, tmp_path_factory):
+    """data(student) -> (ChatTable, numbers to train, numbers held out), as the runs see them."""
+    def table(student):
+        folder = tmp_path_factory.mktemp("table")
+        encoder = chat.Encoder(chat.load_tokenizer(made / student))
+        chat_table.write_table(folder, [made / "chats.jsonl"], encoder, 256, "stop")
+        table = chat_table.ChatTable(folder)
+        return table, *chat_table.split_groups(np.arange(24), COMMON["validation_split"], SEED)
+    return table
+
+
+def sample_loss(model, table, number):
+    """(sum of cross-entropies of trained tokens, how many were right) of one sample by transformers' own forward."""
+    part = slice(table.offsets[number], table.offsets[number + 1])
+    ids = torch.from_numpy(table.tokens[part].astype(np.int64))
+    labels = torch.where(torch.from_numpy(table.trained[part].copy()), ids, -100)
+    logits = model(input_ids=ids[None]).logits[0, :-1]
+    return (F.cross_entropy(logits, labels[1:], reduction="sum", ignore_index=-100),
+            (logits.argmax(-1) == labels[1:]).sum())
+
+
+def taught_loss(model, table, number, record, tokenizer):
+    """(loss, cross-entropies, divergences, taught tokens) of one sample by whole logits and F.kl_div; 3 of 4, 0.7."""
+    part = slice(table.offsets[number], table.offsets[number + 1])
+    ids = torch.from_numpy(table.tokens[part].astype(np.int64))
+    trained = np.flatnonzero(table.trained[part])
+    log_q = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+    ce = [-log_q[place - 1, ids[place]] for place in trained]
+    loss, all_kl, taught = list(ce), 0.0, 0
+    texts, words = record.get("label_tokens", []), tokenizer.get_vocab()
+    places = trained[len(trained) - len(texts) - 1:-1]
+    if [tokenizer.decode([ids[place]]) for place in places] == texts:
+        for place, row in zip(places, record.get("logprobs", [])):
+            known = {words[text.replace(" ", "\u0120")]: math.exp(value) for text, value in row[:3]
+                     if text.replace(" ", "\u0120") in words}
+            q = log_q[place - 1, list(known)].exp()
+            q = torch.cat([q, 1 - q.sum()[None]])
+            p = torch.tensor([*known.values(), 1 - sum(known.values())])
+            kl = F.kl_div(q.log(), p, reduction="sum")
+            at = list(trained).index(place)
+            loss[at] = 0.3 * ce[at] + 0.7 * kl
+            all_kl, taught = all_kl + kl, taught + 1
+    return sum(loss), sum(ce), all_kl, taught
+
+
+def mean_loss(model, table, numbers):
+    """Token mean over samples."""
+    with torch.no_grad():
+        return sum(sample_loss(model, table, n)[0].item() for n in numbers) / table.targets[numbers].sum()
+
+
+def reference_run(model, table, numbers, sample_loss=sample_loss):
+    """[(loss, gradient norm) of each step] of a plain trainer in place: 8 samples, AdamW, warm-up and cosine."""
+    named = dict(model.named_parameters())
+    decay = [name for name, p in named.items() if p.ndim > 1 and "embed" not in name]
+    optimizer = torch.optim.AdamW([{"params": [named[n] for n in decay], "weight_decay": COMMON["weight_decay"]},
+                                   {"params": [p for n, p in named.items() if n not in decay], "weight_decay": 0}],
+                                  lr=LR, betas=(0.9, 0.95), eps=1e-8)
+    order, losses = PackOrder(table.lengths[numbers], samples_per_pack=8, seed=SEED), []
+    for step in range(STEPS):
+        chosen = numbers[order.epoch(step // 3).pack(step % 3)]
+        loss = sum(sample_loss(model, table, n)[0] for n in chosen) / int(table.targets[chosen].sum())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        factor = (step + 1) / 2 if step < 2 else 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 2) / 3))
+        for group in optimizer.param_groups:
+            group["lr"] = LR * factor
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((loss.item(), norm.item()))
+    return losses
+
+
+@pytest.mark.parametrize("name", ["qwen full fsdp 2x4x1", "llama full fsdp 2x2x2", "window full ddp 1x8x1"])
+def test_a_run_is_the_plain_trainers(shared, data, made, name):
+    run, student = shared(name), name.split()[0]
+    table, train, held_out = data(student)
+    model = AutoModelForCausalLM.from_pretrained(made / student).train()
+    losses, norms = zip(*reference_run(model, table, train))
+    assert list(run.metrics("train/loss").values()) == pytest.approx(losses, rel=2e-5)
+    assert list(run.metrics("train/grad_norm").values()) == pytest.approx(norms, rel=1e-4)
+    saved = AutoModelForCausalLM.from_pretrained(newest(run))
+    assert_close(saved.state_dict(), model.state_dict())
+    assert run.metrics("eval/loss")[STEPS] == pytest.approx(mean_loss(saved, table, held_out), rel=1e-5)
+    right = sum(sample_loss(saved, table, n)[1].item() for n in held_out)
+    assert run.metrics("eval/accuracy")[STEPS] == pytest.approx(right / table.targets[held_out].sum())
+    losses = list(run.metrics("eval/loss").values())
+    assert losses[-1] < losses[0], "it learns"
+
+
+@pytest.mark.parametrize("name", ["qwen distill fsdp 2x4x1", "llama distill ddp 1x8x1"])
+def test_distillation_is_the_plain_trainers(shared, data, made, name):
+    run, student = shared(name), name.split()[0]
+    table, train, held_out = data(student)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(made / student).train(), chats.tokenizer()
+    records, parts = [json.loads(line) for line in open(made / "chats.jsonl")], []
+
+    def one(model, table, number):
+        loss, *more = taught_loss(model, table, number, records[number], tokenizer)
+        parts.append([float(torch.as_tensor(value).detach()) for value in more] + [int(table.targets[number])])
+        return loss, None
+
+    losses, norms = zip(*reference_run(model, table, train, one))
+    assert list(run.metrics("train/loss").values()) == pytest.approx(losses, rel=2e-5)
+    assert list(run.metrics("train/grad_norm").values()) == pytest.approx(norms, rel=1e-4)
+    assert_close(AutoModelForCausalLM.from_pretrained(newest(run)).state_dict(), model.state_dict())
+    for step, steps in ((1, parts[:8]), (2, parts[8:16]), (3, parts[16:20])):
+        ce, kl, taught, targets = (sum(column) for column in zip(*steps))
+        assert run.metrics("train/ce_loss")[step] == pytest.approx(ce / targets, rel=2e-5)
+        assert run.metrics("train/kl_loss")[step] == pytest.approx(kl / taught, rel=2e-5)
+    parts.clear()
+    with torch.no_grad():
+        loss = sum(one(model, table, n)[0].item() for n in held_out)
+    ce, kl, taught, targets = (sum(column) for column in zip(*parts))
+    for metric, value in (("loss", loss / targets), ("ce_loss", ce / targets), ("kl_loss", kl / taught)):
+        assert run.metrics(f"eval/{metric}")[STEPS] == pytest.approx(value, rel=2e-5)
+    assert re.search(r"\| loss +[\d.]+ ce +[\d.]+ kl +[\d.]+ acc", run.output)
+    assert re.search(r"teacher    \d+ of 24 samples have alternatives, .* have none; .* split otherwise", run.output)
+
+
+def test_distillation_is_the_same_for_any_split(shared):
+    assert_same_run(shared("qwen distill ddp 2x2x2 --num_workers 1"), shared("qwen distill fsdp 2x4x1"))
+    assert_same_run(shared("llama distill fsdp 2x4x1 --gradient_checkpointing"), shared("llama distill ddp 1x8x1"))
+    packs = "--max_tokens_per_batch 160"
+    assert_same_run(shared(f"llama distill ddp 1x4x2 {packs}"), shared(f"llama distill fsdp 2x4x1 {packs}"))
+
+
+def test_float8_trains_nearly_what_bf16_does_and_the_same_on_two_ranks(shared):
+    """Files as without it: only the frozen base is rounded, and only in memory."""
+    plain, one, two = (shared(f"sixteen lora ddp {flags}") for flags in (
+        "1x8x1 --bf16", "1x8x1 --bf16 --float8", "2x2x2 --bf16 --float8"))
+    losses = [run.metrics("train/loss") for run in (plain, one, two)]
+    assert losses[1] != losses[0] and losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert losses[2] == pytest.approx(losses[1], rel=2e-3)
+    adapters_of = [tensors(run) for run in (plain, one, two)]
+    assert adapters_of[0].keys() == adapters_of[1].keys() == adapters_of[2].keys()
+    assert all(tensor.dtype == torch.float32 for tensor in adapters_of[1].values())
+
+
+@pytest.mark.parametrize("name", ["qwen full ddp 1x4x2 --gradient_checkpointing", "qwen full ddp 2x2x2 --num_workers 1",
+                                  "qwen full fsdp 1x8x1", "qwen full fsdp 2x2x2 --gradient_checkpointing selective",
+                                  "qwen full fsdp 2x4x1 --no-reshard_after_forward",
+                                  "qwen full fsdp 2x2x2 --cpu_offload"])
+def test_any_split_trains_the_same(shared, name):
+    assert_same_run(shared(name), shared("qwen full fsdp 2x4x1"))
+
+
+def test_packs_to_a_budget_train_the_same(shared):
+    one, two = shared("llama packs ddp 1x0x2"), shared("llama packs fsdp 2x0x1")
+    assert_same_run(one, two)
+    assert one.metrics("train/padding") == two.metrics("train/padding")
+
+
+def test_adapters_train_the_same(shared):
+    assert_same_run(shared("llama lora fsdp 2x4x1"), shared("llama lora ddp 1x8x1"), "adapter_model")
+    assert_same_run(shared("llama lora ddp 2x2x2"), shared("llama lora ddp 1x8x1"), "adapter_model")
+
+
+def test_a_saved_adapter_loads_in_peft(shared, data, made):
+    run, (table, train, held_out) = shared("llama lora fsdp 2x4x1"), data("llama")
+    base = AutoModelForCausalLM.from_pretrained(made / "llama")
+    before = mean_loss(base, table, held_out)
+    first = train[PackOrder(table.lengths[train], samples_per_pack=8, seed=SEED).epoch(0).pack(0)]
+    assert run.metrics("train/loss")[1] == pytest.approx(mean_loss(base, table, first), rel=1e-5), "starts as base"
+    model = PeftModel.from_pretrained(base, newest(run))
+    assert run.metrics("eval/loss")[STEPS] == pytest.approx(mean_loss(model, table, held_out), rel=1e-5)
+    assert mean_loss(model, table, held_out) < before - 1e-3
+    ends = {name.split(".")[-3] for name in tensors(run, "adapter_model")}
+    assert ends == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert AutoTokenizer.from_pretrained(newest(run)).chat_template == chats.LLAMA
+
+
+def test_a_checkpoint_is_what_people_use(shared, made):
+    folder = newest(shared("qwen full fsdp 2x4x1"))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.config.tie_word_embeddings and model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.config._attn_implementation == "sdpa", "nothing of the packed attention is left in it"
+    prompt = tokenizer.apply_chat_template(chats.ask("x", "en")[:1], add_generation_prompt=True, return_tensors="pt",
+                                           return_dict=True)
+    assert model.generate(**prompt, max_new_tokens=2, do_sample=False).shape[1] <= prompt["input_ids"].shape[1] + 2
+    assert tokenizer.chat_template == chats.QWEN
+
+
+@pytest.mark.parametrize("name", ["qwen full fsdp 2x4x1", "qwen lora ddp 1x8x1", "qwen lora fsdp 2x4x1"])
+def test_bf16_stays_near(shared, name):
+    ours, exact = shared(name + " --bf16"), shared(name)
+    for step, loss in exact.metrics("train/loss").items():
+        assert ours.metrics("train/loss")[step] == pytest.approx(loss, rel=0.02)
+    kept = tensors(ours, "adapter_model" if "lora" in name else "model")
+    assert {tensor.dtype for tensor in [*kept.values(), *moments(ours).values()]} == {torch.float32}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stopping and resuming
+
+
+def stop_after_two(line):
+    """The trainer's main, whose last rank gets SIGTERM after the second logged step."""
+    log = os.path.join(line[line.index("--output_dir") + 1], "metrics.jsonl")
+
+    def watch():
+        while not (os.path.exists(log) and open(log).read().count("train/loss") >= 2):
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGTERM)
+    if os.environ.get("RANK", "0") == str(int(os.environ["WORLD_SIZE"]) - 1):
+        threading.Thread(target=watch, daemon=True).start()
+    train_sft.main(line)
+
+
+@pytest.mark.parametrize("name", ["qwen full fsdp 2x4x1", "llama dropout ddp 2x2x2", "qwen distill fsdp 2x4x1"])
+def test_resumed_is_uninterrupted(pool, made, shared, tmp_path, name):
+    """From checkpoints amid an epoch and at its end, all that follows has the same bits."""
+    whole = shared(f"{name} {EVERY}")
+    for step in (2, 3):
+        output_dir = tmp_path / f"from-{step}"
+        output_dir.mkdir()
+        shutil.copytree(whole.output_dir / f"checkpoint-{step}", output_dir / f"checkpoint-{step}")
+        resumed = complete(pool, made, output_dir, name, "--logging_steps", 2)
+        assert f"resumed from {output_dir}/checkpoint-{step}" in resumed.output
+        assert_same_bits(resumed, whole, after=step)
+
+
+def test_another_number_of_ranks_goes_on(pool, made, shared, tmp_path):
+    shutil.copytree(shared(f"qwen full fsdp 2x4x1 {EVERY}").output_dir / "checkpoint-2", tmp_path / "checkpoint-2")
+    resumed = complete(pool, made, tmp_path, "qwen full ddp 1x4x2")
+    for ours, theirs in zip(rows(resumed, 2, CLOCK | CUTS), rows(shared("qwen full fsdp 2x4x1"), 2, CLOCK | CUTS)):
+        assert ours == pytest.approx(theirs, rel=2e-4)
+    assert_close(tensors(resumed), tensors(shared("qwen full fsdp 2x4x1")))
+
+
+def test_a_signal_saves_and_the_same_command_goes_on(pool, made, shared, tmp_path):
+    name, more = "qwen full fsdp 2x4x1", ("--max_steps", 400, "--eval_steps", 0)
+    stopped = complete(pool, made, tmp_path, name, *more, main="test_train_sft.stop_after_two")
+    step = checkpoint.checkpoints(tmp_path)[-1][0]
+    assert 2 <= step < 400 and f"at step {step} of 400; saved" in stopped.output
+    assert "at step" in (tmp_path / "requeue").read_text()
+    resumed = complete(pool, made, tmp_path, name, "--max_steps", step + 1, "--eval_steps", 0)
+    assert not (tmp_path / "requeue").exists() and f"start      step {step}" in resumed.output
+
+
+def test_a_loss_that_is_not_finite_is_named(pool, made, tmp_path):
+    """Its step is skipped on all ranks; the others count as ever."""
+    shutil.copytree(made / "llama", tmp_path / "llama")
+    weights = load_file(tmp_path / "llama" / "model.safetensors")
+    token = AutoTokenizer.from_pretrained(made / "llama")("~", add_special_tokens=False)["input_ids"]
+    weights["model.embed_tokens.weight"][token] = float("nan")
+    save_file(weights, tmp_path / "llama" / "model.safetensors", {"format": "pt"})
+    chats.write(tmp_path / "chats.jsonl", [*chats.conversations(10), chats.ask("~", "en"), *chats.conversations(9)])
+    run = complete(pool, tmp_path, tmp_path / "out", "llama full fsdp 2x4x1", "--validation_split", 0, "--max_steps", 3)
+    assert re.search(rf"step \d: gradient norm is not finite, step skipped \(1 so far\); batches with a non-finite "
+                     rf"loss: [^\n]*{tmp_path}/chats.jsonl:11\b", run.output)
+    losses = list(run.metrics("train/loss").values())
+    assert losses.count(None) == 1 and len(losses) == 3 and "; 1 steps skipped; " in run.output
+    assert all(torch.isfinite(tensor).all() for name, tensor in tensors(run).items() if "embed" not in name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model and loss in pieces
+
+
+def packed_model(folder, recompute=None, attention=packed_lm.ATTENTION):
+    """The model of a folder by our own loading, in a PackedLM."""
+    native = causal_lm.empty_model(causal_lm.load_config(folder), torch.float32, folder, attention)
+    parts = causal_lm.weight_parts(folder, native)
+    causal_lm.check_weights(native, parts, folder)
+    causal_lm.give_memory(native, "cpu")
+    causal_lm.load_weights(dict(native.named_parameters()), parts)
+    return packed_lm.PackedLM(native, recompute)
+
+
+@pytest.mark.parametrize("student, recompute", [("qwen", None), ("llama", "all"), ("window", "selective")])
+def test_packed_is_unpacked(made, data, student, recompute):
+    """Losses and every gradient; documents of padding and an order of their own change nothing."""
+    table, train, _ = data(student)
+    model = packed_model(made / student, recompute).train()
+    theirs = AutoModelForCausalLM.from_pretrained(made / student)
+    chosen = [train[i] for i in (3, 0, 7, 4)]
+    batch = chat_table.collate([chat_table.ChatSamples(table)[n] for n in chosen], pad_to=700)
+    model.chunk = 3
+    loss, right = model(batch)
+    loss.backward()
+    wanted = [sample_loss(theirs, table, n) for n in chosen]
+    sum(one for one, _ in wanted).backward()
+    assert loss.item() == pytest.approx(sum(one.item() for one, _ in wanted), rel=1e-5)
+    assert right == sum(one for _, one in wanted)
+    grads = {name: p.grad for name, p in theirs.named_parameters()}
+    assert_close({name: p.grad for name, p in model.native.named_parameters()}, grads, 1e-4)
+
+
+def test_each_document_is_alone(made, data):
+    """What stands before or behind a sample in its pack does not reach it."""
+    table, train, _ = data("qwen")
+    samples, model = chat_table.ChatSamples(table), packed_model(made / "qwen").eval()
+    with torch.no_grad():
+        alone, *packed = (model(chat_table.collate([samples[n] for n in order]))[0].item() for order in (
+            train[:1], train[:3], train[[1, 0]], train[[1]], train[[1, 2]]))
+    assert packed[1] - packed[2] == pytest.approx(alone, abs=1e-4)
+    assert packed[0] - packed[3] == pytest.approx(alone, abs=1e-4)
+
+
+@pytest.mark.parametrize("n, chunk", [(10, 3), (9, 3), (2, 3), (0, 3)])
+def test_chunked_loss_is_plain(n, chunk):
+    torch.manual_seed(n)
+    shapes = (n, 7), (23, 7), (23,)
+    ours = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    theirs = [t.detach().clone().requires_grad_() for t in ours]
+    targets = torch.randint(0, 23, (n,))
+    loss, right = packed_lm.chunked_loss(*ours, targets, chunk)
+    logits = theirs[0] @ theirs[1].T + theirs[2]
+    plain = -logits.log_softmax(-1)[torch.arange(n), targets].sum()
+    (3 * loss).backward()
+    (3 * plain).backward()
+    torch.testing.assert_close(loss, plain)
+    assert right == (logits.argmax(-1) == targets).sum()
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_chunks_never_hold_all_logits(made, data, monkeypatch):
+    table, train, _ = data("qwen")
+    batch, seen = chat_table.collate([chat_table.ChatSamples(table)[n] for n in train]), []
+    model, linear = packed_model(made / "qwen"), F.linear
+    monkeypatch.setattr(F, "linear", lambda x, w, b=None: seen.append(len(x) if w.shape[0] == 401 else 0)
+                        or linear(x, w, b))
+    assert model.chunk == packed_lm.LOGITS // 401
+    model.chunk = 8
+    model(batch)[0].backward()
+    pieces = -(-len(batch.rows) // 8)
+    assert max(seen) == 8 and pieces > 3 and sum(rows > 0 for rows in seen) == 2 * pieces     # forward and backward
+
+
+@pytest.mark.parametrize("student", ["qwen", "llama"])
+def test_loaded_is_from_pretrained(made, student):
+    """Weights, computed buffers, ties: the very logits."""
+    ours = packed_model(made / student, attention="sdpa").native.eval()
+    theirs = AutoModelForCausalLM.from_pretrained(made / student).eval()
+    ids = torch.arange(3, 200)[None]
+    assert torch.equal(ours(input_ids=ids).logits, theirs(input_ids=ids).logits)
+    assert (ours.lm_head.weight is ours.model.embed_tokens.weight) == (student == "qwen")
+    assert {name for name, _ in ours.named_buffers()} == {name for name, _ in theirs.named_buffers()}
+
+
+def test_a_saved_config_tells_what_was_trained(made, tmp_path):
+    """The dtype of the weights beside it, whatever the base had, and an end that generate stops at."""
+    config = causal_lm.load_config(made / "qwen")
+    config.dtype = torch.bfloat16
+    model, tokenizer = causal_lm.empty_model(config, torch.float32, made / "qwen"), chats.tokenizer()
+    known, other = model.generation_config.eos_token_id, tokenizer.convert_tokens_to_ids("<|eot_id|>")
+    assert causal_lm.stop_at(model, [known]) == [] and causal_lm.stop_at(model, [known, other]) == [other]
+    causal_lm.save_config(model, tokenizer, tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["dtype"] == "float32" and saved["architectures"] == ["Qwen3ForCausalLM"]
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [known, other]
+
+
+def test_compiled_layers_are_eager_ones(made, data):
+    from torch._dynamo.testing import CompileCounter
+    table, train, _ = data("qwen")
+    plain, compiled, counter, graphs = packed_model(made / "qwen"), packed_model(made / "qwen"), CompileCounter(), 0
+    for layer in causal_lm.decoder_layers(compiled.native):
+        layer.compile(backend=counter)
+    for start in range(0, 20, 2):
+        batch = chat_table.collate([chat_table.ChatSamples(table)[n] for n in train[start:start + 2 + start % 3]])
+        assert compiled(batch)[0].item() == pytest.approx(plain(batch)[0].item(), rel=1e-5)
+        graphs = graphs if start > 6 else counter.frame_count
+    assert counter.frame_count == graphs > 0, "batches of other lengths must not compile for ever"
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_static_packs_compile_no_more_after_two(made, data, method):
+    """As --max_tokens_per_batch --compile: numbers and lengths of documents change, graphs do not; backward as well."""
+    table, train, _ = data("qwen")
+    model = packed_model(made / "qwen", recompute="all" if method == "lora" else None)
+    if method == "lora":
+        net = adapters.add_lora(model.native, causal_lm.decoder_layers(model.native), 4, 8, 0.0, "all-linear", "base")
+        adapters.init_adapters(net, 1)
+        model = packed_lm.PackedLM(net, recompute="all")
+    torch._dynamo.reset()
+    for layer in causal_lm.decoder_layers(model.native):
+        layer.compile(backend="aot_eager")
+    order = PackOrder(table.lengths[train], tokens_per_pack=160, seed=1)
+    samples, counts = chat_table.ChatSamples(table), set()
+    for epoch in range(2):
+        plan = order.epoch(epoch)
+        for p in range(len(plan)):
+            batch = chat_table.collate([samples[train[i]] for i in plan.pack(p)], pad_to=160)
+            counts.add(len(batch.cu_seqlens))
+            with torch._dynamo.config.patch(error_on_recompile=epoch > 0 or p > 1), \
+                    torch.autocast("cpu", torch.bfloat16):
+                model(batch)[0].backward()
+    assert len(counts) > 2 and torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+def test_flops_count_what_is_multiplied(made):
+    model = AutoModelForCausalLM.from_pretrained(made / "llama")
+    weights = 2 * (36 * 24 + 2 * 36 * 12 + 24 * 36 + 3 * 36 * 43)
+    assert packed_lm.layer_weights(model) == weights
+    assert packed_lm.flops(weights, model.config, 10, 3, 55, False) == 6 * (10 * weights + 3 * 36 * 401) \
+        + 12 * 4 * 6 * 55 * 2
+    assert packed_lm.flops(weights, model.config, 10, 3, 55, True) == 4 * (10 * weights + 3 * 36 * 401) \
+        + 12 * 4 * 6 * 55 * 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input, and the dry run
+
+
+SIZES = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+         "eos_token_id": 2}
+GPT2 = {"vocab_size": 90, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0,
+        "bos_token_id": 1, "eos_token_id": 2}
+
+
+@pytest.mark.parametrize("kind, settings", [
+    ("Mistral", {"sliding_window": 5}), ("Phi3", {}), ("Olmo2", {}), ("SmolLM3", {}), ("GPT2", None),
+    ("Granite", {"embedding_multiplier": 2.0, "residual_multiplier": 0.5}),
+    ("Gemma3Text", {"head_dim": 8, "sliding_window": 5})])
+def test_other_architectures_packed(kind, settings):
+    """Sums of losses over documents equal those of each document alone by transformers' own forward."""
+    config = getattr(transformers, f"{kind}Config")(**GPT2 if settings is None else SIZES | settings)
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(config).eval()
+    ours = causal_lm.empty_model(config, torch.float32, attention=packed_lm.ATTENTION).eval()
+    packed_lm.check_model(ours)
+    causal_lm.give_memory(ours, "cpu")
+    weights = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        weights[name].data += 0.1 * torch.randn(parameter.shape)
+        parameter.data.copy_(weights[name].data)
+    documents = [torch.randint(3, 90, (n,)) for n in (9, 31, 17)]
+    batch = chat_table.collate([(i, ids.numpy(), np.ones(len(ids), bool)) for i, ids in enumerate(documents)])
+    with torch.no_grad():
+        alone = sum(F.cross_entropy(theirs(ids[None]).logits[0, :-1], ids[1:], reduction="sum").item()
+                    for ids in documents)
+        assert packed_lm.PackedLM(ours)(batch)[0].item() == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind, settings, part", [
+    ("Gemma2", {"head_dim": 8}, "final_logit_softcapping 30.0, which is not supported"),
+    ("Cohere", {}, "logit_scale 0.0625, which is not supported"),
+    ("Mamba", {}, "cannot be packed"), ("Qwen3Next", {"num_experts": 2, "moe_intermediate_size": 8}, "cannot be"),
+    ("GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}, "attention sinks"),
+    ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "carry state from one packed document into the next"),
+    ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 8}, "is a mixture of experts; only dense models can be"),
+    ("Mixtral", {"num_local_experts": 2}, "MixtralForCausalLM is a mixture of experts; only dense models can be"),
+    ("GPTJ", {}, "cannot be built with another attention"), ("Nemotron", {}, "is not told where documents end"),
+])
+def test_architectures_that_cannot_be_packed(kind, settings, part):
+    config = getattr(transformers, f"{kind}Config")(**SIZES | settings)
+    with pytest.raises(UserError, match=re.escape(part)):
+        model = causal_lm.empty_model(config, torch.float32, attention=packed_lm.ATTENTION)
+        packed_lm.check_model(model)
+        causal_lm.give_memory(model, "cpu")
+        packed_lm.PackedLM(model)(chat_table.collate([(0, np.arange(5), np.ones(5, bool))]))
+
+
+def planned(made, output_dir, *flags, student="qwen"):
+    _, line = arguments(made, output_dir, f"{student} full fsdp 1x8x1", *flags)
+    args = train_sft.build_parser().parse_args(line)
+    sft_plan.dry_run(args, 2, train_sft.check_flags)
+
+
+@pytest.mark.parametrize("flags, part", [
+    (["--model_path", "nowhere"], "--model_path nowhere: no such folder"),
+    (["--train_data_file", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
+    (["--max_length", "300"], "--max_length 300 is more than the model's 256 positions"),
+    (["--max_length", "20"], "problems:"), (["--lora_target_modules", "q_proj"], "needs --use_lora"),
+    (["--use_lora", "--lora_target_modules", "qkv"], "'qkv' matches no linear layer; use all-linear or out of: down_"),
+    (["--eval_data_file", "x", "--validation_split", "0.1"], "give one of --eval_data_file and --validation_split"),
+    (["--gradient_accumulation_steps", "0", "--global_batch_size", "24"], "24 is not a multiple of 16"),
+    (["--gradient_accumulation_steps", "0", "--per_device_train_batch_size", "9"], "128 is not a multiple of 18"),
+    (["--global_batch_size", "16"], "give one of --global_batch_size and --gradient_accumulation_steps"),
+    (["--parallel", "ddp", "--cpu_offload"], "need --parallel fsdp"), (["--learning_rate", "nan"], "must be 0 or more"),
+    (["--distill_topk", "3", "--distill_weight", "1.5"], "--distill_weight is 1.5; it must be above 0, at most 1"),
+    (["--distill_topk", "3", "--distill_weight", "0"], "--distill_weight is 0.0; it must be above 0"),
+    (["--distill_weight", "0.9"], "needs --distill_topk"), (["--distill_topk", "-1"], "must be 0 or more"),
+    (["--distill_topk", "9"], "--distill_topk 9: "),
+    (["--warmup_ratio", "2"], "--warmup_ratio is 2.0; it must lie between 0 and 1"),
+    (["--group_size", "24"], "all samples are one group"), (["--num_train_epochs", "0"], "must be at least 1"),
+    (["--output_dir", "/proc/here"], "--output_dir /proc/here: cannot be written"),
+    (["--dry_run", "2", "--gpu_memory", "0"], "--gpu_memory is 0.0; it must be more than 0"),
+    (["--host_memory", "3"], "--host_memory needs --dry_run"),
+    (["--lora_rank", "4"], "--lora_rank needs --use_lora"),
+    (["--dry_run", "2", "--gpu_memory", "1.01"], "memory: about 2.0"),
+    (["--dry_run", "2", "--host_memory", "0.0001"], "host memory: about "),
+])
+def test_bad_flags(made, tmp_path, flags, part):
+    with pytest.raises(UserError, match=re.escape(part)):
+        planned(made, tmp_path, *flags)
+
+
+def spoil(folder, kind):
+    config = json.loads((folder / "config.json").read_text())
+    if kind in ("missing", "shape", "extra"):
+        weights = load_file(folder / "model.safetensors")
+        name = "model.layers.1.mlp.up_proj.weight"
+        tensor = weights.pop(name)
+        if kind != "missing":
+            weights |= {name: tensor[:-1].contiguous()} if kind == "shape" else {name: tensor, "stray": tensor.clone()}
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    elif kind == "none":
+        (folder / "model.safetensors").unlink()
+    elif kind == "broken":
+        (folder / "model.safetensors").write_bytes(b"no tensors")
+    elif kind == "bert":
+        (folder / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    elif kind == "quantised":
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    elif kind == "rope":
+        rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+        (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    elif kind == "dropout":
+        (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
+    elif kind == "adapter":
+        (folder / "config.json").rename(folder / "adapter_config.json")
+
+
+@pytest.mark.parametrize("kind, part", [
+    ("missing", "1 missing keys, first model.layers.1.mlp.up_proj.weight"), ("extra", "1 unexpected keys, first stray"),
+    ("shape", "up_proj.weight (42, 36) instead of (43, 36)"), ("none", "holds no weights"),
+    ("broken", "model.safetensors: cannot be read"), ("bert", "which is no causal language model"),
+    ("quantised", "is quantised; give the unquantised model"), ("dropout", "attention_dropout 0.1"),
+    ("rope", "its dynamic rotary embedding depends on the longest document"),
+    ("adapter", "has no config.json; this is an adapter, give its base model"),
+])
+def test_bad_models(made, tmp_path, kind, part):
+    shutil.copytree(made / "qwen", tmp_path / "qwen")
+    spoil(tmp_path / "qwen", kind)
+    with pytest.raises(UserError, match=re.escape(part)):
+        planned(made, tmp_path / "out", "--model_path", str(tmp_path / "qwen"))
+
+
+def test_several_problems_at_once(made, tmp_path):
+    with pytest.raises(UserError) as wrong:
+        planned(made, tmp_path, "--train_data_file", "nowhere.jsonl", "--output_dir", "/proc/here")
+    assert "2 problems:" in str(wrong.value) and "/proc/here" in str(wrong.value) and "nowhere" in str(wrong.value)
+
+
+def test_dry_run_foretells_the_run(made, shared, tmp_path, capsys):
+    run = shared("qwen full fsdp 2x4x1")
+    args = train_sft.build_parser().parse_args(arguments(made, tmp_path / "none", "qwen full fsdp 2x4x1")[1])
+    sft_plan.dry_run(args, 2, train_sft.check_flags)
+    said = capsys.readouterr().out
+    for line in ("samples ", "steps "):
+        ours, = (row for row in said.splitlines() if row.startswith(line))
+        theirs, = (row for row in run.output.splitlines() if row.startswith(line))
+        assert ours.partition("; peak lr")[0] == theirs.partition("; peak lr")[0]
+    assert said.endswith("dry run ok\n") and not (tmp_path / "none").exists()
+    size = int(re.search(r"disk +([\d.]+) MiB a checkpoint", said)[1].replace(".", "")) / 100 * 2**20
+    real = sum(t.nbytes for t in [*tensors(run).values(), *moments(run).values()])
+    assert size == pytest.approx(real, rel=0.1)
+
+
+def test_another_runs_checkpoint_is_refused(pool, made, shared, tmp_path):
+    source = newest(shared("qwen full fsdp 2x4x1"))
+    shutil.copytree(source, tmp_path / "out" / source.name)
+    for flags, part in ((["--seed", 1], "another"), (["--per_device_train_batch_size", 3], "another pack"),
+                        (["--use_lora"], "another set of trained weights"),
+                        (["--model_path", made / "window"], "another base model"),
+                        (["--distill_topk", 3], "another teacher")):
+        with pytest.raises(UserError, match=part):
+            planned(made, tmp_path / "out", "--per_device_train_batch_size", 4, *flags)
+
+
+def test_bad_lines_end_the_run(pool, made, tmp_path):
+    shutil.copytree(made / "qwen", tmp_path / "qwen")
+    chats.write(tmp_path / "chats.jsonl", [*chats.conversations(3), chats.ask("<|im_end|>", "en")])
+    run = complete(pool, tmp_path, tmp_path / "out", "qwen full fsdp 1x4x1", ok=False)
+    assert run.status == 1
+    assert [line for line in run.output.splitlines() if line.strip()] == [
+        f"error: {tmp_path}/chats.jsonl:4: message 1 contains the control token <|im_end|>; remove it"]
+
+
+@pytest.mark.parametrize("gpus, settings, accumulation", [(8, {}, 1), (4, {}, 2), (2, {"BATCH": "8"}, 8), (1, {}, 8),
+                                                          (8, {"LORA": "1"}, 1)])
+def test_launcher_gives_a_line_that_the_trainer_takes(made, tmp_path, gpus, settings, accumulation):
+    done = subprocess.run(
+        ["bash", ROOT / "launch/train_sft_h100x8.sh", tmp_path / "out", "--seed", "7"], text=True, capture_output=True,
+        env={**os.environ, "DRY_RUN": "1", "NPROC_PER_NODE": str(gpus), "CUDA_VISIBLE_DEVICES": "",
+             "TRAIN_FILE": str(made / "chats.jsonl"), "MODEL": str(made / "qwen"), **settings})
+    assert done.returncode == 0, done.stderr
+    words = shlex.split(done.stdout)
+    assert f"--nproc-per-node={gpus}" in words
+    args = train_sft.build_parser().parse_args(words[words.index(str(ROOT / "distill/train_sft.py")) + 1:])
+    train_sft.check_flags(args, gpus)
+    assert args.gradient_accumulation_steps == accumulation and args.bf16 and args.parallel == "fsdp"
+    assert (args.output_dir, args.seed, args.use_lora) == (str(tmp_path / "out"), 7, "LORA" in settings)
+    assert args.learning_rate == (train_sft.LORA_RATE if args.use_lora else train_sft.FULL_RATE)
+
+
+def test_launcher_without_what_it_needs(tmp_path):
+    out = str(tmp_path)
+    for line, part in (([], "the first argument is the output folder"), (["--seed", "7"], "the first argument is"),
+                       ([out], "set TRAIN_FILE"), ([out, "--train_data_file", "no"], "no such file")):
+        done = subprocess.run(["bash", ROOT / "launch/train_sft_h100x8.sh", *line], text=True, capture_output=True)
+        assert done.returncode == 1 and part in done.stderr
+
+
+def test_every_flag_is_explained_and_used():
+    files = ("distill/train_sft", "distill/sft_model", "distill/sft_plan", "distill/table", "common/preflight")
+    source = "".join((ROOT / f"{name}.py").read_text() for name in files)
+    for action in train_sft.build_parser()._actions:
+        assert action.help and len(action.help) > 8, f"{action.option_strings} has no help text"
+        assert action.dest == "help" or f"args.{action.dest}" in source

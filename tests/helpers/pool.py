@@ -1,0 +1,124 @@
+"""Real ranks without their start-up time: a process imports a trainer once and forks the ranks of every job.
+
+Importing torch and transformers takes most of a tiny run's time. A rank is a fresh process with the environment that
+torchrun gives; the ranks of a job meet on a port of their own, where rank 0 hosts their store, as under our launchers.
+"""
+import ctypes
+import faulthandler
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+class Pool:
+    """Jobs of at most so many ranks. folder: an empty one for their output; preload: the script imported once."""
+
+    def __init__(self, ranks, folder, preload="train_v2_ddp"):
+        self.ranks, self.folder, self.preload, self.jobs, self.server = ranks, Path(folder), preload, 0, None
+
+    def run(self, ranks, function, *args, timeout=120, cwd=None, env=None):
+        """Call "module.function" with these (JSON-able) arguments on ranks 0 to ranks - 1; (their statuses, output)."""
+        assert ranks <= self.ranks
+        if self.server is None or self.server.poll() is not None:
+            with open(self.folder / "server.txt", "a") as log:
+                self.server = subprocess.Popen([sys.executable, __file__, self.preload], cwd=self.folder,
+                                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, bufsize=0,
+                                               env={**os.environ, "HF_HUB_OFFLINE": "1"})      # read while importing
+            timeout += 60
+        log, self.jobs = self.folder / f"{self.jobs}.txt", self.jobs + 1
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        job = [ranks, port, timeout, str(log), str(cwd or self.folder), env or {}, function, args]
+        self.server.stdin.write(json.dumps(job).encode() + b"\n")
+        statuses, deadline = {}, time.monotonic() + timeout
+        while len(statuses) < ranks:
+            ready, _, _ = select.select([self.server.stdout], [], [], max(0, deadline - time.monotonic()))
+            line = self.server.stdout.readline() if ready else b""
+            if not line:
+                self.server.kill()          # the ranks go with it; the next job starts another
+                self.server.wait()
+                hung = [rank for rank in range(ranks) if rank not in statuses]
+                raise AssertionError(f"{function} {args}: ranks {hung} did not end in {timeout} s\n{self.output(log)}")
+            rank, status = line.split()
+            statuses[int(rank)] = int(status)
+        return [statuses[rank] for rank in range(ranks)], self.output(log)
+
+    def output(self, log):
+        text = log.read_text(errors="replace") if log.exists() else ""
+        return text + (self.folder / "server.txt").read_text()
+
+    def close(self):
+        if self.server:
+            self.server.stdin.close()
+            self.server.wait(timeout=60)
+
+
+def serve():
+    """For each job that stdin has: fork its ranks, print "rank status" when one has ended."""
+    for line in sys.stdin:
+        ranks, *job = json.loads(line)
+        pids = {}
+        for rank in range(ranks):
+            child = os.fork()
+            if child == 0:
+                status = 1
+                try:
+                    status = work(rank, ranks, *job)
+                finally:
+                    os._exit(status)        # tearing down a copy of all that was imported takes a second
+            pids[child] = rank
+        while pids:
+            child, status = os.wait()
+            print(pids.pop(child), os.waitstatus_to_exitcode(status), flush=True)
+
+
+def work(rank, ranks, port, timeout, log, cwd, env, function, args):
+    """Run one rank of a job in this process, all its output in the log; returns the exit status."""
+    die_with_parent()
+    out, nothing = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), os.open(os.devnull, os.O_RDONLY)
+    for ours, theirs in ((nothing, 0), (out, 1), (out, 2)):
+        os.dup2(ours, theirs)
+    os.chdir(cwd)
+    os.environ |= {"WORLD_SIZE": str(ranks), **env}
+    if ranks > 1:       # one is alone, as without torchrun
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
+                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    faulthandler.dump_traceback_later(0.9 * timeout)        # where it hangs, before the pool gives up
+    module, name = function.rsplit(".", 1)
+    status = 0
+    try:
+        getattr(importlib.import_module(module), name)(*args)
+    except SystemExit as left:
+        status = left.code or 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status
+
+
+def die_with_parent():
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)      # PR_SET_PDEATHSIG: no process outlives the one that it works for
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    sys.path[0] = str(ROOT)      # instead of this file's folder
+    import torch
+
+    importlib.import_module(sys.argv[1])        # what takes long
+    torch.set_num_threads(1)
+    serve()
+    os._exit(0)

@@ -1,0 +1,99 @@
+"""Conversations with random codes for tests of the model: made by the trainer's own data path, minus the codec.
+
+native_batch turns the same samples into what transformers' own forward takes, so both sides see the same labels.
+"""
+import hashlib
+
+import numpy as np
+import torch
+from safetensors.numpy import save_file
+from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
+
+from data import IGNORE, SpeechSamples, Table, TableBuilder, token_ids
+from speech import higgs
+from speech.codes import FRAME_RATE
+from speech.conversations import Clip, Sample, Turn
+
+
+def native(folder):
+    """The tiny model in fp32 with its text head, and with norms that differ: fresh ones are all ones, and alike."""
+    model = HiggsAudioV2ForConditionalGeneration.from_pretrained(folder, use_text_head=True)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+def clip(name, frames):
+    """A Clip of so many codec frames; codes_of invents its codes from its name."""
+    return Clip(name, 0.0, frames / FRAME_RATE)
+
+
+def codes_of(clip):
+    """(T, 8) int16 random codes, always the same for the same clip name."""
+    seed = int(hashlib.sha256(clip.path.encode()).hexdigest()[:8], 16)
+    return np.random.default_rng(seed).integers(0, 1024, (round(clip.duration * FRAME_RATE), 8), np.int16)
+
+
+def ask(text, answer, trained=True):
+    """A user turn and its assistant turn; answer: a Clip or a text."""
+    return [Turn("user", [text], None), Turn("assistant", [answer], None, trained)]
+
+
+SYSTEM = Turn("system", ["Generate audio following instruction."], None)
+SINGLE = [SYSTEM, *ask("The kettle is singing.", clip("single", 7))]
+SHORT = [SYSTEM, *ask("Yes.", clip("short", 1))]
+LONG = [SYSTEM, *ask("The river is wider than it looks, and the moon rose slowly.", clip("long", 19))]
+CLONING = [SYSTEM, *ask("This is how I sound.", clip("reference", 9), trained=False),
+           *ask("The door is never locked.", clip("target", 11))]
+MULTI_TURN = [SYSTEM, *ask("Good night.", clip("first", 5)), *ask("Where is the map?", clip("second", 8)),
+              *ask("And in words?", "under the vase")]
+TEXT_ONLY = [SYSTEM, *ask("Which way?", "Turn left where the road meets the mill.")]
+
+
+def samples_of(model_folder, config, conversations, folder):
+    """(TokenIds, [sample dict as SpeechSamples gives it]) of lists of Turns; folder: an empty one to write in."""
+    ids = token_ids(tokenizer := AutoTokenizer.from_pretrained(model_folder), config)
+    builder, problems = TableBuilder(tokenizer, ids), []
+    builder.add([Sample(f"sample {i}", turns) for i, turns in enumerate(conversations)], problems)
+    assert not problems
+    codes = [codes_of(c) for c in builder.clips]
+    save_file({"codes": np.concatenate([*codes, np.zeros((1, 8), np.int16)])}, folder / "shard.safetensors")
+    frames = np.array([len(c) for c in codes], np.int64)
+    where = np.stack([np.zeros_like(frames), np.cumsum(frames) - frames, frames], axis=1)
+    builder.write(folder / "table", folder, ["shard.safetensors"], where)
+    data = SpeechSamples(Table(folder / "table"), ids)
+    return ids, [data[i] for i in range(len(data))]
+
+
+def native_batch(samples, ids, side="right"):
+    """Sample dicts -> keyword arguments of transformers' forward, padded on one side, with our labels unshifted."""
+    length, rows = max(len(s["input_ids"]) for s in samples), max(len(s["audio_ids"]) for s in samples)
+
+    def padded(key, fill, size, at=side):
+        out = np.full((len(samples), size, *samples[0][key].shape[1:]), fill, np.int64)
+        for row, values in zip(out, (s[key] for s in samples)):
+            row[size - len(values) if at == "left" else 0:][:len(values)] = values
+        return torch.from_numpy(out)
+
+    present = [{"tokens": np.ones(len(s["input_ids"])), "rows": np.ones(len(s["audio_ids"]))} for s in samples]
+    samples = [{**s, **p} for s, p in zip(samples, present)]
+    batch = {"input_ids": padded("input_ids", ids.pad, length), "labels": padded("text_labels", IGNORE, length),
+             "attention_mask": padded("tokens", 0, length)}
+    if rows:        # audio rows are right-padded whatever the tokens are; without any, transformers wants no audio
+        batch |= {"audio_input_ids": padded("audio_ids", ids.stream_eos, rows, "right"),
+                  "audio_labels": padded("audio_labels", IGNORE, rows, "right"),
+                  "audio_input_ids_mask": padded("rows", 0, rows, "right").bool()}
+    return batch
+
+
+def total(model, batch):
+    """One pack's loss on transformers' scale: over the codebooks the sum of each one's mean, plus the text mean."""
+    audio, text, _ = model(batch)
+    return higgs.total_loss(audio, batch.counts["audio_targets"], text, batch.counts["text_targets"], "sum", 1.0)
+
+
+def gradients(module):
+    """{name: gradient} with zeros where a parameter got none."""
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in module.named_parameters()}

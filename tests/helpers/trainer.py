@@ -1,0 +1,68 @@
+"""Runs of the speech trainer on a tiny model, as a user types them or forked from a process that has imported it."""
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@dataclass
+class Tiny:
+    """A tiny native model, codec, speech and train.json, with the audio already encoded in a code cache."""
+    root: Path
+
+    @property
+    def model(self):
+        return self.root / "model"
+
+    @property
+    def codec(self):
+        return self.root / "codec"
+
+    @property
+    def train_json(self):
+        return self.root / "train.json"
+
+    @property
+    def codes(self):
+        return self.root / "codes"
+
+    def samples(self):
+        return json.loads(self.train_json.read_text())
+
+
+@dataclass
+class Run:
+    """A finished trainer process: exit status, what it printed, and the metrics it left."""
+    status: int
+    output: str
+    output_dir: Path
+
+    def metrics(self, name):
+        """{step: value} of one name in metrics.jsonl."""
+        rows = [json.loads(line) for line in (self.output_dir / "metrics.jsonl").read_text().splitlines()]
+        return {row["step"]: row[name] for row in rows if name in row}
+
+
+def trainer_arguments(tiny, output_dir, *flags):
+    """What follows the script's name to train the tiny model; flags override the defaults given here."""
+    return ["--model_path", str(tiny.model), "--audio_tokenizer_path", str(tiny.codec), "--train_data_file",
+            str(tiny.train_json), "--code_cache", str(tiny.codes), "--output_dir", str(output_dir), "--logging_dir",
+            str(output_dir) + "-logs", "--report_to", "none", "--logging_steps", "1", "--warmup_steps", "2",
+            "--num_workers", "1", "--preprocess_num_proc", "1", *map(str, flags)]
+
+
+def trainer_command(tiny, output_dir, *flags, ranks=1):
+    """A trainer's whole command line, as a user types it."""
+    launcher = [sys.executable] if ranks == 1 else \
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return [*launcher, str(ROOT / "train_v2_ddp.py"), *trainer_arguments(tiny, output_dir, *flags)]
+
+
+def train_forked(pool, tiny, output_dir, *flags, ranks=1, ok=True, main="train_v2_ddp.main", cwd=None, env=None):
+    """The trainer's real main() on a real command line in ranks of the pool, each a process; returns the Run."""
+    statuses, output = pool.run(ranks, main, trainer_arguments(tiny, output_dir, *flags),
+                                cwd=cwd or output_dir.parent, env=env)
+    assert not ok or not any(statuses), output[-4000:]
+    return Run(max(statuses, key=abs), output, output_dir)

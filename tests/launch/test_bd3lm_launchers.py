@@ -1,0 +1,290 @@
+"""The block-diffusion launchers without Slurm: what they would run, what they refuse, signals, requeueing, the demo."""
+import contextlib
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from diffusion import sample_bd3lm, train_bd3lm
+from tests.helpers.trainer import ROOT
+from tests.launch.test_launchers import alive, environment, wait_until
+
+pytestmark = pytest.mark.timeout(300)
+
+LAUNCHERS = {"gsm8k": "train_gsm8k_bd3lm_h200.sh", "hdp": "train_hdp_diffusion_h200.sh"}
+ODD = ["--output_dir", "a folder", "--wandb_project", "it's \"here\" $HOME *", "--resume", ""]
+
+
+def launch(launcher, *args, cwd=None, **settings):
+    """Run a launcher to its end; returns the finished process with stdout and stderr."""
+    return subprocess.run(["bash", str(ROOT / "launch" / launcher), *map(str, args)], text=True, capture_output=True,
+                          cwd=cwd, timeout=240, env=environment(**settings))
+
+
+def printed(done):
+    """What DRY_RUN=1 printed: (words of the training command, the trainer's flags parsed, the sampler's or None)."""
+    assert done.returncode == 0, done.stderr
+    train, *sample = map(shlex.split, done.stdout.splitlines())
+    flags = train[next(i for i, word in enumerate(train) if word.endswith("train_bd3lm.py")) + 1:]
+    args = train_bd3lm.build_parser().parse_args(flags)
+    if sample:
+        assert sample[0][0] == "python" and sample[0][1] == f"{ROOT}/diffusion/sample_bd3lm.py"
+        sample = sample_bd3lm.build_parser().parse_args(sample[0][2:])
+        sample_bd3lm.check_flags(sample)
+    return train, args, sample or None
+
+
+@pytest.fixture
+def script(tmp_path):
+    """script(text) -> path of a small trainer."""
+    def write(text):
+        path = tmp_path / "trainer.py"
+        path.write_text(text)
+        return str(path)
+    return write
+
+
+# -- what would run ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("system, preset, wanted", [
+    ("gsm8k", None, (128, 4, 5e-4, 5000, 50_000)),
+    ("gsm8k", "conservative", (64, 4, 4e-4, 5000, 50_000)),
+    ("hdp", "aggressive", (192, 4, 6e-4, 5000, 50_000)),
+    ("hdp", "extreme", (256, 4, 7e-4, 10_000, 50_000)),
+])
+def test_presets_are_the_guides(system, preset, wanted):
+    settings = {"PRESET": preset} if preset else {}
+    done = launch(LAUNCHERS[system], DRY_RUN="1", MIN_GPUS="0", TRAIN_DATA="t.json", TEST_DATA="e.json",
+                  SLURM_CPUS_PER_TASK="18", OMP_NUM_THREADS="", **settings)
+    words, args, sample = printed(done)
+    layout = train_bd3lm.check_flags(args)
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps, args.learning_rate, args.warmup_steps,
+            args.max_steps) == wanted
+    assert (layout.system, layout.hdp_layout, layout.block_size) == (system, "hierarchical", 16)
+    assert args.bf16 and args.tf32 and args.compile and args.pack and args.drop_too_long
+    assert (args.num_workers, args.ema_decay, args.max_grad_norm) == (16, 0.9999, 1.0)
+    assert (args.train_data, args.model_size) == ("t.json", "small")
+    assert words[0] == "OMP_NUM_THREADS=18" and "--nproc-per-node=1" in words and "--standalone" in words
+    assert args.output_dir == sample.checkpoint == f"outputs/{system}_h200" and sample.test_file == "e.json"
+    assert sample.bf16 and sample.drop_too_long
+
+
+def test_gsm8k_and_its_tokenizer_come_from_the_hub_by_default():
+    _, args, sample = printed(launch(LAUNCHERS["gsm8k"], DRY_RUN="1", MIN_GPUS="0"))
+    assert (args.train_data, args.eval_data, args.tokenizer) == ("openai/gsm8k", None, "gpt2")
+    assert sample.test_file == "openai/gsm8k"       # the test split is for the accuracy, not for early stopping
+    assert printed(launch(LAUNCHERS["gsm8k"], DRY_RUN="1", MIN_GPUS="0", TEST_DATA=""))[2] is None
+
+
+def test_settings_and_arguments_reach_the_trainer_and_the_last_word_is_the_users():
+    done = launch(LAUNCHERS["hdp"], "--block_size", "8", "--max_steps", "7", *ODD, DRY_RUN="1", MIN_GPUS="0",
+                  SIZE="tiny", TRAIN_DATA="my data.json", TOKENIZER="tok", BLOCK_SIZE="32", WORKERS="3", SWITCHES="",
+                  GPUS="2", HDP_LAYOUT="flat", TEST_DATA="e.json", SAMPLE_FLAGS="--limit 5")
+    words, args, sample = printed(done)
+    layout = train_bd3lm.check_flags(args)
+    assert words[-len(ODD):] == ODD and "--nproc-per-node=2" in words
+    assert (args.train_data, args.tokenizer, args.model_size, args.num_workers) == ("my data.json", "tok", "tiny", 3)
+    assert (layout.block_size, args.max_steps, layout.hdp_layout, args.pack, args.bf16) == (8, 7, "flat", False, False)
+    assert (sample.checkpoint, sample.limit, sample.bf16) == ("a folder", 5, False)
+
+
+@pytest.mark.parametrize("system", LAUNCHERS)
+@pytest.mark.parametrize("demo", [["--demo"], ["--demo=300"], ["--demo", "300"]])
+def test_the_demo_is_small_and_needs_neither_gpu_nor_files(system, demo):
+    words, args, sample = printed(launch(LAUNCHERS[system], *demo, DRY_RUN="1", OMP_NUM_THREADS=""))
+    assert words[0] == "OMP_NUM_THREADS=1"
+    layout = train_bd3lm.check_flags(args)
+    assert layout.system == system and args.model_size == "nano" and not args.bf16 and args.train_data is None
+    assert args.attn_backend == "sdpa"      # flex has no backward pass for rows of under 128 noisy copies
+    assert args.demo == (300 if len("".join(demo)) > 6 else 2000) and args.max_steps < 3000
+    ending = "test.jsonl" if system == "gsm8k" else "test_hdp.json"
+    assert sample.test_file == f"outputs/{system}_demo/demo/{ending}"
+    assert args.output_dir == sample.checkpoint == f"outputs/{system}_demo"
+
+
+@pytest.mark.parametrize("system", LAUNCHERS)
+def test_a_copy_in_slurms_spool_folder_finds_the_repository(system, tmp_path):
+    (tmp_path / "scontrol").write_text(f'#!/bin/bash\necho "   Command={ROOT}/launch/{LAUNCHERS[system]} --demo"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    copy = shutil.copy(ROOT / "launch" / LAUNCHERS[system], tmp_path / "slurm_script")
+    done = launch(copy, "--demo", cwd=tmp_path, DRY_RUN="1", SLURM_JOB_ID="7", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    words, args, _ = printed(done)
+    assert f"{ROOT}/launch/node.sh" in words and f"{ROOT}/diffusion/train_bd3lm.py" in words and args.system == system
+    assert f"outputs/{system}_demo/node_logs/7" in words
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("system, settings, message", [
+    ("gsm8k", {}, r"has 0 GPUs, 1 are needed \(MIN_GPUS\); --demo needs none"),
+    ("gsm8k", {"PRESET": "huge"}, r"PRESET=huge: conservative, recommended, aggressive or extreme"),
+    ("gsm8k", {"SYSTEM": "both"}, r"SYSTEM=both: gsm8k or hdp"),
+    ("hdp", {"MIN_GPUS": "0"}, r"TRAIN_DATA is not set"),
+    ("gsm8k", {"VENV": "/nowhere"}, r"VENV: no such file: /nowhere/bin/activate"),
+    ("gsm8k", {"TRAINER": "/nowhere/train.py"}, r"TRAINER: no such file: /nowhere/train.py"),
+    ("hdp", {"REPO": "/nowhere"}, r"no launch/env.sh in '/nowhere'"),
+    ("gsm8k", {"REPO": "/nowhere"}, r"no launch/env.sh in '/nowhere'"),
+])
+def test_errors_are_one_clear_line(system, settings, message):
+    done = launch(LAUNCHERS[system], DRY_RUN="1", **settings)
+    lines = [line for line in done.stderr.splitlines() if "error" in line]
+    assert done.returncode == 1 and len(lines) == 1 and done.stdout == "", done.stderr
+    assert re.search(f"^{LAUNCHERS[system][:-3]}: error: .*{message}", lines[0]), lines
+
+
+# -- signals, status, requeueing --------------------------------------------------------------------------------------
+
+TRAINER = """
+import os, pathlib, signal, sys, time
+out = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
+def save(*_):
+    (out / "requeue").write_text("asked to stop by SIGUSR1 at step 3\\n")
+    sys.exit(0)
+signal.signal(signal.SIGUSR1, signal.SIG_IGN if "DEAF" in os.environ else save)
+print("trainer said", flush=True)
+(out / "listens").touch()
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def stand_ins(tmp_path):
+    """Folder of programs to put first on the PATH: a torchrun that starts one trainer without importing torch."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "torchrun").write_text('#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\npython "$@"\n')
+    (folder / "torchrun").chmod(0o755)
+    return folder
+
+
+@pytest.fixture
+def started(tmp_path, script, stand_ins):
+    """started(**settings): the gsm8k launcher, when its trainer, which waits for SIGUSR1, listens."""
+    running, numbers = [], itertools.count()
+
+    def run(**settings):
+        log, mark = tmp_path / f"log-{next(numbers)}", uuid.uuid4().hex
+        process = subprocess.Popen(["bash", str(ROOT / "launch" / LAUNCHERS["gsm8k"])], cwd=tmp_path, process_group=0,
+                                   stdout=log.open("w"), stderr=subprocess.STDOUT,
+                                   env=environment(TRAINER=script(TRAINER), MIN_GPUS="0", OUTPUT_DIR="out",
+                                                   MARK=mark, PATH=f"{stand_ins}:{os.environ['PATH']}",
+                                                   TEST_DATA="none.jsonl", **settings))
+        process.log, process.mark = log, mark
+        running.append(process)
+        listens = tmp_path / "out" / "listens"
+        wait_until(lambda: listens.exists() or process.poll() is not None, "trainer")
+        assert process.poll() is None, log.read_text()
+        listens.unlink()
+        return process
+    yield run
+    for process in running:
+        for pid in {*alive(process.mark), process.pid} if process.poll() is None else alive(process.mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_a_signal_lets_the_trainer_save_and_skips_the_answers(started, tmp_path):
+    process = started()
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) == 0, process.log.read_text()
+    text = process.log.read_text()
+    assert (tmp_path / "out" / "requeue").exists() and text.count("asking the trainers to save") == 2    # node.sh, too
+    assert "none.jsonl" not in text and "queued again" not in text
+    (log,) = (tmp_path / "out" / "node_logs").glob("local-*.log")
+    assert log.read_text().count("trainer said") == 1
+    process = started()         # logs go on
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0 and log.read_text().count("trainer said") == 2
+
+
+def test_a_second_ctrl_c_ends_everything_at_once(started, tmp_path):
+    process = started(DEAF="1")
+    os.killpg(process.pid, signal.SIGINT)
+    wait_until(lambda: process.log.read_text().count("asking the trainers") == 2, "answer to the first Ctrl-C")
+    assert process.poll() is None and alive(process.mark)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=20) == 128 + signal.SIGKILL
+    wait_until(lambda: not alive(process.mark), "end of every process")
+
+
+@pytest.mark.parametrize("state, restarts, queued, said", [
+    ("RUNNING", 0, True, "at step 3; the job is queued again"),
+    ("COMPLETING", 0, False, "at step 3; the job is COMPLETING"),
+    ("RUNNING", 2, False, r"at step 3; not queued again, this was start 3 (MAX_REQUEUES)"),
+])
+def test_a_job_asked_to_stop_is_queued_again(started, stand_ins, tmp_path, state, restarts, queued, said):
+    (stand_ins / "scontrol").write_text(f'#!/bin/bash\n[ "$1" != requeue ] || touch "{tmp_path}/queued-$2"\n'
+                                        f'echo "   JobState={state} Reason=None"\n')
+    (stand_ins / "scontrol").chmod(0o755)
+    process = started(SLURM_JOB_ID="7", SLURM_RESTART_COUNT=str(restarts), MAX_REQUEUES="2")
+    process.send_signal(signal.SIGUSR1)     # as Slurm does before the time limit: to the batch shell alone
+    assert process.wait(timeout=60) == (1 if restarts else 0), process.log.read_text()
+    assert (tmp_path / "queued-7").exists() == queued
+    assert said in process.log.read_text()
+    assert list((tmp_path / "out" / "node_logs").glob("7-*.log"))
+
+
+def test_a_warning_while_problems_are_answered_queues_the_job_again(tmp_path, script, stand_ins):
+    (stand_ins / "scontrol").write_text(f'#!/bin/bash\n[ "$1" != requeue ] || touch "{tmp_path}/queued-$2"\n'
+                                        f'echo "   JobState=RUNNING Reason=None"\n')
+    (stand_ins / "python").write_text('#!/bin/bash\ncase $1 in */sample_bd3lm.py) echo answering; exec sleep 99; esac\n'
+                                      f'exec "{sys.executable}" "$@"\n')
+    for name in ("scontrol", "python"):
+        (stand_ins / name).chmod(0o755)
+    mark, log = uuid.uuid4().hex, tmp_path / "log"
+    process = subprocess.Popen(["bash", str(ROOT / "launch" / LAUNCHERS["gsm8k"])], cwd=tmp_path, process_group=0,
+                               stdout=log.open("w"), stderr=subprocess.STDOUT,
+                               env=environment(TRAINER=script("pass"), MIN_GPUS="0", OUTPUT_DIR="out", MARK=mark,
+                                               SLURM_JOB_ID="7", PATH=f"{stand_ins}:{os.environ['PATH']}"))
+    try:
+        wait_until(lambda: "answering" in log.read_text() or process.poll() is not None, "first answers")
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(timeout=60) == 0, log.read_text()
+        wait_until(lambda: not alive(mark), "end of every process")
+    finally:
+        for pid in alive(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    assert (tmp_path / "queued-7").exists() and "answered; the job is queued again" in log.read_text()
+
+
+def test_a_failed_training_gives_its_status_and_no_answers(tmp_path, script, stand_ins):
+    done = launch(LAUNCHERS["gsm8k"], cwd=tmp_path, TRAINER=script("import sys; sys.exit(5)"), MIN_GPUS="0",
+                  PATH=f"{stand_ins}:{os.environ['PATH']}")
+    assert done.returncode == 5 and "sample" not in done.stderr + done.stdout
+
+
+def test_an_old_marker_neither_stops_nor_requeues(tmp_path, script, stand_ins):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "requeue").write_text("of an earlier start")
+    done = launch(LAUNCHERS["gsm8k"], cwd=tmp_path, TRAINER=script("pass"), MIN_GPUS="0", OUTPUT_DIR="out",
+                  TEST_DATA="", PATH=f"{stand_ins}:{os.environ['PATH']}")
+    assert done.returncode == 0 and "no TEST_DATA, so no accuracy" in done.stderr and "queued" not in done.stderr
+
+
+# -- the whole thing --------------------------------------------------------------------------------------------------
+
+
+def test_the_demo_trains_and_answers(tmp_path):
+    done = launch(LAUNCHERS["hdp"], "--demo", 60, "--max_steps", 12, "--eval_steps", 6, "--warmup_steps", 2,
+                  "--logging_steps", 2, "--output_dir", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    bounds = [float(b) for b in re.findall(r"^eval .*? nll <= ([\d.]+)", done.stdout, re.M)]
+    assert len(bounds) == 2 and bounds[1] < bounds[0]
+    assert re.search(r"^train/loss .* fell$", done.stdout, re.M)
+    assert re.search(r"^accuracy   strict \d+\.\d+% .* of 8 problems", done.stdout, re.M)
+    answers = json.loads((tmp_path / "out" / "answers-checkpoint-12.json").read_text())
+    assert len(answers["answers"]) == 8 and all("plan" in a for a in answers["answers"])
+    assert Path(tmp_path / "out" / "node_logs" / "local-sample.log").read_text().count("accuracy ") == 1

@@ -1,0 +1,387 @@
+"""The launchers without Slurm: what they would run, what they refuse; signals save and leave no process behind."""
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+import train_v2_ddp
+from tests.helpers.trainer import ROOT, trainer_command
+
+pytestmark = pytest.mark.timeout(300)
+
+LAUNCHERS = ("train_tts.sh", "train_tts_h200x8.sh")
+SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("tests/helpers/slurm/*.sh"), ROOT / ".ci" / "run"])
+ODD = ["--output_dir", "a folder", "--train_data_dir", "it's \"here\"", "--model_path", "$HOME *", "--resume", ""]
+
+
+def environment(**settings):
+    """This environment without what a Slurm job or an earlier launch would have set, GPUs hidden; settings on top."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "NCCL", "LAUNCH"))}
+    return kept | {"CUDA_VISIBLE_DEVICES": ""} | settings
+
+
+def launch(launcher, *args, cwd=None, **settings):
+    """Run a launcher to its end; returns the finished process with stdout and stderr."""
+    return subprocess.run(["bash", str(ROOT / "launch" / launcher), *args], text=True, capture_output=True, cwd=cwd,
+                          timeout=120, env=environment(**settings))
+
+
+def printed_command(done):
+    """The command DRY_RUN=1 printed as (settings in front, words after torchrun's own)."""
+    assert done.returncode == 0, done.stderr
+    words = shlex.split(done.stdout)
+    return words, words[next(i for i, word in enumerate(words) if word.endswith("train_v2_ddp.py")) + 1:]
+
+
+def shell(text, **settings):
+    """Run lines of bash after env.sh."""
+    return subprocess.run(["bash", "-euc", f'source "{ROOT}/launch/env.sh"\n{text}'], text=True, capture_output=True,
+                          timeout=60, env=environment(**settings))
+
+
+def alive(mark):
+    """Pids of the processes that were started with this value in their environment, however far down."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"MARK={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:
+            pass
+    return found
+
+
+def wait_until(ready, what, seconds=120):
+    end = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < end, f"no {what} in {seconds} s"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(*args, **settings) runs train_tts.sh in a process group of its own, as a terminal does; it ends here.
+
+    Returns the process; .mark is in every descendant's environment, .log its output.
+    """
+    started = []
+
+    def run(*args, **settings):
+        mark, log = uuid.uuid4().hex, tmp_path / f"launch-{len(started)}.log"
+        process = subprocess.Popen(["bash", str(ROOT / "launch" / "train_tts.sh"), *map(str, args)], cwd=tmp_path,
+                                   stdout=log.open("w"), stderr=subprocess.STDOUT, process_group=0,
+                                   env=environment(MARK=mark, **settings))
+        process.mark, process.log = mark, log
+        started.append(process)
+        return process
+    yield run
+    for process in started:
+        for pid in [*alive(process.mark), process.pid]:
+            if process.poll() is None or pid != process.pid:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+        process.wait()
+
+
+@pytest.fixture
+def script(tmp_path):
+    """script(text) -> path of a small trainer."""
+    def write(text):
+        path = tmp_path / "trainer.py"
+        path.write_text(text)
+        return str(path)
+    return write
+
+
+# -- what would run ---------------------------------------------------------------------------------------------------
+
+
+def test_dry_run_prints_the_command_with_every_argument_whole(tmp_path):
+    (tmp_path / "it's \"here\"").mkdir()
+    done = launch("train_tts.sh", *ODD, cwd=tmp_path, DRY_RUN="1", NPROC_PER_NODE="3", OMP_NUM_THREADS="5")
+    words, args = printed_command(done)
+    assert args == ODD
+    assert words[0] == "OMP_NUM_THREADS=5"
+    assert "--nproc-per-node=3" in words and "--standalone" in words and "--max-restarts=0" in words
+    assert not (tmp_path / "a folder").exists()
+
+
+def test_arguments_reach_the_trainer_whole(tmp_path, script):
+    trainer = script("import json, sys\nprint('GOT', json.dumps(sys.argv[1:]))")
+    (tmp_path / "it's \"here\"").mkdir()
+    done = launch("train_tts.sh", *ODD, cwd=tmp_path, TRAINER=trainer)
+    assert done.returncode == 0, done.stderr
+    got = next(line for line in done.stdout.splitlines() if line.startswith("GOT"))
+    assert json.loads(got[4:]) == ODD
+
+
+def test_h200_launcher_sets_what_its_header_says():
+    done = launch("train_tts_h200x8.sh", "--model_path", "m", "--audio_tokenizer_path", "c", "--train_data_file",
+                  str(ROOT / "README.md"), "--logging_steps", "7", DRY_RUN="1", MIN_GPUS="0", NPROC_PER_NODE="8",
+                  SLURM_CPUS_PER_TASK="128", SLURM_MEM_PER_NODE="1000000", OMP_NUM_THREADS="")
+    words, flags = printed_command(done)
+    args = train_v2_ddp.build_parser().parse_args(flags)
+    train_v2_ddp.check_flags(args, world_size=8)
+    assert words[0] == "OMP_NUM_THREADS=16"
+    assert "--nproc-per-node=8" in words
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 8)
+    assert args.bf16 and args.tf32 and args.gradient_checkpointing and args.group_by_length and args.use_lora
+    assert (args.lora_rank, args.lora_alpha, args.lora_target_modules) == (16, 64, "all-linear")
+    assert (args.num_workers, args.preprocess_num_proc, args.report_to) == (4, 32, "tensorboard")
+    assert args.logging_steps == 7          # ours is 5; what the user gives comes last
+
+
+def test_h200_launcher_takes_less_on_a_small_machine():
+    done = launch("train_tts_h200x8.sh", DRY_RUN="1", MIN_GPUS="0", SLURM_CPUS_PER_TASK="128", SWITCHES="",
+                  SLURM_MEM_PER_NODE="12288", LORA_RANK="4")
+    _, flags = printed_command(done)
+    assert flags[flags.index("--preprocess_num_proc") + 1] == "6"       # 12 GiB, 2 for each
+    assert flags[flags.index("--lora_rank") + 1] == "4"
+    assert "--bf16" not in flags and "--use_lora" in flags
+
+
+@pytest.mark.parametrize("switches", [None, "", "--bf16"])
+def test_h200_launcher_without_lora_is_full_fine_tuning_under_fsdp(switches):
+    done = launch("train_tts_h200x8.sh", "--model_path", "m", "--audio_tokenizer_path", "c", "--train_data_file",
+                  str(ROOT / "README.md"), DRY_RUN="1", MIN_GPUS="0", NPROC_PER_NODE="8", LORA="0",
+                  **({} if switches is None else {"SWITCHES": switches}))
+    args = train_v2_ddp.build_parser().parse_args(printed_command(done)[1])
+    train_v2_ddp.check_flags(args, world_size=8)        # refuses flags of adapters without --use_lora
+    assert not args.use_lora and args.parallel == "fsdp"
+    assert (args.bf16, args.tf32) == (switches != "", switches is None)
+    assert args.gradient_checkpointing == ("all" if switches is None else None)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher, args, settings, message", [
+    ("train_tts_h200x8.sh", [], {}, r"has 0 GPUs, 8 are needed"),
+    ("train_tts.sh", [], {"SLURM_GPUS_ON_NODE": "8"}, r"Slurm gave 8 GPUs on .*, the driver shows 0"),
+    ("train_tts.sh", [], {"TRAINER": "/nowhere/train.py"}, r"TRAINER: no such file: /nowhere/train.py"),
+    ("train_tts.sh", ["--train_data_file=no.json"], {}, r"--train_data_file: no such file: no.json"),
+    ("train_tts.sh", [], {"VENV": "/nowhere"}, r"VENV: no such file: /nowhere/bin/activate"),
+    ("train_tts.sh", [], {"PATH": "/usr/bin:/bin"}, r"no torchrun on PATH"),
+    ("train_tts.sh", [], {"CONDA_ENV": "no-such-env"}, r"CONDA_ENV=no-such-env: no such conda environment"),
+    ("train_tts_h200x8.sh", [], {"MIN_GPUS": "0", "LORA": "no"}, r"LORA=no: 1 or 0"),
+    ("train_tts.sh", [], {"REPO": "/nowhere"}, r"no launch/env.sh in '/nowhere'"),
+    ("train_tts_h200x8.sh", [], {"REPO": "/nowhere"}, r"no launch/env.sh in '/nowhere'"),
+])
+def test_errors_are_one_clear_line(launcher, args, settings, message):
+    if settings.get("PATH") and shutil.which("torchrun", path=settings["PATH"]):
+        pytest.skip("torchrun is in /usr/bin")
+    done = launch(launcher, *args, DRY_RUN="1", **settings)
+    lines = [line for line in done.stderr.splitlines() if "error" in line]
+    assert done.returncode == 1 and len(lines) == 1 and done.stdout == "", done.stderr
+    assert re.search(f"^{launcher[:-3]}: error: .*{message}", lines[0]), lines
+
+
+def test_without_a_gpu_it_says_so_and_starts_one_trainer():
+    done = launch("train_tts.sh", DRY_RUN="1")
+    assert "--nproc-per-node=1" in printed_command(done)[0]
+    assert "no GPU on" in done.stderr
+
+
+def test_port_in_use_is_refused():
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+        done = shell(f"need_free_port {port}; echo went on")
+        assert done.returncode == 1 and done.stdout == ""
+        assert f"port {port} on {socket.gethostname()} is in use; set MASTER_PORT" in done.stderr
+    done = shell(f"need_free_port {port}; echo went on")
+    assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr
+
+
+def test_infiniband_settings_only_where_a_port_of_it_is_up(tmp_path):
+    def timeout(link, state):
+        port = tmp_path / link / state / "mlx5_0" / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "link_layer").write_text(link + "\n")
+        (port / "state").write_text(f"4: {state}\n")
+        return shell('echo "${NCCL_IB_TIMEOUT-none}"', INFINIBAND_SYSFS=str(port.parents[2])).stdout.strip()
+    assert timeout("InfiniBand", "ACTIVE") == "22"
+    assert timeout("InfiniBand", "DOWN") == timeout("Ethernet", "ACTIVE") == "none"
+    assert shell('echo "${NCCL_IB_TIMEOUT-none}"', INFINIBAND_SYSFS=str(tmp_path / "none")).stdout == "none\n"
+
+
+def test_settings_that_are_there_are_kept():
+    text = 'echo "${PYTORCH_ALLOC_CONF-none} $NCCL_DEBUG $TORCH_FR_BUFFER_SIZE"'
+    assert shell(text).stdout == "expandable_segments:True WARN 2000\n"
+    assert shell(text, PYTORCH_ALLOC_CONF="x:1", NCCL_DEBUG="INFO").stdout == "x:1 INFO 2000\n"
+    assert shell(text, PYTORCH_CUDA_ALLOC_CONF="x:1").stdout == "none WARN 2000\n"      # both at once: the old one wins
+
+
+# -- status and signals -----------------------------------------------------------------------------------------------
+
+
+def test_exit_status_is_the_trainings(tmp_path, script):
+    assert launch("train_tts.sh", cwd=tmp_path, TRAINER=script("import sys; sys.exit(5)")).returncode == 1  # torchrun's
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_first_signal_saves_and_leaves_no_process(name, tiny, tmp_path, start):
+    out = tmp_path / "out"
+    flags = trainer_command(tiny, out, "--use_lora", "--max_steps", 100000, "--num_train_epochs", 100000,
+                            "--disable_eval", "--save_steps", 0)[2:]
+    process = start(*flags, NPROC_PER_NODE="2")
+    metrics = out / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3 or process.poll() is not None,
+               "third step")
+    os.killpg(process.pid, getattr(signal, name))
+    assert process.wait(timeout=60) == 0, process.log.read_text()[-3000:]
+    wait_until(lambda: not alive(process.mark), "end of every process", seconds=5)
+    step = len(metrics.read_text().splitlines())
+    assert (out / "requeue").read_text() == f"asked to stop by SIGUSR1 at step {step}\n"
+    assert (out / f"checkpoint-{step}" / "manifest.json").exists()
+
+
+# deaf to signals for a while, as a trainer is while it imports; then as a trainer is; with a helper in its own session
+LATE = """
+import pathlib, signal, subprocess, sys, time
+subprocess.Popen(["sleep", "1000"], start_new_session=True)
+pathlib.Path("started").touch()
+time.sleep(float(sys.argv[1]))
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
+pathlib.Path("listens").touch()
+time.sleep(1000)
+"""
+
+
+def test_a_signal_that_comes_too_early_is_repeated(tmp_path, script, start):
+    process = start("3", TRAINER=script(LATE), REPEAT_S="0.5")
+    wait_until((tmp_path / "started").exists, "trainer")
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):      # more of them change nothing
+        process.send_signal(number)
+        time.sleep(0.3)
+    assert process.wait(timeout=30) == 0, process.log.read_text()
+    assert (tmp_path / "listens").exists()
+    assert process.log.read_text().count("asking the trainers") == 1
+    assert alive(process.mark) == []        # the helper too, which nobody ended
+
+
+def test_second_ctrl_c_ends_everything_at_once(tmp_path, script, start):
+    process = start("1000", TRAINER=script(LATE), NPROC_PER_NODE="2")
+    wait_until((tmp_path / "started").exists, "trainer")
+    os.killpg(process.pid, signal.SIGINT)
+    wait_until(lambda: "asking the trainers" in process.log.read_text(), "answer to the first Ctrl-C")
+    assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=10) == 128 + signal.SIGKILL
+    assert alive(process.mark) == []
+
+
+def test_a_killed_launcher_leaves_no_process(tmp_path, script, start):
+    process = start("1000", TRAINER=script(LATE), ORPHAN_S="1")
+    wait_until((tmp_path / "started").exists, "trainer")
+    process.kill()
+    process.wait()
+    wait_until(lambda: not alive(process.mark), "end of every process", seconds=20)
+
+
+def test_torchruns_restart_resumes_from_the_newest_checkpoint(tiny, tmp_path, start):
+    out = tmp_path / "out"
+    flags = trainer_command(tiny, out, "--use_lora", "--max_steps", 40, "--num_train_epochs", 1000, "--disable_eval",
+                            "--save_steps", 10)[2:]
+    process = start(*flags, NPROC_PER_NODE="2", MAX_RESTARTS="1")
+    wait_until(lambda: (out / "checkpoint-10").exists() or process.poll() is not None, "first checkpoint")
+    # of the processes with rank 1, loaders too, the trainer is the oldest
+    os.kill(min(pid for pid in alive(process.mark) if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()),
+            signal.SIGKILL)
+    assert process.wait(timeout=200) == 0, process.log.read_text()[-3000:]
+    starts = [int(step) for step in re.findall(r"^start +step (\d+)", process.log.read_text(), re.M)]
+    assert len(starts) == 2 and starts[0] == 0 and starts[1] in (10, 20, 30)
+    assert (out / "checkpoint-40" / "manifest.json").exists()
+    wait_until(lambda: not alive(process.mark), "end of every process", seconds=5)
+
+
+# -- queueing again, with stand-ins for Slurm's commands; the real ones are in test_slurm.py ---------------------------
+
+
+@pytest.fixture
+def failing_job(tmp_path):
+    """failing_job(step=0, lists=False, **settings): one start of a job that saves checkpoint-STEP, then fails.
+
+    lists: Slurm goes on listing the step; otherwise it fails to start the probe. Returns True if it was queued again.
+    """
+    stand_ins, out, queued = tmp_path / "bin", tmp_path / "out", tmp_path / "queued"
+    stand_ins.mkdir()
+    for name, text in {
+            "scontrol": 'case "$*" in requeue*) touch "$QUEUED" ;; *job*) echo JobState=RUNNING ;; *) echo n1 ;; esac',
+            "squeue": 'echo "$STEPS"',
+            "srun": '[ "$SAVES" = 0 ] || mkdir -p "$SAVES"; exit 1'}.items():
+        (stand_ins / name).write_text(f"#!/bin/bash\n{text}\n")
+        (stand_ins / name).chmod(0o755)
+    starts = itertools.count()
+
+    def run(step=0, lists=False):
+        queued.unlink(missing_ok=True)
+        done = launch("train_tts.sh", "--output_dir", str(out), PATH=f"{stand_ins}:{os.environ['PATH']}",
+                      SLURM_JOB_ID="7", SLURM_RESTART_COUNT=str(next(starts)), SLURM_JOB_NUM_NODES="1",
+                      SLURM_JOB_NODELIST="n1", QUEUED=str(queued), STEPS="7.0" if lists else "",
+                      SAVES=str(out / f"checkpoint-{step}") if step else "0")
+        assert done.returncode == (0 if queued.exists() else 1), done.stderr
+        assert ("a node was lost; the job is queued again" in done.stderr) == queued.exists()
+        assert ("and no new checkpoint since the last time; not" in done.stderr) != queued.exists()
+        return queued.exists()
+    run.out = out
+    return run
+
+
+@pytest.mark.parametrize("lists", [False, True])
+def test_an_error_that_looks_like_a_lost_node_is_queued_again_once(failing_job, lists):
+    assert [failing_job(lists=lists), failing_job(lists=lists)] == [True, False]
+
+
+def test_lost_nodes_are_queued_again_as_long_as_checkpoints_come(failing_job):
+    assert [failing_job(step) for step in (0, 8, 16, 100)] == [True] * 4
+    (failing_job.out / "checkpoint-200.tmp").mkdir()        # unfinished
+    assert not failing_job()
+
+
+def test_another_job_of_the_same_number_starts_afresh(failing_job):
+    (failing_job.out / "node_logs").mkdir(parents=True)
+    (failing_job.out / "node_logs" / "7.progress").write_text("50\n")
+    assert failing_job(10)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_copy_in_slurms_spool_folder_finds_the_repository(launcher, tmp_path):
+    (tmp_path / "scontrol").write_text(f'#!/bin/bash\n[ "$3" = 7 ] || echo n1\n'
+                                       f'echo "   Command={ROOT}/launch/{launcher} --output_dir out"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    copy = shutil.copy(ROOT / "launch" / launcher, tmp_path / "slurm_script")
+    done = launch(copy, "--output_dir", "out", cwd=tmp_path, DRY_RUN="1", MIN_GPUS="0", SLURM_JOB_ID="7",
+                  SLURM_JOB_NUM_NODES="1", SLURM_JOB_NODELIST="n1", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    words, flags = printed_command(done)
+    assert f"{ROOT}/launch/node.sh" in words and f"{ROOT}/train_v2_ddp.py" in words
+    assert flags[-2:] == ["--output_dir", "out"] and ("--lora_rank" in flags) == ("h200" in launcher)
+
+
+# -- the scripts themselves -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_shellcheck_clean(path):
+    assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
+    if not shutil.which("shellcheck"):
+        pytest.skip("shellcheck is not installed")
+    done = subprocess.run(["shellcheck", "-x", str(path)], text=True, capture_output=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
+
+
+def test_every_launcher_is_strict():
+    for launcher in LAUNCHERS:
+        text = (ROOT / "launch" / launcher).read_text()
+        assert "set -euo pipefail" in text and "#SBATCH --requeue" in text and "--signal=B:USR1@" in text

@@ -1,0 +1,264 @@
+"""train_tts.sh on a real Slurm of two nodes: to the end, through a lost node, the time limit, an error and scancel.
+
+The cluster is tests/helpers/slurm/cluster.sh: slurmctld and two slurmds on this machine, GPUs on paper, trainers on the CPU.
+What a run is compared with is one that nobody disturbed, under plain torchrun with as many ranks: same bits.
+"""
+import fcntl
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers.trainer import ROOT, trainer_command
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+
+CLUSTER = str(ROOT / "tests" / "helpers" / "slurm" / "cluster.sh")
+LAUNCHER = str(ROOT / "launch" / "train_tts.sh")
+STEPS = 60
+FLAGS = ("--use_lora", "--lora_dropout", 0.1, "--learning_rate", 2e-4, "--lr_scheduler", "constant", "--disable_eval",
+         "--per_device_train_batch_size", 2, "--num_train_epochs", 1000, "--max_steps", STEPS, "--save_steps", 10,
+         "--save_total_limit", 0)
+MISSING = next((tool for tool in ("slurmctld", "slurmd", "munged", "ip") if not shutil.which(tool)), None)
+
+if MISSING or os.geteuid() != 0:
+    why = f"{MISSING} is not installed (apt-get install slurm-wlm munge iproute2)" if MISSING else "Slurm needs root"
+    pytestmark.append(pytest.mark.skip(reason=why))
+
+
+def wait_until(ready, what, seconds=120):
+    """Return the first true value of ready()."""
+    end = time.monotonic() + seconds
+    while not (value := ready()):
+        assert time.monotonic() < end, f"no {what} in {seconds} s"
+        time.sleep(0.05)
+    return value
+
+
+class Job:
+    """A job of train_tts.sh (or another launcher) on the tiny model."""
+
+    def __init__(self, folder, *args, launcher=LAUNCHER, sbatch=(), **settings):
+        folder.mkdir()
+        self.out, self.log_file = folder / "out", folder / "job.log"
+        environment = {"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1", **settings}
+        environment["PATH"] = f"{Path(shutil.which('python')).parent}:{os.environ['PATH']}"
+        done = subprocess.run(["sbatch", "--parsable", f"--output={self.log_file}", *sbatch, launcher,
+                               *map(str, args)], cwd=folder, text=True, capture_output=True,
+                              env={**os.environ, **environment})
+        assert done.returncode == 0, done.stderr
+        self.id = done.stdout.strip()
+
+    @property
+    def log(self):
+        return self.log_file.read_text() if self.log_file.exists() else ""
+
+    def show(self, name):
+        """A field of scontrol show job."""
+        text = subprocess.run(["scontrol", "show", "job", self.id], text=True, capture_output=True).stdout
+        found = re.search(rf"\b{name}=(\S*)", text)
+        return found[1] if found else ""
+
+    def processes(self):
+        """{pid: environment} of every process of this job."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                values = (folder / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if f"SLURM_JOB_ID={self.id}".encode() in values:
+                found[int(folder.name)] = dict(value.decode().split("=", 1) for value in values if b"=" in value)
+        return found
+
+    def trainers(self):
+        """{pid: environment} of the processes that have a rank, their loaders included."""
+        return {pid: environment for pid, environment in self.processes().items() if "LOCAL_RANK" in environment}
+
+    def freeze(self):
+        """Stop every trainer where it stands, so that nothing depends on how fast this machine is."""
+        self.frozen = list(self.trainers())
+        self.signal_frozen(signal.SIGSTOP)
+
+    def thaw(self):
+        self.signal_frozen(signal.SIGCONT)
+
+    def signal_frozen(self, number):
+        for pid in self.frozen:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                pass
+
+    def freeze_after(self, step):
+        wait_until(lambda: (self.out / f"checkpoint-{step}").exists() or "done  " in self.log, f"checkpoint {step}")
+        self.freeze()
+        assert "done  " not in self.log, "the run was over before it could be disturbed: more STEPS are needed"
+
+    def end(self, seconds=240):
+        """Wait through requeues for the end; returns (state, restarts)."""
+        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        state = wait_until(lambda: (now := self.show("JobState")) in ended and now, f"end of job {self.id}", seconds)
+        return state, int(self.show("Restarts"))
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A running cluster; cluster("kill", "n2") and cluster("up", "n2") break and mend a node."""
+    folder = Path("/tmp/flat-slurm")         # short, for Unix sockets; names and ports are fixed, so one at a time
+    monkeypatch = pytest.MonkeyPatch()
+
+    def call(command, *node):
+        subprocess.run(["bash", CLUSTER, command, str(folder), *node], check=True)
+    with open("/tmp/flat-slurm.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            call("stop")                    # what a killed test run has left
+            shutil.rmtree(folder)
+            call("start")
+            monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+            yield call
+        finally:
+            call("stop")
+            shutil.rmtree(folder)
+            monkeypatch.undo()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny, tmp_path_factory):
+    """Final weights of the run that all others must equal: two ranks under plain torchrun."""
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    subprocess.run(trainer_command(tiny, out, *FLAGS, ranks=2), check=True, timeout=300, stdout=subprocess.DEVNULL)
+    return load_file(out / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
+
+
+@pytest.fixture
+def submit(cluster, tiny, tmp_path):
+    """submit(*flags, sbatch=(), **settings) -> Job of a two-node training run; cancelled at the end of the test."""
+    jobs = []
+
+    def run(*flags, **options):
+        folder = tmp_path / f"job-{len(jobs)}"
+        args = trainer_command(tiny, folder / "out", *FLAGS, *flags)[2:]
+        jobs.append(Job(folder, *args, **options))
+        return jobs[-1]
+    yield run
+    for job in jobs:
+        subprocess.run(["scancel", job.id], capture_output=True)
+    wait_until(lambda: not any(job.processes() for job in jobs), "end of the jobs' processes", seconds=60)
+
+
+def assert_undisturbed(job, undisturbed):
+    weights = load_file(job.out / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
+    assert weights.keys() == undisturbed.keys()
+    assert all(torch.equal(weights[name], undisturbed[name]) for name in weights)
+
+
+def resumed_at(job):
+    """Steps at which the starts of a job began, in order."""
+    return [int(step) for step in re.findall(r"^start +step (\d+)", job.log, re.M)]
+
+
+def assert_resumed_and_undisturbed(job, undisturbed):
+    """After a lost node. Slurm may send it the old start's kill a minute late, to a slow new one: one start more."""
+    state, restarts = job.end()
+    assert state == "COMPLETED" and restarts >= 1, job.log
+    starts = resumed_at(job)
+    assert len(starts) == 1 + restarts and 20 <= starts[1] < STEPS and starts[1] % 10 == 0
+    assert_undisturbed(job, undisturbed)
+
+
+def test_two_nodes_train_to_the_end(submit, undisturbed):
+    job = submit()
+    trainers = wait_until(lambda: len(found := job.trainers()) >= 2 and found, "two trainers")
+    places = {(e["SLURMD_NODENAME"], e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"]) for e in trainers.values()}
+    assert {place[0] for place in places} == {"n1", "n2"} and {place[1] for place in places} == {"0", "1"}
+    assert {place[2:] for place in places} == {("0", "2")} and len(places) == 2
+    assert job.end() == ("COMPLETED", 0), job.log
+    assert f"job {job.id}, start 1, on n[1-2]: 2 x 1 trainers" in job.log
+    assert job.log.count("done       step") == 1
+    said = [(job.out / "node_logs" / f"{job.id}-{node}.log").read_text() for node in ("n1", "n2")]
+    assert sum("done       step" in text for text in said) == 1         # rank 0's node says it, whichever that is
+    assert not (job.out / "requeue").exists()
+    assert_undisturbed(job, undisturbed)        # a rank with another one's shard of the data would end elsewhere
+
+
+def test_one_node_with_the_same_launcher(submit, undisturbed):
+    job = submit(sbatch=["--nodes=1"], NPROC_PER_NODE="2")
+    assert job.end() == ("COMPLETED", 0), job.log
+    assert_undisturbed(job, undisturbed)
+
+
+def test_lost_node_noticed_by_slurm(submit, cluster, undisturbed):
+    """The node is called down, Slurm queues the job again by itself, then the node is back."""
+    job = submit()
+    job.freeze_after(20)
+    cluster("kill", "n2")
+    job.thaw()
+    wait_until(lambda: job.show("Restarts") == "1", "requeue", seconds=60)
+    assert "is queued again" not in job.log
+    cluster("up", "n2")
+    assert_resumed_and_undisturbed(job, undisturbed)
+
+
+def test_lost_node_not_noticed_by_slurm(submit, cluster, undisturbed):
+    """The node is back before Slurm misses it: srun gives up after --wait, and the launcher queues the job again."""
+    job = submit(SRUN_WAIT="3")
+    job.freeze_after(20)
+    cluster("kill", "n2")
+    cluster("up", "n2")
+    job.thaw()
+    assert_resumed_and_undisturbed(job, undisturbed)
+    assert "train_tts: a node was lost; the job is queued again" in job.log
+
+
+def test_time_limit_saves_queues_again_and_finishes(submit, undisturbed):
+    job = submit(sbatch=["--time=2", "--signal=B:USR1@45"])        # minutes, seconds; Slurm signals up to 60 s early
+    job.freeze_after(10)
+    wait_until(lambda: "USR1: asking the trainers to save and stop" in job.log, "Slurm's warning")
+    job.thaw()
+    state, restarts = job.end()
+    assert state == "COMPLETED" and restarts >= 1, job.log
+    saved = [int(step) for step in re.findall(r"asked to stop by SIGUSR1 at step (\d+); the job is queued", job.log)]
+    assert saved and resumed_at(job) == [0, *saved]     # each start goes on exactly where the one before was stopped
+    assert not (job.out / "requeue").exists()
+    assert_undisturbed(job, undisturbed)
+
+
+def test_scancel_leaves_no_process_and_queues_nothing(submit):
+    job = submit("--max_steps", 1000000)
+    wait_until(lambda: (job.out / "checkpoint-10").exists(), "first checkpoint")
+    subprocess.run(["scancel", job.id], check=True)
+    wait_until(lambda: not job.processes(), "end of the job's processes", seconds=40)
+    assert job.end(30) == ("CANCELLED", 0)
+    assert "is queued again" not in job.log
+
+
+def test_a_wrong_flag_fails_once(submit):
+    job = submit("--no_such_flag")
+    assert job.end() == ("FAILED", 0), job.log
+    assert "unrecognized arguments: --no_such_flag" in job.log
+    assert job.show("ExitCode") != "0:0"
+
+
+def test_requeues_on_any_failure_are_bounded(submit, tmp_path):
+    trainer = tmp_path / "fails.py"
+    trainer.write_text("raise SystemExit(3)")
+    job = submit(TRAINER=str(trainer), REQUEUE_ON_FAILURE="any", MAX_REQUEUES="1")
+    assert job.end() == ("FAILED", 1), job.log
+    assert "not queued again, this was start 2 (MAX_REQUEUES)" in job.log
+
+
+def test_h200_launcher_finds_its_repository_from_the_spool_folder(cluster, tmp_path):
+    job = Job(tmp_path / "job", "--train_data_file", ROOT / "README.md", launcher=str(LAUNCHER)[:-3] + "_h200x8.sh",
+              DRY_RUN="1", MIN_GPUS="0", NPROC_PER_NODE="8", OMP_NUM_THREADS="")
+    assert job.end(30) == ("COMPLETED", 0), job.log
+    assert "OMP_NUM_THREADS=16 srun --nodes=1" in job.log
+    assert f"{ROOT}/train_v2_ddp.py --per_device_train_batch_size 4" in job.log

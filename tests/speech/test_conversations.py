@@ -1,0 +1,427 @@
+"""Every shape a speech dataset comes in gives the same canonical conversation, and no text is lost on the way."""
+import json
+
+import pytest
+
+from speech.conversations import DEFAULT_SYSTEM, Clip, normalise_text, read_samples
+
+REFERENCE, TARGET = "This is how I sound.", "He said: stop: now."
+CANONICAL_SYSTEM = (DEFAULT_SYSTEM + "\n\n<|scene_desc_start|>\nAudio is recorded from a quiet room.\n"
+                    "<|scene_desc_end|>")
+INSTRUCTION = "Please generate speech for given text in reference audio's voice: "
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A data folder with audio files; reading a dataset looks whether they exist, never into them."""
+    for name in ("ref.wav", "ref2.wav", "target.wav", "other.wav"):
+        (tmp_path / name).write_bytes(b"audio")
+    return tmp_path
+
+
+def audio(name, **more):
+    return {"type": "audio", "audio_url": name, **more}
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+def wild(*user, system=DEFAULT_SYSTEM, answer=TARGET, **entry):
+    """The community form: user content items as given, assistant = text and audio."""
+    return {"messages": [{"role": "system", "content": system}, {"role": "user", "content": list(user)},
+                         {"role": "assistant", "content": [text(answer)] * bool(answer) +
+                          [audio("target.wav", raw_audio="", duration=2.5, offset=None)]}],
+            "start_index": 0, "speaker": "anna", "misc": {"sample_id": "s1"}, **entry}
+
+
+def canonical(system=DEFAULT_SYSTEM, **entry):
+    return {"messages": [{"role": "system", "content": system},
+                         {"role": "user", "content": REFERENCE}, {"role": "assistant", "content": audio("ref.wav")},
+                         {"role": "user", "content": TARGET}, {"role": "assistant", "content": audio("target.wav")}],
+            "speaker": "anna", **entry}
+
+
+def read(folder, entries, name="data.json", **options):
+    """Samples of raw entries written as a JSON list; fails on any problem."""
+    (folder / name).write_text(json.dumps(entries))
+    problems = []
+    samples = list(read_samples(folder / name, problems, **options))
+    assert not problems
+    return samples
+
+
+def problems_of(folder, entries):
+    (folder / "data.json").write_text(json.dumps(entries))
+    problems = []
+    assert not list(read_samples(folder / "data.json", problems))
+    return problems
+
+
+def shape(sample):
+    """A sample as [(role, text or file name.., trained)], which is what training sees of it."""
+    return [(t.role, *[p.path.rsplit("/")[-1] if isinstance(p, Clip) else p for p in t.parts], t.trained)
+            for t in sample.turns]
+
+
+def cloning(target=TARGET, system=DEFAULT_SYSTEM, reference=REFERENCE):
+    return [("system", system, False), ("user", reference, False), ("assistant", "ref.wav", False),
+            ("user", target, False), ("assistant", "target.wav", True)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shapes
+
+ASKED = text(INSTRUCTION + TARGET)
+SAME_SAMPLE = {
+    "instruction last": wild(text(REFERENCE), audio("ref.wav"), ASKED),
+    "no instruction": wild(text(REFERENCE), audio("ref.wav"), text(TARGET)),
+    "audio last": wild(text(REFERENCE), ASKED, audio("ref.wav")),
+    "audio first": wild(audio("ref.wav"), text(REFERENCE), ASKED),
+    "instruction first": wild(ASKED, text(REFERENCE), audio("ref.wav")),
+    "instruction first, audio first": wild(audio("ref.wav"), ASKED, text(REFERENCE)),
+    "no text in the answer": wild(text(REFERENCE), audio("ref.wav"), ASKED, answer=""),
+    "instruction first, no text in the answer": wild(ASKED, text(REFERENCE), audio("ref.wav"), answer=""),
+    "target only in the answer": wild(text(REFERENCE), audio("ref.wav")),
+    "target only in the answer, audio first": wild(audio("ref.wav"), text(REFERENCE), misc={
+        "ref_transcript": REFERENCE}),
+    "instruction without a text": wild(text(REFERENCE), audio("ref.wav"), text(INSTRUCTION)),
+    "both texts only in misc": wild(audio("ref.wav"), answer="", misc={
+        "ref_transcript": REFERENCE, "target_transcript": TARGET}),
+    "reference text only in misc": wild(audio("ref.wav"), ASKED, misc={"ref_transcript": REFERENCE}),
+    "other letter case": wild(text(REFERENCE), audio("ref.wav"), text("PLEASE generate Speech for this:" + TARGET)),
+    "spaces around": wild(text(f"  {REFERENCE}\n"), audio("ref.wav"), text(f"{INSTRUCTION}\n{TARGET} ")),
+    "items of strings": wild(REFERENCE, audio("ref.wav"), ASKED),
+    "empty text items": wild(text(""), text(REFERENCE), audio("ref.wav"), text(""), ASKED),
+    "audio named by url": wild(text(REFERENCE), {"type": "audio", "url": "ref.wav"}, ASKED),
+    "audio named by path": wild(text(REFERENCE), {"type": "audio", "path": "ref.wav"}, ASKED),
+    "start_index absent": wild(text(REFERENCE), audio("ref.wav"), ASKED, start_index=None),
+    "start_index of the answer": wild(text(REFERENCE), audio("ref.wav"), ASKED, start_index=2),
+    "canonical": canonical(),
+    "canonical, start_index 3": canonical(start_index=3),
+    "canonical, start_index 4": canonical(start_index=4),
+    "canonical, answer repeats the text": {**canonical(), "messages": [
+        *canonical()["messages"][:4], {"role": "assistant", "content": [text(TARGET), audio("target.wav")]}]},
+    "canonical, no system message": {**canonical(), "messages": canonical()["messages"][1:]},
+}
+
+
+@pytest.mark.parametrize("entry", SAME_SAMPLE.values(), ids=SAME_SAMPLE)
+def test_every_shape_is_the_same_canonical_sample(folder, entry):
+    sample, = read(folder, [entry])
+    assert shape(sample) == cloning()
+    assert sample.speaker == "anna"
+    assert [c.path for t in sample.turns for c in t.clips] == [str(folder / "ref.wav"), str(folder / "target.wav")]
+
+
+@pytest.mark.parametrize("write", [
+    lambda path, entries: path.write_text(json.dumps(entries)),
+    lambda path, entries: path.write_text(json.dumps(entries, indent=2) + "\n"),
+    lambda path, entries: path.write_text("\n\n" + json.dumps(entries)),
+    lambda path, entries: path.write_text(json.dumps(entries), encoding="utf-8-sig"),
+    lambda path, entries: path.write_text("\n".join(map(json.dumps, entries))),
+    lambda path, entries: path.write_text("\n" + "\n\n".join(map(json.dumps, entries)) + "\n", encoding="utf-8-sig"),
+], ids=["list", "indented list", "blank lines first", "byte order mark", "lines", "lines with gaps and mark"])
+def test_every_container_holds_the_same_samples(folder, write):
+    entries = [SAME_SAMPLE["instruction last"], SAME_SAMPLE["canonical"]]
+    for name in ("data.json", "data.jsonl"):
+        write(folder / name, entries)
+        problems = []
+        samples = list(read_samples(folder / name, problems))
+        assert not problems and [shape(s) for s in samples] == [cloning(), cloning()]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_single_object_is_a_dataset_of_one(folder, indent):
+    (folder / "data.json").write_text(json.dumps(SAME_SAMPLE["instruction last"], indent=indent))
+    problems = []
+    assert [shape(s) for s in read_samples(folder / "data.json", problems)] == [cloning()] and not problems
+
+
+def test_jsonl_by_its_name_may_have_one_line(folder):
+    (folder / "data.jsonl").write_text(json.dumps(SAME_SAMPLE["canonical"]))
+    problems = []
+    assert [shape(s) for s in read_samples(folder / "data.jsonl", problems)] == [cloning()] and not problems
+
+
+def test_not_a_number_is_nothing_as_in_the_official_reader(folder):
+    entry = wild(text(REFERENCE), audio("ref.wav", duration=float("nan"), offset=float("nan")), ASKED,
+                 start_index=float("nan"))
+    assert "NaN" in json.dumps(entry)
+    assert shape(read(folder, [entry])[0]) == cloning()
+
+
+@pytest.mark.parametrize("entry", [
+    {"messages": [{"role": "user", "content": TARGET}, {"role": "assistant", "content": audio("target.wav")}]},
+    {"messages": [{"role": "system", "content": DEFAULT_SYSTEM}, {"role": "user", "content": [text(TARGET)]},
+                  {"role": "assistant", "content": [audio("target.wav")]}], "start_index": 1},
+    wild(text(TARGET)), wild(text(INSTRUCTION + TARGET)), wild(text(TARGET), answer=""),
+], ids=["canonical", "start_index 1", "with answer text", "with instruction", "no answer text"])
+def test_without_reference(folder, entry):
+    sample, = read(folder, [entry])
+    assert shape(sample) == [("system", DEFAULT_SYSTEM, False), ("user", TARGET, False),
+                             ("assistant", "target.wav", True)]
+
+
+def test_several_speakers(folder):
+    """Canonical pairs and one wild message with two clips mean the same."""
+    target = "[SPEAKER0] Did you see it? [SPEAKER1] I did: twice."
+    turns = [("[SPEAKER0] First voice.", "ref.wav"), ("[SPEAKER1] Second voice.", "ref2.wav"), (target, "target.wav")]
+    pairs = {"messages": [m for words, name in turns for m in
+                          ({"role": "user", "content": words}, {"role": "assistant", "content": audio(name)})]}
+    user = [item for words, name in turns[:2] for item in (text(words), audio(name))]
+    expected = [("system", DEFAULT_SYSTEM, False)] + [
+        t for words, name in turns for t in (("user", words, False), ("assistant", name, name == "target.wav"))]
+    for entry in (pairs, wild(*user, text(INSTRUCTION + target), answer=target), wild(*user, text(target), answer="")):
+        assert shape(read(folder, [entry])[0]) == expected
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
+
+
+@pytest.mark.parametrize("target", [
+    "He said: stop: now.", ": odd", "a:b:c:", "Time 10:45: go", "Text:", "please: note", "二つ：三つ: 四つ",
+    "Please generate speech", "Please generate speech for me: he said: now", "Say it.\nTwice: please."])
+@pytest.mark.parametrize("answered", [True, False])
+def test_target_text_is_never_cut(folder, target, answered):
+    prompts = [INSTRUCTION + target, f"Please generate speech for the text: {target}"]
+    if answered or not target.startswith("Please generate speech for me:"):    # else nothing tells it from a prefix
+        prompts.append(target)
+    for prompt in prompts:
+        entry = wild(text(REFERENCE), audio("ref.wav"), text(prompt), answer=target if answered else "")
+        assert shape(read(folder, [entry])[0]) == cloning(target)
+
+
+def test_the_reference_text_may_look_like_the_instruction(folder):
+    spoken = "Please generate speech: that is what I said."
+    for prompt in (TARGET, INSTRUCTION + TARGET):
+        entry = wild(text(spoken), audio("ref.wav"), text(prompt))
+        assert shape(read(folder, [entry])[0]) == cloning(reference=spoken)
+
+
+def test_an_answer_with_its_own_words_keeps_and_trains_them(folder):
+    entry = wild(text(REFERENCE), audio("ref.wav"), text("How do you say hello?"), answer="Like this:")
+    assert shape(read(folder, [entry])[0])[3:] == [("user", "How do you say hello?", False),
+                                                    ("assistant", "Like this:", "target.wav", True)]
+
+
+@pytest.mark.parametrize("entry", [
+    canonical(system=CANONICAL_SYSTEM),
+    canonical(scene="Audio is recorded from a quiet room."),
+    {**canonical(), "messages": [canonical()["messages"][0], {"role": "scene", "content":
+                                 [text("Audio is recorded from a quiet room. ")]}, *canonical()["messages"][1:]]},
+    {**canonical(), "messages": [{"role": "scene", "content": "Audio is recorded from a quiet room."},
+                                 *canonical()["messages"]]},
+    wild(text(REFERENCE), audio("ref.wav"), ASKED, system=CANONICAL_SYSTEM),
+], ids=["in the system text", "key scene", "scene message", "scene message first", "wild"])
+def test_the_scene_is_kept(folder, entry):
+    sample, = read(folder, [entry])
+    joined = ["".join(p for p in t.parts if isinstance(p, str)) for t in sample.turns]
+    assert joined == [CANONICAL_SYSTEM, REFERENCE, "", TARGET, ""]
+    assert [t.role for t in sample.turns] == ["system", "user", "assistant", "user", "assistant"]
+
+
+def test_the_system_text_is_kept(folder):
+    system = "You are a helpful assistant: calm, friendly."
+    for entry in (wild(text(REFERENCE), audio("ref.wav"), ASKED, system=system), canonical(system=system)):
+        assert shape(read(folder, [entry])[0]) == cloning(system=system)
+
+
+def test_two_scenes_and_audio_in_the_scene(folder):
+    entry = {"messages": [
+        {"role": "system", "content": "Speak."}, {"role": "scene", "content": "A busy street."},
+        {"role": "scene", "content": [text("SPEAKER0:"), audio("ref.wav"), text("SPEAKER1:"), audio("ref2.wav")]},
+        {"role": "user", "content": TARGET}, {"role": "assistant", "content": audio("target.wav")}]}
+    sample, = read(folder, [entry])
+    system = sample.turns[0].parts
+    assert "".join("{}" if isinstance(p, Clip) else p for p in system) == (
+        "Speak.\n\n<|scene_desc_start|>\nA busy street.\nSPEAKER0:{}\nSPEAKER1:{}\n<|scene_desc_end|>")
+    assert [c.path for c in sample.turns[0].clips] == [str(folder / "ref.wav"), str(folder / "ref2.wav")]
+    assert not sample.turns[0].trained
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which turns are trained
+
+
+@pytest.mark.parametrize("start_index, trained", [
+    (None, [False, True]), (0, [True, True]), (1, [True, True]), (2, [True, True]), (3, [False, True]),
+    (4, [False, True])])
+def test_start_index_of_a_canonical_conversation(folder, start_index, trained):
+    sample, = read(folder, [canonical(start_index=start_index)])
+    assert [t.trained for t in sample.turns if t.role == "assistant"] == trained
+    assert not any(t.trained for t in sample.turns if t.role != "assistant")
+
+
+def test_start_index_counts_the_messages_of_the_file(folder):
+    """A scene message is a message, though it is no turn; and the system turn we add is none."""
+    messages = [{"role": "scene", "content": "A room."}, *canonical()["messages"]]
+    sample, = read(folder, [canonical(messages=messages, start_index=4)])
+    assert [t.trained for t in sample.turns] == [False, False, False, False, True]
+    sample, = read(folder, [canonical(messages=canonical()["messages"][1:], start_index=1)])
+    assert [t.trained for t in sample.turns] == [False, False, True, False, True]
+
+
+@pytest.mark.parametrize("start_index", [None, 0])
+def test_wild_form_never_trains_its_reference(folder, start_index):
+    sample, = read(folder, [wild(text(REFERENCE), audio("ref.wav"), ASKED, start_index=start_index)])
+    assert [t.trained for t in sample.turns] == [False, False, False, False, True]
+
+
+def test_wild_form_with_two_exchanges_trains_the_last_alone_for_zero(folder):
+    entry = wild(text(REFERENCE), audio("ref.wav"), ASKED)
+    entry["messages"] += [{"role": "user", "content": "Again."}, {"role": "assistant", "content": audio("other.wav")}]
+    trained = {s: [t.trained for t in read(folder, [{**entry, "start_index": s}])[0].turns if t.role == "assistant"]
+               for s in (None, 0, 2, 3)}
+    assert trained == {None: [False, False, True], 0: [False, False, True], 2: [False, True, True],
+                       3: [False, False, True]}
+
+
+@pytest.mark.parametrize("start_index, said", [
+    (-1, "start_index is -1"),
+    (5, "start_index 5 of 5 messages"), (99, "start_index 99"), ("3", "start_index is '3'"), (True, "is True"),
+    (1.5, "is 1.5")])
+def test_start_index_out_of_range(folder, start_index, said):
+    problem, = problems_of(folder, [canonical(start_index=start_index)])
+    assert said in problem and "data.json sample 0 (anna)" in problem
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Clips
+
+
+@pytest.mark.parametrize("given, kept", [
+    ({}, (None, None, 0.0)), ({"offset": None, "duration": 2.5}, (None, None, 2.5)),
+    ({"offset": 0, "duration": 1.5}, (0, 1.5, 1.5)), ({"offset": 0.75, "duration": 1}, (0.75, 1, 1.0)),
+    ({"offset": 2.0}, (2.0, None, 0.0)), ({"duration": 3}, (None, None, 3.0))])
+def test_only_an_offset_makes_a_cut(folder, given, kept):
+    """The wild form notes each clip's duration; taken as a cut it would clip every target by rounding."""
+    sample, = read(folder, [{"messages": [{"role": "user", "content": TARGET},
+                                          {"role": "assistant", "content": audio("target.wav", **given)}]}])
+    clip = sample.turns[-1].clips[0]
+    assert (clip.offset, clip.duration, clip.seconds) == kept
+
+
+def test_audio_is_found_beside_the_data_file_and_up_to_two_folders_above(folder, monkeypatch):
+    deep = folder / "a" / "b"
+    deep.mkdir(parents=True)
+    for home in (deep, folder / "a", folder):
+        (home / f"at-{home.name}.wav").write_bytes(b"audio")
+    monkeypatch.chdir(folder / "a")
+    (folder / "a" / "ref.wav").write_bytes(b"audio")
+    names = [f"at-{h.name}.wav" for h in (deep, folder / "a", folder)] + [str(folder / "other.wav"), "ref.wav"]
+    entries = [{"messages": [{"role": "user", "content": TARGET}, {"role": "assistant", "content": audio(n)}]}
+               for n in names]
+    found = [s.turns[-1].clips[0].path for s in read(deep, entries)]
+    assert found == [str(deep / names[0]), str(folder / "a" / names[1]), str(folder / names[2]),
+                     str(folder / "other.wav"), str(folder / "a" / "ref.wav")]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The folder format
+
+SCENE = "\n\n<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
+
+
+def metadata(folder, *samples):
+    (folder / "t1.txt").write_text("It is cold (today)，isn’t it [laugh]")
+    (folder / "metadata.json").write_text(json.dumps({"dataset_info": {"total_samples": len(samples)},
+                                                      "samples": list(samples)}))
+    return {"id": "s1", "audio_file": "target.wav", "transcript_file": "t1.txt", "duration": 2.5, "speaker_id": "anna"}
+
+
+def folder_samples(folder, **options):
+    problems = []
+    samples = list(read_samples(folder, problems, **options))
+    return samples, problems
+
+
+SPOKEN = "It is cold today ,isn't it <SE>[Laughter]</SE>"
+
+
+def test_metadata_folder_smart_voice_and_scene(folder):
+    base = metadata(folder)
+    metadata(folder, base, {**base, "id": "s2", "scene": "quiet_room"})
+    (first, second), problems = folder_samples(folder)
+    assert not problems
+    assert shape(first) == [("system", DEFAULT_SYSTEM, False), ("user", SPOKEN, False),
+                            ("assistant", "target.wav", True)]
+    assert first.speaker == "anna" and "(s1)" in first.name
+    assert second.turns[0].text == DEFAULT_SYSTEM + SCENE.format("Audio is recorded from quiet room.")
+    clip = first.turns[-1].clips[0]
+    assert (clip.offset, clip.duration, clip.seconds) == (None, None, 2.5)
+
+
+def test_metadata_folder_cloning(folder):
+    base = {**metadata(folder), "ref_audio_file": "ref.wav", "ref_transcript": REFERENCE}
+    metadata(folder, base)
+    (by_flag,), problems = folder_samples(folder, task_type="zero_shot_voice_cloning")
+    assert not problems and shape(by_flag) == cloning(SPOKEN)
+    metadata(folder, {**base, "task_type": "zero_shot_voice_cloning"})
+    (by_sample,), problems = folder_samples(folder)
+    assert not problems and shape(by_sample) == cloning(SPOKEN)
+
+
+def test_metadata_folder_says_that_references_are_not_used(folder, capsys):
+    base = {**metadata(folder), "ref_audio_file": "ref.wav", "ref_transcript": REFERENCE}
+    metadata(folder, base)
+    (sample,), _ = folder_samples(folder)
+    assert len(sample.turns) == 3 and "1 samples have reference clips" in capsys.readouterr().out
+
+
+def test_metadata_folder_several_speakers(folder):
+    speakers = [{"speaker_tag": "[SPEAKER0]", "ref_audio_file": "ref.wav", "ref_transcript": "First voice."},
+                {"ref_audio_file": "ref2.wav", "ref_transcript": "Second voice."}]
+    metadata(folder, {**metadata(folder), "ref_speakers": speakers, "task_type": "multi_speaker_voice_cloning"})
+    (sample,), problems = folder_samples(folder)
+    assert not problems and shape(sample) == [
+        ("system", DEFAULT_SYSTEM, False), ("user", "[SPEAKER0] First voice.", False), ("assistant", "ref.wav", False),
+        ("user", "[SPEAKER1] Second voice.", False), ("assistant", "ref2.wav", False), ("user", SPOKEN, False),
+        ("assistant", "target.wav", True)]
+
+
+def test_metadata_folder_reference_in_the_scene(folder):
+    base = {**metadata(folder), "ref_audio_file": "ref.wav", "ref_transcript": REFERENCE, "scene": "a_hall"}
+    metadata(folder, base)
+    (sample,), problems = folder_samples(folder, task_type="zero_shot_voice_cloning", ref_in_system=True)
+    assert not problems
+    assert [t.role for t in sample.turns] == ["system", "user", "assistant"]
+    assert "".join("{}" if isinstance(p, Clip) else p for p in sample.turns[0].parts) == (
+        DEFAULT_SYSTEM + SCENE.format("Audio is recorded from a hall.\n\nSPEAKER0:{}"))
+
+
+def test_folder_without_metadata(folder):
+    for name in ("ref", "ref2", "target", "other"):
+        (folder / f"{name}.txt").write_text(f"I am {name}")
+    samples, problems = folder_samples(folder)
+    assert not problems and [shape(s)[1:] for s in samples] == [
+        [("user", f"I am {name}.", False), ("assistant", f"{name}.wav", True)]
+        for name in ("other", "ref", "ref2", "target")]
+
+
+def test_folder_problems_carry_the_numbers_of_the_metadata(folder):
+    base = metadata(folder)
+    metadata(folder, "text", {**base, "audio_file": ""}, {**base, "transcript_file": "gone.txt"},
+             {**base, "task_type": "singing"}, {**base, "task_type": ["singing"]}, base,
+             {**base, "task_type": "zero_shot_voice_cloning"},
+             {**base, "task_type": "multi_speaker_voice_cloning", "ref_speakers": ["anna"]},
+             {**base, "transcript_file": 7}, {**base, "audio_file": "gone.wav"})
+    samples, problems = folder_samples(folder)
+    assert [s.name for s in samples] == [f"{folder} sample 5 (s1)"]
+    said = [(0, "is a str"), (1, "'audio_file'"), (2, "gone.txt"), (3, "unknown task_type 'singing'"),
+            (4, "unknown task_type ['singing']"), (6, "'ref_audio_file'"),
+            (7, "ref_speakers"), (8, "'transcript_file'"), (9, "gone.wav")]
+    assert len(problems) == len(said)
+    for problem, (number, what) in zip(problems, said):
+        assert f" sample {number} " in problem and what in problem
+
+
+@pytest.mark.parametrize("given, spoken", [
+    ("It is 20°C", "It is 20 degrees Celsius."), ("多い，少ない。", "多い,少ない."), ("Wait;", "Wait;"),
+    ("  a   b \n\n c ", "a b\nc."),
+    ("[cough] well", "<SE>[Cough]</SE> well."), ("[music start] la [music end]",
+                                                 "<SE_s>[Music]</SE_s> la <SE_e>[Music]</SE_e>"),
+    ("[hello]", "[hello]."), ("(quiet)", "quiet."), ("", "")])
+def test_folder_text_is_normalised_as_inference_does(given, spoken):
+    assert normalise_text(given) == spoken

@@ -1,0 +1,564 @@
+"""Judging speech: the arithmetic against known values, the models' plumbing by properties that hold for any weights.
+
+The models are real transformers classes with random weights: what they hear means nothing, but who heard what must fit.
+"""
+import itertools
+import json
+import subprocess
+import sys
+
+import matplotlib.image
+import numpy as np
+import pytest
+import soundfile
+import soxr
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Wav2Vec2FeatureExtractor,
+    WavLMConfig,
+    WavLMForXVector,
+    WavLMModel,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+)
+
+from common import parallel
+from speech import evaluate_tts, make_tiny, speak
+from speech import speech_metrics as sm
+from speech.conversations import Clip
+from tests.helpers.trainer import ROOT
+
+RATE = sm.RATE
+
+
+def voice(hertz, seconds=1.0, noise=0.0, seed=0):
+    """A buzz of 12 harmonics; hertz: a number, or (start, end) of a glide. -> (wave, true pitch a sample)."""
+    n = round(seconds * RATE)
+    f = np.geomspace(*hertz, n) if isinstance(hertz, tuple) else np.full(n, float(hertz))
+    phase = 2 * np.pi * np.cumsum(f) / RATE
+    wave = sum(np.sin(k * phase) / k for k in range(1, 13)) * 0.2
+    return (wave + noise * np.random.default_rng(seed).standard_normal(n)).astype(np.float32), f
+
+
+def speech(text, speaker=0, seed=0):
+    return make_tiny.synthesise(text, speaker, RATE, np.random.default_rng(seed))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Words
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("Hello, World!", "hello world"), ("  It’s  ten-fifteen. ", "it's ten fifteen"), ("'quoted' don't", "quoted don't"),
+    ("STRASSE Straße", "strasse strasse"), ("<SE>[Laughter]</SE> Ha<|eot_id|>", "ha"), ("[SPEAKER0] Yes?", "yes"),
+    ("Ａ１ ﬁne", "a1 fine"), ("naïve 3.5", "naïve 3 5"), ("你好，世界。", "你好 世界"), ("مَرحبا!", "مَرحبا"),
+    ("...", "")])
+def test_text_is_compared_without_case_signs_and_tags(text, expected):
+    assert sm.normalise(text) == expected
+
+
+@pytest.mark.parametrize("text, heard, words, characters", [
+    ("the cat sat", "The cat sat.", (0, 3), (0, 9)), ("the cat sat", "the bat sat", (1, 3), (1, 9)),
+    ("the cat sat", "the cat", (1, 3), (3, 9)), ("the cat sat", "the the cat sat", (1, 3), (3, 9)),
+    ("the cat sat", "cat sat the", (2, 3), (6, 9)), ("the cat sat", "", (3, 3), (9, 9)),
+    ("one", "one two three", (2, 1), (8, 3)), ("", "noise", (1, 0), (5, 0)), ("notebook", "note book", (2, 1), (0, 8))])
+def test_error_counts_by_hand(text, heard, words, characters):
+    assert sm.word_errors(text, heard) == words and sm.character_errors(text, heard) == characters
+
+
+def test_edit_distance_equals_the_recursive_definition():
+    def slow(a, b):
+        if not a or not b:
+            return len(a) + len(b)
+        return min(slow(a[1:], b) + 1, slow(a, b[1:]) + 1, slow(a[1:], b[1:]) + (a[0] != b[0]))
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        a, b = (rng.integers(0, 3, rng.integers(0, 6)).tolist() for _ in range(2))
+        assert sm.edit_distance(a, b) == slow(a, b)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Spectrum
+
+
+def test_a_recording_is_no_distance_from_itself_at_any_level():
+    wave = speech("Good night.")
+    for other in (wave, 0.1 * wave):
+        found = sm.compare(other, wave)
+        assert found["mcd"] == pytest.approx(0, abs=0.01) and found["length_ratio"] == 1
+        assert found["f0_correlation"] == pytest.approx(1) and found["voicing_agreement"] == 1
+
+
+def test_distance_has_the_published_constant():
+    """10 / ln 10 * sqrt(2): one coefficient apart by 0.3 is 0.3 * 6.1418 dB."""
+    a = np.random.default_rng(0).standard_normal((4, sm.CEPSTRA))
+    b = a.copy()
+    b[:, 2] += 0.3
+    np.testing.assert_allclose(np.diag(sm.cepstral_distances(a, b)), 0.3 * 6.141851463713754, rtol=1e-9)
+    b = a + 0.1
+    np.testing.assert_allclose(np.diag(sm.cepstral_distances(a, b)), 0.1 * 6.141851463713754 * 13 ** 0.5, rtol=1e-9)
+
+
+@pytest.mark.parametrize("order", [1, 5, 13])
+def test_distance_of_a_ripple_is_its_rms_in_decibels(order):
+    """A spectrum raised by a cosine of 6 dB over the mel axis is 6 / sqrt 2 dB away; its level makes no difference."""
+    flat = np.exp(np.random.default_rng(1).standard_normal((3, sm.MELS)))
+    ripple = 6 * np.cos(np.pi * order * (np.arange(sm.MELS) + 0.5) / sm.MELS)
+    distances = sm.cepstral_distances(sm.cepstra(flat), sm.cepstra(flat * 10 ** ((ripple + 20) / 10)))
+    np.testing.assert_allclose(np.diag(distances), 6 / 2 ** 0.5, rtol=1e-9)
+
+
+def test_mel_bands_are_where_they_should_be():
+    for hertz in (300, 1000, 3000, 7000):
+        wave = np.sin(2 * np.pi * hertz * np.arange(RATE) / RATE)
+        centre = 2595 * np.log10(1 + hertz / 700) / (2595 * np.log10(1 + 8000 / 700)) * (sm.MELS + 1) - 1
+        assert abs(np.argmax(sm.mel_energies(wave)[50]) - centre) <= 0.6
+    buzz, tones = voice(150)[0], {f: np.sin(2 * np.pi * f * np.arange(RATE) / RATE) * 0.3 for f in (5000, 9500)}
+    added = {f: sm.compare(buzz + tone, buzz)["mcd"] for f, tone in tones.items()}
+    assert added[9500] < 0.5 < 3 < added[5000]      # above TOP_HZ nothing counts
+
+
+def test_best_path_is_the_cheapest_of_all():
+    def cheapest(d, i, j):
+        if (i, j) == (0, 0):
+            return d[0, 0]
+        return d[i, j] + min(cheapest(d, x, y) for x, y in ((i - 1, j), (i, j - 1), (i - 1, j - 1))
+                             if x >= 0 and y >= 0)
+    rng = np.random.default_rng(0)
+    for n, m in itertools.product((1, 2, 4, 5), repeat=2):
+        d = rng.random((n, m))
+        path = sm.best_path(d)
+        assert path[0].tolist() == [0, 0] and path[-1].tolist() == [n - 1, m - 1]
+        assert {tuple(step) for step in np.diff(path, axis=0)} <= {(0, 1), (1, 0), (1, 1)}
+        assert d[tuple(path.T)].sum() == pytest.approx(cheapest(d, n - 1, m - 1))
+
+
+def test_slower_speech_is_aligned_and_its_length_told():
+    """The same sounds at half the pace: twice as long, nearly no distance; in another order: far away."""
+    sounds = [voice(f)[0] * w for f, w in ((110, 1), (210, 0.5), (330, 0.8), (160, 1))]
+
+    def say(seconds, order=(0, 1, 2, 3)):
+        return np.concatenate([sounds[i][:round(seconds * RATE)] for i in order])
+    slow = sm.compare(say(0.6), say(0.3))
+    assert slow["length_ratio"] == 2 and slow["mcd"] < 0.5 and slow["f0_correlation"] > 0.99
+    assert sm.compare(say(0.3, (3, 2, 1, 0)), say(0.3))["mcd"] > 5 * slow["mcd"] + 2
+    assert sm.compare(say(0.3), say(0.6))["length_ratio"] == 0.5
+
+
+def test_distance_is_the_same_both_ways():
+    a, b = speech("Good night.", 0), speech("Where is the map?", 1)
+    x, y = sm.compare(a, b), sm.compare(b, a)
+    assert x["mcd"] == pytest.approx(y["mcd"]) and x["mcd"] > 3
+    assert x["length_ratio"] == pytest.approx(1 / y["length_ratio"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pitch
+
+
+@pytest.mark.parametrize("hertz", [65, 100, 203.7, 333, 480])
+@pytest.mark.parametrize("kind", ["sine", "buzz", "noisy"])
+def test_pitch_of_a_tone(hertz, kind):
+    t = np.arange(RATE) / RATE
+    wave = np.sin(2 * np.pi * hertz * t) if kind == "sine" else voice(hertz, noise=0.02 * (kind == "noisy"))[0]
+    found = sm.pitch(wave)[4:-4]
+    assert (found > 0).all() and np.abs(found / hertz - 1).max() < 0.01
+    assert abs(np.median(found) / hertz - 1) < 0.001
+
+
+@pytest.mark.parametrize("hertz", [(80, 160), (300, 150), (200, 450)])
+def test_pitch_follows_a_glide(hertz):
+    wave, true = voice(hertz, 2)
+    found = sm.pitch(wave)
+    assert len(found) == 201 == len(sm.mel_energies(wave))
+    np.testing.assert_allclose(found[4:-4], true[::sm.HOP][4:197], rtol=0.005)
+
+
+def test_noise_and_silence_have_no_pitch():
+    noise = np.random.default_rng(0).standard_normal(2 * RATE).astype(np.float32)
+    assert (sm.pitch(noise) > 0).mean() < 0.02 and not sm.pitch(np.zeros(RATE, np.float32)).any()
+    hiss = np.diff(noise, prepend=0)[:RATE]
+    found = sm.pitch(np.concatenate([voice(140)[0], 0.2 * hiss, 0 * hiss])) > 0
+    assert found[4:96].all() and found[104:].mean() < 0.05
+    slow = soxr.resample(0.3 * noise[:RATE // 40], RATE // 40, RATE)
+    whistle = slow * np.sin(2 * np.pi * 4500 / RATE * np.arange(len(slow)))     # an s: nearly periodic, but no voice
+    found = sm.pitch(np.concatenate([voice(140)[0], whistle])) > 0
+    assert found[4:96].all() and found[104:].mean() < 0.05
+
+
+def test_pitch_agreement_of_two_melodies():
+    rise, fall = voice((100, 220), 1.5)[0], voice((220, 100), 1.5)[0]
+    assert sm.compare(rise, voice((150, 330), 1.5)[0])["f0_correlation"] > 0.8      # another register, same melody
+    assert sm.compare(rise, fall)["f0_correlation"] < -0.9
+    half = rise.copy()
+    half[RATE * 3 // 4:] = 0.05 * np.random.default_rng(0).standard_normal(RATE * 3 // 4)
+    assert 0.3 < sm.compare(half, rise)["voicing_agreement"] < 0.75
+    assert sm.compare(rise, rise)["voicing_agreement"] == 1
+
+
+def test_what_is_not_defined_is_none():
+    wave, nothing = voice(150)[0], np.zeros(0, np.float32)
+    silent = sm.compare(np.zeros(RATE // 2, np.float32), wave)
+    assert silent == {"mcd": None, "f0_correlation": None, "voicing_agreement": None, "length_ratio": 0.5}
+    assert sm.compare(nothing, wave)["length_ratio"] == 0 and sm.compare(wave, nothing)["length_ratio"] is None
+    assert sm.compare(wave, wave)["f0_correlation"] is None        # a level tone has no melody
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Audio files
+
+
+def test_audio_is_mono_at_24_khz(tmp_path):
+    wave = voice(200)[0]
+    soundfile.write(tmp_path / "stereo.wav", np.stack([wave, 0 * wave], 1), RATE, subtype="FLOAT")
+    np.testing.assert_allclose(sm.read_audio(tmp_path / "stereo.wav"), wave / 2, atol=1e-6)
+    soundfile.write(tmp_path / "slow.flac", wave[::2], RATE // 2)
+    read = sm.read_audio(tmp_path / "slow.flac")
+    assert len(read) == RATE and np.median(sm.pitch(read)) == pytest.approx(200, rel=0.001)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole runs
+
+
+WORDS = list(dict.fromkeys("the river is wider than it looks keep your gloves dry".split()))
+TEXTS = ["The river.", "It looks wider!", "Keep your gloves dry.", "The river is wider.", "Dry gloves."]
+
+
+@pytest.fixture(scope="module")
+def listener(tmp_path_factory):
+    """A random Whisper that hears up to 3 seconds."""
+    folder = tmp_path_factory.mktemp("whisper")
+    special = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|transcribe|>"]
+    names = [*special, *WORDS, "<|notimestamps|>"]
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<|endoftext|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens([*special, "<|notimestamps|>"])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>",
+                            bos_token="<|endoftext|>").save_pretrained(folder)
+    WhisperFeatureExtractor(feature_size=20, chunk_length=3).save_pretrained(folder)
+    torch.manual_seed(5)        # one that hears different words in different clips
+    model = WhisperForConditionalGeneration(WhisperConfig(
+        vocab_size=len(names), num_mel_bins=20, d_model=16, encoder_layers=1, decoder_layers=1, init_std=1.0,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
+        max_source_positions=150, max_target_positions=16, decoder_start_token_id=1, bos_token_id=0, eos_token_id=0,
+        pad_token_id=0, suppress_tokens=[], begin_suppress_tokens=[]))
+    model.generation_config = GenerationConfig(
+        max_length=8, decoder_start_token_id=1, bos_token_id=0, eos_token_id=0, pad_token_id=0, is_multilingual=True,
+        lang_to_id={"<|en|>": 2}, task_to_id={"transcribe": 3}, no_timestamps_token_id=len(names) - 1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def speaker(tmp_path_factory):
+    """A random WavLM x-vector model."""
+    folder = tmp_path_factory.mktemp("wavlm")
+    torch.manual_seed(0)
+    WavLMForXVector(WavLMConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, conv_dim=(8,) * 7,
+        num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=2, tdnn_dim=(8, 8, 8, 8, 16), num_labels=4,
+        xvector_output_dim=8, initializer_range=0.3)).save_pretrained(folder)
+    Wav2Vec2FeatureExtractor().save_pretrained(folder)
+    return folder
+
+
+def write(folder, waves, **facts):
+    """A folder as generate_tts.py leaves it; facts: {key: list of values, one a sample; None leaves it out}."""
+    folder.mkdir(parents=True)
+    for i, wave in enumerate(waves):
+        soundfile.write(folder / f"{i:04d}.wav", wave, RATE, subtype="FLOAT")
+        facts_of = {"text": TEXTS[i], "seed": 0, "frames": len(wave) // 960, "seconds": len(wave) / RATE,
+                    "real_time_factor": 1.0, "ended_by": "eos"} | {k: v[i] for k, v in facts.items()}
+        known = {key: value for key, value in facts_of.items() if value is not None}
+        (folder / f"{i:04d}.json").write_text(json.dumps(known))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def waves():
+    return [speech(f"{text} {text} {text}", speaker, seed=1) for speaker, text in enumerate(TEXTS)]
+
+
+@pytest.fixture(scope="module")
+def targets(waves, tmp_path_factory):
+    """A folder of recordings named as the samples are."""
+    return write(tmp_path_factory.mktemp("clips") / "targets", waves)
+
+
+def run(*args):
+    """main(args) -> what evaluation.json of the first folder holds."""
+    evaluate_tts.main([str(a) for a in args])
+    return json.loads((args[0] / "evaluation.json").read_text())
+
+
+def by_name(found, key):
+    return {row["name"]: row[key] for row in found["samples"]}
+
+
+def test_copies_of_the_targets_are_perfect(waves, targets, speaker, tmp_path, capsys):
+    folder = write(tmp_path / "a", waves, reference_audio=[str(targets / f"{i:04d}.wav") for i in range(5)],
+                   ended_by=["eos", "length", "eos", "eos", None])
+    found = run(folder, "--reference_dir", targets, "--speaker_model", speaker)
+    assert found["name"] == str(folder) and list(found["metrics"]) == list(evaluate_tts.METRICS)
+    assert found["metrics"] == pytest.approx({
+        "wer": None, "cer": None, "speaker_similarity": 1, "mcd": 0, "f0_correlation": 1, "voicing_agreement": 1,
+        "length_ratio": 1, "stop_rate": 0.75}, abs=1e-6)
+    assert by_name(found, "stop_rate") == {"0000": 1, "0001": 0, "0002": 1, "0003": 1, "0004": None}
+    assert found["settings"]["reference_dir"] == str(targets) and found["settings"]["samples"] == 5
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["metric", "speaker_similarity", "mcd", "f0_correlation",
+                                                   "voicing_agreement", "length_ratio", "stop_rate"]
+    assert lines[-1].split() == ["stop_rate", "share", "0.7500", "4", "0001", "0.0000"]
+    assert matplotlib.image.imread(folder / "evaluation.png").std() > 0.05
+
+
+def test_scores_belong_to_their_samples(waves, targets, speaker, tmp_path):
+    """Other audio under the same names: the scores move along, and match what the functions say pair by pair."""
+    order = [2, 0, 4, 1, 3]
+    paths = [str(targets / f"{i:04d}.wav") for i in range(5)]
+    straight = run(write(tmp_path / "a", [waves[i] for i in order], target_audio=paths, reference_audio=paths[::-1]),
+                   "--speaker_model", speaker)
+    for row, wave, target in zip(straight["samples"], [waves[i] for i in order], waves):
+        assert {key: row[key] for key in ("mcd", "f0_correlation", "voicing_agreement", "length_ratio")} == \
+            pytest.approx(sm.compare(wave, target), rel=1e-4)
+    values = [row["mcd"] for row in straight["samples"]]
+    assert straight["metrics"]["mcd"] == pytest.approx(np.mean(values)) and len(set(values)) == 5
+    shuffled = run(write(tmp_path / "b", [waves[order[i]] for i in order], target_audio=[paths[i] for i in order],
+                         reference_audio=[paths[::-1][i] for i in order]), "--speaker_model", speaker)
+    for key in ("mcd", "speaker_similarity"):
+        a, b = ([row[key] for row in found["samples"]] for found in (straight, shuffled))
+        assert b == pytest.approx([a[i] for i in order]) and np.std(a) > 1e-3
+    assert shuffled["metrics"] == pytest.approx(straight["metrics"])
+
+
+@torch.no_grad()
+def embed(folder, wave):
+    """The embedding by transformers alone."""
+    wave = sm.resample(np.asarray(wave, np.float32), RATE, 16000)
+    inputs = Wav2Vec2FeatureExtractor.from_pretrained(folder)(wave, sampling_rate=16000, return_tensors="pt")
+    return WavLMForXVector.from_pretrained(folder).eval()(**inputs).embeddings[0].numpy()
+
+
+def test_similarity_is_the_cosine_to_the_voice_that_was_cloned(waves, targets, speaker, tmp_path):
+    paths = [str(targets / f"{i:04d}.wav") for i in range(5)]
+    voices = [paths[1], paths[1], None, None, paths[0]]
+    found = run(write(tmp_path / "a", waves, target_audio=[*paths[:3], None, None], reference_audio=voices),
+                "--speaker_model", speaker)
+    for i, j in ((0, 1), (4, 0)):
+        a, b = embed(speaker, waves[i]), embed(speaker, waves[j])
+        cosine = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+        assert found["samples"][i]["speaker_similarity"] == pytest.approx(cosine, abs=1e-4) and abs(cosine) < 0.9999
+    assert found["samples"][1]["speaker_similarity"] == pytest.approx(1)
+    assert found["samples"][2]["speaker_similarity"] == pytest.approx(1)        # no voice given: the target is it
+    assert found["samples"][3]["speaker_similarity"] is None and found["samples"][3]["mcd"] is None
+
+
+def test_what_generate_tts_writes_is_read(waves, targets, speaker, tmp_path):
+    """Its own record and files; the target may be a stretch of a longer file."""
+    folder, long = tmp_path / "a", tmp_path / "long.wav"
+    soundfile.write(long, np.concatenate([waves[1], waves[0], waves[2]]), RATE, subtype="FLOAT")
+    offset, seconds = len(waves[1]) / RATE, len(waves[0]) / RATE
+    for i, target in enumerate((Clip(str(long), offset, seconds), Clip(str(targets / "0001.wav"), None, 9.9), None)):
+        prompt = speak.Prompt(f"{i:04d}", "here", TEXTS[i], None, None, [str(targets / "0002.wav")] * (i == 2), target,
+                              target and speak.clip_seconds(target))
+        about = speak.record(prompt, np.zeros((25, 8)), "eos" if i else "length", 0, 1.5)
+        speak.write_sample(folder, f"{i:04d}", waves[i], np.zeros((8, 8, 3), np.uint8), about)
+    found = run(folder, "--speaker_model", speaker)
+    assert list(by_name(found, "length_ratio").values()) == [1, 1, None]
+    assert list(by_name(found, "mcd").values()) == pytest.approx([0, 0, None], abs=0.3)     # 16 bit
+    assert list(by_name(found, "stop_rate").values()) == [0, 1, 1]
+    assert list(by_name(found, "speaker_similarity").values()) == pytest.approx([1, 1, 1], abs=1e-4)
+
+
+@torch.no_grad()
+def hear(folder, wave, **options):
+    """What the model hears, by transformers alone, one clip at a time."""
+    wave = sm.resample(np.asarray(wave, np.float32), RATE, 16000)
+    features = WhisperFeatureExtractor.from_pretrained(folder)(wave, sampling_rate=16000, return_tensors="pt")
+    model = WhisperForConditionalGeneration.from_pretrained(folder).eval()
+    ids = model.generate(features.input_features, do_sample=False, **options)
+    return PreTrainedTokenizerFast.from_pretrained(folder).batch_decode(ids, skip_special_tokens=True)[0]
+
+
+def test_word_errors_are_those_of_what_the_model_hears(waves, listener, tmp_path):
+    waves = [wave[:5 * RATE // 2] for wave in waves]
+    heard = [hear(listener, wave) for wave in waves]
+    assert len(set(heard)) > 1 and all(heard)
+    truth = run(write(tmp_path / "a", waves, text=[text.upper() + "!" for text in heard]), "--asr_model", listener,
+                "--batch_size", 3)
+    assert list(truth["heard"].values()) == heard
+    assert truth["metrics"]["wer"] == truth["metrics"]["cer"] == 0 and set(by_name(truth, "wer").values()) == {0}
+    texts = [heard[0] + " fox", "", *heard[2:4], heard[4] + " " + heard[4]]
+    words = [len(text.split()) for text in heard]
+    found = run(write(tmp_path / "b", waves, text=texts), "--asr_model", listener)
+    assert list(by_name(found, "wer").values()) == pytest.approx([1 / (words[0] + 1), None, 0, 0, 0.5])
+    errors, total = 1 + words[1] + words[4], words[0] + 1 + words[2] + words[3] + 2 * words[4]
+    assert found["metrics"]["wer"] == pytest.approx(errors / total)         # over all words, not the mean of shares
+    letters = [len(text.replace(" ", "")) for text in heard]
+    assert found["metrics"]["cer"] == pytest.approx((3 + letters[1] + letters[4]) / (
+        letters[0] + 3 + letters[2] + letters[3] + 2 * letters[4]))
+
+
+def test_batches_change_nothing_and_the_language_is_passed_on(waves, listener, speaker, targets, tmp_path):
+    folder = write(tmp_path / "a", waves)
+    flags = ("--reference_dir", targets, "--asr_model", listener, "--speaker_model", speaker, "--language", "en")
+    one, all_at_once = (run(folder, *flags, "--batch_size", size) for size in (1, 5))
+    assert one["heard"] == all_at_once["heard"] and one["metrics"] == pytest.approx(all_at_once["metrics"])
+    limit = 3 * RATE
+    english = [hear(listener, wave[:limit], language="en", task="transcribe") for wave in waves]
+    assert list(one["heard"].values()) == english != [hear(listener, wave[:limit]) for wave in waves]
+
+
+def test_what_could_not_be_judged_is_said(waves, listener, speaker, targets, tmp_path, capsys):
+    long = np.concatenate([waves[0], waves[1], waves[2]])
+    folder = write(tmp_path / "a", [long, waves[1][:RATE // 4], 0 * waves[2][:2 * RATE]])
+    found = run(folder, "--reference_dir", targets, "--asr_model", listener, "--speaker_model", speaker)
+    assert found["heard"]["0000"] == hear(listener, long[:3 * RATE])
+    assert found["settings"]["notes"] == [
+        f"{folder}/0001.wav: shorter than 0.5 s, its voice is not judged",
+        f"{folder}/0002.wav: it or its target is silent, so mcd, pitch and voicing are not judged",
+        f"{folder}/0000.wav: only the first 3 s of {len(long) / RATE:.1f} s were heard"]
+    assert capsys.readouterr().out.count("note: ") == 3
+    assert found["samples"][1]["speaker_similarity"] is None and found["samples"][2]["mcd"] is None
+
+
+def test_two_folders_side_by_side(waves, targets, tmp_path, capsys):
+    worse = [*waves[:3], waves[0], waves[0]]
+    a = write(tmp_path / "base", worse, ended_by=["length"] * 4 + ["eos"])
+    b = write(tmp_path / "trained", waves)
+    evaluate_tts.main([str(a), str(b), "--reference_dir", str(targets)])
+    runs = [json.loads((folder / "evaluation.json").read_text()) for folder in (a, b)]
+    assert [r["name"] for r in runs] == [str(a), str(b)]
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert rows["metric"].split()[1:] == ["unit", "base", "trained", "difference", "better", "in"]
+    assert rows["stop_rate"].split()[1:] == ["share", "0.2000", "1.0000", "0.8000", "4", "of", "5"]
+    mcd = runs[0]["metrics"]["mcd"]
+    assert rows["mcd"].split()[1:] == ["dB", f"{mcd:.4f}", "0.0000", f"{-mcd:.4f}", "2", "of", "5"] and mcd > 1
+    assert rows["length_ratio"].split()[-3:] == ["2", "of", "5"] and rows["f0_correlation"].endswith("2 of 5")
+    assert len({len(line) for line in rows.values()}) == 1      # aligned
+    second = np.array([255, 127, 14]) / 255     # the colour of a second run
+
+    def shows(path):
+        return (np.abs(matplotlib.image.imread(path)[..., :3] - second).max(-1) < 0.01).any()
+    assert shows(a / "comparison.png") and not shows(a / "evaluation.png") and not shows(b / "evaluation.png")
+    assert (b / "evaluation.png").is_file() and not (b / "comparison.png").exists()
+
+
+def test_folders_are_named_as_briefly_as_tells_them_apart():
+    def named(*folders):
+        return evaluate_tts.labels([{"name": folder} for folder in folders])
+    assert named("out/samples") == ["samples"] and named("base", "out/trained/") == ["base", "trained"]
+    assert named("/x/a/step/samples", "/x/b/step/samples") == ["a/step/samples", "b/step/samples"]
+
+
+@pytest.mark.parametrize("key, a, b, expected", [
+    ("wer", 0.2, 0.1, True), ("wer", 0.1, 0.2, False), ("wer", 0.1, 0.1, False), ("mcd", 5, 6, False),
+    ("speaker_similarity", 0.5, 0.6, True), ("stop_rate", 1, 0, False), ("length_ratio", 1.5, 1.2, True),
+    ("length_ratio", 1.2, 0.9, True), ("length_ratio", 0.5, 1.9, True), ("length_ratio", 1.9, 0.5, False),
+    ("length_ratio", 0.0, 3.0, True)])
+def test_what_is_better(key, a, b, expected):
+    assert evaluate_tts.better(key, a, b) is expected
+
+
+def test_every_metric_has_a_direction_in_the_docs():
+    assert all(name in evaluate_tts.__doc__ for name in evaluate_tts.METRICS)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+def said(capsys, *args):
+    """The line that main(args) ends with."""
+    parallel._claimed.clear()       # a process speaks only once
+    with pytest.raises(SystemExit) as end:
+        evaluate_tts.main([str(a) for a in args])
+    assert end.value.code == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and "Traceback" not in err
+    return err
+
+
+def spoil(folder, what):
+    """Damage one sample."""
+    path = folder / "0001.json"
+    facts = json.loads(path.read_text())
+    if what == "no json":
+        path.unlink()
+    elif what == "broken json":
+        path.write_text("{")
+    elif what == "list":
+        path.write_text("[1]")
+    elif what == "no audio":
+        (folder / "0001.wav").write_text("not audio")
+    elif what == "not numbers":
+        soundfile.write(folder / "0001.wav", np.full(RATE, np.nan, np.float32), RATE, subtype="FLOAT")
+    else:
+        path.write_text(json.dumps(facts | what))
+
+
+@pytest.mark.parametrize("what, parts", [
+    ("no json", ["0001.json: cannot be read", "generate_tts.py writes"]),
+    ("broken json", ["0001.json: cannot be read"]), ("list", ["0001.json: cannot be read (no object)"]),
+    ("no audio", ["0001.wav: cannot be read as audio"]),
+    ("not numbers", ["0001.wav: has samples that are not numbers"]),
+    ({"text": 7}, ['0001.json: "text" is 7']), ({"ended_by": "tired"}, ["0001.json", "'tired'", '"eos" or "length"']),
+    ({"target_audio": "gone.wav"}, ['0001.json: "target_audio" gone.wav is not there']),
+    ({"target_audio": 3}, ["not a path"]), ({"target_offset": "1"}, ["not two numbers"]),
+    ({"reference_audio": "gone.wav"}, ['"reference_audio" gone.wav'])], ids=str)
+def test_bad_samples_are_one_line(waves, targets, tmp_path, capsys, what, parts):
+    folder = write(tmp_path / "a", waves[:2], target_audio=[str(targets / f"000{i}.wav") for i in range(2)])
+    spoil(folder, what)
+    error = said(capsys, folder)
+    assert str(folder) in error and all(part in error for part in parts) and error.count("\n") == 1
+    assert not (folder / "evaluation.json").exists()
+
+
+def test_all_bad_samples_are_listed_at_once(waves, tmp_path, capsys):
+    folder = write(tmp_path / "a", waves[:3], ended_by=["tired", "eos", "bored"])
+    error = said(capsys, folder)
+    assert "2 problems:" in error and "0000.json" in error and "0002.json" in error
+
+
+def test_bad_flags_and_folders(waves, targets, listener, speaker, tmp_path, capsys):
+    good, other = write(tmp_path / "good", waves[:2]), write(tmp_path / "other", waves[:3])
+    renamed = write(tmp_path / "renamed", waves[:2], text=["The river.", "Another text."])
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "few").mkdir()
+    WavLMModel(WavLMConfig.from_pretrained(speaker)).save_pretrained(tmp_path / "plain")
+    Wav2Vec2FeatureExtractor().save_pretrained(tmp_path / "plain")
+    for args, parts in [
+            ([tmp_path / "gone"], ["gone: no such folder"]), ([tmp_path / "empty"], ["empty: holds no .wav"]),
+            ([good, other], [f"{other} has 0002, {good} has not (1 such", "same prompts"]),
+            ([other, good], [f"{other} has 0002, {good} has not"]), ([good, good], ["given twice"]),
+            ([good, renamed], ["0001 has another text"]),
+            ([good, "--reference_dir", tmp_path / "few"], ["few: has no 0000.wav"]),
+            ([good, "--reference_dir", tmp_path / "gone"], ["--reference_dir", "no such folder"]),
+            ([good, "--batch_size", 0], ["--batch_size 0"]), ([good, "--device", "nowhere"], ["--device nowhere"]),
+            ([good, "--language", "en"], ["--language", "--asr_model"]),
+            ([good, "--speaker_model", tmp_path / "plain"], ["--speaker_model", "14 weights are missing"]),
+            ([good, "--asr_model", listener, "--language", "klingon"], ["--language klingon: Unsupported language"]),
+            ([good, "--speaker_model", listener], ["--speaker_model", "cannot be loaded as AutoModelForAudioXVector"]),
+            ([good, "--asr_model", speaker], ["--asr_model"]), ([good, "--asr_model", tmp_path], ["--asr_model"])]:
+        error = said(capsys, *args)
+        assert all(part in error for part in parts), (args, error)
+    facts = json.loads((good / "0000.json").read_text())
+    del facts["text"]
+    (good / "0000.json").write_text(json.dumps(facts))
+    assert '"text" is None; --asr_model needs' in said(capsys, good, "--asr_model", listener)
+
+
+def test_the_command(waves, targets, tmp_path):
+    """From another folder, without any model: transformers is not even imported."""
+    folder = write(tmp_path / "a", waves[:2], target_audio=[str(targets / f"000{i}.wav") for i in range(2)])
+    watch = f"import sys; sys.argv[0] = 'x'; sys.path.insert(0, {str(ROOT)!r}); from speech import evaluate_tts; " \
+            "evaluate_tts.main(); assert 'transformers' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", watch, "a"], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, timeout=120)
+    assert done.returncode == 0, done.stdout
+    assert "mcd                dB" in done.stdout and (folder / "evaluation.json").is_file()

@@ -1,0 +1,440 @@
+"""Checkpoints written for others: what transformers, PEFT and boson-ai's 2025 layout expect, bit by bit.
+
+The expected 2025 names and config are written out by hand, from the published checkpoint's index and config.json.
+"""
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoProcessor, AutoTokenizer, HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
+
+import lora
+from common import parallel
+from common.parallel import UserError
+from speech import export, weights
+from tests.helpers import spoken
+from tests.helpers.trainer import ROOT
+
+LAYER = {
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+    "mlp.down_proj", "audio_mlp.gate_proj", "audio_mlp.up_proj", "audio_mlp.down_proj", "input_layernorm",
+    "post_attention_layernorm", "audio_input_layernorm", "audio_post_attention_layernorm"}
+# 2025 name -> native name, for the two layers of the tiny model
+NAMES = {
+    "audio_codebook_embeddings.weight": "model.embed_audio_tokens.embed_audio_tokens.weight",
+    "audio_decoder_proj.audio_lm_head.weight": "audio_lm_head.weight",
+    "audio_decoder_proj.text_lm_head.weight": "text_lm_head.weight",
+    "embed_tokens.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    **{f"layers.{i}.{part}.weight": f"model.layers.{i}.{part}.weight" for i in range(2) for part in LAYER}}
+SPLIT = {"embed_tokens": ("embedding_frozen", "embedding_trainable"),
+         "audio_decoder_proj.text_lm_head": ("linear_frozen", "linear_trainable")}
+PUBLISHED_GENERATION = {"_from_model_config": True, "bos_token_id": 128000, "eos_token_id": 128001,
+                        "pad_token_id": 128001, "transformers_version": "4.46.3"}
+RAS = {"ras_win_len": 7, "ras_win_max_num_repeat": 2, "use_text_head": True}
+
+
+def published_config(vocab=128256, hidden=3072, inner=8192, layers=28, heads=24, kv=8, head_dim=128, first=128000,
+                     dtype="bfloat16"):
+    """The released config.json: what its model reads. first: id of <|begin_of_text|>, the others follow it."""
+    return {
+        "model_type": "higgs_audio", "architectures": ["HiggsAudioModel"], "audio_adapter_type":
+        "dual_ffn_fast_forward", "audio_dual_ffn_layers": list(range(layers)), "audio_codebook_size": 1024,
+        "audio_num_codebooks": 8, "audio_decoder_proj_num_layers": 0, "audio_embed_avg": False, "hidden_size": hidden,
+        "audio_ffn_hidden_size": hidden, "audio_ffn_intermediate_size": inner, "audio_stream_bos_id": 1024,
+        "audio_stream_eos_id": 1025, "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>",
+        "audio_in_token": "<|AUDIO|>", "audio_out_token": "<|AUDIO_OUT|>", "audio_out_bos_token": "<|audio_out_bos|>",
+        "audio_eos_token_id": first + 12, "audio_out_bos_token_id": first + 13, "audio_in_token_idx": first + 15,
+        "audio_out_token_idx": first + 16, "pad_token_id": first + 1, "encode_audio_in_tokens": True,
+        "encode_whisper_embed": False, "skip_audio_tower": True, "use_audio_out_embed_projector": False,
+        "use_audio_out_self_attention": False, "use_delay_pattern": True, "use_rq_transformer": False,
+        "torch_dtype": dtype, "text_config": {
+            "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": vocab, "hidden_size": hidden,
+            "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+            "num_key_value_heads": kv, "head_dim": head_dim, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+            "max_position_embeddings": 131072, "initializer_range": 0.02, "attention_bias": False,
+            "attention_dropout": 0.0, "mlp_bias": False, "bos_token_id": first, "eos_token_id": first + 1,
+            "rope_theta": 500000.0, "rope_scaling": {
+                "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "torch_dtype": dtype}}
+
+
+def tensors(folder):
+    """Every tensor of a checkpoint's weight files."""
+    found = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        part = load_file(path)
+        assert not found.keys() & part.keys()
+        found |= part
+    return found
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
+
+
+def load(folder, **more):
+    """from_pretrained that must find every weight and no other."""
+    model, info = HiggsAudioV2ForConditionalGeneration.from_pretrained(
+        folder, use_text_head=True, output_loading_info=True, **more)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    return model.eval()
+
+
+def read(folder, name):
+    return json.loads((folder / name).read_text())
+
+
+@pytest.fixture(scope="module")
+def data(tiny, tmp_path_factory):
+    """Keyword arguments of transformers' forward for a voice-cloning sample."""
+    ids, samples = spoken.samples_of(tiny.model, spoken.native(tiny.model).config, [spoken.CLONING],
+                                     tmp_path_factory.mktemp("table"))
+    return {k: v for k, v in spoken.native_batch(samples, ids).items() if "labels" not in k}
+
+
+@torch.no_grad()
+def logits(model, data):
+    native = model.get_base_model() if hasattr(model, "get_base_model") else model
+    state = native.model(**data).last_hidden_state
+    return torch.cat([native.audio_lm_head(state), native.text_lm_head(state)], -1)
+
+
+@pytest.fixture(scope="module")
+def served(tiny, tmp_path_factory):
+    """The tiny native model in the 2025 layout."""
+    folder = tmp_path_factory.mktemp("served") / "model"
+    lora.main(["export", "--model_path", str(tiny.model), "--output_dir", str(folder)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def original(tiny, tmp_path_factory):
+    """A bf16 base as it was published in 2025, two of its tensors split, without any processor file."""
+    folder = tmp_path_factory.mktemp("original") / "model"
+    native = load_file(tiny.model / "model.safetensors")
+    state = {old: native[new].bfloat16() for old, new in NAMES.items()}
+    for name, kinds in SPLIT.items():
+        whole = state.pop(f"{name}.weight")
+        state |= {f"{name}.{kind}.weight": rows.clone() for kind, rows in zip(kinds, (whole[:570], whole[570:]))}
+    state["audio_codebook_weights"] = torch.ones(8) / 8
+    AutoTokenizer.from_pretrained(tiny.model).save_pretrained(folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    config = published_config(600, 128, 256, 2, 4, 2, 32, first=576)
+    (folder / "config.json").write_text(json.dumps(config | {"audio_delay_token_id": 590, "eos_token_id": 585}))
+    (folder / "generation_config.json").write_text(json.dumps(PUBLISHED_GENERATION))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny, tmp_path_factory):
+    """(folder, PeftModel): an adapter on every linear kind, written by PEFT itself, that changes the output."""
+    return make_adapter(tiny, tmp_path_factory.mktemp("adapter"))
+
+
+def make_adapter(tiny, folder, **more):
+    torch.manual_seed(3)
+    usual = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj", "audio_mlp.down_proj"]}
+    config = LoraConfig(**usual | more)
+    net = get_peft_model(load(tiny.model), config).eval()
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    net.save_pretrained(folder)
+    return folder, net
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The 2025 layout
+
+
+def test_2025_layout_has_the_published_names_and_the_same_bits(tiny, served):
+    native = load_file(tiny.model / "model.safetensors")
+    assert len(NAMES) == len(native) == 33
+    assert same(tensors(served), {old: native[new] for old, new in NAMES.items()})
+
+
+def test_2025_config_is_the_published_one(tiny, served):
+    expected = published_config(600, 128, 256, 2, 4, 2, 32, first=576, dtype="float32")
+    expected["text_config"]["initializer_range"] = 0.06
+    extra = {"audio_delay_token_id": 590, "bos_token_id": 576, "eos_token_id": 585}     # not the released model's
+    assert read(served, "config.json") == expected | extra
+    real = HiggsAudioV2Config(codebook_size=1026)
+    ids = {name: 128000 + at for at, name in ((0, "<|begin_of_text|>"), (1, "<|end_of_text|>"), (12, "<|audio_eos|>"),
+                                              (15, "<|AUDIO|>"))}
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
+    tokenizer.convert_tokens_to_ids = ids.__getitem__       # the real tokenizer is on the hub
+    assert weights.original_config(real, tokenizer, "bfloat16") == published_config()
+
+
+def test_2025_layout_loads_through_transformers_own_key_mapping(tiny, served, data):
+    """The one-call recipe that needs nothing of ours."""
+    model = load(served, config=HiggsAudioV2Config.from_pretrained(tiny.model), key_mapping={
+        "^audio_codebook_embeddings": "model.embed_audio_tokens.embed_audio_tokens",
+        r"^(embed_tokens|layers|norm)": r"model.\1", "^audio_decoder_proj.": ""})
+    assert torch.equal(logits(model, data), logits(load(tiny.model), data))
+
+
+def test_2025_tokenizer_is_one_that_transformers_4_46_can_load(tiny, tmp_path):
+    """Its AutoTokenizer fails on the class name and on the list that transformers 5 writes."""
+    newer = AutoTokenizer.from_pretrained(tiny.model)
+    newer.add_special_tokens({"additional_special_tokens": ["<|AUDIO|>", "<|recipient|>"]})
+    config = HiggsAudioV2Config.from_pretrained(tiny.model)
+    config.dtype = torch.float32
+    tmp_path.joinpath("out").mkdir()
+    export.save_original_config(config, newer, tmp_path / "out", tiny.model, read(tiny.model, "config.json"))
+    written = read(tmp_path / "out", "tokenizer_config.json")
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast" and "extra_special_tokens" not in written
+    assert written["additional_special_tokens"] == ["<|AUDIO|>", "<|recipient|>"]
+    again = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "<|begin_of_text|>Good night.<|AUDIO|><|eot_id|>"
+    assert again.encode(text) == newer.encode(text) and again.eos_token == newer.eos_token
+    assert read(tmp_path / "out", "generation_config.json") == PUBLISHED_GENERATION | {
+        "bos_token_id": 576, "eos_token_id": 577, "pad_token_id": 577}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# There and back
+
+
+def test_native_to_2025_to_native_is_bit_equal(tiny, served, tmp_path):
+    notes = lora.merge(str(served), None, tmp_path / "back", None)
+    assert same(tensors(tmp_path / "back"), tensors(tiny.model))
+    was, now = (read(folder, "config.json") for folder in (tiny.model, tmp_path / "back"))
+    unlike = {key for key in was.keys() | now.keys() if was.get(key) != now.get(key)}
+    assert unlike == {"initializer_range", "max_position_embeddings"}       # neither has an effect on what it computes
+    assert any("chat_template.jinja" in note and "has none" in note for note in notes)
+
+
+def test_2025_to_native_to_2025_is_bit_equal_and_says_what_it_joined(original, tmp_path):
+    notes = lora.merge(str(original), None, tmp_path / "native", None)
+    assert "2 tensors that the source splits into a frozen and a trainable part are joined" in notes
+    lora.merge(str(tmp_path / "native"), None, tmp_path / "again", None, layout="2025")
+    state = load_file(original / "model.safetensors")
+    del state["audio_codebook_weights"]
+    for name, kinds in SPLIT.items():
+        state[f"{name}.weight"] = torch.cat([state.pop(f"{name}.{kind}.weight") for kind in kinds])
+    again = tensors(tmp_path / "again")
+    assert same(again, state) and {t.dtype for t in again.values()} == {torch.bfloat16}
+    lora.merge(str(original), None, tmp_path / "direct", None, layout="2025")
+    assert same(tensors(tmp_path / "direct"), state)
+    assert read(tmp_path / "direct", "config.json") == read(original, "config.json")       # not rebuilt: its own
+    assert read(tmp_path / "again", "config.json") == read(original, "config.json")        # rebuilt: the same
+
+
+def test_native_export_of_a_2025_base_can_generate(tiny, original, tmp_path):
+    """That base ends at <|end_of_text|> and has no repetition guard: speech would run to the limit."""
+    lora.merge(str(original), None, tmp_path / "out", "float32")
+    generation = read(tmp_path / "out", "generation_config.json")
+    expected = {"eos_token_id": 585, "pad_token_id": 577, "do_sample": True, **RAS}
+    assert generation | expected == generation
+    model = load(tmp_path / "out")
+    config = weights.load_model(original, read(original, "config.json"), torch.float32).generation_config
+    assert {key: getattr(config, key) for key in expected} == expected      # what the trainer would start from
+    assert weights.released_generation(HiggsAudioV2Config(codebook_size=1026)).to_diff_dict() | {
+        "bos_token_id": 1, "eos_token_id": 128009, "pad_token_id": 128001, **RAS} \
+        == weights.released_generation(HiggsAudioV2Config(codebook_size=1026)).to_diff_dict()
+    prompt = AutoTokenizer.from_pretrained(tmp_path / "out")(
+        "<|begin_of_text|><|start_header_id|>assistant<|end_header_id|>\n\n<|audio_out_bos|>", return_tensors="pt")
+    rows = model.generate(input_ids=prompt.input_ids.repeat(1, 2), max_new_tokens=12)
+    assert rows.shape[2] == 8 and (rows[0, 0] == 1024).all()
+
+
+def test_native_export_of_a_2025_base_has_a_processor(tiny, original, tmp_path):
+    pytest.importorskip("torchaudio", reason="the processor loads the codec, which needs it", exc_type=ImportError)
+    lora.merge(str(original), None, tmp_path / "out", None, codec=str(tiny.codec))
+    messages = [{"role": "system", "content": [{"type": "text", "text": "Speak."}]},
+                {"role": "scene", "content": [{"type": "text", "text": "A quiet room."}]},
+                {"role": "user", "content": [{"type": "text", "text": "Good night."}]}]
+    ours, native = (AutoProcessor.from_pretrained(f) for f in (tmp_path / "out", tiny.model))
+    texts = [p.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) for p in (ours, native)]
+    assert texts[0] == texts[1] and texts[0].endswith("<|audio_out_bos|>")
+    wave = torch.sin(torch.arange(4800) / 20).numpy()
+    a, b = (p(text=["<|AUDIO_OUT|>" + texts[0]], audio=[wave], return_tensors="pt", sampling_rate=24000,
+              add_special_tokens=False) for p in (ours, native))
+    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_the_codec_is_named_as_asked_or_as_on_the_hub(tiny, original, tmp_path):
+    for name, source, codec, expected in (("a", original, None, "bosonai/higgs-audio-v2-tokenizer"),
+                                          ("b", tiny.model, "my/codec", "my/codec"),
+                                          ("c", tiny.model, None, str(tiny.codec.resolve()))):
+        lora.merge(str(source), None, tmp_path / name, None, codec=codec)
+        written = read(tmp_path / name, "processor_config.json")["audio_tokenizer"]
+        assert written == {"audio_tokenizer_class": "HiggsAudioV2TokenizerModel",
+                           "audio_tokenizer_name_or_path": expected}
+
+
+def test_the_template_for_bases_without_one_is_the_tiny_models():
+    """One text, two places: make_tiny.py goes alone."""
+    from speech import make_tiny
+    assert (ROOT / "speech" / "chat_template.jinja").read_text() == make_tiny.CHAT_TEMPLATE
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Adapters
+
+
+@pytest.mark.parametrize("layout", export.LAYOUTS)
+def test_merged_model_equals_the_adapter_on_its_base(tiny, adapter, data, tmp_path, layout):
+    folder, net = adapter
+    lora.merge(str(tiny.model), folder, tmp_path / "out", layout=layout, shard_bytes=3 * 10**6)
+    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) == 4
+    named = read(tmp_path / "out", "model.safetensors.index.json")["weight_map"].keys()
+    assert named == (NAMES.keys() if layout == "2025" else set(NAMES.values()))
+    back = tmp_path / "out"
+    if layout == "2025":
+        lora.merge(str(back), None, back := tmp_path / "back", None)
+    merged = load(back)
+    torch.testing.assert_close(logits(merged, data), logits(net, data), rtol=1e-5, atol=1e-5)
+    assert (logits(merged, data) - logits(load(tiny.model), data)).abs().max() > 0.05
+    prompt = data["input_ids"][:, :12]
+    rows = [model.generate(input_ids=prompt, max_new_tokens=12, do_sample=False, ras_win_len=None) for model in
+            (merged, net.get_base_model())]
+    assert torch.equal(*rows)
+
+
+@pytest.mark.parametrize("kind", [{}, {"use_rslora": True}, {"rank_pattern": {"q_proj": 2}},
+                                  {"alpha_pattern": {"o_proj": 3}}, {"layers_to_transform": [1]}], ids=str)
+def test_weights_are_those_of_pefts_own_merge(tiny, tmp_path, kind):
+    if "layers_to_transform" in kind:
+        kind = {**kind, "layers_pattern": "layers"}
+    folder, net = make_adapter(tiny, tmp_path / "adapter", **kind)
+    lora.merge(str(tiny.model), folder, tmp_path / "out")
+    got, expected = tensors(tmp_path / "out"), net.merge_and_unload().state_dict()
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind, said", [({"use_dora": True}, "lora_magnitude_vector"),
+                                        ({"modules_to_save": ["audio_lm_head"]}, "audio_lm_head")], ids=str)
+def test_adapters_that_are_more_than_lora_are_refused(tiny, tmp_path, kind, said):
+    folder, _ = make_adapter(tiny, tmp_path / "adapter", **kind)
+    with pytest.raises(UserError) as error:
+        lora.merge(str(tiny.model), folder, tmp_path / "out")
+    assert str(folder) in str(error.value) and said in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Dtypes and files
+
+
+def test_bfloat16_is_rounded_once_from_fp32(tiny, adapter, tmp_path):
+    folder, _ = adapter
+    lora.main(["merge", "--model_path", str(tiny.model), "--adapter", str(folder), "--output_dir",
+               str(tmp_path / "fp32")])
+    lora.main(["merge", "--model_path", str(tiny.model), "--adapter", str(folder), "--output_dir",
+               str(tmp_path / "bf16"), "--dtype", "bfloat16", "--max_shard_gb", "0.001"])
+    exact = tensors(tmp_path / "fp32")
+    assert {t.dtype for t in exact.values()} == {torch.float32}
+    assert same(tensors(tmp_path / "bf16"), {name: tensor.bfloat16() for name, tensor in exact.items()})
+    assert [read(tmp_path / kind, "config.json")["dtype"] for kind in ("fp32", "bf16")] == ["float32", "bfloat16"]
+    assert load(tmp_path / "bf16", dtype="auto").dtype == torch.bfloat16
+
+
+def test_an_adapter_on_a_bf16_base_is_folded_in_fp32_and_kept_so(tiny, adapter, original, tmp_path):
+    """Added in bf16, an update of less than half a step of the weight is lost."""
+    folder, net = adapter
+    lora.merge(str(original), folder, tmp_path / "out", None)
+    got = tensors(tmp_path / "out")
+    assert {t.dtype for t in got.values()} == {torch.float32}
+    name = "layers.1.self_attn.q_proj"
+    base = load_file(original / "model.safetensors")[f"{name}.weight"].float()
+    layer = net.get_base_model().get_submodule(f"model.{name}")
+    update = 2.0 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    torch.testing.assert_close(got[f"model.{name}.weight"], base + update, rtol=1e-6, atol=1e-7)
+    assert not torch.equal(got[f"model.{name}.weight"].bfloat16().float(), got[f"model.{name}.weight"])
+
+
+def test_files_keep_to_the_limit_and_the_index_names_every_tensor(tiny, tmp_path):
+    whole = lora.merge(str(tiny.model), None, tmp_path / "whole", None)
+    parts = lora.merge(str(tiny.model), None, tmp_path / "parts", None, shard_bytes=10**6)
+    assert "in 1 file" in whole[0] and "in 6 files" in parts[0]
+    assert same(tensors(tmp_path / "whole"), tensors(tmp_path / "parts"))
+    index, sizes = read(tmp_path / "parts", "model.safetensors.index.json"), {}
+    for path in (tmp_path / "parts").glob("model-*.safetensors"):
+        held = load_file(path)
+        sizes[path.name] = [t.numel() * t.element_size() for t in held.values()]
+        assert held.keys() == {name for name, file in index["weight_map"].items() if file == path.name}
+    assert all(sum(size) <= 10**6 or len(size) == 1 for size in sizes.values())
+    assert index["metadata"]["total_size"] == sum(map(sum, sizes.values())) == 4 * 2747520
+    assert not (tmp_path / "whole" / "model.safetensors.index.json").exists()
+    load(tmp_path / "parts")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole or not at all
+
+
+def refused(*args, **more):
+    with pytest.raises(UserError) as error:
+        lora.merge(*args, **more)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_folder_that_holds_something_is_left_alone(tiny, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("precious")
+    assert f"{tmp_path / 'out'}: is there already and not empty" in refused(str(tiny.model), None, tmp_path / "out")
+    assert f"{tmp_path / 'out' / 'mine.txt'}: is there already" in refused(
+        str(tiny.model), None, tmp_path / "out" / "mine.txt")
+    assert [p.name for p in tmp_path.rglob("*")] == ["out", "mine.txt"]
+    (tmp_path / "out" / "mine.txt").unlink()
+    lora.merge(str(tiny.model), None, tmp_path / "out")
+    load(tmp_path / "out")
+
+
+def test_a_write_that_fails_leaves_nothing(tiny, tmp_path):
+    """A real limit on file sizes stands for the full disk."""
+    limits, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * 10**6, limits[1]))
+        said = refused(str(tiny.model), None, tmp_path / "out", None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert said.startswith(f"--output_dir {tmp_path / 'out'}: cannot be written (")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match="1000000000.0 GB are to be written"), \
+            export.new_folder(tmp_path / "out", 10**18):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_export_leaves_no_folder_of_that_name_and_the_next_one_cleans_up(tiny, tmp_path):
+    command = ("import os, signal, sys; import lora, higgs_io; higgs_io.save_config = lambda *a: "
+               "os.kill(os.getpid(), signal.SIGKILL); lora.merge(sys.argv[1], None, sys.argv[2], None)")
+    done = subprocess.run([sys.executable, "-c", command, str(tiny.model), str(tmp_path / "out")], cwd=ROOT,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    left, = tmp_path.iterdir()
+    assert left.name.startswith(".out.tmp") and (left / "model.safetensors").is_file()
+    lora.merge(str(tiny.model), None, tmp_path / "out", None)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("flags, said", [
+    (["merge"], "merge needs --adapter FOLDER"), (["export", "--max_shard_gb", "0"], "--max_shard_gb 0.0: must be"),
+    (["export", "--audio_tokenizer_path", "x"], "--audio_tokenizer_path: the 2025 layout names no codec")])
+def test_flags_that_make_no_sense_are_one_clear_line(tiny, tmp_path, flags, said, capsys):
+    parallel._claimed.clear()       # a process speaks only once
+    with pytest.raises(SystemExit) as end:
+        lora.main([*flags, "--model_path", str(tiny.model), "--output_dir", str(tmp_path / "out")])
+    assert end.value.code == 1 and capsys.readouterr().err.startswith(f"error: {said}")
+
+
+def test_peft_reads_the_adapter_of_these_tests(tiny, adapter, data):
+    folder, net = adapter
+    assert torch.equal(logits(PeftModel.from_pretrained(load(tiny.model), folder).eval(), data), logits(net, data))

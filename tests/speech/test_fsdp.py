@@ -1,0 +1,579 @@
+"""FSDP2 trains what DDP and one process train: real ranks over gloo, compared in every logged number, the final weights
+and AdamW's memory; and it starts, resumes, fails and exports like them.
+
+The model has odd sizes: most tensors do not divide by the number of ranks, and of some a rank has no row at all. A run
+is named by what it trains, how, "ranks x samples x micro-steps", and further flags. Each is trained once, when first
+asked for, by ranks that stay (pool.py).
+"""
+import json
+import os
+import re
+import shutil
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import soundfile
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
+
+import lora
+import train_v2_ddp
+from common import checkpoint, parallel, tensor_files
+from data import collate
+from speech import higgs, make_tiny, speech_model
+from speech import weights as higgs_io
+from tests.helpers import spoken as speech
+from tests.helpers.trainer import ROOT, Run, Tiny, trainer_command
+from tests.speech import test_higgs
+
+pytestmark = pytest.mark.timeout(300)
+
+LR = 2e-4
+CLOCK = {"train/throughput", "train/audio_seconds_per_second", "train/samples_per_second", "train/step_seconds",
+         "train/data_wait_seconds", "train/memory_gib"}
+CUTS = {"train/epoch", "train/padding"}     # what an epoch's last step is short of depends on how packs are cut
+# 19 of 24 samples are trained, 12 a step: an epoch's second step has 7, so some ranks get empty packs
+COMMON = ("--learning_rate", LR, "--validation_split", 0.2, "--eval_steps", 2, "--save_total_limit", 1,
+          "--num_train_epochs", 2, "--num_workers", 0)
+METHODS = {
+    "full": (), "lora": ("--use_lora", "--lora_dropout", 0, "--lora_rank", 5),
+    "dropout": ("--use_lora", "--lora_dropout", 0.2, "--lora_rank", 5), "frozen": ("--freeze_llm",),
+    "audio": ("--text_loss_weight", 0), "packs": ("--max_tokens_per_batch", 400, "--max_steps", 4),
+}
+EVERY = "--save_steps 1 --save_total_limit 0"
+
+
+def flags_of(name):
+    """(ranks, flags) of a run's name."""
+    method, mode, split, *more = name.split()
+    ranks, samples, micro_steps = map(int, split.split("x"))
+    return ranks, (*COMMON, *METHODS[method], "--parallel", mode, "--per_device_train_batch_size", samples,
+                   "--gradient_accumulation_steps", micro_steps, *more)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model, data, ranks
+
+
+@pytest.fixture(scope="module")
+def odd(tiny, tmp_path_factory):
+    """A Tiny whose model has odd sizes and norms that differ, with clips of half a second."""
+    root = tmp_path_factory.mktemp("odd")
+    # on 4 ranks the 6 rows of k_proj are shared out 2, 2, 2, 0
+    make_tiny.make_model(root, AutoTokenizer.from_pretrained(tiny.model), hidden_size=38, intermediate_size=53,
+                         num_attention_heads=2, num_key_value_heads=1, head_dim=6)
+    weights, generator = load_file(root / "model" / "model.safetensors"), torch.Generator().manual_seed(1)
+    for name in weights:
+        if "norm" in name:
+            weights[name] += 0.3 * torch.randn(weights[name].shape, generator=generator)
+    save_file(weights, root / "model" / "model.safetensors", {"format": "pt"})
+    (root / "codec").symlink_to(tiny.codec)
+    samples = []
+    for number, sample in enumerate(tiny.samples()):
+        wave, rate = soundfile.read(tiny.root / sample["messages"][-1]["content"][-1]["audio_url"])
+        soundfile.write(root / f"{number}.wav", wave[rate:int(rate * (1.3 + 0.02 * number))], rate)
+        text = " ".join(sample["misc"]["target_transcript"].split()[:2 + number % 4])
+        spoken = {"type": "audio", "audio_url": f"{number}.wav"}
+        turns = {"system": "Generate audio.", "user": text, "assistant": spoken}
+        samples.append({"messages": [{"role": role, "content": content} for role, content in turns.items()]})
+    (root / "train.json").write_text(json.dumps(samples))
+    return Tiny(root)
+
+
+def arguments(tiny, output_dir, *flags):
+    """What follows the script's name on a trainer's command line."""
+    command = trainer_command(tiny, output_dir, *flags)
+    return command[command.index(str(ROOT / "train_v2_ddp.py")) + 1:]
+
+
+def complete(pool, tiny, output_dir, name, *more):
+    """Train to the end; the Run."""
+    ranks, flags = flags_of(name)
+    statuses, output = pool.run(ranks, "train_v2_ddp.main", arguments(tiny, output_dir, *flags, *more))
+    assert not any(statuses), output
+    return Run(0, output, output_dir)
+
+
+@pytest.fixture(scope="module")
+def shared(pool, odd, tmp_path_factory):
+    """shared(name) -> the Run, trained when first asked for. Look, do not touch."""
+    root, done = tmp_path_factory.mktemp("shared"), {}
+
+    def get(name):
+        if name not in done:
+            done[name] = complete(pool, odd, root / re.sub(r"\W+", "-", name), name)
+        return done[name]
+    return get
+
+
+def rows(run, after=0, without=CLOCK):
+    """Lines of metrics.jsonl without what the clock decides."""
+    lines = map(json.loads, (run.output_dir / "metrics.jsonl").read_text().splitlines())
+    return [{key: value for key, value in line.items() if key not in without} for line in lines if line["step"] > after]
+
+
+def tensors(run, stem="model"):
+    """{name: tensor} of all the files of the newest checkpoint that begin with this; model: or adapter_model."""
+    folder = checkpoint.checkpoints(run.output_dir)[-1][1]
+    files = [*folder.glob(f"{stem}*.safetensors"), *folder.glob(f"*_{stem}.safetensors")]
+    return {name: tensor for path in files for name, tensor in load_file(path).items()}
+
+
+def moments(run):
+    return tensors(run, f"{checkpoint.STATE_DIR}/optimizer")
+
+
+def assert_same_bits(run, other, after=0):
+    """Equal in all that was logged after a step, and in every bit of weights and moments."""
+    assert rows(run, after) == rows(other, after)
+    for ours, theirs in ((tensors(run), tensors(other)), (moments(run), moments(other))):
+        assert ours.keys() == theirs.keys() and ours
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def assert_close(run, other, after=0):
+    """Equal up to the order of float32 sums: all that was logged after a step, final weights, moments."""
+    ours, theirs = (rows(r, after, CLOCK | CUTS) for r in (run, other))
+    assert [line.keys() for line in ours] == [line.keys() for line in theirs] and ours
+    for mine, yours in zip(ours, theirs):
+        assert mine == pytest.approx(yours, abs=1e-5, rel=1e-5)
+    worst = apart(tensors(run), tensors(other))
+    assert max(worst.values()) < LR / 100, f"weights: {worst}"
+    worst = apart(moments(run), moments(other), relative=True)
+    assert max(worst.values()) < 1e-5, f"moments: {worst}"
+
+
+def apart(ours, theirs, relative=False):
+    """{name: largest difference}; relative: as a share of the largest value."""
+    assert ours.keys() == theirs.keys() and ours
+    scale = {name: theirs[name].abs().max().clamp_min(1e-12) if relative else 1 for name in ours}
+    return {name: ((ours[name] - theirs[name]).abs().max() / scale[name]).item() for name in ours}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same training, however it is shared out
+
+SAME = ["full fsdp 1x12x1", "full fsdp 1x4x3 --gradient_checkpointing", "full ddp 2x2x3", "full fsdp 2x2x3",
+        "full fsdp 2x6x1 --gradient_checkpointing selective", "full ddp 4x3x1 --gradient_checkpointing",
+        f"full fsdp 4x3x1 {EVERY}", "full fsdp 4x1x3 --gradient_checkpointing",
+        "lora fsdp 1x4x3", "lora fsdp 1x12x1 --gradient_checkpointing", f"lora ddp 2x3x2 {EVERY}",
+        "lora fsdp 2x2x3 --gradient_checkpointing selective", f"lora fsdp 2x3x2 {EVERY}",
+        "lora ddp 4x1x3 --gradient_checkpointing selective", "lora fsdp 4x1x3",
+        "lora fsdp 4x3x1 --gradient_checkpointing",
+        "frozen fsdp 4x3x1", "audio fsdp 2x2x3", "packs fsdp 2x1x1"]
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_ranks_accumulation_and_sharding_change_nothing(shared, name):
+    method = name.split()[0]
+    one = shared(f"{method} ddp 1x1x2" if method == "packs" else f"{method} ddp 1x12x1")
+    assert_close(shared(name), one)
+
+
+def test_equal_runs_really_trained(shared, odd):
+    """The comparison above would hold for runs that do nothing, too."""
+    base = load_file(odd.model / "model.safetensors")
+    full, adapter = tensors(shared("full ddp 1x12x1")), tensors(shared("lora ddp 1x12x1"))
+    assert full.keys() == base.keys()
+    assert all((full[name] - base[name]).abs().max() > LR for name in base)
+    assert all(tensor.abs().max() > LR for name, tensor in adapter.items() if "lora_B" in name)
+    for method in ("full", "lora"):
+        run = shared(f"{method} ddp 1x12x1")
+        assert sorted(run.metrics("train/loss")) == [1, 2, 3, 4] and sorted(run.metrics("eval/loss")) == [2, 4]
+        assert min(run.metrics("train/grad_norm").values()) > 1.5        # clipped, so a wrong norm shows in the moments
+
+
+@pytest.mark.parametrize("flag", ["--no-reshard_after_forward", "--cpu_offload", "--gradient_checkpointing"])
+def test_memory_flags_change_no_bit(shared, flag):
+    assert_same_bits(shared(f"full fsdp 2x2x3 {flag}"), shared("full fsdp 2x2x3"))
+
+
+@pytest.mark.parametrize("backend, name", [
+    ("aot_eager", "full fsdp 2x2x3"),
+    pytest.param("inductor", "full fsdp 2x6x1 --disable_eval --max_steps 1", marks=pytest.mark.slow)])
+def test_compiled_layers_train_the_same(pool, odd, shared, tmp_path, backend, name):
+    """inductor is what --compile uses, and much g++ for each shape; aot_eager meets the same FSDP2 hooks and many."""
+    ranks, flags = flags_of(f"{name} --compile")
+    statuses, output = pool.run(ranks, "test_fsdp.train_compiled", backend, arguments(odd, tmp_path / "out", *flags),
+                                timeout=280)
+    assert not any(statuses), output
+    assert "recompile_limit" not in output      # beyond it torch goes on uncompiled
+    assert_close(Run(0, output, tmp_path / "out"), shared(name))
+
+
+def train_compiled(backend, argv):
+    compiled = []
+
+    def compile_layer(layer):
+        compiled.append(layer)
+        layer._compiled_call_impl = torch.compile(layer._call_impl, backend=backend)
+    torch.nn.Module.compile = compile_layer
+    train_v2_ddp.main(argv)
+    assert len(compiled) == 2 and torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+def test_torchrun_command_trains_what_the_ranks_that_stay_train(shared, odd, train):
+    ranks, flags = flags_of("full fsdp 2x2x3")
+    alone = train("--model_path", odd.model, "--train_data_file", odd.train_json, "--code_cache", odd.codes, *flags,
+                  ranks=ranks)
+    assert_same_bits(alone, shared("full fsdp 2x2x3"))
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_bf16_is_close_to_ddp_and_the_trained_weights_stay_fp32(shared, method):
+    exact = shared(f"{method} ddp 1x12x1")
+    ddp, fsdp = (shared(f"{method} {mode} 2x2x3 --bf16") for mode in ("ddp", "fsdp"))
+    for name in ("train/loss", "train/audio_loss", "train/text_loss", "eval/loss"):
+        assert fsdp.metrics(name) == pytest.approx(ddp.metrics(name), rel=3e-3)
+        assert fsdp.metrics(name) == pytest.approx(exact.metrics(name), rel=3e-3)
+        assert fsdp.metrics(name) != pytest.approx(exact.metrics(name), rel=1e-6)      # not computed in fp32
+    assert fsdp.metrics("train/grad_norm") == pytest.approx(ddp.metrics("train/grad_norm"), rel=2e-2)
+    for part in (tensors, moments):
+        ours, theirs = part(fsdp), part(ddp)
+        assert {tensor.dtype for tensor in ours.values()} == {torch.float32}
+        for name in ours:       # gradients that bf16 hardly resolves may go either way
+            mine, yours = ours[name].double().flatten(), theirs[name].double().flatten()
+            alike = mine @ yours / (mine.norm() * yours.norm())
+            assert alike > 0.9, f"{name} {alike}"
+        assert any((tensor.bfloat16() != tensor).any() for tensor in ours.values())     # not rounded anywhere
+    assert any(weight.abs().max() > LR for weight in tensors(fsdp).values())
+
+
+def test_gradients_are_reduced_once_a_step(pool, odd, tmp_path):
+    """Counted in the run: three micro-steps cost the reductions of one, a layer each and one for the rest."""
+    ranks, flags = flags_of("full fsdp 2x2x3")
+    argv = arguments(odd, tmp_path / "out", *flags, "--disable_eval", "--max_steps", 1)
+    statuses, output = pool.run(ranks, "test_fsdp.count_collectives", argv, str(tmp_path / "counts.json"))
+    assert not any(statuses), output
+    counts = json.loads((tmp_path / "counts.json").read_text())
+    assert sum(number for name, number in counts.items() if "reduce_scatter" in name) == 2 + 1, counts
+
+
+def count_collectives(argv, path):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train_v2_ddp.main(argv)
+    counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("c10d::")}
+    Path(path).write_text(json.dumps(counts))
+
+
+def test_a_bad_step_is_skipped_on_every_rank(pool, odd, tmp_path):
+    """NaN in an embedding row that one rank holds and one sample uses: nothing of that step may stay anywhere."""
+    weights, samples = load_file(odd.model / "model.safetensors"), odd.samples()
+    bad = AutoTokenizer.from_pretrained(odd.model).convert_tokens_to_ids("~")
+    weights["model.embed_tokens.weight"][bad] = float("nan")
+    model = copy_model(odd.model, tmp_path / "model", weights)
+    samples[3]["messages"][1]["content"] += " ~"
+    for sample in samples:
+        sample["messages"][-1]["content"]["audio_url"] = str(odd.root / sample["messages"][-1]["content"]["audio_url"])
+    (tmp_path / "train.json").write_text(json.dumps(samples))
+    runs = [complete(pool, odd, tmp_path / mode, f"full {mode} 2x2x3", "--model_path", model, "--train_data_file",
+                     tmp_path / "train.json", "--disable_eval", "--max_steps", 3) for mode in ("ddp", "fsdp")]
+    for run in runs:
+        skipped = re.findall(r"^step (\d): gradient norm is not finite.*non-finite loss: .*\b3\b", run.output, re.M)
+        assert len(skipped) in (1, 2) and run.metrics("train/bad_steps")[3] == len(skipped)
+    ours, theirs = ({n: t.nan_to_num() for n, t in tensors(run).items()} for run in runs)
+    assert max(apart(ours, theirs).values()) < LR / 100
+    assert max(apart(*map(moments, runs), relative=True).values()) < 1e-5
+
+
+def copy_model(source, folder, weights):
+    """A model folder with other weights; the folder."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batches that lack a modality
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_batches_without_audio_or_text_on_one_rank(pool, odd, tmp_path, method):
+    """Two ranks at a time: text only beside audio only, then speech beside an empty pack."""
+    gradients = {}
+    for mode, ranks in (("ddp", 1), ("ddp", 2), ("fsdp", 2)):
+        argv = arguments(odd, tmp_path / "out", *METHODS[method], "--parallel", mode)
+        statuses, output = pool.run(ranks, "test_fsdp.step_on_odd_batches", argv, str(tmp_path))
+        assert not any(statuses), output
+        gradients[mode, ranks] = load_file(tmp_path / "gradients.safetensors")
+    one = gradients["ddp", 1]
+    assert all(gradient.any() for gradient in one.values() if method == "full")
+    for several in (gradients["ddp", 2], gradients["fsdp", 2]):
+        assert max(apart(several, one, relative=True).values()) < 1e-5
+
+
+def test_bf16_weights_are_gathered_and_gradients_reduced_in_fp32(pool, odd, tmp_path):
+    """Half the bytes on the way there; what comes back is not rounded."""
+    argv = arguments(odd, tmp_path / "out", "--parallel", "fsdp", "--bf16")
+    statuses, output = pool.run(2, "test_fsdp.step_on_odd_batches", argv, str(tmp_path))
+    assert not any(statuses), output
+    assert (tmp_path / "computed_in").read_text() == "torch.bfloat16"
+    gradients = load_file(tmp_path / "gradients.safetensors")
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    # a sum over two ranks and two micro-steps that is a bfloat16 again would have been made in it
+    assert all((gradient.bfloat16() != gradient).any() for gradient in gradients.values())
+
+
+def step_on_odd_batches(argv, folder):
+    """One backward pass over four packs, as the trainer does it; rank 0 writes the gradients."""
+    world, args, model, wrapped, _ = start(argv)
+    # adapters whose B is 0 give their A no gradient
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                tensor_files.fill(parameter, torch.ones(parameter.shape) / 100)
+    table = Path(folder) / f"table{args.parallel}{world.rank}of{world.size}"
+    table.mkdir()
+    ids, (words, speaking) = speech.samples_of(args.model_path, model.base_model.config,
+                                               [speech.TEXT_ONLY, speech.CLONING], table)
+    audio = {key: value[speaking["is_audio"]] if key in ("input_ids", "is_audio", "text_labels") else value
+             for key, value in speaking.items()}
+    packs = [collate(samples, ids) for samples in ([words], [audio], [speaking], [])]
+    lacking = [(len(pack.text_pos) == 0, len(pack.audio_pos) == 0) for pack in packs]
+    assert lacking == [(False, True), (True, False), (False, False), (False, True)]
+    n_audio, n_text = (sum(pack.counts[key] for pack in packs) for key in ("audio_targets", "text_targets"))
+    mine, computed_in = packs[world.rank::world.size], set()
+    model.base_model.model.layers[1].self_attn.k_proj.register_forward_pre_hook(
+        lambda module, _: computed_in.add(str(module.weight.dtype)))
+    for number, pack in enumerate(mine):
+        with parallel.gradient_sync(wrapped, number == len(mine) - 1):
+            with train_v2_ddp.autocast(args, world.device):
+                audio, text, _ = wrapped(pack)
+            loss = higgs.total_loss(audio, n_audio, text, n_text, "mean", 1.0)
+            (loss * world.size).backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = {name: whole(gradient) for name, gradient in found.items()}
+    if world.is_main:
+        save_file(found, Path(folder) / "gradients.safetensors")
+        (Path(folder) / "computed_in").write_text(" ".join(computed_in))
+    parallel.finish()
+
+
+def start(argv):
+    """What the trainer does before its first step: (World, flags, model, what it calls, native model)."""
+    args = train_v2_ddp.build_parser().parse_args(argv)
+    train_v2_ddp.check_flags(args, int(os.environ["WORLD_SIZE"]))
+    world = parallel.init(60, 60, alone_too=args.parallel == "fsdp")
+    folder, config = higgs_io.find_model(args.model_path)
+    return world, args, *speech_model.build_model(world, args, folder, config, None)
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Start: empty, then straight into shards
+
+
+def write_shards(argv, folder):
+    """Each rank leaves its shards and buffers in rank<rank>.pt, as they are right after the start."""
+    world, _, model, _, native = start(argv)
+    shards = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    kinds = {type(p) for p in model.parameters()}
+    torch.save({"shards": {name: shard.detach() for name, shard in shards.items()}, "buffers":
+                dict(native.named_buffers()), "sharded": all(issubclass(k, DTensor) for k in kinds)},
+               Path(folder) / f"rank{world.rank}.pt")
+    parallel.finish()
+
+
+def started(pool, odd, folder, ranks, *flags):
+    """What each rank wrote."""
+    folder.mkdir(exist_ok=True)
+    argv = arguments(odd, folder / "out", "--parallel", "fsdp", *flags)
+    statuses, output = pool.run(ranks, "test_fsdp.write_shards", argv, str(folder))
+    assert not any(statuses), output
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(ranks)]
+
+
+def assert_rows(parts, name, expected):
+    """The ranks' shards are the rows of a tensor, cut as torch.chunk does; ranks beyond have none."""
+    cut = [*expected.chunk(len(parts)), *[expected[:0]] * len(parts)]
+    for rank, part in enumerate(parts):
+        assert part["shards"][name].dtype == expected.dtype
+        assert torch.equal(part["shards"][name], cut[rank]), f"{name} of rank {rank}"
+
+
+def original_split(folder, odd):
+    """The odd model in the 2025 format in three files, three tensors of it split in two; the folder."""
+    state = test_higgs.original_state(odd.model)
+    test_higgs.split_rows(state, "embed_tokens", ("embedding_frozen", "embedding_trainable"), 571)
+    for head, at in (("audio_lm_head", 4103), ("text_lm_head", 1)):
+        test_higgs.split_rows(state, f"audio_decoder_proj.{head}", ("linear_frozen", "linear_trainable"), at)
+    return test_higgs.write_checkpoint(folder, test_higgs.original_config(test_higgs.config_of(odd.model)), state, 3)
+
+
+@pytest.mark.parametrize("form", ["native", "2025"])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_every_shard_is_rows_of_the_file(pool, odd, tmp_path, form, ranks):
+    source = odd.model if form == "native" else original_split(tmp_path / "model", odd)
+    parts = started(pool, odd, tmp_path, ranks, "--model_path", source)
+    base = load_file(odd.model / "model.safetensors")
+    assert all(part["sharded"] for part in parts)
+    assert {name.removeprefix("net.") for name in parts[0]["shards"]} == base.keys()
+    for name, expected in base.items():
+        assert_rows(parts, f"net.{name}", expected)
+    if ranks == 4:
+        assert not len(parts[3]["shards"]["net.model.layers.0.self_attn.k_proj.weight"])        # 6 rows: 2, 2, 2, 0
+    buffers = dict(HiggsAudioV2ForConditionalGeneration.from_pretrained(odd.model, use_text_head=True).named_buffers())
+    assert len(buffers) == 3
+    for part in parts:
+        assert part["buffers"].keys() == buffers.keys()
+        assert all(torch.equal(part["buffers"][name], value) for name, value in buffers.items())
+
+
+def test_adapters_start_alike_however_sharded_on_a_bf16_base(pool, odd, tmp_path):
+    flags = ("--use_lora", "--bf16", "--lora_rank", 5)
+    one, = started(pool, odd, tmp_path, 1, *flags)
+    parts = started(pool, odd, tmp_path, 4, *flags)
+    base = load_file(odd.model / "model.safetensors")
+    names = one["shards"].keys()
+    for name in names:
+        assert_rows(parts, name, one["shards"][name])
+        if ".lora_" in name:
+            assert one["shards"][name].dtype == torch.float32
+            assert one["shards"][name].any() == (".lora_A." in name)
+        else:
+            native = name.removeprefix("net.base_model.model.").replace(".base_layer.", ".")
+            assert torch.equal(one["shards"][name], base[native].bfloat16())
+
+
+def test_a_rank_never_holds_the_whole_model(pool, odd, tmp_path):
+    """Loading needs less than the rank's shards and one file; the model has twelve files."""
+    config = json.loads((odd.model / "config.json").read_text())
+    config |= {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2,
+               "head_dim": 128, "num_hidden_layers": 3}
+    shapes = {n: p.shape for n, p in higgs_io.empty_model(higgs_io.native_config(config), torch.float32)
+              .named_parameters()}
+    state = {name: torch.rand(shape) for name, shape in shapes.items()}
+    folder = test_higgs.write_checkpoint(tmp_path / "model", config, state, 12)
+    size = sum(tensor.nbytes for tensor in state.values())
+    file = max(path.stat().st_size for path in folder.glob("*.safetensors"))
+    del state
+    assert size > 200 * 2**20 and file < size / 4
+    statuses, output = pool.run(2, "test_fsdp.measure_start", arguments(odd, tmp_path / "out", "--parallel", "fsdp",
+                                                                        "--model_path", folder), str(tmp_path))
+    assert not any(statuses), output
+    for rank in range(2):
+        grown, samples = json.loads((tmp_path / f"memory{rank}.json").read_text())
+        assert samples > 5      # of a few hundred when the machine is idle
+        assert size / 2 < grown < size / 2 + file, f"rank {rank} grew by {grown / size:.2f} of the model"
+
+
+def measure_start(argv, folder):
+    """memory<rank>.json: growth of this process's anonymous memory at its highest, mapped files not counted."""
+    sizes, ended = [anonymous_bytes()], threading.Event()
+
+    def watch():
+        while not ended.wait(0.001):
+            sizes.append(anonymous_bytes())
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    world, *_ = start(argv)
+    ended.set()
+    watcher.join()
+    sizes.append(anonymous_bytes())
+    (Path(folder) / f"memory{world.rank}.json").write_text(json.dumps([max(sizes) - sizes[0], len(sizes)]))
+    parallel.finish()
+
+
+def anonymous_bytes():
+    return int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Resume: other ranks, other mode, no difference
+
+
+def resumed(pool, odd, folder, source, step, name):
+    """The run `name` from step `step` of the run `source`."""
+    return complete(pool, odd, folder / "out", name, "--resume", source.output_dir / f"checkpoint-{step}")
+
+
+# an epoch has two steps: 1 and 3 lie in an epoch, 2 between two
+@pytest.mark.parametrize("source, step, name", [
+    (f"full fsdp 4x3x1 {EVERY}", 1, "full fsdp 2x3x2"),
+    (f"full fsdp 4x3x1 {EVERY}", 2, "full fsdp 1x3x4"),
+    (f"full fsdp 4x3x1 {EVERY}", 3, "full ddp 2x3x2"),
+    (f"full ddp 2x3x2 {EVERY}", 1, "full fsdp 4x3x1"),
+    (f"lora fsdp 2x3x2 {EVERY}", 3, "lora ddp 1x3x4"),
+    (f"lora ddp 2x3x2 {EVERY}", 3, "lora fsdp 4x3x1"),
+])
+def test_resume_onto_other_ranks_or_mode_goes_on_the_same(pool, odd, shared, tmp_path, source, step, name):
+    run = resumed(pool, odd, tmp_path, shared(source), step, name)
+    assert rows(run)[0]["step"] == step + 1
+    assert_close(run, shared(source), after=step)
+
+
+@pytest.mark.parametrize("name", [f"full fsdp 4x3x1 {EVERY}", f"dropout fsdp 2x3x2 {EVERY}"])
+@pytest.mark.parametrize("step", [1, 3])
+def test_resume_on_the_same_ranks_is_exact(pool, odd, shared, tmp_path, name, step):
+    run = resumed(pool, odd, tmp_path, shared(name), step, name)
+    assert rows(run)[0]["step"] == step + 1
+    assert_same_bits(run, shared(name), after=step)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is exported, what is refused
+
+
+def logits_of(model, odd, folder):
+    """(audio logits, text logits) of transformers' own forward."""
+    folder.mkdir()
+    native = model.get_base_model() if isinstance(model, PeftModel) else model
+    ids, samples = speech.samples_of(odd.model, native.config, [speech.CLONING], folder)
+    inputs = {k: v for k, v in speech.native_batch(samples, ids).items() if "labels" not in k}
+    with torch.no_grad():
+        hidden = native.eval().model(**inputs).last_hidden_state
+        return native.audio_lm_head(hidden), native.text_lm_head(hidden)
+
+
+def newest(run):
+    return checkpoint.checkpoints(run.output_dir)[-1][1]
+
+
+def test_full_checkpoint_is_a_transformers_model(shared, odd, tmp_path):
+    run = shared(f"full fsdp 4x3x1 {EVERY}")
+    assert len(list(newest(run).glob("model-*-of-00004.safetensors"))) == 4
+    model, info = HiggsAudioV2ForConditionalGeneration.from_pretrained(newest(run), use_text_head=True,
+                                                                       output_loading_info=True)
+    assert not any(info.values()), info
+    ours = tensors(run)
+    assert ours.keys() == model.state_dict().keys()
+    assert all(torch.equal(ours[name], value) for name, value in model.state_dict().items())
+    ddp = HiggsAudioV2ForConditionalGeneration.from_pretrained(newest(shared("full ddp 2x2x3")), use_text_head=True)
+    torch.testing.assert_close(logits_of(model, odd, tmp_path / "fsdp"), logits_of(ddp, odd, tmp_path / "ddp"))
+
+
+def test_adapter_loads_in_peft_and_merges(shared, odd, tmp_path):
+    logits = []
+    for name in (f"lora fsdp 2x3x2 {EVERY}", f"lora ddp 2x3x2 {EVERY}"):
+        base = HiggsAudioV2ForConditionalGeneration.from_pretrained(odd.model, use_text_head=True)
+        plain = logits_of(base, odd, tmp_path / f"base {name.split()[1]}")
+        with warnings.catch_warnings(record=True) as caught:        # PEFT only warns of adapter keys it lacks
+            warnings.simplefilter("always")
+            adapted = PeftModel.from_pretrained(base, newest(shared(name)))
+        assert not [str(w.message) for w in caught if "adapter keys" in str(w.message)]
+        logits.append(logits_of(adapted, odd, tmp_path / name.split()[1]))
+    torch.testing.assert_close(*logits)
+    assert (logits[0][0] - plain[0]).abs().max() > 1e-4
+    lora.merge(str(odd.model), str(newest(shared(f"lora fsdp 2x3x2 {EVERY}"))), str(tmp_path / "merged"))
+    merged = HiggsAudioV2ForConditionalGeneration.from_pretrained(tmp_path / "merged", use_text_head=True)
+    torch.testing.assert_close(logits_of(merged, odd, tmp_path / "last"), logits[0])
+
+
+@pytest.mark.parametrize("flags, reason", [
+    ("--parallel fsdp --eval_ranks rank0", "every forward there needs all ranks"),
+    ("--cpu_offload", "need --parallel fsdp"),
+    ("--no-reshard_after_forward", "need --parallel fsdp"),
+])
+def test_flags_that_do_not_go_together_are_refused(pool, odd, tmp_path, flags, reason):
+    statuses, output = pool.run(1, "train_v2_ddp.main", arguments(odd, tmp_path / "out", *flags.split()))
+    assert statuses == [1] and not (tmp_path / "out").exists()
+    error, = re.findall(r"^error: .*$", output, re.M)
+    assert reason in error and flags.split()[-1].removesuffix("rank0") in error and "Traceback" not in output

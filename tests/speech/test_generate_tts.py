@@ -1,0 +1,519 @@
+"""Speech out of what was trained: prompts against transformers' own processor, generation, files, and the whole way.
+
+The end-to-end proof is exact code reproduction: the tiny codec has random weights, so its sound means nothing, but a
+model that learnt three clips by heart must give back their very codes, through the real scripts, from a checkpoint.
+"""
+import copy
+import io
+import json
+import re
+import warnings
+
+import matplotlib.image
+import numpy as np
+import pytest
+import soundfile
+import torch
+from transformers import AutoProcessor, AutoTokenizer
+
+import train_v2_ddp
+from common import parallel
+from data import Table, delay_rows, token_ids
+from speech import codes as code_cache
+from speech import generate_tts, sample_prompts, speak
+from speech.conversations import Clip
+from tests.helpers import spoken as speech
+from tests.helpers.trainer import ROOT, trainer_command
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def voice(tiny):
+    """(native model, tokenizer, TokenIds, codec, its bandwidth) of the tiny model."""
+    native, tokenizer = speech.native(tiny.model), AutoTokenizer.from_pretrained(tiny.model)
+    return native, tokenizer, token_ids(tokenizer, native.config), *code_cache.load_codec(tiny.codec, "cpu", 8)
+
+
+def written(path, entries):
+    path.write_text(json.dumps(entries))
+    return path
+
+
+@pytest.fixture(scope="module")
+def short(tiny, tmp_path_factory):
+    """File of three voice-cloning samples with clips of half a second and a bit; the last takes no voice."""
+    entries = copy.deepcopy(tiny.samples()[:3])
+    for number, entry in enumerate(entries):
+        for message in entry["messages"][1:]:
+            for item in message["content"]:
+                if item["type"] == "audio":
+                    item |= {"audio_url": str(tiny.root / item["audio_url"]), "offset": 0.3,
+                             "duration": 0.4 + 0.13 * number}
+    entries[2]["messages"][1]["content"] = entries[2]["misc"]["target_transcript"]
+    return written(tmp_path_factory.mktemp("short") / "short.json", entries)
+
+
+def prompts_of(voice, path, room=2000):
+    _, tokenizer, ids, codec, bandwidth = voice
+    return speak.prepare(speak.read_prompts(path), tokenizer, ids, codec, bandwidth, room)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Prompts
+
+
+def test_batch_is_what_the_processor_makes(tiny, voice, tmp_path):
+    """Conversations with one voice and with two: transformers' processor gives the same padded tensors."""
+    clip = tiny.root / "speech" / "0000_speaker0.wav"
+    waves = [code_cache.decode_audio(clip, [(0.2, frames / 25)])[1][0] for frames in (9, 14)]
+    clips = [str(tmp_path / f"{len(wave)}.wav") for wave in waves]      # whole frames: the processor would pad others
+    for clip, wave in zip(clips, waves):
+        soundfile.write(clip, wave, 24000, subtype="FLOAT")
+
+    def turns(*pairs, ask):
+        said = [{"role": "system", "content": "Generate audio following instruction."}]
+        for text, clip in pairs:
+            said += [{"role": "user", "content": text},
+                     {"role": "assistant", "content": [{"type": "audio", "audio_url": clip}]}]
+        return [*said, {"role": "user", "content": ask}]
+
+    talks = [turns(("This is my voice.", clips[0]), ask="Good night."),
+             turns(("[SPEAKER0] One.", clips[0]), ("[SPEAKER1] Two, longer.", clips[1]), ask="The map?")]
+    path = written(tmp_path / "talks.json", [{"messages": talk} for talk in talks])
+    ours = speak.prompt_batch(prompts_of(voice, path), voice[2])
+
+    processor = AutoProcessor.from_pretrained(tiny.model)
+    texts = [processor.apply_chat_template(talk, add_generation_prompt=True, tokenize=False) for talk in talks]
+    theirs = processor(text=texts, audio=[waves[0], waves[0], waves[1]], return_tensors="pt", padding=True,
+                       padding_side="left", sampling_rate=24000, add_special_tokens=False)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name].to(ours[name].dtype)), name
+    assert ours["attention_mask"].sum(1).unique().numel() == 2      # the batch is ragged
+
+
+def test_prompt_needs_no_target_and_never_looks_at_it(tiny, voice, short, tmp_path):
+    entries = json.loads(short.read_text())
+    bare = copy.deepcopy(entries)
+    for entry in bare:
+        entry["messages"].pop()
+    one, other = prompts_of(voice, short), prompts_of(voice, written(tmp_path / "bare.json", bare))
+    for a, b, entry in zip(one, other, entries):
+        assert np.array_equal(a.tokens, b.tokens) and np.array_equal(a.audio_ids, b.audio_ids)
+        assert a.text == b.text == entry["misc"]["target_transcript"]
+        assert b.target is None and a.target == Clip(*(entry["messages"][2]["content"][1][key] for key in (
+            "audio_url", "offset", "duration")), a.target.seconds)
+    assert [len(p.references) for p in one] == [1, 1, 0]
+
+
+def test_lines_and_reference_make_the_canonical_prompt(tiny, voice, tmp_path):
+    clip = str(tiny.root / tiny.samples()[0]["messages"][1]["content"][1]["audio_url"])
+    (tmp_path / "lines.txt").write_text("Good night.\n\n  The map: where? \n")
+    _, tokenizer, ids, codec, bandwidth = voice
+    lines = speak.read_lines(tmp_path / "lines.txt")
+    assert [text for _, text in lines] == ["Good night.", "The map: where?"]
+    said = speak.prepare(speak.text_prompts(lines, clip, "My voice.", scene="A quiet room."), tokenizer, ids, codec,
+                         bandwidth, 2000)
+    text = tokenizer.decode(said[1].tokens[~np.isin(said[1].tokens, (ids.audio, ids.delay))])
+    assert text == ("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nGenerate audio following "
+                    "instruction.\n\n<|scene_desc_start|>\nA quiet room.\n<|scene_desc_end|><|eot_id|>"
+                    "<|start_header_id|>user<|end_header_id|>\n\nMy voice.<|eot_id|><|start_header_id|>assistant"
+                    "<|end_header_id|>\n\n<|audio_out_bos|><|audio_eos|><|eot_id|><|start_header_id|>user"
+                    "<|end_header_id|>\n\nThe map: where?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+                    "<|audio_out_bos|>")
+    assert said[0].references == [clip] and said[1].source.endswith("line 3")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Generation
+
+
+@pytest.mark.parametrize("frames", [1, 2, 9, 40])
+def test_undelay_is_the_inverse_of_the_delay(voice, frames):
+    ids, codes = voice[2], np.random.default_rng(frames).integers(0, 1024, (frames, 8))
+    rows = delay_rows(codes, ids.stream_bos, ids.stream_eos)
+    for more in (rows, np.concatenate([rows, np.full((5, 8), ids.stream_eos)])):       # as a batch fills it up
+        got, ended = speak.undelay(more, ids, "length")
+        assert ended == "eos" and np.array_equal(got, codes)
+    cut, ended = speak.undelay(rows[:-3], ids, "length")
+    assert ended == "length" and np.array_equal(cut, codes[:len(cut)]) and len(cut) == max(0, frames - 2)
+
+
+def test_undelay_when_the_end_comes_askew(voice):
+    """Codebook 0 ends at frame 6; the others one row late, as transformers forces them when they miss their turn."""
+    ids, codes = voice[2], np.random.default_rng(0).integers(0, 1024, (7, 8))
+    rows = delay_rows(codes, ids.stream_bos, ids.stream_eos)
+    rows[7, 0] = ids.stream_eos
+    rows[5, 5] = ids.stream_bos                 # and a stray special id inside: frame -1 of codebook 5 is the delay
+    rows[9, 5] = ids.stream_eos
+    got, ended = speak.undelay(rows, ids, "length")
+    expected = codes[:6].copy()
+    expected[3, 5] = 1023
+    assert ended == "eos" and np.array_equal(got, expected)
+    none, ended = speak.undelay(delay_rows(codes[:0], ids.stream_bos, ids.stream_eos), ids, "length")
+    assert none.shape == (0, 8) and ended == "eos" and len(speak.decode(voice[3], none)) == 0
+
+
+def test_waveform_is_what_the_processor_decodes(tiny, voice):
+    native, _, ids, codec, _ = voice
+    processor = AutoProcessor.from_pretrained(tiny.model)
+    codes = np.random.default_rng(0).integers(0, 1024, (12, 8))
+    rows = delay_rows(codes, ids.stream_bos, ids.stream_eos)
+    theirs = processor.batch_decode(torch.from_numpy(rows)[None])[0]
+    ours = speak.decode(codec, speak.undelay(rows, ids, "length")[0])
+    assert ours.shape == (12 * 960,) and np.abs(ours).max() > 0
+    assert np.allclose(ours, theirs.numpy(), atol=1e-6)
+
+
+def settings_of(voice, seconds=0.4, **more):
+    return speak.sampling(voice[0].config, seconds, **more)
+
+
+def test_draws_depend_on_the_seed_alone_and_leave_no_trace(voice, short):
+    native, _, ids, _, _ = voice
+    prompts, settings = prompts_of(voice, short), settings_of(voice)
+    own = copy.deepcopy(native.generation_config)
+
+    def say(seed):
+        return [codes for codes, _ in speak.generate(native, prompts, ids, settings, seed, CPU)]
+    torch.manual_seed(7)
+    before = torch.random.get_rng_state()
+    first = say(1)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.manual_seed(8)
+    assert all(map(np.array_equal, first, say(1)))
+    assert not any(map(np.array_equal, first, say(2)))
+    assert native.generation_config.to_dict() == own.to_dict()
+
+
+def test_a_batch_says_what_each_prompt_says_alone(voice, short):
+    native, _, ids, _, _ = voice
+    prompts, greedy = prompts_of(voice, short), settings_of(voice, temperature=0)
+    together = speak.generate(native, prompts, ids, greedy, 0, CPU)
+    for prompt, (codes, ended) in zip(prompts, together):
+        alone, why = speak.generate(native, [prompt], ids, greedy, 5, CPU)[0]     # greedy: the seed decides nothing
+        assert np.array_equal(codes, alone) and ended == why == "length"
+        assert codes.shape == (10, 8)           # 0.4 s, not a frame more
+    assert len({codes.tobytes() for codes, _ in together}) == 3
+
+
+def test_repetition_aware_sampling_breaks_a_loop(voice, short):
+    """A head that prefers one code: with RAS it is drawn anew after two repeats in seven rows, without it never."""
+    native, _, ids, _, _ = voice
+    looping = copy.deepcopy(native)
+    looping.audio_lm_head.weight.data *= 0.01
+    hook = looping.audio_lm_head.register_forward_hook(lambda module, given, out: out + bias)
+    bias = torch.zeros(8, 1026)
+    bias[:, 77] = 6.0           # 28 % of the whole distribution, all of it among the likeliest few
+    bias = bias.view(-1)
+    prompts = prompts_of(voice, short)[:1]
+    told = {name: speak.generate(looping, prompts, ids, settings_of(voice, 2.0, top_p=0.2, **off), 3, CPU)[0][0]
+            for name, off in (("with", {}), ("without", {"ras_window": 0}))}
+    hook.remove()
+    assert (told["without"] == 77).all()
+    assert 0.2 < (told["with"] == 77).mean() < 0.8
+
+
+def test_time_is_limited(voice, short):
+    native, _, ids, _, _ = voice
+    prompts = prompts_of(voice, short)
+    for how in ({"moment": 0.0}, {"asked": lambda: "SIGTERM"}):
+        spoken = speak.generate(native, prompts, ids, settings_of(voice, 60), 0, CPU, **how)
+        assert [(len(codes), ended) for codes, ended in spoken] == [(0, "time")] * 3
+
+
+def test_mel_shows_where_a_tone_is(voice):
+    """A tone of 1 kHz that starts after half a second: one bright band where 1 kHz is, from column 50 on."""
+    time = np.arange(24000) / 24000
+    mel = speak.log_mel((0.5 * np.sin(2 * np.pi * 1000 * time) * (time >= 0.5)).astype(np.float32))
+    assert mel.shape[0] == 80 and abs(mel.shape[1] - 100) <= 1
+    loud = mel.max(axis=0)
+    assert loud[60:95].min() - loud[5:40].max() > 60
+    bands = 15 + 27 * np.log(12000 / 1000) / np.log(6.4)        # Slaney's mel scale: 1 kHz is 15 of so many
+    assert abs(mel[:, 75].argmax() + 1 - 81 * 15 / bands) <= 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")          # of glyphs that the font lacks
+        picture = speak.mel_picture(np.zeros(0, np.float32), "nothing $\\frac{ 你好 “é”")        # and no formula
+    assert picture.dtype == np.uint8 and picture.shape[2] == 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The whole way, through the scripts
+
+
+def train(pool, tiny, data, output_dir, *flags, ranks=1):
+    command = trainer_command(tiny, output_dir, "--train_data_file", data, "--num_workers", 0,
+                              "--code_cache", output_dir.parent / "codes", *flags)
+    command = command[command.index(str(ROOT / "train_v2_ddp.py")) + 1:]
+    statuses, output = pool.run(ranks, "train_v2_ddp.main", command, timeout=200)
+    assert not any(statuses), output
+    return output
+
+
+def say(pool, tiny, output_dir, *flags, model=None, ranks=1):
+    command = ["--model_path", model or tiny.model, "--audio_tokenizer_path", tiny.codec, "--output_dir", output_dir,
+               "--save_codes", *flags]
+    statuses, output = pool.run(ranks, "speech.generate_tts.main", [str(word) for word in command])
+    assert not any(statuses), output
+    records = [json.loads(path.read_text()) for path in sorted(output_dir.glob("*.json"))]
+    return records, output
+
+
+def spoken_codes(output_dir, records):
+    return [np.load(output_dir / f"{record['name']}.npy") for record in records]
+
+
+def true_codes(tiny, output_dir):
+    """Codes of each sample's target as the code cache holds them, in the order of the file."""
+    table = Table(next(output_dir.glob("table-*")))
+    last = [table.clips[stop - 1] for stop in table.clip_offsets[1:]]
+    return [table.reader.codes(*table.where[clip].tolist()) for clip in last]
+
+
+@pytest.fixture(scope="module")
+def learnt(pool, tiny, short, tmp_path_factory):
+    """(folder of a run that learnt the short file by heart and spoke it at its two validations, its output)."""
+    folder = tmp_path_factory.mktemp("learnt") / "out"
+    flags = ("--max_steps", 100, "--learning_rate", 3e-3, "--adam_beta2", 0.95, "--weight_decay", 0, "--logging_steps",
+             10, "--eval_data_file", short, "--eval_steps", 50, "--save_steps", 0, "--report_to", "tensorboard",
+             "--per_device_train_batch_size", 3, "--sample_prompts", short, "--sample_seconds", 2)
+    return folder, train(pool, tiny, short, folder, *flags)
+
+
+def test_a_model_that_learnt_clips_by_heart_gives_back_their_codes(pool, tiny, short, learnt, voice, tmp_path):
+    folder, _ = learnt
+    records, output = say(pool, tiny, tmp_path / "said", "--prompts", short, "--temperature", 0, "--max_seconds", 3,
+                          model=folder / "checkpoint-100")
+    truth = true_codes(tiny, folder)
+    for record, said, true, entry in zip(records, spoken_codes(tmp_path / "said", records), truth,
+                                         json.loads(short.read_text())):
+        assert np.array_equal(said, true), record["name"]
+        assert record["ended_by"] == "eos" and record["frames"] == len(true) and record["seconds"] == len(true) / 25
+        assert record["text"] == entry["misc"]["target_transcript"]
+        assert record["target_seconds"] == entry["messages"][2]["content"][1]["duration"]
+        wave, rate = soundfile.read(tmp_path / "said" / f"{record['name']}.wav", dtype="float32")
+        assert rate == 24000 and np.allclose(wave, speak.decode(voice[3], true).clip(-1, 1), atol=1e-4)
+    assert len(records) == 3 and "3 ended by themselves" in output and "notice" not in output
+
+
+def test_validation_hears_the_model_learn(learnt):
+    """Stop rate and length ratio in the log, sound and picture in TensorBoard, the same as in the WAV files."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    folder, output = learnt
+    rows = {row["step"]: row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+            if "eval/stop_rate" in row}
+    assert rows.keys() == {50, 100} and rows[100]["eval/stop_rate"] == 1.0
+    assert abs(rows[100]["eval/length_ratio"] - 1) < 0.05 and rows[100]["eval/loss"] < 0.1
+    assert "speech step    100 | 3 of 3 prompts" in output
+    board = EventAccumulator(f"{folder}-logs/out", size_guidance={"audio": 0, "images": 0}).Reload()
+    assert {"samples/0000", "samples/0002"} <= set(board.Tags()["audio"])
+    events = board.Audio("samples/0001")
+    assert [event.step for event in events] == [50, 100] and events[0].sample_rate == 24000
+    wave = soundfile.read(folder / "samples" / "step-100" / "0001.wav")[0]
+    assert np.allclose(soundfile.read(io.BytesIO(events[1].encoded_audio_string))[0], wave, atol=2e-4)
+    picture = board.Images("samples/0001/mel")[1]
+    shown = matplotlib.image.imread(folder / "samples" / "step-100" / "0001.png")
+    assert shown.shape[:2] == (picture.height, picture.width)
+    about = json.loads((folder / "samples" / "step-100" / "0001.json").read_text())
+    assert about["step"] == 100 and about["frames"] * 960 == len(wave)
+
+
+SMALL = ("--max_steps", 3, "--eval_steps", 2, "--save_steps", 2, "--save_total_limit", 0, "--learning_rate", 1e-3,
+         "--per_device_train_batch_size", 1, "--per_device_eval_batch_size", 1)
+CLOCK = {"train/throughput", "train/audio_seconds_per_second", "train/samples_per_second", "train/step_seconds",
+         "train/data_wait_seconds", "train/memory_gib", "eval/stop_rate", "eval/length_ratio"}
+
+
+@pytest.mark.parametrize("how", [("--parallel", "ddp", "--use_lora"), ("--parallel", "fsdp"),
+                                 ("--parallel", "fsdp", "--no-reshard_after_forward", "--use_lora", "--bf16")])
+def test_samples_of_a_run_on_two_ranks(pool, tiny, short, tmp_path, how):
+    """Training goes on exactly as without them, and they are what generate_tts.py says from that step's checkpoint."""
+    data = ("--eval_data_file", short)
+    speaking = ("--sample_prompts", short, "--sample_seconds", 0.5)
+    train(pool, tiny, short, tmp_path / "mute", *data, *SMALL, *how, ranks=2)
+    train(pool, tiny, short, tmp_path / "loud", *data, *SMALL, *how, *speaking, ranks=2)
+    mute, loud = ([{k: v for k, v in json.loads(line).items() if k not in CLOCK}
+                   for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+                  for name in ("mute", "loud"))
+    assert mute == loud and len(mute) == 5
+    checkpoint = tmp_path / "loud" / "checkpoint-2"
+    model = {"--adapter": checkpoint} if "--use_lora" in how else {"--model_path": checkpoint}
+    if "--bf16" in how:     # another order of casts: only that the samples are there
+        assert len(list((tmp_path / "loud" / "samples" / "step-2").glob("*.wav"))) == 3
+        return
+    records, _ = say(pool, tiny, tmp_path / "said", "--prompts", short, "--max_seconds", 0.5, "--batch_size", 8,
+                     *[word for pair in model.items() for word in pair])
+    for record in records:
+        name = f"{record['name']}.wav"
+        heard = (tmp_path / "loud" / "samples" / "step-2" / name).read_bytes()
+        assert heard == (tmp_path / "said" / name).read_bytes(), name
+        assert heard != (tmp_path / "loud" / "samples" / "step-3" / name).read_bytes()
+
+
+def test_two_ranks_say_what_one_says(pool, tiny, short, tmp_path):
+    flags = ("--prompts", short, "--max_seconds", 0.4, "--batch_size", 2)
+    one, output = say(pool, tiny, tmp_path / "one", *flags)
+    two, _ = say(pool, tiny, tmp_path / "two", *flags, ranks=2)
+    assert all(map(np.array_equal, spoken_codes(tmp_path / "one", one), spoken_codes(tmp_path / "two", two)))
+    assert [r["seed"] for r in one] == [r["seed"] for r in two] == [42, 42, 43]
+    assert [r["text"] for r in one] == [r["text"] for r in two]
+    assert output.count("cut off: no end-of-stream came") == 3 and "3 were cut off at --max_seconds 0.4" in output
+
+
+def test_a_run_out_of_time_for_samples_goes_on(pool, tiny, short, tmp_path):
+    """No prompt begun, or stopped after its first row: no frame to hear, which is not all that TensorBoard can take."""
+    for name, limit in (("none", 1e-6), ("few", 0.01)):
+        output = train(pool, tiny, short, tmp_path / name, "--eval_data_file", short, *SMALL, "--sample_prompts", short,
+                       "--sample_time_limit", limit, "--report_to", "tensorboard")
+        assert "0 of 3 prompts, 0.0 s" in output and "(--sample_time_limit)" in output and "done       step 3" in output
+
+
+class Asked:
+    """A log that notes what is written to it, and an answer to: shall we stop?"""
+
+    def __init__(self, after):
+        self.heard, self.after = [], after
+
+    def write_speech(self, step, name, wave, rate, picture):
+        self.heard.append((name, len(wave)))
+
+    def __call__(self):
+        self.after -= 1
+        return self.after < 0
+
+
+def test_what_time_cut_off_did_not_stop_by_itself(tiny, voice, short, tmp_path, monkeypatch, capsys):
+    """Rates of one that ended, one at its length and one out of time; after a request to stop there are none."""
+    native, tokenizer, ids, codec, bandwidth = voice
+    args = train_v2_ddp.build_parser().parse_args(
+        ["--model_path", "m", "--audio_tokenizer_path", "c", "--sample_prompts", str(short), "--output_dir",
+         str(tmp_path)])
+    prompts, settings = sample_prompts.load(args, tokenizer, ids, native.config, tiny.codec, CPU)
+    true = [round(prompt.target_seconds * 25) for prompt in prompts]
+    ends = [(np.zeros((2 * true[0], 8), int), "eos"), (np.zeros((true[1], 8), int), "length"),
+            (np.zeros((0, 8), int), "time")]
+    monkeypatch.setattr(sample_prompts.speak, "generate", lambda *a: ends)
+    log = Asked(10**9)
+    values = sample_prompts.speak_all(args, native, prompts, settings, ids, tiny.codec, CPU, 5, log, log)
+    assert values["eval/stop_rate"] == pytest.approx(1 / 3) and values["eval/length_ratio"] == pytest.approx(1.5, 0.02)
+    assert log.heard == [("samples/0000", 1920 * true[0]), ("samples/0001", 960 * true[1]), ("samples/0002", 0)]
+    assert "2 of 3 prompts" in capsys.readouterr().out
+    values = sample_prompts.speak_all(args, native, prompts, settings, ids, tiny.codec, CPU, 6, log, Asked(1))
+    assert "eval/stop_rate" not in values and "(asked to stop)" in capsys.readouterr().out
+
+
+def test_dry_run_counts_and_checks_the_prompts(tiny, short, tmp_path, capsys, monkeypatch):
+    """A bad clip, a bad true recording and too long speech are told before the run; so is the memory it takes."""
+    def dry(prompts, *more, status=0):
+        parallel._claimed.clear()
+        command = trainer_command(tiny, tmp_path / "out", "--train_data_file", short, "--dry_run", 2, "--parallel",
+                                  "fsdp", "--sample_prompts", prompts, *more)
+        words = command[command.index(str(ROOT / "train_v2_ddp.py")) + 1:]
+        if status:
+            with pytest.raises(SystemExit) as end:
+                train_v2_ddp.main(words)
+            assert end.value.code == status
+        else:
+            train_v2_ddp.main(words)
+        out = capsys.readouterr()
+        return out.out + out.err
+    entries = json.loads(short.read_text())
+    (tmp_path / "noise.wav").write_bytes(b"RIFF????")
+    entries[0]["messages"][2]["content"][1]["audio_url"] = str(tmp_path / "noise.wav")
+    assert "sample_00000000): its true recording" in dry(written(tmp_path / "target.json", entries), status=1)
+    entries[0]["messages"][1]["content"][1]["audio_url"] = str(tmp_path / "noise.wav")
+    assert "noise.wav: is not readable audio" in dry(written(tmp_path / "clip.json", entries), status=1)
+    assert "room for 0" in dry(short, "--sample_seconds", 300, status=1)
+    assert "dry run ok" in dry(short)
+    monkeypatch.setattr(sample_prompts, "BATCH", 2000)     # prompts together: their cache alone is 4 GiB
+    heard = dry(short)
+    assert "reached in speaking samples" in heard
+    assert 3.9 < float(re.search(r"peak estimate +([\d.]+) GiB", heard)[1]) - 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mistakes
+
+
+@pytest.fixture
+def refuse(tiny, tmp_path, capsys):
+    """refuse(*flags): run generate_tts.py's main, which must end with status 1 and one line; returns the line."""
+    def run(*flags):
+        parallel._claimed.clear()
+        command = ["--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec, "--output_dir", tmp_path / "out",
+                   *flags]
+        with pytest.raises(SystemExit) as end:
+            generate_tts.main([str(word) for word in command])
+        error = capsys.readouterr().err.strip()
+        assert end.value.code == 1 and error.startswith("error: ") and "Traceback" not in error
+        return error
+    return run
+
+
+@pytest.mark.parametrize("flags, part", [
+    ((), "give one of --text and --prompts"),
+    (("--text", "a", "--prompts", "b.txt"), "give one of --text and --prompts"),
+    (("--text", "a", "--reference_audio", "x.wav"), "--reference_audio and --reference_text go together"),
+    (("--prompts", "b.json", "--scene", "x"), "--scene is for texts and lines"),
+    (("--text", "a", "--temperature", -1), "--temperature is -1"),
+    (("--text", "a", "--top_p", 0), "--top_p is 0.0"),
+    (("--text", "a", "--max_seconds", 0), "--max_seconds is 0.0"),
+    (("--text", "a", "--max_seconds", 300), "--text 'a': 51 tokens"),
+    (("--text", "a", "--batch_size", 0), "--batch_size is 0"),
+    (("--text", "a", "--seed", 10**20), "--seed is 1000"),
+    (("--text", "a <|eot_id|>"), "text contains the control token <|eot_id|>"),
+    (("--text", " "), "has no text to speak"),
+    (("--text", "a", "--reference_audio", "gone.wav", "--reference_text", "b"), "audio file 'gone.wav' not found"),
+    (("--text", "a", "--adapter", "nowhere"), "--adapter nowhere: no such folder"),
+    (("--prompts", "gone.txt"), "gone.txt: cannot be read"),
+    (("--text", "a", "--model_path", "./gone"), "--model_path ./gone: no such folder"),
+])
+def test_mistakes_in_flags(refuse, flags, part):
+    assert part in refuse(*flags)
+
+
+def test_mistakes_in_files(refuse, tiny, short, tmp_path):
+    entries = json.loads(short.read_text())
+    entries[1]["messages"] = [entries[1]["messages"][0]]
+    entries[0]["messages"][1]["content"][1]["audio_url"] = "nope.wav"
+    error = refuse("--prompts", written(tmp_path / "bad.json", entries))
+    assert "2 problems" in error and "sample 0 (sample_00000000): audio file 'nope.wav' not found" in error
+    assert "sample 1 (sample_00000001): has no text to speak" in error
+    (tmp_path / "noise.wav").write_bytes(b"RIFF????")
+    error = refuse("--text", "a", "--reference_text", "b", "--reference_audio", tmp_path / "noise.wav")
+    assert re.search(r"noise.wav: is not readable audio", error)
+    (tmp_path / "empty.txt").write_text("\n \n")
+    assert "empty.txt: holds no text" in refuse("--prompts", tmp_path / "empty.txt")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    assert "is not UTF-8 text" in refuse("--prompts", tmp_path / "latin.txt")
+    entries = json.loads(short.read_text())
+    entries[2]["messages"][2]["content"][1] |= {"offset": 99.0}
+    assert "has nothing from 99.0 s on" in refuse("--prompts", written(tmp_path / "late.json", entries))
+
+
+def test_results_of_an_earlier_run_are_not_mixed_in(refuse, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "0007.wav").write_bytes(b"old")
+    assert "holds an earlier run's results (0007.wav, 1 files)" in refuse("--text", "a")
+    assert (tmp_path / "out" / "0007.wav").exists()
+
+
+def test_overwriting_waits_until_all_is_checked(refuse, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "0007.wav").write_bytes(b"good")
+    assert "--adapter nowhere" in refuse("--text", "a", "--overwrite", "--adapter", "nowhere")
+    assert (tmp_path / "out" / "0007.wav").read_bytes() == b"good"
+
+
+def test_overwriting_deletes_results_and_nothing_else(pool, tiny, tmp_path):
+    (tmp_path / "out").mkdir()
+    for name in ("0007.wav", "0007.json", "notes.json", "mine.wav"):
+        (tmp_path / "out" / name).write_text("old")
+    statuses, output = pool.run(1, "speech.generate_tts.main", [str(word) for word in (
+        "--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec, "--output_dir", tmp_path / "out", "--text",
+        "Yes.", "--max_seconds", 0.2, "--overwrite")])
+    assert statuses == [0], output
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"notes.json", "mine.wav", "0000.wav", "0000.png",
+                                                            "0000.json"}

@@ -1,0 +1,332 @@
+"""Adapters: which layers get them, their precision, and that plain PEFT and transformers read what we write."""
+import json
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import Linear
+from safetensors.torch import load_file, save_file
+from transformers import HiggsAudioV2ForConditionalGeneration
+
+import lora
+from common import adapters, tensor_files
+from common.parallel import UserError, World
+from data import collate
+from speech import higgs
+from tests.helpers import spoken
+from tests.helpers.trainer import ROOT
+
+ATTENTION = {f"self_attn.{p}_proj" for p in "qkvo"}
+AUDIO = {f"audio_mlp.{p}_proj" for p in ("gate", "up", "down")}
+TEXT = {f"mlp.{p}_proj" for p in ("gate", "up", "down")}
+
+
+@pytest.fixture(scope="module")
+def data(tiny, tmp_path_factory):
+    """(TokenIds, [sample])."""
+    return spoken.samples_of(tiny.model, spoken.native(tiny.model).config, [spoken.CLONING, spoken.MULTI_TURN],
+                             tmp_path_factory.mktemp("table"))
+
+
+def base(tiny, dtype=torch.float32):
+    return HiggsAudioV2ForConditionalGeneration.from_pretrained(tiny.model, use_text_head=True, dtype=dtype).eval()
+
+
+def adapted(tiny, rank=4, alpha=8, targets="attention+audio_mlp", seed=0):
+    """A base with adapters that change its output: fresh ones have B = 0."""
+    torch.manual_seed(seed)
+    net = lora.add_lora(base(tiny), rank, alpha, 0.0, targets, "owner/base").eval()
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    return net
+
+
+@torch.no_grad()
+def outputs(net, data):
+    """(audio logits, text logits) of transformers' own forward."""
+    ids, samples = data
+    inputs = {k: v for k, v in spoken.native_batch(samples, ids).items() if "labels" not in k}
+    native = net.get_base_model() if hasattr(net, "get_base_model") else net
+    state = native.model(**inputs).last_hidden_state[inputs["attention_mask"].bool()]
+    return native.audio_lm_head(state), native.text_lm_head(state)
+
+
+def assert_same_outputs(a, b, data, tolerance=1e-5):
+    for x, y in zip(outputs(a, data), outputs(b, data)):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
+def with_adapter(net):
+    """Names of the base's modules that carry an adapter."""
+    return {name for name, module in net.get_base_model().named_modules() if hasattr(module, "lora_A")}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which layers
+
+
+@pytest.mark.parametrize("targets, expected", [
+    ("attention", ATTENTION), ("attention+audio_mlp", ATTENTION | AUDIO), ("all-linear", ATTENTION | AUDIO | TEXT),
+    ("q_proj, v_proj", {"self_attn.q_proj", "self_attn.v_proj"}), ("mlp.up_proj", {"mlp.up_proj"}),
+    ("audio_mlp.up_proj,", {"audio_mlp.up_proj"}), ("up_proj", {"mlp.up_proj", "audio_mlp.up_proj"}),
+    ("self_attn.o_proj,mlp.down_proj", {"self_attn.o_proj", "mlp.down_proj"})])
+def test_targets_are_exactly_these_layers(tiny, targets, expected):
+    net = lora.add_lora(base(tiny), 4, 8, 0.0, targets, "base")
+    assert with_adapter(net) == {f"model.layers.{i}.{name}" for i in range(2) for name in expected}
+    trainable = [n for n, p in net.named_parameters() if p.requires_grad]
+    assert len(trainable) == 2 * 2 * len(expected) and all("lora_" in n for n in trainable)
+    layer = net.get_base_model().get_submodule(sorted(with_adapter(net))[0])
+    assert layer.r["default"] == 4 and layer.scaling["default"] == 2.0
+
+
+def test_one_layer_by_its_full_name(tiny):
+    net = lora.add_lora(base(tiny), 4, 8, 0.0, "layers.1.self_attn.q_proj,audio_lm_head", "base")
+    assert with_adapter(net) == {"model.layers.1.self_attn.q_proj", "audio_lm_head"}
+
+
+@pytest.mark.parametrize("targets, named", [("q_proj,audio_attn.q_proj", "'audio_attn.q_proj'"), ("proj", "'proj'"),
+                                            ("embed_tokens", "'embed_tokens'"), ("", "''"), (",", "','")])
+def test_target_that_matches_nothing_is_named(tiny, targets, named):
+    with pytest.raises(UserError) as error:
+        lora.add_lora(base(tiny), 4, 8, 0.0, targets, "base")
+    assert f"--lora_target_modules {named} matches no linear layer" in str(error.value)
+    assert all(preset in str(error.value) for preset in ("attention", "attention+audio_mlp", "all-linear"))
+
+
+def test_fresh_adapters_change_nothing(tiny, data):
+    assert_same_outputs(lora.add_lora(base(tiny), 4, 8, 0.1, "all-linear", "base").eval(), base(tiny), data, 0)
+
+
+def test_wrapping_is_silent(tiny):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lora.add_lora(base(tiny), 4, 8, 0.0, "attention", "owner/base")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Precision
+
+
+def test_adapters_are_fp32_on_a_bf16_base(tiny, data):
+    ids, samples = data
+    net = lora.add_lora(base(tiny, torch.bfloat16), 4, 8, 0.0, "all-linear", "base")
+    dtypes = {p.requires_grad: {q.dtype for q in net.parameters() if q.requires_grad == p.requires_grad}
+              for p in net.parameters()}
+    assert dtypes == {True: {torch.float32}, False: {torch.bfloat16}}
+    products = []
+    layer = net.get_base_model().model.layers[0].self_attn.q_proj
+    layer.lora_A["default"].register_forward_hook(lambda m, i, out: products.append((i[0].dtype, out.dtype)))
+    packed = higgs.PackedHiggs(net).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = spoken.total(packed, collate(samples, ids))
+    loss.backward()
+    assert products == [(torch.bfloat16, torch.bfloat16)]       # no cast of the activations to fp32 on the way in
+    grads = [p.grad for n, p in net.named_parameters() if "lora_B" in n]
+    assert len(grads) == 20 and all(g.dtype == torch.float32 and g.any() for g in grads)
+    expected = spoken.total(higgs.PackedHiggs(base(tiny)), collate(samples, ids))
+    torch.testing.assert_close(loss, expected, rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(7, 48), (2, 3, 48), (0, 48)])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_adding_in_the_product_equals_pefts_own_forward(shape, bf16):
+    torch.manual_seed(0)
+    holder = torch.nn.ModuleDict({"proj": torch.nn.Linear(48, 80, bias=False)})
+    net = adapters.attach(holder, LoraConfig(r=4, lora_alpha=12, target_modules=["proj"], lora_dropout=0.25))
+    layer = net.base_model.model["proj"].train()
+    assert type(layer) is adapters.AddingLinear
+    torch.nn.init.normal_(layer.lora_B["default"].weight)
+    weights, x = [layer.lora_A["default"].weight, layer.lora_B["default"].weight], torch.randn(shape)
+    grad = torch.randn(*shape[:-1], 80)
+    if bf16:
+        layer.base_layer.to(torch.bfloat16)
+        grad = grad.to(torch.bfloat16)
+
+    def run():
+        torch.manual_seed(1)        # of the dropout
+        inputs = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            out = layer(inputs)
+        return [out, *torch.autograd.grad(out, [inputs, *weights], grad)]
+
+    ours = run()
+    layer.__class__ = Linear
+    expected = run()
+    for found, wanted in zip(ours, expected, strict=True):
+        assert found.dtype == wanted.dtype and found.shape == wanted.shape
+        largest = max([1.0, *wanted.abs().flatten().tolist()])
+        torch.testing.assert_close(found, wanted, rtol=0, atol=(0.02 if bf16 else 1e-6) * largest)
+    assert ours[0].shape == (*shape[:-1], 80)
+    layer.__class__ = adapters.AddingLinear
+    with net.disable_adapter():
+        bare = layer(x.to(layer.base_layer.weight.dtype))
+    assert torch.equal(bare, layer.base_layer(x.to(bare.dtype)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def save(net, folder):
+    """The adapter files as the trainer writes them."""
+    folder.mkdir(exist_ok=True)
+    weights = adapters.adapter_weights(net)
+    for name, write in tensor_files.stage(World(), "adapter_model", weights, spread=False).items():
+        write(folder / name)
+    adapters.save_config(net, folder)
+
+
+@pytest.fixture(scope="module")
+def saved(tiny, tmp_path_factory):
+    """(adapter folder, the model that was saved)."""
+    folder, net = tmp_path_factory.mktemp("adapter"), adapted(tiny)
+    higgs.PackedHiggs(net)      # a trainer saves after wrapping
+    save(net, folder)
+    return folder, net
+
+
+def test_saved_adapter_loads_in_plain_peft(tiny, data, saved):
+    folder, net = saved
+    plain = PeftModel.from_pretrained(base(tiny), folder).eval()
+    assert_same_outputs(plain, net, data)
+    differs = (outputs(base(tiny), data)[0] - outputs(net, data)[0]).abs().max()
+    assert differs > 0.05       # else the adapter may as well not have been loaded
+
+
+def test_adapter_files_have_pefts_names(saved):
+    folder, net = saved
+    state = load_file(folder / "adapter_model.safetensors")
+    assert set(state) == {f"base_model.model.model.layers.{i}.{name}.lora_{half}.weight"
+                          for i in range(2) for name in ATTENTION | AUDIO for half in "AB"}
+    assert all(t.dtype == torch.float32 for t in state.values())
+    config = json.loads((folder / "adapter_config.json").read_text())
+    expected = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "task_type": None,
+                "modules_to_save": None, "base_model_name_or_path": "owner/base"}   # the hub name, not a local folder
+    assert {key: config[key] for key in expected} == expected
+    assert set(config["target_modules"]) == {f"{p}_proj" for p in "qkvo"} | AUDIO
+
+
+def test_reload_continues_with_the_same_adapter(tiny, data, saved):
+    folder, net = saved
+    torch.manual_seed(7)
+    again = lora.add_lora(base(tiny), 4, 8, 0.0, "attention+audio_mlp", "owner/base").eval()
+    adapters.load_adapters(again, folder)
+    assert_same_outputs(again, net, data, 0)
+    assert sum(p.requires_grad for p in again.parameters()) == 2 * 2 * 7
+
+
+@pytest.mark.parametrize("change, parts", [
+    ({"rank": 8}, ["r 4", "this run 8"]), ({"alpha": 16}, ["lora_alpha 8", "this run 16"]),
+    ({"targets": "attention"}, ["target_modules", "audio_mlp.gate_proj", "q_proj"])])
+def test_adapter_of_other_flags_is_refused(tiny, saved, change, parts):
+    folder, _ = saved
+    net = adapted(tiny, **change)
+    before = [p.clone() for p in net.parameters()]
+    with pytest.raises(UserError) as error:
+        adapters.load_adapters(net, folder)
+    assert all(part in str(error.value) for part in [str(folder), *parts])
+    assert all(torch.equal(p, b) for p, b in zip(net.parameters(), before))
+
+
+@pytest.mark.parametrize("content, said", [
+    (b'{"peft_type": "LO', "JSONDecodeError"), (b"[]", "TypeError"), (b"{}", "KeyError('peft_type')"),
+    (b"\xff\xfe{}", "UnicodeDecodeError"), (b'{"peft_type": "LOHA", "r": 4}', "is a 'LOHA' adapter"),
+    (b'{"peft_type": "LORA", "lora_alpha": 8}', "has no r and no target_modules"),
+    (b'{"peft_type": "LORA", "r": 0, "lora_alpha": 8, "target_modules": ["q_proj"]}', "positive integer"),
+    (b'{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["nowhere"]}', "nowhere")])
+def test_bad_adapter_config_is_one_clear_line(tiny, tmp_path, content, said):
+    (tmp_path / "adapter_config.json").write_bytes(content)
+    with pytest.raises(UserError) as error:
+        lora.add_saved(base(tiny), tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / 'adapter_config.json'}: ") and said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def spoiled(saved, folder, what):
+    """A copy of the saved adapter with one tensor lost, one too many, or one of another shape."""
+    save(saved[1], folder)
+    state = load_file(folder / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.1.self_attn.k_proj.lora_A.weight"
+    tensor = state.pop(name)
+    if what == "unexpected":
+        state |= {name: tensor, name.replace("layers.1", "layers.9"): tensor.clone()}
+    elif what == "shape":
+        state[name] = torch.ones(4, 64)
+    save_file(state, folder / "adapter_model.safetensors")
+    return name.removesuffix(".weight") if what != "unexpected" else "layers.9.self_attn.k_proj.lora_A"
+
+
+@pytest.mark.parametrize("content", [None, b"not weights"])
+def test_unreadable_adapter_file_is_one_clear_line(tiny, saved, tmp_path, content):
+    save(saved[1], tmp_path)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    if content:
+        (tmp_path / "adapter_model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match="adapter_model.safetensors: cannot be read") as error:
+        adapters.load_adapters(adapted(tiny), tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("what", ["missing", "unexpected", "shape"])
+def test_adapter_file_that_does_not_fit_is_refused(tiny, saved, tmp_path, what):
+    name = spoiled(saved, tmp_path, what)
+    with pytest.raises(UserError) as error:
+        adapters.load_adapters(adapted(tiny), tmp_path)
+    assert str(tmp_path) in str(error.value) and name in str(error.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Merging
+
+
+def merge_command(*flags):
+    return subprocess.run([sys.executable, str(ROOT / "lora.py"), "merge", *map(str, flags)], text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120)
+
+
+def test_merged_checkpoint_equals_adapter_on_base(tiny, data, saved, tmp_path):
+    folder, net = saved
+    done = merge_command("--model_path", tiny.model, "--adapter", folder, "--output_dir", tmp_path / "merged")
+    assert done.returncode == 0, done.stdout
+    merged, info = HiggsAudioV2ForConditionalGeneration.from_pretrained(tmp_path / "merged", use_text_head=True,
+                                                                       output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert_same_outputs(merged.eval(), net, data)
+    assert (outputs(base(tiny), data)[0] - outputs(merged, data)[0]).abs().max() > 0.05
+    files = {p.name for p in (tmp_path / "merged").iterdir()}
+    assert files >= {"tokenizer.json", "generation_config.json", "processor_config.json", "chat_template.jinja"}
+    assert not any("adapter" in name for name in files)
+    state = load_file(tmp_path / "merged" / "model.safetensors")
+    original = load_file(tiny.model / "model.safetensors")
+    assert state.keys() == original.keys() and "text_lm_head.weight" in state
+    changed = {n.split(".", 3)[-1].removesuffix(".weight") for n in state if not torch.equal(state[n], original[n])}
+    assert changed == ATTENTION | AUDIO
+
+
+def test_merging_what_does_not_fit_stops_before_writing(tiny, saved, tmp_path):
+    """PEFT's own loading only warns about missing adapter weights: the merge would be silently half done."""
+    for what in ("missing", "unexpected", "shape"):
+        name = spoiled(saved, tmp_path / what, what)
+        with pytest.raises(UserError) as error:
+            lora.merge(str(tiny.model), str(tmp_path / what), str(tmp_path / "merged"))
+        assert name in str(error.value)
+    assert not (tmp_path / "merged").exists()
+
+
+def test_adapter_given_as_the_base_is_named(saved, tmp_path):
+    save(saved[1], tmp_path)
+    with pytest.raises(UserError) as error:
+        lora.merge(str(tmp_path), str(tmp_path), str(tmp_path / "merged"))
+    assert str(error.value).startswith(f"--model_path {tmp_path}: is an adapter; give the base as --model_path and "
+                                       "this folder as --adapter")
+
+
+def test_merging_a_folder_without_adapter_is_one_clear_line(tiny, tmp_path):
+    done = merge_command("--model_path", tiny.model, "--adapter", tmp_path, "--output_dir", tmp_path / "merged")
+    assert done.returncode == 1 and "Traceback" not in done.stdout
+    assert done.stdout.strip().splitlines()[-1].startswith(f"error: --adapter {tmp_path}: ")

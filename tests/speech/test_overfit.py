@@ -1,0 +1,146 @@
+"""One clip, learnt by heart: transformers' greedy generate must speak its codes exactly and stop by itself.
+
+This is the test of delay pattern, shift and end-of-stream labels together, on the side of inference: with any one of
+them broken the training loss falls just as far, and the clip must not come out.
+"""
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import data
+import lora
+from common import optim
+from data import IGNORE, collate, delay_rows
+from speech import higgs
+from tests.helpers import spoken
+
+CLIP = spoken.clip("by heart", 14)
+
+
+@pytest.fixture(scope="module")
+def lesson(tiny, tmp_path_factory):
+    """(TokenIds, the one sample) to learn."""
+    conversation = [spoken.SYSTEM, *spoken.ask("Good night.", CLIP)]
+    ids, samples = spoken.samples_of(tiny.model, spoken.native(tiny.model).config, [conversation],
+                                     tmp_path_factory.mktemp("one"))
+    return ids, samples[0]
+
+
+def learn(net, batch, lr, steps, target):
+    """Train on one batch until the loss (transformers' scale) is below target; returns it. Raises when it never is."""
+    torch.manual_seed(0)
+    packed = higgs.PackedHiggs(net).train()
+    trainable = [p for p in packed.parameters() if p.requires_grad]
+    optimizer = optim.build_adamw(packed.named_parameters(), lr, 0.0, (0.9, 0.95), higgs.decays)
+    for _ in range(steps):
+        loss = spoken.total(packed, batch)
+        if loss.item() < target:
+            break
+        loss.backward()
+        optim.clip_gradients(trainable, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.item() < target, "never learnt, so generation would say nothing about the labels"
+    packed.eval()
+
+
+def speak(net, sample):
+    """(rows, 8) delayed codes that greedy generation gives after the prompt, and whether it stopped by itself."""
+    prompt = torch.from_numpy(sample["input_ids"][:np.flatnonzero(sample["is_audio"])[0]])[None]
+    assert prompt.shape[1] >= 8     # transformers' delay processor miscounts on shorter prompts
+    limit = 3 * len(codes())
+    # repetition-aware sampling replaces repeats by random draws: off for an exact comparison
+    out = net.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=limit,
+                       return_dict_in_generate=True, ras_win_len=None, ras_win_max_num_repeat=None)
+    return out.audio_sequences[0].numpy(), out.sequences[0, -1] == net.config.eos_token_id
+
+
+def codes():
+    return spoken.codes_of(CLIP)
+
+
+def fails(net, sample):
+    """What is wrong with what the model says: "codes", "stop", both, or nothing."""
+    rows, stopped = speak(net, sample)
+    expected = delay_rows(codes(), 1024, 1025)
+    wrong = set()
+    frames = len(codes())
+    said = np.stack([rows[k + 1:k + 1 + frames, k] for k in range(8)], 1) if len(rows) >= frames + 8 else None
+    if said is None or not np.array_equal(said, codes()):
+        wrong.add("codes")
+    if not stopped or not np.array_equal(rows[-8:], expected[-8:]) or len(rows) != len(expected):
+        wrong.add("stop")
+    assert wrong or np.array_equal(rows, expected)
+    return wrong
+
+
+def test_speaks_the_clip_exactly_and_stops(tiny, lesson):
+    ids, sample = lesson
+    net = spoken.native(tiny.model)
+    assert fails(net, sample) == {"codes", "stop"}      # the check itself sees an untrained model
+    learn(net, collate([sample], ids), 3e-3, 150, 0.05)
+    assert fails(net, sample) == set()
+
+
+def test_speaks_the_clip_exactly_through_an_adapter(tiny, lesson):
+    ids, sample = lesson
+    base = spoken.native(tiny.model)
+    # a random head this small cannot be sure of any code, and LoRA leaves it as it is: give it a trained head's reach
+    base.audio_lm_head.weight.data *= 6
+    torch.manual_seed(0)
+    net = lora.add_lora(base, 32, 64, 0.0, "all-linear", "base")
+    head = base.audio_lm_head.weight.clone()
+    learn(net, collate([sample], ids), 3e-3, 200, 0.9)
+    assert torch.equal(base.audio_lm_head.weight, head)
+    assert fails(net, sample) == set()
+    with net.disable_adapter():
+        assert "codes" in fails(net, sample)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Broken on purpose: each must be caught by the check above
+
+
+def without_delay(sample, ids):
+    """What most community trainers do: [BOS, codes, EOS] side by side, all codebooks of a frame in one row."""
+    edge = np.ones((1, 8), np.int64)
+    rows = np.concatenate([edge * ids.stream_bos, codes(), edge * ids.stream_eos])
+    labels = np.concatenate([edge * IGNORE, rows[1:]])
+    audio = np.flatnonzero(sample["is_audio"])
+    drop = audio[len(rows):]        # the 7 rows that only the delay needs
+    cut = {key: np.delete(sample[key], drop) for key in ("input_ids", "is_audio", "text_labels")}
+    return collate([{**sample, **cut, "audio_ids": rows, "audio_labels": labels}], ids)
+
+
+def without_shift(sample, ids):
+    """Each row is asked for its own codes: it learns to copy its input."""
+    batch = collate([sample], ids)
+    trained = np.flatnonzero((sample["audio_labels"] != IGNORE).any(1))
+    return replace(batch, audio_rows=torch.from_numpy(trained) + len(batch.text_pos),
+                   audio_targets=torch.from_numpy(sample["audio_labels"][trained]))
+
+
+def without_end(sample, ids):
+    """transformers' processor(output_labels=True) does this: end-of-stream is never trained."""
+    batch = collate([sample], ids)
+    masked = torch.where(batch.audio_targets == ids.stream_eos, IGNORE, batch.audio_targets)
+    assert (masked != batch.audio_targets).sum() == 8
+    return replace(batch, audio_targets=masked)
+
+
+@pytest.mark.parametrize("breakage, symptoms", [(without_delay, {"codes"}), (without_shift, {"codes", "stop"}),
+                                                (without_end, {"stop"})])
+def test_broken_labels_are_learnt_just_as_well_and_caught(tiny, lesson, breakage, symptoms):
+    ids, sample = lesson
+    net = spoken.native(tiny.model)
+    learn(net, breakage(sample, ids), 3e-3, 150, 0.05)
+    assert fails(net, sample) >= symptoms
+
+
+def test_labels_of_the_library_match_what_generation_expects(lesson):
+    """Ties the sample under test to the delay pattern, so that the breakages above break something that was right."""
+    ids, sample = lesson
+    assert np.array_equal(sample["audio_ids"], delay_rows(codes(), ids.stream_bos, ids.stream_eos))
+    assert np.array_equal(sample["audio_labels"], data.delay_labels(codes(), ids.stream_eos))

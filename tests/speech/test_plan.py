@@ -1,0 +1,572 @@
+"""--dry_run: its numbers are the real run's, its memory formulas a real step's, and it finds what would fail later."""
+import json
+import os
+import re
+import subprocess
+import sys
+import weakref
+
+import numpy as np
+import pytest
+import soundfile
+import soxr
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import lora
+import train_v2_ddp
+from common import preflight
+from common.packing import PackOrder
+from common.parallel import UserError
+from data import IGNORE, TokenIds, collate, split_validation
+from speech import codes as code_cache
+from speech import higgs
+from speech import plan as dry_run
+from speech import weights as higgs_io
+from tests.helpers.trainer import trainer_command
+from tests.speech import test_bad_input
+from tests.speech.test_bad_input import complains, copy_of, written
+
+GIB = 2**30
+LORA = ("--use_lora", "--lora_rank", 4, "--lora_alpha", 8)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Activations: the formula against what a real step leaves alive
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that operations made inside this context: now, and at most. `known` tensors do not count."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.sizes, self.now, self.peak = {}, 0, 0
+        self.known = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self.known | self.sizes.keys():
+                self.sizes[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.gone, storage._cdata)
+        return out
+
+    def gone(self, key):
+        self.now -= self.sizes.pop(key)
+
+
+def small_model(targets, dtype, recompute, dropout=0.1):
+    """(config, PackedHiggs) on the CPU, wide enough that rows and not weights take the memory."""
+    config = higgs_io.HiggsAudioV2Config(
+        vocab_size=600, hidden_size=96, intermediate_size=256, num_hidden_layers=6, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=16, codebook_size=1026, num_codebooks=8, audio_token_id=516,
+        audio_bos_token_id=513, audio_delay_token_id=514, pad_token_id=501, eos_token_id=509, bos_token_id=1)
+    native = higgs_io.HiggsAudioV2ForConditionalGeneration(config, use_text_head=True).to(dtype)
+    net = lora.add_lora(native, 8, 16, dropout, targets, "base") if targets else native
+    return config, higgs.PackedHiggs(net, recompute).train()
+
+
+def pack_of(samples, text, audio, targets):
+    """PackedBatch of samples of `text` text and `audio` audio rows, `targets` of each predicting something."""
+    rng = np.random.default_rng(0)
+    ids = TokenIds(audio=516, delay=514, pad=501, num_codebooks=8, stream_bos=1024, stream_eos=1025)
+    is_audio = np.arange(text + audio) >= text
+    label = np.full(text + audio, IGNORE)
+    label[1:1 + targets] = 7
+    codes = np.full((audio, 8), IGNORE)
+    codes[1:1 + targets] = 5
+    return collate([{"number": i, "input_ids": np.where(is_audio, ids.audio, rng.integers(0, 500, text + audio)),
+                     "is_audio": is_audio, "text_labels": label, "audio_ids": rng.integers(0, 1024, (audio, 8)),
+                     "audio_labels": codes} for i in range(samples)], ids)
+
+
+def measured_step(model, batch, bf16):
+    """(bytes alive at the end of the forward pass, peak bytes of forward and backward) beside weights and batch."""
+    known = [*model.parameters(), *model.buffers(), *(v for v in vars(batch).values() if isinstance(v, torch.Tensor))]
+    with LiveBytes(known) as memory:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            audio, text, _ = model(batch)
+            kept = memory.now
+        (audio.sum() + text).backward()
+    return kept, memory.peak
+
+
+STEPS = [(targets, bf16, recompute) for targets in ("", "attention", "attention+audio_mlp", "all-linear")
+         for bf16 in (False, True) for recompute in (None, "all")]
+STEPS += [("", False, "selective"), ("all-linear", False, "selective"), ("all-linear", True, "selective")]
+
+
+@pytest.mark.parametrize("targets, bf16, recompute", STEPS)
+def test_activation_bytes_are_what_a_step_keeps(targets, bf16, recompute):
+    config, model = small_model(targets, torch.bfloat16 if targets and bf16 else torch.float32, recompute)
+    batch = pack_of(4, 40, 90, 30)
+    kept, peak = measured_step(model, batch, bf16)
+    layers, one = higgs.activation_bytes(model.base_model, len(batch.text_pos), len(batch.audio_pos), bf16, recompute,
+                                         cuda=False)
+    logits, logit_peak = higgs.logit_bytes(config, len(batch.audio_rows), len(batch.text_rows))
+    casts = higgs.cast_bytes(model, recompute) if bf16 else 0
+    assert layers == pytest.approx(kept - logits - casts, rel=0.08)
+    assert layers + logits + casts == pytest.approx(kept, rel=0.04)
+    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    # the whole step, in the stages that peak_stages adds up; gradients come while activations go
+    work = preflight.BACKWARD * one if recompute else (preflight.BACKWARD - 1) * one
+    estimate = layers + casts + max(logit_peak, work)
+    assert estimate * 0.9 < peak < (estimate + gradients) * 1.03
+
+
+@pytest.mark.parametrize("recompute", [None, "all", "selective"])
+def test_activation_bytes_of_weights_in_bf16(recompute):
+    """What FSDP2 computes on: all weights in bf16, the residual stream with them, and nothing for autocast to cast."""
+    config, model = small_model("", torch.float32, recompute)
+    rows = 4 * 40, 4 * 90
+    expected = higgs.activation_bytes(model.base_model, *rows, True, recompute, stream=2, cuda=False)
+    kept, _ = measured_step(model.to(torch.bfloat16), pack_of(4, 40, 90, 30), True)
+    assert expected[0] == pytest.approx(kept - higgs.logit_bytes(config, 120, 120)[0], rel=0.08)
+
+
+def test_without_dropout_adapters_share_their_input():
+    batch = pack_of(4, 40, 90, 5)
+    config, model = small_model("all-linear", torch.bfloat16, False, dropout=0.0)
+    kept, _ = measured_step(model, batch, True)
+    layers, _ = higgs.activation_bytes(model.base_model, 160, 360, True, False, cuda=False)
+    kept -= higgs.logit_bytes(config, 20, 20)[0] + higgs.cast_bytes(model, False)
+    assert layers == pytest.approx(kept, rel=0.05)
+
+
+def test_logit_bytes_are_the_peak_of_many_targets():
+    config, model = small_model("attention", torch.float32, True)
+    for targets in (30, 89):
+        batch = pack_of(2, 90, 90, targets)
+        _, peak = measured_step(model, batch, False)
+        kept, _ = higgs.activation_bytes(model.base_model, 180, 180, False, True, cuda=False)
+        assert kept + higgs.logit_bytes(config, len(batch.audio_rows), len(batch.text_rows))[1] == \
+            pytest.approx(peak, rel=0.03)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The 3B model, without one
+
+
+REAL = {"vocab_size": 128256, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
+        "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 2048,
+        "num_codebooks": 8, "codebook_size": 1026, "audio_token_id": 128016, "audio_bos_token_id": 128013,
+        "audio_delay_token_id": 128014, "pad_token_id": 128001, "eos_token_id": 128009, "bos_token_id": 1}
+
+
+@pytest.fixture(scope="module")
+def real():
+    """The 3B model with its text head, empty: full fine-tuning, fp32."""
+    return higgs_io.empty_model(higgs_io.HiggsAudioV2Config(**REAL), torch.float32)
+
+
+def test_sizes_of_the_real_model(real):
+    units = higgs.unit_sizes(real)
+    assert len(units) == 29 and [sum(column) for column in zip(*units)][0] == sum(p.numel() for p in real.parameters())
+    # 394.0 M text embedding and as much text head, 25.2 M audio embedding and head each, in the root
+    assert units[0][0] == 2 * 128256 * 3072 + 2 * 8208 * 3072 + 3072
+    assert sum(unit[0] for unit in units) / 1e9 == pytest.approx(5.771, abs=0.001)
+    assert all(stored == 4 * values and trained == values for values, stored, trained in units)
+
+
+def test_full_fine_tuning_of_3b_fits_eight_gpus(real):
+    """16 bytes a value (fp32 weights, gradients, two moments) over 8 GPUs; packs of 8192 tokens, checkpointing."""
+    parts = preflight.memory_parts(higgs.unit_sizes(real), world=8, sharded=True, compute=2)
+    state = parts["weights"] + parts["gradients"] + parts["optimizer"]
+    assert state == pytest.approx(16 * 5.771e9 / 8, rel=1e-3) and state / GIB == pytest.approx(10.75, abs=0.01)
+    root, layer = 2 * 128256 * 3072 + 2 * 8208 * 3072 + 3072, 176_173_056
+    assert parts["copies"] == 2 * (root + 3 * layer)
+    assert parts["reduction"] == 6 * layer + 2 * root and parts["last reduction"] == 6 * root
+    assert parts["host"] == 0
+    tokens = 8192
+    kept, one = higgs.activation_bytes(real, 2048, tokens - 2048, True, True, stream=2)
+    # a row: 28 times a layer's bf16 input; at the end the norm's fp32 input, 1 / rms and normalised row; cos and sin
+    assert kept == tokens * (28 * 2 * 3072 + 4 * 3072 + 4 + 2 * 3072 + 2 * 2 * 128)
+    logits = higgs.logit_bytes(real.config, tokens - 2048, 512)[1]
+    stages = preflight.peak_stages(parts, kept, one, logits, True)
+    assert 12 * GIB < max(stages.values()) < 30e9                       # room in 80 GB
+    # gradients of a whole window of micro-steps unsharded: 4 bytes a value more on every GPU, still inside
+    more = preflight.memory_parts(higgs.unit_sizes(real), world=8, sharded=True, compute=2, whole=True)
+    assert more["gradients"] - parts["gradients"] == pytest.approx(4 * 5.771e9, rel=1e-3)
+    assert max(preflight.peak_stages(more, kept, one, logits, True).values()) < 60e9
+    # in DDP every GPU has it all: 16 bytes a value are 86 GiB, too much
+    alone = preflight.memory_parts(higgs.unit_sizes(real), world=8, casts=higgs.cast_bytes(real, False))
+    assert alone["weights"] + alone["gradients"] + alone["optimizer"] == pytest.approx(16 * 5.771e9, rel=1e-3)
+    assert alone["reduction"] == 0 and alone["copies"] == 2 * sum(
+        p.numel() for n, p in real.named_parameters() if p.ndim == 2 and "embed" not in n)
+
+
+def test_offload_moves_state_to_the_host_and_reshard_frees_layers(real):
+    units = higgs.unit_sizes(real)
+    kept = preflight.memory_parts(units, world=8, sharded=True, compute=2, reshard=False)
+    assert kept["copies"] == 2 * sum(unit[0] for unit in units)
+    away = preflight.memory_parts(units, world=8, sharded=True, compute=2, offload=True)
+    assert away["weights"] == away["gradients"] == away["optimizer"] == 0
+    assert away["host"] == 2 * sum(unit[0] for unit in units)           # 16 bytes over 8 GPUs
+
+
+def test_libraries_take_more_with_several_gpus(real):
+    units = higgs.unit_sizes(real)
+    assert preflight.memory_parts(units)["fixed"] == GIB
+    for many in (dict(world=2), dict(sharded=True), dict(world=8, sharded=True)):
+        parts = preflight.memory_parts(units, **many)
+        assert parts["fixed"] == 2 * GIB
+        assert preflight.peak_stages(parts, 0, 0, 0, False)["the heads"] == sum(
+            parts[name] for name in ("weights", "gradients", "optimizer", "copies")) + 2 * GIB
+
+
+def parsed(*given):
+    """The trainer's flags."""
+    return train_v2_ddp.build_parser().parse_args(["--model_path", "m", "--audio_tokenizer_path", "c", *given])
+
+
+def test_a_margin_of_the_gpu_stays_free():
+    preflight.check_memory(parsed(), 75.9 * GIB, 80 * GIB)
+    with pytest.raises(UserError, match="about 76.10 GiB needed on each GPU, which has 80.00 GiB, 5 % of it left"):
+        preflight.check_memory(parsed(), 76.1 * GIB, 80 * GIB)
+
+
+def host_parts(args, native, ranks, offloaded):
+    return preflight.host_parts(args, ranks, offloaded, *dry_run.checkpoint_bytes(args, native))
+
+
+def test_host_memory_of_a_node(real, monkeypatch):
+    """fp32 weights and two moments, 12 bytes a value: whole on rank 0's node (DDP) or what its ranks own (FSDP2)."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    n = sum(p.numel() for p in real.parameters())
+    fsdp, adapters = parsed("--parallel", "fsdp"), small_model("attention", torch.float32, False)[1].base_model
+    trained = sum(p.numel() for p in adapters.parameters() if p.requires_grad)
+    assert host_parts(parsed(), real, 16, 0) == (0, 12 * n, 8)
+    assert host_parts(fsdp, real, 16, 5 * GIB) == (40 * GIB, 6 * n, 8)
+    assert host_parts(fsdp, real, 2, 5 * GIB) == (10 * GIB, 12 * n, 2)
+    assert host_parts(parsed("--use_lora"), adapters, 16, 0) == (0, 12 * trained, 8)
+    lora_fsdp = parsed("--use_lora", "--parallel", "fsdp")
+    assert host_parts(lora_fsdp, adapters, 16, 0) == (0, 4 * trained + 4 * trained, 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert host_parts(fsdp, real, 16, GIB) == (4 * GIB, 3 * n, 4)
+
+
+def test_host_memory_that_there_is(tmp_path, monkeypatch):
+    (tmp_path / "meminfo").write_text("MemTotal: 9000000 kB\nMemFree:  100 kB\nMemAvailable:    4194304 kB\n")
+    for given, said in (({}, 4), ({"SLURM_MEM_PER_NODE": "2048"}, 2), ({"SLURM_MEM_PER_NODE": "8192"}, 4),
+                        ({"SLURM_MEM_PER_NODE": "0"}, 4)):
+        monkeypatch.delenv("SLURM_MEM_PER_NODE", raising=False)
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        assert preflight.host_memory(tmp_path / "meminfo") == said * GIB
+    assert preflight.host_memory() > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lengths from headers
+
+
+@pytest.fixture(scope="module")
+def codec(tiny):
+    return code_cache.load_codec(tiny.codec, torch.device("cpu"), 8)
+
+
+@pytest.mark.parametrize("extension", ["wav", "flac", "ogg", "mp3"])
+@pytest.mark.parametrize("rate", [16000, 22050, 24000, 44100, 48000])
+def test_frames_from_the_header_are_those_of_the_codec(tiny, codec, tmp_path, extension, rate):
+    config, _ = code_cache.codec_config(tiny.codec, 8)
+    rng = np.random.default_rng(rate)
+    for seconds in (0.05, *rng.uniform(0.2, 2.0, 3)):
+        path = tmp_path / f"{seconds}.{extension}"
+        soundfile.write(path, 0.1 * rng.standard_normal((round(seconds * rate), 2)), rate)
+        cuts = [(None, None), (0.0, 0.043)]
+        cuts += [(seconds / 3, None), (0.007, seconds / 2), (0.0, 99.0)] if seconds > 0.1 else []
+        _, waves = code_cache.decode_audio(path, cuts)
+        encoded = [len(code_cache.encode_clip(codec[0], wave, codec[1], 8)) for wave in waves]
+        assert dry_run.header_frames(path, cuts, config) == encoded
+
+
+def test_samples_after_resampling():
+    rng = np.random.default_rng(0)
+    for rate in (8000, 11025, 16000, 22050, 24000, 32000, 44100, 48000):
+        for frames in rng.integers(1, 5000, 40).tolist():
+            assert dry_run.wave_samples(frames, rate) == \
+                len(soxr.resample(np.zeros(frames, np.float32), rate, 24000, quality="HQ"))
+
+
+def test_frames_of_every_length_around_the_codec_steps(tiny, codec):
+    """The rule changes within a frame of 960 samples: walk through a few of them."""
+    config, _ = code_cache.codec_config(tiny.codec, 8)
+    rng = np.random.default_rng(0)
+    for samples in [*range(960, 4000, 53), *(960 * k + d for k in (1, 2, 7, 20) for d in (-1, 0, 1, 159, 160, 161))]:
+        if samples >= 960:
+            wave = 0.1 * rng.standard_normal(samples, np.float32)
+            assert dry_run.codec_frames(samples, config) == len(code_cache.encode_clip(codec[0], wave, codec[1], 8))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Histogram, packing, disk
+
+
+def test_histogram_counts_everything_once():
+    for lengths in ([5], [7, 7, 7], [1, 1000], range(190, 317), np.random.default_rng(0).lognormal(5, 1, 999)):
+        lines = preflight.histogram(np.array(lengths).astype(np.int64))
+        assert 1 <= len(lines) <= 10
+        low, high = (int(line.split()[at].replace(",", "")) for line, at in ((lines[0], 0), (lines[-1], 2)))
+        assert low <= int(min(lengths)) and high >= int(max(lengths))
+        assert sum(int(line.split()[3].replace(",", "")) for line in lines) == len(lengths)
+        assert len({line.index(" - ") for line in lines}) == 1 and max(line.count("#") for line in lines) == 40
+
+
+def test_packing_report():
+    even = preflight.packing_report(np.array([100, 100, 100, 100]), 2)
+    assert even == {"useful": 1.0, "balance": 1.0}
+    uneven = preflight.packing_report(np.array([100, 50, 80]), 2)        # the fourth pack is an empty one of one slot
+    assert uneven["useful"] == 230 / 231 and uneven["balance"] == pytest.approx((0.75 + 81 / 160) / 2)
+    padded = preflight.packing_report(np.array([100, 50, 80]), 2, budget=128)
+    assert padded == {"useful": 230 / 512, "balance": 1.0}
+    assert preflight.packing_report(np.array([100, 50, 80]), 2, 3, budget=128)["useful"] == 230 / (6 * 128)
+
+
+def test_pack_sums():
+    order = PackOrder(np.arange(1, 8), samples_per_pack=3, seed=1)
+    plan = order.epoch(0)
+    assert preflight.pack_sums(plan, np.arange(1, 8)).tolist() == [sum(plan.pack(p) + 1) for p in range(3)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A dry run and the run
+
+
+def everything_in(folder):
+    """{relative path: (size, modification time)} of files below a folder, without what the trainer printed."""
+    return {str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns)
+            for path in folder.rglob("*") if path.is_file() and path != folder / "output"}
+
+
+def line_of(output, start):
+    """The one line of an output that starts with a word."""
+    lines = [line for line in output.splitlines() if line.startswith(start)]
+    assert len(lines) == 1, output
+    return lines[0]
+
+
+def number(pattern, text):
+    """The number that a pattern's group finds."""
+    return float(re.search(pattern, text)[1].replace(",", ""))
+
+
+def test_a_dry_run_says_what_the_run_then_does(train, real_run, tiny, tmp_path):
+    """Two ranks under torchrun, an empty code cache. Then the real run, and what a dry run says of going on."""
+    flags = ("--use_lora", "--lora_rank", 64, "--code_cache", tmp_path / "codes", "--num_train_epochs", 2,
+             "--max_tokens_per_batch", 700, "--gradient_accumulation_steps", 2, "--logging_steps", 99,
+             "--validation_split", 0.1, "--save_steps", 3)
+    said = train(*flags, "--dry_run", "--host_memory", 64, ranks=2).output
+    assert not (tmp_path / "out").exists() and not (tmp_path / "codes").exists()
+    assert said.count("dry run ok") == 1 and "2 GPUs" in line_of(said, "plan")
+    clips = int(number(r"(\d+) distinct clips", said))
+    assert f"{clips} still to be encoded" in said
+    # one process that plans for two GPUs says the same, up to what is free on the disk
+    alone = real_run(*flags, "--max_steps", 0, "--dry_run", 2, "--host_memory", 64, evaluate=True).output
+    assert said[said.index("plan  "):said.rindex("; ")] in alone
+
+    done = train(*flags, ranks=2)
+    assert line_of(done.output, "samples") == line_of(said, "samples")
+    assert line_of(said, "steps").startswith(line_of(done.output, "steps").partition(";")[0])
+    lengths = np.load(next((tmp_path / "out").glob("table-*")) / "lengths.npy")
+    train_ids, _ = split_validation(24, 0.1, 42)
+    assert number(r"samples +(\d+)", said) == len(train_ids) == 22
+    assert number(r"([\d,]+) tokens an epoch", said) == lengths[train_ids].sum()
+    (padding,) = done.metrics("train/padding").values()
+    assert number(r"([\d.]+)% of slots", said) == pytest.approx(100 * (1 - padding), abs=0.05)
+    (step,) = done.metrics("train/loss")
+    assert step == number(r"steps +(\d+)", said)
+    newest = tmp_path / "out" / f"checkpoint-{step}"
+    assert number(r"disk +([\d.]+) MiB", said) == pytest.approx(preflight.folder_bytes(newest) / 2**20, abs=0.1)
+
+    before = everything_in(tmp_path)
+    again = real_run(*flags, "--max_steps", 0, "--dry_run", 2, evaluate=True).output
+    assert everything_in(tmp_path) == before
+    assert line_of(again, "start") == f"start      step {step}, resuming from {newest}"
+    assert f"{clips} distinct clips, 0 still to be encoded (0.00 h)" in again
+    same = "samples", "lengths", "packs", "batch"
+    assert [line_of(again, word) for word in same] == [line_of(said, word) for word in same]
+
+
+@pytest.fixture(scope="module")
+def huge(tiny, tmp_path_factory, real):
+    """The 3B model as a checkpoint whose weights are a header and a hole: 11 GiB that take no disk."""
+    folder = tmp_path_factory.mktemp("huge") / "model"
+    copy_of(tiny.model, folder, "*.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    sizes = {key: value for key, value in REAL.items() if "token_id" not in key}
+    (folder / "config.json").write_text(json.dumps({**config, **sizes, "dtype": "bfloat16"}))
+    header, at = {}, 0
+    for name, parameter in real.named_parameters():
+        end = at + 2 * parameter.numel()
+        header[name] = {"dtype": "BF16", "shape": list(parameter.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(folder / "model.safetensors", "wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        f.truncate(8 + len(text) + at)
+    assert (folder / "model.safetensors").stat().st_blocks * 512 < 2**20 < 2**33 < at
+    return folder
+
+
+def run_alone(command, cwd):
+    """(status, output, peak resident MiB) of a process of its own."""
+    with subprocess.Popen([*map(str, command)], cwd=cwd, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT) as process:
+        output = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    return process.returncode, output, usage.ru_maxrss / 1024
+
+
+def test_the_3b_model_is_planned_without_its_weights(tiny, huge, tmp_path):
+    flags = ("--model_path", huge, "--bf16", "--gradient_checkpointing", "--dry_run", 8, "--parallel", "fsdp",
+             "--host_memory", 65)
+    status, output, memory = run_alone(trainer_command(tiny, tmp_path / "out", *flags), tmp_path)
+    room = preflight.free_disk(tmp_path) > 65 * GIB
+    assert status == (0 if room else 1) and ("1 checkpoints need 64.50 GiB" in output) == (not room), output
+    assert memory < 1500, "weights were loaded"
+    assert "5,771.3 M parameters, 5,771.283 M trainable (full)" in line_of(output, "model")
+    assert [number(rf"{part} +([\d.]+) GiB", output) for part in ("weights", "gradients", "optimizer")] == \
+        [2.69, 2.69, 5.37]
+    assert 15 < number(r"peak estimate +([\d.]+) GiB", output) < 30
+    assert number(r"disk +([\d.]+) GiB", output) == pytest.approx(12 * 5.771e9 / GIB, abs=0.05)
+    assert "64.50 GiB for the 8 ranks of a node: 0.00 MiB offloaded, 64.50 GiB copied" in line_of(output, "host")
+    assert number(r"fixed +([\d.]+) GiB", output) == 2 and "it has 80.00 GiB, 5 % of it left" in output
+
+
+def test_too_little_host_memory(run, huge):
+    """A save takes 12 bytes a value on the node of DDP's rank 0; offloading 16 more."""
+    offload = ("--model_path", huge, "--bf16", "--parallel", "fsdp", "--cpu_offload", "--dry_run", 16)
+    complains(run(*offload, "--host_memory", 75.2), "host memory: about 75.25 GiB needed by the 8 ranks of a node, "
+              "which has 75.20 GiB; what helps: a node or Slurm job with more (--host_memory", "no --cpu_offload, "
+              "more nodes, --use_lora")
+    assert "host memory:" not in run(*offload, "--host_memory", 75.3).output
+    complains(run("--host_memory", 0.01), "host memory: about ", "--parallel fsdp on several nodes, --use_lora")
+
+
+def test_full_fine_tuning_of_3b_in_ddp_is_refused(run, huge):
+    complains(run("--model_path", huge, "--bf16", "--dry_run", 8, "--host_memory", 65), "memory: about ", "80.00 GiB",
+              "what helps: --gradient_checkpointing, a smaller --per_device_train_batch_size, --parallel fsdp, "
+              "--use_lora")
+    lora = run("--model_path", huge, "--bf16", "--use_lora", "--dry_run", 8)
+    assert lora.status == 0 and "9.175 M trainable" in lora.output, lora.output
+    weights = number(r"weights +([\d.]+) GiB", lora.output)
+    assert weights == pytest.approx((2 * 5.771e9 + 4 * 9.175e6) / GIB, abs=0.01)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a dry run finds. What stops a run with a clear message stops a dry run with the same one: some tests of bad input
+# once more, with their trainer started as a dry run.
+
+AGAIN = ("data", "two_good", "used", "used_copy",       # fixtures
+         "test_data_folder", "test_missing_audio_lists_the_places_tried", "test_an_offset_behind_the_end",
+         "test_twenty_five_bad_samples_are_one_message", "test_model_and_tokenizer_paths",
+         "test_problems_of_training_and_validation_data_come_together", "test_incomplete_model_and_codec_folders",
+         "test_output_that_cannot_be_written", "test_samples_that_are_too_long",
+         "test_going_back_beside_later_checkpoints_is_refused", "test_resume_with_other_adapters_is_refused",
+         "test_resume_of_what_is_not_there_or_damaged")
+globals().update({name: getattr(test_bad_input, name) for name in AGAIN}, real_run=test_bad_input.run)
+
+
+@pytest.fixture
+def run(real_run):
+    """test_bad_input's run as a dry run."""
+    return lambda *flags, **options: real_run("--dry_run", *flags, **options)
+
+
+def test_all_is_well(run):
+    assert run().output.endswith("dry run ok\n") and run().status == 0
+    assert "resuming from" not in run().output
+
+
+def test_a_checkpoint_of_another_run(run, used_copy, tiny, data):
+    complains(run(*LORA, "--seed", 1), "checkpoint-1", "another seed (42, this run 1)")
+    fewer = written(data, tiny.samples()[:5], "fewer.json")
+    complains(run(*LORA, "--train_data_file", fewer), "checkpoint-1", "another training data")
+    assert "resuming from" in run(*LORA, "--max_steps", 2).output
+
+
+def test_several_problems_are_one_list(run, tiny, data, tmp_path):
+    """A flag, a folder, bad weights and bad audio; what rests on something broken is left out."""
+    said = test_bad_input.spoilt_audio(data / "spoilt")
+    del said["nan.wav"]                         # its header is fine: only decoding finds it
+    path = written(data, test_bad_input.with_audio(tiny, [f"spoilt/{name}" for name in said]), "odd.json")
+    (tmp_path / "taken").write_text("a file")
+    flags = ("--train_data_file", path, "--code_cache", tmp_path / "taken" / "codes", "--use_lora",
+             "--lora_target_modules", "gone_proj")
+    message = complains(run(*flags), "error: 7 problems:", "taken/codes: cannot be written",
+                        "'gone_proj' matches no linear layer", *said.values())
+    assert len(message) == 8
+    message = complains(run(*flags, "--lora_rank", 0), "error: 2 problems:", "--lora_rank is 0", "taken/codes")
+    assert len(message) == 3
+
+
+def change_weights(folder, change):
+    """Rewrite model.safetensors of a folder as change({name: tensor}) makes it."""
+    state = load_file(folder / "model.safetensors")
+    save_file(change(state), folder / "model.safetensors")
+    return folder
+
+
+def test_weights_that_do_not_fit(run, tiny, tmp_path):
+    def lost(state):
+        return {name: tensor for name, tensor in state.items() if "layers.1.mlp.up_proj" not in name}
+
+    def narrow(state):
+        return {**state, "audio_lm_head.weight": state["audio_lm_head.weight"][:, :-1].clone()}
+
+    for spoil, said in ((lost, "1 missing keys, first model.layers.1.mlp.up_proj.weight"),
+                        (narrow, "audio_lm_head.weight (8208, 127) instead of (8208, 128)")):
+        folder = change_weights(copy_of(tiny.model, tmp_path / spoil.__name__, "nothing"), spoil)
+        complains(run("--model_path", folder), folder, said)
+    folder = copy_of(tiny.model, tmp_path / "cut", "nothing")
+    os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 1)
+    complains(run("--model_path", folder), folder, "cannot be read")
+
+
+def test_codec_of_another_kind(run, tiny, tmp_path):
+    for key, value, said in (("sample_rate", 16000, "codec runs at 16000 Hz"),
+                             ("target_bandwidths", [0.5, 1.0], "8 codebooks need bandwidth 2.0, the codec has [0.5,")):
+        folder = copy_of(tiny.codec, tmp_path / key, "nothing")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, key: value}))
+        complains(run("--audio_tokenizer_path", folder), folder, said)
+
+
+def test_memory_and_disk(run):
+    message = complains(run("--gpu_memory", 1.01), "memory: about 1.", "each GPU, which has 1.01 GiB, 5 % of it left "
+                        "for fragmentation; what helps: --gradient_checkpointing, --bf16, a smaller "
+                        "--per_device_train_batch_size, --parallel fsdp, --use_lora")
+    assert len(message) == 1
+    message = complains(run("--gpu_memory", 1.01, "--parallel", "fsdp", "--gradient_checkpointing", "--bf16",
+                            "--per_device_train_batch_size", 1, "--use_lora"), "what helps: --cpu_offload")
+    many = ("--max_steps", 10**7, "--save_steps", 1, "--save_total_limit")
+    complains(run(*many, 0), "10000001 checkpoints need", "its disk has", "GiB free")
+    assert run(*many, 3).status == 0
+    for flag in ("--gpu_memory", "--host_memory"):
+        complains(run(flag, 0), f"{flag} is 0.0; it must be more than 0")
+    complains(run("--dry_run", -1), "--dry_run is -1")
+
+
+def test_validation_may_need_more_memory_than_training(run):
+    few = ("--per_device_train_batch_size", 1, "--text_loss_weight", 0, "--validation_split", 0.7)
+    assert "reached in the heads" in run(*few, evaluate=True).output
+    assert "reached in validation" in run(*few, "--per_device_eval_batch_size", 16, evaluate=True).output
+
+
+def test_new_audio_needs_torchaudio(monkeypatch):
+    code_cache.check_encoder()
+    monkeypatch.setitem(sys.modules, "torchaudio", None)        # as if it were not installed
+    with pytest.raises(UserError, match="needs torchaudio"):
+        code_cache.check_encoder()
+
+
+def test_flags_that_only_go_with_a_dry_run(real_run):
+    for flag in ("--gpu_memory", "--host_memory"):
+        complains(real_run(flag, 80), f"{flag} needs --dry_run")
