@@ -1,6 +1,6 @@
 r"""Problems and plans without a download: arithmetic word problems with their own tokenizer, and plans made by rule.
 
-    python diffusion/make_problems.py demo FOLDER [--problems 2000] [--test 200]     # train and test files, tokenizer.json
+    python diffusion/make_problems.py demo FOLDER [--problems 2000] [--test 200]  # train and test files, tokenizer.json
     python diffusion/make_problems.py plans --input train.jsonl --output train_hdp.json
 
 `plans` turns GSM8K into the HDP form {id, question, plan, execution, answer, plan_source: "rule"}. Its plans come from

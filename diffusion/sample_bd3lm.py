@@ -1,7 +1,8 @@
 """Answer GSM8K or HDP problems with a block-diffusion model: texts, exact match, network passes, tokens per second.
 
     python diffusion/sample_bd3lm.py --checkpoint out --test_file test.jsonl
-    python diffusion/sample_bd3lm.py --checkpoint out/checkpoint-5000 --test_file test.jsonl --order confidence --threshold 0.9
+    python diffusion/sample_bd3lm.py --checkpoint out/checkpoint-5000 --test_file test.jsonl \
+        --order confidence --threshold 0.9
 
 Everything is conditioned on the question. gsm8k: the answer block by block until <|endoftext|>. hdp: first the plan
 until its end token, then, behind the finished plan, the execution with <|answer|>. Strict exact match takes the number

@@ -1,8 +1,8 @@
 """Block diffusion on GSM8K: BD3-LM (question -> answer) and HDP (question -> plan -> execution), DDP or FSDP2.
 
     python diffusion/train_bd3lm.py --train_data train.jsonl --tokenizer gpt2 --output_dir ./out --bf16 --compile
-    python diffusion/train_bd3lm.py --system hdp --train_data train_hdp.json --tokenizer gpt2 --output_dir ./out_hdp --bf16
-    python diffusion/train_bd3lm.py --demo --model_size nano --max_steps 300 ...      # offline: makes its own small problems
+    python diffusion/train_bd3lm.py --system hdp --train_data train_hdp.json --tokenizer gpt2 --output_dir ./out --bf16
+    python diffusion/train_bd3lm.py --demo --model_size nano --max_steps 300 ...   # offline: small problems of its own
 
 Loss: a bound on the negative log-likelihood (noise.py), averaged over every target of the whole optimizer step, all
 ranks and micro-steps. The counts come from the plan that all ranks share, and so does the noise, which is drawn for

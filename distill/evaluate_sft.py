@@ -2,8 +2,9 @@ r"""Judge a student of train_sft.py by lines it has not seen: against its teache
 
     python distill/evaluate_sft.py --checkpoint out/checkpoint-48 --data_file labels.jsonl --output_dir out/evaluation \
         --truth_file truth.jsonl --prompt_file prompts/language_id.txt
-    python distill/evaluate_sft.py --checkpoint out/checkpoint-24 --checkpoint out/checkpoint-48 ...        # side by side
-    python distill/evaluate_sft.py --checkpoint merged --model_path BASE --data_file seen.jsonl --eval_data_file unseen.jsonl
+    python distill/evaluate_sft.py --checkpoint out/checkpoint-24 --checkpoint out/checkpoint-48 ...     # side by side
+    python distill/evaluate_sft.py --checkpoint merged --model_path BASE --data_file seen.jsonl \
+        --eval_data_file unseen.jsonl
 
 Asked are, greedily, the lines that the run held out, by the student as it was trained (its chat template, no long
 prompt), and by the base model before training: likewise, and with --prompt_file once more behind the teacher's prompt.

@@ -1,7 +1,7 @@
 """Fine-tune a causal language model on chats, loss on the answers only: full or LoRA, FSDP2 or DDP, packed.
 
-    torchrun --nproc_per_node=8 distill/train_sft.py --model_path Qwen/Qwen3-4B-Instruct-2507 --train_data_file labels.jsonl \
-        --output_dir ./out --bf16
+    torchrun --nproc_per_node=8 distill/train_sft.py --model_path Qwen/Qwen3-4B-Instruct-2507 \
+        --train_data_file labels.jsonl --output_dir ./out --bf16
     torchrun --nproc_per_node=8 distill/train_sft.py ... --bf16 --use_lora --max_tokens_per_batch 4096 --compile
     python distill/train_sft.py --model_path ./tiny --train_data_file chats.jsonl --output_dir ./out    # needs no GPU
 

@@ -2,7 +2,7 @@
 
     python speech/generate_tts.py --model_path bosonai/higgs-audio-v2-generation-3B-base --adapter out/checkpoint-500 \
         --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --text "Good morning." --output_dir speech
-    torchrun --nproc_per_node=8 speech/generate_tts.py ... --prompts prompts.json     # every GPU takes its share of batches
+    torchrun --nproc_per_node=8 speech/generate_tts.py ... --prompts prompts.json   # every GPU takes its share
 
 For each prompt: <name>.wav (24 kHz), <name>.png (mel spectrogram) and <name>.json with text, seed, frames, seconds,
 real_time_factor (seconds of computing for a second of speech, its batch as a whole) and ended_by: "eos" when the model

@@ -1,7 +1,7 @@
 """A language identifier that answers like a chat model: py3langid behind OpenAI's /v1/chat/completions.
 
     pip install --no-deps py3langid==0.4.0      # BSD; needs numpy
-    python distill/demo/langid_server.py --port_file port    # serves until it is ended; writes the port it was given to the file
+    python distill/demo/langid_server.py --port_file port    # serves until it is ended; PORT goes to the file
 
 No language model: a naive Bayes classifier over byte n-grams, which stands in for a large teacher where none can run.
 It reads the last line of the message, so it fits prompts that end with the text, like prompts/language_id.txt, and

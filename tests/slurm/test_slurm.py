@@ -1,6 +1,7 @@
 """train_tts.sh on a real Slurm of two nodes: to the end, through a lost node, the time limit, an error and scancel.
 
-The cluster is tests/helpers/slurm/cluster.sh: slurmctld and two slurmds on this machine, GPUs on paper, trainers on the CPU.
+The cluster is tests/helpers/slurm/cluster.sh: slurmctld and two slurmds on this machine, GPUs on paper,
+trainers on the CPU.
 What a run is compared with is one that nobody disturbed, under plain torchrun with as many ranks: same bits.
 """
 import fcntl
