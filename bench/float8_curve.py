@@ -29,6 +29,7 @@ import float8  # noqa: E402
 import handover  # noqa: E402
 import higgs  # noqa: E402
 import optim  # noqa: E402
+import parallel  # noqa: E402
 from data import Table, make_loader  # noqa: E402
 from packing import PackOrder, rank_packs  # noqa: E402
 
@@ -43,8 +44,8 @@ def train(folder, args, device, in_float8):
     layers, cuda = model.base_model.model.layers, device.type == "cuda"
     if in_float8:
         float8.convert(layers)
-    for layer in layers if args.compile else ():
-        layer.compile()
+    if args.compile:
+        parallel.compile_layers(layers)
     model.train()
     torch.manual_seed(args.seed)
     gc.collect()

@@ -16,6 +16,7 @@ import higgs
 import higgs_io
 import lora
 import optim
+import parallel
 from data import collate
 from parallel import UserError
 
@@ -335,8 +336,7 @@ def test_compiled_layers_give_the_same_loss_and_gradients(tiny, data, packed, ba
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = higgs.PackedHiggs(speech.native(tiny.model))
-    for layer in compiled.net.model.layers:
-        layer.compile(backend=backend)
+    parallel.compile_layers(compiled.net.model.layers, backend=backend)
     batches = [collate(picked, ids)] + ([collate(picked[:1], ids, 128)] if backend == "aot_eager" else [])
     for batch in batches:       # the second has another shape and another number of samples
         packed.zero_grad()
