@@ -106,6 +106,27 @@ def tiny(tmp_path_factory):
     return Tiny(root)
 
 
+def mount(*args):
+    """Mount a file system, or skip the test where that is not allowed."""
+    done = subprocess.run(["mount", *map(str, args)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"mount is not allowed here: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """disk(MiB) -> tmp_path / "out", empty and a disk of its own, of that size; in place of the one before."""
+    out = tmp_path / "out"
+
+    def make(size):
+        subprocess.run(["umount", "-l", out], capture_output=True)
+        out.mkdir(exist_ok=True)
+        mount("-t", "tmpfs", "-o", f"size={size}m", "tmpfs", out)      # takes memory only for what is written
+        return out
+    yield make
+    subprocess.run(["umount", "-l", out], capture_output=True)
+
+
 def trainer_arguments(tiny, output_dir, *flags):
     """What follows the script's name to train the tiny model; flags override the defaults given here."""
     return ["--model_path", str(tiny.model), "--audio_tokenizer_path", str(tiny.codec), "--train_data_file",
