@@ -8,8 +8,8 @@ Shards appear atomically under unique names, so runs may share a cache; a lock k
 
 The codec (and with it torchaudio) is imported only when a clip is missing.
 
-Copy with it: indexing.py, parallel.py, checkpoint.py (write_atomically), watchdog.py (a run asked to stop),
-tensor_files.py.
+Copy with it: handover.py, indexing.py, parallel.py, checkpoint.py (write_atomically), watchdog.py (a run asked to
+stop), tensor_files.py.
 """
 import contextlib
 import fcntl
@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 from common.checkpoint import write_atomically
 from common.indexing import in_order
+from common.loading import each
 from common.parallel import UserError, all_ranks_ok, gather_objects, rank0_first
 from common.watchdog import Stopped, ignore_in_worker, stop_requested
 
@@ -397,7 +398,7 @@ def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progr
     workers = min(num_proc, len(mine))
     loader = DataLoader(_Decode(mine), batch_size=None, num_workers=workers, collate_fn=lambda item: item,
                         multiprocessing_context="fork" if workers else None, worker_init_fn=ignore_in_worker)
-    for i, digest, waves, problem in loader:
+    for i, digest, waves, problem in each(loader):
         path, stat, cuts = mine[i]
         if problem:
             problems.append(problem)
