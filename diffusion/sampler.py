@@ -2,8 +2,6 @@
 
 Many problems at a time, each with its own context; those that reach their end token leave the batch. Orders of
 unmasking: one random token a pass (first hitting, as BD3-LM samples), the k surest, or all that are sure enough.
-
-Own module of sample_bd3lm.py and of the tests of train_bd3lm.py. Copy with it: dit.py.
 """
 from typing import NamedTuple
 

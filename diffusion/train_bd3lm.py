@@ -13,13 +13,10 @@ GSM8K's 7,473, and of 512 packed rows, three problems each, 10,000: such a run m
 --early_stop_patience on.
 
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
-
-Files to copy with it: dit.py noise.py block_setup.py bound.py blocks.py problems.py make_problems.py (its own),
-loading.py packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py
-recomputation.py (shared).
 """
 import argparse
 import dataclasses
+import json
 import math
 import os
 import sys
@@ -33,11 +30,11 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
-from common import checkpoint, loading, metrics, optim, parallel, preflight, recomputation, watchdog
+from common import checkpoint, loading, metrics, optim, parallel, preflight, recomputation, tensor_files, watchdog
 from common.packing import PackOrder, rank_packs
 from common.parallel import UserError
-from diffusion import block_setup, blocks, bound, dit, noise
-from diffusion.problems import SYSTEMS
+from diffusion import blocks, bound, demo_problems, dit, noise, weights
+from diffusion.problems import SYSTEMS, load_tokenizer
 
 # problems per micro-step, micro-steps (on one GPU), learning rate, warm-up, steps. Rates of 256, 512 and 1024 problems
 # are from ngocbao220/hdp-diffusion's H200 guide, that of 768 follows the square root; source is what its scripts run.
@@ -158,7 +155,7 @@ def build_parser():
 
 
 def check_flags(args):
-    """Fill in the preset and return the gsm8k.Layout; UserError for what would fail, or do nothing, later."""
+    """Fill in the preset and return the blocks.Layout; UserError for what would fail, or do nothing, later."""
     def need(good, message):
         if not good:
             raise UserError(message)
@@ -198,6 +195,52 @@ def check_flags(args):
         except ImportError:
             raise UserError(f"--report_to {args.report_to}: pip install {args.report_to}, or --report_to none")
     return layout
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model and checkpoints
+
+
+def build_model(world, config, resume, *, fsdp, bf16, backend, compiled, recompute, ema_decay, seed):
+    """(DiT, what to call in training, weights.Average) on this rank's device, new or from the checkpoint `resume`.
+
+    backend: --attn_backend, None for what is best on the device. UserError when it cannot train there.
+    """
+    device = world.device
+    backend = backend or ("flex" if device.type == "cuda" else "sdpa")
+    if backend == "flex" and device.type == "cpu":
+        raise UserError("--attn_backend flex trains on CUDA only: torch has no backward for it on a CPU; drop the flag")
+    parallel.seed_everything(seed)          # equal weights on all ranks
+    model = dit.DiT(config, backend, recompute).to(device)
+    if compiled:
+        model.compile_layers()
+    if fsdp:
+        parallel.shard(model, model.layers, world, bf16)
+    if resume:
+        weights.load_weights(dict(model.named_parameters()), resume, "model")
+    average = weights.Average(model, ema_decay)
+    if resume:
+        weights.load_weights(average.shadow, resume, "ema")
+    model.train()
+    return model, model if fsdp else parallel.wrap_ddp(model, world), average
+
+
+def save_checkpoint(world, writer, model, average, optimizer, layout, tokens, meta):
+    """Copy all of checkpoint-<meta["step"]> off the device and start writing it. On every rank."""
+    writer.begin(meta["step"])
+    parallel.reshard(model)
+    states = parallel.gather_objects(world, checkpoint.rng_state(world.device))
+    moments = optim.state_tensors(optimizer, model.named_parameters())
+    files = tensor_files.stage(world, "model", dict(model.named_parameters()))
+    files |= tensor_files.stage(world, "ema", average.shadow)
+    files |= tensor_files.stage(world, f"{checkpoint.STATE_DIR}/optimizer", moments)
+    if world.is_main:
+        config = json.dumps({"model": dataclasses.asdict(model.config), "layout": dataclasses.asdict(layout),
+                             "step": meta["step"]}, indent=1)
+        files[f"{checkpoint.STATE_DIR}/rng.pt"] = lambda path: torch.save(states, path)
+        files["config.json"] = lambda path: path.write_text(config)
+        files["tokenizer.json"] = lambda path: tokens.tokenizer.save(str(path))
+    writer.save(meta["step"], files, meta)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -246,18 +289,18 @@ def eval_line(step, v, regions):
             f"bits/token | perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} | {parts}")
 
 
-def print_start(world, args, config, rows, eval_rows, table, plan):
-    """What is about to run, before the first step."""
+def print_start(world, config, rows, eval_rows, table, plan, *, size_name, fsdp, bf16):
+    """What is about to run, before the first step. table: blocks.row_table of rows; plan: more lines."""
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     with torch.device("meta"):
         size = sum(p.numel() for p in dit.DiT(config).parameters())
     held_out = sum(len(m) for m in eval_rows.members) if eval_rows else 0
     dropped = f", {rows.documents.dropped} dropped as too long" if rows.documents.dropped else ""
-    share = world.size if args.parallel == "fsdp" else 1
+    share = world.size if fsdp else 1
     state = 20 * size / share       # fp32 weights, gradients, two moments, average
     lengths = np.concatenate([rows.documents.tokens[m] for m in rows.members])
-    print(f"device     {world.size} x {where}, torch {torch.__version__}, {'bf16 autocast' if args.bf16 else 'fp32'}\n"
-          f"model      {args.model_size}, {size:,} parameters; weights, gradients, optimizer and average "
+    print(f"device     {world.size} x {where}, torch {torch.__version__}, {'bf16 autocast' if bf16 else 'fp32'}\n"
+          f"model      {size_name}, {size:,} parameters; weights, gradients, optimizer and average "
           f"{preflight.size(state)} a GPU\n"
           f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; tokens mean "
           f"{lengths.mean():.0f} max {lengths.max()}\n"
@@ -298,10 +341,16 @@ def train(args):
     parallel.rank0_first(world, watchdog.clear_marker, args.output_dir)
     if args.report_to == "tensorboard":
         parallel.rank0_first(world, checkpoint.prepare_output, args.logging_dir, "--logging_dir")
-    tokens, rows, eval_rows = block_setup.prepare_data(world, args, layout)
+    if args.demo is not None:
+        args.train_data, args.eval_data, args.tokenizer = parallel.rank0_first(
+            world, demo_problems.prepare, Path(args.output_dir) / "demo", args.system, args.demo)
+    tokens = parallel.rank0_first(world, load_tokenizer, args.tokenizer, args.system)   # one download for all
+    rows, eval_rows = blocks.prepare_rows(
+        world, layout, tokens, args.train_data, args.eval_data, validation_split=args.validation_split,
+        row_length=args.row_length, pack=args.pack, drop_too_long=args.drop_too_long, seed=args.seed)
     if args.tf32:
         torch.set_float32_matmul_precision("high")
-    table, regions = block_setup.row_table(rows), bound.REGIONS[args.system]
+    table, regions = blocks.row_table(rows), bound.REGIONS[args.system]
     if given_rows is None:      # the preset means problems; a packed row holds several
         args.per_device_train_batch_size = max(1, round(args.per_device_train_batch_size / table["samples"].mean()))
     batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
@@ -323,11 +372,12 @@ def train(args):
     epochs = total_steps * per_step / order.packs_per_epoch
     config = dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout)
     if main_rank:
-        print_start(world, args, config, rows, eval_rows, table,
+        print_start(world, config, rows, eval_rows, table,
                     f"steps      {total_steps} = {epochs:,.1f} epochs; a step is {per_step * batch_rows} rows "
                     f"({step_problems:,.0f} problems) = {world.size} ranks x {accumulation} micro-steps x "
                     f"{batch_rows}; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\nstart      step {at['step']}, "
-                    f"{f'resumed from {resume}' if resume else 'new weights'}")
+                    f"{f'resumed from {resume}' if resume else 'new weights'}",
+                    size_name=args.model_size, fsdp=fsdp, bf16=args.bf16)
     if args.dry_run:
         if main_rank:
             print("\n".join(preflight.histogram(np.concatenate([rows.documents.tokens[m] for m in rows.members]))))
@@ -335,10 +385,12 @@ def train(args):
 
     # -- model, optimizer, resume -------------------------------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)
-    model, wrapped, average = block_setup.build_model(world, args, tokens, resume)
+    model, wrapped, average = build_model(
+        world, config, resume, fsdp=fsdp, bf16=args.bf16, backend=args.attn_backend, compiled=args.compile,
+        recompute=args.gradient_checkpointing, ema_decay=args.ema_decay, seed=args.seed)
     parameters = list(model.parameters())
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
-                                  (args.adam_beta1, args.adam_beta2), block_setup.decays)
+                                  (args.adam_beta1, args.adam_beta2), dit.decays)
     parallel.seed_everything(args.seed, world.rank)     # other dropout on every rank
     t_range, best_loss, best_step, stale, owed = args.t_range, None, None, 0, False
     if meta:
@@ -371,6 +423,8 @@ def train(args):
     since, start_step, saved_step = time.monotonic(), at["step"], at["step"] if resume else None
     bar = tqdm(total=total_steps, initial=at["step"], unit="step", disable=None if main_rank else True)
 
+    rows_of = {"batch_rows": args.per_device_eval_batch_size, "seed": args.seed, "bf16": args.bf16}
+
     def save():
         nonlocal saved_step
         meta = {**at, "identity": identity, "validation": validation, "best_step": best_step, "best_loss": best_loss,
@@ -378,7 +432,7 @@ def train(args):
                 "skipped": flags.bad_total, "unlogged": parallel.all_sum(world, sums.clone()).tolist(),
                 "args": {name: str(value) for name, value in vars(args).items()}}
         watch.moved(f"saving at step {at['step']}", args.wait_timeout)
-        block_setup.save_checkpoint(world, writer, args, layout, model, average, tokens, optimizer, meta)
+        save_checkpoint(world, writer, model, average, optimizer, layout, tokens, meta)
         saved_step = at["step"]
 
     def validate():
@@ -388,10 +442,12 @@ def train(args):
         parallel.reshard(model)
         average.swap()
         model.eval()
-        values = bound.bound(world, model, eval_rows, tokens.mask, args, writer.check)
+        values = bound.bound(world, model, eval_rows, tokens.mask, writer.check, repeats=args.eval_repeats, **rows_of)
         found = t_range
         if values is not None and args.clip_search_widths:
-            found = bound.search_range(world, model, eval_rows, tokens.mask, args, writer.check)
+            found = bound.search_range(world, model, eval_rows, tokens.mask, writer.check,
+                                       widths=args.clip_search_widths, batches=args.clip_search_batches,
+                                       schedule=args.noise_schedule, weighting=args.loss_weighting, **rows_of)
         model.train()
         parallel.reshard(model)
         average.swap()
