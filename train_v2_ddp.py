@@ -11,25 +11,18 @@ all micro-steps, all 8 codebooks), plus --text_loss_weight times the same averag
 from the plan that all ranks share, so no rank has to ask another.
 
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
-
-Files to copy with it: data.py conversations.py codes.py speech_model.py speech_plan.py plan.py higgs.py weights.py
-export.py lora.py speak.py sample_prompts.py (its own), adapters.py indexing.py loading.py packing.py parallel.py
-optim.py checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py recomputation.py float8.py (shared).
 """
 import argparse
 import math
 import os
 import sys
-import time
-from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 import lora
-from common import checkpoint, float8, loading, metrics, optim, parallel, recomputation, watchdog
+from common import checkpoint, float8, loading, metrics, optim, parallel, recomputation, run, watchdog
 from common.packing import PackOrder, rank_packs
 from common.parallel import UserError
 from data import make_loader, prepare_table, token_ids
@@ -258,17 +251,6 @@ def evaluate(world, args, model, table, ids, held_out, check):
     return higgs.loss_report([*sums, *counts], args.audio_loss_reduction, args.text_loss_weight, "eval")
 
 
-def bad_step_report(world, table, step, flags, skipped):
-    """Print and return what a skipped step was about: the samples whose loss was not finite, from all ranks."""
-    local = [table.name(i) for finite, numbers in flags if not finite.item() for i in numbers]
-    names = sorted({name for rank_names in parallel.gather_objects(world, local) for name in rank_names})
-    what = f"samples with a non-finite loss: {'; '.join(names[:20])}" if names else "every loss was finite"
-    text = f"step {step}: gradient norm is not finite, step skipped ({skipped} so far); {what}"
-    if world.is_main:
-        tqdm.write(text)
-    return text
-
-
 def console_line(step, total_steps, v, codebooks):
     """One aligned line of the numbers in metrics.jsonl, with units."""
     books = "/".join(f"{v[f'train/audio_loss_codebook_{k}']:.2f}" for k in range(codebooks))
@@ -284,12 +266,29 @@ def console_line(step, total_steps, v, codebooks):
             f"eta {eta}")
 
 
-def pack_totals(config, table, window, args):
+def eval_line(step, v):
+    """One aligned line of a validation, with units."""
+    return (f"eval   step {step:>6} | loss {v['eval/loss']:7.4f} | audio {v['eval/audio_loss']:6.3f} | "
+            f"text {v['eval/text_loss']:6.3f} | eos {v['eval/eos_loss']:6.3f} stop {v['eval/stop_recall'] * 100:5.1f}%")
+
+
+def speak(world, watch, args, model, native, prompts, settings, ids, codec_dir, now):
+    """--sample_prompts: speak them on rank 0 while the others wait; what was measured, {name: float}, on every rank."""
+    watch.moved(f"sample prompts at step {now.step}", args.wait_timeout)
+    model.eval()
+    with parallel.gathered(model), autocast(args, world.device):
+        values = parallel.rank0_first(world, lambda: sample_prompts.speak_all(
+            args, native, prompts, settings, ids, codec_dir, world.device, now.step, now.log, watchdog.stop_requested))
+    model.train()
+    return values
+
+
+def step_work(config, table, window, use_lora):
     """Totals over the samples of one optimizer step, from the plan: useful work of all ranks, python numbers."""
     lengths = table.lengths[window].astype(np.int64)
     n_audio, n_text = int(table.audio_targets[window].sum()), int(table.text_targets[window].sum())
     flops = higgs.flops_per_pack(config, int(lengths.sum()), n_audio, n_text,
-                                 int((lengths * (lengths + 1) // 2).sum()), args.use_lora)
+                                 int((lengths * (lengths + 1) // 2).sum()), use_lora)
     return {"audio_targets": n_audio, "text_targets": n_text, "tokens": int(lengths.sum()), "samples": len(window),
             "frames": int(table.frames[window].sum()), "flops": flops}
 
@@ -320,35 +319,17 @@ def print_sample(table, tokenizer, ids, batch):
 
 def main(argv=None):
     args = build_parser().parse_args(argv)
-    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")      # a log file shows each line at once
-    with parallel.one_clear_error():
-        try:
-            if args.dry_run is None:
-                train(args)
-            elif os.environ.get("RANK", "0") == "0":
-                dry_run.run(args, args.dry_run or int(os.environ.get("WORLD_SIZE", "1")), check_flags)
-        except watchdog.Stopped as why:
-            if os.environ.get("RANK", "0") == "0":
-                watchdog.leave_marker(args.output_dir, str(why))
-                print(f"stopped    {why}")
-        watchdog.rest()
-    parallel.finish()
+    plan = None if args.dry_run is None else (
+        lambda: dry_run.run(args, args.dry_run or int(os.environ.get("WORLD_SIZE", "1")), check_flags))
+    run.main(args, train, plan)
 
 
 def train(args):
-    # -- ranks, paths, data -------------------------------------------------------------------------------------------
+    # -- ranks, data --------------------------------------------------------------------------------------------------
     check_flags(args, int(os.environ.get("WORLD_SIZE", "1")))
-    watchdog.catch_signals()
-    fsdp = args.parallel == "fsdp"
-    world = parallel.init(args.collective_timeout, args.wait_timeout, alone_too=fsdp, cpu_too=args.cpu_offload)
+    world, watch = run.start(args, cpu_too=args.cpu_offload)
     device, main_rank = world.device, world.is_main
-    watch = watchdog.Watchdog(world, args.collective_timeout)
-    watch.moved("data preparation", args.wait_timeout)
     speech_model.check_device(args, device)
-    parallel.rank0_first(world, checkpoint.prepare_output, args.output_dir)
-    parallel.rank0_first(world, watchdog.clear_marker, args.output_dir)
-    if args.report_to == "tensorboard":
-        parallel.rank0_first(world, checkpoint.prepare_output, args.logging_dir, "--logging_dir")
     parallel.rank0_first(world, speech_model.find_checkpoints, args)    # downloads hub names before the others look
     (folder, config_dict), codec_dir = speech_model.find_checkpoints(args)
     config = weights.native_config(config_dict)
@@ -367,13 +348,10 @@ def train(args):
     validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
     resume, meta = parallel.rank0_first(world, checkpoint.find_resume, args.output_dir, args.resume, identity)
 
-    # -- order, steps -------------------------------------------------------------------------------------------------
-    accumulation = args.gradient_accumulation_steps
-    order = speech_plan.pack_order(args, table.lengths[train_ids])
-    per_step = world.size * accumulation
-    at = {key: meta[key] for key in ("step", "epoch", "first")} if meta else {"step": 0, "epoch": 0, "first": 0}
+    # -- order, number of steps: known to every rank without asking, so all make the same number of collectives -------
+    accumulation, at = args.gradient_accumulation_steps, run.position(meta)
+    order, per_step = speech_plan.pack_order(args, table.lengths[train_ids]), world.size * accumulation
     steps_per_epoch, total_steps = speech_plan.run_length(args, order, per_step, at)
-    epochs = sys.maxsize if args.max_steps else args.num_train_epochs
     peak_lr = args.learning_rate
     if args.scale_lr_from_batch:
         peak_lr = optim.sqrt_lr(peak_lr, per_step * args.per_device_train_batch_size, args.scale_lr_from_batch)
@@ -385,180 +363,86 @@ def train(args):
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
                                   (args.adam_beta1, args.adam_beta2), higgs.decays)
     parallel.seed_everything(args.seed, world.rank)     # other dropout on every rank
-    best_loss, best_step = None, None
-    if meta:
-        checkpoint.load_optimizer(resume, optim.state_tensors(optimizer, model.named_parameters()))
-        checkpoint.load_rng(resume, world.rank, device)
-        if meta["validation"] == validation:        # losses on other data, or by another formula, do not compare
-            best_loss, best_step = meta["best_loss"], meta["best_step"]
+    # a step's log values: loss sums by codebook, text loss, 5 of the stream's end; targets of both kinds, on rank 0
+    now = run.Run(world, watch, args, order, total_steps, books + 8, resume, meta, validation, table.name)
+    now.restore(model, optimizer)
+    epochs = sys.maxsize if args.max_steps else args.num_train_epochs
     packs = ([int(train_ids[i]) for i in pack] for pack in
              rank_packs(order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
-    loader = make_loader(table, ids, packs, num_workers=args.num_workers, prefetch_factor=args.prefetch_factor,
-                         pad_to=args.max_tokens_per_batch)
-    batches = loading.ahead(loader, device)
-
-    log = None
+    batches = loading.ahead(make_loader(table, ids, packs, num_workers=args.num_workers,
+                                        prefetch_factor=args.prefetch_factor, pad_to=args.max_tokens_per_batch), device)
     if main_rank:
-        sample_prompts.forget_later(args.output_dir, at["step"])
-        board = Path(args.logging_dir) / Path(args.output_dir).resolve().name
-        log = metrics.MetricsLog(args.output_dir, board, args.report_to, vars(args), at["step"], args.wandb_project)
+        sample_prompts.forget_later(args.output_dir, now.step)
         print_start(world, args, model, table, train_ids, eval_ids,
                     f"steps      {total_steps} ({steps_per_epoch} an epoch), {per_step} packs a step = {world.size} "
                     f"ranks x {accumulation} micro-steps; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\n"
-                    f"start      step {at['step']}, {f'resumed from {resume}' if resume else 'base model'}")
+                    f"start      step {now.step}, {f'resumed from {resume}' if resume else 'base model'}")
 
     # -- loop ---------------------------------------------------------------------------------------------------------
-    writer = checkpoint.Writer(world, args.output_dir, args.save_total_limit, args.wait_timeout)
-    flags = optim.StepFlags(device, meta["skipped"] if meta else 0)
-    sums = torch.zeros(books + 8, dtype=torch.float64, device=device)   # losses, eos; audio and text targets on rank 0
-    if meta and main_rank and len(meta["unlogged"]) == len(sums):       # an older checkpoint's has other numbers
-        sums += torch.tensor(meta["unlogged"], dtype=torch.float64, device=device)
-    totals, steps, slots, waited = Counter(), 0, 0, 0.0     # since the last log line
-    since, start_step, saved_step = time.monotonic(), at["step"], at["step"] if resume else None
-    bar = tqdm(total=total_steps, initial=at["step"], unit="step", disable=None if main_rank else True)
-
-    def save():
-        nonlocal saved_step
-        meta = {**at, "identity": identity, "validation": validation, "best_step": best_step, "best_loss": best_loss,
-                "skipped": flags.bad_total, "unlogged": parallel.all_sum(world, sums.clone()).tolist(),
-                "args": vars(args)}
-        watch.moved(f"saving at step {at['step']}", args.wait_timeout)
-        speech_model.save_checkpoint(world, writer, args, model, native, tokenizer, folder, optimizer, meta)
-        saved_step = at["step"]
-
-    def validate():
-        nonlocal best_loss, best_step
-        watch.moved(f"validation at step {at['step']}", args.wait_timeout)
-        values = evaluate(world, args, model, table, ids, eval_ids, writer.check) if len(eval_ids) else {}
-        if values is None:
-            return False
-        if values and main_rank:
-            tqdm.write(f"eval   step {at['step']:>6} | loss {values['eval/loss']:7.4f} | "
-                       f"audio {values['eval/audio_loss']:6.3f} | text {values['eval/text_loss']:6.3f} | "
-                       f"eos {values['eval/eos_loss']:6.3f} stop {values['eval/stop_recall'] * 100:5.1f}%")
-        if prompts:
-            watch.moved(f"sample prompts at step {at['step']}", args.wait_timeout)
-            model.eval()
-            with parallel.gathered(model), autocast(args, device):
-                values |= parallel.rank0_first(world, lambda: sample_prompts.speak_all(
-                    args, native, prompts, settings, ids, codec_dir, device, at["step"], log, watchdog.stop_requested))
-            model.train()
-        if values and main_rank:
-            log.write(at["step"], values)
-        loss = values.get("eval/loss", math.nan)
-        if math.isfinite(loss) and (best_loss is None or loss < best_loss):
-            best_loss, best_step = loss, at["step"]
-            save()
-        return True
-
-    def report_bad(about):
-        if about:
-            text = bad_step_report(world, table, *about, flags.bad_total)
-            if flags.bad_in_a_row >= args.max_bad_steps:
-                watch.moved("waiting for the checkpoint under way", args.wait_timeout)
-                parallel.rank0_first(world, writer.wait)
-                raise UserError(f"{flags.bad_in_a_row} steps in a row had a non-finite gradient; {text}")
-
-    def every(steps):
-        return steps > 0 and at["step"] % steps == 0
-
-    while at["step"] < total_steps:
-        if at["first"] >= order.packs_per_epoch:
-            at["epoch"], at["first"] = at["epoch"] + 1, 0
-        window = train_ids[order.window(at["epoch"], at["first"], per_step)]
-        work = pack_totals(config, table, window, args)
+    stopping = False
+    while now.step < total_steps and not stopping:
+        window = train_ids[now.window()]        # samples of this step, all ranks: the loss divides by their targets
+        work = step_work(config, table, window, args.use_lora)
         n_audio, n_text = work["audio_targets"], work["text_targets"]
-        step_sums, finite = torch.zeros_like(sums), []
+        sums = torch.zeros_like(now.sums)
         for micro in range(accumulation):
-            asked = time.monotonic()
-            watch.moved(f"loading data for step {at['step'] + 1}")
-            batch = next(batches)
-            compiling = args.compile and at["step"] == start_step
-            watch.moved(f"step {at['step'] + 1}", args.wait_timeout if compiling else None)
-            waited += time.monotonic() - asked
+            batch = now.next(batches)
             mine = list(batch.samples)
+            # a batch that differs from the plan would divide the loss by another count than the other ranks'
             assert batch.counts["audio_targets"] == table.audio_targets[mine].sum(), "loader and plan disagree"
             assert args.max_tokens_per_batch in (0, len(batch.input_ids)), "the pack is not filled to its budget"
             if main_rank and args.enable_strategic_logging and micro == 0 \
-                    and at["step"] % args.strategic_logging_steps == 0:
+                    and now.step % args.strategic_logging_steps == 0:
                 print_sample(table, tokenizer, ids, batch)
-            with parallel.gradient_sync(wrapped, micro == accumulation - 1):
+            with parallel.gradient_sync(wrapped, micro == accumulation - 1):    # ranks exchange gradients once a step
                 with autocast(args, device):
-                    audio, text, eos = wrapped(batch)
+                    audio, text, eos = wrapped(batch)       # sums over this batch's targets
                 loss = higgs.total_loss(audio, n_audio, text, n_text, args.audio_loss_reduction, args.text_loss_weight)
                 (loss * world.size).backward()          # gradients are averaged over ranks, the loss is a global mean
-            step_sums[:books + 6] += torch.cat([audio.detach(), text.detach()[None], eos])
-            finite.append((torch.isfinite(loss.detach()), mine))
-        norm = optim.clip_gradients(trainable, args.max_grad_norm)
-        bad = 1 - torch.isfinite(norm).float()          # the same on every rank; a bad loss makes its gradient bad
-        stop = parallel.any_rank(world, watchdog.stop_requested())
-        factor = optim.lr_factor(at["step"], total_steps, args.warmup_steps, args.lr_scheduler, args.min_lr_ratio)
-        for group in optimizer.param_groups:
-            group["lr"] = peak_lr * factor
-        optim.guarded_step(optimizer, bad)
-        optimizer.zero_grad(set_to_none=True)
-        if main_rank:
-            step_sums[-2] += n_audio
-            step_sums[-1] += n_text
-        bad = bad.to(device)                            # with --cpu_offload gradients are elsewhere
-        sums += torch.where(bad > 0, 0.0, step_sums)
-        at["step"], at["first"] = at["step"] + 1, at["first"] + per_step
+            sums[:books + 6] += torch.cat([audio.detach(), text.detach()[None], eos])
+            now.saw(loss, mine)
+        if main_rank:       # python numbers: a tensor made of them would wait for the GPU
+            sums[-2] += n_audio
+            sums[-1] += n_text
+        factor = optim.lr_factor(now.step, total_steps, args.warmup_steps, args.lr_scheduler, args.min_lr_ratio)
+        now.update(optimizer, trainable, peak_lr * factor, sums)
 
-        report_bad(flags.pop())                         # of the step before: this one is still being computed
-        flags.push(bad, stop, (at["step"], finite))
-        last = at["step"] == total_steps
-        evaluating = (len(eval_ids) or prompts) and (last or every(args.eval_steps))
-        saving = last or every(args.save_steps)
-        if evaluating or saving or flags.stop:          # these wait for this step anyway
-            report_bad(flags.pop())
-        stopping = flags.stop and not last
+        # what comes now is the same on every rank; a request to stop counts one step late, so no step waits for it
+        evaluating, saving = (len(eval_ids) or prompts) and now.due(args.eval_steps), now.due(args.save_steps)
+        stopping = now.stop_asked(evaluating or saving) and not now.last
 
         # -- log ------------------------------------------------------------------------------------------------------
-        totals.update(work)
-        steps += 1
-        # an empty pack is one token of padding
-        slots += per_step * args.max_tokens_per_batch or work["tokens"] + max(0, at["first"] - order.packs_per_epoch)
-        if at["step"] % args.logging_steps == 0 or last:
-            values = higgs.loss_report(parallel.all_sum(world, sums).tolist(), args.audio_loss_reduction,
+        empty = max(0, now.at["first"] - order.packs_per_epoch)         # packs of one token of padding
+        now.count(per_step * args.max_tokens_per_batch or work["tokens"] + empty, work)
+        if now.due(args.logging_steps):
+            values = higgs.loss_report(parallel.all_sum(world, now.sums).tolist(), args.audio_loss_reduction,
                                        args.text_loss_weight, "train")
             if main_rank:
-                now = time.monotonic()
-                values |= {"train/learning_rate": peak_lr * factor, "train/grad_norm": float(norm),
-                           "train/epoch": at["epoch"] + min(1.0, at["first"] / order.packs_per_epoch),
-                           "train/audio_seconds_per_second": totals["frames"] / FRAME_RATE / (now - since),
-                           "train/bad_steps": flags.bad_total,
-                           **metrics.speed_report(totals, now - since, steps, slots, waited, device, world.size)}
-                log.write(at["step"], values)
-                tqdm.write(console_line(at["step"], total_steps, values, books))
-                since = now
-            sums.zero_()
-            totals, steps, slots, waited = Counter(), 0, 0, 0.0
-        bar.update(1)
+                now.line(values, lambda v: console_line(now.step, total_steps, v, books),
+                         audio_seconds_per_second=now.sums_since["frames"] / FRAME_RATE)
+            now.sums.zero_()
+            now.begin_line()
 
         # -- validate, save -------------------------------------------------------------------------------------------
-        paused = time.monotonic()
-        writer.check()
-        if evaluating and not stopping:
-            stopping = not validate() and not last
-        if (saving or stopping) and saved_step != at["step"]:
-            save()
-        since += time.monotonic() - paused      # throughput is about training steps
-        if stopping:
-            break
-
-    watch.moved("waiting for the last checkpoint", args.wait_timeout)
-    parallel.rank0_first(world, writer.wait)
-    bar.close()
-    if main_rank:
-        log.close()
-        if at["step"] < total_steps:
-            why = f"asked to stop by {watchdog.stop_requested() or 'a signal to another rank'} at step {at['step']}"
-            watchdog.leave_marker(args.output_dir, why)
-            print(f"stopped    {why} of {total_steps}; saved; the same command goes on")
-            return
-        final = Path(args.output_dir) / f"checkpoint-{at['step']}"
-        print(f"done       step {at['step']}; {flags.bad_total} steps skipped; final checkpoint {final}"
-              + (f"; best validation loss {best_loss:.4f} at step {best_step}" if best_step is not None else ""))
+        with now.pause():
+            better = False
+            if evaluating and not stopping:
+                watch.moved(f"validation at step {now.step}", args.wait_timeout)
+                values = evaluate(world, args, model, table, ids, eval_ids, now.writer.check) if len(eval_ids) else {}
+                if values is None:              # asked to stop meanwhile
+                    stopping = not now.last
+                else:
+                    if values and main_rank:
+                        tqdm.write(eval_line(now.step, values))
+                    if prompts:
+                        values |= speak(world, watch, args, model, native, prompts, settings, ids, codec_dir, now)
+                    if values and main_rank:
+                        now.log.write(now.step, values)
+                    better = now.better(values.get("eval/loss", math.nan))
+            if (better or saving or stopping) and now.saved_step != now.step:
+                speech_model.save_checkpoint(world, now.writer, args, model, native, tokenizer, folder, optimizer,
+                                             now.state(identity))
+    now.finish(stopping)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def usable_cpus():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def init(timeout_s=600, slow_timeout_s=6 * 3600, device=None, alone_too=False, cpu_too=False):
+def init(timeout_s=600, slow_timeout_s=6 * 3600, alone_too=False, cpu_too=False, device=None):
     """Join the process group that torchrun describes; returns World.
 
     timeout_s: limit of one gradient collective. slow_timeout_s: limit of a wait on the slow group. device: "cpu" or
