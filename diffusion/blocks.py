@@ -103,7 +103,7 @@ class Documents:
     group: np.ndarray       # (T,) int64 number of the block among the document's blocks with targets, else -1
     offsets: np.ndarray     # (n + 1,) int64
     problems: list          # Problem of each document
-    pad: int                # id on padding; what marks it is live, and doc -1 in a batch
+    pad: int                # id on padding, which `live` marks, and doc -1 in a batch
     dropped: int            # problems left out as too long
 
     def __len__(self):
@@ -283,7 +283,7 @@ class Rows(Dataset):
     """Fixed-length rows of whole documents; item r is a dict of (L,) int64 arrays: a row before it meets its batch."""
 
     def __init__(self, documents, members, length, noisy_length):
-        """members: list of lists of document numbers, one a row. A row has length L, and room for N noisy copies."""
+        """members: a list of document numbers for each row. A row has `length` tokens and noisy_length noisy copies."""
         self.documents, self.members = documents, [list(m) for m in members]
         self.length, self.noisy_length = length, noisy_length
 
@@ -293,6 +293,10 @@ class Rows(Dataset):
     def per_row(self, per_document):
         """(n_rows,) int64 sums of a (n_documents,) array over the documents of each row."""
         return np.array([per_document[m].sum() for m in self.members], np.int64)
+
+    def fingerprint(self):
+        """Hash of the documents in the order of the rows, for recognising the same data on resume."""
+        return self.documents.fingerprint(document for members in self.members for document in members)
 
     @functools.cached_property
     def n_targets(self):
@@ -339,7 +343,7 @@ def make_rows(documents, numbers, row_length, pack, seed=0):
     order = numbers[np.random.default_rng((seed, 0)).permutation(len(numbers))]
     packings = {}
     for copies in range(needed, row_length + 1, step):
-        share = np.maximum(documents.lengths, -(-noisy * row_length // copies))     # of whichever runs out first
+        share = np.maximum(documents.lengths, -(-noisy * row_length // copies))     # slots or copies run out first
         packings[copies] = best_fit(share, order, row_length)
     best = min(packings, key=lambda copies: len(packings[copies]) * (row_length + copies))
     return Rows(documents, packings[best], row_length, best)

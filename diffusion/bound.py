@@ -1,7 +1,7 @@
 """Validation of block diffusion: the likelihood bound with its sampling error, and the search for a noise range.
 
-Every rank takes an equal share of the batches (padding fills up), and a batch gets the same noise at every validation,
-on whatever number of ranks: bounds of different steps and runs compare.
+Every rank takes equally many batches, the last ones perhaps of padding only. A batch gets the same noise at every
+validation and on any number of ranks, so bounds of different steps and runs compare.
 """
 import math
 
@@ -55,11 +55,11 @@ def bound(world, model, rows, mask_id, check, *, batch_rows, repeats, seed, bf16
 
     check(): called before every batch of batch_rows rows; may raise. repeats: draws of the noise.
 
-    eval/loss: nats per target; eval/nll: the same sum per token of text (targets but fill), with eval/stderr; of every
-    region and block number nats per target there. Noise is loglinear whatever schedule is trained on: the bound is the
-    same under all, but others would spend more of it on the levels below noise.FULL, which are never drawn.
-    eval/stderr is of the noise alone, from how the draws of each block differ; as rare low levels weigh much (1/t), it
-    is itself rough where few blocks are validated.
+    eval/loss: nats per target. eval/nll: the same sum per token of text (targets without fill); eval/stderr: its
+    standard error. eval/nll_REGION, eval/nll_block_NN: nats per target of one region or block number.
+    Noise is loglinear whatever schedule is trained on. The bound is the same under every schedule, but under the others
+    more of it comes from levels below noise.FULL, which are never drawn. The standard error is that of the noise alone,
+    from how the draws of each block differ; low levels are rare and weigh much (1/t), so with few blocks it is rough.
     """
     layout = rows.documents.layout
     sums = torch.zeros(repeats, 4 * PLACES, dtype=torch.float64, device=world.device)

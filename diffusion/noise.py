@@ -20,7 +20,7 @@ import torch
 from common import loading
 from common.parallel import UserError
 
-FULL = (1e-3, 1.0)          # the range of t for the bound itself; a bound equal to one of these is not enforced
+FULL = (1e-3, 1.0)          # the range of t of the bound itself; an end of a range that equals its end is not enforced
 NOISE = {"train": 1, "validation": 2, "search": 3}      # purposes of random numbers
 COSINE_FLOOR = 1e-3         # masked share of the cosine schedule at t = 0
 
@@ -64,7 +64,7 @@ class Inputs(NamedTuple):
 
 
 def send(tensor, device):
-    """A CPU tensor on a device; from pinned memory, since otherwise the host would wait for what the GPU has to do."""
+    """A CPU tensor on a device. Pinned first: a copy from other memory makes the host wait until the GPU is idle."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -111,6 +111,12 @@ def mask_rate(t, schedule):
     if schedule == "log":
         return torch.log1p(t) / math.log(2)
     return 1 - (1 - COSINE_FLOOR) * torch.cos(math.pi / 2 * t)
+
+
+def mean_rate(t_range, schedule):
+    """Mean of p(t) over a range of t: the share of targets that is masked, on average."""
+    low, high = t_range
+    return float(mask_rate(low + (high - low) * torch.linspace(0, 1, 1001, dtype=torch.float64), schedule).mean())
 
 
 def bound_weight(t, schedule):

@@ -32,7 +32,7 @@ def demo(tmp_path_factory):
     return folder
 
 
-def overfit(documents, tokens, steps=350):
+def overfit(documents, tokens, steps=600):
     """A DiT trained on these documents until it knows them; weights of little noise are capped, to be quick."""
     torch.manual_seed(0)
     model = dit.DiT(dit.config_of("nano", tokens.vocab_size, tokens.mask, dropout=0.0))

@@ -245,6 +245,14 @@ def test_the_average_in_a_checkpoint_follows_its_formula(shared):
     assert step == 4
 
 
+def test_flags_are_noted_as_values(shared):
+    """In a checkpoint and in starts.jsonl, where report.py compares them."""
+    run = shared("ddp 1x4 --save_steps 1 --eval_steps 0")
+    start, = map(json.loads, (run.output_dir / "starts.jsonl").read_text().splitlines())
+    for flags in (checkpoint.load_meta(newest(run))["args"], start["config"]):
+        assert (flags["max_steps"], flags["ema_decay"], flags["pack"], flags["t_range"]) == (4, 0.7, True, [1e-3, 1.0])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Every mode, bounds
 
