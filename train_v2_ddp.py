@@ -12,52 +12,28 @@ from the plan that all ranks share, so no rank has to ask another.
 
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
 """
-import argparse
-import math
-import os
 import sys
 
-import numpy as np
-import torch
-from tqdm import tqdm
-
-import lora
-from common import checkpoint, float8, loading, metrics, optim, parallel, recomputation, run, watchdog
-from common.packing import PackOrder, rank_packs
-from common.parallel import UserError
-from data import make_loader, prepare_table, token_ids
-from speech import higgs, sample_prompts, speech_model, speech_plan, weights
-from speech import plan as dry_run
-from speech.codes import FRAME_RATE
-from speech.conversations import TASK_TYPES
+from common import flags
+from common.flags import need
+from speech.choices import LORA_TARGETS, TASK_TYPES
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags
 
 
 def build_parser():
-    p = argparse.ArgumentParser(description="Fine-tune Higgs-Audio V2.", allow_abbrev=False,
-                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    g = p.add_argument_group("before the run")
-    g.add_argument("--dry_run", nargs="?", type=int, const=0, metavar="GPUS",
-                   help="check everything, print what the run will be and take, and stop; needs no GPU. GPUS: plan for "
-                        "so many (default: the processes of this launch)")
-    g.add_argument("--gpu_memory", type=float, metavar="GIB",
-                   help="dry run: memory of one GPU (default: of the GPU here, else 80)")
-    g.add_argument("--host_memory", type=float, metavar="GIB",
-                   help="dry run: free memory of a node (default: what is free here, or the Slurm job's share)")
+    p = flags.Parser("Fine-tune Higgs-Audio V2.")
+    flags.before_the_run(p)
     g = p.add_argument_group("model")
-    g.add_argument("--model_path", required=True, help="Higgs-Audio V2 folder or hub name, native or 2025 format")
+    g.add_argument("--model_path", "--model_name_or_path", required=True,
+                   help="Higgs-Audio V2 folder or hub name, native or 2025 format")
     g.add_argument("--audio_tokenizer_path", required=True, help="native audio tokenizer, folder or hub name")
-    g.add_argument("--use_lora", action="store_true", help="train adapters on a frozen base instead of all weights")
-    g.add_argument("--lora_rank", type=int, default=16, help="adapter rank")
-    g.add_argument("--lora_alpha", type=int, default=32, help="adapter scale: the update is multiplied by alpha / rank")
-    g.add_argument("--lora_dropout", type=float, default=0.1, help="dropout on adapter inputs, 0 to 1")
-    g.add_argument("--lora_target_modules", default="attention",
-                   help=f"{', '.join(lora.TARGETS)}, or comma-separated module name endings")
-    g.add_argument("--freeze_llm", action="store_true", help="full fine-tuning of the audio embedding and head only")
-    g.add_argument("--freeze_audio_tower", action="store_true", help="accepted for old launch lines: there is no tower")
-    g.add_argument("--freeze_audio_encoder_proj", action="store_true", help="accepted for old launch lines, as above")
+    flags.lora(g, rank=16, alpha=32, dropout=0.1, targets="attention",
+               targets_help=f"{', '.join(LORA_TARGETS)}, or comma-separated module name endings")
+    flags.switch(g, "--freeze_llm", help="full fine-tuning of the audio embedding and head only")
+    flags.switch(g, "--freeze_audio_tower", help="accepted for old launch lines: there is no tower")
+    flags.switch(g, "--freeze_audio_encoder_proj", help="accepted for old launch lines, as above")
 
     g = p.add_argument_group("data")
     g.add_argument("--train_data_file", help="ChatML JSON list or JSONL")
@@ -67,15 +43,14 @@ def build_parser():
     g.add_argument("--validation_split", type=float, default=0.005, help="share of samples held out, by seeded shuffle")
     g.add_argument("--task_type", choices=TASK_TYPES, default="single_speaker_smart_voice",
                    help="folder format: prompt shape of samples that name none themselves")
-    g.add_argument("--ref_audio_in_system_message", action="store_true",
-                   help="folder format: put reference clips into the scene description")
+    flags.switch(g, "--ref_audio_in_system_message",
+                 help="folder format: put reference clips into the scene description")
     g.add_argument("--code_cache", help="folder of encoded audio, shareable between runs (default: OUTPUT_DIR/codes)")
-    g.add_argument("--preprocess_num_proc", type=int, default=min(8, parallel.usable_cpus()),
+    g.add_argument("--preprocess_num_proc", type=int, default=min(8, flags.usable_cpus()),
                    help="processes that read and tokenise, or decode audio, per node; 0 = in the trainer")
     g.add_argument("--max_length", type=int, default=0, help="tokens a sample may have, 0 = the model's positions")
-    g.add_argument("--drop_too_long", action="store_true", help="drop and count longer samples instead of stopping")
-    g.add_argument("--num_workers", type=int, default=2, help="loader processes per rank, 0 = in the trainer")
-    g.add_argument("--prefetch_factor", type=int, default=4, help="batches each loader process prepares ahead")
+    flags.switch(g, "--drop_too_long", help="drop and count longer samples instead of stopping")
+    flags.loading(g, num_workers=2)
 
     g = p.add_argument_group("batch and length of the run")
     g.add_argument("--per_device_train_batch_size", type=int, default=4, help="samples per micro-step and rank")
@@ -84,55 +59,26 @@ def build_parser():
     g.add_argument("--per_device_eval_batch_size", type=int, default=1, help="samples per validation batch")
     g.add_argument("--gradient_accumulation_steps", type=int, default=1, help="micro-steps per optimizer step")
     g.add_argument("--global_batch_size", type=int, default=0, help="samples per optimizer step; derives accumulation")
-    g.add_argument("--group_by_length", action="store_true", help="put samples of similar length side by side")
+    flags.switch(g, "--group_by_length", help="put samples of similar length side by side")
     g.add_argument("--num_train_epochs", type=int, default=3, help="passes over the training samples")
     g.add_argument("--max_steps", type=int, default=0, help="stop after this many optimizer steps, 0 = by epochs")
 
-    g = p.add_argument_group("optimisation")
-    g.add_argument("--learning_rate", type=float, default=5e-5, help="peak learning rate")
+    g = flags.optimisation(p, learning_rate=5e-5, learning_rate_help="peak learning rate", lr_scheduler="cosine",
+                           min_lr_ratio=0.0, weight_decay=0.01, adam_beta2=0.999)
+    g.add_argument("--warmup_steps", type=int, default=100, help="optimizer steps of linear warm-up")
     g.add_argument("--scale_lr_from_batch", type=int, default=0, metavar="N",
                    help="multiply the rate by sqrt(samples per optimizer step / N), 0 = off")
-    g.add_argument("--lr_scheduler", choices=("cosine", "linear", "constant"), default="cosine", help="after warm-up")
-    g.add_argument("--warmup_steps", type=int, default=100, help="optimizer steps of linear warm-up")
-    g.add_argument("--min_lr_ratio", type=float, default=0.0, help="final rate as a share of the peak")
-    g.add_argument("--weight_decay", type=float, default=0.01, help="AdamW decay of matrices, not embeddings")
-    g.add_argument("--adam_beta1", type=float, default=0.9, help="AdamW decay of the mean")
-    g.add_argument("--adam_beta2", type=float, default=0.999, help="AdamW decay of the variance")
-    g.add_argument("--max_grad_norm", type=float, default=1.0, help="clip the global gradient norm, 0 = off")
-    g.add_argument("--max_bad_steps", type=int, default=5, help="stop after this many non-finite steps in a row")
     g.add_argument("--audio_loss_reduction", choices=("mean", "sum"), default="mean",
                    help="over the codebooks: mean, or sum as transformers does (8 times larger)")
     g.add_argument("--text_loss_weight", type=float, default=1.0, help="weight of the text loss, 0 = audio only")
-    g.add_argument("--seed", type=int, default=42, help="of data order, adapters and dropout")
 
-    g = p.add_argument_group("speed and memory")
-    g.add_argument("--parallel", choices=("ddp", "fsdp"), default="ddp",
-                   help="a whole model on every GPU, or weights, gradients and optimizer sharded (FSDP2)")
-    g.add_argument("--reshard_after_forward", action=argparse.BooleanOptionalAction, default=True,
-                   help="fsdp: free each layer's gathered weights until the backward pass; no-: faster, more memory")
-    g.add_argument("--cpu_offload", action="store_true", help="fsdp: keep shards and optimizer in host memory (slow)")
-    g.add_argument("--bf16", action="store_true", help="bfloat16 compute; a frozen base is stored in bfloat16")
-    g.add_argument("--tf32", action="store_true", help="TF32 for float32 matrix products on CUDA")
-    g.add_argument("--gradient_checkpointing", nargs="?", const="all", choices=recomputation.MODES,
-                   help=recomputation.HELP)
-    g.add_argument("--float8", action="store_true", help="lora: products with frozen weights in float8 (on a CPU slow, "
-                   "to try it)")
-    g.add_argument("--compile", action="store_true", help="torch.compile each decoder layer")
-    g.add_argument("--collective_timeout", type=int, default=600,
-                   help="seconds a step may take before the rank that hangs is named and all stop")
-    g.add_argument("--wait_timeout", type=int, default=21600, help="seconds to wait for encoding, validation, saving")
+    g = flags.speed(p, parallel="ddp", bf16_help="bfloat16 compute; a frozen base is stored in bfloat16")
+    flags.sharding(g)
 
-    g = p.add_argument_group("logging, validation, checkpoints")
-    g.add_argument("--output_dir", default="./output", help="everything written goes here; shared by all nodes")
-    g.add_argument("--logging_dir", default="./logs", help="TensorBoard files go to a folder in here")
-    g.add_argument("--logging_steps", type=int, default=10, help="optimizer steps between log lines")
-    g.add_argument("--report_to", choices=("tensorboard", "wandb", "none"), default="tensorboard",
-                   help="beside metrics.jsonl")
-    g.add_argument("--wandb_project", default="flat-trainers", help="W&B project")
-    g.add_argument("--enable_strategic_logging", action="store_true", help="now and then print one sample as trained")
+    g = flags.logging(p, logging_steps=10, eval_steps=5000, save_steps=7000, save_total_limit=3)
+    flags.switch(g, "--enable_strategic_logging", help="now and then print one sample as trained")
     g.add_argument("--strategic_logging_steps", type=int, default=100, help="optimizer steps between printed samples")
-    g.add_argument("--eval_steps", type=int, default=5000, help="optimizer steps between validations, 0 = at the end")
-    g.add_argument("--disable_eval", "--disable_evaluation", action="store_true", help="no validation, no hold-out")
+    flags.switch(g, "--disable_eval", "--disable_evaluation", help="no validation, no hold-out")
     g.add_argument("--eval_ranks", choices=("rank0", "all"),
                    help="who validates: rank 0 while the others wait, or all ranks a share; same number (default: "
                         "rank0, with --parallel fsdp all)")
@@ -141,53 +87,29 @@ def build_parser():
     g.add_argument("--sample_seconds", type=float, default=10.0, help="seconds of speech a sample prompt may give")
     g.add_argument("--sample_time_limit", type=float, default=120.0,
                    help="seconds that generating all of them may take at one validation")
-    g.add_argument("--save_steps", type=int, default=7000, help="optimizer steps between checkpoints, 0 = at the end")
-    g.add_argument("--save_total_limit", type=int, default=3, help="newest checkpoints kept besides the best, 0 = all")
-    g.add_argument("--resume", default="auto", help="auto (newest whole checkpoint in OUTPUT_DIR), none, or a folder")
     return p
 
 
 def check_flags(args, world_size):
-    """Raise UserError for values and combinations that would fail, or do nothing, later."""
-    def need(good, message):
-        if not good:
-            raise UserError(message)
-
+    """Raise UserError for values and combinations that would fail, or do nothing, later; fill in what derives."""
+    flags.check_shared(args)
+    flags.check_sharding(args)
     need(bool(args.train_data_file) != bool(args.train_data_dir), "give one of --train_data_file and --train_data_dir")
     need(not (args.eval_data_file and args.eval_data_dir), "give one of --eval_data_file and --eval_data_dir, not both")
     need(not (args.disable_eval and (args.eval_data_file or args.eval_data_dir)),
          "--disable_eval and validation data exclude each other")
-    for flag in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-                 "num_train_epochs", "logging_steps", "strategic_logging_steps", "max_bad_steps", "lora_rank",
-                 "lora_alpha", "prefetch_factor", "collective_timeout", "wait_timeout"):
-        need(getattr(args, flag) >= 1, f"--{flag} is {getattr(args, flag)}; it must be at least 1")
-    for flag in ("max_tokens_per_batch", "global_batch_size", "max_steps", "warmup_steps", "eval_steps", "save_steps",
-                 "save_total_limit", "num_workers", "preprocess_num_proc", "max_length", "scale_lr_from_batch",
-                 "weight_decay", "max_grad_norm", "text_loss_weight", "learning_rate", "seed"):
-        need(0 <= getattr(args, flag) < math.inf, f"--{flag} is {getattr(args, flag)}; it must be 0 or more and finite")
-    for flag in ("lora_dropout", "validation_split", "adam_beta1", "adam_beta2"):
-        need(0 <= getattr(args, flag) < 1, f"--{flag} is {getattr(args, flag)}; it must be at least 0 and below 1")
-    need(args.dry_run is None or args.dry_run >= 0, f"--dry_run is {args.dry_run}; it must be 0 or more")
-    for flag in ("gpu_memory", "host_memory"):
-        value = getattr(args, flag)
-        need(value is None or value > 0, f"--{flag} is {value}; it must be more than 0")
-        need(value is None or args.dry_run is not None, f"--{flag} needs --dry_run")
-    need(0 <= args.min_lr_ratio <= 1, f"--min_lr_ratio is {args.min_lr_ratio}; it must lie between 0 and 1")
+    flags.at_least_one(args, "gradient_accumulation_steps", "strategic_logging_steps")
+    flags.zero_or_more(args, "text_loss_weight")
+    flags.above_zero(args, "sample_seconds", "sample_time_limit")
     for flag in ("sample_seconds", "sample_time_limit"):
-        need(0 < getattr(args, flag) < math.inf, f"--{flag} is {getattr(args, flag)}; it must be above 0 and finite")
         need(args.sample_prompts or getattr(args, flag) == {"sample_seconds": 10, "sample_time_limit": 120}[flag],
              f"--{flag} needs --sample_prompts")
     need(args.sample_time_limit < args.wait_timeout, f"--sample_time_limit {args.sample_time_limit:g} must be below "
          f"--wait_timeout {args.wait_timeout}")
-    need(args.seed < 2**62, f"--seed is {args.seed}; it must be below 2**62")
     need(args.use_lora or args.lora_target_modules == "attention", "--lora_target_modules needs --use_lora")
     need(not (args.use_lora and args.freeze_llm), "--use_lora freezes the whole base already: drop --freeze_llm")
     need(args.parallel == "ddp" or args.eval_ranks != "rank0",
          "--eval_ranks rank0 does not go with --parallel fsdp: every forward there needs all ranks; drop it")
-    need(args.parallel == "fsdp" or (args.reshard_after_forward and not args.cpu_offload),
-         "--no-reshard_after_forward and --cpu_offload need --parallel fsdp")
-    float8.check_flags(args, need)
-    need(not (args.compile and args.gradient_checkpointing == "selective"), recomputation.NOT_COMPILED)
     args.eval_ranks = args.eval_ranks or ("rank0" if args.parallel == "ddp" else "all")
     if args.max_tokens_per_batch:
         need(not args.group_by_length, "--group_by_length does nothing with --max_tokens_per_batch: packs are equal")
@@ -200,12 +122,24 @@ def check_flags(args, world_size):
              f"--global_batch_size {args.global_batch_size} is not a multiple of {per_micro_step} "
              f"(--per_device_train_batch_size {args.per_device_train_batch_size} x {world_size} ranks)")
         args.gradient_accumulation_steps = args.global_batch_size // per_micro_step
-    if args.report_to != "none":
-        try:
-            __import__(args.report_to)
-        except ImportError:
-            raise UserError(f"--report_to {args.report_to}: pip install {args.report_to}, or --report_to none")
 
+
+# parsed before torch is imported: --help and a mistake in a flag answer at once
+ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+
+import math
+import os
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from common import checkpoint, loading, metrics, optim, parallel, run, watchdog
+from common.packing import PackOrder, rank_packs
+from data import make_loader, prepare_table, token_ids
+from speech import higgs, sample_prompts, speech_model, speech_plan, weights
+from speech import plan as dry_run
+from speech.codes import FRAME_RATE
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Validation, saving, reports
@@ -318,15 +252,14 @@ def print_sample(table, tokenizer, ids, batch):
 
 
 def main(argv=None):
-    args = build_parser().parse_args(argv)
+    args = ARGS or flags.parse(build_parser(), check_flags, argv)
     plan = None if args.dry_run is None else (
-        lambda: dry_run.run(args, args.dry_run or int(os.environ.get("WORLD_SIZE", "1")), check_flags))
+        lambda: dry_run.run(args, args.dry_run or int(os.environ.get("WORLD_SIZE", "1")), lambda *checked: None))
     run.main(args, train, plan)
 
 
 def train(args):
     # -- ranks, data --------------------------------------------------------------------------------------------------
-    check_flags(args, int(os.environ.get("WORLD_SIZE", "1")))
     world, watch = run.start(args, cpu_too=args.cpu_offload)
     device, main_rank = world.device, world.is_main
     speech_model.check_device(args, device)

@@ -397,7 +397,7 @@ def watched(pool, tiny, tmp_path_factory):
         (root / name).symlink_to(tiny.root / name)
     (root / "hook").mkdir()
     (root / "hook" / "sitecustomize.py").write_text(AUDIT)
-    results, audited = [], functools.partial(train_forked, pool, main="test_training.train_audited")
+    results, audited = [], functools.partial(train_forked, pool, main="tests.speech.test_train_v2_ddp.train_audited")
     for name, start in (("first", launched), ("second", audited)):
         opens = Opens(root / "speech")
         run = start(Tiny(root), root / name, *COMMON, "--per_device_train_batch_size", 2, "--report_to",
