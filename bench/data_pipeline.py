@@ -43,7 +43,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import data
 from common import loading, parallel
 from common.packing import PackOrder, rank_packs
-from diffusion import block_setup, blocks, dit
+from diffusion import blocks, demo_problems, dit
+from diffusion.problems import load_tokenizer
 from distill import chat, packed_lm, weights
 from distill import table as chat_table
 from speech import codes as code_cache
@@ -458,11 +459,11 @@ def wait_part(work, args):
     rows.append(wait_row("chat, Qwen3 4B, full", 0.55, flops, jobs, int(lengths.sum()),
                          lambda workers, of=loader_of, by=order: of(rank_packs(by, 0, 1, 1, 1), workers), args))
 
-    layout = blocks.Layout(max_length=512)
-    flags = SimpleNamespace(demo=1500, output_dir=work, system="gsm8k", drop_too_long=False, eval_data=None,
-                            validation_split=0, row_length=512, pack=True, seed=42)
-    _, gsm_rows, _ = block_setup.prepare_data(WORLD, flags, layout)
-    sums = {name: int(values.sum()) for name, values in block_setup.row_table(gsm_rows).items()}
+    train_data, _, tokenizer = demo_problems.prepare(work / "demo", "gsm8k", 1500)
+    gsm_rows, _ = blocks.prepare_rows(WORLD, blocks.Layout(max_length=512), load_tokenizer(tokenizer, "gsm8k"),
+                                      train_data, None, validation_split=0, row_length=512, pack=True,
+                                      drop_too_long=False, seed=42)
+    sums = {name: int(values.sum()) for name, values in blocks.row_table(gsm_rows).items()}
     flops = dit.flops(dit.config_of("small", 50258, 50257), sums["noisy"] + sums["clean"], sums["targets"] / 2,
                       sums["pairs"])
     order = PackOrder(gsm_rows.tokens, samples_per_pack=PACK // 512, seed=42)

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import data
 from bench import block_steps, measure
 from common import optim
-from diffusion import block_setup, blocks, dit, noise
+from diffusion import blocks, dit, noise
 from distill import packed_lm, weights
 from distill import table as chat_table
 from speech import higgs
@@ -130,7 +130,7 @@ def diffusion(device, size, layers, documents):
         draws = noise.draw(0, "train", 0, batch.n_groups, documents, DOCUMENT)
         inputs = noise.diffuse(batch, draws, VOCABULARY - 1)._replace(layout=None).to(device)
         return (model(inputs) * inputs.weights).sum() / batch.n_targets
-    return train_step(device, list(model.named_parameters()), block_setup.decays, loss)
+    return train_step(device, list(model.named_parameters()), dit.decays, loss)
 
 
 TRAINERS = {"speech": speech, "chat": chat, "block diffusion": diffusion}
