@@ -40,7 +40,7 @@ from bench import block_steps, measure
 from common import optim
 from diffusion import block_setup, blocks, dit, noise
 from distill import packed_lm, weights
-from distill import table as chat_table
+from distill.table import collate
 from speech import higgs
 from tests.helpers import chats
 
@@ -111,7 +111,7 @@ def chat(device, size, layers, documents):
     native = weights.AutoModelForCausalLM.from_config(config, attn_implementation=packed_lm.ATTENTION)
     model = packed_lm.PackedLM(native.to(device).train(), logits=WHOLE)
     rng, trained = np.random.default_rng(0), np.arange(DOCUMENT) >= DOCUMENT // 2
-    batch = chat_table.collate([(i, rng.integers(0, VOCABULARY, DOCUMENT), trained) for i in range(documents)])
+    batch = collate([(i, rng.integers(0, VOCABULARY, DOCUMENT), trained) for i in range(documents)])
     on_device, targets = batch.to(device), batch.counts["targets"]
     return train_step(device, list(model.named_parameters()), packed_lm.decays,
                       lambda: model(on_device)[0] / targets)

@@ -50,7 +50,7 @@ from bench import measure
 from common import adapters, loading, optim, parallel
 from common.packing import PackOrder
 from distill import packed_lm, sft_model, weights
-from distill import table as chat_table
+from distill.table import ChatSamples, ChatTable, make_loader
 
 try:
     import datasets
@@ -124,7 +124,7 @@ def pad_tokenizer():
 
 
 def make_table(folder, mix, sizes, vocab_size, seed):
-    """Write a chat_table.ChatTable of random samples: sets of so many, each with lengths of the whole distribution."""
+    """Write a ChatTable of random samples: sets of so many, each with lengths of the whole distribution."""
     rng, normal = np.random.default_rng((seed, *sizes)), statistics.NormalDist()
     ranks = np.concatenate([(rng.permutation(n) + rng.random(n)) / n for n in sizes])      # stratified
     drawn = np.vectorize(normal.inv_cdf)(ranks.clip(1e-6, 1 - 1e-6))
@@ -162,7 +162,7 @@ def make_data(job, vocab_size, device):
 def make_examples(table, numbers):
     """The same samples as Trainer takes them: [{"input_ids", "labels", "attention_mask"}], lists."""
     examples = []
-    for _, ids, trained in map(chat_table.ChatSamples(table).__getitem__, numbers):
+    for _, ids, trained in map(ChatSamples(table).__getitem__, numbers):
         examples.append({"input_ids": ids.tolist(), "labels": np.where(trained, ids, -100).tolist(),
                          "attention_mask": [1] * len(ids)})
     return examples
@@ -263,7 +263,7 @@ def our_steps(world, options, table, mix, plan, parts, optimizer):
     """
     model, wrapped, _ = parts
     cuda, (budget, accumulation, packs) = world.device.type == "cuda", plan
-    batches = loading.ahead(chat_table.make_loader(
+    batches = loading.ahead(make_loader(
         table, itertools.cycle(packs), num_workers=2 if cuda else 0, prefetch_factor=4, pad_to=budget, pad_id=0),
         world.device)
     trainable, flags = [p for p in model.parameters() if p.requires_grad], optim.StepFlags(world.device)
@@ -342,7 +342,7 @@ def train_ours(turns, job, options):
     if options.get("foreach"):
         groups = [{key: group[key] for key in ("params", "weight_decay")} for group in optimizer.param_groups]
         optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, foreach=True)
-    check, table = (chat_table.ChatTable(job.data / name) for name in ("check", "samples"))
+    check, table = (ChatTable(job.data / name) for name in ("check", "samples"))
     whole = {"packed": CHECK.step_samples * CHECK.longest} if "packed" in options else {}     # all in one pack
     plan, _ = pack_plan(check.lengths, CHECK, [CHECK.step_samples], whole)
     steps = our_steps(world, options, check, CHECK, plan, parts, optimizer)
@@ -395,7 +395,7 @@ def train_theirs(turns, job, options, sft=False):
             train_sampling_strategy="sequential", gradient_checkpointing=False, bf16=cuda,
             use_cpu=not cuda, dataloader_num_workers=2 if cuda else 0, save_strategy="no", report_to="none",
             disable_tqdm=True, seed=job.seed, **more)
-        table = chat_table.ChatTable(job.data / name)
+        table = ChatTable(job.data / name)
         numbers = np.concatenate([numbers[np.argsort(-table.lengths[numbers], kind="stable")] if options.get("sorted")
                                   else numbers for numbers in numbers_of(sizes)])
         examples = make_examples(table, numbers)

@@ -6,8 +6,6 @@ layers that carry state along the axis, and heads that do more than multiply.
 
 The head works on the rows that predict a trained token, in pieces, so the logits of a batch never stand whole; it does
 so inside the wrapped forward, where FSDP2 has gathered its weight once.
-
-Copy with it: table.py (PackedChats), topk.py, weights.py, recomputation.py and what those name.
 """
 import inspect
 import math
@@ -112,8 +110,8 @@ def check_model(model):
 def head_loss(weight, bias, share, hidden, targets, *teacher):
     """(loss, right guesses) of rows (R, H) against targets (R,), both sums and 0-d fp32; the loss is cross-entropy.
 
-    teacher: ids and logprobs as in distill.divergence, which has a share in the loss. Then the other sums of
-    distill.mixed_loss follow.
+    teacher: ids and logprobs as in topk.divergence, which has a share in the loss. Then the other sums of
+    topk.mixed_loss follow.
     """
     logits = F.linear(hidden, weight, bias).float()
     right = (logits.detach().argmax(-1) == targets).sum().float()
@@ -159,7 +157,7 @@ class PackedLM(nn.Module):
     def forward(self, batch: PackedChats):
         """(loss (), right ()) in fp32: cross-entropies of the trained tokens, and how many were the likeliest.
 
-        With a share of divergence the sums of distill.mixed_loss, right guesses in second place.
+        With a share of divergence the sums of topk.mixed_loss, right guesses in second place.
         """
         hidden = self.native.base_model(
             input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False,

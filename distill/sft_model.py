@@ -20,22 +20,6 @@ def check_device(args, device):
     float8.check_device(args, device)
 
 
-def length_limit(args, config):
-    """Tokens a sample may have, by flags and model; raises UserError for flags that the model does not allow."""
-    positions = getattr(config, "max_position_embeddings", None)
-    if not (positions or args.max_length or args.max_tokens_per_batch):
-        raise UserError("this model names no longest text; say it with --max_length")
-    if positions and args.max_length > positions:
-        raise UserError(f"--max_length {args.max_length} is more than the model's {positions} positions")
-    return min(n for n in (args.max_length, args.max_tokens_per_batch, positions) if n)
-
-
-def check_vocabulary(tokenizer, config):
-    """Raise UserError when tokenizer and model do not belong together."""
-    if len(tokenizer) > config.vocab_size:
-        raise UserError(f"tokenizer and model disagree: {len(tokenizer)} tokens and {config.vocab_size} rows")
-
-
 def empty_trained_model(args, folder):
     """(PackedLM on the meta device, transformers' model, its weights' slice handles by name), adapters inside.
 

@@ -22,17 +22,6 @@ from distill import table as chat_table
 from distill import weights as causal_lm
 
 
-def encoder_of(args, tokenizer):
-    """chat.Encoder as the flags want it."""
-    thinking = {"template": None, "true": True, "false": False}[args.enable_thinking]
-    return chat.Encoder(tokenizer, args.train_turns, thinking)
-
-
-def teacher_of(args, tokenizer):
-    """A fresh distill.Alternatives as the flags want it, or None."""
-    return topk.Alternatives(tokenizer, args.distill_topk) if args.distill_topk else None
-
-
 def pack_order(args, lengths):
     """PackOrder of the training samples. lengths: (n,) tokens."""
     return PackOrder(lengths, seed=args.seed, tokens_per_pack=args.max_tokens_per_batch,
@@ -300,18 +289,20 @@ def dry_run(args, ranks, check_flags):
     folder = check(causal_lm.find_model, args.model_path)
     config = check(causal_lm.load_config, folder)
     tokenizer = check(lambda folder: chat.load_tokenizer(folder, args.chat_template), folder)
-    check(sft_model.check_vocabulary, tokenizer, config)
-    limit = check(sft_model.length_limit, flags_fit and args, config)
+    check(causal_lm.check_vocabulary, tokenizer, config)
+    limit = check(causal_lm.length_limit, config, args.max_length, args.max_tokens_per_batch) if flags_fit else None
     model, native, _ = check(sft_model.empty_trained_model, flags_fit and args, config and folder) or [None] * 3
     with tempfile.TemporaryDirectory() as scratch:
-        encoder = check(encoder_of, flags_fit and args, tokenizer)
-        found = check(lambda *given: chat_table.build_table(*given, teacher_of(args, tokenizer),
-                                                            args.preprocess_num_proc),
-                      flags_fit and args, encoder, limit, Path(scratch))
+        encoder = tokenizer and chat.Encoder(tokenizer, args.train_turns, chat.THINKING[args.enable_thinking])
+        paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
+        found = check(lambda *given: chat_table.build_table(
+            *given, args.too_long, topk.Alternatives(tokenizer, args.distill_topk) if args.distill_topk else None,
+            args.preprocess_num_proc), flags_fit and Path(scratch), paths, encoder, limit)
         if not problems:
             n_train, about, _ = found
             table = chat_table.ChatTable(scratch)
-            train_ids, eval_ids = check(chat_table.split_samples, args, table, n_train) or [None] * 2
+            train_ids, eval_ids = check(chat_table.split_samples, table, n_train, args.group_size,
+                                        args.validation_split, args.seed) or [None] * 2
         if not problems:
             resume, meta = check(checkpoint.find_resume, args.output_dir, args.resume,
                                  sft_model.run_identity(args, folder, table, train_ids)) or [None] * 2

@@ -10,10 +10,6 @@ micro-steps). The counts come from the plan that all ranks share, so no rank has
 trained is proven against the tokenizer's chat template (chat.py); a template where that fails is refused.
 
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
-
-Files to copy with it: chat.py table.py topk.py sft_model.py sft_plan.py packed_lm.py weights.py (its own),
-adapters.py indexing.py loading.py packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py
-metrics.py preflight.py recomputation.py float8.py (shared).
 """
 import argparse
 import math
@@ -31,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ sta
 from common import checkpoint, float8, loading, metrics, optim, parallel, recomputation, watchdog
 from common.packing import PackOrder, rank_packs
 from common.parallel import UserError
-from distill import chat, packed_lm, sft_model, sft_plan, weights
-from distill import table as chat_table
+from distill import chat, packed_lm, sft_model, sft_plan, topk, weights
+from distill.table import make_loader, prepare_table, split_samples
 
 # LoRA takes about ten times the rate of full fine-tuning (thinking-machines-lab/tinker-cookbook's rule).
 LORA_RATE, FULL_RATE = 2e-4, 2e-5
@@ -216,8 +212,7 @@ def evaluate(world, args, model, table, held_out, check):
     packs = [[int(held_out[i]) for i in pack] for pack in rank_packs(order, world.rank, world.size, 1, epochs=1)]
     sums = torch.zeros(model.sums, dtype=torch.float64, device=world.device)
     model.eval()
-    for i, batch in enumerate(chat_table.make_loader(table, packs, num_workers=min(1, args.num_workers),
-                                                     prefetch_factor=2)):
+    for i, batch in enumerate(make_loader(table, packs, num_workers=min(1, args.num_workers), prefetch_factor=2)):
         if i % 16 == 0:
             check()
             if parallel.any_rank(world, watchdog.stop_requested()).item():
@@ -296,11 +291,14 @@ def train(args):
     parallel.rank0_first(world, weights.find_model, args.model_path)      # downloads before the others look
     folder = weights.find_model(args.model_path)
     config, tokenizer = weights.load_config(folder), chat.load_tokenizer(folder, args.chat_template)
-    sft_model.check_vocabulary(tokenizer, config)
-    encoder = sft_plan.encoder_of(args, tokenizer)
-    table, train_ids, eval_ids, ends = chat_table.prepare_table(world, args, encoder,
-                                                                sft_model.length_limit(args, config),
-                                                                sft_plan.teacher_of(args, tokenizer))
+    weights.check_vocabulary(tokenizer, config)
+    encoder = chat.Encoder(tokenizer, args.train_turns, chat.THINKING[args.enable_thinking])
+    teacher = topk.Alternatives(tokenizer, args.distill_topk) if args.distill_topk else None
+    limit = weights.length_limit(config, args.max_length, args.max_tokens_per_batch)
+    paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
+    table, n_train, ends = prepare_table(world, args.output_dir, paths, encoder, limit, args.too_long, teacher,
+                                         args.preprocess_num_proc)
+    train_ids, eval_ids = split_samples(table, n_train, args.group_size, args.validation_split, args.seed)
     if args.tf32:
         torch.set_float32_matmul_precision("high")
     identity = sft_model.run_identity(args, folder, table, train_ids) if main_rank else None
@@ -332,8 +330,8 @@ def train(args):
             best_loss, best_step = meta["best_loss"], meta["best_step"]
     packs = ([int(train_ids[i]) for i in pack] for pack in
              rank_packs(order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
-    loader = chat_table.make_loader(table, packs, num_workers=args.num_workers, prefetch_factor=args.prefetch_factor,
-                                    pad_to=args.max_tokens_per_batch, pad_id=ends[0])
+    loader = make_loader(table, packs, num_workers=args.num_workers, prefetch_factor=args.prefetch_factor,
+                         pad_to=args.max_tokens_per_batch, pad_id=ends[0])
     batches = loading.ahead(loader, device)
     matrix_weights = packed_lm.layer_weights(native)
 
