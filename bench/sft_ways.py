@@ -5,7 +5,6 @@ and gradient norms can be compared, warm up, and then train one set of samples a
 parent says so.
 Copy with it: measure.py and train_sft.py's files.
 """
-import argparse
 import functools
 import gc
 import itertools
@@ -49,7 +48,7 @@ from transformers.utils import is_flash_attn_2_available
 from bench import measure
 from common import adapters, loading, optim, parallel
 from common.packing import PackOrder
-from distill import packed_lm, sft_model, weights
+from distill import packed_lm, weights
 from distill.table import ChatSamples, ChatTable, make_loader
 
 try:
@@ -261,7 +260,7 @@ def our_steps(world, options, table, mix, plan, parts, optimizer):
 
     Yields (loss (), gradient norm (), counts).
     """
-    model, wrapped, _ = parts
+    model, wrapped = parts
     cuda, (budget, accumulation, packs) = world.device.type == "cuda", plan
     batches = loading.ahead(make_loader(
         table, itertools.cycle(packs), num_workers=2 if cuda else 0, prefetch_factor=4, pad_to=budget, pad_id=0),
@@ -327,17 +326,19 @@ def train_ours(turns, job, options):
     """Train with the parts of train_sft.py, in default settings but for what the options say."""
     mode = options.get("parallel", "fsdp")
     world = parallel.init(alone_too=mode == "fsdp")
-    flags = argparse.Namespace(
-        bf16=turns.device.type == "cuda", use_lora=job.method == "lora", lora_rank=RANK, lora_alpha=ALPHA,
-        lora_dropout=0.0, lora_target_modules="all-linear", model_path=str(job.folder),
-        gradient_checkpointing=options.get("recompute"), float8=False, compile=options.get("compile", False),
-        parallel=mode, reshard_after_forward=True, cpu_offload=False, distill_topk=0, seed=job.seed)
-    parts = model, _, native = sft_model.build_model(world, flags, job.folder / "model", None)
+    cuda, lora = turns.device.type == "cuda", job.method == "lora"
+    model, files = packed_lm.build_empty(job.folder / "model", torch.bfloat16 if cuda and lora else torch.float32,
+                                         (RANK, ALPHA, 0.0, "all-linear", str(job.folder)) if lora else None,
+                                         options.get("recompute"))
+    packed_lm.load(model, files, world, sharded=mode == "fsdp", bf16=cuda, compiled=options.get("compile", False))
+    if lora:
+        adapters.init_adapters(model.net, job.seed)
+    parts = model, model.train() if mode == "fsdp" else parallel.wrap_ddp(model.train(), world)
     if options.get("all_logits"):
         model.forward = types.MethodType(all_logits, model)
     if options.get("dense"):
         AttentionInterface.register("dense_documents", dense_attention)
-        native.config._attn_implementation = "dense_documents"
+        model.native.config._attn_implementation = "dense_documents"
     optimizer = optim.build_adamw(model.named_parameters(), LR, 0.0, (0.9, 0.95), packed_lm.decays)
     if options.get("foreach"):
         groups = [{key: group[key] for key in ("params", "weight_decay")} for group in optimizer.param_groups]

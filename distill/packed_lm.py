@@ -17,11 +17,11 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from common import recomputation
+from common import adapters, parallel, recomputation
 from common.parallel import UserError
+from distill import weights
 from distill.table import PackedChats
 from distill.topk import mixed_loss
-from distill.weights import decoder_layers
 
 VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters      # torch >= 2.13
 ATTENTION = "packed_documents"
@@ -139,12 +139,12 @@ class PackedLM(nn.Module):
 
     def __init__(self, net, recompute=None, logits=LOGITS, share=0.0):
         super().__init__()
-        self.net, self.share = net, share
+        self.net, self.share, self.lora = net, share, hasattr(net, "peft_config")
         self.sums = 5 if share else 2       # how many forward returns
-        self._native = [net.get_base_model() if hasattr(net, "peft_config") else net]   # listed: not registered twice
+        self._native = [net.get_base_model() if self.lora else net]     # in a list, torch does not register it again
         recomputation.leave_products(net, recompute)
         if recompute:       # as transformers' own switch, whose name depends on the version
-            for layer in decoder_layers(self.native):
+            for layer in weights.decoder_layers(self.native):
                 layer.gradient_checkpointing = True
                 layer._gradient_checkpointing_func = recomputation.caller(recompute)
         self.chunk = max(16, logits // self.native.get_output_embeddings().out_features)
@@ -169,6 +169,46 @@ class PackedLM(nn.Module):
                             teacher, self.share)
 
 
+def build_empty(folder, dtype, lora=None, recompute=None, share=0.0):
+    """(PackedLM of a model folder, on the meta device, {name: [slice handle]} of its weights).
+
+    lora: None, or adapters.add_lora's (rank, alpha, dropout, targets, base name): then only the adapters require
+    gradients. recompute, share: of PackedLM. Raises UserError when the folder does not hold exactly the model's
+    weights, or the architecture cannot be packed.
+    """
+    native = net = weights.empty_model(weights.load_config(folder), dtype, folder, ATTENTION)
+    check_model(native)
+    layers, parts = weights.decoder_layers(native), weights.weight_parts(folder, native)
+    weights.check_weights(native, parts, folder)
+    if lora:
+        net = adapters.add_lora(native, layers, *lora)
+    return PackedLM(net, recompute, share=share), parts
+
+
+def load(model, parts, world, *, sharded, bf16=False, reshard=True, offload=False, compiled=False):
+    """Move build_empty's model to this rank's device and fill it from its files; adapters stay unset.
+
+    sharded: by FSDP2, with bf16, reshard and offload as in parallel.shard. compiled: torch.compile each layer.
+    """
+    layers = weights.decoder_layers(model.native)
+    if compiled:
+        for layer in layers:
+            layer.compile()
+    if sharded:
+        parallel.shard(model, layers, world, bf16, reshard, offload)
+    weights.give_memory(model, "cpu" if offload else world.device, world.device)
+    base = adapters.base_weights(model.net) if model.lora else dict(model.native.named_parameters())
+    weights.load_weights(base, parts)
+
+
+def check_resume(model, folder):
+    """Raise UserError when a checkpoint folder does not fit this model, which is empty; adapters, or all weights."""
+    if model.lora:
+        adapters.load_adapters(model.net, folder)       # onto the meta device nothing is copied, shapes are compared
+    else:
+        weights.check_weights(model.native, weights.weight_parts(folder, model.native), folder)
+
+
 def loss_report(sums, targets, prefix):
     """PackedLM's sums over all ranks and the number of targets -> {metric name: float}.
 
@@ -186,18 +226,18 @@ def decays(name, parameter):
 
 def layer_weights(model):
     """Values of all matrices in the decoder layers, adapters aside: what a token is multiplied with."""
-    return sum(parameter.numel() for layer in decoder_layers(model) for name, parameter in layer.named_parameters()
-               if parameter.ndim == 2 and ".lora_" not in name)
+    return sum(parameter.numel() for layer in weights.decoder_layers(model)
+               for name, parameter in layer.named_parameters() if parameter.ndim == 2 and ".lora_" not in name)
 
 
-def flops(weights, config, tokens, targets, pairs, lora):
+def flops(values, config, tokens, targets, pairs, lora):
     """Model FLOPs of forward and backward.
 
-    weights: of layer_weights. A matrix with N weights costs 2N a row forward, 2N for the input gradient and, when it is
+    values: of layer_weights. A matrix with N weights costs 2N a row forward, 2N for the input gradient and, when it is
     trained, 2N for its own gradient: 4N under LoRA, 6N in full; the head runs on trained rows only. pairs: sum over
     documents of n (n + 1) / 2 attended pairs, each 4 * heads * head_dim forward and twice that backward; a sliding
     window is not subtracted. Recomputation and adapters are not counted.
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rows = tokens * weights + targets * config.hidden_size * config.vocab_size
+    rows = tokens * values + targets * config.hidden_size * config.vocab_size
     return (4 if lora else 6) * rows + 12 * config.num_attention_heads * head_dim * pairs * config.num_hidden_layers

@@ -399,7 +399,7 @@ def test_a_loss_that_is_not_finite_is_named(pool, made, tmp_path):
     save_file(stored, tmp_path / "llama" / "model.safetensors", {"format": "pt"})
     chats.write(tmp_path / "chats.jsonl", [*chats.conversations(10), chats.ask("~", "en"), *chats.conversations(9)])
     run = complete(pool, tmp_path, tmp_path / "out", "llama full fsdp 2x4x1", "--validation_split", 0, "--max_steps", 3)
-    assert re.search(rf"step \d: gradient norm is not finite, step skipped \(1 so far\); batches with a non-finite "
+    assert re.search(rf"step \d: gradient norm is not finite, step skipped \(1 so far\); samples with a non-finite "
                      rf"loss: [^\n]*{tmp_path}/chats.jsonl:11\b", run.output)
     losses = list(run.metrics("train/loss").values())
     assert losses.count(None) == 1 and len(losses) == 3 and "; 1 steps skipped; " in run.output
@@ -610,7 +610,7 @@ def test_architectures_that_cannot_be_packed(kind, settings, part):
 def planned(made, output_dir, *flags, student="qwen"):
     _, line = arguments(made, output_dir, f"{student} full fsdp 1x8x1", *flags)
     args = train_sft.build_parser().parse_args(line)
-    sft_plan.dry_run(args, 2, train_sft.check_flags)
+    sft_plan.dry_run(args, 2, train_sft)
 
 
 @pytest.mark.parametrize("flags, part", [
@@ -692,7 +692,7 @@ def test_several_problems_at_once(made, tmp_path):
 def test_dry_run_foretells_the_run(made, shared, tmp_path, capsys):
     run = shared("qwen full fsdp 2x4x1")
     args = train_sft.build_parser().parse_args(arguments(made, tmp_path / "none", "qwen full fsdp 2x4x1")[1])
-    sft_plan.dry_run(args, 2, train_sft.check_flags)
+    sft_plan.dry_run(args, 2, train_sft)
     said = capsys.readouterr().out
     for line in ("samples ", "steps "):
         ours, = (row for row in said.splitlines() if row.startswith(line))
@@ -750,7 +750,7 @@ def test_launcher_without_what_it_needs(tmp_path):
 
 
 def test_every_flag_is_explained_and_used():
-    files = ("distill/train_sft", "distill/sft_model", "distill/sft_plan", "distill/table", "common/preflight")
+    files = ("distill/train_sft", "distill/sft_plan", "common/run", "common/preflight")
     source = "".join((ROOT / f"{name}.py").read_text() for name in files)
     for action in train_sft.build_parser()._actions:
         assert action.help and len(action.help) > 8, f"{action.option_strings} has no help text"
