@@ -192,8 +192,7 @@ def load(model, parts, world, *, sharded, bf16=False, reshard=True, offload=Fals
     """
     layers = weights.decoder_layers(model.native)
     if compiled:
-        for layer in layers:
-            layer.compile()
+        parallel.compile_layers(layers)
     if sharded:
         parallel.shard(model, layers, world, bf16, reshard, offload)
     weights.give_memory(model, "cpu" if offload else world.device, world.device)
