@@ -46,7 +46,7 @@ from common.packing import PackOrder, rank_packs
 from diffusion import blocks, demo_problems, dit
 from diffusion.problems import load_tokenizer
 from distill import chat, packed_lm, weights
-from distill import table as chat_table
+from distill.table import make_loader, prepare_table
 from speech import codes as code_cache
 from speech import higgs, make_tiny
 from speech import weights as higgs_io
@@ -240,11 +240,9 @@ def chats_table(work, folder):
     """(ChatTable, function of packs and workers that makes the loader), as train_sft.py has them."""
     tokenizer = higgs_io.load_tokenizer(work / "model")
     tokenizer.chat_template = TEMPLATE
-    args = SimpleNamespace(train_data_file=folder / "train.jsonl", eval_data_file=None, output_dir=folder / "out",
-                           too_long="stop", group_size=1, validation_split=0, seed=42,
-                           preprocess_num_proc=len(os.sched_getaffinity(0)))
-    table, _, _, _ = chat_table.prepare_table(WORLD, args, chat.Encoder(tokenizer), 2048)
-    return table, lambda packs, workers: chat_table.make_loader(table, packs, num_workers=workers, prefetch_factor=4,
+    table, _, _ = prepare_table(WORLD, folder / "out", [folder / "train.jsonl"], chat.Encoder(tokenizer),
+                                           2048, "stop", processes=len(os.sched_getaffinity(0)))
+    return table, lambda packs, workers: make_loader(table, packs, num_workers=workers, prefetch_factor=4,
                                                                 pad_to=PACK)
 
 
