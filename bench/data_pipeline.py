@@ -36,11 +36,10 @@ import soundfile
 import soxr
 import torch
 
-from bench import measure
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import data
+from bench import measure
 from common import loading, parallel
 from common.packing import PackOrder, rank_packs
 from diffusion import block_setup, blocks, dit
@@ -50,7 +49,9 @@ from speech import codes as code_cache
 from speech import higgs, make_tiny
 from speech import weights as higgs_io
 from speech.conversations import Clip
+from speech.labels import assemble, token_ids
 from speech.make_tiny import SENTENCES
+from speech.table import read_all
 
 MIB = 2**20
 CLIP_SECONDS = 1.8, 0.5, 2, 20      # log-normal: mean and standard deviation of the logarithm, shortest, longest
@@ -212,25 +213,24 @@ def remove_index(folder):
 
 
 def speech_tools(work):
-    """(tokenizer, data.TokenIds) of the tiny model."""
+    """(tokenizer, TokenIds) of the tiny model."""
     tokenizer = higgs_io.load_tokenizer(work / "model")
     config = higgs_io.native_config(json.loads((work / "model" / "config.json").read_text()))
-    return tokenizer, data.token_ids(tokenizer, config)
+    return tokenizer, token_ids(tokenizer, config)
 
 
-def speech_flags(folder):
-    """The trainer's flags that its table depends on."""
-    return SimpleNamespace(train_data_file=folder / "train.json", train_data_dir=None, eval_data_file=None,
-                           eval_data_dir=None, task_type=None, ref_audio_in_system_message=False, seed=42,
-                           output_dir=folder / "out", code_cache=folder / "codes",
-                           preprocess_num_proc=len(os.sched_getaffinity(0)),
-                           wait_timeout=3600, disable_eval=True)
+def make_table(folder, tokenizer, ids, codec_dir):
+    """Table of a folder's train.json, its audio encoded once, as train_v2_ddp.py makes it."""
+    table, _ = data.prepare_table(WORLD, folder / "train.json", None, tokenizer, ids, codec_dir,
+                                  output_dir=folder / "out", cache_dir=folder / "codes", task_type=None,
+                                  ref_in_system=False, processes=len(os.sched_getaffinity(0)), wait_limit_s=3600)
+    return table
 
 
 def speech_table(work, folder):
     """(Table, function of packs and workers that makes the loader), as train_v2_ddp.py has them."""
     tokenizer, ids = speech_tools(work)
-    table, _, _ = data.prepare_table(WORLD, speech_flags(folder), tokenizer, ids, work / "codec")
+    table = make_table(folder, tokenizer, ids, work / "codec")
     return table, lambda packs, workers: data.make_loader(table, ids, packs, num_workers=workers, prefetch_factor=4,
                                                           pad_to=PACK)
 
@@ -344,7 +344,7 @@ class EncodeEachTime(data.SpeechSamples):
             codes.append(code_cache.encode_clip(self.codec, wave, self.bandwidth, self.ids.num_codebooks))
         tokens, start = self.builder.tokens[i].astype(np.int64), self.builder.tokens.offsets.array()[i]
         labelled = self.builder.labelled.array()[start:start + len(tokens)]
-        return {"number": i, **data.assemble(tokens, labelled, codes, self.ids)}
+        return {"number": i, **assemble(tokens, labelled, codes, self.ids)}
 
 
 def two_epochs(loader, start):
@@ -361,7 +361,7 @@ def cached_way(work, folder, workers, batch):
     start = time.perf_counter()
     torch.set_num_threads(THREADS)
     tokenizer, ids = speech_tools(work)
-    table, _, _ = data.prepare_table(WORLD, speech_flags(folder), tokenizer, ids, work / "codec")
+    table = make_table(folder, tokenizer, ids, work / "codec")
     order = PackOrder(table.lengths, samples_per_pack=batch, seed=42)
     return two_epochs(data.make_loader(table, ids, rank_packs(order, 0, 1, 1, 2), num_workers=workers,
                                        prefetch_factor=4), start)
@@ -371,7 +371,7 @@ def common_way(work, folder, workers, batch):
     """Two epochs that encode in __getitem__; as two_epochs."""
     start = time.perf_counter()
     tokenizer, ids = speech_tools(work)
-    builder, n = data.read_all(folder / "train.json", None, tokenizer, ids, None, False)
+    builder, n = read_all(folder / "train.json", None, tokenizer, ids, None, False)
     samples = EncodeEachTime(builder, ids, *code_cache.load_codec(work / "codec", torch.device("cpu"), 8))
     order = PackOrder(np.ones(n), samples_per_pack=batch, seed=42)
     return two_epochs(torch.utils.data.DataLoader(

@@ -27,11 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ sta
 
 from common import checkpoint, parallel
 from common.parallel import UserError
-from data import token_ids
 from speech import codes as code_cache
 from speech import speak, speech_model, weights
 from speech.codes import FRAME_RATE
 from speech.conversations import DEFAULT_SYSTEM
+from speech.labels import token_ids
 
 
 def build_parser():

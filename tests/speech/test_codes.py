@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import soxr
 import torch
 from safetensors.numpy import load_file
 
+from common import indexing
 from common.parallel import UserError, World
 from speech import codes as code_cache
 from speech.codes import Batch, CacheIndex, CodeReader, codec_fingerprint, decode_audio, ensure_codes
@@ -217,6 +219,26 @@ def test_a_second_fill_opens_no_audio(filled, tiny):
     assert all((a == b).all() for a, b in zip(again, codes.values()))
     assert sorted(p.name for p in folder.iterdir()) == shards
     assert not [name for name in opened if name.endswith(".wav")] and opened
+
+
+def test_file_dates_are_asked_for_by_several_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(code_cache, "BLOCK", 2)
+    monkeypatch.setattr(indexing, "HERE", 1)
+    clips = [Clip(str(tmp_path / f"{i}.wav"), *((i, 1.0) if i % 3 else ())) for i in range(23)]
+    for i in range(23):
+        (tmp_path / f"{i}.wav").write_bytes(b"x" * i)
+    cache, batch = tmp_path / "codes", Batch(tmp_path / "codes", 8)
+    cache.mkdir()
+    for i in range(0, 23, 2):
+        batch.add_codes(bytes([65 + i] * 16), np.zeros((i + 1, 8), np.int16))
+        batch.add_file(code_cache.file_key(clips[i], os.stat(clips[i].path)), bytes([65 + i] * 16))
+    batch.write()
+    for processes in (0, 2):
+        found, unknown = CacheIndex(cache).find_clips(clips, processes)
+        assert found[::2, 2].tolist() == list(range(1, 24, 2)) and (found[1::2] == -1).all()
+        assert unknown.tolist() == [[i, i, os.stat(clips[i].path).st_mtime_ns] for i in range(1, 23, 2)]
+        with pytest.raises(UserError, match="gone.wav: cannot be read any more"):
+            CacheIndex(cache).find_clips([*clips, replace(clips[0], path=str(tmp_path / "gone.wav"))], processes)
 
 
 def test_same_content_under_two_names_is_encoded_once(tiny, tmp_path):

@@ -18,10 +18,11 @@ from transformers import AutoProcessor, AutoTokenizer
 
 import train_v2_ddp
 from common import parallel
-from data import Table, delay_rows, token_ids
 from speech import codes as code_cache
 from speech import generate_tts, sample_prompts, speak
 from speech.conversations import Clip
+from speech.labels import delay_rows, token_ids
+from speech.table import Table
 from tests.helpers import spoken as speech
 from tests.helpers.trainer import ROOT, trainer_command
 

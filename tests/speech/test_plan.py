@@ -20,11 +20,13 @@ import train_v2_ddp
 from common import preflight
 from common.packing import PackOrder
 from common.parallel import UserError
-from data import IGNORE, TokenIds, collate, split_validation
+from data import collate
 from speech import codes as code_cache
 from speech import higgs
 from speech import plan as dry_run
 from speech import weights as higgs_io
+from speech.labels import IGNORE, TokenIds
+from speech.table import split_validation
 from tests.helpers.trainer import trainer_command
 from tests.speech import test_bad_input
 from tests.speech.test_bad_input import complains, copy_of, written
