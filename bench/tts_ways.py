@@ -28,7 +28,7 @@ from bench import measure
 from common import float8, loading, optim, parallel
 from common.packing import PackOrder, rank_packs
 from data import SpeechSamples, collate, make_loader
-from speech import higgs, make_tiny, weights
+from speech import choices, higgs, make_tiny, weights
 from speech.codes import FRAME_RATE
 from speech.conversations import Clip, Sample, Turn
 from speech.labels import IGNORE, token_ids
@@ -132,7 +132,7 @@ def build(way, folder, device, dropout=DROPOUT):
         return model
     if way["side"] == "trainer":
         net = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=dropout,
-                                               target_modules=lora.TARGETS["all-linear"]))
+                                               target_modules=choices.LORA_TARGETS["all-linear"]))
     else:
         net = lora.add_lora(model, RANK, ALPHA, dropout, "all-linear", "random")
     with torch.no_grad():       # B too: from zero, A would have no gradient to compare

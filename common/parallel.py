@@ -4,8 +4,6 @@ Global rank decides samplers, logs, validation and saves; local rank picks the G
 everything here works for one process; it then has a process group only where FSDP2 needs one. Two groups exist: the
 default one (NCCL on GPUs) for gradients, and a gloo group on the CPU with a long time limit for waits that may honestly
 take hours (encoding audio, validation on rank 0), where an NCCL watchdog would fire.
-
-Shared module: torch only, imports nothing of ours.
 """
 import contextlib
 import errno
@@ -29,6 +27,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
+from common.flags import UserError
+
 GRACE_S = 5     # seconds a rank lets the one with the message speak first
 # How an ending goes: the first rank to fail claims the last word in the store and speaks; the others see that within a
 # second, stay silent and end GRACE_S later, 3 s later still where they host the store.
@@ -39,10 +39,6 @@ LAST_WORD = "last word"     # key in the store: a rank has failed and says why
 
 _world = None   # this process's World, for the last words
 _claimed = threading.Event()
-
-
-class UserError(Exception):
-    """A mistake in flags, files or data. Shown as text without a traceback; str() is what the user reads."""
 
 
 @dataclass
@@ -61,12 +57,7 @@ class World:
         return self.rank == 0
 
 
-def usable_cpus():
-    """How many cores this process may use: of a job's share, not of the whole node."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def init(timeout_s=600, slow_timeout_s=6 * 3600, device=None, alone_too=False, cpu_too=False):
+def init(timeout_s=600, slow_timeout_s=6 * 3600, alone_too=False, cpu_too=False, device=None):
     """Join the process group that torchrun describes; returns World.
 
     timeout_s: limit of one gradient collective. slow_timeout_s: limit of a wait on the slow group. device: "cpu" or

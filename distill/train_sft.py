@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
-from common import checkpoint, float8, loading, metrics, optim, parallel, recomputation, watchdog
+from common import checkpoint, flags, float8, loading, metrics, optim, parallel, recomputation, watchdog
 from common.packing import PackOrder, rank_packs
 from common.parallel import UserError
 from distill import chat, packed_lm, sft_model, sft_plan, weights
@@ -79,7 +79,7 @@ def build_parser():
                    help="learn the teacher's K likeliest tokens, as create_data.py --logprobs stored them; 0 = off")
     g.add_argument("--distill_weight", type=float, default=DISTILL_WEIGHT,
                    help="share of the divergence from them in a label token's loss, above 0, up to 1")
-    g.add_argument("--preprocess_num_proc", type=int, default=min(8, parallel.usable_cpus()),
+    g.add_argument("--preprocess_num_proc", type=int, default=min(8, flags.usable_cpus()),
                    help="processes that read and tokenise large files, 0 = in the trainer; always so with "
                         "--distill_topk")
     g.add_argument("--max_length", type=int, default=0, help="tokens a sample may have, 0 = the model's positions")

@@ -141,7 +141,8 @@ def test_restart_with_another_world_size_goes_on_exactly(kind, steps):
             assert rest == whole[first:]
 
 
-@pytest.mark.parametrize("epoch, first, step", [(0, 0, 0), (0, 12, 2), (1, 0, 6), (1, 30, 11), (2, 36, 18), (2, 40, 18)])
+@pytest.mark.parametrize("epoch, first, step", [(0, 0, 0), (0, 12, 2), (1, 0, 6), (1, 30, 11), (2, 36, 18),
+                                                (2, 40, 18)])
 def test_a_run_has_as_many_steps_as_its_ranks_have_packs(epoch, first, step):
     """Whatever position a checkpoint has, also one behind an epoch's last pack."""
     order, world_size, accumulation, epochs = PackOrder(np.ones(100), samples_per_pack=3), 3, 2, 3
