@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from common import loading, parallel
 from common.watchdog import ignore_in_worker
-from speech.codes import ensure_codes
+from speech.encode import ensure_codes
 from speech.labels import IGNORE, assemble
 from speech.table import Table, read_all
 

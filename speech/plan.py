@@ -1,6 +1,6 @@
 """--dry_run: what a run will be and take, printed and checked before it is one; no weights loaded, nothing encoded.
 
-A table without encoding (the counterpart of data.prepare_table and code_cache.ensure_codes: clips' frames come from
+A table without encoding (the counterpart of data.prepare_table and encode.ensure_codes: clips' frames come from
 their headers), the report, and all that would stop the run, as one list. Writes nothing but a temporary table.
 
 Copy with it: data.py, codes.py, speech_model.py, speech_plan.py, sample_prompts.py, packing.py, preflight.py,
@@ -19,8 +19,9 @@ import torch
 from common import checkpoint, preflight, recomputation
 from common.packing import PackOrder, pack_order, run_length
 from common.parallel import UserError
-from speech import codes, higgs, sample_prompts, speech_model, weights
-from speech.codes import FRAME_RATE, SAMPLE_RATE, CacheIndex, check_length, codec_config, codec_fingerprint
+from speech import higgs, sample_prompts, speech_model, weights
+from speech.codes import FRAME_RATE, SAMPLE_RATE, CacheIndex, codec_fingerprint
+from speech.encode import check_encoder, check_length, codec_config
 from speech.labels import token_ids
 from speech.table import Table, read_all, samples_line, split_samples, usable_samples
 
@@ -311,7 +312,7 @@ def run(args, ranks, check_flags):
     with tempfile.TemporaryDirectory() as scratch:
         data = check(plan_table, flags_fit and args, tokenizer, ids, codec_dir, scratch, problems)
         if data and data.new_clips:
-            check(codes.check_encoder)
+            check(check_encoder)
         if not problems:
             data.train, data.held_out = check(functools.partial(
                 usable_samples, data.table, data.train, data.held_out, drop=args.drop_too_long,

@@ -20,7 +20,7 @@ from common import parallel
 from common.checkpoint import write_atomically
 from common.parallel import UserError
 from speech import weights  # noqa: F401  (first: it explains a torchaudio that breaks every transformers import)
-from speech.codes import FRAME_RATE, SAMPLE_RATE, decode_audio, encode_clip
+from speech.codes import FRAME_RATE, SAMPLE_RATE
 from speech.conversations import (
     DEFAULT_SYSTEM,
     SCENE,
@@ -31,6 +31,7 @@ from speech.conversations import (
     read_samples,
     spoken_text,
 )
+from speech.encode import decode_audio, encode_clip
 from speech.labels import assemble
 from speech.table import TableBuilder
 

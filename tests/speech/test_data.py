@@ -1,10 +1,14 @@
 """Packed batches, against a slow reference in plain Python, and the loader that makes them."""
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from data import SpeechSamples, collate, make_loader
 from speech.labels import IGNORE
 from tests.helpers.dialogues import BOOKS, BOS, CONVERSATIONS, EOS, codes_of
+from tests.helpers.trainer import ROOT
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Slow reference: one cell at a time, written from the picture above and not from the code
@@ -136,3 +140,11 @@ def test_loader_leaves_the_trainers_random_state_alone(table, ids):
     before = torch.get_rng_state()
     assert len(list(make_loader(table, ids, [[0], [1]], num_workers=1, prefetch_factor=2))) == 2
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_data_imports_neither_the_model_nor_cuda():
+    """Loader workers and the rank that reads the data import data.py alone."""
+    done = subprocess.run([sys.executable, "-c", (
+        "import sys, data, torch; heavy = {'transformers', 'peft', 'torchaudio', 'speech.higgs'} & set(sys.modules); "
+        "assert not heavy, heavy; assert not torch.cuda.is_initialized()")], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
