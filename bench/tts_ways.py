@@ -319,8 +319,7 @@ def train_ours(way, folder, device, rounds):
     if way.get("float8"):
         float8.convert(native.model.layers)
     if way.get("compile"):
-        for layer in native.model.layers:
-            layer.compile()
+        parallel.compile_layers(native.model.layers)
     if way.get("fsdp"):
         parallel.shard(model, native.model.layers, parallel.init(600, 600, alone_too=True), way["bf16"],
                        way["fsdp"] == "reshard", False)

@@ -264,6 +264,19 @@ def any_rank(world, yes):
     return flag
 
 
+def compile_layers(layers, **options):
+    """torch.compile each layer in place; parameters keep their names. options: of torch.compile.
+
+    torch keeps compiled graphs in a folder and finds them again by a key that lacks the processor's vector width. What
+    was generated for 16 floats at a time would be built for 8 and leave half of its results unwritten (torch 2.13,
+    after a change of ATEN_CPU_CAPABILITY or in a folder that unlike machines share), so the key gets it here.
+    """
+    tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
+    torch.compiler.config.cache_key_tag = f"{tag} {torch.backends.cpu.get_cpu_capability()}".strip()
+    for layer in layers:
+        layer.compile(**options)
+
+
 def shard(module, layers, world, bf16=False, reshard_after_forward=True, cpu_offload=False):
     """FSDP2: each of `layers`, then what is left of `module`, becomes one sharded unit; in place, names stay.
 

@@ -64,8 +64,7 @@ def build_model(world, args, tokens, resume):
     config = dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout)
     model = dit.DiT(config, backend, args.gradient_checkpointing).to(device)
     if args.compile:
-        for layer in model.layers:
-            layer.compile(dynamic=False)        # FlexAttention of unknown lengths is slow
+        parallel.compile_layers(model.layers, dynamic=False)        # FlexAttention of unknown lengths is slow
     if fsdp:
         parallel.shard(model, model.layers, world, args.bf16)
     if resume:

@@ -62,8 +62,7 @@ def build_model(world, args, folder, resume):
     model, native, parts = empty_trained_model(args, folder)
     layers = causal_lm.decoder_layers(native)
     if args.compile:
-        for layer in layers:
-            layer.compile()
+        parallel.compile_layers(layers)
     if args.parallel == "fsdp":
         parallel.shard(model, layers, world, args.bf16, args.reshard_after_forward, args.cpu_offload)
     causal_lm.give_memory(model, "cpu" if args.cpu_offload else world.device, world.device)     # still unset

@@ -130,15 +130,29 @@ def test_every_batch_once_in_order(workers, n):
     assert not [thread for thread in threading.enumerate() if thread.name == "batches"]
 
 
+@dataclass
+class Noted:
+    """A batch that notes which thread took it over."""
+    ids: torch.Tensor
+
+    __reduce__ = loading.reduce
+
+    def __post_init__(self):
+        taken_over.append(threading.current_thread().name)
+
+
+taken_over = []
+
+
 def test_the_next_batches_come_while_one_is_used():
-    """Without a thread each of them would take its time when it is asked for."""
-    batches = loading.ahead(loader(range(8), lambda i: time.sleep(0.1) or flat(), 1, prefetch_factor=8))
+    """Without a thread none of them would come before it is asked for; and no more of them come than are read ahead."""
+    taken_over.clear()
+    batches = loading.ahead(loader(range(8), lambda i: Noted(torch.arange(i)), 1, prefetch_factor=8))
     next(batches)
+    while len(taken_over) < 1 + loading.DEPTH:     # for ever, if they do not come: the file's time limit ends that
+        time.sleep(0.01)
     time.sleep(0.5)
-    start = time.monotonic()
-    for _ in range(loading.DEPTH):
-        next(batches)
-    assert time.monotonic() - start < 0.05
+    assert taken_over == ["batches"] * (1 + loading.DEPTH)
 
 
 def test_the_trainers_random_numbers_are_its_own():

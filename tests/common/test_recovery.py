@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 
 from common import checkpoint, metrics
-from tests.helpers.trainer import ROOT, trainer_command
+from tests.helpers.trainer import ROOT, mount, trainer_command
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -696,22 +696,6 @@ def test_best_checkpoint_stays_over_a_kill(launch, tmp_path):
 # Disks
 
 
-def mount(*args):
-    """Mount a file system, or skip the test where that is not allowed."""
-    done = subprocess.run(["mount", *map(str, args)], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"mount is not allowed here: {done.stderr.strip()}")
-
-
-@pytest.fixture
-def small_disk(tmp_path, launch):
-    """small_disk(MiB) -> an empty output folder that is a disk of its own."""
-    out = tmp_path / "out"
-    out.mkdir()
-    yield lambda size: mount("-t", "tmpfs", "-o", f"size={size}m", "tmpfs", out) or out
-    subprocess.run(["umount", "-l", out], capture_output=True)
-
-
 def fill(folder, leave):
     """A file that takes all space of a disk but `leave` bytes."""
     filler = folder / "filler"
@@ -736,8 +720,8 @@ def assert_clean_stop(job, output_dir, *words):
 
 
 @pytest.mark.parametrize("kind, size", [("ddp", 8), ("fsdp", 200)])
-def test_full_disk_stops_the_run_and_costs_nothing(launch, whole, small_disk, kind, size):
-    out, (ranks, flags) = small_disk(size), KINDS[kind]
+def test_full_disk_stops_the_run_and_costs_nothing(launch, whole, disk, kind, size):
+    out, (ranks, flags) = disk(size), KINDS[kind]
     job = launch(out, *flags, "--save_steps", 2, ranks=ranks)
     job.wait_for(lambda: newest(out) >= 2)
     filler = fill(out, leave=100_000)       # enough for the log
@@ -748,8 +732,8 @@ def test_full_disk_stops_the_run_and_costs_nothing(launch, whole, small_disk, ki
     assert_same_end(out, whole(kind))
 
 
-def test_no_space_for_the_log_stops_the_run_in_one_line(launch, whole, small_disk):
-    out, flags = small_disk(8), KINDS["lora"][1]
+def test_no_space_for_the_log_stops_the_run_in_one_line(launch, whole, disk):
+    out, flags = disk(8), KINDS["lora"][1]
     job = launch(out, *flags, "--save_steps", 5)
     job.wait_for(lambda: newest(out) >= 5)
     filler = fill(out, leave=0)

@@ -225,7 +225,7 @@ def test_a_stop_that_cuts_a_validation_changes_nothing(pool, demo, shared, tmp_p
 def test_a_signal_saves_and_leaves_the_marker(pool, demo, tmp_path):
     output = tmp_path / "out"
     flags = arguments(demo, output, "--max_steps", 100_000, "--eval_steps", 0, "--per_device_train_batch_size", 1)
-    statuses, printed = pool.run(2, "test_train_bd3lm.interrupted", flags, str(output / "metrics.jsonl"), 3)
+    statuses, printed = pool.run(2, f"{__name__}.interrupted", flags, str(output / "metrics.jsonl"), 3)
     assert statuses == [0, 0], printed
     (step, folder), = checkpoint.checkpoints(output)
     assert 3 <= step < 1000 and checkpoint.damage(folder) == ""
@@ -496,7 +496,7 @@ def poisoned(arguments, call):
 
 def test_one_bad_step_changes_nothing_and_is_told(pool, demo, tmp_path):
     flags = arguments(demo, tmp_path / "out", "--eval_steps", 0, "--validation_split", 0, "--save_steps", 1)
-    statuses, output = pool.run(1, "test_train_bd3lm.poisoned", flags, 2)
+    statuses, output = pool.run(1, f"{__name__}.poisoned", flags, 2)
     run = Run(max(statuses), output, tmp_path / "out")
     assert run.status == 0 and "done       step 4; 1 steps skipped" in output, output
     assert re.search(r"step 2: gradient norm is not finite, step skipped .*train.jsonl line \d+", output)

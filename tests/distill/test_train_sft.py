@@ -383,7 +383,7 @@ def test_another_number_of_ranks_goes_on(pool, made, shared, tmp_path):
 
 def test_a_signal_saves_and_the_same_command_goes_on(pool, made, shared, tmp_path):
     name, more = "qwen full fsdp 2x4x1", ("--max_steps", 400, "--eval_steps", 0)
-    stopped = complete(pool, made, tmp_path, name, *more, main="test_train_sft.stop_after_two")
+    stopped = complete(pool, made, tmp_path, name, *more, main=f"{__name__}.stop_after_two")
     step = checkpoint.checkpoints(tmp_path)[-1][0]
     assert 2 <= step < 400 and f"at step {step} of 400; saved" in stopped.output
     assert "at step" in (tmp_path / "requeue").read_text()
