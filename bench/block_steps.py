@@ -64,7 +64,7 @@ def build(world, args, backend, compiled, dropout=0.1):
     config = dit.config_of(args.size, TOKENS.vocab_size, TOKENS.mask, dropout)
     model = dit.DiT(config, backend).to(world.device).train()
     if compiled:
-        model.compile_layers()
+        parallel.compile_layers(model.layers, dynamic=False)    # FlexAttention of unknown lengths is slow
     return model, parallel.wrap_ddp(model, world), weights.Average(model, 0.9999)
 
 

@@ -223,11 +223,6 @@ class DiT(nn.Module):
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
 
-    def compile_layers(self):
-        """torch.compile each layer, in place."""
-        for layer in self.layers:
-            layer.compile(dynamic=False)        # FlexAttention of unknown lengths is slow
-
     def condition(self):
         """(1, 1, cond_size): the embedding of noise level 0, whose cosines are 1 and sines 0."""
         wave = (torch.arange(FREQUENCIES, device=self.embed.weight.device) < FREQUENCIES // 2).float()

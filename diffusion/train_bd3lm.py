@@ -211,7 +211,7 @@ def build_model(world, config, resume, *, fsdp, bf16, backend, compiled, recompu
     parallel.seed_everything(seed)          # equal weights on all ranks
     model = dit.DiT(config, backend, recompute).to(device)
     if compiled:
-        model.compile_layers()
+        parallel.compile_layers(model.layers, dynamic=False)    # FlexAttention of unknown lengths is slow
     if fsdp:
         parallel.shard(model, model.layers, world, bf16)
     if resume:

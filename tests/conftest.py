@@ -15,7 +15,7 @@ from tests.helpers.trainer import Run, Tiny, mount, train_forked, trainer_comman
 
 torch.set_num_threads(1)
 
-LONGEST = ("recovery", "fsdp", "train_v2_ddp", "slurm", "launchers", "plan", "codes", "generate_tts",
+LONGEST = ("recovery", "fsdp", "train_v2_ddp", "slurm", "launchers", "plan", "encode", "generate_tts",
            "train_bd3lm", "bad_input")
 
 

@@ -28,7 +28,7 @@ import train_v2_ddp
 from common import checkpoint
 from common.optim import lr_factor
 from common.parallel import World
-from data import Table
+from speech.table import Table
 from tests.helpers.trainer import Run, Tiny, train_forked, trainer_command
 
 pytestmark = pytest.mark.timeout(300)
