@@ -36,11 +36,10 @@ import soundfile
 import soxr
 import torch
 
-from bench import measure
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import data
+from bench import measure
 from common import loading, parallel
 from common.packing import PackOrder, rank_packs
 from diffusion import blocks, demo_problems, dit
