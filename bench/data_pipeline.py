@@ -29,7 +29,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import soundfile
@@ -42,9 +41,10 @@ import data
 from bench import measure
 from common import loading, parallel
 from common.packing import PackOrder, rank_packs
-from diffusion import block_setup, blocks, dit
+from diffusion import blocks, demo_problems, dit
+from diffusion.problems import load_tokenizer
 from distill import chat, packed_lm, weights
-from distill import table as chat_table
+from distill.table import make_loader, prepare_table
 from speech import higgs, make_tiny
 from speech.codes import FRAME_RATE, SAMPLE_RATE, Batch, codec_fingerprint, file_key
 from speech.conversations import Clip
@@ -240,11 +240,9 @@ def chats_table(work, folder):
     """(ChatTable, function of packs and workers that makes the loader), as train_sft.py has them."""
     tokenizer = load_tokenizer(work / "model")
     tokenizer.chat_template = TEMPLATE
-    args = SimpleNamespace(train_data_file=folder / "train.jsonl", eval_data_file=None, output_dir=folder / "out",
-                           too_long="stop", group_size=1, validation_split=0, seed=42,
-                           preprocess_num_proc=len(os.sched_getaffinity(0)))
-    table, _, _, _ = chat_table.prepare_table(WORLD, args, chat.Encoder(tokenizer), 2048)
-    return table, lambda packs, workers: chat_table.make_loader(table, packs, num_workers=workers, prefetch_factor=4,
+    table, _, _ = prepare_table(WORLD, folder / "out", [folder / "train.jsonl"], chat.Encoder(tokenizer),
+                                           2048, "stop", processes=len(os.sched_getaffinity(0)))
+    return table, lambda packs, workers: make_loader(table, packs, num_workers=workers, prefetch_factor=4,
                                                                 pad_to=PACK)
 
 
@@ -459,11 +457,11 @@ def wait_part(work, args):
     rows.append(wait_row("chat, Qwen3 4B, full", 0.55, flops, jobs, int(lengths.sum()),
                          lambda workers, of=loader_of, by=order: of(rank_packs(by, 0, 1, 1, 1), workers), args))
 
-    layout = blocks.Layout(max_length=512)
-    flags = SimpleNamespace(demo=1500, output_dir=work, system="gsm8k", drop_too_long=False, eval_data=None,
-                            validation_split=0, row_length=512, pack=True, seed=42)
-    _, gsm_rows, _ = block_setup.prepare_data(WORLD, flags, layout)
-    sums = {name: int(values.sum()) for name, values in block_setup.row_table(gsm_rows).items()}
+    train_data, _, tokenizer = demo_problems.prepare(work / "demo", "gsm8k", 1500)
+    gsm_rows, _ = blocks.prepare_rows(WORLD, blocks.Layout(max_length=512), load_tokenizer(tokenizer, "gsm8k"),
+                                      train_data, None, validation_split=0, row_length=512, pack=True,
+                                      drop_too_long=False, seed=42)
+    sums = {name: int(values.sum()) for name, values in blocks.row_table(gsm_rows).items()}
     flops = dit.flops(dit.config_of("small", 50258, 50257), sums["noisy"] + sums["clean"], sums["targets"] / 2,
                       sums["pairs"])
     order = PackOrder(gsm_rows.tokens, samples_per_pack=PACK // 512, seed=42)

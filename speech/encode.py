@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
+from common.loading import each
 from common.parallel import UserError, all_ranks_ok, gather_objects, rank0_first
 from common.watchdog import Stopped, ignore_in_worker, stop_requested
 from speech.codes import (
@@ -235,7 +236,7 @@ def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progr
     workers = min(num_proc, len(mine))
     loader = DataLoader(_Decode(mine), batch_size=None, num_workers=workers, collate_fn=lambda item: item,
                         multiprocessing_context="fork" if workers else None, worker_init_fn=ignore_in_worker)
-    for i, digest, waves, problem in loader:
+    for i, digest, waves, problem in each(loader):
         path, stat, cuts = mine[i]
         if problem:
             problems.append(problem)

