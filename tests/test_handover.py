@@ -16,14 +16,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from conftest import ROOT
+from progress import PATIENCE_S, wait_until
 from torch.utils.data import DataLoader
 
 import handover
 from packing import PackOrder
 from parallel import UserError
 from watchdog import ignore_in_worker
-
-pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture(autouse=True)
@@ -130,15 +129,19 @@ def test_every_batch_once_in_order(workers, n):
     assert not [thread for thread in threading.enumerate() if thread.name == "batches"]
 
 
+@pytest.mark.race
 def test_the_next_batches_come_while_one_is_used():
-    """Without a thread each of them would take its time when it is asked for."""
-    batches = handover.ahead(loader(range(8), lambda i: time.sleep(0.1) or flat(), 1, prefetch_factor=8))
+    """They are taken over without being asked for: then their loader process is needed no more."""
+    batches = handover.ahead(loader(range(8), flat_of, 1))
     next(batches)
-    time.sleep(0.5)
-    start = time.monotonic()
-    for _ in range(handover.DEPTH):
-        next(batches)
-    assert time.monotonic() - start < 0.05
+    ready = batches.gi_frame.f_locals["ready"]
+    wait_until(lambda: ready.qsize() == handover.DEPTH, "batches ahead")
+    process, = multiprocessing.active_children()
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        assert [len(next(batches).ids) for _ in range(handover.DEPTH)] == [1, 2]
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
 
 
 def test_the_trainers_random_numbers_are_its_own():
@@ -171,6 +174,7 @@ def killed_at_3(i):
     return flat(i)
 
 
+@pytest.mark.race
 @pytest.mark.parametrize("way", [handover.ahead, handover.each])
 @pytest.mark.parametrize("handler", [True, False], ids=["first", "never"])
 def test_a_killed_loader_process_is_named(way, handler, monkeypatch):
@@ -184,6 +188,7 @@ def test_a_killed_loader_process_is_named(way, handler, monkeypatch):
         list(way(loader(range(9), killed_at_3, 1)))
 
 
+@pytest.mark.race
 def test_a_loader_process_that_ended_before_torch_looked_is_named():
     """Its end is known to multiprocessing already, as after the start of another process: torch's handler is silent."""
     batches = iter(loader(range(3, 9), killed_at_3, 1))
@@ -199,6 +204,20 @@ def test_an_error_of_a_living_loader_process_stays_as_it_is():
         assert handover.named(error, batches) is error
 
 
+def hooked(i):
+    for error in (EOFError("cut off"), ConnectionResetError("cut off"), ValueError("own mistake")):
+        sys.excepthook(type(error), error, None)
+    return flat(i)
+
+
+def test_a_loader_process_does_not_report_its_killed_trainer(capfd):
+    """Its thread that hands batches over meets a broken connection; what else goes wrong in a thread is shown."""
+    list(handover.ahead(loader(range(1), hooked, 1)))
+    said = capfd.readouterr().err
+    assert "cut off" not in said and said.count("own mistake") == 1
+
+
+@pytest.mark.race
 @pytest.mark.parametrize("taken", [0, 1, 4])
 def test_who_needs_no_more_leaves_nothing_behind(taken):
     started = set(children())
@@ -225,6 +244,7 @@ def children():
     return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 
 
+@pytest.mark.race
 @pytest.mark.parametrize("ending, status", [("return", 0), ("raise parallel.UserError('why')", 1)])
 def test_a_process_ends_at_once_with_batches_under_way(ending, status, tmp_path):
     """Loader processes ignore SIGTERM, so an end that does not tell them would wait for ever."""
@@ -242,11 +262,12 @@ def main():
 with parallel.one_clear_error():
     main()
 """)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=40)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=PATIENCE_S)
     lines = [line for line in done.stderr.splitlines() if not line.startswith(("/", " "))]       # warnings aside
     assert done.returncode == status and lines == ["error: why"] * (status == 1), done.stderr
 
 
+@pytest.mark.race
 def test_an_order_may_be_asked_by_two_threads():
     """The loader's thread is an epoch or more ahead of the trainer, who asks what the step before trained on."""
     order, wrong = PackOrder([1] * 6, samples_per_pack=2, seed=1), []
