@@ -13,6 +13,7 @@ os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")     # threads that load a
 import pytest
 import torch
 from pool import Pool
+from progress import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -135,7 +136,7 @@ def train(tiny, tmp_path):
 
     It starts like a user's, with seconds of imports; see `forked`.
     """
-    def run(*flags, ranks=1, name="out", env=None, ok=True, timeout=300):
+    def run(*flags, ranks=1, name="out", env=None, ok=True, timeout=PATIENCE_S):
         output_dir = tmp_path / name
         done = subprocess.run(trainer_command(tiny, output_dir, *flags, ranks=ranks), cwd=tmp_path, text=True,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout,

@@ -17,7 +17,6 @@ import gsm8k
 sys.path.insert(0, str(ROOT / "bench"))
 import measure  # noqa: E402
 
-pytestmark = pytest.mark.timeout(300)
 TINY = ("--size", "nano", "--length", "64", "--problems", "2", "--batches", "2,4", "--repeats", "1")
 
 

@@ -13,8 +13,6 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "bench"))
 import growth  # noqa: E402
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def test_the_line_finds_what_is_not_linear():
     sizes = growth.TIMES

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-pytestmark = pytest.mark.timeout(300)
 SEED, STEPS = 3, 3         # of this seed, the four samples of the check have more tokens than a pack of a step
 
 

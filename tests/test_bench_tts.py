@@ -22,7 +22,6 @@ import profile_step  # noqa: E402
 import tts  # noqa: E402
 import tts_ways  # noqa: E402
 
-pytestmark = pytest.mark.timeout(600)
 CPU = torch.device("cpu")
 WAY = {"side": "ours", "shape": "tiny", "method": "full", "bf16": False, "batch": 2}
 

@@ -155,7 +155,6 @@ def test_imports_run_one_way(name):
         assert imports <= SHARED, "a shared module imports shared modules only"
 
 
-@pytest.mark.timeout(120)
 def test_copied_files_work_alone(tmp_path):
     """Exactly the files that the docstring names, in an empty folder: --help imports every one of them."""
     for name in {"train_v2_ddp", *named_files("train_v2_ddp")}:

@@ -24,8 +24,6 @@ import distill
 import packed_lm
 from parallel import UserError
 
-pytestmark = pytest.mark.timeout(200)
-
 
 @pytest.fixture(scope="module")
 def made():

@@ -14,6 +14,7 @@ import soundfile
 import soxr
 import torch
 from conftest import ROOT
+from progress import PATIENCE_S
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
@@ -561,6 +562,6 @@ def test_the_command(waves, targets, tmp_path):
     watch = f"import sys; sys.argv[0] = 'x'; sys.path.insert(0, {str(ROOT)!r}); import evaluate_tts; " \
             "evaluate_tts.main(); assert 'transformers' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", watch, "a"], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, timeout=120)
+                          stderr=subprocess.STDOUT, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout
     assert "mcd                dB" in done.stdout and (folder / "evaluation.json").is_file()

@@ -20,6 +20,7 @@ import test_higgs
 import torch
 from conftest import ROOT, Run, Tiny, trainer_command
 from peft import PeftModel
+from progress import PATIENCE_S
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
@@ -34,8 +35,6 @@ import speech_model
 import tensor_files
 import train_v2_ddp
 from data import collate
-
-pytestmark = pytest.mark.timeout(300)
 
 LR = 2e-4
 CLOCK = {"train/throughput", "train/audio_seconds_per_second", "train/samples_per_second", "train/step_seconds",
@@ -204,7 +203,7 @@ def test_compiled_layers_train_the_same(pool, odd, shared, tmp_path, backend, na
     """inductor is what --compile uses, and much g++ for each shape; aot_eager meets the same FSDP2 hooks and many."""
     ranks, flags = flags_of(f"{name} --compile")
     statuses, output = pool.run(ranks, "test_fsdp.train_compiled", backend, arguments(odd, tmp_path / "out", *flags),
-                                timeout=280)
+                                timeout=PATIENCE_S)
     assert not any(statuses), output
     assert "recompile_limit" not in output      # beyond it torch goes on uncompiled
     assert_close(Run(0, output, tmp_path / "out"), shared(name))

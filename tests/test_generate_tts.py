@@ -16,6 +16,7 @@ import soundfile
 import speech
 import torch
 from conftest import ROOT, trainer_command
+from progress import PATIENCE_S
 from transformers import AutoProcessor, AutoTokenizer
 
 import code_cache
@@ -28,8 +29,6 @@ from chatml import Clip
 from data import Table, delay_rows, token_ids
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def voice(tiny):
@@ -249,7 +248,7 @@ def train(pool, tiny, data, output_dir, *flags, ranks=1):
     command = trainer_command(tiny, output_dir, "--train_data_file", data, "--num_workers", 0,
                               "--code_cache", output_dir.parent / "codes", *flags)
     command = command[command.index(str(ROOT / "train_v2_ddp.py")) + 1:]
-    statuses, output = pool.run(ranks, "train_v2_ddp.main", command, timeout=200)
+    statuses, output = pool.run(ranks, "train_v2_ddp.main", command, timeout=PATIENCE_S)
     assert not any(statuses), output
     return output
 

@@ -17,8 +17,6 @@ from packing import PackOrder, rank_packs
 from parallel import UserError
 from problems import load_tokenizer, read_problems
 
-pytestmark = pytest.mark.timeout(120)
-
 SMALL = {"question_budget": 48, "plan_budget": 32, "execution_budget": 48, "max_length": 96}
 LAYOUTS = {
     "gsm8k": Layout("gsm8k", block_size=8, **SMALL),

@@ -23,8 +23,6 @@ from higgs_io import native_config
 from indexing import Column, Lists, in_order, token_lists
 from parallel import UserError
 
-pytestmark = pytest.mark.timeout(240)
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Columns, parts, texts
@@ -73,6 +71,7 @@ def test_few_parts_start_no_process(monkeypatch):
     assert found == list(range(indexing.HERE - 1))
 
 
+@pytest.mark.race
 def test_a_process_that_is_killed_ends_it_with_one_line():
     def share(first, step):
         for i in range(first, 100, step):

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from conftest import ROOT
+from progress import PATIENCE_S
 
 from metrics import MetricsLog, draw_losses, duration, read_metrics
 from optim import lr_factor, sqrt_lr
@@ -16,7 +17,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def verdict(folder):
     """`python metrics.py FOLDER` as a user runs it: (exit status, what it printed)."""
     done = subprocess.run([sys.executable, str(ROOT / "metrics.py"), str(folder)], text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, cwd=folder, timeout=120)
+                          stderr=subprocess.STDOUT, cwd=folder, timeout=PATIENCE_S)
     return done.returncode, done.stdout
 
 
@@ -28,7 +29,6 @@ def steps(folder):
     return [row["step"] for row in read_metrics(folder / "metrics.jsonl")]
 
 
-@pytest.mark.timeout(300)
 def test_loss_curve_of_a_real_run(train, tmp_path):
     run = train("--learning_rate", 1e-3, "--max_steps", 10, "--validation_split", 0.2, "--eval_steps", 5)
     losses = list(run.metrics("train/loss").values())

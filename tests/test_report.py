@@ -13,6 +13,7 @@ import pytest
 import soundfile
 from chromium import PROGRAM, Chromium
 from conftest import ROOT
+from progress import PATIENCE_S
 
 import report
 import run_files
@@ -21,7 +22,6 @@ from metrics import MetricsLog, read_metrics
 from parallel import World
 from watchdog import leave_marker
 
-pytestmark = pytest.mark.timeout(120)
 needs_browser = pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed (apt-get install chromium)")
 
 RATE, STEPS, EVALS, BAD = 24_000, 40, (10, 20, 30, 40), 13
@@ -105,7 +105,7 @@ def run(tmp_path_factory):
 def make_report(*args, cwd=ROOT, python=()):
     """report.py as a user runs it."""
     return subprocess.run([sys.executable, *python, "report.py", *map(str, args)], cwd=cwd, text=True,
-                          capture_output=True, timeout=60)
+                          capture_output=True, timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")

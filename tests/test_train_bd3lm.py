@@ -32,8 +32,6 @@ import problems
 import train_bd3lm
 from parallel import UserError
 
-pytestmark = pytest.mark.timeout(300)
-
 LR = 2e-3
 CLOCK = {"train/throughput", "train/samples_per_second", "train/step_seconds", "train/data_wait_seconds",
          "train/memory_gib"}
@@ -208,6 +206,7 @@ def asked_in_validation(arguments, number):
     train_bd3lm.main(arguments)
 
 
+@pytest.mark.race
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_a_stop_that_cuts_a_validation_changes_nothing(pool, demo, shared, tmp_path, mode):
     whole = shared(f"{mode} 1x4 --dropout 0.2 {SEARCH} --max_steps 6")
@@ -228,6 +227,7 @@ def test_a_stop_that_cuts_a_validation_changes_nothing(pool, demo, shared, tmp_p
     assert one.keys() == other.keys() and all(torch.equal(tensor, other[key]) for key, tensor in one.items())
 
 
+@pytest.mark.race
 def test_a_signal_saves_and_leaves_the_marker(pool, demo, tmp_path):
     output = tmp_path / "out"
     flags = arguments(demo, output, "--max_steps", 100_000, "--eval_steps", 0, "--per_device_train_batch_size", 1)
