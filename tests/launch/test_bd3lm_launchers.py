@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 
 from diffusion import sample_bd3lm, train_bd3lm
+from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT
-from tests.launch.test_launchers import alive, environment, wait_until
-
-pytestmark = pytest.mark.timeout(300)
+from tests.launch.test_launchers import alive, environment
 
 LAUNCHERS = {"gsm8k": "train_gsm8k_bd3lm_h200.sh", "hdp": "train_hdp_diffusion_h200.sh"}
 ODD = ["--output_dir", "a folder", "--wandb_project", "it's \"here\" $HOME *", "--resume", ""]
@@ -27,7 +26,7 @@ ODD = ["--output_dir", "a folder", "--wandb_project", "it's \"here\" $HOME *", "
 def launch(launcher, *args, cwd=None, **settings):
     """Run a launcher to its end; returns the finished process with stdout and stderr."""
     return subprocess.run(["bash", str(ROOT / "launch" / launcher), *map(str, args)], text=True, capture_output=True,
-                          cwd=cwd, timeout=240, env=environment(**settings))
+                          cwd=cwd, timeout=PATIENCE_S, env=environment(**settings))
 
 
 def printed(done):
@@ -195,10 +194,11 @@ def started(tmp_path, script, stand_ins):
         process.wait()
 
 
+@pytest.mark.race
 def test_a_signal_lets_the_trainer_save_and_skips_the_answers(started, tmp_path):
     process = started()
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=60) == 0, process.log.read_text()
+    assert process.wait(timeout=PATIENCE_S) == 0, process.log.read_text()
     text = process.log.read_text()
     assert (tmp_path / "out" / "requeue").exists() and text.count("asking the trainers to save") == 2    # node.sh, too
     assert "none.jsonl" not in text and "queued again" not in text
@@ -206,19 +206,21 @@ def test_a_signal_lets_the_trainer_save_and_skips_the_answers(started, tmp_path)
     assert log.read_text().count("trainer said") == 1
     process = started()         # logs go on
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 0 and log.read_text().count("trainer said") == 2
+    assert process.wait(timeout=PATIENCE_S) == 0 and log.read_text().count("trainer said") == 2
 
 
+@pytest.mark.race
 def test_a_second_ctrl_c_ends_everything_at_once(started, tmp_path):
     process = started(DEAF="1")
     os.killpg(process.pid, signal.SIGINT)
     wait_until(lambda: process.log.read_text().count("asking the trainers") == 2, "answer to the first Ctrl-C")
     assert process.poll() is None and alive(process.mark)
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=20) == 128 + signal.SIGKILL
+    assert process.wait(timeout=PATIENCE_S) == 128 + signal.SIGKILL
     wait_until(lambda: not alive(process.mark), "end of every process")
 
 
+@pytest.mark.race
 @pytest.mark.parametrize("state, restarts, queued, said", [
     ("RUNNING", 0, True, "at step 3; the job is queued again"),
     ("COMPLETING", 0, False, "at step 3; the job is COMPLETING"),
@@ -230,16 +232,18 @@ def test_a_job_asked_to_stop_is_queued_again(started, stand_ins, tmp_path, state
     (stand_ins / "scontrol").chmod(0o755)
     process = started(SLURM_JOB_ID="7", SLURM_RESTART_COUNT=str(restarts), MAX_REQUEUES="2")
     process.send_signal(signal.SIGUSR1)     # as Slurm does before the time limit: to the batch shell alone
-    assert process.wait(timeout=60) == (1 if restarts else 0), process.log.read_text()
+    assert process.wait(timeout=PATIENCE_S) == (1 if restarts else 0), process.log.read_text()
     assert (tmp_path / "queued-7").exists() == queued
     assert said in process.log.read_text()
     assert list((tmp_path / "out" / "node_logs").glob("7-*.log"))
 
 
+@pytest.mark.race
 def test_a_warning_while_problems_are_answered_queues_the_job_again(tmp_path, script, stand_ins):
     (stand_ins / "scontrol").write_text(f'#!/bin/bash\n[ "$1" != requeue ] || touch "{tmp_path}/queued-$2"\n'
                                         f'echo "   JobState=RUNNING Reason=None"\n')
-    (stand_ins / "python").write_text('#!/bin/bash\ncase $1 in */sample_bd3lm.py) echo answering; exec sleep 99; esac\n'
+    (stand_ins / "python").write_text('#!/bin/bash\n'
+                                      'case $1 in */sample_bd3lm.py) echo answering; exec sleep 1000; esac\n'
                                       f'exec "{sys.executable}" "$@"\n')
     for name in ("scontrol", "python"):
         (stand_ins / name).chmod(0o755)
@@ -251,7 +255,7 @@ def test_a_warning_while_problems_are_answered_queues_the_job_again(tmp_path, sc
     try:
         wait_until(lambda: "answering" in log.read_text() or process.poll() is not None, "first answers")
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(timeout=60) == 0, log.read_text()
+        assert process.wait(timeout=PATIENCE_S) == 0, log.read_text()
         wait_until(lambda: not alive(mark), "end of every process")
     finally:
         for pid in alive(mark):

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 import train_v2_ddp
+from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT, trainer_command
-
-pytestmark = pytest.mark.timeout(300)
 
 LAUNCHERS = ("train_tts.sh", "train_tts_h200x8.sh")
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("tests/helpers/slurm/*.sh"), ROOT / ".ci" / "run"])
@@ -33,7 +32,7 @@ def environment(**settings):
 def launch(launcher, *args, cwd=None, **settings):
     """Run a launcher to its end; returns the finished process with stdout and stderr."""
     return subprocess.run(["bash", str(ROOT / "launch" / launcher), *args], text=True, capture_output=True, cwd=cwd,
-                          timeout=120, env=environment(**settings))
+                          timeout=PATIENCE_S, env=environment(**settings))
 
 
 def printed_command(done):
@@ -46,7 +45,7 @@ def printed_command(done):
 def shell(text, **settings):
     """Run lines of bash after env.sh."""
     return subprocess.run(["bash", "-euc", f'source "{ROOT}/launch/env.sh"\n{text}'], text=True, capture_output=True,
-                          timeout=60, env=environment(**settings))
+                          timeout=PATIENCE_S, env=environment(**settings))
 
 
 def alive(mark):
@@ -59,13 +58,6 @@ def alive(mark):
         except OSError:
             pass
     return found
-
-
-def wait_until(ready, what, seconds=120):
-    end = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < end, f"no {what} in {seconds} s"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -230,6 +222,7 @@ def test_exit_status_is_the_trainings(tmp_path, script):
     assert launch("train_tts.sh", cwd=tmp_path, TRAINER=script("import sys; sys.exit(5)")).returncode == 1  # torchrun's
 
 
+@pytest.mark.race
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_first_signal_saves_and_leaves_no_process(name, tiny, tmp_path, start):
     out = tmp_path / "out"
@@ -240,8 +233,8 @@ def test_first_signal_saves_and_leaves_no_process(name, tiny, tmp_path, start):
     wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3 or process.poll() is not None,
                "third step")
     os.killpg(process.pid, getattr(signal, name))
-    assert process.wait(timeout=60) == 0, process.log.read_text()[-3000:]
-    wait_until(lambda: not alive(process.mark), "end of every process", seconds=5)
+    assert process.wait(timeout=PATIENCE_S) == 0, process.log.read_text()[-3000:]
+    wait_until(lambda: not alive(process.mark), "end of every process")
     step = len(metrics.read_text().splitlines())
     assert (out / "requeue").read_text() == f"asked to stop by SIGUSR1 at step {step}\n"
     assert (out / f"checkpoint-{step}" / "manifest.json").exists()
@@ -259,18 +252,20 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.race
 def test_a_signal_that_comes_too_early_is_repeated(tmp_path, script, start):
     process = start("3", TRAINER=script(LATE), REPEAT_S="0.5")
     wait_until((tmp_path / "started").exists, "trainer")
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):      # more of them change nothing
         process.send_signal(number)
         time.sleep(0.3)
-    assert process.wait(timeout=30) == 0, process.log.read_text()
+    assert process.wait(timeout=PATIENCE_S) == 0, process.log.read_text()
     assert (tmp_path / "listens").exists()
     assert process.log.read_text().count("asking the trainers") == 1
     assert alive(process.mark) == []        # the helper too, which nobody ended
 
 
+@pytest.mark.race
 def test_second_ctrl_c_ends_everything_at_once(tmp_path, script, start):
     process = start("1000", TRAINER=script(LATE), NPROC_PER_NODE="2")
     wait_until((tmp_path / "started").exists, "trainer")
@@ -278,18 +273,20 @@ def test_second_ctrl_c_ends_everything_at_once(tmp_path, script, start):
     wait_until(lambda: "asking the trainers" in process.log.read_text(), "answer to the first Ctrl-C")
     assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=10) == 128 + signal.SIGKILL
+    assert process.wait(timeout=PATIENCE_S) == 128 + signal.SIGKILL
     assert alive(process.mark) == []
 
 
+@pytest.mark.race
 def test_a_killed_launcher_leaves_no_process(tmp_path, script, start):
     process = start("1000", TRAINER=script(LATE), ORPHAN_S="1")
     wait_until((tmp_path / "started").exists, "trainer")
     process.kill()
     process.wait()
-    wait_until(lambda: not alive(process.mark), "end of every process", seconds=20)
+    wait_until(lambda: not alive(process.mark), "end of every process")
 
 
+@pytest.mark.race
 def test_torchruns_restart_resumes_from_the_newest_checkpoint(tiny, tmp_path, start):
     out = tmp_path / "out"
     flags = trainer_command(tiny, out, "--use_lora", "--max_steps", 40, "--num_train_epochs", 1000, "--disable_eval",
@@ -299,11 +296,11 @@ def test_torchruns_restart_resumes_from_the_newest_checkpoint(tiny, tmp_path, st
     # of the processes with rank 1, loaders too, the trainer is the oldest
     os.kill(min(pid for pid in alive(process.mark) if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()),
             signal.SIGKILL)
-    assert process.wait(timeout=200) == 0, process.log.read_text()[-3000:]
+    assert process.wait(timeout=PATIENCE_S) == 0, process.log.read_text()[-3000:]
     starts = [int(step) for step in re.findall(r"^start +step (\d+)", process.log.read_text(), re.M)]
     assert len(starts) == 2 and starts[0] == 0 and starts[1] in (10, 20, 30)
     assert (out / "checkpoint-40" / "manifest.json").exists()
-    wait_until(lambda: not alive(process.mark), "end of every process", seconds=5)
+    wait_until(lambda: not alive(process.mark), "end of every process")
 
 
 # -- queueing again, with stand-ins for Slurm's commands; the real ones are in test_slurm.py ---------------------------

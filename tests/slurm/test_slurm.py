@@ -10,16 +10,16 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT, trainer_command
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.race]
 
 CLUSTER = str(ROOT / "tests" / "helpers" / "slurm" / "cluster.sh")
 LAUNCHER = str(ROOT / "launch" / "train_tts.sh")
@@ -32,15 +32,6 @@ MISSING = next((tool for tool in ("slurmctld", "slurmd", "munged", "ip") if not 
 if MISSING or os.geteuid() != 0:
     why = f"{MISSING} is not installed (apt-get install slurm-wlm munge iproute2)" if MISSING else "Slurm needs root"
     pytestmark.append(pytest.mark.skip(reason=why))
-
-
-def wait_until(ready, what, seconds=120):
-    """Return the first true value of ready()."""
-    end = time.monotonic() + seconds
-    while not (value := ready()):
-        assert time.monotonic() < end, f"no {what} in {seconds} s"
-        time.sleep(0.05)
-    return value
 
 
 class Job:
@@ -103,7 +94,7 @@ class Job:
         self.freeze()
         assert "done  " not in self.log, "the run was over before it could be disturbed: more STEPS are needed"
 
-    def end(self, seconds=240):
+    def end(self, seconds=PATIENCE_S):
         """Wait through requeues for the end; returns (state, restarts)."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         state = wait_until(lambda: (now := self.show("JobState")) in ended and now, f"end of job {self.id}", seconds)
@@ -136,7 +127,8 @@ def cluster():
 def undisturbed(tiny, tmp_path_factory):
     """Final weights of the run that all others must equal: two ranks under plain torchrun."""
     out = tmp_path_factory.mktemp("undisturbed") / "out"
-    subprocess.run(trainer_command(tiny, out, *FLAGS, ranks=2), check=True, timeout=300, stdout=subprocess.DEVNULL)
+    subprocess.run(trainer_command(tiny, out, *FLAGS, ranks=2), check=True, timeout=PATIENCE_S,
+                   stdout=subprocess.DEVNULL)
     return load_file(out / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
 
 
@@ -153,7 +145,7 @@ def submit(cluster, tiny, tmp_path):
     yield run
     for job in jobs:
         subprocess.run(["scancel", job.id], capture_output=True)
-    wait_until(lambda: not any(job.processes() for job in jobs), "end of the jobs' processes", seconds=60)
+    wait_until(lambda: not any(job.processes() for job in jobs), "end of the jobs' processes")
 
 
 def assert_undisturbed(job, undisturbed):
@@ -203,7 +195,7 @@ def test_lost_node_noticed_by_slurm(submit, cluster, undisturbed):
     job.freeze_after(20)
     cluster("kill", "n2")
     job.thaw()
-    wait_until(lambda: job.show("Restarts") == "1", "requeue", seconds=60)
+    wait_until(lambda: job.show("Restarts") == "1", "requeue")
     assert "is queued again" not in job.log
     cluster("up", "n2")
     assert_resumed_and_undisturbed(job, undisturbed)
@@ -237,7 +229,7 @@ def test_scancel_leaves_no_process_and_queues_nothing(submit):
     job = submit("--max_steps", 1000000)
     wait_until(lambda: (job.out / "checkpoint-10").exists(), "first checkpoint")
     subprocess.run(["scancel", job.id], check=True)
-    wait_until(lambda: not job.processes(), "end of the job's processes", seconds=40)
+    wait_until(lambda: not job.processes(), "end of the job's processes")
     assert job.end(30) == ("CANCELLED", 0)
     assert "is queued again" not in job.log
 
