@@ -1,4 +1,4 @@
-"""train_tts.sh on a real Slurm of two nodes: to the end, through a lost node, the time limit, an error and scancel.
+"""The launchers on a real Slurm of two nodes: to the end, through a lost node, the time limit, an error and scancel.
 
 The cluster is tests/helpers/slurm/cluster.sh: slurmctld and two slurmds on this machine, GPUs on paper,
 trainers on the CPU.
@@ -40,7 +40,7 @@ class Job:
     def __init__(self, folder, *args, launcher=LAUNCHER, sbatch=(), **settings):
         folder.mkdir()
         self.out, self.log_file = folder / "out", folder / "job.log"
-        environment = {"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1", **settings}
+        environment = {"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1", "VENV": "none", **settings}
         environment["PATH"] = f"{Path(shutil.which('python')).parent}:{os.environ['PATH']}"
         done = subprocess.run(["sbatch", "--parsable", f"--output={self.log_file}", *sbatch, launcher,
                                *map(str, args)], cwd=folder, text=True, capture_output=True,
@@ -255,3 +255,67 @@ def test_h200_launcher_finds_its_repository_from_the_spool_folder(cluster, tmp_p
     assert job.end(30) == ("COMPLETED", 0), job.log
     assert "OMP_NUM_THREADS=16 srun --nodes=1" in job.log
     assert f"{ROOT}/train_v2_ddp.py --per_device_train_batch_size 4" in job.log
+
+
+# -- what follows training ---------------------------------------------------------------------------------------------
+
+STOPS = """
+import pathlib, signal, sys, time
+out = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
+starts = len(list(out.glob("start-*")))
+def save(*_):
+    (out / "requeue").write_text("asked to stop by SIGUSR1 at step 3\\n")
+    sys.exit(0)
+signal.signal(signal.SIGUSR1, save)
+(out / f"start-{starts}").touch()
+if not starts:
+    time.sleep(1000)
+"""
+ANSWERS = """
+import pathlib, sys, time
+out = pathlib.Path(sys.argv[sys.argv.index("--checkpoint") + 1])
+print("answering", *sys.argv[1:], flush=True)
+if not (out / "answering").exists():
+    (out / "answering").touch()
+    time.sleep(1000)
+"""
+
+
+def test_block_diffusion_is_queued_again_while_training_and_while_answering(cluster, tmp_path):
+    """A trainer that waits for USR1, and then one that is done at once; answers that first last for ever."""
+    for name, text in (("train.py", STOPS), ("answer.py", ANSWERS)):
+        (tmp_path / name).write_text(text)
+    folder = tmp_path / "job"
+    job = Job(folder, "--output_dir", folder / "out", launcher=str(ROOT / "launch" / "train_hdp_diffusion_h200.sh"),
+              TRAINER=str(tmp_path / "train.py"), SAMPLER=str(tmp_path / "answer.py"), MIN_GPUS="0",
+              TRAIN_DATA="t.json",
+              TEST_DATA="e.json", SAMPLE_FLAGS="--order confidence")
+    try:
+        for sign in ("start-0", "answering"):
+            wait_until((job.out / sign).exists, sign)
+            subprocess.run(["scancel", "--signal=USR1", "--batch", job.id], check=True)     # as before the time limit
+        assert job.end() == ("COMPLETED", 2), job.log
+    finally:
+        subprocess.run(["scancel", job.id], capture_output=True)
+    for words in ("at step 3; the job is queued again", "after training; the job is queued again"):
+        assert job.log.count(f"train_hdp_diffusion_h200: asked to stop by SIGUSR1 {words}") == 1, job.log
+    answering = f"answering --checkpoint {job.out} --test_file e.json --order confidence\n"
+    assert (job.out / "node_logs" / f"{job.id}-after.log").read_text() == 2 * answering
+    assert job.log.count(answering) == 2 and len(list(job.out.glob("start-*"))) == 3
+    wait_until(lambda: not job.processes(), "end of the job's processes", seconds=40)
+
+
+@pytest.mark.parametrize("where", ["relative", "elsewhere"])
+def test_launchers_find_the_repository_however_they_are_named(cluster, tmp_path, where):
+    """sbatch launch/train_sft_h100x8.sh in the repository, and with --chdir."""
+    (tmp_path / "job").mkdir()
+    log = tmp_path / "job.log"
+    more = [f"--chdir={tmp_path}"] if where == "elsewhere" else []
+    done = subprocess.run(["sbatch", "--parsable", f"--output={log}", *more, "launch/train_sft_h100x8.sh", "out"],
+                          cwd=ROOT, text=True, capture_output=True,
+                          env={**os.environ, "PATH": f"{Path(shutil.which('python')).parent}:{os.environ['PATH']}",
+                               "VENV": "none", "DRY_RUN": "1", "NPROC_PER_NODE": "8",
+                               "TRAIN_FILE": str(ROOT / "README.md")})
+    assert done.returncode == 0, done.stderr
+    wait_until(lambda: log.exists() and ("--train_data_file" in log.read_text() or "rror" in log.read_text()), "output")
+    assert f"{ROOT}/distill/train_sft.py --model_path" in log.read_text(), log.read_text()
