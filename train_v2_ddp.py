@@ -129,20 +129,37 @@ ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else N
 
 import math
 import os
+from pathlib import Path
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 from common import checkpoint, loading, metrics, optim, parallel, run, watchdog
-from common.packing import PackOrder, rank_packs
-from data import make_loader, prepare_table, token_ids
-from speech import higgs, sample_prompts, speech_model, speech_plan, weights
+from common.packing import PackOrder, pack_order, rank_packs, run_length
+from data import make_loader, prepare_table
+from speech import higgs, sample_prompts, speech_model, weights
 from speech import plan as dry_run
 from speech.codes import FRAME_RATE
+from speech.labels import token_ids
+from speech.table import samples_line, split_samples, usable_samples
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Validation, saving, reports
+# Data, validation, reports
+
+
+def prepare_data(world, args, config, tokenizer, ids, codec_dir):
+    """(Table, numbers of its training samples, of its validation samples) of the files that the flags name."""
+    table, n_train = prepare_table(
+        world, args.train_data_file or args.train_data_dir, args.eval_data_file or args.eval_data_dir, tokenizer, ids,
+        codec_dir, output_dir=args.output_dir, cache_dir=args.code_cache or Path(args.output_dir) / "codes",
+        task_type=args.task_type, ref_in_system=args.ref_audio_in_system_message, processes=args.preprocess_num_proc,
+        wait_limit_s=args.wait_timeout)
+    share = 0 if args.disable_eval else args.validation_split
+    train_ids, eval_ids = split_samples(n_train, len(table), share, args.seed)
+    return table, *usable_samples(
+        table, train_ids, eval_ids, max_length=args.max_length or config.max_position_embeddings,
+        max_tokens=args.max_tokens_per_batch, drop=args.drop_too_long, say=world.is_main)
 
 
 def autocast(args, device):
@@ -234,7 +251,7 @@ def print_start(world, args, model, table, train_ids, eval_ids, plan):
     print(f"device     {world.size} x {where}, torch {torch.__version__}, {'bf16 autocast' if args.bf16 else 'fp32'}\n"
           f"model      {n / 1e6:,.1f} M parameters, {n_trained / 1e6:,.3f} M trainable "
           f"({'LoRA' if args.use_lora else 'full'})\n"
-          f"{speech_plan.samples_line(table, train_ids, eval_ids)}\n{plan}")
+          f"{samples_line(table, train_ids, eval_ids)}\n{plan}")
 
 
 def print_sample(table, tokenizer, ids, batch):
@@ -269,8 +286,7 @@ def train(args):
     tokenizer = weights.load_tokenizer(folder)
     ids = token_ids(tokenizer, config)
     books = ids.num_codebooks
-    table, all_train, all_eval = prepare_table(world, args, tokenizer, ids, codec_dir)
-    train_ids, eval_ids = speech_plan.usable_samples(args, config, table, all_train, all_eval, main_rank)
+    table, train_ids, eval_ids = prepare_data(world, args, config, tokenizer, ids, codec_dir)
     prompts, settings = [], None
     if args.sample_prompts:
         prompts, settings = parallel.rank0_first(world, sample_prompts.load, args, tokenizer, ids, config, codec_dir,
@@ -283,8 +299,12 @@ def train(args):
 
     # -- order, number of steps: known to every rank without asking, so all make the same number of collectives -------
     accumulation, at = args.gradient_accumulation_steps, run.position(meta)
-    order, per_step = speech_plan.pack_order(args, table.lengths[train_ids]), world.size * accumulation
-    steps_per_epoch, total_steps = speech_plan.run_length(args, order, per_step, at)
+    order = pack_order(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
+                       samples_per_pack=args.per_device_train_batch_size, seed=args.seed,
+                       group_by_length=args.group_by_length)
+    per_step = world.size * accumulation
+    steps_per_epoch, total_steps = run_length(order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps,
+                                              at)
     peak_lr = args.learning_rate
     if args.scale_lr_from_batch:
         peak_lr = optim.sqrt_lr(peak_lr, per_step * args.per_device_train_batch_size, args.scale_lr_from_batch)

@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import measure, tts_ways
 from common import float8, loading, optim, parallel
 from common.packing import PackOrder, rank_packs
-from data import Table, make_loader
+from data import make_loader
 from speech import higgs
+from speech.table import Table
 
 WAYS = {"bf16": False, "float8": True}
 

@@ -36,13 +36,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import data
 from bench import block_steps, measure
 from common import optim
-from diffusion import block_setup, blocks, dit, noise
+from diffusion import blocks, dit, noise
 from distill import packed_lm, weights
 from distill.table import collate
 from speech import higgs
+from speech.labels import TokenIds, assemble
 from tests.helpers import chats
 
 from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration, LlamaConfig  # isort: skip # noqa
@@ -82,7 +82,7 @@ def heads(size):
 
 def speech(device, size, layers, documents):
     """A step of train_v2_ddp.py: each document is 40 text tokens and a clip of 79 frames, 88 rows."""
-    ids = data.TokenIds(audio=3, delay=4, pad=0, num_codebooks=8, stream_bos=1024, stream_eos=1025)
+    ids = TokenIds(audio=3, delay=4, pad=0, num_codebooks=8, stream_bos=1024, stream_eos=1025)
     config = HiggsAudioV2Config(
         vocab_size=VOCABULARY, hidden_size=size, intermediate_size=2 * size, num_hidden_layers=layers,
         num_attention_heads=heads(size), num_key_value_heads=2, head_dim=size // heads(size), num_codebooks=8,
@@ -95,8 +95,8 @@ def speech(device, size, layers, documents):
         text = rng.integers(5, VOCABULARY, 41)
         text[20] = ids.audio
         codes = rng.integers(0, 1024, (DOCUMENT - 40 - 9, 8))
-        samples.append({"number": number, **data.assemble(text, np.arange(41) >= 20, [codes], ids)})
-    batch = data.collate(samples, ids)
+        samples.append({"number": number, **assemble(text, np.arange(41) >= 20, [codes], ids)})
+    batch = collate(samples, ids)
     assert batch.counts["tokens"] == documents * DOCUMENT
     on_device, counts = batch.to(device), batch.counts
 
@@ -132,7 +132,7 @@ def diffusion(device, size, layers, documents):
         draws = noise.draw(0, "train", 0, batch.n_groups, documents, DOCUMENT)
         inputs = noise.diffuse(batch, draws, VOCABULARY - 1)._replace(layout=None).to(device)
         return (model(inputs) * inputs.weights).sum() / batch.n_targets
-    return train_step(device, list(model.named_parameters()), block_setup.decays, loss)
+    return train_step(device, list(model.named_parameters()), dit.decays, loss)
 
 
 TRAINERS = {"speech": speech, "chat": chat, "block diffusion": diffusion}

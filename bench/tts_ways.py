@@ -15,11 +15,8 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from bench import measure
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-# after higgs_io, which explains a broken torchaudio
 from peft import LoraConfig, get_peft_model
 from safetensors.numpy import save_file
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
@@ -27,12 +24,15 @@ from transformers.models.higgs_audio_v2.modeling_higgs_audio_v2 import apply_rot
 from transformers.utils import is_flash_attn_2_available
 
 import lora
+from bench import measure
 from common import float8, loading, optim, parallel
 from common.packing import PackOrder, rank_packs
-from data import IGNORE, SpeechSamples, Table, TableBuilder, collate, make_loader, token_ids
+from data import SpeechSamples, collate, make_loader
 from speech import choices, higgs, make_tiny, weights
 from speech.codes import FRAME_RATE
 from speech.conversations import Clip, Sample, Turn
+from speech.labels import IGNORE, token_ids
+from speech.table import Table, TableBuilder
 
 SHAPES = {"tiny": {},
           "small": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 8,

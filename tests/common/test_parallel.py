@@ -2,9 +2,10 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from tests.helpers.trainer import ROOT
 
 COMPILED = """
 import torch
@@ -29,7 +30,7 @@ def test_compiled_layers_of_another_vector_width_are_not_taken_from_the_cache(tm
     """Two kinds of machines, which ATEN_CPU_CAPABILITY stands for, share torch's folder of compiled graphs."""
     (tmp_path / "compiled.py").write_text(COMPILED)
     environment = {name: value for name, value in os.environ.items() if name != "ATEN_CPU_CAPABILITY"} | {
-        "PYTHONPATH": str(Path(__file__).resolve().parent.parent), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+        "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
 
     def run(**setting):
         done = subprocess.run([sys.executable, tmp_path / "compiled.py"], env=environment | setting, text=True,

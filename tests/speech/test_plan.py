@@ -14,17 +14,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
 
 import lora
 import train_v2_ddp
 from common import preflight
 from common.packing import PackOrder
 from common.parallel import UserError
-from data import IGNORE, TokenIds, collate, split_validation
-from speech import codes as code_cache
+from data import collate
 from speech import higgs
 from speech import plan as dry_run
-from speech import weights as higgs_io
+from speech.encode import check_encoder, codec_config, decode_audio, encode_clip, load_codec
+from speech.labels import IGNORE, TokenIds
+from speech.table import split_validation
+from speech.weights import empty_model
 from tests.helpers.trainer import trainer_command
 from tests.speech import test_bad_input
 from tests.speech.test_bad_input import complains, copy_of, written
@@ -62,11 +65,11 @@ class LiveBytes(TorchDispatchMode):
 
 def small_model(targets, dtype, recompute, dropout=0.1):
     """(config, PackedHiggs) on the CPU, wide enough that rows and not weights take the memory."""
-    config = higgs_io.HiggsAudioV2Config(
+    config = HiggsAudioV2Config(
         vocab_size=600, hidden_size=96, intermediate_size=256, num_hidden_layers=6, num_attention_heads=6,
         num_key_value_heads=2, head_dim=16, codebook_size=1026, num_codebooks=8, audio_token_id=516,
         audio_bos_token_id=513, audio_delay_token_id=514, pad_token_id=501, eos_token_id=509, bos_token_id=1)
-    native = higgs_io.HiggsAudioV2ForConditionalGeneration(config, use_text_head=True).to(dtype)
+    native = HiggsAudioV2ForConditionalGeneration(config, use_text_head=True).to(dtype)
     net = lora.add_lora(native, 8, 16, dropout, targets, "base") if targets else native
     return config, higgs.PackedHiggs(net, recompute).train()
 
@@ -161,7 +164,7 @@ REAL = {"vocab_size": 128256, "hidden_size": 3072, "intermediate_size": 8192, "n
 @pytest.fixture(scope="module")
 def real():
     """The 3B model with its text head, empty: full fine-tuning, fp32."""
-    return higgs_io.empty_model(higgs_io.HiggsAudioV2Config(**REAL), torch.float32)
+    return empty_model(HiggsAudioV2Config(**REAL), torch.float32)
 
 
 def test_sizes_of_the_real_model(real):
@@ -267,21 +270,21 @@ def test_host_memory_that_there_is(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def codec(tiny):
-    return code_cache.load_codec(tiny.codec, torch.device("cpu"), 8)
+    return load_codec(tiny.codec, torch.device("cpu"), 8)
 
 
 @pytest.mark.parametrize("extension", ["wav", "flac", "ogg", "mp3"])
 @pytest.mark.parametrize("rate", [16000, 22050, 24000, 44100, 48000])
 def test_frames_from_the_header_are_those_of_the_codec(tiny, codec, tmp_path, extension, rate):
-    config, _ = code_cache.codec_config(tiny.codec, 8)
+    config, _ = codec_config(tiny.codec, 8)
     rng = np.random.default_rng(rate)
     for seconds in (0.05, *rng.uniform(0.2, 2.0, 3)):
         path = tmp_path / f"{seconds}.{extension}"
         soundfile.write(path, 0.1 * rng.standard_normal((round(seconds * rate), 2)), rate)
         cuts = [(None, None), (0.0, 0.043)]
         cuts += [(seconds / 3, None), (0.007, seconds / 2), (0.0, 99.0)] if seconds > 0.1 else []
-        _, waves = code_cache.decode_audio(path, cuts)
-        encoded = [len(code_cache.encode_clip(codec[0], wave, codec[1], 8)) for wave in waves]
+        _, waves = decode_audio(path, cuts)
+        encoded = [len(encode_clip(codec[0], wave, codec[1], 8)) for wave in waves]
         assert dry_run.header_frames(path, cuts, config) == encoded
 
 
@@ -295,12 +298,12 @@ def test_samples_after_resampling():
 
 def test_frames_of_every_length_around_the_codec_steps(tiny, codec):
     """The rule changes within a frame of 960 samples: walk through a few of them."""
-    config, _ = code_cache.codec_config(tiny.codec, 8)
+    config, _ = codec_config(tiny.codec, 8)
     rng = np.random.default_rng(0)
     for samples in [*range(960, 4000, 53), *(960 * k + d for k in (1, 2, 7, 20) for d in (-1, 0, 1, 159, 160, 161))]:
         if samples >= 960:
             wave = 0.1 * rng.standard_normal(samples, np.float32)
-            assert dry_run.codec_frames(samples, config) == len(code_cache.encode_clip(codec[0], wave, codec[1], 8))
+            assert dry_run.codec_frames(samples, config) == len(encode_clip(codec[0], wave, codec[1], 8))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -572,10 +575,10 @@ def test_validation_may_need_more_memory_than_training(run):
 
 
 def test_new_audio_needs_torchaudio(monkeypatch):
-    code_cache.check_encoder()
+    check_encoder()
     monkeypatch.setitem(sys.modules, "torchaudio", None)        # as if it were not installed
     with pytest.raises(UserError, match="needs torchaudio"):
-        code_cache.check_encoder()
+        check_encoder()
 
 
 def test_flags_that_only_go_with_a_dry_run(real_run):
