@@ -253,7 +253,7 @@ def test_ctrl_c_leaves_no_process_then_it_goes_on_to_a_student_that_did_not_lear
     # where nothing is asked of it, it is judged once more and then no more
     for name in ("fourth.log", "fifth.log"):
         judged = start(name, STEPS=str(saved + 1), MIN_AGREEMENT="0", MIN_GAIN="0")
-        assert judged.wait(timeout=300) == 0, judged.log.read_text()[-3000:]
+        assert judged.wait(timeout=PATIENCE_S) == 0, judged.log.read_text()[-3000:]
         said = judged.log.read_text()
         assert ("== evaluation" in said) == (name == "fourth.log")
         result = said[said.index("== result"):]
