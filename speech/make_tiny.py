@@ -61,44 +61,7 @@ WORD_PATTERN = (
 )
 
 # Scene messages join the system turn; audio is output to the assistant and to scenes, input to everyone else.
-CHAT_TEMPLATE = """\
-{%- macro render(content, audio, before_text="") -%}
-    {%- for item in ([{"type": "text", "text": content}] if content is string else content) -%}
-        {%- if item["type"] == "text" -%}
-            {{- (before_text if not loop.first) ~ (item["text"] | trim) -}}
-        {%- else -%}
-            {{- audio -}}
-        {%- endif -%}
-    {%- endfor -%}
-{%- endmacro -%}
-{%- set heard = "<|audio_bos|><|AUDIO|><|audio_eos|>" -%}
-{%- set spoken = "<|audio_out_bos|><|AUDIO_OUT|><|audio_eos|>" -%}
-{%- set scenes = messages | selectattr("role", "equalto", "scene") | list -%}
-{%- set turns = messages | rejectattr("role", "equalto", "scene") | list -%}
-{%- if not turns or turns[0]["role"] != "system" -%}
-    {{- raise_exception("the conversation must begin with a system message") -}}
-{%- endif -%}
-{{- bos_token -}}
-{%- for turn in turns -%}
-    {%- set speaks = turn["role"] == "assistant" -%}
-    {{- "<|start_header_id|>" ~ turn["role"] ~ "<|end_header_id|>\n\n" -}}
-    {%- if speaks and turn["recipient"] -%}
-        {{- turn["recipient"] ~ "<|recipient|>" -}}
-    {%- endif -%}
-    {{- render(turn["content"], spoken if speaks else heard) -}}
-    {%- if loop.first and scenes -%}
-        {{- "\n\n<|scene_desc_start|>\n" -}}
-        {%- for scene in scenes -%}
-            {{- render(scene["content"], " " ~ spoken, "\n") ~ ("\n" if not loop.last) -}}
-        {%- endfor -%}
-        {{- "\n<|scene_desc_end|>" -}}
-    {%- endif -%}
-    {{- "<|eom_id|>" if speaks and not loop.last and loop.nextitem["role"] == "assistant" else "<|eot_id|>" -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- "<|start_header_id|>assistant<|end_header_id|>\n\n<|audio_out_bos|>" -}}
-{%- endif -%}
-"""
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 STORY = """\
 The kettle is singing on the stove. Please leave the window open tonight. Remember this: the door is never locked.
@@ -218,7 +181,8 @@ def save_processor(out_dir, tokenizer):
     """Saves what AutoProcessor reads in OUT_DIR/model: both configs, the chat template and where the codec lies."""
     folder = Path(out_dir) / "model"
     extractor = feature_extractor()
-    processor = HiggsAudioV2Processor(extractor, tokenizer, audio_tokenizer=None, chat_template=CHAT_TEMPLATE)
+    template = CHAT_TEMPLATE.read_text()
+    processor = HiggsAudioV2Processor(extractor, tokenizer, audio_tokenizer=None, chat_template=template)
     processor.save_pretrained(folder)
     extractor.save_pretrained(folder)
     # Written by hand: the processor can only name a codec that is loaded, and loading one takes torchaudio.

@@ -274,12 +274,6 @@ def test_the_codec_is_named_as_asked_or_as_on_the_hub(tiny, original, tmp_path):
                            "audio_tokenizer_name_or_path": expected}
 
 
-def test_the_template_for_bases_without_one_is_the_tiny_models():
-    """One text, two places: make_tiny.py goes alone."""
-    from speech import make_tiny
-    assert (ROOT / "speech" / "chat_template.jinja").read_text() == make_tiny.CHAT_TEMPLATE
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Adapters
 
