@@ -229,7 +229,8 @@ def speak(world, watch, args, model, native, prompts, settings, ids, codec_dir, 
     model.eval()
     with parallel.gathered(model), autocast(args, world.device):
         values = parallel.rank0_first(world, lambda: sample_prompts.speak_all(
-            args, native, prompts, settings, ids, codec_dir, world.device, now.step, now.log, watchdog.stop_requested))
+            native, prompts, settings, ids, codec_dir, world.device, seed=args.seed, time_limit=args.sample_time_limit,
+            output_dir=args.output_dir, step=now.step, log=now.log, asked=watchdog.stop_requested))
     model.train()
     return values
 
@@ -289,8 +290,8 @@ def train(args):
     table, train_ids, eval_ids = prepare_data(world, args, config, tokenizer, ids, codec_dir)
     prompts, settings = [], None
     if args.sample_prompts:
-        prompts, settings = parallel.rank0_first(world, sample_prompts.load, args, tokenizer, ids, config, codec_dir,
-                                                 device)
+        prompts, settings = parallel.rank0_first(world, sample_prompts.load, args.sample_prompts, args.sample_seconds,
+                                                 tokenizer, ids, config, codec_dir, device)
     if args.tf32:       # only now: codes in the cache must not depend on it
         torch.set_float32_matmul_precision("high")
     identity = speech_model.run_identity(args, folder, table, train_ids) if main_rank else None

@@ -18,8 +18,6 @@ evaluation.png, the first one also comparison.png when there are several.
     stop_rate            share of samples that ended by themselves, not at the length limit
 
 wer and similarity mean as much as the models do: with a model that cannot listen they are only arithmetic.
-
-Files to copy with it: its own speech_metrics.py; shared checkpoint.py tensor_files.py parallel.py
 """
 import argparse
 import json
@@ -191,8 +189,11 @@ def voice_of(speaker, clip, notes):
 # Judging
 
 
-def evaluate(folder, samples, args, listener, speaker):
-    """The contents of evaluation.json for one folder and its [Sample]."""
+def evaluate(folder, samples, listener, speaker, batch_size, language, settings):
+    """The contents of evaluation.json for one folder and its [Sample].
+
+    listener, speaker: models, or None. batch_size, language: of transcribe. settings: {flag: value}, noted in the file.
+    """
     rows, words, characters, voices, notes = [], [0, 0], [0, 0], {}, []
     for sample in samples:
         row = {"name": sample.name} | dict.fromkeys(METRICS)
@@ -210,7 +211,7 @@ def evaluate(folder, samples, args, listener, speaker):
             a, b = voices[sample.audio,], voices[like]
             row["speaker_similarity"] = None if a is None or b is None else float(a @ b)
         rows.append(row)
-    heard = transcribe(listener, samples, args.batch_size, args.language, notes) if listener else []
+    heard = transcribe(listener, samples, batch_size, language, notes) if listener else []
     for row, sample, text in zip(rows, samples, heard):
         for key, (errors, length), total in (("wer", speech_metrics.word_errors(sample.text, text), words),
                                              ("cer", speech_metrics.character_errors(sample.text, text), characters)):
@@ -219,9 +220,8 @@ def evaluate(folder, samples, args, listener, speaker):
     metrics = {key: mean(row[key] for row in rows) for key in METRICS}
     for key, (errors, length) in (("wer", words), ("cer", characters)):
         metrics[key] = errors / length if length else None
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()
-                if key != "folders"} | {"samples": len(samples), "notes": notes}
-    return {"name": str(folder), "metrics": metrics, "samples": rows, "settings": settings,
+    return {"name": str(folder), "metrics": metrics, "samples": rows,
+            "settings": settings | {"samples": len(samples), "notes": notes},
             "heard": dict(zip((sample.name for sample in samples), heard))}
 
 
@@ -244,8 +244,8 @@ def check_same_prompts(folders, found):
         texts = {sample.name: sample.text for sample in samples}
         if odd := first.keys() ^ texts.keys():
             there, lacks = (folders[0], folder) if min(odd) in first else (folder, folders[0])
-            raise UserError(f"{there} has {min(odd)}, {lacks} has not ({len(odd)} such samples): only the same prompts "
-                            "can be compared; generate both from one list")
+            raise UserError(f"{min(odd)} is in {there}, but not in {lacks} ({len(odd)} such samples): only the same "
+                            "prompts can be compared; generate both from one list")
         if odd := [name for name in first if first[name] != texts[name]]:
             raise UserError(f"{odd[0]} has another text in {folder} than in {folders[0]} ({len(odd)} such samples): "
                             "only the same prompts can be compared; generate both from one list")
@@ -298,7 +298,7 @@ def paired(key, a, b):
 
 
 def draw(path, runs):
-    """A panel for each metric that any run has: a dot a sample, a bar at the run's value, lines join same prompts."""
+    """A panel for each metric that any run has: a dot per sample, a bar at the run's value, lines join same prompts."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -359,7 +359,10 @@ def main(argv=None):
         listener = load_listener(args.asr_model, args.device) if args.asr_model else None
         speaker = load_model("--speaker_model", args.speaker_model, "AutoModelForAudioXVector", args.device,
                              ("classifier.", "objective.")) if args.speaker_model else None
-        runs = [evaluate(folder, samples, args, listener, speaker) for folder, samples in zip(args.folders, found)]
+        settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()
+                    if key != "folders"}
+        runs = [evaluate(folder, samples, listener, speaker, args.batch_size, args.language, settings)
+                for folder, samples in zip(args.folders, found)]
         for folder, run in zip(args.folders, runs):
             text = json.dumps(run, indent=1, ensure_ascii=False)
             write_atomically(Path(folder) / "evaluation.json", lambda path, text=text: path.write_text(text + "\n"))

@@ -1,4 +1,4 @@
-"""A Higgs-Audio V2 checkpoint written anew: native or in the 2025 layout, with an adapter folded in or not.
+"""Writes a Higgs-Audio V2 checkpoint once more: native or in the 2025 layout, with an adapter folded in or not.
 
 The 2025 layout is the one boson-ai's own code serves. Weights go from file to file tensor by tensor, so no more than
 one output file (and the largest tensor in fp32) is ever in memory. The folder appears whole or not at all.

@@ -3,13 +3,13 @@
     python speech/make_tiny.py OUT_DIR [--clips 48] [--speakers 4] [--seed 0] [--voice auto|espeak|numpy]
 
     OUT_DIR/model       a random two-layer language model in the native format, with tokenizer, template and processor
-    OUT_DIR/codec       a random audio codec of the real geometry: 24 kHz, 25 frames a second, 8 codebooks of 1024
+    OUT_DIR/codec       a random audio codec of the real geometry: 24 kHz, 25 frames per second, 8 codebooks of 1024
     OUT_DIR/speech      synthesised sentences as wav files, in mixed sample rates, mono and stereo
-    OUT_DIR/train.json  one ChatML voice-cloning sample a clip, audio paths relative to OUT_DIR
+    OUT_DIR/train.json  one ChatML voice-cloning sample per clip, audio paths relative to OUT_DIR
 
 The same seed writes the same files again. The weights are random, so the model cannot speak before it is trained:
 only file formats, shapes, token names and the codec's geometry are those of the real one. OUT_DIR/model names the
-codec by its absolute path, so make it anew rather than move it.
+codec by its absolute path, so make it again rather than move it.
 """
 
 import argparse
@@ -213,7 +213,7 @@ def make_codec(out_dir, seed=0):
     position = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
     semantic = HubertConfig(conv_dim=(8,) * 7, mask_time_prob=0.0, **sizes, **position)
     config = HiggsAudioV2TokenizerConfig(
-        target_bandwidths=[0.5, 1, 1.5, 2],  # kbit/s; the last is 8 codebooks of 10 bits at 25 frames a second
+        target_bandwidths=[0.5, 1, 1.5, 2],  # kbit/s; the last is 8 codebooks of 10 bits at 25 frames per second
         codebook_size=1024,
         codebook_dim=8,
         acoustic_model_config=acoustic,
@@ -278,7 +278,7 @@ def speak_espeak(text, speaker, sample_rate, path):
 
 
 def make_speech(out_dir, clips=48, speakers=4, seed=0, voice="auto"):
-    """Writes OUT_DIR/speech/*.wav (PCM_16, every sixth clip stereo), one sentence a clip, speakers taking turns.
+    """Writes OUT_DIR/speech/*.wav (PCM_16, every sixth clip stereo), one sentence per clip, speakers taking turns.
 
     Returns a list of {"text", "speaker": number, "path": relative to OUT_DIR, "seconds"}. Raises ValueError when a
     speaker would have fewer than two clips (no other clip to take the voice from), RuntimeError without espeak-ng.
@@ -308,7 +308,7 @@ def make_speech(out_dir, clips=48, speakers=4, seed=0, voice="auto"):
 
 
 def make_dataset(out_dir, speech):
-    """Writes OUT_DIR/train.json, a ChatML list with one sample a clip of make_speech, and returns its path.
+    """Writes OUT_DIR/train.json, a ChatML list with one sample per clip of make_speech, and returns its path.
 
     Each sample takes the voice from the same speaker's next clip. Raises ValueError if a speaker has only one clip.
     """

@@ -2,9 +2,6 @@
 
 A table without encoding (the counterpart of data.prepare_table and encode.ensure_codes: clips' frames come from
 their headers), the report, and all that would stop the run, as one list. Writes nothing but a temporary table.
-
-Copy with it: data.py, codes.py, speech_model.py, speech_plan.py, sample_prompts.py, packing.py, preflight.py,
-recomputation.py and what those name.
 """
 import functools
 import os
@@ -307,7 +304,8 @@ def run(args, ranks, check_flags):
     config, tokenizer = check(weights.native_config, config_dict), check(weights.load_tokenizer, folder)
     ids = check(token_ids, tokenizer, config)
     if args.sample_prompts:     # the whole of it, codec included: a bad prompt would be found at the first validation
-        check(sample_prompts.load, flags_fit and args, tokenizer, ids, config, codec_dir, torch.device("cpu"))
+        check(sample_prompts.load, flags_fit and args.sample_prompts, args.sample_seconds, tokenizer, ids, config,
+              codec_dir, torch.device("cpu"))
     model, native, _ = check(speech_model.empty_trained_model, flags_fit and args, folder, config_dict) or [None] * 3
     with tempfile.TemporaryDirectory() as scratch:
         data = check(plan_table, flags_fit and args, tokenizer, ids, codec_dir, scratch, problems)

@@ -32,7 +32,7 @@ from transformers import (
     logging,
 )
 
-logging.disable_progress_bar()      # of weights; one a rank would drown the log
+logging.disable_progress_bar()      # of weights: one per rank would fill the log
 
 EXTRA_FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja")
 HUB_CODEC = "bosonai/higgs-audio-v2-tokenizer"      # what a processor names as its codec when the base names none
@@ -86,7 +86,7 @@ def empty_model(config, dtype, folder=None):
     """Native model with its text head on the meta device: names, shapes and dtypes, no memory.
 
     config: HiggsAudioV2Config. folder: takes over the generation_config.json there if it is a native one. The 2025
-    format's ends at a token that speech never reaches and knows no repetition guard: generate would run to its limit.
+    format's ends at a token that speech never reaches and has no repetition guard: generate would run to its limit.
     """
     with torch.device("meta"):
         model = HiggsAudioV2ForConditionalGeneration(config, use_text_head=True).to(dtype)
@@ -132,7 +132,7 @@ def load_weights(weights, parts):
 
 
 def reset_buffers(model, device):
-    """Compute the buffers that no file holds anew on `device`: coming from the meta device they hold garbage."""
+    """Compute the buffers that no file holds on `device`: memory given to a model from the meta device is unset."""
     inner, config = model.model, model.config
     inner.rotary_emb = type(inner.rotary_emb)(config).to(device)
     inner.embed_audio_tokens.audio_tokens_offsets = torch.arange(config.num_codebooks, device=device) \

@@ -535,8 +535,8 @@ def test_bad_flags_and_folders(waves, targets, listener, speaker, tmp_path, caps
     Wav2Vec2FeatureExtractor().save_pretrained(tmp_path / "plain")
     for args, parts in [
             ([tmp_path / "gone"], ["gone: no such folder"]), ([tmp_path / "empty"], ["empty: holds no .wav"]),
-            ([good, other], [f"{other} has 0002, {good} has not (1 such", "same prompts"]),
-            ([other, good], [f"{other} has 0002, {good} has not"]), ([good, good], ["given twice"]),
+            ([good, other], [f"0002 is in {other}, but not in {good} (1 such", "same prompts"]),
+            ([other, good], [f"0002 is in {other}, but not in {good}"]), ([good, good], ["given twice"]),
             ([good, renamed], ["0001 has another text"]),
             ([good, "--reference_dir", tmp_path / "few"], ["few: has no 0000.wav"]),
             ([good, "--reference_dir", tmp_path / "gone"], ["--reference_dir", "no such folder"]),
