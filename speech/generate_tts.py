@@ -23,11 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ sta
 
 from common import checkpoint, parallel
 from common.parallel import UserError
-from speech import speak, speech_model, weights
+from speech import speak, weights
 from speech.codes import FRAME_RATE
 from speech.conversations import DEFAULT_SYSTEM
 from speech.encode import load_codec
 from speech.labels import token_ids
+
+from common import adapters  # isort: skip      # after weights, which explains a broken torchaudio
 
 # flags that a sample's sound depends on, noted in its JSON file
 SOUND = ("model_path", "adapter", "temperature", "top_k", "top_p", "ras_window", "ras_repeats", "batch_size")
@@ -164,6 +166,24 @@ def base_dtype(name, device):
     return torch.bfloat16 if has_bf16 else torch.float32
 
 
+def load_to_speak(folder, config, adapter, dtype, device):
+    """Native model for generate on the device, in eval mode; an adapter stays beside its frozen base, in fp32.
+
+    config: the folder's config.json dict. adapter: PEFT folder or None. Raises UserError.
+    """
+    native = net = weights.empty_model(weights.native_config(config), dtype, folder)
+    parts = weights.weight_parts(folder, config)
+    weights.check_weights(native, parts, folder)
+    if adapter:
+        net = adapters.add_saved(native, adapter)
+    net.to_empty(device=device)
+    weights.reset_buffers(native, device)
+    weights.load_weights(adapters.base_weights(net) if adapter else dict(native.named_parameters()), parts)
+    if adapter:
+        adapters.load_adapters(net, adapter)
+    return native.eval()
+
+
 def main(argv=None):
     args = build_parser().parse_args(argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
@@ -173,8 +193,9 @@ def main(argv=None):
         samples = read_texts(args)
         old = parallel.rank0_first(world, earlier_results, args.output_dir, args.overwrite)
         # hub names are downloaded once, before the other ranks look
-        parallel.rank0_first(world, speech_model.find_checkpoints, args)
-        (folder, config_dict), codec_dir = speech_model.find_checkpoints(args)
+        paths = args.model_path, args.audio_tokenizer_path
+        parallel.rank0_first(world, weights.find_checkpoints, *paths)
+        folder, config_dict, codec_dir = weights.find_checkpoints(*paths)
         config = weights.native_config(config_dict)
         tokenizer = weights.load_tokenizer(folder)
         ids = token_ids(tokenizer, config)
@@ -186,7 +207,7 @@ def main(argv=None):
         mine = range(-(-len(samples) // args.batch_size))[world.rank::world.size]
         share = prepare_share(world, samples, mine, args.batch_size, tokenizer, ids, codec, bandwidth, room)
         dtype = base_dtype(args.dtype, world.device)
-        native = speech_model.load_to_speak(folder, config_dict, args.adapter, dtype, world.device)
+        native = load_to_speak(folder, config_dict, args.adapter, dtype, world.device)
         if world.is_main:       # only now that nothing can be wrong any more
             for path in old:
                 path.unlink()

@@ -109,6 +109,11 @@ class PackedHiggs(nn.Module):
         """The native HiggsAudioV2ForConditionalGeneration, adapters inside."""
         return self._base[0]
 
+    @property
+    def has_adapters(self):
+        """Whether LoRA adapters are trained on a frozen base."""
+        return self.net is not self.base_model
+
     def hidden_states(self, batch):
         """Final hidden states (S, H) in modality order of a data.PackedBatch."""
         model = self.base_model.model

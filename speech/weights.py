@@ -72,6 +72,11 @@ def find_codec(name, flag="--audio_tokenizer_path"):
         None: "the 2025 codec format is not read, use the native one"})
 
 
+def find_checkpoints(model_path, codec_path):
+    """(model folder, its config.json as a dict, codec folder) of --model_path and --audio_tokenizer_path."""
+    return *find_model(model_path), find_codec(codec_path)[0]
+
+
 def native_config(config):
     """HiggsAudioV2Config of a config.json dict, native or 2025 format. Raises UserError for variants never released."""
     native = (HiggsAudioV2Config.from_dict(config) if config["model_type"] == "higgs_audio_v2" else
