@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.parallel import UserError
-from speech.choices import TASK_TYPES
+from speech.choices import DEFAULT_SYSTEM, TASK_TYPES
 
-DEFAULT_SYSTEM = "Generate audio following instruction."
 SCENE = "<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg")
 # the instruction the community form puts before the target text; only this prefix is removed, never text after a colon

@@ -19,19 +19,48 @@ evaluation.png, the first one also comparison.png when there are several.
 
 wer and similarity mean as much as the models do: with a model that cannot listen they are only arithmetic.
 """
-import argparse
-import json
-import math
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
+from common import flags
+from common.flags import UserError, need
+
+
+def build_parser():
+    p = flags.Parser(__doc__.partition("\n")[0])
+    p.usage = "%(prog)s FOLDER [FOLDER ...] [--flag value ...]"
+    p.add_argument("folders", nargs="+", metavar="FOLDER", help="what generate_tts.py wrote; several are compared")
+    p.add_argument("--reference_dir", help="true recordings of the same names (default: each JSON's target_audio)")
+    p.add_argument("--asr_model", help="folder or hub name of a Whisper model: wer and cer")
+    p.add_argument("--language", help="language code for --asr_model (default: it finds out)")
+    p.add_argument("--speaker_model", help="folder or hub name of an x-vector model, such as WavLM's: similarity")
+    p.add_argument("--device", help="where the models run (default: a GPU when there is one)")
+    p.add_argument("--batch_size", type=int, default=8, help="samples the ASR model hears at once")
+    return p
+
+
+def check_flags(args, world_size):
+    """Raise UserError for flags that cannot work."""
+    flags.at_least_one(args, "batch_size")
+    need(not args.language or args.asr_model, "--language: only --asr_model makes use of it")
+    need(not args.reference_dir or Path(args.reference_dir).is_dir(),
+         f"--reference_dir {args.reference_dir}: no such folder")
+    need(len(set(map(str, map(Path, args.folders)))) == len(args.folders), "the same folder is given twice")
+
+
+# parsed before torch is imported: --help and a mistake in a flag answer at once
+ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+
+import json
+import math
+from dataclasses import dataclass
+
+import torch
+
 from common.checkpoint import write_atomically
-from common.parallel import UserError, one_clear_error, problem_text
+from common.parallel import one_clear_error, problem_text
 from speech import speech_metrics
 
 # name -> (unit, what is better: -1 less, 1 more, 0 near 1)
@@ -322,38 +351,20 @@ def draw(path, runs):
     plt.close(figure)
 
 
-def parse_args(argv):
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="what generate_tts.py wrote; several are compared")
-    parser.add_argument("--reference_dir", help="true recordings of the same names (default: each JSON's target_audio)")
-    parser.add_argument("--asr_model", help="folder or hub name of a Whisper model: wer and cer")
-    parser.add_argument("--language", help="language code for --asr_model (default: it finds out)")
-    parser.add_argument("--speaker_model", help="folder or hub name of an x-vector model, such as WavLM's: similarity")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where the models run")
-    parser.add_argument("--batch_size", type=int, default=8, help="samples the ASR model hears at once")
-    return parser.parse_args(argv)
-
-
-def check_args(args):
-    """Raise UserError for flags that cannot work."""
-    if args.batch_size < 1:
-        raise UserError(f"--batch_size {args.batch_size}: must be at least 1")
-    if args.language and not args.asr_model:
-        raise UserError("--language: only --asr_model makes use of it")
-    if args.reference_dir and not Path(args.reference_dir).is_dir():
-        raise UserError(f"--reference_dir {args.reference_dir}: no such folder")
-    if len(set(map(str, map(Path, args.folders)))) < len(args.folders):
-        raise UserError("the same folder is given twice")
+def pick_device(name):
+    """Name of the device to use; None: the GPU if there is one. Raises UserError when it cannot be used."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(1, device=args.device)
+        torch.empty(1, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {args.device}: cannot be used ({str(error).splitlines()[0]})")
+        raise UserError(f"--device {name}: cannot be used ({str(error).splitlines()[0]})")
+    return name
 
 
 def main(argv=None):
-    args = parse_args(argv)
+    args = ARGS or flags.parse(build_parser(), check_flags, argv)
     with one_clear_error():
-        check_args(args)
+        args.device = pick_device(args.device)
         found = [read_samples(folder, args.reference_dir, bool(args.asr_model)) for folder in args.folders]
         check_same_prompts(args.folders, found)
         listener = load_listener(args.asr_model, args.device) if args.asr_model else None

@@ -9,35 +9,21 @@ real_time_factor (seconds of computing per second of speech, of its whole batch)
 stopped by itself, "length" when --max_seconds cut it off. The same seed and batch size give the same speech on any
 number of GPUs.
 """
-import argparse
-import math
 import sys
-import time
 from pathlib import Path
-
-import numpy as np
-import torch
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
-from common import checkpoint, parallel
-from common.parallel import UserError
-from speech import speak, weights
-from speech.codes import FRAME_RATE
-from speech.conversations import DEFAULT_SYSTEM
-from speech.encode import load_codec
-from speech.labels import token_ids
-
-from common import adapters  # isort: skip      # after weights, which explains a broken torchaudio
+from common import flags
+from common.flags import need
+from speech.choices import DEFAULT_SYSTEM
 
 # flags that a sample's sound depends on, noted in its JSON file
 SOUND = ("model_path", "adapter", "temperature", "top_k", "top_p", "ras_window", "ras_repeats", "batch_size")
 
 
 def build_parser():
-    p = argparse.ArgumentParser(description="Speak with Higgs-Audio V2.", allow_abbrev=False,
-                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p = flags.Parser("Speak with Higgs-Audio V2.")
     g = p.add_argument_group("model")
     g.add_argument("--model_path", required=True, help="model or full checkpoint: folder or hub name, native or 2025")
     g.add_argument("--audio_tokenizer_path", required=True, help="native audio tokenizer, folder or hub name")
@@ -69,25 +55,38 @@ def build_parser():
     return p
 
 
-def check_flags(args):
+def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later."""
-    def need(good, message):
-        if not good:
-            raise UserError(message)
-
     need(bool(args.text) != bool(args.prompts), "give one of --text and --prompts")
     chatml = bool(args.prompts) and args.prompts.lower().endswith((".json", ".jsonl"))
     for flag in ("reference_audio", "reference_text", "system_prompt", "scene"):
         need(not (chatml and getattr(args, flag)), f"--{flag} is for texts and lines; a ChatML prompt says so itself")
     need(bool(args.reference_audio) == bool(args.reference_text),
          "--reference_audio and --reference_text go together: the model needs to know what the clip says")
-    for flag in ("temperature", "top_k", "ras_window", "ras_repeats", "seed"):
-        need(0 <= getattr(args, flag) < math.inf, f"--{flag} is {getattr(args, flag)}; it must be 0 or more and finite")
+    flags.zero_or_more(args, "temperature", "top_k", "ras_window", "ras_repeats", "seed")
     need(args.seed < 2**62, f"--seed is {args.seed}; it must be below 2**62")
     need(0 < args.top_p <= 1, f"--top_p is {args.top_p}; it must be more than 0 and at most 1")
-    need(0 < args.max_seconds < math.inf, f"--max_seconds is {args.max_seconds}; it must be more than 0 and finite")
-    need(args.batch_size >= 1, f"--batch_size is {args.batch_size}; it must be at least 1")
-    need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
+    flags.above_zero(args, "max_seconds")
+    flags.at_least_one(args, "batch_size")
+
+
+# parsed before torch is imported: --help and a mistake in a flag answer at once
+ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+
+import time
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from common import checkpoint, parallel
+from common.parallel import UserError
+from speech import speak, weights
+from speech.codes import FRAME_RATE
+from speech.encode import load_codec
+from speech.labels import token_ids
+
+from common import adapters  # isort: skip      # after weights, which explains a broken torchaudio
 
 
 def read_texts(args):
@@ -185,10 +184,10 @@ def load_to_speak(folder, config, adapter, dtype, device):
 
 
 def main(argv=None):
-    args = build_parser().parse_args(argv)
+    args = ARGS or flags.parse(build_parser(), check_flags, argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     with parallel.one_clear_error():
-        check_flags(args)
+        need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
         world = parallel.init(device=None if args.device == "auto" else args.device)
         samples = read_texts(args)
         old = parallel.rank0_first(world, earlier_results, args.output_dir, args.overwrite)

@@ -12,13 +12,32 @@ only file formats, shapes, token names and the codec's geometry are those of the
 codec by its absolute path, so make it again rather than move it.
 """
 
-import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
+
+from common import flags
+
+
+def build_parser():
+    p = flags.Parser(__doc__.partition("\n")[0])
+    p.usage = "%(prog)s OUT_DIR [--flag value ...]"
+    p.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder for all of it")
+    p.add_argument("--clips", type=int, default=48, help="wav files, and samples in train.json")
+    p.add_argument("--speakers", type=int, default=4, help="voices that share the clips")
+    p.add_argument("--seed", type=int, default=0, help="weights, codebooks and the numpy voice's noise")
+    p.add_argument("--voice", choices=("auto", "espeak", "numpy"), default="auto", help="auto: espeak-ng if there")
+    return p
+
+
+# parsed before torch is imported: --help and a mistake in a flag answer at once
+ARGS = flags.parse(build_parser()) if __name__ == "__main__" else None
+
 import json
 import re
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import soundfile
@@ -352,13 +371,7 @@ def voice_cloning_sample(name, reference, target):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("out_dir", type=Path)
-    parser.add_argument("--clips", type=int, default=48, help="wav files, and samples in train.json")
-    parser.add_argument("--speakers", type=int, default=4, help="voices that share the clips")
-    parser.add_argument("--seed", type=int, default=0, help="weights, codebooks and the numpy voice's noise")
-    parser.add_argument("--voice", choices=("auto", "espeak", "numpy"), default="auto", help="auto: espeak-ng if there")
-    args = parser.parse_args(argv)
+    args = ARGS or flags.parse(build_parser(), None, argv)
     disable_progress_bar()
 
     speech = make_speech(args.out_dir, args.clips, args.speakers, args.seed, args.voice)

@@ -13,6 +13,7 @@ import torch
 from common import parallel, tensor_files
 from common.parallel import UserError
 from speech import layout_2025
+from speech.choices import HUB_CODEC
 
 try:
     import torchaudio  # noqa: F401  (transformers imports it whenever it finds it, and dies with it)
@@ -35,7 +36,6 @@ from transformers import (
 logging.disable_progress_bar()      # of weights: one per rank would fill the log
 
 EXTRA_FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja")
-HUB_CODEC = "bosonai/higgs-audio-v2-tokenizer"      # what a processor names as its codec when the base names none
 
 
 def find_checkpoint(name, flag, model_types, advice):

@@ -540,7 +540,7 @@ def test_bad_flags_and_folders(waves, targets, listener, speaker, tmp_path, caps
             ([good, renamed], ["0001 has another text"]),
             ([good, "--reference_dir", tmp_path / "few"], ["few: has no 0000.wav"]),
             ([good, "--reference_dir", tmp_path / "gone"], ["--reference_dir", "no such folder"]),
-            ([good, "--batch_size", 0], ["--batch_size 0"]), ([good, "--device", "nowhere"], ["--device nowhere"]),
+            ([good, "--batch_size", 0], ["--batch_size is 0"]), ([good, "--device", "nowhere"], ["--device nowhere"]),
             ([good, "--language", "en"], ["--language", "--asr_model"]),
             ([good, "--speaker_model", tmp_path / "plain"], ["--speaker_model", "14 weights are missing"]),
             ([good, "--asr_model", listener, "--language", "klingon"], ["--language klingon: Unsupported language"]),
