@@ -41,18 +41,17 @@ import data
 from bench import measure
 from common import loading, parallel
 from common.packing import PackOrder, rank_packs
-from diffusion import blocks, demo_problems, dit
-from diffusion.problems import load_tokenizer
+from diffusion import blocks, demo_problems, dit, problems
 from distill import chat, packed_lm, weights
 from distill.table import make_loader, prepare_table
 from speech import higgs, make_tiny
-from speech import weights as higgs_io
 from speech.codes import FRAME_RATE, SAMPLE_RATE, Batch, codec_fingerprint, file_key
 from speech.conversations import Clip
 from speech.encode import encode_clip, load_codec
 from speech.labels import assemble, token_ids
 from speech.make_tiny import SENTENCES
 from speech.table import read_all
+from speech.weights import load_tokenizer, native_config
 
 MIB = 2**20
 CLIP_SECONDS = 1.8, 0.5, 2, 20      # log-normal: mean and standard deviation of the logarithm, shortest, longest
@@ -215,8 +214,8 @@ def remove_index(folder):
 
 def speech_tools(work):
     """(tokenizer, TokenIds) of the tiny model."""
-    tokenizer = higgs_io.load_tokenizer(work / "model")
-    config = higgs_io.native_config(json.loads((work / "model" / "config.json").read_text()))
+    tokenizer = load_tokenizer(work / "model")
+    config = native_config(json.loads((work / "model" / "config.json").read_text()))
     return tokenizer, token_ids(tokenizer, config)
 
 
@@ -238,7 +237,7 @@ def speech_table(work, folder):
 
 def chats_table(work, folder):
     """(ChatTable, function of packs and workers that makes the loader), as train_sft.py has them."""
-    tokenizer = higgs_io.load_tokenizer(work / "model")
+    tokenizer = load_tokenizer(work / "model")
     tokenizer.chat_template = TEMPLATE
     table, _, _ = prepare_table(WORLD, folder / "out", [folder / "train.jsonl"], chat.Encoder(tokenizer),
                                            2048, "stop", processes=len(os.sched_getaffinity(0)))
@@ -438,7 +437,7 @@ def wait_part(work, args):
         write_speech_index(work / "wait_speech", 25 * n)
         table, loader_of = speech_table(work, work / "wait_speech")
     order = PackOrder(table.lengths, tokens_per_pack=PACK, seed=42)
-    config = higgs_io.native_config(json.loads((work / "model" / "config.json").read_text()) | HIGGS_3B)
+    config = native_config(json.loads((work / "model" / "config.json").read_text()) | HIGGS_3B)
     lengths, jobs = table.lengths.astype(np.int64), len(order.epoch(0))
     flops = higgs.flops_per_pack(config, int(lengths.sum()), int(table.audio_targets.sum()),
                                  int(table.text_targets.sum()), int((lengths * (lengths + 1) // 2).sum()), lora=True)
@@ -458,7 +457,7 @@ def wait_part(work, args):
                          lambda workers, of=loader_of, by=order: of(rank_packs(by, 0, 1, 1, 1), workers), args))
 
     train_data, _, tokenizer = demo_problems.prepare(work / "demo", "gsm8k", 1500)
-    gsm_rows, _ = blocks.prepare_rows(WORLD, blocks.Layout(max_length=512), load_tokenizer(tokenizer, "gsm8k"),
+    gsm_rows, _ = blocks.prepare_rows(WORLD, blocks.Layout(max_length=512), problems.load_tokenizer(tokenizer, "gsm8k"),
                                       train_data, None, validation_split=0, row_length=512, pack=True,
                                       drop_too_long=False, seed=42)
     sums = {name: int(values.sum()) for name, values in blocks.row_table(gsm_rows).items()}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import Linear
+from progress import PATIENCE_S
 from safetensors.torch import load_file, save_file
 from transformers import HiggsAudioV2ForConditionalGeneration
 
@@ -242,7 +243,7 @@ def test_adapter_of_other_flags_is_refused(tiny, saved, change, parts):
 def test_bad_adapter_config_is_one_clear_line(tiny, tmp_path, content, said):
     (tmp_path / "adapter_config.json").write_bytes(content)
     with pytest.raises(UserError) as error:
-        lora.add_saved(base(tiny), tmp_path)
+        adapters.add_saved(base(tiny), tmp_path)
     assert str(error.value).startswith(f"{tmp_path / 'adapter_config.json'}: ") and said in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -286,7 +287,7 @@ def test_adapter_file_that_does_not_fit_is_refused(tiny, saved, tmp_path, what):
 
 def merge_command(*flags):
     return subprocess.run([sys.executable, str(ROOT / "lora.py"), "merge", *map(str, flags)], text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120)
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=PATIENCE_S)
 
 
 def test_merged_checkpoint_equals_adapter_on_base(tiny, data, saved, tmp_path):
