@@ -14,7 +14,7 @@ SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue
 
 Files to copy with it: data.py conversations.py codes.py speech_model.py speech_plan.py plan.py higgs.py weights.py
 export.py lora.py speak.py sample_prompts.py (its own), adapters.py indexing.py loading.py packing.py parallel.py
-optim.py checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py recomputation.py float8.py (shared).
+optim.py checkpoint.py tensor_files.py watchdog.py metrics.py memory.py plan.py recomputation.py float8.py (shared).
 """
 import argparse
 import math

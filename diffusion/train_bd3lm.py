@@ -15,7 +15,7 @@ GSM8K's 7,473, and of 512 packed rows, three problems each, 10,000: such a run m
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
 
 Files to copy with it: dit.py noise.py block_setup.py bound.py blocks.py problems.py make_problems.py (its own),
-loading.py packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py metrics.py preflight.py
+loading.py packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py metrics.py memory.py plan.py
 recomputation.py (shared).
 """
 import argparse
@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
-from common import checkpoint, loading, metrics, optim, parallel, preflight, recomputation, watchdog
+from common import checkpoint, loading, metrics, optim, parallel, plan, recomputation, watchdog
 from common.packing import PackOrder, rank_packs
 from common.parallel import UserError
 from diffusion import block_setup, blocks, bound, dit, noise
@@ -258,7 +258,7 @@ def print_start(world, args, config, rows, eval_rows, table, plan):
     lengths = np.concatenate([rows.documents.tokens[m] for m in rows.members])
     print(f"device     {world.size} x {where}, torch {torch.__version__}, {'bf16 autocast' if args.bf16 else 'fp32'}\n"
           f"model      {args.model_size}, {size:,} parameters; weights, gradients, optimizer and average "
-          f"{preflight.size(state)} a GPU\n"
+          f"{plan.size(state)} a GPU\n"
           f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; tokens mean "
           f"{lengths.mean():.0f} max {lengths.max()}\n"
           f"rows       {len(rows)} of {rows.length} clean and {rows.noisy_length} noisy tokens, "
@@ -330,7 +330,7 @@ def train(args):
                     f"{f'resumed from {resume}' if resume else 'new weights'}")
     if args.dry_run:
         if main_rank:
-            print("\n".join(preflight.histogram(np.concatenate([rows.documents.tokens[m] for m in rows.members]))))
+            print("\n".join(plan.histogram(np.concatenate([rows.documents.tokens[m] for m in rows.members]))))
         return
 
     # -- model, optimizer, resume -------------------------------------------------------------------------------------

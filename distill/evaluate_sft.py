@@ -20,7 +20,7 @@ all tables, confusion-NAME.png. Exit status 1 below --min_agreement.
 Files to copy with it: its own held_out.py student.py scores.py label_report.py; create_data.py's teacher.py
 labels.py journal.py; train_sft.py's chat.py table.py topk.py sft_model.py sft_plan.py
 packed_lm.py weights.py; shared adapters.py indexing.py loading.py packing.py parallel.py optim.py checkpoint.py
-tensor_files.py watchdog.py metrics.py preflight.py recomputation.py float8.py
+tensor_files.py watchdog.py metrics.py memory.py plan.py recomputation.py float8.py
 """
 import argparse
 import dataclasses

@@ -13,7 +13,7 @@ SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue
 
 Files to copy with it: chat.py table.py topk.py sft_model.py sft_plan.py packed_lm.py weights.py (its own),
 adapters.py indexing.py loading.py packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py
-metrics.py preflight.py recomputation.py float8.py (shared).
+metrics.py memory.py plan.py recomputation.py float8.py (shared).
 """
 import argparse
 import math

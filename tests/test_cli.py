@@ -32,7 +32,7 @@ TASKS = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker
          "multi_speaker_voice_cloning")
 SCRIPT_NAMES = re.compile(r"(train|make|generate|sample|create|evaluate)_\w+")     # what people start
 SHARED = {"packing", "parallel", "optim", "checkpoint", "tensor_files", "watchdog", "metrics",
-          "preflight", "recomputation", "float8"}       # what all trainers share
+          "memory", "plan", "recomputation", "float8"}       # what all trainers share
 
 
 def parse(*flags):
