@@ -15,31 +15,24 @@ import torch
 from common import tensor_files
 from common.parallel import UserError, one_clear_error
 from speech import export, weights
+from speech.choices import LORA_TARGETS
 
 # after higgs_io, which explains a broken torchaudio
 from common import adapters  # isort: skip
 from peft import LoraConfig  # isort: skip
 
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-TARGETS = {
-    "attention": ATTENTION,
-    "attention+audio_mlp": [*ATTENTION, "audio_mlp.gate_proj", "audio_mlp.up_proj", "audio_mlp.down_proj"],
-    "all-linear": [*ATTENTION, "gate_proj", "up_proj", "down_proj"],        # both FFNs, no head, no embedding
-}
-
-
 def add_lora(model, rank, alpha, dropout, targets, base_name):
     """Wrap a native model in fp32 adapters; the base is frozen.
 
-    targets: a name in TARGETS, or comma-separated module name endings. base_name: written into the adapter's config.
-    Raises UserError when a target matches nothing.
+    targets: a name in LORA_TARGETS, or comma-separated module name endings. base_name: written into the adapter's
+    config. Raises UserError when a target matches nothing.
     """
-    names = TARGETS.get(targets) or [t.strip() for t in targets.split(",") if t.strip()]
+    names = LORA_TARGETS.get(targets) or [t.strip() for t in targets.split(",") if t.strip()]
     linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     for name in names or [targets]:     # nothing but commas is a target that matches nothing
         if not any(n == name or n.endswith("." + name) for n in linear):
-            raise UserError(f"--lora_target_modules {name!r} matches no linear layer; use one of {', '.join(TARGETS)} "
-                            f"or endings such as q_proj, mlp.gate_proj, audio_mlp.gate_proj")
+            raise UserError(f"--lora_target_modules {name!r} matches no linear layer; use one of "
+                            f"{', '.join(LORA_TARGETS)} or endings such as q_proj, mlp.gate_proj, audio_mlp.gate_proj")
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none")
     return adapters.attach(model, config, base_name)
 

@@ -48,8 +48,7 @@ from bench.block_steps import (
     stir,
 )
 from common import loading, metrics, optim, parallel
-from diffusion import block_setup, blocks, dit
-from diffusion import noise as bd3lm
+from diffusion import blocks, dit, noise
 
 ACCUMULATION = 4                # micro-steps of an optimizer step, as in all the guide's presets
 STEPS = 2                       # optimizer steps between two clock readings: the host prepares ahead, as in training
@@ -68,7 +67,7 @@ SETTING_KEYS = ("step_seconds", "tokens_per_second", "problems_per_second", "of_
 
 def backward(world, wrapped, batch, draws, divisor):
     """One micro-step as in train_bd3lm.py -> its share of the step's loss, a 0-d tensor."""
-    inputs = bd3lm.diffuse(batch, draws, TOKENS.mask).to(world.device)
+    inputs = noise.diffuse(batch, draws, TOKENS.mask).to(world.device)
     with autocast(world.device):
         losses = wrapped(inputs)
     loss = (losses * inputs.weights).sum() / divisor
@@ -81,7 +80,7 @@ def measure_setting(world, args, documents, micro_batch, backend, compiled, pack
     device, cuda = world.device, world.device.type == "cuda"
     micro_steps = ACCUMULATION * STEPS
     rows, packs, batch_rows = make_packs(documents, micro_batch, pack, micro_steps, args.seed)
-    work = {name: int(values.sum()) for name, values in block_setup.row_table(rows).items()}
+    work = {name: int(values.sum()) for name, values in blocks.row_table(rows).items()}
     targets = [rows.n_targets[np.concatenate(packs[a:a + ACCUMULATION]).astype(int)].sum()
                for a in range(0, micro_steps, ACCUMULATION)]
     if cuda:
@@ -89,7 +88,7 @@ def measure_setting(world, args, documents, micro_batch, backend, compiled, pack
     began = time.monotonic()
     model, wrapped, average = build(world, args, backend, compiled)
     parameters = list(model.parameters())
-    optimizer = optim.build_adamw(model.named_parameters(), 5e-4, 0.0, (0.9, 0.999), block_setup.decays)
+    optimizer = optim.build_adamw(model.named_parameters(), 5e-4, 0.0, (0.9, 0.999), dit.decays)
     flags, seconds = optim.StepFlags(device), []
     batches = loading.ahead(blocks.make_loader(rows, packs * (args.repeats + 1), batch_rows, rows.noisy_length,
                                                num_workers=2 if cuda else 0, prefetch_factor=4))
@@ -99,7 +98,7 @@ def measure_setting(world, args, documents, micro_batch, backend, compiled, pack
         for step in range(STEPS):
             for micro in range(ACCUMULATION):
                 batch = next(batches)
-                draws = bd3lm.draw(args.seed, "train", (repeat, step, micro), batch.n_groups, batch_rows, rows.length)
+                draws = noise.draw(args.seed, "train", (repeat, step, micro), batch.n_groups, batch_rows, rows.length)
                 loss = backward(world, wrapped, batch, draws, targets[step])
             norm = optim.clip_gradients(parameters, 1.0)
             bad = 1 - torch.isfinite(norm).float()
@@ -117,7 +116,7 @@ def measure_setting(world, args, documents, micro_batch, backend, compiled, pack
         raise SystemExit(f"{flags.bad_total} steps had a non-finite gradient; last loss {float(loss):g}")
 
     median, spent = statistics.median(seconds[1:]) / STEPS, seconds[1:]
-    masked = work["targets"] * sum(bd3lm.FULL) / 2          # t is uniform and the masked share
+    masked = work["targets"] * sum(noise.FULL) / 2          # t is uniform and the masked share
     flops = dit.flops(model.config, work["noisy"] + work["clean"], masked, work["pairs"]) / STEPS
     problems, peak = work["samples"] / STEPS, metrics.peak_flops(device)
     return {"step_seconds": median, "step_seconds_range": [min(spent) / STEPS, max(spent) / STEPS],
@@ -225,11 +224,11 @@ def host_costs(args, device, report, problems=128):
     def collate():
         return blocks.collate(some, batch_rows, rows.length, rows.noisy_length, TOKENS.pad)
 
-    def noise():
-        draws = bd3lm.draw(args.seed, "train", 0, batch.n_groups, batch_rows, rows.length)
-        return bd3lm.diffuse(batch, draws, TOKENS.mask)
+    def noised():
+        draws = noise.draw(args.seed, "train", 0, batch.n_groups, batch_rows, rows.length)
+        return noise.diffuse(batch, draws, TOKENS.mask)
     batch = collate()
-    inputs = noise()
+    inputs = noised()
     on_host, inputs = inputs, inputs.to(device)
     doc, block, n, both = inputs.doc, inputs.block, inputs.n_noisy, inputs.doc.shape[1]
 
@@ -239,7 +238,7 @@ def host_costs(args, device, report, problems=128):
         create_block_mask(clean, len(doc), None, both - n, both - n, device=device)
     ways = {"batch from rows, in a loader process": collate,
             "of it, tiles of flex attention": lambda: dit.tile_states(on_host.doc.numpy(), on_host.block.numpy(), n),
-            "noise": noise, "flex masks from tiles": lambda: dit.attention_masks(
+            "noise": noised, "flex masks from tiles": lambda: dit.attention_masks(
                 doc, block, n, (inputs.noisy_tiles, inputs.clean_tiles)),
             "flex masks by create_block_mask, before": created,
             "dense masks of sdpa": lambda: dit.attention_masks(doc, block, n)}
@@ -268,7 +267,7 @@ def loss_and_norm(world, args, documents, backend, compiled):
     model, wrapped, _ = build(world, args, backend, compiled, dropout=0.0)
     stir(model, args.seed)
     batch = blocks.collate([rows[r] for r in packs[0]], batch_rows, rows.length, rows.noisy_length, TOKENS.pad)
-    draws = bd3lm.draw(args.seed, "train", 0, batch.n_groups, batch_rows, rows.length)
+    draws = noise.draw(args.seed, "train", 0, batch.n_groups, batch_rows, rows.length)
     loss = backward(world, wrapped, batch, draws, batch.n_targets)
     return float(loss), float(optim.clip_gradients(list(model.parameters()), 0))
 

@@ -1,9 +1,8 @@
 """Random problems of GSM8K's lengths, and whole optimizer steps on them: ours, and the straightforward one.
 
 Both kinds of step take the same problems, noise, weights, precision and kind of optimizer, so what they compute must
-agree. Copy with it: plain_block_diffusion.py, and train_bd3lm.py's modules.
+agree.
 """
-import argparse
 import sys
 from pathlib import Path
 
@@ -14,9 +13,8 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import plain_block_diffusion as plain
-from common import optim
-from diffusion import block_setup, blocks, dit
-from diffusion import noise as bd3lm
+from common import optim, parallel
+from diffusion import blocks, dit, noise, weights
 from diffusion.problems import Problem, Tokens
 
 MEAN, SIGMA, SHORTEST, LONGEST, ANSWER = 157, 0.3375, 40, 440, 0.6      # GSM8K in GPT-2's tokens, for rows of 512
@@ -28,7 +26,7 @@ TOKENS = Tokens(None, 50258, 50256, 50256, 50256, -1, -1, -1, 50257)    # GPT-2'
 
 
 def make_documents(n, length, seed, size=None):
-    """gsm8k.Documents of n random problems for rows of `length` tokens. size: tokens of each, instead of GSM8K's."""
+    """blocks.Documents of n random problems for rows of `length` tokens. size: tokens of each, instead of GSM8K's."""
     rng, scale, layout = np.random.default_rng((seed, 1)), length / 512, blocks.Layout(max_length=length)
     sizes = np.exp(np.log(MEAN) - SIGMA ** 2 / 2 + SIGMA * rng.standard_normal(n)).clip(SHORTEST, LONGEST) * scale
     parts = []
@@ -45,7 +43,7 @@ def make_documents(n, length, seed, size=None):
 
 
 def make_packs(documents, micro_batch, pack, micro_steps, seed):
-    """(gsm8k.Rows, packs, rows of the largest pack): `micro_batch` problems a micro-step, on average when packed.
+    """(blocks.Rows, packs, rows of the largest pack): `micro_batch` problems a micro-step, on average when packed.
 
     Rows of both kinds hold the same problems, micro_batch * micro_steps of them.
     """
@@ -60,11 +58,14 @@ def make_packs(documents, micro_batch, pack, micro_steps, seed):
 
 
 def build(world, args, backend, compiled, dropout=0.1):
-    """(DiT, what to call, bd3lm.Average), as the trainer makes them."""
+    """(DiT, what to call, weights.Average), as the trainer makes them."""
     torch._dynamo.reset()       # after 8 shapes of one function dynamo would give up compiling it
-    flags = argparse.Namespace(parallel="ddp", attn_backend=backend, compile=compiled, seed=args.seed, dropout=dropout,
-                               model_size=args.size, gradient_checkpointing=None, ema_decay=0.9999)
-    return block_setup.build_model(world, flags, TOKENS, None)
+    parallel.seed_everything(args.seed)
+    config = dit.config_of(args.size, TOKENS.vocab_size, TOKENS.mask, dropout)
+    model = dit.DiT(config, backend).to(world.device).train()
+    if compiled:
+        parallel.compile_layers(model.layers, dynamic=False)    # FlexAttention of unknown lengths is slow
+    return model, parallel.wrap_ddp(model, world), weights.Average(model, 0.9999)
 
 
 @torch.no_grad()
@@ -92,15 +93,15 @@ def problem_noise(documents, numbers, seed, step):
             for d, own in zip(numbers, np.split(levels, np.cumsum(groups)[:-1]))}
 
 
-def draws_of(noise, rows, pack, batch_rows):
-    """bd3lm.Draws of the rows of a pack, from the noise of their problems."""
+def draws_of(drawn, rows, pack, batch_rows):
+    """noise.Draws of the rows of a pack, from the problem_noise of their problems."""
     levels, tokens = [np.empty(0)], np.zeros((batch_rows, rows.length))
     for r, row in enumerate(pack):
         members = rows.members[row]
-        levels += [noise[d][0] for d in members]
-        uniform = np.concatenate([noise[d][1] for d in members])
+        levels += [drawn[d][0] for d in members]
+        uniform = np.concatenate([drawn[d][1] for d in members])
         tokens[r, :len(uniform)] = uniform
-    return bd3lm.Draws(np.concatenate(levels), np.empty(0), tokens)
+    return noise.Draws(np.concatenate(levels), np.empty(0), tokens)
 
 
 def head_on_all(model, inputs):
@@ -136,13 +137,13 @@ def our_step(world, args, documents, numbers, backend, compiled=False, pack=True
     model, wrapped, average = build(world, args, backend, compiled, 0.0 if stirred else 0.1)
     if stirred:
         stir(model, args.seed)
-    optimizer = optim.build_adamw(model.named_parameters(), 5e-4, 0.0, (0.9, 0.999), block_setup.decays) if fused \
+    optimizer = optim.build_adamw(model.named_parameters(), 5e-4, 0.0, (0.9, 0.999), dit.decays) if fused \
         else torch.optim.AdamW(model.parameters(), 5e-4, weight_decay=0.0)
 
     def step(number):
-        noise, total = problem_noise(documents, numbers, args.seed, number), 0
+        drawn, total = problem_noise(documents, numbers, args.seed, number), 0
         for batch, part in zip(batches, packs):
-            inputs = bd3lm.diffuse(batch, draws_of(noise, rows, part, len(packs[0])), TOKENS.mask)
+            inputs = noise.diffuse(batch, draws_of(drawn, rows, part, len(packs[0])), TOKENS.mask)
             inputs = inputs._replace(layout=None).to(world.device)      # masks are made anew, as in training
             with autocast(world.device):
                 losses = forward(model, inputs) if forward else wrapped(inputs)
@@ -174,9 +175,9 @@ def plain_step(world, args, documents, numbers, noisy_logits_only=False, stirred
     targets = int(documents.n_targets[numbers].sum())
 
     def step(number):
-        noise, total = problem_noise(documents, numbers, args.seed, number), 0
+        drawn, total = problem_noise(documents, numbers, args.seed, number), 0
         for some, part in zip(rows, parts):
-            inputs = plain.noised(some, part, noise, TOKENS.mask, world.device)
+            inputs = plain.noised(some, part, drawn, TOKENS.mask, world.device)
             with autocast(world.device):
                 loss = plain.loss_sum(model, *inputs, mask, noisy_logits_only) / targets
             loss.backward()

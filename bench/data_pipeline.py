@@ -29,28 +29,30 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import soundfile
 import soxr
 import torch
 
-from bench import measure
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import data
+from bench import measure
 from common import loading, parallel
 from common.packing import PackOrder, rank_packs
-from diffusion import block_setup, blocks, dit
+from diffusion import blocks, demo_problems, dit
+from diffusion.problems import load_tokenizer
 from distill import chat, packed_lm, weights
-from distill import table as chat_table
-from speech import codes as code_cache
+from distill.table import make_loader, prepare_table
 from speech import higgs, make_tiny
 from speech import weights as higgs_io
+from speech.codes import FRAME_RATE, SAMPLE_RATE, Batch, codec_fingerprint, file_key
 from speech.conversations import Clip
+from speech.encode import encode_clip, load_codec
+from speech.labels import assemble, token_ids
 from speech.make_tiny import SENTENCES
+from speech.table import read_all
 
 MIB = 2**20
 CLIP_SECONDS = 1.8, 0.5, 2, 20      # log-normal: mean and standard deviation of the logarithm, shortest, longest
@@ -152,7 +154,7 @@ class SpeechBlock:
         for i in range(*bounds):
             at = i % len(self.stats)
             os.link(f"{self.folder}/{at}.wav", path := f"{place}/{i:08d}.wav")
-            keys.append(code_cache.file_key(Clip(path), self.stats[at]))
+            keys.append(file_key(Clip(path), *self.stats[at]))
             reference = {"text": SENTENCES[i % len(SENTENCES)], "path": f"{at}.wav"}
             target = {"text": f"{SENTENCES[i % (len(SENTENCES) - 1)]} Number {i}.", "speaker": i % 7, "seconds": 9.5,
                       "path": f"{part}/{i:08d}.wav"}
@@ -165,16 +167,16 @@ def write_speech_index(folder, n, contents=256):
 
     The files are names of a few real ones, and so are their codes.
     """
-    cache = folder / "codes" / code_cache.codec_fingerprint(folder.parent / "codec")
+    cache = folder / "codes" / codec_fingerprint(folder.parent / "codec")
     cache.mkdir(parents=True)
-    rng, batch, stats = np.random.default_rng(0), code_cache.Batch(cache, 8), []
+    rng, batch, stats = np.random.default_rng(0), Batch(cache, 8), []
     keys = [f"{i:016d}".encode() for i in range(contents)]
     for i, seconds in enumerate(np.exp(rng.normal(*CLIP_SECONDS[:2], contents)).clip(*CLIP_SECONDS[2:])):
         path = (folder / f"{i}.wav").resolve()
         soundfile.write(path, np.zeros(24000, np.float32), 24000)
-        stats.append(path.stat())
-        batch.add_codes(keys[i], rng.integers(0, 1024, (round(seconds * code_cache.FRAME_RATE), 8), np.int16))
-        batch.add_file(code_cache.file_key(Clip(str(path)), stats[i]), keys[i])
+        stats.append((path.stat().st_size, path.stat().st_mtime_ns))
+        batch.add_codes(keys[i], rng.integers(0, 1024, (round(seconds * FRAME_RATE), 8), np.int16))
+        batch.add_file(file_key(Clip(str(path)), *stats[i]), keys[i])
     with open(folder / "train.json", "w") as out:
         for number, (samples, files) in enumerate(make_blocks(SpeechBlock(folder, stats), n)):
             out.write((",\n" if number else "[") + samples)
@@ -212,25 +214,24 @@ def remove_index(folder):
 
 
 def speech_tools(work):
-    """(tokenizer, data.TokenIds) of the tiny model."""
+    """(tokenizer, TokenIds) of the tiny model."""
     tokenizer = higgs_io.load_tokenizer(work / "model")
     config = higgs_io.native_config(json.loads((work / "model" / "config.json").read_text()))
-    return tokenizer, data.token_ids(tokenizer, config)
+    return tokenizer, token_ids(tokenizer, config)
 
 
-def speech_flags(folder):
-    """The trainer's flags that its table depends on."""
-    return SimpleNamespace(train_data_file=folder / "train.json", train_data_dir=None, eval_data_file=None,
-                           eval_data_dir=None, task_type=None, ref_audio_in_system_message=False, seed=42,
-                           output_dir=folder / "out", code_cache=folder / "codes",
-                           preprocess_num_proc=len(os.sched_getaffinity(0)),
-                           wait_timeout=3600, disable_eval=True)
+def make_table(folder, tokenizer, ids, codec_dir):
+    """Table of a folder's train.json, its audio encoded once, as train_v2_ddp.py makes it."""
+    table, _ = data.prepare_table(WORLD, folder / "train.json", None, tokenizer, ids, codec_dir,
+                                  output_dir=folder / "out", cache_dir=folder / "codes", task_type=None,
+                                  ref_in_system=False, processes=len(os.sched_getaffinity(0)), wait_limit_s=3600)
+    return table
 
 
 def speech_table(work, folder):
     """(Table, function of packs and workers that makes the loader), as train_v2_ddp.py has them."""
     tokenizer, ids = speech_tools(work)
-    table, _, _ = data.prepare_table(WORLD, speech_flags(folder), tokenizer, ids, work / "codec")
+    table = make_table(folder, tokenizer, ids, work / "codec")
     return table, lambda packs, workers: data.make_loader(table, ids, packs, num_workers=workers, prefetch_factor=4,
                                                           pad_to=PACK)
 
@@ -239,11 +240,9 @@ def chats_table(work, folder):
     """(ChatTable, function of packs and workers that makes the loader), as train_sft.py has them."""
     tokenizer = higgs_io.load_tokenizer(work / "model")
     tokenizer.chat_template = TEMPLATE
-    args = SimpleNamespace(train_data_file=folder / "train.jsonl", eval_data_file=None, output_dir=folder / "out",
-                           too_long="stop", group_size=1, validation_split=0, seed=42,
-                           preprocess_num_proc=len(os.sched_getaffinity(0)))
-    table, _, _, _ = chat_table.prepare_table(WORLD, args, chat.Encoder(tokenizer), 2048)
-    return table, lambda packs, workers: chat_table.make_loader(table, packs, num_workers=workers, prefetch_factor=4,
+    table, _, _ = prepare_table(WORLD, folder / "out", [folder / "train.jsonl"], chat.Encoder(tokenizer),
+                                           2048, "stop", processes=len(os.sched_getaffinity(0)))
+    return table, lambda packs, workers: make_loader(table, packs, num_workers=workers, prefetch_factor=4,
                                                                 pad_to=PACK)
 
 
@@ -340,11 +339,11 @@ class EncodeEachTime(data.SpeechSamples):
         codes = []
         for number in self.builder.clips_of(i):
             wave, rate = soundfile.read(self.builder.clips[number].path, dtype="float32", always_2d=True)
-            wave = soxr.resample(wave.mean(axis=1), rate, code_cache.SAMPLE_RATE, quality="HQ")
-            codes.append(code_cache.encode_clip(self.codec, wave, self.bandwidth, self.ids.num_codebooks))
+            wave = soxr.resample(wave.mean(axis=1), rate, SAMPLE_RATE, quality="HQ")
+            codes.append(encode_clip(self.codec, wave, self.bandwidth, self.ids.num_codebooks))
         tokens, start = self.builder.tokens[i].astype(np.int64), self.builder.tokens.offsets.array()[i]
         labelled = self.builder.labelled.array()[start:start + len(tokens)]
-        return {"number": i, **data.assemble(tokens, labelled, codes, self.ids)}
+        return {"number": i, **assemble(tokens, labelled, codes, self.ids)}
 
 
 def two_epochs(loader, start):
@@ -361,7 +360,7 @@ def cached_way(work, folder, workers, batch):
     start = time.perf_counter()
     torch.set_num_threads(THREADS)
     tokenizer, ids = speech_tools(work)
-    table, _, _ = data.prepare_table(WORLD, speech_flags(folder), tokenizer, ids, work / "codec")
+    table = make_table(folder, tokenizer, ids, work / "codec")
     order = PackOrder(table.lengths, samples_per_pack=batch, seed=42)
     return two_epochs(data.make_loader(table, ids, rank_packs(order, 0, 1, 1, 2), num_workers=workers,
                                        prefetch_factor=4), start)
@@ -371,8 +370,8 @@ def common_way(work, folder, workers, batch):
     """Two epochs that encode in __getitem__; as two_epochs."""
     start = time.perf_counter()
     tokenizer, ids = speech_tools(work)
-    builder, n = data.read_all(folder / "train.json", None, tokenizer, ids, None, False)
-    samples = EncodeEachTime(builder, ids, *code_cache.load_codec(work / "codec", torch.device("cpu"), 8))
+    builder, n = read_all(folder / "train.json", None, tokenizer, ids, None, False)
+    samples = EncodeEachTime(builder, ids, *load_codec(work / "codec", torch.device("cpu"), 8))
     order = PackOrder(np.ones(n), samples_per_pack=batch, seed=42)
     return two_epochs(torch.utils.data.DataLoader(
         samples, batch_sampler=rank_packs(order, 0, 1, 1, 2), num_workers=workers, prefetch_factor=4,
@@ -458,11 +457,11 @@ def wait_part(work, args):
     rows.append(wait_row("chat, Qwen3 4B, full", 0.55, flops, jobs, int(lengths.sum()),
                          lambda workers, of=loader_of, by=order: of(rank_packs(by, 0, 1, 1, 1), workers), args))
 
-    layout = blocks.Layout(max_length=512)
-    flags = SimpleNamespace(demo=1500, output_dir=work, system="gsm8k", drop_too_long=False, eval_data=None,
-                            validation_split=0, row_length=512, pack=True, seed=42)
-    _, gsm_rows, _ = block_setup.prepare_data(WORLD, flags, layout)
-    sums = {name: int(values.sum()) for name, values in block_setup.row_table(gsm_rows).items()}
+    train_data, _, tokenizer = demo_problems.prepare(work / "demo", "gsm8k", 1500)
+    gsm_rows, _ = blocks.prepare_rows(WORLD, blocks.Layout(max_length=512), load_tokenizer(tokenizer, "gsm8k"),
+                                      train_data, None, validation_split=0, row_length=512, pack=True,
+                                      drop_too_long=False, seed=42)
+    sums = {name: int(values.sum()) for name, values in blocks.row_table(gsm_rows).items()}
     flops = dit.flops(dit.config_of("small", 50258, 50257), sums["noisy"] + sums["clean"], sums["targets"] / 2,
                       sums["pairs"])
     order = PackOrder(gsm_rows.tokens, samples_per_pack=PACK // 512, seed=42)

@@ -20,14 +20,14 @@ from pathlib import Path
 
 import torch
 
-from bench import measure, tts_ways
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import float8, loading, optim
+from bench import measure, tts_ways
+from common import float8, loading, optim, parallel
 from common.packing import PackOrder, rank_packs
-from data import Table, make_loader
+from data import make_loader
 from speech import higgs
+from speech.table import Table
 
 WAYS = {"bf16": False, "float8": True}
 
@@ -40,8 +40,8 @@ def train(folder, args, device, in_float8):
     layers, cuda = model.base_model.model.layers, device.type == "cuda"
     if in_float8:
         float8.convert(layers)
-    for layer in layers if args.compile else ():
-        layer.compile()
+    if args.compile:
+        parallel.compile_layers(layers)
     model.train()
     torch.manual_seed(args.seed)
     gc.collect()

@@ -24,6 +24,7 @@ import functools
 import json
 import math
 import multiprocessing
+import runpy
 import statistics
 import sys
 import tempfile
@@ -35,17 +36,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import data
 from bench import block_steps, measure
 from common import optim
-from diffusion import block_setup, blocks, dit, noise
+from diffusion import blocks, dit, noise
 from distill import packed_lm, weights
-from distill import table as chat_table
+from distill.table import collate
 from speech import higgs
+from speech.labels import TokenIds, assemble
 from tests.helpers import chats
 
 from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration, LlamaConfig  # isort: skip # noqa
 
+SCRIPT = Path(__file__).resolve().parent.parent / "distill" / "train_sft.py"
 DOCUMENT = 128          # tokens of every document
 TIMES = (1, 2, 4, 8, 16)
 LAYERS = (1, 2, 4, 8)
@@ -80,7 +82,7 @@ def heads(size):
 
 def speech(device, size, layers, documents):
     """A step of train_v2_ddp.py: each document is 40 text tokens and a clip of 79 frames, 88 rows."""
-    ids = data.TokenIds(audio=3, delay=4, pad=0, num_codebooks=8, stream_bos=1024, stream_eos=1025)
+    ids = TokenIds(audio=3, delay=4, pad=0, num_codebooks=8, stream_bos=1024, stream_eos=1025)
     config = HiggsAudioV2Config(
         vocab_size=VOCABULARY, hidden_size=size, intermediate_size=2 * size, num_hidden_layers=layers,
         num_attention_heads=heads(size), num_key_value_heads=2, head_dim=size // heads(size), num_codebooks=8,
@@ -93,8 +95,8 @@ def speech(device, size, layers, documents):
         text = rng.integers(5, VOCABULARY, 41)
         text[20] = ids.audio
         codes = rng.integers(0, 1024, (DOCUMENT - 40 - 9, 8))
-        samples.append({"number": number, **data.assemble(text, np.arange(41) >= 20, [codes], ids)})
-    batch = data.collate(samples, ids)
+        samples.append({"number": number, **assemble(text, np.arange(41) >= 20, [codes], ids)})
+    batch = collate(samples, ids)
     assert batch.counts["tokens"] == documents * DOCUMENT
     on_device, counts = batch.to(device), batch.counts
 
@@ -111,7 +113,7 @@ def chat(device, size, layers, documents):
     native = weights.AutoModelForCausalLM.from_config(config, attn_implementation=packed_lm.ATTENTION)
     model = packed_lm.PackedLM(native.to(device).train(), logits=WHOLE)
     rng, trained = np.random.default_rng(0), np.arange(DOCUMENT) >= DOCUMENT // 2
-    batch = chat_table.collate([(i, rng.integers(0, VOCABULARY, DOCUMENT), trained) for i in range(documents)])
+    batch = collate([(i, rng.integers(0, VOCABULARY, DOCUMENT), trained) for i in range(documents)])
     on_device, targets = batch.to(device), batch.counts["targets"]
     return train_step(device, list(model.named_parameters()), packed_lm.decays,
                       lambda: model(on_device)[0] / targets)
@@ -130,7 +132,7 @@ def diffusion(device, size, layers, documents):
         draws = noise.draw(0, "train", 0, batch.n_groups, documents, DOCUMENT)
         inputs = noise.diffuse(batch, draws, VOCABULARY - 1)._replace(layout=None).to(device)
         return (model(inputs) * inputs.weights).sum() / batch.n_targets
-    return train_step(device, list(model.named_parameters()), block_setup.decays, loss)
+    return train_step(device, list(model.named_parameters()), dit.decays, loss)
 
 
 TRAINERS = {"speech": speech, "chat": chat, "block diffusion": diffusion}
@@ -177,7 +179,6 @@ def timed_runs(runs, path):
     Writes {name: {"steps": when each was logged, "stopped": seconds of each save, "written": seconds of its files}}.
     """
     from common import checkpoint, metrics
-    from distill import sft_model, train_sft
     records = {name: {"steps": [], "stopped": [], "written": []} for name in runs}
 
     def timed(function, what):
@@ -190,11 +191,16 @@ def timed_runs(runs, path):
         return call
     write = metrics.MetricsLog.write
     metrics.MetricsLog.write = lambda *args: (records[name]["steps"].append(time.perf_counter()), write(*args))
-    sft_model.save_checkpoint = timed(sft_model.save_checkpoint, "stopped")
+    begin, save = checkpoint.Writer.begin, checkpoint.Writer.save
+    began = []      # when the trainer stopped for each save; it goes on when Writer.save returns
+    checkpoint.Writer.begin = lambda *args: (began.append(time.perf_counter()), begin(*args))[1]
+    checkpoint.Writer.save = lambda *args: (save(*args),
+                                            records[name]["stopped"].append(time.perf_counter() - began[-1]))[0]
     checkpoint.write_files = timed(checkpoint.write_files, "written")
     for name in runs:
-        train_sft.main(runs[name])
-    default = train_sft.build_parser().get_default("save_steps")
+        sys.argv = [str(SCRIPT), *runs[name]]
+        script = runpy.run_path(str(SCRIPT), run_name="__main__")
+    default = script["build_parser"]().get_default("save_steps")
     Path(path).write_text(json.dumps({"runs": records, "default_save_steps": default}))
 
 

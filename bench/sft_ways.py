@@ -5,7 +5,6 @@ and gradient norms can be compared, warm up, and then train one set of samples a
 parent says so.
 Copy with it: measure.py and train_sft.py's files.
 """
-import argparse
 import functools
 import gc
 import itertools
@@ -49,8 +48,8 @@ from transformers.utils import is_flash_attn_2_available
 from bench import measure
 from common import adapters, loading, optim, parallel
 from common.packing import PackOrder
-from distill import packed_lm, sft_model, weights
-from distill import table as chat_table
+from distill import packed_lm, weights
+from distill.table import ChatSamples, ChatTable, make_loader
 
 try:
     import datasets
@@ -124,7 +123,7 @@ def pad_tokenizer():
 
 
 def make_table(folder, mix, sizes, vocab_size, seed):
-    """Write a chat_table.ChatTable of random samples: sets of so many, each with lengths of the whole distribution."""
+    """Write a ChatTable of random samples: sets of so many, each with lengths of the whole distribution."""
     rng, normal = np.random.default_rng((seed, *sizes)), statistics.NormalDist()
     ranks = np.concatenate([(rng.permutation(n) + rng.random(n)) / n for n in sizes])      # stratified
     drawn = np.vectorize(normal.inv_cdf)(ranks.clip(1e-6, 1 - 1e-6))
@@ -162,7 +161,7 @@ def make_data(job, vocab_size, device):
 def make_examples(table, numbers):
     """The same samples as Trainer takes them: [{"input_ids", "labels", "attention_mask"}], lists."""
     examples = []
-    for _, ids, trained in map(chat_table.ChatSamples(table).__getitem__, numbers):
+    for _, ids, trained in map(ChatSamples(table).__getitem__, numbers):
         examples.append({"input_ids": ids.tolist(), "labels": np.where(trained, ids, -100).tolist(),
                          "attention_mask": [1] * len(ids)})
     return examples
@@ -261,9 +260,9 @@ def our_steps(world, options, table, mix, plan, parts, optimizer):
 
     Yields (loss (), gradient norm (), counts).
     """
-    model, wrapped, _ = parts
+    model, wrapped = parts
     cuda, (budget, accumulation, packs) = world.device.type == "cuda", plan
-    batches = loading.ahead(chat_table.make_loader(
+    batches = loading.ahead(make_loader(
         table, itertools.cycle(packs), num_workers=2 if cuda else 0, prefetch_factor=4, pad_to=budget, pad_id=0),
         world.device)
     trainable, flags = [p for p in model.parameters() if p.requires_grad], optim.StepFlags(world.device)
@@ -327,22 +326,24 @@ def train_ours(turns, job, options):
     """Train with the parts of train_sft.py, in default settings but for what the options say."""
     mode = options.get("parallel", "fsdp")
     world = parallel.init(alone_too=mode == "fsdp")
-    flags = argparse.Namespace(
-        bf16=turns.device.type == "cuda", use_lora=job.method == "lora", lora_rank=RANK, lora_alpha=ALPHA,
-        lora_dropout=0.0, lora_target_modules="all-linear", model_path=str(job.folder),
-        gradient_checkpointing=options.get("recompute"), float8=False, compile=options.get("compile", False),
-        parallel=mode, reshard_after_forward=True, cpu_offload=False, distill_topk=0, seed=job.seed)
-    parts = model, _, native = sft_model.build_model(world, flags, job.folder / "model", None)
+    cuda, lora = turns.device.type == "cuda", job.method == "lora"
+    model, files = packed_lm.build_empty(job.folder / "model", torch.bfloat16 if cuda and lora else torch.float32,
+                                         (RANK, ALPHA, 0.0, "all-linear", str(job.folder)) if lora else None,
+                                         options.get("recompute"))
+    packed_lm.load(model, files, world, sharded=mode == "fsdp", bf16=cuda, compiled=options.get("compile", False))
+    if lora:
+        adapters.init_adapters(model.net, job.seed)
+    parts = model, model.train() if mode == "fsdp" else parallel.wrap_ddp(model.train(), world)
     if options.get("all_logits"):
         model.forward = types.MethodType(all_logits, model)
     if options.get("dense"):
         AttentionInterface.register("dense_documents", dense_attention)
-        native.config._attn_implementation = "dense_documents"
+        model.native.config._attn_implementation = "dense_documents"
     optimizer = optim.build_adamw(model.named_parameters(), LR, 0.0, (0.9, 0.95), packed_lm.decays)
     if options.get("foreach"):
         groups = [{key: group[key] for key in ("params", "weight_decay")} for group in optimizer.param_groups]
         optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, foreach=True)
-    check, table = (chat_table.ChatTable(job.data / name) for name in ("check", "samples"))
+    check, table = (ChatTable(job.data / name) for name in ("check", "samples"))
     whole = {"packed": CHECK.step_samples * CHECK.longest} if "packed" in options else {}     # all in one pack
     plan, _ = pack_plan(check.lengths, CHECK, [CHECK.step_samples], whole)
     steps = our_steps(world, options, check, CHECK, plan, parts, optimizer)
@@ -395,7 +396,7 @@ def train_theirs(turns, job, options, sft=False):
             train_sampling_strategy="sequential", gradient_checkpointing=False, bf16=cuda,
             use_cpu=not cuda, dataloader_num_workers=2 if cuda else 0, save_strategy="no", report_to="none",
             disable_tqdm=True, seed=job.seed, **more)
-        table = chat_table.ChatTable(job.data / name)
+        table = ChatTable(job.data / name)
         numbers = np.concatenate([numbers[np.argsort(-table.lengths[numbers], kind="stable")] if options.get("sorted")
                                   else numbers for numbers in numbers_of(sizes)])
         examples = make_examples(table, numbers)

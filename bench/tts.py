@@ -44,9 +44,10 @@ from bench.tts_ways import (
     trainer_loss,
     write_samples,
 )
-from data import SpeechSamples, Table
+from data import SpeechSamples
 from speech import higgs
 from speech.codes import FRAME_RATE
+from speech.table import Table
 
 TRAINER = {"Trainer": {"side": "trainer"}, "Trainer, by length": {"side": "trainer", "sorted": True}}
 SIDES = {"cpu": TRAINER | {"ours": {"side": "ours"}, "ours, packed to a budget": {"side": "ours", "packed": True}},

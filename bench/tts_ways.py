@@ -15,11 +15,8 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from bench import measure
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-# after higgs_io, which explains a broken torchaudio
 from peft import LoraConfig, get_peft_model
 from safetensors.numpy import save_file
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
@@ -27,12 +24,15 @@ from transformers.models.higgs_audio_v2.modeling_higgs_audio_v2 import apply_rot
 from transformers.utils import is_flash_attn_2_available
 
 import lora
+from bench import measure
 from common import float8, loading, optim, parallel
 from common.packing import PackOrder, rank_packs
-from data import IGNORE, SpeechSamples, Table, TableBuilder, collate, make_loader, token_ids
-from speech import higgs, make_tiny, weights
+from data import SpeechSamples, collate, make_loader
+from speech import choices, higgs, make_tiny, weights
 from speech.codes import FRAME_RATE
 from speech.conversations import Clip, Sample, Turn
+from speech.labels import IGNORE, token_ids
+from speech.table import Table, TableBuilder
 
 SHAPES = {"tiny": {},
           "small": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 8,
@@ -132,7 +132,7 @@ def build(way, folder, device, dropout=DROPOUT):
         return model
     if way["side"] == "trainer":
         net = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=dropout,
-                                               target_modules=lora.TARGETS["all-linear"]))
+                                               target_modules=choices.LORA_TARGETS["all-linear"]))
     else:
         net = lora.add_lora(model, RANK, ALPHA, dropout, "all-linear", "random")
     with torch.no_grad():       # B too: from zero, A would have no gradient to compare
@@ -319,8 +319,7 @@ def train_ours(way, folder, device, rounds):
     if way.get("float8"):
         float8.convert(native.model.layers)
     if way.get("compile"):
-        for layer in native.model.layers:
-            layer.compile()
+        parallel.compile_layers(native.model.layers)
     if way.get("fsdp"):
         parallel.shard(model, native.model.layers, parallel.init(600, 600, alone_too=True), way["bf16"],
                        way["fsdp"] == "reshard", False)

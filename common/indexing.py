@@ -1,6 +1,6 @@
 """What millions of samples need: columns that grow on disk, processes that make parts in order, fast tokenising.
 
-Shared module. Copy parallel.py and watchdog.py with it.
+Shared module. Copy handover.py, parallel.py and watchdog.py with it.
 """
 import gc
 import itertools
@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from common.loading import named
 from common.parallel import UserError
 from common.watchdog import ignore_in_worker
 
@@ -118,8 +119,9 @@ def in_order(share, processes, take):
     except RuntimeError as error:
         if not str(error).startswith("DataLoader worker"):
             raise
-        raise UserError(f"a process that reads the data has ended early ({str(error).splitlines()[0]}); if memory was "
-                        "short, give a smaller --preprocess_num_proc, 0 = in the trainer") from None
+        why = str(named(error, others)).splitlines()[0]
+        raise UserError(f"a process that reads the data has ended early ({why}); if memory was short, give a smaller "
+                        "--preprocess_num_proc, 0 = in the trainer") from None
     finally:
         gc.unfreeze()
         if others is not None:      # an error's traceback would keep them alive, and the exit would wait for them

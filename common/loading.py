@@ -13,6 +13,7 @@ For autograd the tensors of a batch are one: changing one in place would spoil w
 Shared module: torch only, imports nothing of ours.
 """
 import math
+import signal
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ import torch
 
 ALIGNMENT = 64      # bytes; kernels may expect 16, views of other types 8
 DEPTH = 2           # batches that are read ahead
+DEATH_S = 10        # a process that is killed closes its connections first; it is dead within this time
 
 
 def values_of(batch):
@@ -74,6 +76,35 @@ def to(batch, device):
     return type(batch)(**values_of(batch) | views(buffer.to(device, non_blocking=True), layout))
 
 
+def named(error, batches):
+    """An error of next(batches), or the one that names the signal which ended a loader process of that iterator.
+
+    Torch names it only where its SIGCHLD handler comes first. A next() in another thread may find the process gone
+    before ("exited unexpectedly"), or its connection broken off; the exit status says the same in every order.
+    """
+    broken = isinstance(error, (ConnectionError, EOFError))
+    if not broken and not str(error).startswith("DataLoader worker"):
+        return error
+    end = time.monotonic() + DEATH_S * broken
+    while True:
+        for process in getattr(batches, "_workers", ()):
+            if (process.exitcode or 0) < 0:
+                return RuntimeError(f"DataLoader worker (pid {process.pid}) is killed by signal: "
+                                    f"{signal.strsignal(-process.exitcode)}.")
+        if time.monotonic() >= end:
+            return error
+        time.sleep(0.01)
+
+
+def each(loader):
+    """Iterator over a DataLoader's batches as they are asked for, with its errors as named() gives them."""
+    batches = iter(loader)
+    try:
+        yield from batches
+    except Exception as error:
+        raise named(error, batches)
+
+
 def ahead(loader, device=None):
     """Iterator over the batches of a DataLoader, on the device, if one is given; the next two come while one is used.
 
@@ -111,10 +142,8 @@ def _ahead(batches, device):
             wanted.put(True)
         while True:
             batch, copied = ready.get()
-            if isinstance(batch, (ConnectionError, EOFError)):
-                time.sleep(1)       # a loader process died: torch's signal handler says here of what
             if isinstance(batch, BaseException):
-                raise batch
+                raise named(batch, batches)
             if batch is None:
                 return
             wanted.put(True)

@@ -1,17 +1,10 @@
-"""Numbers of a run: metrics.jsonl always, TensorBoard or W&B when asked, one aligned console line, a loss picture.
-
-    python common/metrics.py output_dir        # draw output_dir/loss_curve.png; exit 1 unless the training loss fell
-
-Shared module: torch only (TensorBoard, W&B, matplotlib when used), imports nothing of ours.
-"""
-import argparse
+"""Numbers of a run: metrics.jsonl always, TensorBoard or W&B when asked, throughput and memory."""
 import json
 import math
 import os
 import re
 import resource
 import socket
-import sys
 import time
 import uuid
 from pathlib import Path
@@ -140,53 +133,3 @@ def read_metrics(path):
         except ValueError:
             break
     return rows
-
-
-def draw_losses(output_dir):
-    """Draw output_dir/loss_curve.png from metrics.jsonl; returns ({metric: (first, last)}, path).
-
-    first and last are means over the first and last fifth of the logged steps that have a loss, for train/loss and
-    every other train/ loss there is. Raises ValueError when there are fewer than two such steps.
-    """
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    rows = read_metrics(Path(output_dir) / "metrics.jsonl")
-    train = [row for row in rows if row.get("train/loss") is not None]      # null: not finite, or no step counted
-    evals = [(row["step"], row["eval/loss"]) for row in rows if row.get("eval/loss") is not None]
-    if len(train) < 2:
-        raise ValueError(f"{output_dir}/metrics.jsonl holds {len(train)} training steps; two are needed")
-    figure, axes = plt.subplots(figsize=(8, 4.5))
-    axes.plot([row["step"] for row in train], [row["train/loss"] for row in train], label="training")
-    if evals:
-        axes.plot(*zip(*evals), "o-", label="validation")
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per target)", title=Path(output_dir).name)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path = Path(output_dir) / "loss_curve.png"
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    span = max(1, len(train) // 5)
-    changes = {name: tuple(sum(row[name] for row in part) / span for part in (train[:span], train[-span:]))
-               for name in ("train/loss", "train/audio_loss", "train/text_loss")
-               if all(row.get(name) is not None for row in train)}
-    return changes, path
-
-
-def main(argv=None):
-    parser = argparse.ArgumentParser(description="Draw the loss curve of a run; exit 1 unless the loss fell.")
-    parser.add_argument("output_dir", help="folder with metrics.jsonl")
-    try:
-        changes, path = draw_losses(parser.parse_args(argv).output_dir)
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: {error}")
-    for name, (first, last) in changes.items():
-        print(f"{name:<17} {first:7.3f} -> {last:7.3f} {'fell' if last < first else 'DID NOT FALL'}")
-    print(f"loss curve:   {path}")
-    first, last = changes["train/loss"]
-    sys.exit(0 if last < first else 1)
-
-
-if __name__ == "__main__":
-    main()

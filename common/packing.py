@@ -4,8 +4,6 @@ The order of packs is a function of (seed, epoch) alone. Micro-step m of an opti
 `first + m * world_size + r`, where `first` is the position stored in a checkpoint. So a run can stop on 16 GPUs and
 go on with 8 (accumulation doubled) and see the same data, and loader workers change nothing. The tail of an epoch is
 topped up with empty packs, which weigh nothing, so every rank runs the same number of steps.
-
-Shared module: numpy only, imports nothing of ours.
 """
 import bisect
 import itertools
@@ -151,3 +149,24 @@ def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
             for micro in range(accumulation):
                 yield plan.pack(step + micro * world_size + rank).tolist()
         epoch, first = epoch + 1, 0
+
+
+def pack_order(lengths, *, tokens_per_pack, samples_per_pack, seed, group_by_length=False):
+    """PackOrder of a run's training samples: packs of tokens_per_pack where that is above 0, else of samples_per_pack.
+
+    lengths: (n,) tokens.
+    """
+    return PackOrder(lengths, seed=seed, group_by_length=group_by_length, tokens_per_pack=tokens_per_pack,
+                     samples_per_pack=0 if tokens_per_pack else samples_per_pack)
+
+
+def run_length(packs_per_epoch, per_step, epochs, max_steps, position):
+    """(optimizer steps per epoch, optimizer steps when the run ends).
+
+    per_step: packs per optimizer step, of all ranks. max_steps: ends the run instead of `epochs`, 0 = by epochs.
+    position: {"step", "epoch", "first"} to start from, as a checkpoint has them.
+    """
+    steps_per_epoch = -(-packs_per_epoch // per_step)
+    left = -(-max(0, packs_per_epoch - position["first"]) // per_step)
+    left += (epochs - position["epoch"] - 1) * steps_per_epoch
+    return steps_per_epoch, max_steps or position["step"] + max(0, left)

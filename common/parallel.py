@@ -4,8 +4,6 @@ Global rank decides samplers, logs, validation and saves; local rank picks the G
 everything here works for one process; it then has a process group only where FSDP2 needs one. Two groups exist: the
 default one (NCCL on GPUs) for gradients, and a gloo group on the CPU with a long time limit for waits that may honestly
 take hours (encoding audio, validation on rank 0), where an NCCL watchdog would fire.
-
-Shared module: torch only, imports nothing of ours.
 """
 import contextlib
 import errno
@@ -29,20 +27,22 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
+from common.flags import UserError
+
 GRACE_S = 5     # seconds a rank lets the one with the message speak first
 # How an ending goes: the first rank to fail claims the last word in the store and speaks; the others see that within a
-# second, stay silent and end GRACE_S later, 3 s later still where they host the store.
+# second, stay silent and end GRACE_S later. Ranks that take the store with them (hosts_store) end 3 s later still, so
+# every rank that runs has seen the claim before the store goes. A rank that finds the store gone without a claim
+# therefore knows that nobody has spoken, unless it stood still itself for GRACE_S or longer (stood_still).
 COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset", "Broken pipe", "TCPStore")
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 LATER_S = 30    # a collective may outlive its time limit by this, so that the watchdog can name who hangs
 LAST_WORD = "last word"     # key in the store: a rank has failed and says why
 
 _world = None   # this process's World, for the last words
-_claimed = threading.Event()
-
-
-class UserError(Exception):
-    """A mistake in flags, files or data. Shown as text without a traceback; str() is what the user reads."""
+_claimed = threading.Event()        # the last word is taken, as far as this process knows
+_claiming = threading.Lock()        # its main thread and its watchdog may both want it
+_stood_still = [0.0, 0.0]           # this process's last pause: how many seconds, and when it ended (monotonic)
 
 
 @dataclass
@@ -61,12 +61,7 @@ class World:
         return self.rank == 0
 
 
-def usable_cpus():
-    """How many cores this process may use: of a job's share, not of the whole node."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def init(timeout_s=600, slow_timeout_s=6 * 3600, device=None, alone_too=False, cpu_too=False):
+def init(timeout_s=600, slow_timeout_s=6 * 3600, alone_too=False, cpu_too=False, device=None):
     """Join the process group that torchrun describes; returns World.
 
     timeout_s: limit of one gradient collective. slow_timeout_s: limit of a wait on the slow group. device: "cpu" or
@@ -127,23 +122,30 @@ def one_clear_error():
     except UserError as error:
         stop(error)
     except KeyboardInterrupt:
+        claim_last_word(_world.store if _world else None)       # the others shall not say that this rank is gone
         leave(130)
     except Exception as error:
         _ignore_loaders()
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             stop(f"{error.filename or 'a file of this run'} cannot be written ({error.strerror})")
-        if isinstance(error, dist.DistError) or any(word in str(error) for word in COLLECTIVE_ERRORS):
+        broken = isinstance(error, dist.DistError) or any(word in str(error) for word in COLLECTIVE_ERRORS)
+        if broken:
             _give_way()         # a peer is gone: it, or torchrun, which ends this process, says more
-        if claim_last_word(_world.store if _world else None):
-            print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        paused = stood_still() if broken else 0
+        mine = claim_last_word(_world.store if _world else None, unheard=not broken)
+        if broken and not mine and not _claimed.is_set():       # the store is gone as well: the watchdog finds that,
+            _give_way(2 * GRACE_S)                              # says so and ends this process
+            mine = claim_last_word(None)                        # or there is none yet
+        if mine:
+            print(f"rank {rank} stood still for {paused:.0f} s; the other ranks have ended meanwhile" if paused else
+                  f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         leave(1)
 
 
-def claim_last_word(store):
-    """True for the first failing rank of the run (store: World.store), and for any rank that gets no answer."""
+def claim_last_word(store, unheard=True):
+    """True for the first failing rank of the run (store: World.store). `unheard`: what a store without answer means."""
     if _claimed.is_set():
         return False
-    _claimed.set()
     answers = []
 
     def ask():
@@ -153,7 +155,38 @@ def claim_last_word(store):
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join(GRACE_S)
-    return answers[0] if answers else True
+    if answers:
+        _claimed.set()
+        return answers[0]
+    with _claiming:
+        if _claimed.is_set() or store is not None and not unheard:
+            return False
+        _claimed.set()
+        return True
+
+
+def has_failed(store):
+    """True once a rank has claimed the last word; from then on this process has none."""
+    failed = store.check([LAST_WORD])
+    if failed:
+        _claimed.set()
+    return failed
+
+
+def note_pause(seconds):
+    """This process stood still until now: stopped, swapped out, or kept from running."""
+    _stood_still[:] = seconds, time.monotonic()
+
+
+def woke():
+    """When this process's last pause ended (monotonic seconds); what it missed before is no other's fault."""
+    return _stood_still[1]
+
+
+def stood_still():
+    """Seconds of a pause just over, in which others may have ended the run, unheard by this process; 0 if none was."""
+    seconds, end = _stood_still
+    return seconds if seconds > GRACE_S and time.monotonic() - end < LATER_S else 0
 
 
 def stop(message):
@@ -202,12 +235,19 @@ def _give_way(seconds=GRACE_S):
 
 
 def hosts_store(world):
-    """True on the rank whose end takes the run's store away.
+    """True on the ranks whose end takes the run's store away.
 
-    By default torchrun itself hosts it; rank 0 does with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, as in our launchers.
+    By default torchrun on the first node hosts it, and ends with the first of its ranks that fails: the other nodes
+    lose the store then; on a single node all ranks have ended before. With TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, as in
+    our launchers, rank 0 hosts it.
     """
-    return world is not None and world.store is not None and world.is_main \
-        and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if world is None or world.store is None:
+        return False
+    return world.rank < world.local_size < world.size if torchrun_has_store() else world.is_main
+
+
+def torchrun_has_store():
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def rank0_first(world, work, *args):
@@ -271,6 +311,19 @@ def any_rank(world, yes):
     if world.size > 1:
         dist.all_reduce(flag, dist.ReduceOp.MAX)
     return flag
+
+
+def compile_layers(layers, **options):
+    """torch.compile each layer in place; parameters keep their names. options: of torch.compile.
+
+    torch keeps compiled graphs in a folder and finds them again by a key that lacks the processor's vector width. What
+    was generated for 16 floats at a time would be built for 8 and leave half of its results unwritten (torch 2.13,
+    after a change of ATEN_CPU_CAPABILITY or in a folder that unlike machines share), so the key gets it here.
+    """
+    tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
+    torch.compiler.config.cache_key_tag = f"{tag} {torch.backends.cpu.get_cpu_capability()}".strip()
+    for layer in layers:
+        layer.compile(**options)
 
 
 def shard(module, layers, world, bf16=False, reshard_after_forward=True, cpu_offload=False):

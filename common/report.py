@@ -3,14 +3,12 @@
     python common/report.py output_dir                     # writes output_dir/report.html; open it in any browser
     python common/report.py out_a out_b                    # both runs in one page: out_a/comparison.html
     python common/report.py output_dir --samples spoken --evaluations judged/evaluation.json
+    python common/report.py output_dir --check_fell        # and exit status 1 unless the training loss fell
 
 Nothing is loaded from elsewhere: curves are drawn by the page itself, audio and pictures are inside it, and the page
 forbids itself any network. It may be written while the run goes on, and for any trainer's metrics.jsonl: metrics are
 grouped by name, and a name that is not known gets a plot of its own. Standard library only.
-
-Files to copy with it: report_files.py and report_page.html (style and drawing).
 """
-import argparse
 import base64
 import hashlib
 import json
@@ -25,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
-from common import report_files
+from common import flags, report_files
 
 NOTICE_BYTES = 30 * 2**20     # of a page, from which on it is slow to open and send
 POINTS = 2000       # of one curve; longer ones keep the smallest and the largest value of each bucket
@@ -384,31 +382,51 @@ def write_atomically(path, text):
         temporary.unlink(missing_ok=True)
 
 
-def write_report(args):
-    """Read everything, write the page, say what is in it."""
-    runs = [report_files.read_run(folder) for folder in args.output_dir]
+def check_fell(run):
+    """Print how a run's training losses changed; True if train/loss fell.
+
+    Compared are means over the first and the last fifth of the logged steps that have a loss. Raises ValueError when
+    fewer than two have one.
+    """
+    rows = [row for row in run.rows if row.get("train/loss") is not None]       # null: not finite, or no step counted
+    if len(rows) < 2:
+        raise ValueError(f"{run.folder}/metrics.jsonl holds {len(rows)} training steps with a loss; two are needed")
+    fifth, fell = max(1, len(rows) // 5), {}
+    for name in ("train/loss", "train/audio_loss", "train/text_loss"):
+        if all(row.get(name) is not None for row in rows):
+            first, last = (statistics.fmean(row[name] for row in part) for part in (rows[:fifth], rows[-fifth:]))
+            fell[name] = last < first
+            print(f"{name:<17} {first:7.3f} -> {last:7.3f} {'fell' if fell[name] else 'DID NOT FALL'}")
+    return fell["train/loss"]
+
+
+def write_report(runs, output, samples, sample_steps, sample_count, evaluations):
+    """Write the page and say what is in it. runs: report_files.Run; samples: folders; evaluations: files.
+
+    output: the page's path, or None: in the first run's folder. The other two: as the flags. Raises ValueError.
+    """
     for run in runs:        # names tell the runs apart
         if [other.name for other in runs].count(run.name) > 1:
             run.name = str(run.folder)
     columns = [(place, f"{run.name} · step {step:,}" if len(runs) > 1 else f"step {step:,}",
                 report_files.read_samples(folder))
                for place, run in enumerate(runs)
-               for step, folder in report_files.sample_steps(run.folder, args.sample_steps)]
-    for folder in map(Path, args.samples):
-        if not (samples := report_files.read_samples(folder)):
+               for step, folder in report_files.sample_steps(run.folder, sample_steps)]
+    for folder in map(Path, samples):
+        if not (clips := report_files.read_samples(folder)):
             raise ValueError(f"--samples {folder}: no .wav file in it; give a folder that generate_tts.py wrote")
-        columns.append((0 if len(runs) == 1 else len(runs), folder.resolve().name, samples))
+        columns.append((0 if len(runs) == 1 else len(runs), folder.resolve().name, clips))
     found = sum(len(samples) for *_, samples in columns)
-    if args.sample_count:       # the same prompts at every step: the first by name
-        columns = [(row, label, sorted(samples, key=lambda s: report_files.natural(s.name))[:args.sample_count])
-                   for row, label, samples in columns]
+    if sample_count:       # the same prompts at every step: the first by name
+        columns = [(row, label, sorted(clips, key=lambda clip: report_files.natural(clip.name))[:sample_count])
+                   for row, label, clips in columns]
     shown = sum(len(samples) for *_, samples in columns)
-    left_out = (f"{found - shown} of {found} samples left out: of each step and folder the first {args.sample_count} "
+    left_out = (f"{found - shown} of {found} samples left out: of each step and folder the first {sample_count} "
                 "are shown (--sample_count, 0 = all)" if shown < found else "")
     files = [path for run in runs for path in sorted(run.folder.rglob("evaluation.json"))]
-    files += [path for path in map(Path, args.evaluations) if path.resolve() not in [file.resolve() for file in files]]
+    files += [path for path in map(Path, evaluations) if path.resolve() not in [file.resolve() for file in files]]
     evaluations = [report_files.read_evaluation(path) for path in files]
-    output = Path(args.output or runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html"))
+    output = Path(output or runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html"))
     if not output.parent.is_dir():
         raise ValueError(f"--output {output}: there is no folder {output.parent}")
     text = page(runs, columns, evaluations, left_out)
@@ -417,12 +435,11 @@ def write_report(args):
           f"metrics, {shown} samples, {len(evaluations)} evaluations" + (f"; {left_out}" if left_out else ""))
     if output.stat().st_size > NOTICE_BYTES:
         print(f"notice: {output} is large ({size(output.stat().st_size)}): a smaller --sample_steps (now "
-              f"{args.sample_steps}) or --sample_count (now {args.sample_count}) puts fewer samples into it, 0 = all")
+              f"{sample_steps}) or --sample_count (now {sample_count}) puts fewer samples into it, 0 = all")
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description="Write one self-contained HTML page about a run, or several.",
-                                allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p = flags.Parser("Write one self-contained HTML page about a run, or several.")
     p.add_argument("output_dir", nargs="+", help="folder of a run; several are compared")
     p.add_argument("--output", metavar="FILE", help="the page (default: OUTPUT_DIR/report.html, or comparison.html)")
     p.add_argument("--samples", nargs="+", default=[], metavar="FOLDER", help="more folders of generated .wav files")
@@ -432,12 +449,13 @@ def main(argv=None):
                    help="samples shown of each step and of each folder of --samples, the first by name, 0 = all")
     p.add_argument("--evaluations", nargs="+", default=[], metavar="FILE",
                    help="evaluation.json files beside those below OUTPUT_DIR")
-    args = p.parse_args(argv)
+    flags.switch(p, "--check_fell", help="print how the losses changed; exit status 1 unless the training loss fell")
+    args = flags.parse(p, lambda args, _: flags.zero_or_more(args, "sample_steps", "sample_count"), argv)
     try:
-        for flag in ("sample_steps", "sample_count"):
-            if getattr(args, flag) < 0:
-                raise ValueError(f"--{flag} is {getattr(args, flag)}; it must be 0 or more")
-        write_report(args)
+        runs = [report_files.read_run(folder) for folder in args.output_dir]
+        write_report(runs, args.output, args.samples, args.sample_steps, args.sample_count, args.evaluations)
+        if args.check_fell and not all([check_fell(run) for run in runs]):
+            sys.exit(1)
     except OSError as error:
         sys.exit(f"error: {error.filename}: {error.strerror}")
     except ValueError as error:

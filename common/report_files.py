@@ -40,11 +40,9 @@ class Run:
         return list(dict.fromkeys(name for row in self.rows for name in row if name != "step"))
 
     def flag(self, name):
-        """A flag's number; None where it has none. Some trainers note their flags as text."""
-        try:
-            return float(self.args.get(name))
-        except (TypeError, ValueError):
-            return None
+        """A flag's number; None where it has none."""
+        value = self.args.get(name)
+        return value if isinstance(value, (int, float)) else None
 
     @property
     def step(self):

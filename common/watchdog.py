@@ -19,7 +19,16 @@ import traceback
 from pathlib import Path
 
 from common.checkpoint import write_atomically
-from common.parallel import GRACE_S, LAST_WORD, claim_last_word, hosts_store
+from common.parallel import (
+    GRACE_S,
+    claim_last_word,
+    has_failed,
+    hosts_store,
+    note_pause,
+    stood_still,
+    torchrun_has_store,
+    woke,
+)
 
 MARKER = "requeue"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -103,14 +112,15 @@ class Watchdog:
                 count, where, since, limit_s = self.state
                 self.world.store.set(f"watch/{self.world.rank}", json.dumps(
                     [beat, count, where, f"{socket.gethostname()}, process {os.getpid()}"]))
-                stuck = time.monotonic() - since
+                stuck = time.monotonic() - max(since, woke())
                 self.answered = time.monotonic()
+                failed = has_failed(self.world.store)       # at every beat: see "How an ending goes" in parallel.py
                 if leave is not None:           # beats on, or a slower judge would take this rank for silent
                     if time.monotonic() > leave:
                         os._exit(1)
                 elif stuck <= limit_s:
                     before = None
-                    if self.world.store.check([LAST_WORD]):     # a rank failed; this one may wait for it
+                    if failed:      # this rank may wait for the one that did
                         leave = time.monotonic() + self.grace_s
                 elif before is None:
                     before, decide = self._states(), beat + SILENT_BEATS
@@ -118,24 +128,34 @@ class Watchdog:
                     self._judge(before, self._states(), stuck)
                     leave = time.monotonic() + self.grace_s     # time for the stacks of other ranks
                 time.sleep(self.beat_s)
-        except Exception as error:      # the store is gone or silent: its host is
+        except Exception as error:      # the store is gone: its host is
             time.sleep(GRACE_S)         # torchrun, when it noticed too, ends this process meanwhile
-            if not _at_rest.is_set() and not _requested and claim_last_word(None):
-                print("error: rank 0 or its node is gone: the store of the run does not answer "
-                      f"({str(error).splitlines()[0]})", file=sys.stderr, flush=True)
             if not _at_rest.is_set():
+                # Silent: a rank that knows of a claim, that is asked to stop, or whose node has another voice. After a
+                # pause nobody knows: either the others ended the run for it and have said so, or the host died alone.
+                if not _requested and self._is_voice() and claim_last_word(None):
+                    print(f"rank {self.world.rank} stood still for {stood_still():.0f} s; the run has ended meanwhile"
+                          if stood_still() else "error: rank 0 or its node is gone: the store of the run does not "
+                          f"answer ({str(error).splitlines()[0]})", file=sys.stderr, flush=True)
                 os._exit(1)
+
+    def _is_voice(self):
+        """True on one rank per node: without a store, ranks cannot agree on who speaks. Rank 0 cannot miss its own."""
+        return self.world.local_rank == (0 if torchrun_has_store() or self.world.rank >= self.world.local_size else 1)
 
     def _watch_store(self):
         """A store whose host stands still answers no call, and no call to it ends: that takes another thread to see."""
         while not _at_rest.is_set():
             before = time.monotonic()
             time.sleep(self.beat_s)
-            if time.monotonic() - before > self.limit_s / 2:    # this process stood still itself: no reason to blame
+            pause = time.monotonic() - before
+            if pause > self.limit_s / 2:        # this process stood still itself: no reason to blame
                 self.answered = time.monotonic()
+            if pause > GRACE_S:
+                note_pause(pause)
             silent = time.monotonic() - self.answered
             if silent > self.limit_s + GRACE_S:
-                if self.world.local_rank == 0 or self.world.rank == 1:      # one voice a node is enough
+                if self._is_voice() and claim_last_word(None):
                     print(f"error: no answer from rank 0 for {silent:.0f} s: its process, which hosts the run's store, "
                           "or torchrun, or its node stands still", file=sys.stderr, flush=True)
                 os._exit(1)

@@ -1,4 +1,4 @@
-"""GSM8K and HDP problems -> documents of numbered blocks -> rows -> batches; and the scoring of answers.
+"""GSM8K and HDP problems -> documents of numbered blocks -> rows -> batches.
 
 A document is a problem as tokens, each with the number of its block: the model sees clean blocks before the one that it
 denoises. Two systems share everything behind that:
@@ -9,25 +9,22 @@ denoises. Two systems share everything behind that:
 The end token (`<|endoftext|>`; in hdp `<|pad|>` at the end of plan and execution) is repeated up to the block boundary
 and trained there, since a sampler always fills whole blocks. Nothing else is padded: rows of several problems (--pack)
 give the same loss as rows of one.
-
-Own module of train_bd3lm.py and sample_bd3lm.py. Copy with it: problems.py, noise.py (for Blocks) and what that one
-names, packing.py, parallel.py, watchdog.py.
 """
 import functools
 import hashlib
-import re
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from common import parallel
 from common.packing import best_fit
 from common.parallel import UserError, problem_text
 from common.watchdog import ignore_in_worker
 from diffusion import dit
-from diffusion.noise import Blocks
-from diffusion.problems import NUMBER
+from diffusion.noise import Blocks, attended_pairs
+from diffusion.problems import read_problems
 
 QUESTION, PLAN, EXECUTION, FILL = 0, 1, 2, 3        # regions; gsm8k's answer is PLAN, FILL is what follows an end token
 
@@ -106,7 +103,7 @@ class Documents:
     group: np.ndarray       # (T,) int64 number of the block among the document's blocks with targets, else -1
     offsets: np.ndarray     # (n + 1,) int64
     problems: list          # Problem of each document
-    pad: int                # id on padding; what marks it is live, and doc -1 in a batch
+    pad: int                # id on padding, which `live` marks, and doc -1 in a batch
     dropped: int            # problems left out as too long
 
     def __len__(self):
@@ -286,7 +283,7 @@ class Rows(Dataset):
     """Fixed-length rows of whole documents; item r is a dict of (L,) int64 arrays: a row before it meets its batch."""
 
     def __init__(self, documents, members, length, noisy_length):
-        """members: list of lists of document numbers, one a row. A row has length L, and room for N noisy copies."""
+        """members: a list of document numbers for each row. A row has `length` tokens and noisy_length noisy copies."""
         self.documents, self.members = documents, [list(m) for m in members]
         self.length, self.noisy_length = length, noisy_length
 
@@ -296,6 +293,10 @@ class Rows(Dataset):
     def per_row(self, per_document):
         """(n_rows,) int64 sums of a (n_documents,) array over the documents of each row."""
         return np.array([per_document[m].sum() for m in self.members], np.int64)
+
+    def fingerprint(self):
+        """Hash of the documents in the order of the rows, for recognising the same data on resume."""
+        return self.documents.fingerprint(document for members in self.members for document in members)
 
     @functools.cached_property
     def n_targets(self):
@@ -342,10 +343,32 @@ def make_rows(documents, numbers, row_length, pack, seed=0):
     order = numbers[np.random.default_rng((seed, 0)).permutation(len(numbers))]
     packings = {}
     for copies in range(needed, row_length + 1, step):
-        share = np.maximum(documents.lengths, -(-noisy * row_length // copies))     # of whichever runs out first
+        share = np.maximum(documents.lengths, -(-noisy * row_length // copies))     # slots or copies run out first
         packings[copies] = best_fit(share, order, row_length)
     best = min(packings, key=lambda copies: len(packings[copies]) * (row_length + copies))
     return Rows(documents, packings[best], row_length, best)
+
+
+def prepare_rows(world, layout, tokens, train_data, eval_data, *, validation_split, row_length, pack, drop_too_long,
+                 seed):
+    """(training Rows, validation Rows or None) of files, dataset folders or hub names; rank 0 reads them first.
+
+    Without eval_data the share validation_split of the training problems is held out, none when it is 0. UserError when
+    a problem cannot be used; drop_too_long: longer ones than the layout allows are left out and counted instead.
+    """
+    def documents(path, split):
+        problems = parallel.rank0_first(world, read_problems, path, split, layout.system, layout.strip_calculator)
+        return make_documents(problems, tokens, layout, drop_too_long)
+
+    train = evaluation = documents(train_data, "train")
+    numbers, held_out = np.arange(len(train)), []
+    if eval_data:
+        evaluation = documents(eval_data, "test")
+        held_out = np.arange(len(evaluation))
+    elif validation_split:
+        numbers, held_out = split_validation(len(train), validation_split, seed)
+    rows = make_rows(train, numbers, row_length, pack, seed)
+    return rows, make_rows(evaluation, held_out, row_length, pack, seed) if len(held_out) else None
 
 
 def collate(rows, batch_rows, length, noisy_length, pad):
@@ -385,79 +408,18 @@ def make_loader(rows, packs, batch_rows, noisy_length, *, num_workers, prefetch_
                       generator=torch.Generator())      # else each loader would draw from the generator of the dropout
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Prompts for the sampler, and reading what it wrote
+def row_table(rows):
+    """What each row holds -> {name: (n_rows,) ints}, of which a trainer adds up those of its optimizer steps.
 
-
-def question_state(problem, tokens, layout):
-    """What is given before the first generated region: (context, (pinned ids, their first position)).
-
-    context: (3, n) int64 ids, position, block of clean tokens. Raises UserError when the question is too long, or a
-    block reaches over a region's end, so that one region cannot be finished before the next.
+    targets_0 to targets_3: in the loss, of each region; targets: of all. groups: blocks with targets. tokens: of text.
+    noisy, clean: copies and tokens without padding. samples: problems. pairs: (query, key) that may attend.
     """
-    ids = [tokens.encode(text) for text in pieces(problem, layout.system)]
-    if layout.system == "gsm8k":
-        head = np.array([tokens.bos, *ids[0]])
-        if len(head) >= layout.max_length:
-            raise UserError(f"{problem.name}: its question has {len(head)} tokens, no room in --max_length "
-                            f"{layout.max_length}")
-        whole = len(head) - len(head) % layout.block_size
-        at = np.arange(whole)
-        return np.stack([head[:whole], at, at // layout.block_size]), (head[whole:].tolist(), whole)
-    if len(ids[0]) > layout.question_budget:
-        raise UserError(f"{problem.name}: its question has {len(ids[0])} tokens, more than --question_budget "
-                        f"{layout.question_budget}")
-    if layout.flat and any(layout.start(region) % layout.block_size for region in (PLAN, EXECUTION)):
-        raise UserError(f"--hdp_layout flat with --block_size {layout.block_size}: a block reaches over a region's "
-                        "end, so no plan can be finished first; such a model cannot be sampled")
-    at = np.arange(len(ids[0]))
-    block = at // layout.block_size if layout.flat else np.zeros(len(at), np.int64)
-    return np.stack([ids[0], at, block]), ([tokens.plan], layout.start(PLAN))
-
-
-def room(first_position, region, layout):
-    """Blocks that may be generated in a region whose first block starts at first_position."""
-    if layout.system == "gsm8k":
-        return (layout.max_length - first_position) // layout.block_size
-    budget = {PLAN: layout.plan_budget, EXECUTION: layout.execution_budget}[region]
-    return budget // layout.region_block(region)
-
-
-def finish_region(ids, pinned, end):
-    """Generated ids -> (list in which only end tokens follow the first generated one, whether there was one)."""
-    for i in range(pinned, len(ids)):
-        if ids[i] == end:
-            return [*ids[:i], *[end] * (len(ids) - i)], True
-    return list(ids), False
-
-
-def execution_state(context, plan, tokens, layout):
-    """question_state for the second region: the context with the finished plan (ids from finish_region) behind it."""
-    at = np.arange(len(plan))
-    block = context[2].max(initial=-1) + 1 + at // layout.region_block(PLAN)
-    return (np.concatenate([context, [plan, layout.start(PLAN) + at, block]], axis=1),
-            ([tokens.execution], layout.start(EXECUTION)))
-
-
-def region_text(ids, pinned, tokens):
-    """Text of a region up to its end token, without the pinned ids; hdp's <|answer|> becomes GSM8K's ####."""
-    body = list(ids[pinned:])
-    if tokens.end in body:
-        body = body[:body.index(tokens.end)]
-    if tokens.answer in body:
-        at = body.index(tokens.answer)
-        return f"{tokens.decode(body[:at]).strip()}\n#### {tokens.decode(body[at + 1:]).strip()}"
-    return tokens.decode(body).strip()
-
-
-def score(text, answer):
-    """(strict, flexible) of a generated text against the final number.
-
-    strict is openai/grade-school-math's rule: the number right behind `#### `, commas removed, must be the same text.
-    flexible: the last number anywhere has the same value.
-    """
-    gold = answer.replace(",", "")
-    marked = re.search(r"#### (-?[0-9.,]+)", text)
-    strict = marked is not None and marked[1].replace(",", "") == gold
-    numbers = NUMBER.findall(text)
-    return strict, bool(numbers) and float(numbers[-1].replace(",", "")) == float(gold)
+    documents = rows.documents
+    table = {f"targets_{region}": rows.per_row(documents.per_document(documents.target & (documents.region == region)))
+             for region in range(4)}
+    pairs = [attended_pairs(collate([rows[r]], 1, rows.length, rows.noisy_length, documents.pad))
+             for r in range(len(rows))]
+    return table | {"targets": rows.n_targets, "groups": rows.per_row(documents.n_groups), "tokens": rows.tokens,
+                    "noisy": rows.per_row(documents.noisy_lengths),
+                    "clean": rows.per_row(documents.per_document(documents.live)),
+                    "samples": np.array([len(m) for m in rows.members]), "pairs": np.array(pairs)}

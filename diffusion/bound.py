@@ -1,9 +1,7 @@
 """Validation of block diffusion: the likelihood bound with its sampling error, and the search for a noise range.
 
-Every rank takes an equal share of the batches (padding fills up), and a batch gets the same noise at every validation,
-on whatever number of ranks: bounds of different steps and runs compare.
-
-Own module of train_bd3lm.py. Copy with it: noise.py blocks.py packing.py parallel.py watchdog.py and what those name.
+Every rank takes equally many batches, the last ones perhaps of padding only. A batch gets the same noise at every
+validation and on any number of ranks, so bounds of different steps and runs compare.
 """
 import math
 
@@ -19,7 +17,7 @@ PLACES = 32         # block numbers reported one by one; the last stands for all
 
 
 def share_of_batches(world, rows, batch_rows, most=None):
-    """Yield (number, Blocks) of this rank's part of the first `most` batches of rows (gsm8k.Rows), in order.
+    """Yield (number, Blocks) of this rank's part of the first `most` batches of rows (blocks.Rows), in order.
 
     Every rank gets equally many; the last ones may hold padding only.
     """
@@ -52,32 +50,34 @@ def bound_range(layout):
 
 
 @torch.no_grad()
-def bound(world, model, rows, mask_id, args, check):
-    """Bound on the negative log-likelihood of rows (gsm8k.Rows) -> {"eval/...": float}, or None when asked to stop.
+def bound(world, model, rows, mask_id, check, *, batch_rows, repeats, seed, bf16):
+    """Bound on the negative log-likelihood of rows (blocks.Rows) -> {"eval/...": float}, or None when asked to stop.
 
-    eval/loss: nats per target; eval/nll: the same sum per token of text (targets but fill), with eval/stderr; of every
-    region and block number nats per target there. Noise is loglinear whatever schedule is trained on: the bound is the
-    same under all, but others would spend more of it on the levels below bd3lm.FULL, which are never drawn.
-    eval/stderr is of the noise alone, from how the args.eval_repeats draws of each block differ; as rare low levels
-    weigh much (1/t), it is itself rough where few blocks are validated. check(): called before every batch; may raise.
+    check(): called before every batch of batch_rows rows; may raise. repeats: draws of the noise.
+
+    eval/loss: nats per target. eval/nll: the same sum per token of text (targets without fill); eval/stderr: its
+    standard error. eval/nll_REGION, eval/nll_block_NN: nats per target of one region or block number.
+    Noise is loglinear whatever schedule is trained on. The bound is the same under every schedule, but under the others
+    more of it comes from levels below noise.FULL, which are never drawn. The standard error is that of the noise alone,
+    from how the draws of each block differ; low levels are rare and weigh much (1/t), so with few blocks it is rough.
     """
-    layout, sums = rows.documents.layout, torch.zeros(args.eval_repeats, 4 * PLACES, dtype=torch.float64,
-                                                      device=world.device)
+    layout = rows.documents.layout
+    sums = torch.zeros(repeats, 4 * PLACES, dtype=torch.float64, device=world.device)
     variance = torch.zeros((), dtype=torch.float64, device=world.device)        # of the mean of the repeats' sums
-    for number, batch in share_of_batches(world, rows, args.per_device_eval_batch_size):
+    for number, batch in share_of_batches(world, rows, batch_rows):
         check()
         if asked_to_stop(world):
             return None
         cell = (batch.region * PLACES + batch.block.clamp(max=PLACES - 1)).flatten()
-        of_block = torch.zeros(args.eval_repeats, batch.n_groups, dtype=torch.float64, device=world.device)
-        for repeat in range(args.eval_repeats):
-            draws = noise.draw(args.seed, "validation", (number, repeat), batch.n_groups, *batch.doc.shape)
+        of_block = torch.zeros(repeats, batch.n_groups, dtype=torch.float64, device=world.device)
+        for repeat in range(repeats):
+            draws = noise.draw(seed, "validation", (number, repeat), batch.n_groups, *batch.doc.shape)
             inputs = noise.diffuse(batch, draws, mask_id, bound_range(layout))
-            losses = weighted_losses(model, inputs, world.device, args.bf16)
+            losses = weighted_losses(model, inputs, world.device, bf16)
             sums[repeat].index_add_(0, cell[inputs.places].to(world.device), losses)
             of_block[repeat].index_add_(0, batch.group.flatten()[inputs.places].to(world.device), losses)
-        if args.eval_repeats > 1:
-            variance += of_block.var(0).sum() / args.eval_repeats
+        if repeats > 1:
+            variance += of_block.var(0).sum() / repeats
     sums, variance = parallel.all_sum(world, sums), parallel.all_sum(world, variance)
     return report(sums.cpu().numpy(), float(variance), target_counts(rows), REGIONS[layout.system])
 
@@ -126,25 +126,26 @@ def candidates(widths, block_sizes):
 
 
 @torch.no_grad()
-def search_range(world, model, rows, mask_id, args, check):
+def search_range(world, model, rows, mask_id, check, *, widths, batches, schedule, weighting, batch_rows, seed, bf16):
     """(low, high) of the candidate under which losses of blocks vary least, or None when asked to stop.
 
     As in the paper (var_min): less variance between blocks means less noise in gradients. Costs one forward pass for
-    each candidate and each of the first args.clip_search_batches batches. Same random numbers for all candidates.
+    each candidate and each of the first `batches` batches. All candidates get the same random numbers. check,
+    batch_rows: as in bound; schedule, weighting: as in noise.diffuse.
     """
     layout = rows.documents.layout
     sizes = {layout.region_block(blocks.PLAN), layout.region_block(blocks.EXECUTION)}
-    tried = candidates(args.clip_search_widths, sizes)
+    tried = candidates(widths, sizes)
     moments = torch.zeros(len(tried), 3, dtype=torch.float64, device=world.device)      # sum, sum of squares, number
-    for number, batch in share_of_batches(world, rows, args.per_device_eval_batch_size, args.clip_search_batches):
+    for number, batch in share_of_batches(world, rows, batch_rows, batches):
         check()
         if asked_to_stop(world):
             return None
-        draws = noise.draw(args.seed, "search", number, batch.n_groups, *batch.doc.shape)
+        draws = noise.draw(seed, "search", number, batch.n_groups, *batch.doc.shape)
         sizes = torch.bincount(batch.group[batch.target], minlength=batch.n_groups).to(world.device)
         for index, t_range in enumerate(tried):
-            inputs = noise.diffuse(batch, draws, mask_id, t_range, args.noise_schedule, args.loss_weighting)
-            losses = weighted_losses(model, inputs, world.device, args.bf16)
+            inputs = noise.diffuse(batch, draws, mask_id, t_range, schedule, weighting)
+            losses = weighted_losses(model, inputs, world.device, bf16)
             per_block = torch.zeros(batch.n_groups, dtype=torch.float64, device=world.device)
             per_block.index_add_(0, batch.group.flatten()[inputs.places].to(world.device), losses)
             per_block /= sizes

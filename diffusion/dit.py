@@ -5,8 +5,6 @@ position; nothing else decides who sees whom (attends below), so packed rows, pa
 and a hierarchy of question, plan and execution are one model. The backbone is that of BD3-LM and MDLM (arXiv
 2503.09573; adaLN-zero from DiT, arXiv 2212.09748): RoPE, GELU MLP, untied zero-initialised head, no time conditioning,
 so that the modulation is a learned constant.
-
-Module of train_bd3lm.py and sample_bd3lm.py: torch and numpy only. Copy with it: recomputation.py.
 """
 import math
 import re
@@ -238,7 +236,7 @@ class DiT(nn.Module):
         return angle.cos(), angle.sin()
 
     def hidden_states(self, inputs):
-        """Final hidden states (B, N, H) of the noisy copies. inputs: bd3lm.Inputs."""
+        """Final hidden states (B, N, H) of the noisy copies. inputs: noise.Inputs."""
         n = inputs.n_noisy
         if inputs.layout is None or self._masks[0] != inputs.layout:
             states = (inputs.noisy_tiles, inputs.clean_tiles) if self.backend == "flex" else None
@@ -328,6 +326,11 @@ def load_official_state_dict(model, state):
     if wrong or len(renamed) != len(own):
         raise KeyError(f"missing, or of another shape: {wrong}; not wanted: {sorted(renamed.keys() - own.keys())}")
     model.load_state_dict(renamed)
+
+
+def decays(name, parameter):
+    """Weight decay shrinks matrices, not norms and biases, and not the embedding: rows a batch lacks would shrink."""
+    return parameter.ndim > 1 and name != "embed.weight"
 
 
 def flops(config, tokens, rows, pairs):

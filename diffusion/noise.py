@@ -1,4 +1,4 @@
-"""Block diffusion: noise on blocks, the loss that bounds their likelihood, averaged weights, and loading a checkpoint.
+"""Block diffusion: noise on blocks, and the weights that make the loss a bound on their likelihood.
 
 A batch (Blocks) becomes what the network is fed (Inputs) here, on the CPU, from random numbers that depend on the seed
 and the step alone. So any split of a step over ranks and micro-steps trains the same, a resumed run goes on exactly,
@@ -9,25 +9,18 @@ and the number of masked tokens is known without asking the GPU.
 Each target of a block is masked with probability p(t), t in (0, 1]; w(t) = p'(t) / p(t). SUBS: other tokens have no
 loss and the mask token no probability. Sources: BD3-LM (arXiv 2503.09573) and its code
 (github.com/kuleshov-group/bd3lms), MDLM (arXiv 2406.07524).
-
-Own module of train_bd3lm.py and sample_bd3lm.py. Copy with it: dit.py, loading.py, tensor_files.py,
-parallel.py.
 """
 import hashlib
-import json
 import math
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
-from common import loading, tensor_files
+from common import loading
 from common.parallel import UserError
-from diffusion import dit
 
-FULL = (1e-3, 1.0)          # the range of t for the bound itself; a bound equal to one of these is not enforced
+FULL = (1e-3, 1.0)          # the range of t of the bound itself; an end of a range that equals its end is not enforced
 NOISE = {"train": 1, "validation": 2, "search": 3}      # purposes of random numbers
 COSINE_FLOOR = 1e-3         # masked share of the cosine schedule at t = 0
 
@@ -71,7 +64,7 @@ class Inputs(NamedTuple):
 
 
 def send(tensor, device):
-    """A CPU tensor on a device; from pinned memory, since otherwise the host would wait for what the GPU has to do."""
+    """A CPU tensor on a device. Pinned first: a copy from other memory makes the host wait until the GPU is idle."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -118,6 +111,12 @@ def mask_rate(t, schedule):
     if schedule == "log":
         return torch.log1p(t) / math.log(2)
     return 1 - (1 - COSINE_FLOOR) * torch.cos(math.pi / 2 * t)
+
+
+def mean_rate(t_range, schedule):
+    """Mean of p(t) over a range of t: the share of targets that is masked, on average."""
+    low, high = t_range
+    return float(mask_rate(low + (high - low) * torch.linspace(0, 1, 1001, dtype=torch.float64), schedule).mean())
 
 
 def bound_weight(t, schedule):
@@ -244,69 +243,3 @@ def attended_pairs(batch):
     first = torch.searchsorted(docs, docs)                  # the first block of the same document
     before = before - before[first]
     return int((noisy * (noisy + before) + clean * (clean + before)).sum())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Averaged weights, checkpoints
-
-
-def local(tensor):
-    """This rank's part of a tensor that may be sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-class Average:
-    """Exponential moving average of a model's weights: decay min(decay, (1 + n) / (10 + n)) at update n = 1, 2, ..."""
-
-    def __init__(self, model, decay):
-        """Make it when the weights are in place and sharded, if they will be."""
-        self.decay = decay
-        self.parameters = dict(model.named_parameters())
-        self.shadow = {name: p.detach().clone() for name, p in self.parameters.items()}
-        self.updates = torch.zeros((), device=local(next(iter(self.shadow.values()))).device)
-
-    def _pair(self):
-        return ([local(t.detach()) for t in tensors.values()] for tensors in (self.parameters, self.shadow))
-
-    @torch.no_grad()
-    def update(self, skip=0.0):
-        """Move towards the weights, unless skip (number or 0-d tensor on the device) is 1; no host sync."""
-        self.updates += 1 - skip
-        decay = ((1 + self.updates) / (10 + self.updates)).clamp(max=self.decay)
-        weights, shadow = self._pair()
-        difference = torch._foreach_sub(weights, shadow)
-        torch._foreach_mul_(difference, (1 - decay) * (1 - skip))
-        torch._foreach_add_(shadow, difference)
-
-    @torch.no_grad()
-    def swap(self):
-        """Exchange the model's weights and the averaged ones, in place; again to undo. FSDP2: reshard before."""
-        for weight, shadow in zip(*self._pair()):
-            kept = weight.clone()
-            weight.copy_(shadow)
-            shadow.copy_(kept)
-
-
-def load_checkpoint(folder, ema=True, backend="sdpa"):
-    """(DiT on the CPU in eval mode, config.json as a dict) of a checkpoint folder; ema: the averaged weights.
-
-    Raises UserError when the folder holds no such model.
-    """
-    folder = Path(folder)
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        model = dit.DiT(dit.Config(**config["model"]), backend)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder}: no checkpoint of train_bd3lm.py (config.json: {error})")
-    load_weights(dict(model.named_parameters()), folder, "ema" if ema else "model")
-    return model.eval(), config
-
-
-def load_weights(tensors, folder, stem):
-    """Fill {name: tensor}, plain or sharded, from <stem>.safetensors (one file or several) of a checkpoint folder."""
-    parts = {name: [part] for name, part in
-             tensor_files.open_tensors(tensor_files.files_in(folder, stem)).items()}
-    if problem := tensor_files.compare({name: t.shape or (1,) for name, t in tensors.items()}, parts):
-        raise UserError(f"{folder}: its {stem} weights do not fit this model: {problem}")
-    for name, tensor in tensors.items():
-        tensor_files.read_into(tensor.detach(), parts[name])

@@ -3,8 +3,6 @@
 Reads JSONL, JSON, dataset folders (JSONL, parquet, arrow) and hub names. Whatever cannot be used is one line that names
 the file and the sample. Special tokens follow kuleshov-group/bd3lms (gsm8k: a mask behind GPT-2's vocabulary) and
 ngocbao220/hdp-diffusion (hdp: five tokens in that order), both Apache-2.0.
-
-Own module of train_bd3lm.py and sample_bd3lm.py. Copy with it: parallel.py (for UserError).
 """
 import functools
 import json

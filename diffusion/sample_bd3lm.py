@@ -8,9 +8,6 @@ Everything is conditioned on the question. gsm8k: the answer block by block unti
 until its end token, then, behind the finished plan, the execution with <|answer|>. Strict exact match takes the number
 behind #### (hdp: behind <|answer|>) and compares texts as openai/grade-school-math does; flexible takes the last number
 in the text and compares values. NFE is the mean number of network passes a problem needed.
-
-Files to copy with it: blocks.py problems.py sampler.py noise.py dit.py (its own), checkpoint.py loading.py
-packing.py parallel.py tensor_files.py watchdog.py recomputation.py (shared).
 """
 import argparse
 import json
@@ -26,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ sta
 
 from common import checkpoint, parallel
 from common.parallel import UserError
-from diffusion import blocks, noise, sampler
+from diffusion import blocks, sampler, weights
+from diffusion.answers import execution_state, finish_region, question_state, region_text, room, score
 from diffusion.problems import load_tokenizer, read_problems
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -104,31 +102,27 @@ def find_checkpoint(name, pick):
 # Answers
 
 
-def answer_batch(model, states, tokens, layout, args, generator):
-    """Generate for problems with these gsm8k.question_state states -> list of dicts.
+def answer_batch(model, states, tokens, layout, **options):
+    """Generate for problems with these question_state states -> list of dicts. options: of sampler.generate.
 
     They hold text, hdp's also plan; forwards, the network passes; tokens, generated ones up to and with the end token;
-    ended, whether every region found its end by itself.
+    ended, whether the end token came in every region.
     """
-    options = {"order": args.order, "tokens_per_step": args.tokens_per_step, "threshold": args.threshold,
-               "temperature": args.temperature, "top_p": args.top_p, "use_cache": args.use_cache,
-               "generator": generator}
     contexts, pinned = zip(*states)
     answers = [{"forwards": 0, "tokens": 0, "ended": True} for _ in states]
     for region in (blocks.PLAN, blocks.EXECUTION) if layout.system == "hdp" else (blocks.PLAN,):
-        rooms = [blocks.room(first, region, layout) for _, first in pinned]
-        written = sampler.generate(model, contexts, pinned, rooms, layout.region_block(region), tokens.end,
-                                         **options)
-        finished = [blocks.finish_region(w.ids, len(ids), tokens.end)[0] for w, (ids, _) in zip(written, pinned)]
+        rooms = [room(first, region, layout) for _, first in pinned]
+        written = sampler.generate(model, contexts, pinned, rooms, layout.region_block(region), tokens.end, **options)
+        finished = [finish_region(w.ids, len(ids), tokens.end)[0] for w, (ids, _) in zip(written, pinned)]
         for answer, w, ids, (given, _) in zip(answers, written, finished, pinned):
             body = ids[len(given):]
             name = "plan" if layout.system == "hdp" and region == blocks.PLAN else "text"
-            answer[name] = blocks.region_text(ids, len(given), tokens)
+            answer[name] = region_text(ids, len(given), tokens)
             answer["forwards"] += w.forwards
             answer["tokens"] += body.index(tokens.end) + 1 if w.ended else len(body)
             answer["ended"] &= w.ended
         if name == "plan":
-            contexts, pinned = zip(*[blocks.execution_state(context, ids, tokens, layout)
+            contexts, pinned = zip(*[execution_state(context, ids, tokens, layout)
                                      for context, ids in zip(contexts, finished)])
     return answers
 
@@ -138,7 +132,7 @@ def usable_states(problems, tokens, layout, drop_too_long):
     states, wrong = [], []
     for problem in problems:
         try:
-            states.append(blocks.question_state(problem, tokens, layout))
+            states.append(question_state(problem, tokens, layout))
         except UserError as error:
             states.append(None)
             wrong.append(str(error))
@@ -147,19 +141,19 @@ def usable_states(problems, tokens, layout, drop_too_long):
     return states
 
 
-def answer_all(model, problems, tokens, layout, args, device):
-    """(list of dicts, one a problem, in order; seconds the model took)."""
-    states = usable_states(problems, tokens, layout, args.drop_too_long)
+def answer_all(model, problems, tokens, layout, device, *, batch_size, seed, bf16, drop_too_long, **options):
+    """(list of dicts, one per problem, in order; seconds the model took). options: of sampler.generate."""
+    states = usable_states(problems, tokens, layout, drop_too_long)
     empty = {"text": "", "forwards": 0, "tokens": 0, "ended": False}
     answers = [{"name": p.name, "question": p.question, "answer": p.answer, **empty} for p in problems]
     todo = [i for i, state in enumerate(states) if state is not None]
     todo.sort(key=lambda i: states[i][0].shape[1])      # questions of like length side by side: less padding
-    seconds, batches = 0.0, [todo[a:a + args.batch_size] for a in range(0, len(todo), args.batch_size)]
+    seconds, batches = 0.0, [todo[a:a + batch_size] for a in range(0, len(todo), batch_size)]
     for number, batch in enumerate(batches, 1):
-        generator = torch.Generator(device).manual_seed(args.seed + 1_000_003 * number)
+        generator = torch.Generator(device).manual_seed(seed + 1_000_003 * number)
         began = time.monotonic()
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-            written = answer_batch(model, [states[i] for i in batch], tokens, layout, args, generator)
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            written = answer_batch(model, [states[i] for i in batch], tokens, layout, generator=generator, **options)
         seconds += time.monotonic() - began     # ids are on the host by now, so the device is done
         for i, answer in zip(batch, written):
             answers[i] |= answer
@@ -168,7 +162,7 @@ def answer_all(model, problems, tokens, layout, args, device):
               f"{sum(a['tokens'] for a in done) / seconds:>8,.1f} tok/s | "
               f"NFE {np.mean([a['forwards'] for a in done]):6.1f}")
     for problem, answer in zip(problems, answers):
-        answer["strict"], answer["flexible"] = blocks.score(answer["text"], problem.answer)
+        answer["strict"], answer["flexible"] = score(answer["text"], problem.answer)
     return answers, seconds
 
 
@@ -208,7 +202,7 @@ def sample(args):
     check_flags(args)
     folder = find_checkpoint(args.checkpoint, args.pick)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model, config = noise.load_checkpoint(folder, args.ema)
+    model, config = weights.load_checkpoint(folder, args.ema)
     layout = blocks.Layout(**config["layout"])
     tokens = load_tokenizer(folder, layout.system)
     problems = read_problems(args.test_file, args.split, layout.system, layout.strip_calculator)
@@ -220,7 +214,10 @@ def sample(args):
     print(f"model      {folder}, {'averaged' if args.ema else 'last'} weights, {layout.system}, on {device}\n"
           f"problems   {len(problems)} from {args.test_file}\n"
           f"sampling   {how}; temperature {args.temperature:g}, top_p {args.top_p:g}")
-    answers, seconds = answer_all(model.to(device), problems, tokens, layout, args, device)
+    answers, seconds = answer_all(
+        model.to(device), problems, tokens, layout, device, batch_size=args.batch_size, seed=args.seed, bf16=args.bf16,
+        drop_too_long=args.drop_too_long, order=args.order, tokens_per_step=args.tokens_per_step,
+        threshold=args.threshold, temperature=args.temperature, top_p=args.top_p, use_cache=args.use_cache)
     total = summarise(answers, seconds)
     result = json.dumps({"checkpoint": str(folder), "settings": vars(args), "summary": total, "answers": answers},
                         indent=1, ensure_ascii=False)

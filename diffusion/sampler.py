@@ -2,8 +2,6 @@
 
 Many problems at a time, each with its own context; those that reach their end token leave the batch. Orders of
 unmasking: one random token a pass (first hitting, as BD3-LM samples), the k surest, or all that are sure enough.
-
-Own module of sample_bd3lm.py and of the tests of train_bd3lm.py. Copy with it: dit.py.
 """
 from typing import NamedTuple
 
@@ -15,7 +13,7 @@ ORDERS = ("first_hitting", "top_k", "confidence")
 
 class Generated(NamedTuple):
     """What generate wrote for one problem."""
-    ids: list           # whole blocks, pinned ids first; ends with the block of the end token, or when the room is up
+    ids: list           # whole blocks, pinned ids first; the last one holds the end token, or uses up the room
     forwards: int       # network passes until its last token was there (NFE); passes that fill the cache not counted
     ended: bool         # whether the end token came
 
@@ -72,12 +70,18 @@ def unmask(model, hidden, tokens, masked, order, tokens_per_step, threshold, tem
     masked &= ~chosen
 
 
+def keep(rows, tensors, past):
+    """(tensors, past) with these rows of the batch alone. rows: list of row numbers; past: [(keys, values)]."""
+    rows = torch.tensor(rows, dtype=torch.int64, device=tensors[0].device)
+    return [t[rows] for t in tensors], [(k[rows], v[rows]) for k, v in past]
+
+
 @torch.no_grad()
 def generate(model, contexts, pinned, rooms, block_size, end, *, order="first_hitting", tokens_per_step=1,
              threshold=0.9, temperature=1.0, top_p=1.0, use_cache=True, generator=None):
-    """Generate blocks for every problem until `end` comes or its room is up -> list of Generated.
+    """Generate blocks for every problem until `end` comes or its room is used up -> list of Generated.
 
-    model: DiT in eval mode. contexts: one (3, n) int array a problem: ids, positions and block numbers of clean tokens.
+    model: DiT in eval mode. contexts: a (3, n) int array per problem: ids, positions and block numbers of clean tokens.
     pinned: (ids that the first block begins with, position of its first token) of each, fewer ids than block_size.
     rooms: blocks each may have. order "top_k" unmasks tokens_per_step a pass, "confidence" all tokens whose probability
     is at least threshold, but one at least. use_cache=False: compute the context again for every pass. generator: on
@@ -85,24 +89,17 @@ def generate(model, contexts, pinned, rooms, block_size, end, *, order="first_hi
     """
     device, config = model.embed.weight.device, model.config
     number, width = len(contexts), max((c.shape[1] for c in contexts), default=0)
-    history = np.zeros((4, number, width), np.int64)        # ids, position, block, known
+    padded = np.zeros((4, number, width), np.int64)         # ids, position, block, known
     for row, context in enumerate(contexts):
-        history[:3, row, :context.shape[1]], history[3, row, :context.shape[1]] = context, 1
-    tokens, position, block, known = torch.from_numpy(history).to(device)
+        padded[:3, row, :context.shape[1]], padded[3, row, :context.shape[1]] = context, 1
+    tokens, position, block, known = torch.from_numpy(padded).to(device)
     known = known.bool()
     following = torch.tensor([c[2].max(initial=-1) + 1 for c in contexts], device=device)
     starts = torch.tensor([first for _, first in pinned], device=device)
     active = [i for i in range(number) if rooms[i] > 0]
     written, forwards, ended = [[] for _ in contexts], [0] * number, [False] * number
-
-    def keep(rows):
-        """Forget the other rows of the batch."""
-        nonlocal tokens, position, block, known, past
-        tokens, position, block, known = (t[rows] for t in (tokens, position, block, known))
-        past = [(k[rows], v[rows]) for k, v in past]
-
     past = prefill(model, tokens, position, block, known)
-    keep(torch.tensor(active, dtype=torch.int64, device=device))
+    (tokens, position, block, known), past = keep(active, (tokens, position, block, known), past)
     done = 0
     while active:
         rows = torch.tensor(active, device=device)
@@ -135,6 +132,6 @@ def generate(model, contexts, pinned, rooms, block_size, end, *, order="first_hi
         tokens, position = torch.cat([tokens, new], 1), torch.cat([position, at], 1)
         block = torch.cat([block, (following[rows, None] + done - 1).expand_as(new)], 1)
         known = torch.cat([known, torch.ones_like(given)], 1)
-        keep(torch.tensor(left, dtype=torch.int64, device=device))
+        (tokens, position, block, known), past = keep(left, (tokens, position, block, known), past)
         active = [active[row] for row in left]
     return [Generated(*parts) for parts in zip(written, forwards, ended)]

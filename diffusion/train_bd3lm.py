@@ -13,18 +13,13 @@ GSM8K's 7,473, and of 512 packed rows, three problems each, 10,000: such a run m
 --early_stop_patience on.
 
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
-
-Files to copy with it: dit.py noise.py block_setup.py bound.py blocks.py problems.py make_problems.py (its own),
-loading.py packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py metrics.py memory.py plan.py
-recomputation.py (shared).
 """
 import argparse
 import dataclasses
+import json
 import math
 import os
 import sys
-import time
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -33,11 +28,11 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
-from common import checkpoint, loading, metrics, optim, parallel, plan, recomputation, watchdog
+from common import checkpoint, loading, metrics, optim, parallel, plan, recomputation, run, tensor_files
 from common.packing import PackOrder, rank_packs
 from common.parallel import UserError
-from diffusion import block_setup, blocks, bound, dit, noise
-from diffusion.problems import SYSTEMS
+from diffusion import blocks, bound, demo_problems, dit, noise, weights
+from diffusion.problems import SYSTEMS, load_tokenizer
 
 # problems per micro-step, micro-steps (on one GPU), learning rate, warm-up, steps. Rates of 256, 512 and 1024 problems
 # are from ngocbao220/hdp-diffusion's H200 guide, that of 768 follows the square root; source is what its scripts run.
@@ -158,7 +153,7 @@ def build_parser():
 
 
 def check_flags(args):
-    """Fill in the preset and return the gsm8k.Layout; UserError for what would fail, or do nothing, later."""
+    """Fill in the preset and return the blocks.Layout; UserError for what would fail, or do nothing, later."""
     def need(good, message):
         if not good:
             raise UserError(message)
@@ -201,6 +196,85 @@ def check_flags(args):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Model and checkpoints
+
+
+def build_model(world, config, resume, *, fsdp, bf16, backend, compiled, recompute, ema_decay, seed):
+    """(DiT, what to call in training, weights.Average) on this rank's device, new or from the checkpoint `resume`.
+
+    backend: --attn_backend, None for what is best on the device. UserError when it cannot train there.
+    """
+    device = world.device
+    backend = backend or ("flex" if device.type == "cuda" else "sdpa")
+    if backend == "flex" and device.type == "cpu":
+        raise UserError("--attn_backend flex trains on CUDA only: torch has no backward for it on a CPU; drop the flag")
+    parallel.seed_everything(seed)          # equal weights on all ranks
+    model = dit.DiT(config, backend, recompute).to(device)
+    if compiled:
+        parallel.compile_layers(model.layers, dynamic=False)    # FlexAttention of unknown lengths is slow
+    if fsdp:
+        parallel.shard(model, model.layers, world, bf16)
+    if resume:
+        weights.load_weights(dict(model.named_parameters()), resume, "model")
+    average = weights.Average(model, ema_decay)
+    if resume:
+        weights.load_weights(average.shadow, resume, "ema")
+    model.train()
+    return model, model if fsdp else parallel.wrap_ddp(model, world), average
+
+
+def save_checkpoint(world, writer, model, average, optimizer, layout, tokens, meta):
+    """Copy all of checkpoint-<meta["step"]> off the device and start writing it. On every rank."""
+    writer.begin(meta["step"])
+    parallel.reshard(model)
+    states = parallel.gather_objects(world, checkpoint.rng_state(world.device))
+    moments = optim.state_tensors(optimizer, model.named_parameters())
+    files = tensor_files.stage(world, "model", dict(model.named_parameters()))
+    files |= tensor_files.stage(world, "ema", average.shadow)
+    files |= tensor_files.stage(world, f"{checkpoint.STATE_DIR}/optimizer", moments)
+    if world.is_main:
+        config = json.dumps({"model": dataclasses.asdict(model.config), "layout": dataclasses.asdict(layout),
+                             "step": meta["step"]}, indent=1)
+        files[f"{checkpoint.STATE_DIR}/rng.pt"] = lambda path: torch.save(states, path)
+        files["config.json"] = lambda path: path.write_text(config)
+        files["tokenizer.json"] = lambda path: tokens.tokenizer.save(str(path))
+    writer.save(meta["step"], files, meta)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Validation and work of a step
+
+
+def validate(world, model, average, rows, mask_id, check, t_range, *, repeats, widths, batches, schedule, weighting,
+             **how):
+    """(bound.bound's values, noise range to train on from here), both by the averaged weights; None: asked to stop.
+
+    t_range: the range so far, which stays where no widths are searched. how: batch_rows, seed, bf16.
+    """
+    parallel.reshard(model)
+    average.swap()
+    model.eval()
+    values = bound.bound(world, model, rows, mask_id, check, repeats=repeats, **how)
+    if values is not None and widths:
+        t_range = bound.search_range(world, model, rows, mask_id, check, widths=widths, batches=batches,
+                                     schedule=schedule, weighting=weighting, **how)
+    model.train()
+    parallel.reshard(model)     # the forward passes left the averaged weights gathered
+    average.swap()
+    return None if values is None or t_range is None else (values, t_range)
+
+
+def step_work(config, table, window, masked_share):
+    """Totals over the rows of one optimizer step, from the plan: useful work of all ranks, python numbers.
+
+    table: blocks.row_table. masked_share: of the targets, on average; only masked ones reach the head.
+    """
+    work = {name: int(values[window].sum()) for name, values in table.items()}
+    return work | {"flops": dit.flops(config, work["noisy"] + work["clean"], work["targets"] * masked_share,
+                                      work["pairs"])}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Reports
 
 
@@ -212,18 +286,6 @@ def loss_report(sums, regions):
     values = {f"loss_{name}": loss / n for name, loss, n in zip(regions, losses, targets) if n}
     return {"train/loss": sum(losses) / sum(targets), "train/masked_loss": plain / max(1, masked),
             "train/masked": masked / sum(targets), **{f"train/{name}": value for name, value in values.items()}}
-
-
-def bad_step_report(world, rows, step, flags, skipped):
-    """Print and return what a skipped step was about: the problems whose loss was not finite, from all ranks."""
-    local = [rows.documents.name(d) for finite, mine in flags if not finite.item()
-             for r in mine for d in rows.members[r]]
-    names = sorted({name for rank_names in parallel.gather_objects(world, local) for name in rank_names})
-    what = f"batches with a non-finite loss: {'; '.join(names[:20])}" if names else "every loss was finite"
-    text = f"step {step}: gradient norm is not finite, step skipped ({skipped} so far); {what}"
-    if world.is_main:
-        tqdm.write(text)
-    return text
 
 
 def console_line(step, total_steps, v):
@@ -246,24 +308,24 @@ def eval_line(step, v, regions):
             f"bits/token | perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} | {parts}")
 
 
-def print_start(world, args, config, rows, eval_rows, table, plan):
-    """What is about to run, before the first step."""
+def print_start(world, config, rows, eval_rows, table, more, *, size_name, fsdp, bf16):
+    """What is about to run, before the first step. table: blocks.row_table of rows; more: lines."""
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     with torch.device("meta"):
         size = sum(p.numel() for p in dit.DiT(config).parameters())
     held_out = sum(len(m) for m in eval_rows.members) if eval_rows else 0
     dropped = f", {rows.documents.dropped} dropped as too long" if rows.documents.dropped else ""
-    share = world.size if args.parallel == "fsdp" else 1
+    share = world.size if fsdp else 1
     state = 20 * size / share       # fp32 weights, gradients, two moments, average
     lengths = np.concatenate([rows.documents.tokens[m] for m in rows.members])
-    print(f"device     {world.size} x {where}, torch {torch.__version__}, {'bf16 autocast' if args.bf16 else 'fp32'}\n"
-          f"model      {args.model_size}, {size:,} parameters; weights, gradients, optimizer and average "
+    print(f"device     {world.size} x {where}, torch {torch.__version__}, {'bf16 autocast' if bf16 else 'fp32'}\n"
+          f"model      {size_name}, {size:,} parameters; weights, gradients, optimizer and average "
           f"{plan.size(state)} a GPU\n"
           f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; tokens mean "
           f"{lengths.mean():.0f} max {lengths.max()}\n"
           f"rows       {len(rows)} of {rows.length} clean and {rows.noisy_length} noisy tokens, "
           f"{table['clean'].sum() / (len(rows) * rows.length) * 100:.1f}% of the clean ones filled, "
-          f"{table['samples'].mean():.2f} problems each\n{plan}")
+          f"{table['samples'].mean():.2f} problems each\n{more}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -272,62 +334,47 @@ def print_start(world, args, config, rows, eval_rows, table, plan):
 
 def main(argv=None):
     args = build_parser().parse_args(argv)
-    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")      # a log file shows each line at once
-    with parallel.one_clear_error():
-        try:
-            train(args)
-        except watchdog.Stopped as why:
-            if os.environ.get("RANK", "0") == "0":
-                watchdog.leave_marker(args.output_dir, str(why))
-                print(f"stopped    {why}")
-        watchdog.rest()
-    parallel.finish()
+    run.main(args, train)
 
 
 def train(args):
-    # -- ranks, paths, data -------------------------------------------------------------------------------------------
+    # -- ranks, data --------------------------------------------------------------------------------------------------
     given_rows = args.per_device_train_batch_size
     layout = check_flags(args)
-    watchdog.catch_signals()
-    fsdp = args.parallel == "fsdp"
-    world = parallel.init(args.collective_timeout, args.wait_timeout, alone_too=fsdp)
+    world, watch = run.start(args)
     device, main_rank = world.device, world.is_main
-    watch = watchdog.Watchdog(world, args.collective_timeout)
-    watch.moved("data preparation", args.wait_timeout)
-    parallel.rank0_first(world, checkpoint.prepare_output, args.output_dir)
-    parallel.rank0_first(world, watchdog.clear_marker, args.output_dir)
-    if args.report_to == "tensorboard":
-        parallel.rank0_first(world, checkpoint.prepare_output, args.logging_dir, "--logging_dir")
-    tokens, rows, eval_rows = block_setup.prepare_data(world, args, layout)
-    if args.tf32:
-        torch.set_float32_matmul_precision("high")
-    table, regions = block_setup.row_table(rows), bound.REGIONS[args.system]
+    if args.demo is not None:
+        args.train_data, args.eval_data, args.tokenizer = parallel.rank0_first(
+            world, demo_problems.prepare, Path(args.output_dir) / "demo", args.system, args.demo)
+    tokens = parallel.rank0_first(world, load_tokenizer, args.tokenizer, args.system)   # one download for all
+    rows, eval_rows = blocks.prepare_rows(
+        world, layout, tokens, args.train_data, args.eval_data, validation_split=args.validation_split,
+        row_length=args.row_length, pack=args.pack, drop_too_long=args.drop_too_long, seed=args.seed)
+    table, regions = blocks.row_table(rows), bound.REGIONS[args.system]
     if given_rows is None:      # the preset means problems; a packed row holds several
         args.per_device_train_batch_size = max(1, round(args.per_device_train_batch_size / table["samples"].mean()))
     batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     identity = {"seed": args.seed, "model": [args.model_size, tokens.vocab_size], **dataclasses.asdict(layout),
-                "batch": [batch_rows, rows.length],
-                "training data": rows.documents.fingerprint(d for members in rows.members for d in members)}
-    validation = eval_rows and [eval_rows.documents.fingerprint(d for members in eval_rows.members for d in members),
-                                args.eval_repeats, args.per_device_eval_batch_size]
+                "batch": [batch_rows, rows.length], "training data": rows.fingerprint()}
+    validation = eval_rows and [eval_rows.fingerprint(), args.eval_repeats, args.per_device_eval_batch_size]
     resume, meta = parallel.rank0_first(world, checkpoint.find_resume, args.output_dir, args.resume, identity)
 
-    # -- order, steps -------------------------------------------------------------------------------------------------
-    order = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, seed=args.seed)
+    # -- order, number of steps: known to every rank without asking, so all make the same number of collectives -------
+    order, at = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, seed=args.seed), run.position(meta)
     per_step, total_steps = world.size * accumulation, args.max_steps
-    step_problems = per_step * batch_rows * table["samples"].mean()
-    at = {key: meta[key] for key in ("step", "epoch", "first")} if meta else {"step": 0, "epoch": 0, "first": 0}
+    step_rows = per_step * batch_rows
+    step_problems, epochs = step_rows * table["samples"].mean(), total_steps * per_step / order.packs_per_epoch
     peak_lr = args.learning_rate
     if args.scale_lr_from_batch:
         peak_lr = optim.sqrt_lr(peak_lr, step_problems, args.scale_lr_from_batch)
-    epochs = total_steps * per_step / order.packs_per_epoch
     config = dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout)
     if main_rank:
-        print_start(world, args, config, rows, eval_rows, table,
-                    f"steps      {total_steps} = {epochs:,.1f} epochs; a step is {per_step * batch_rows} rows "
+        print_start(world, config, rows, eval_rows, table,
+                    f"steps      {total_steps} = {epochs:,.1f} epochs; a step is {step_rows} rows "
                     f"({step_problems:,.0f} problems) = {world.size} ranks x {accumulation} micro-steps x "
-                    f"{batch_rows}; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\nstart      step {at['step']}, "
-                    f"{f'resumed from {resume}' if resume else 'new weights'}")
+                    f"{batch_rows}; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\n"
+                    f"start      step {at['step']}, {f'resumed from {resume}' if resume else 'new weights'}",
+                    size_name=args.model_size, fsdp=args.parallel == "fsdp", bf16=args.bf16)
     if args.dry_run:
         if main_rank:
             print("\n".join(plan.histogram(np.concatenate([rows.documents.tokens[m] for m in rows.members]))))
@@ -335,196 +382,104 @@ def train(args):
 
     # -- model, optimizer, resume -------------------------------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)
-    model, wrapped, average = block_setup.build_model(world, args, tokens, resume)
+    if args.tf32:
+        torch.set_float32_matmul_precision("high")
+    model, wrapped, average = build_model(
+        world, config, resume, fsdp=args.parallel == "fsdp", bf16=args.bf16, backend=args.attn_backend,
+        compiled=args.compile, recompute=args.gradient_checkpointing, ema_decay=args.ema_decay, seed=args.seed)
     parameters = list(model.parameters())
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
-                                  (args.adam_beta1, args.adam_beta2), block_setup.decays)
+                                  (args.adam_beta1, args.adam_beta2), dit.decays)
     parallel.seed_everything(args.seed, world.rank)     # other dropout on every rank
-    t_range, best_loss, best_step, stale, owed = args.t_range, None, None, 0, False
+    # a step's log values: weighted losses of 4 regions, their targets (on rank 0), plain losses, masked tokens
+    now = run.Run(world, watch, args, order, total_steps, 10, resume, meta, validation, rows.documents.name)
+    now.restore(model, optimizer)
+    t_range, stale, owed = args.t_range, 0, False       # stale: validations since the best one
     if meta:
-        checkpoint.load_optimizer(resume, optim.state_tensors(optimizer, model.named_parameters()))
-        checkpoint.load_rng(resume, world.rank, device)
         average.updates.fill_(meta["averaged"])
         if args.clip_search_widths:
             t_range = tuple(meta["t_range"])
         if meta["validation"] == validation:        # bounds on other data or by other noise do not compare
-            best_loss, best_step, stale = meta["best_loss"], meta["best_step"], meta["stale"]
-        owed = bool(eval_rows) and meta.get("owed", False)      # a validation that the stop was quicker than
+            stale = meta["stale"]
+        owed = bool(eval_rows) and meta.get("owed", False)      # the run was stopped before it could validate
     packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, at["epoch"], at["first"])
     batches = loading.ahead(blocks.make_loader(rows, packs, batch_rows, rows.noisy_length, num_workers=args.num_workers,
                                                prefetch_factor=args.prefetch_factor))
-    levels = torch.linspace(0, 1, 1001, dtype=torch.float64)
 
-    log = None
-    if main_rank:
-        board = Path(args.logging_dir) / Path(args.output_dir).resolve().name
-        log = metrics.MetricsLog(args.output_dir, board, args.report_to, {k: str(v) for k, v in vars(args).items()},
-                                 at["step"], args.wandb_project)
+    # -- loop: validation and checkpoint of the steps so far, then the next step --------------------------------------
+    stopping, saving = False, owed          # saved again, so that the validation is not owed twice
+    while True:
+        with now.pause():
+            better = False
+            if owed and not stopping:
+                watch.moved(f"validation at step {now.step}", args.wait_timeout)
+                found = validate(world, model, average, eval_rows, tokens.mask, now.writer.check, t_range,
+                                 repeats=args.eval_repeats, widths=args.clip_search_widths,
+                                 batches=args.clip_search_batches, schedule=args.noise_schedule,
+                                 weighting=args.loss_weighting, batch_rows=args.per_device_eval_batch_size,
+                                 seed=args.seed, bf16=args.bf16)
+                if found is None:               # asked to stop meanwhile: the next start validates first
+                    stopping = True
+                else:
+                    (values, t_range), owed, now.saved_step = found, False, None
+                    better = now.better(values["eval/nll"])
+                    stale = 0 if better else stale + 1
+                    if main_rank:
+                        now.log.write(now.step, values)
+                        tqdm.write(eval_line(now.step, values, regions))
+            enough = bool(args.early_stop_patience) and stale >= args.early_stop_patience
+            if (better or saving or stopping or enough) and now.saved_step != now.step:
+                meta = now.state(identity, owed=owed, stale=stale, t_range=t_range, averaged=float(average.updates))
+                save_checkpoint(world, now.writer, model, average, optimizer, layout, tokens, meta)
+        if now.step >= total_steps or stopping or enough:
+            break
 
-    # -- loop ---------------------------------------------------------------------------------------------------------
-    writer = checkpoint.Writer(world, args.output_dir, args.save_total_limit, args.wait_timeout)
-    flags = optim.StepFlags(device, meta["skipped"] if meta else 0)
-    sums = torch.zeros(10, dtype=torch.float64, device=device)      # loss_report's; targets on rank 0
-    if meta and main_rank:
-        sums += torch.tensor(meta["unlogged"], dtype=torch.float64, device=device)
-    totals, steps, waited = Counter(), 0, 0.0       # since the last log line
-    since, start_step, saved_step = time.monotonic(), at["step"], at["step"] if resume else None
-    bar = tqdm(total=total_steps, initial=at["step"], unit="step", disable=None if main_rank else True)
-
-    def save():
-        nonlocal saved_step
-        meta = {**at, "identity": identity, "validation": validation, "best_step": best_step, "best_loss": best_loss,
-                "owed": owed, "stale": stale, "t_range": t_range, "averaged": float(average.updates),
-                "skipped": flags.bad_total, "unlogged": parallel.all_sum(world, sums.clone()).tolist(),
-                "args": {name: str(value) for name, value in vars(args).items()}}
-        watch.moved(f"saving at step {at['step']}", args.wait_timeout)
-        block_setup.save_checkpoint(world, writer, args, layout, model, average, tokens, optimizer, meta)
-        saved_step = at["step"]
-
-    def validate():
-        """Bound and, if asked for, the noise range from here on, both of the averaged weights; False: asked to stop."""
-        nonlocal best_loss, best_step, stale, t_range, owed
-        watch.moved(f"validation at step {at['step']}", args.wait_timeout)
-        parallel.reshard(model)
-        average.swap()
-        model.eval()
-        values = bound.bound(world, model, eval_rows, tokens.mask, args, writer.check)
-        found = t_range
-        if values is not None and args.clip_search_widths:
-            found = bound.search_range(world, model, eval_rows, tokens.mask, args, writer.check)
-        model.train()
-        parallel.reshard(model)
-        average.swap()
-        if values is None or found is None:
-            return False
-        t_range, owed = found, False
-        if main_rank:
-            log.write(at["step"], values)
-            tqdm.write(eval_line(at["step"], values, regions))
-        stale += 1
-        if math.isfinite(values["eval/nll"]) and (best_loss is None or values["eval/nll"] < best_loss):
-            best_loss, best_step, stale = values["eval/nll"], at["step"], 0
-            save()
-        return True
-
-    def report_bad(about):
-        if about:
-            text = bad_step_report(world, rows, *about, flags.bad_total)
-            if flags.bad_in_a_row >= args.max_bad_steps:
-                watch.moved("waiting for the checkpoint under way", args.wait_timeout)
-                parallel.rank0_first(world, writer.wait)
-                raise UserError(f"{flags.bad_in_a_row} steps in a row had a non-finite gradient; {text}")
-
-    def every(steps):
-        return steps > 0 and at["step"] % steps == 0
-
-    stopping = False
-    if owed:
-        saved_step, stopping = None, not validate()
-        if saved_step is None and not stopping:     # so that it is not owed twice
-            save()
-    enough = bool(args.early_stop_patience) and stale >= args.early_stop_patience
-    while at["step"] < total_steps and not (enough or stopping):
-        if at["first"] >= order.packs_per_epoch:
-            at["epoch"], at["first"] = at["epoch"] + 1, 0
-        window = order.window(at["epoch"], at["first"], per_step)       # rows of this step, all ranks
-        work = {name: int(values[window].sum()) for name, values in table.items()}
-        draws = noise.draw(args.seed, "train", at["step"], work["groups"], per_step * batch_rows, rows.length,
+        window = now.window()                   # rows of this step, all ranks: the loss divides by their targets
+        work = step_work(config, table, window, noise.mean_rate(t_range, args.noise_schedule))
+        # noise is drawn for the whole step and then cut, so that it does not depend on ranks and micro-steps
+        draws = noise.draw(args.seed, "train", now.step, work["groups"], step_rows, rows.length,
                            not args.official_t_order)
         first_groups = np.concatenate([[0], np.cumsum(table["groups"][window])])
-        step_sums, finite = torch.zeros_like(sums), []
+        sums = torch.zeros_like(now.sums)
         for micro in range(accumulation):
-            asked = time.monotonic()
-            watch.moved(f"loading data for step {at['step'] + 1}")
-            batch = next(batches)
-            compiling = args.compile and at["step"] == start_step
-            watch.moved(f"step {at['step'] + 1}", args.wait_timeout if compiling else None)
-            waited += time.monotonic() - asked
+            batch = now.next(batches)
             first = (micro * world.size + world.rank) * batch_rows
             mine = window[first:first + batch_rows]
+            # a batch that differs from the plan would divide the loss by another count than the other ranks'
             assert batch.n_targets == table["targets"][mine].sum(), "loader and plan disagree"
             part = draws.part(first, batch_rows, first_groups[min(first, len(window))], batch.n_groups)
             inputs = noise.diffuse(batch, part, tokens.mask, t_range, args.noise_schedule, args.loss_weighting)
             region = noise.send(batch.region.flatten()[inputs.places], device)
             inputs = inputs.to(device)
-            with parallel.gradient_sync(wrapped, micro == accumulation - 1):
+            with parallel.gradient_sync(wrapped, micro == accumulation - 1):    # ranks exchange gradients once a step
                 with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-                    losses = wrapped(inputs)
-                weighted = losses * inputs.weights
+                    losses = wrapped(inputs)            # cross-entropy of each masked token
+                weighted = losses * inputs.weights      # so that their sum bounds the likelihood
                 loss = weighted.sum() / work["targets"]
                 (loss * world.size).backward()          # gradients are averaged over ranks, the loss is a global mean
-            step_sums[:4].index_add_(0, region, weighted.detach().double())
-            step_sums[8] += losses.detach().double().sum()
-            step_sums[9] += len(inputs.rows)
-            finite.append((torch.isfinite(loss.detach()), mine.tolist()))
-        norm = optim.clip_gradients(parameters, args.max_grad_norm)
-        bad = 1 - torch.isfinite(norm).float()          # the same on every rank; a bad loss makes its gradient bad
-        stop = parallel.any_rank(world, watchdog.stop_requested())
-        factor = optim.lr_factor(at["step"], total_steps, args.warmup_steps, args.lr_scheduler, args.min_lr_ratio)
-        for group in optimizer.param_groups:
-            group["lr"] = peak_lr * factor
-        optim.guarded_step(optimizer, bad)
-        optimizer.zero_grad(set_to_none=True)
-        average.update(bad)
+            sums[:4].index_add_(0, region, weighted.detach().double())
+            sums[8] += losses.detach().double().sum()
+            sums[9] += len(inputs.rows)
+            now.saw(loss, [document for row in mine for document in rows.members[row]])
         if main_rank:
-            for i in range(4):      # numbers, not a tensor: making one on the GPU would wait for it
-                step_sums[4 + i] += work[f"targets_{i}"]
-        sums += torch.where(bad > 0, 0.0, step_sums)
-        at["step"], at["first"] = at["step"] + 1, at["first"] + per_step
+            for i in range(4):      # python numbers: a tensor made of them would wait for the GPU
+                sums[4 + i] += work[f"targets_{i}"]
+        factor = optim.lr_factor(now.step, total_steps, args.warmup_steps, args.lr_scheduler, args.min_lr_ratio)
+        average.update(now.update(optimizer, parameters, peak_lr * factor, sums))       # not by a skipped step
 
-        report_bad(flags.pop())                         # of the step before: this one is still being computed
-        flags.push(bad, stop, (at["step"], finite))
-        last = at["step"] == total_steps
-        owed, saving = bool(eval_rows) and (last or every(args.eval_steps)), last or every(args.save_steps)
-        if owed or saving or flags.stop:                # these wait for this step anyway
-            report_bad(flags.pop())
-        stopping = flags.stop and (owed or not last)
-
-        # -- log ------------------------------------------------------------------------------------------------------
-        masked = work["targets"] * float(noise.mask_rate(t_range[0] + (t_range[1] - t_range[0]) * levels,
-                                                         args.noise_schedule).mean())
-        totals.update(work, flops=dit.flops(config, work["noisy"] + work["clean"], masked, work["pairs"]))
-        steps += 1
-        if at["step"] % args.logging_steps == 0 or last:
-            values = loss_report(parallel.all_sum(world, sums).tolist(), regions)
+        # what comes now is the same on every rank; a request to stop counts one step late, so no step waits for it
+        owed, saving = bool(eval_rows) and now.due(args.eval_steps), now.due(args.save_steps)
+        stopping = now.stop_asked(owed or saving) and (owed or not now.last)
+        now.count(step_rows * rows.length, work)
+        if now.due(args.logging_steps):
+            values = loss_report(parallel.all_sum(world, now.sums).tolist(), regions)
             if main_rank:
-                now = time.monotonic()
-                values |= {"train/learning_rate": peak_lr * factor, "train/grad_norm": float(norm),
-                           "train/epoch": at["epoch"] + min(1.0, at["first"] / order.packs_per_epoch),
-                           "train/t_low": t_range[0], "train/t_high": t_range[1], "train/bad_steps": flags.bad_total,
-                           **metrics.speed_report(totals, now - since, steps, steps * per_step * batch_rows
-                                                  * rows.length, waited, device, world.size)}
-                log.write(at["step"], values)
-                tqdm.write(console_line(at["step"], total_steps, values))
-                since = now
-            sums.zero_()
-            totals, steps, waited = Counter(), 0, 0.0
-        bar.update(1)
-
-        # -- validate, save -------------------------------------------------------------------------------------------
-        paused = time.monotonic()
-        writer.check()
-        if owed and not stopping:
-            stopping = not validate()
-            enough = bool(args.early_stop_patience) and stale >= args.early_stop_patience
-        if (saving or stopping or enough) and saved_step != at["step"]:
-            save()
-        since += time.monotonic() - paused      # throughput is about training steps
-
-    watch.moved("waiting for the last checkpoint", args.wait_timeout)
-    parallel.rank0_first(world, writer.wait)
-    bar.close()
-    if main_rank:
-        log.close()
-        best = f"; best bound {best_loss:.4f} nats/token at step {best_step}" if best_step is not None else ""
-        if stopping and not enough:
-            why = f"asked to stop by {watchdog.stop_requested() or 'a signal to another rank'} at step {at['step']}"
-            watchdog.leave_marker(args.output_dir, why)
-            print(f"stopped    {why} of {total_steps}; saved; the same command goes on")
-            return
-        final = Path(args.output_dir) / f"checkpoint-{at['step']}"
-        early = f" (no better bound in {stale} validations)" if enough and at["step"] < total_steps else ""
-        print(f"done       step {at['step']}{early}; {flags.bad_total} steps skipped; final checkpoint {final}{best}")
+                now.line(values | {"train/t_low": t_range[0], "train/t_high": t_range[1]},
+                         lambda v: console_line(now.step, total_steps, v))
+            now.sums.zero_()
+            now.begin_line()
+    early = f" (no better bound in {stale} validations)" if enough and now.step < total_steps else ""
+    now.finish(stopping, early, "bound {:.4f} nats/token")
 
 
 if __name__ == "__main__":

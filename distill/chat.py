@@ -3,10 +3,9 @@
 One JSON object a line: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}.
 Only assistant turns are trained. Where one begins is not guessed from markers but proven with the tokenizer's own
 template: the ids of the prompt (all messages before it, with the generation prompt) must be the first ids of the whole
-conversation. Then the model is trained on exactly what it has to say after exactly what it will be given. A template
-that fails this is refused. A turn ends with its special token; white space that a template puts behind is not trained.
-
-Copy with it: indexing.py, parallel.py (UserError) and what those name.
+conversation. Then the model is trained on exactly the answer that it has to write behind exactly the prompt that
+it will be given. A template for which this does not hold is refused. A turn ends with its special token; white space
+that a template writes behind it is not trained.
 """
 import itertools
 import json
@@ -19,6 +18,7 @@ from common.parallel import UserError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOO_LONG = ("stop", "drop", "cut_left", "cut_right")
+THINKING = {"template": None, "true": True, "false": False}     # --enable_thinking -> Encoder's thinking
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,9 +11,6 @@ files, known by its number.
 The same command goes on after any end: finished lines are in labels.jsonl.work/, and another prompt, model or flag that
 matters is refused there. --shard I/N does every N-th line; the process that finds all lines finished writes the results
 (launch/create_data_h100x8.sh does that on 8 GPUs).
-
-Files to copy with it: teacher.py labels.py journal.py checkpoint.py tensor_files.py parallel.py, and a
-prompt such as prompts/language_id.txt.
 """
 import argparse
 import hashlib
@@ -30,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ sta
 
 from common import checkpoint, parallel
 from common.parallel import UserError
-from distill import journal as label_journal
 from distill import teacher
+from distill.journal import Journal, read_journals, rejected_path, statistics, write_results
 from distill.labels import PARSERS, label_logprobs, make_parser, read_label
 
 PLACE = "{text}"            # where the line goes in the prompt
@@ -262,7 +259,7 @@ def report(args, stats):
         print(f"notice     {stats['without_logprobs']:,} labels have no log-probabilities: by constraint, or their "
               "tokens do not end where the label ends")
     if stats["rejected"]:
-        path = label_journal.rejected_path(args.output_file)
+        path = rejected_path(args.output_file)
         print(f"notice     {stats['rejected']:,} lines without a label: {path}")
 
 
@@ -302,7 +299,7 @@ def main(argv=None):
             raise UserError(f"--output_file {output}: is there already, without {work.name} to go on from; give "
                             "another name, or delete it")
         checkpoint.prepare_output(output.resolve().parent if args.dry_run else work, "--output_file")
-        records = label_journal.read_journals(work, header)
+        records = read_journals(work, header)
         todo = [number for number in range(shard, len(lines), shards) if number not in records]
         print(f"teacher    {args.model_name} ({engine})\n"
               f"lines      {len(lines):,}, {len(records):,} of them finished, {len(todo):,} to do"
@@ -312,20 +309,20 @@ def main(argv=None):
         if args.dry_run:
             return
         if todo:
-            journal = label_journal.Journal(work, shard, shards, header)
+            journal = Journal(work, shard, shards, header)
             label_lines(args, teacher.open_teacher(args, engine), parser, prompt, lines, todo, journal)
-        records = label_journal.read_journals(work, header)
+        records = read_journals(work, header)
         if left := len(lines) - len(records):
             print(f"done       {len(todo):,} lines; {left:,} of other shards are not finished yet")
             return
-        label_journal.write_results(output, lines, records)
-        stats = label_journal.statistics(records)
+        write_results(output, lines, records)
+        stats = statistics(records)
         checkpoint.write_atomically(output.with_suffix(".stats.json"),
                                     lambda path: path.write_text(json.dumps({"made_with": header, **stats}, indent=1)))
         report(args, stats)
         print(f"done       {output}")
         if not stats["labelled"]:
-            raise UserError(f"no line has a label; see the raw answers in {label_journal.rejected_path(output)}")
+            raise UserError(f"no line has a label; see the raw answers in {rejected_path(output)}")
 
 
 if __name__ == "__main__":

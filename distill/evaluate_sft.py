@@ -16,11 +16,6 @@ held_out.py proves which lines those are. Two numbers, never mixed:
 An answer counts if the model ended by itself and the answer is a label, or has one in the form that --parser reads; any
 other is wrong in both and stands in the column "none". Written: evaluation.json with every answer, evaluation.txt with
 all tables, confusion-NAME.png. Exit status 1 below --min_agreement.
-
-Files to copy with it: its own held_out.py student.py scores.py label_report.py; create_data.py's teacher.py
-labels.py journal.py; train_sft.py's chat.py table.py topk.py sft_model.py sft_plan.py
-packed_lm.py weights.py; shared adapters.py indexing.py loading.py packing.py parallel.py optim.py checkpoint.py
-tensor_files.py watchdog.py metrics.py memory.py plan.py recomputation.py float8.py
 """
 import argparse
 import dataclasses
@@ -42,8 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ sta
 
 from common import checkpoint, parallel
 from common.parallel import UserError
-from distill import chat, held_out, label_report, student, weights
-from distill import scores as label_scores
+from distill import chat, held_out, scores, student, weights
 from distill.labels import PARSERS, Parser, make_parser, read_label
 
 PLACE = "{text}"            # where the line goes in the prompt
@@ -148,7 +142,7 @@ def pick_labels(parser, lines):
 
 
 def read_answer(parser, answer):
-    """label_parsers.Found: the whole answer is a label, as students write it, or holds one as teachers write it."""
+    """labels.Found: the whole answer is a label, as students write it, or holds one as teachers write it."""
     text = answer.text.lower() if parser.lower else answer.text
     whole = read_label(Parser(None, parser.labels), text, answer.finish_reason)
     if whole.label is not None or parser.line is None:
@@ -230,30 +224,30 @@ def judge(parser, lines, truth, answers, speed):
     labels, found = parser.labels, [read_answer(parser, answer) for answer in answers]
     given = [f.label for f in found]
     reasons = Counter(why_not(a, f) for a, f in zip(answers, found) if f.label is None)
-    scores = {"parsed": label_scores.proportion(sum(label is not None for label in given), len(given)),
-              "no_label": dict(reasons.most_common()), "agreement": label_scores.score(lines.labels, given, labels),
+    system = {"parsed": scores.proportion(sum(label is not None for label in given), len(given)),
+              "no_label": dict(reasons.most_common()), "agreement": scores.score(lines.labels, given, labels),
               "accuracy": against_truth(labels, lines, truth, given), "speed": speed}
     if truth:
         known = [i for i, number in enumerate(lines.ids) if truth[number] not in (None, lines.labels[i])]
-        scores["right_where_teacher_is_wrong"] = label_scores.proportion(
+        system["right_where_teacher_is_wrong"] = scores.proportion(
             sum(given[i] == truth[lines.ids[i]] for i in known), len(known))
     wanted = [truth[number] for number in lines.ids] if truth else lines.labels
     texts = texts_of(lines)
-    matrix = np.array(scores["accuracy" if truth else "agreement"]["confusion"])
-    scores["most_confused"] = [
+    matrix = np.array(system["accuracy" if truth else "agreement"]["confusion"])
+    system["most_confused"] = [
         {"wanted": w, "given": g, "lines": n,
          "examples": [{"id": lines.ids[i], "text": texts[i]} for i in range(len(given))
                       if (wanted[i], given[i]) == (w, g)][:EXAMPLES]}
-        for w, g, n in label_scores.most_confused(matrix, labels, CONFUSED)]
-    return scores, found
+        for w, g, n in scores.most_confused(matrix, labels, CONFUSED)]
+    return system, found
 
 
 def against_truth(labels, lines, truth, given):
-    """label_scores.score of the lines whose truth is known; None without a truth file."""
+    """scores.score of the lines whose truth is known; None without a truth file."""
     if not truth:
         return None
     known = [i for i, number in enumerate(lines.ids) if truth[number] is not None]
-    return label_scores.score([truth[lines.ids[i]] for i in known], [given[i] for i in known], labels)
+    return scores.score([truth[lines.ids[i]] for i in known], [given[i] for i in known], labels)
 
 
 def texts_of(lines):
@@ -310,7 +304,7 @@ def prepare(args):
     opened = [held_out.open_checkpoint(name) for name in args.checkpoint]
     metas = [meta for _, _, meta in opened]
     held_out.check_same_split(args.checkpoint, metas)
-    run = held_out.run_flags(args, metas[0])
+    run = held_out.run_flags(args.checkpoint[0], metas[0], args.data_file, args.eval_data_file, args.enable_thinking)
     base = args.model_path or run.model_path
     if args.base or any(adapter for _, adapter, _ in opened):
         if not base:
@@ -320,7 +314,8 @@ def prepare(args):
         for name, meta in zip(args.checkpoint, metas):
             held_out.check_base(name, base, meta)
     tokenizers = [chat.load_tokenizer(folder) for folder, _, _ in opened]
-    lines = held_out.read_lines(args, run, metas[0], base if opened[0][1] else opened[0][0], tokenizers[0])
+    lines = held_out.read_lines(args.checkpoint[0], run, metas[0], base if opened[0][1] else opened[0][0],
+                                tokenizers[0], args.eval_data_file, args.group_size, args.drop_leaked)
     parser = dataclasses.replace(parser, labels=pick_labels(parser, lines))
     truth = held_out.read_truth(args.truth_file, lines.ids, parser.labels) if args.truth_file else None
     if args.limit:
@@ -370,20 +365,20 @@ def main(argv=None):
                                                                     for i in lines.rejected)},
                   "settings": vars(args), "samples": sample_rows(lines, truth, columns)}
         how = "vLLM" if args.engine == "vllm" else f"batches of {args.batch_size}"
-        table, notes = label_report.side_by_side(systems, teacher, how), label_report.make_notes(report)
+        table, notes = scores.side_by_side(systems, teacher, how), scores.make_notes(report)
         out = Path(args.output_dir)
         text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
-        tables = "\n".join([*table, *notes, *label_report.detail_lines(systems, labels, truth)]) + "\n"
+        tables = "\n".join([*table, *notes, *scores.detail_lines(systems, labels, truth)]) + "\n"
         checkpoint.write_atomically(out / "evaluation.json", lambda path: path.write_text(text, encoding="utf-8"))
         checkpoint.write_atomically(out / "evaluation.txt", lambda path: path.write_text(tables, encoding="utf-8"))
         for name, system in systems.items():
-            label_report.draw(out / f"confusion-{re.sub(r'[^A-Za-z0-9]+', '-', name)}.png", name, system, labels)
+            scores.draw(out / f"confusion-{re.sub(r'[^A-Za-z0-9]+', '-', name)}.png", name, system, labels)
         first = systems[student_names(args.checkpoint)[0]]
         print(*table, *notes, sep="\n")
         if first["most_confused"]:
             print(f"most confused by {args.checkpoint[0]}: {'truth' if truth else 'teacher'} -> answer, lines, one of "
                   "them")
-            print(*label_report.confused_lines(first["most_confused"][:5]), sep="\n")
+            print(*scores.confused_lines(first["most_confused"][:5]), sep="\n")
         print(f"done       {out}/evaluation.json, evaluation.txt, confusion-*.png")
         if first["agreement"]["share"] < args.min_agreement:
             raise UserError(f"{args.checkpoint[0]} agrees with its teacher on {first['agreement']['right']} of "

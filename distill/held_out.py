@@ -1,11 +1,8 @@
 """Which lines a student may be judged by: those that its training did not see, and the proof of it.
 
-The run's own flags, kept in its checkpoint, and the same functions that train_sft.py splits with give the lines that
-were held out. The run's fingerprints of both parts must come out again, so neither another file nor another split can
-pass for it. And no text to be judged may stand among the trained ones.
-
-Own module of evaluate_sft.py. Copy with it: chat.py table.py sft_model.py sft_plan.py weights.py checkpoint.py
-journal.py parallel.py and what those name.
+The held-out lines come from the run's own flags, kept in its checkpoint, and the functions that train_sft.py splits
+with. The hashes of both parts must equal those in the checkpoint, so another file or another split is refused. No text
+to be judged may stand among the trained ones.
 """
 import argparse
 import json
@@ -17,9 +14,9 @@ import numpy as np
 
 from common import checkpoint
 from common.parallel import UserError
-from distill import chat, sft_model, sft_plan, weights
-from distill import table as chat_table
+from distill import chat, weights
 from distill.journal import rejected_path
+from distill.table import ChatTable, build_table, group_numbers, split_groups, split_samples
 
 HOLD_OUT = "--validation_split 0.1 --group_size 15"
 GROUP = 15      # lines of one sentence in the language task: a sentence in so many languages
@@ -90,49 +87,53 @@ def check_same_split(names, metas):
 # Lines
 
 
-def run_flags(args, meta):
-    """The flags that the run read its data with; those of a checkpoint that kept none are assumed."""
+def run_flags(name, meta, data_file=None, eval_data_file=None, enable_thinking=None):
+    """The flags RUN_FLAGS with which a checkpoint's run read its data; data_file replaces its train_data_file.
+
+    name: the checkpoint. meta: its state; without one both files must be given, and the other flags are assumed.
+    """
     if meta:
         flags = {flag: meta["args"][flag] for flag in RUN_FLAGS}
-        if args.enable_thinking:
+        if enable_thinking:
             raise UserError("--enable_thinking: the checkpoint says how it was trained; drop the flag")
     else:
-        if not (args.data_file and args.eval_data_file):
-            raise UserError(f"--checkpoint {args.checkpoint[0]}: has no {checkpoint.STATE_DIR}/state.json that tells "
+        if not (data_file and eval_data_file):
+            raise UserError(f"--checkpoint {name}: has no {checkpoint.STATE_DIR}/state.json that tells "
                             "what it was trained on; give --eval_data_file, and --data_file with all that it has seen")
         flags = {"train_data_file": "", "eval_data_file": None, "too_long": "stop", "train_turns": "last",
-                 "enable_thinking": args.enable_thinking or "template", "max_length": 0, "max_tokens_per_batch": 0,
+                 "enable_thinking": enable_thinking or "template", "max_length": 0, "max_tokens_per_batch": 0,
                  "group_size": GROUP, "validation_split": 0.0, "seed": 0, "model_path": None}
-    flags["train_data_file"] = args.data_file or flags["train_data_file"]
+    flags["train_data_file"] = data_file or flags["train_data_file"]
     return argparse.Namespace(**flags)
 
 
-def read_lines(args, run, meta, folder, tokenizer):
-    """Lines that the run with this state (None: unknown) held out, or those of --eval_data_file. Raises UserError.
+def read_lines(name, run, meta, folder, tokenizer, eval_data_file=None, group_size=None, drop_leaked=False):
+    """Lines that a run held out, or those of eval_data_file. Raises UserError.
 
-    args: eval_data_file, group_size, drop_leaked, checkpoint. run: run_flags. folder: has the config.json.
+    name: the checkpoint. run: of run_flags. meta: its state, None where it has none. folder: has the config.json.
+    group_size: with eval_data_file, ids of a group that must not be in both files; 0: not compared; None: the run's.
     """
-    other = args.eval_data_file is not None         # lines that the run knows nothing of
+    other = eval_data_file is not None          # lines of which the run's state says nothing
     if not other and not meta["validation"]:
-        raise UserError(f"--checkpoint {args.checkpoint[0]}: its run held nothing out, so there is nothing to judge it "
+        raise UserError(f"--checkpoint {name}: its run held nothing out, so there is nothing to judge it "
                         f"by; train with {HOLD_OUT}, or give --eval_data_file with lines it has not seen")
-    if not other and args.group_size not in (None, run.group_size):
-        raise UserError(f"--group_size {args.group_size}: the run held out groups of {run.group_size}")
-    run.eval_data_file = args.eval_data_file or run.eval_data_file
-    encoder = sft_plan.encoder_of(run, tokenizer)
-    limit = sft_model.length_limit(run, weights.load_config(folder))
+    if not other and group_size not in (None, run.group_size):
+        raise UserError(f"--group_size {group_size}: the run held out groups of {run.group_size}")
+    paths = [path for path in (run.train_data_file, eval_data_file or run.eval_data_file) if path]
+    encoder = chat.Encoder(tokenizer, run.train_turns, chat.THINKING[run.enable_thinking])
+    limit = weights.length_limit(weights.load_config(folder), run.max_length, run.max_tokens_per_batch)
     with tempfile.TemporaryDirectory() as scratch:
-        n_train, found, ends = chat_table.build_table(run, encoder, limit, scratch)
-        table = chat_table.ChatTable(scratch)
+        n_train, found, ends = build_table(scratch, paths, encoder, limit, run.too_long)
+        table = ChatTable(scratch)
         train, held_out = split(run, table, n_train, other)
-        check_fingerprints(args, run, meta, table, train, None if other else held_out)
+        check_fingerprints(name, run.train_data_file, meta, table, train, None if other else held_out)
         keys, lines = np.array(table.keys), np.array(table.lines)
         chats, names = read_files(table), [table.name(i) for i in range(len(table))]
     notes = [found]
     if other:
-        size = run.group_size if args.group_size is None else args.group_size
-        notes += check_groups(args.eval_data_file, size, keys[train], keys[held_out])
-    kept = without_leaks(chats, names, train, held_out, args.drop_leaked)
+        size = run.group_size if group_size is None else group_size
+        notes += check_groups(eval_data_file, size, keys[train], keys[held_out])
+    kept = without_leaks(chats, names, train, held_out, drop_leaked)
     about = {"training_lines": len(train), "held_out_lines": len(held_out),
              "leaked_lines_left_out": len(held_out) - len(kept), "files": table.paths,
              "group_size": None if other else run.group_size,
@@ -141,7 +142,7 @@ def read_lines(args, run, meta, folder, tokenizer):
              "training and held-out lines", "enable_thinking": run.enable_thinking}
     ids = keys if (keys[held_out] >= 0).all() else lines - 1
     groups = None if other or run.eval_data_file else \
-        set(chat_table.group_numbers(keys, lines, run.group_size)[held_out].tolist())
+        set(group_numbers(keys, lines, run.group_size)[held_out].tolist())
     rejected = rejected_ids(table.paths[-1], groups, run.group_size) if (keys >= 0).all() else []
     return Lines(ids[kept].tolist(), [chats[i][:-1] for i in kept], [label_of(chats[i]) for i in kept],
                  sorted(set(map(label_of, chats))), about, ends, encoder.options, rejected, notes)
@@ -150,25 +151,28 @@ def read_lines(args, run, meta, folder, tokenizer):
 def split(run, table, n_train, other):
     """(train, to judge) sample numbers; other: what is to be judged is no part of what the run split."""
     if not other:
-        return chat_table.split_samples(run, table, n_train)
-    groups = chat_table.group_numbers(table.keys[:n_train], table.lines[:n_train], run.group_size)
-    return chat_table.split_groups(groups, run.validation_split, run.seed)[0], np.arange(n_train, len(table))
+        return split_samples(table, n_train, run.group_size, run.validation_split, run.seed)
+    groups = group_numbers(table.keys[:n_train], table.lines[:n_train], run.group_size)
+    return split_groups(groups, run.validation_split, run.seed)[0], np.arange(n_train, len(table))
 
 
-def check_fingerprints(args, run, meta, table, train, held_out):
-    """Raise UserError unless the run's own hashes of its lines come out again. held_out: None leaves that part out."""
+def check_fingerprints(name, data_file, meta, table, train, held_out):
+    """Raise UserError unless the hashes of the lines are those in the state of the checkpoint `name`.
+
+    train, held_out: sample numbers of the table; held_out None: only those that trained are compared.
+    """
     if not meta:
         return
     if table.fingerprint(train) != meta["identity"]["training data"]:
-        raise UserError(f"--data_file {run.train_data_file}: is not what {args.checkpoint[0]} was trained on, or has "
+        raise UserError(f"--data_file {data_file}: is not what {name} was trained on, or has "
                         f"changed since (the run read {meta['args']['train_data_file']}); give that file")
     if held_out is not None and table.fingerprint(held_out) != meta["validation"]:
-        raise UserError(f"{table.paths[-1]}: its held-out lines are not those of the run of {args.checkpoint[0]}: the "
+        raise UserError(f"{table.paths[-1]}: its held-out lines are not those of the run of {name}: the "
                         "file has changed; give the one of then")
 
 
 def check_groups(path, size, trained, judged):
-    """What there is to say, lines; UserError when --eval_data_file has a line of a group of which one was trained."""
+    """Notes to print; UserError when --eval_data_file has a line of a group of which another line was trained."""
     if size and not ((trained >= 0).all() and (judged >= 0).all()):
         return [f"groups     not compared: not every line of both files has an id, so one of {size} may be in both"]
     if size:

@@ -4,8 +4,6 @@ FOLDER/shard-I-of-N.jsonl: first {"header": {...}}, what the labels depend on, t
 to disk every few seconds. A line torn by a kill is cut off by the next start. Every process reads the journals of all,
 whatever the number of shards was then, so nothing is asked twice; one with another header is refused, never mixed in.
 Only when all lines are there are the results written, in input order.
-
-Own module of create_data.py. Copy with it: checkpoint.py, parallel.py and what those name.
 """
 import fcntl
 import json

@@ -3,8 +3,6 @@
 A label counts only if the teacher ended by itself, behind the last closing thinking tag, on the last line that has the
 wanted form as a whole, and if it is one of the allowed labels. A quoted example of the form, a thought that was cut off
 and an answer with two labels on a line therefore give no label.
-
-Own module of create_data.py. Copy with it: parallel.py (for UserError).
 """
 import math
 import re

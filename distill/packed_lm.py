@@ -6,8 +6,6 @@ layers that carry state along the axis, and heads that do more than multiply.
 
 The head works on the rows that predict a trained token, in pieces, so the logits of a batch never stand whole; it does
 so inside the wrapped forward, where FSDP2 has gathered its weight once.
-
-Copy with it: table.py (PackedChats), topk.py, weights.py, recomputation.py and what those name.
 """
 import inspect
 import math
@@ -19,11 +17,11 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from common import recomputation
+from common import adapters, parallel, recomputation
 from common.parallel import UserError
+from distill import weights
 from distill.table import PackedChats
 from distill.topk import mixed_loss
-from distill.weights import decoder_layers
 
 VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters      # torch >= 2.13
 ATTENTION = "packed_documents"
@@ -112,8 +110,8 @@ def check_model(model):
 def head_loss(weight, bias, share, hidden, targets, *teacher):
     """(loss, right guesses) of rows (R, H) against targets (R,), both sums and 0-d fp32; the loss is cross-entropy.
 
-    teacher: ids and logprobs as in distill.divergence, which has a share in the loss. Then the other sums of
-    distill.mixed_loss follow.
+    teacher: ids and logprobs as in topk.divergence, which has a share in the loss. Then the other sums of
+    topk.mixed_loss follow.
     """
     logits = F.linear(hidden, weight, bias).float()
     right = (logits.detach().argmax(-1) == targets).sum().float()
@@ -141,12 +139,12 @@ class PackedLM(nn.Module):
 
     def __init__(self, net, recompute=None, logits=LOGITS, share=0.0):
         super().__init__()
-        self.net, self.share = net, share
+        self.net, self.share, self.lora = net, share, hasattr(net, "peft_config")
         self.sums = 5 if share else 2       # how many forward returns
-        self._native = [net.get_base_model() if hasattr(net, "peft_config") else net]   # listed: not registered twice
+        self._native = [net.get_base_model() if self.lora else net]     # in a list, torch does not register it again
         recomputation.leave_products(net, recompute)
         if recompute:       # as transformers' own switch, whose name depends on the version
-            for layer in decoder_layers(self.native):
+            for layer in weights.decoder_layers(self.native):
                 layer.gradient_checkpointing = True
                 layer._gradient_checkpointing_func = recomputation.caller(recompute)
         self.chunk = max(16, logits // self.native.get_output_embeddings().out_features)
@@ -159,7 +157,7 @@ class PackedLM(nn.Module):
     def forward(self, batch: PackedChats):
         """(loss (), right ()) in fp32: cross-entropies of the trained tokens, and how many were the likeliest.
 
-        With a share of divergence the sums of distill.mixed_loss, right guesses in second place.
+        With a share of divergence the sums of topk.mixed_loss, right guesses in second place.
         """
         hidden = self.native.base_model(
             input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False,
@@ -169,6 +167,45 @@ class PackedLM(nn.Module):
         teacher = (batch.teacher_ids, batch.teacher_logprobs) if self.share else ()
         return chunked_loss(hidden.index_select(0, batch.rows), head.weight, head.bias, batch.targets, self.chunk,
                             teacher, self.share)
+
+
+def build_empty(folder, dtype, lora=None, recompute=None, share=0.0):
+    """(PackedLM of a model folder, on the meta device, {name: [slice handle]} of its weights).
+
+    lora: None, or adapters.add_lora's (rank, alpha, dropout, targets, base name): then only the adapters require
+    gradients. recompute, share: of PackedLM. Raises UserError when the folder does not hold exactly the model's
+    weights, or the architecture cannot be packed.
+    """
+    native = net = weights.empty_model(weights.load_config(folder), dtype, folder, ATTENTION)
+    check_model(native)
+    layers, parts = weights.decoder_layers(native), weights.weight_parts(folder, native)
+    weights.check_weights(native, parts, folder)
+    if lora:
+        net = adapters.add_lora(native, layers, *lora)
+    return PackedLM(net, recompute, share=share), parts
+
+
+def load(model, parts, world, *, sharded, bf16=False, reshard=True, offload=False, compiled=False):
+    """Move build_empty's model to this rank's device and fill it from its files; adapters stay unset.
+
+    sharded: by FSDP2, with bf16, reshard and offload as in parallel.shard. compiled: torch.compile each layer.
+    """
+    layers = weights.decoder_layers(model.native)
+    if compiled:
+        parallel.compile_layers(layers)
+    if sharded:
+        parallel.shard(model, layers, world, bf16, reshard, offload)
+    weights.give_memory(model, "cpu" if offload else world.device, world.device)
+    base = adapters.base_weights(model.net) if model.lora else dict(model.native.named_parameters())
+    weights.load_weights(base, parts)
+
+
+def check_resume(model, folder):
+    """Raise UserError when a checkpoint folder does not fit this model, which is empty; adapters, or all weights."""
+    if model.lora:
+        adapters.load_adapters(model.net, folder)       # onto the meta device nothing is copied, shapes are compared
+    else:
+        weights.check_weights(model.native, weights.weight_parts(folder, model.native), folder)
 
 
 def loss_report(sums, targets, prefix):
@@ -188,18 +225,18 @@ def decays(name, parameter):
 
 def layer_weights(model):
     """Values of all matrices in the decoder layers, adapters aside: what a token is multiplied with."""
-    return sum(parameter.numel() for layer in decoder_layers(model) for name, parameter in layer.named_parameters()
-               if parameter.ndim == 2 and ".lora_" not in name)
+    return sum(parameter.numel() for layer in weights.decoder_layers(model)
+               for name, parameter in layer.named_parameters() if parameter.ndim == 2 and ".lora_" not in name)
 
 
-def flops(weights, config, tokens, targets, pairs, lora):
+def flops(values, config, tokens, targets, pairs, lora):
     """Model FLOPs of forward and backward.
 
-    weights: of layer_weights. A matrix with N weights costs 2N a row forward, 2N for the input gradient and, when it is
+    values: of layer_weights. A matrix with N weights costs 2N a row forward, 2N for the input gradient and, when it is
     trained, 2N for its own gradient: 4N under LoRA, 6N in full; the head runs on trained rows only. pairs: sum over
     documents of n (n + 1) / 2 attended pairs, each 4 * heads * head_dim forward and twice that backward; a sliding
     window is not subtracted. Recomputation and adapters are not counted.
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rows = tokens * weights + targets * config.hidden_size * config.vocab_size
+    rows = tokens * values + targets * config.hidden_size * config.vocab_size
     return (4 if lora else 6) * rows + 12 * config.num_attention_heads * head_dim * pairs * config.num_hidden_layers

@@ -12,20 +12,9 @@ import torch
 from common import checkpoint, memory, plan
 from common.packing import PackOrder
 from common.parallel import UserError
-from distill import chat, packed_lm, sft_model, topk
+from distill import chat, packed_lm, topk
 from distill import table as chat_table
 from distill import weights as causal_lm
-
-
-def encoder_of(args, tokenizer):
-    """chat.Encoder as the flags want it."""
-    thinking = {"template": None, "true": True, "false": False}[args.enable_thinking]
-    return chat.Encoder(tokenizer, args.train_turns, thinking)
-
-
-def teacher_of(args, tokenizer):
-    """A fresh distill.Alternatives as the flags want it, or None."""
-    return topk.Alternatives(tokenizer, args.distill_topk) if args.distill_topk else None
 
 
 def pack_order(args, lengths):
@@ -119,44 +108,46 @@ def print_plan(args, ranks, model, native, table, train_ids, eval_ids, resume, m
                     args.gpu_memory, args.host_memory, plan.helps(args), args.cpu_offload, args.use_lora)
 
 
-def dry_run(args, ranks, check_flags):
+def dry_run(args, ranks, trainer):
     """Print what this run would be and take on `ranks` GPUs; raise UserError with all that would stop it.
 
     Of weights only headers are read; a checkpoint to resume from is read whole, for its checksums. Writes nothing but a
-    temporary table. check_flags(args, ranks) is the script's own, and fills in what flags derive.
+    temporary table. trainer: the script, whose check_flags fills in what flags derive.
     """
     problems = []
 
     def check(work, *given):        # None where it fails, or where what it needs is None already
         return plan.attempt(problems, work, *given) if all(value is not None for value in given) else None
 
-    check(check_flags, args, ranks)
+    check(trainer.check_flags, args, ranks)
     flags_fit = not problems or None        # else model and data are not tried with them
     check(plan.check_writable, args.output_dir, "--output_dir")
     check(plan.check_writable, args.logging_dir if args.report_to == "tensorboard" else None, "--logging_dir")
-    check(sft_model.check_device, args, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    check(trainer.check_device, args, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     folder = check(causal_lm.find_model, args.model_path)
     config = check(causal_lm.load_config, folder)
     tokenizer = check(lambda folder: chat.load_tokenizer(folder, args.chat_template), folder)
-    check(sft_model.check_vocabulary, tokenizer, config)
-    limit = check(sft_model.length_limit, flags_fit and args, config)
-    model, native, _ = check(sft_model.empty_trained_model, flags_fit and args, config and folder) or [None] * 3
+    check(causal_lm.check_vocabulary, tokenizer, config)
+    limit = check(causal_lm.length_limit, config, args.max_length, args.max_tokens_per_batch) if flags_fit else None
+    model, _ = check(trainer.empty_model, flags_fit and args, config and folder) or [None] * 2
     with tempfile.TemporaryDirectory() as scratch:
-        encoder = check(encoder_of, flags_fit and args, tokenizer)
-        found = check(lambda *given: chat_table.build_table(*given, teacher_of(args, tokenizer),
-                                                            args.preprocess_num_proc),
-                      flags_fit and args, encoder, limit, Path(scratch))
+        encoder = tokenizer and chat.Encoder(tokenizer, args.train_turns, chat.THINKING[args.enable_thinking])
+        paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
+        found = check(lambda *given: chat_table.build_table(
+            *given, args.too_long, topk.Alternatives(tokenizer, args.distill_topk) if args.distill_topk else None,
+            args.preprocess_num_proc), flags_fit and Path(scratch), paths, encoder, limit)
         if not problems:
             n_train, about, _ = found
             table = chat_table.ChatTable(scratch)
-            train_ids, eval_ids = check(chat_table.split_samples, args, table, n_train) or [None] * 2
+            train_ids, eval_ids = check(chat_table.split_samples, table, n_train, args.group_size,
+                                        args.validation_split, args.seed) or [None] * 2
         if not problems:
             resume, meta = check(checkpoint.find_resume, args.output_dir, args.resume,
-                                 sft_model.run_identity(args, folder, table, train_ids)) or [None] * 2
-            check(sft_model.check_resume, args, model, native, resume)
+                                 trainer.run_identity(args, folder, table, train_ids)) or [None] * 2
+            check(packed_lm.check_resume, model, resume)
         if not problems:
             print(about)
-            print_plan(args, ranks, model, native, table, train_ids, eval_ids, resume, meta, problems)
+            print_plan(args, ranks, model, model.native, table, train_ids, eval_ids, resume, meta, problems)
     if problems:
         raise UserError(plan.all_problems(problems))
     print("dry run ok")

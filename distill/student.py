@@ -3,8 +3,6 @@
 ask gives a teacher.Answer for each conversation, in order: greedy, from the ids that training saw before an answer.
 Sampling settings, penalties and the like in a model's generation_config have no say; ids that answers end with do.
 Adapters stay adapters under transformers; for vLLM they are merged into a copy of the base in float32.
-
-Own module of evaluate_sft.py. Copy with it: teacher.py weights.py adapters.py parallel.py and what those name.
 """
 import argparse
 import os

@@ -1,8 +1,7 @@
 """Tokenised conversations as flat arrays on disk, what is held out of them, and packed batches for training.
 
 Rank 0 tokenises once; all ranks and loader workers map the arrays, so memory does not grow with ranks or workers.
-Nothing is padded per sample. Copy with it: chat.py, loading.py, indexing.py, parallel.py, watchdog.py and what those
-name.
+Nothing is padded per sample.
 """
 import hashlib
 import itertools
@@ -33,7 +32,10 @@ CHUNK = 1024            # lines tokenised together
 
 
 def encode_chunk(records, path, encoder, limit, policy, problems, teacher=None):
-    """[(line, record)] -> {name: array, or a count}, for several processes; what cannot be used goes to `problems`."""
+    """[(line, record)] -> {column of the table: array; "ends": Counter; "long", "dropped": counts}.
+
+    Runs in several processes at once. A text for each record that cannot be used goes to the list `problems`.
+    """
     kept, lines, keys, count, ends = [], [], [], Counter(), encoder.ends
     encoder.ends = Counter()
     for (line, record), result in zip(records, encoder.encode([record["messages"] for _, record in records])):
@@ -68,8 +70,9 @@ def encode_chunk(records, path, encoder, limit, policy, problems, teacher=None):
 def write_table(folder, paths, encoder, limit, policy, teacher=None, processes=0):
     """Tokenise files into a table in `folder` -> {"samples": [of each file], "long": [...], "dropped": [...]}.
 
-    long: samples above `limit` tokens; dropped: those that are not in the table. teacher: a fresh distill.Alternatives
-    where the table shall have them, made in this process. processes: that tokenise beside this one, for large files.
+    long: samples above `limit` tokens; dropped: samples left out of the table. teacher: a new topk.Alternatives
+    for a table with the teacher's; the samples are then read by this process alone. processes: how many tokenise
+    beside this one, for large files.
     Raises UserError with every sample that cannot be used, and leaves no new folder then.
     """
     folder, problems, found = Path(folder), [], {"samples": [], "long": [], "dropped": []}
@@ -147,7 +150,7 @@ class ChatTable:
         return self.teacher_ids.shape[1] if hasattr(self, "teacher_ids") else 0
 
     def fingerprint(self, numbers):
-        """Short hash of what these (sorted) samples are to the model: tokens, mask, numbers."""
+        """Short hash of these samples' tokens and masks, and of their places. numbers: sorted sample numbers."""
         if not len(numbers):
             return ""
         part = slice(self.offsets[numbers[0]], self.offsets[numbers[-1] + 1])
@@ -157,7 +160,7 @@ class ChatTable:
         return digest.hexdigest()[:16]
 
     def teacher_fingerprint(self, numbers):
-        """Short hash of what the teacher says about these samples, or None."""
+        """Short hash of these samples' alternatives and their log-probabilities; None for a table without them."""
         if not self.topk:
             return None
         digest = hashlib.sha256()
@@ -169,8 +172,9 @@ class ChatTable:
 
 
 def group_numbers(keys, lines, group_size):
-    """(n,) group of each sample: group_size neighbours by id, where all have one, else by line. Translations of one
-    sentence stand side by side, and one in training beside one held out would flatter the model.
+    """(n,) group of each sample: group_size neighbours by id, where all have one, else by line.
+
+    Translations of one sentence stand side by side: with one in training, another held out would flatter the model.
     """
     return (keys if (keys >= 0).all() else lines - 1) // group_size
 
@@ -192,45 +196,46 @@ def split_groups(groups, share, seed):
     return everyone[~out], everyone[out]
 
 
-def split_samples(args, table, n_train):
-    """(train, held out) sample numbers of a table whose samples from n_train on came from --eval_data_file."""
+def split_samples(table, n_train, group_size, share, seed):
+    """(train, held out) sample numbers. Samples from n_train on came from a validation file; else split_groups."""
     if len(table) > n_train:
         return np.arange(n_train), np.arange(n_train, len(table))
-    return split_groups(group_numbers(table.keys, table.lines, args.group_size), args.validation_split, args.seed)
+    return split_groups(group_numbers(table.keys, table.lines, group_size), share, seed)
 
 
-def build_table(args, encoder, limit, folder, teacher=None, processes=0):
-    """Write the table of the trainer's flags into `folder`; (samples that train, what there is to say, turn ends).
+def build_table(folder, paths, encoder, limit, policy, teacher=None, processes=0):
+    """write_table -> (number of samples of the first file, summary to print, sorted ids that trained turns end with).
 
-    Turn ends: sorted ids that trained turns end with. teacher, processes: of write_table.
+    paths: the training file and, where there is one, the validation file.
     """
     start = time.monotonic()
-    paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
-    found = write_table(folder, paths, encoder, limit, args.too_long, teacher, processes)
+    found = write_table(folder, paths, encoder, limit, policy, teacher, processes)
     words = {"drop": "dropped", "cut_left": "cut on the left", "cut_right": "cut on the right"}
     about = f"data       read in {time.monotonic() - start:.1f} s"
     if sum(found["long"]):
-        about += f"; {sum(found['long'])} samples are longer than {limit} tokens: {words[args.too_long]}"
-    if gone := sum(found["dropped"]) - sum(found["long"]) * (args.too_long == "drop"):
+        about += f"; {sum(found['long'])} samples are longer than {limit} tokens: {words[policy]}"
+    if gone := sum(found["dropped"]) - sum(found["long"]) * (policy == "drop"):
         about += f"; {gone} left out, as the cut left nothing to train"
     if teacher:
         about += f"\n{teacher.about()}"
     return found["samples"][0], about, sorted(encoder.ends)
 
 
-def prepare_table(world, args, encoder, limit, teacher=None):
-    """build_table on rank 0, mapped by every rank -> (ChatTable, train numbers, held-out numbers, turn ends)."""
+def prepare_table(world, output_dir, paths, encoder, limit, policy, teacher=None, processes=0):
+    """build_table on rank 0 in a folder of output_dir, mapped by every rank -> (ChatTable, n_train, turn ends).
+
+    Deletes the table of an earlier run there. The summary is printed.
+    """
     def build():
-        for old in Path(args.output_dir).glob("table-*"):       # a running job keeps what it has mapped
+        for old in Path(output_dir).glob("table-*"):        # a job that still runs keeps the files that it has mapped
             shutil.rmtree(old, ignore_errors=True)
-        folder = Path(args.output_dir) / f"table-{uuid.uuid4().hex[:8]}"
-        n_train, about, ends = build_table(args, encoder, limit, folder, teacher, args.preprocess_num_proc)
+        folder = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}"
+        n_train, about, ends = build_table(folder, paths, encoder, limit, policy, teacher, processes)
         print(about, flush=True)
         return folder, n_train, ends
 
     folder, n_train, ends = parallel.rank0_first(world, build)
-    table = ChatTable(folder)
-    return table, *split_samples(args, table, n_train), ends
+    return ChatTable(folder), n_train, ends
 
 
 # ---------------------------------------------------------------------------------------------------------------------

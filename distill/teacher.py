@@ -6,8 +6,6 @@ transformers   generate() of transformers; slow, but runs anywhere
 
 All send one user message through the model's own chat template, and draw from a seed of each request: what a request
 gets does not depend on what else is asked, in which order, or by how many processes (up to rounding of the sums).
-
-Own module of create_data.py. Copy with it: parallel.py (for UserError).
 """
 import http.client
 import importlib.util

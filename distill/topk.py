@@ -6,7 +6,7 @@ so nothing is taken over but what is exactly the same:
 - A label is taught where the student's tokens have the very texts of the teacher's. Where they have not, or the record
   has no log-probabilities (labels by constraint), the sample is trained on its label alone, and counted.
 - An alternative that is not exactly one student token joins "everything else", as does what the teacher gave no number.
-- The token that ends the turn has no alternatives, and is trained as ever.
+- The token that ends the turn has no alternatives; it is trained by cross-entropy.
 
 Loss of a taught token, w being the share of divergence: (1 - w) CE + w KL, the mix of Hinton et al. 2015
 (arXiv:1503.02531) at temperature 1, as another would need the teacher's whole distribution. KL is between teacher p and
@@ -16,8 +16,6 @@ student q as distributions over the alternatives and one bucket for everything e
 
 It is zero where the student agrees, and by the log-sum inequality never above the KL over the whole vocabulary. q is
 the student's softmax over that; q_rest is summed from the other tokens' logits: the difference would be all rounding.
-
-Own module of train_sft.py. Copy with it: parallel.py (UserError).
 """
 import math
 from array import array
@@ -132,7 +130,7 @@ class Alternatives:
             self.rest += max(0.0, 1 - sum(math.exp(value) for _, value in pairs))
 
     def arrays(self, path):
-        """{name: array} for the table; see chat_table.ChatTable. Raises UserError where nothing, or less, is stored."""
+        """{name: array} for the table; see table.ChatTable. Raises UserError where nothing, or less, is stored."""
         if not self.widest:
             raise UserError(f"--distill_topk: {path} has no log-probabilities; make it with create_data.py --logprobs "
                             f"{self.k}, or drop the flag")
@@ -149,7 +147,7 @@ class Alternatives:
                 "teacher_logprobs": np.array(self.values, np.float32).reshape(-1, self.k)}
 
     def about(self):
-        """What there is to say of them, one line."""
+        """Summary to print, one line."""
         samples = sum(n > 0 for n in self.taught)
         text = (f"teacher    {samples} of {len(self.taught)} samples have alternatives, for {len(self.places)} tokens; "
                 f"{100 * self.rest / len(self.places):.2f}% of the probability is on everything else")

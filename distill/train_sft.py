@@ -10,17 +10,11 @@ micro-steps). The counts come from the plan that all ranks share, so no rank has
 trained is proven against the tokenizer's chat template (chat.py); a template where that fails is refused.
 
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
-
-Files to copy with it: chat.py table.py topk.py sft_model.py sft_plan.py packed_lm.py weights.py (its own),
-adapters.py indexing.py loading.py packing.py parallel.py optim.py checkpoint.py tensor_files.py watchdog.py
-metrics.py memory.py plan.py recomputation.py float8.py (shared).
 """
 import argparse
 import math
 import os
 import sys
-import time
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -28,11 +22,24 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
-from common import checkpoint, float8, loading, metrics, optim, parallel, recomputation, watchdog
+from common import (
+    adapters,
+    checkpoint,
+    flags,
+    float8,
+    loading,
+    metrics,
+    optim,
+    parallel,
+    recomputation,
+    run,
+    tensor_files,
+    watchdog,
+)
 from common.packing import PackOrder, rank_packs
 from common.parallel import UserError
-from distill import chat, packed_lm, sft_model, sft_plan, weights
-from distill import table as chat_table
+from distill import chat, packed_lm, sft_plan, topk, weights
+from distill.table import make_loader, prepare_table, split_samples
 
 # LoRA takes about ten times the rate of full fine-tuning (thinking-machines-lab/tinker-cookbook's rule).
 LORA_RATE, FULL_RATE = 2e-4, 2e-5
@@ -79,7 +86,7 @@ def build_parser():
                    help="learn the teacher's K likeliest tokens, as create_data.py --logprobs stored them; 0 = off")
     g.add_argument("--distill_weight", type=float, default=DISTILL_WEIGHT,
                    help="share of the divergence from them in a label token's loss, above 0, up to 1")
-    g.add_argument("--preprocess_num_proc", type=int, default=min(8, parallel.usable_cpus()),
+    g.add_argument("--preprocess_num_proc", type=int, default=min(8, flags.usable_cpus()),
                    help="processes that read and tokenise large files, 0 = in the trainer; always so with "
                         "--distill_topk")
     g.add_argument("--max_length", type=int, default=0, help="tokens a sample may have, 0 = the model's positions")
@@ -199,45 +206,112 @@ def check_flags(args, world_size):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Model: empty, loaded, saved
+
+
+def check_device(args, device):
+    """Raise UserError when this GPU cannot do what the flags ask for."""
+    if args.bf16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        raise UserError(f"--bf16: {torch.cuda.get_device_name(device)} has no bfloat16; drop the flag")
+    float8.check_device(args, device)
+
+
+def empty_model(args, folder):
+    """packed_lm.build_empty as the flags say: a frozen base in bfloat16 with --bf16, else fp32."""
+    lora = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules, args.model_path)
+    return packed_lm.build_empty(folder, torch.bfloat16 if args.bf16 and args.use_lora else torch.float32,
+                                 lora if args.use_lora else None, args.gradient_checkpointing,
+                                 args.distill_weight if args.distill_topk else 0.0)
+
+
+def load_model(world, args, model, parts, resume):
+    """Load empty_model's model -> what to call in training: itself under FSDP2, or DDP around it."""
+    packed_lm.load(model, parts, world, sharded=args.parallel == "fsdp", bf16=args.bf16,
+                   reshard=args.reshard_after_forward, offload=args.cpu_offload, compiled=args.compile)
+    if args.use_lora and resume:
+        adapters.load_adapters(model.net, resume)
+    elif args.use_lora:
+        adapters.init_adapters(model.net, args.seed)
+    if args.float8:
+        float8.convert(weights.decoder_layers(model.native))
+    model.train()
+    return model if args.parallel == "fsdp" else parallel.wrap_ddp(model, world)
+
+
+def run_identity(args, folder, table, train):
+    """What a checkpoint must share with the run that resumes it, {name: value}; JSON-able."""
+    batch = f"{args.max_tokens_per_batch} tokens" if args.max_tokens_per_batch else \
+        f"{args.per_device_train_batch_size} samples"
+    return {"set of trained weights": "lora" if args.use_lora else "full",
+            "base model": weights.fingerprint_weights(folder), "training data": table.fingerprint(train),
+            "teacher": table.teacher_fingerprint(train), "pack": batch, "seed": args.seed}
+
+
+def save_checkpoint(world, writer, model, tokenizer, optimizer, meta):
+    """Copy all of checkpoint-<meta["step"]> off the device and start writing it. On every rank."""
+    writer.begin(meta["step"])
+    parallel.reshard(model)
+    states = parallel.gather_objects(world, checkpoint.rng_state(world.device))
+    if model.lora:
+        files = tensor_files.stage(world, "adapter_model", adapters.adapter_weights(model.net), spread=False)
+    else:
+        files = tensor_files.stage(world, "model", dict(model.native.named_parameters()))
+    moments = optim.state_tensors(optimizer, model.named_parameters())
+    files |= tensor_files.stage(world, f"{checkpoint.STATE_DIR}/optimizer", moments)
+    if world.is_main:
+        files[f"{checkpoint.STATE_DIR}/rng.pt"] = lambda path: torch.save(states, path)
+        files["*"] = lambda path: save_config(model, tokenizer, path)
+    writer.save(meta["step"], files, meta)
+
+
+def save_config(model, tokenizer, folder):
+    """What from_pretrained needs beside the weights; with an adapter the tokenizer, which holds the chat template."""
+    if model.lora:
+        adapters.save_config(model.net, folder)
+        tokenizer.save_pretrained(folder)
+    else:
+        weights.save_config(model.native, tokenizer, folder)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Validation, reports
 
 
-def autocast(args, device):
-    return torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
+def autocast(bf16, device):
+    return torch.autocast(device.type, torch.bfloat16, enabled=bf16)
 
 
 @torch.no_grad()
-def evaluate(world, args, model, table, held_out, check):
+def evaluate(world, model, table, held_out, batch_size, num_workers, bf16, check):
     """Exact token-weighted validation loss and accuracy {eval/...: float}; all ranks take a share.
 
     Now and then calls check(), which may raise, and looks for a request to stop: then it returns None, on all ranks.
     """
-    order = PackOrder(table.lengths[held_out], samples_per_pack=args.per_device_eval_batch_size, shuffle=False)
+    order = PackOrder(table.lengths[held_out], samples_per_pack=batch_size, shuffle=False)
     packs = [[int(held_out[i]) for i in pack] for pack in rank_packs(order, world.rank, world.size, 1, epochs=1)]
     sums = torch.zeros(model.sums, dtype=torch.float64, device=world.device)
     model.eval()
-    for i, batch in enumerate(chat_table.make_loader(table, packs, num_workers=min(1, args.num_workers),
-                                                     prefetch_factor=2)):
+    for i, batch in enumerate(make_loader(table, packs, num_workers=min(1, num_workers), prefetch_factor=2)):
         if i % 16 == 0:
             check()
             if parallel.any_rank(world, watchdog.stop_requested()).item():
                 model.train()
                 return None
-        with autocast(args, world.device):
+        with autocast(bf16, world.device):
             sums += torch.stack(model(batch.to(world.device))).double()
     model.train()
     return packed_lm.loss_report(parallel.all_sum(world, sums).tolist(), int(table.targets[held_out].sum()), "eval")
 
 
-def bad_step_report(world, table, step, flags, skipped):
-    """Print and return what a skipped step was about: the samples whose loss was not finite, from all ranks."""
-    local = [table.name(i) for finite, numbers in flags if not finite.item() for i in numbers]
-    names = sorted({name for rank_names in parallel.gather_objects(world, local) for name in rank_names})
-    what = f"batches with a non-finite loss: {'; '.join(names[:20])}" if names else "every loss was finite"
-    text = f"step {step}: gradient norm is not finite, step skipped ({skipped} so far); {what}"
-    if world.is_main:
-        tqdm.write(text)
-    return text
+def step_work(table, window, matrix_weights, config, use_lora):
+    """Totals over the samples `window` of one optimizer step, from the plan: useful work of all ranks, python numbers.
+
+    matrix_weights: of packed_lm.layer_weights.
+    """
+    lengths, targets = table.lengths[window], int(table.targets[window].sum())
+    tokens, pairs = int(lengths.sum()), int((lengths * (lengths + 1) // 2).sum())
+    return {"tokens": tokens, "targets": targets, "samples": len(window),
+            "flops": packed_lm.flops(matrix_weights, config, tokens, targets, pairs, use_lora)}
 
 
 def console_line(step, total_steps, v):
@@ -269,223 +343,128 @@ def print_start(world, args, model, table, train_ids, eval_ids, plan):
 
 def main(argv=None):
     args = build_parser().parse_args(argv)
-    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")      # a log file shows each line at once
-    with parallel.one_clear_error():
-        if args.dry_run is None:
-            train(args)
-        elif os.environ.get("RANK", "0") == "0":
-            sft_plan.dry_run(args, args.dry_run or int(os.environ.get("WORLD_SIZE", "1")), check_flags)
-        watchdog.rest()
-    parallel.finish()
+    plan = None if args.dry_run is None else (lambda: sft_plan.dry_run(
+        args, args.dry_run or int(os.environ.get("WORLD_SIZE", "1")), sys.modules[__name__]))
+    run.main(args, train, plan)
 
 
 def train(args):
-    # -- ranks, paths, data -------------------------------------------------------------------------------------------
+    # -- ranks, data --------------------------------------------------------------------------------------------------
     check_flags(args, int(os.environ.get("WORLD_SIZE", "1")))
-    watchdog.catch_signals()
-    fsdp = args.parallel == "fsdp"
-    world = parallel.init(args.collective_timeout, args.wait_timeout, alone_too=fsdp, cpu_too=args.cpu_offload)
+    world, watch = run.start(args, cpu_too=args.cpu_offload)
     device, main_rank = world.device, world.is_main
-    watch = watchdog.Watchdog(world, args.collective_timeout)
-    watch.moved("data preparation", args.wait_timeout)
-    sft_model.check_device(args, device)
-    parallel.rank0_first(world, checkpoint.prepare_output, args.output_dir)
-    parallel.rank0_first(world, watchdog.clear_marker, args.output_dir)
-    if args.report_to == "tensorboard":
-        parallel.rank0_first(world, checkpoint.prepare_output, args.logging_dir, "--logging_dir")
+    check_device(args, device)
     parallel.rank0_first(world, weights.find_model, args.model_path)      # downloads before the others look
     folder = weights.find_model(args.model_path)
     config, tokenizer = weights.load_config(folder), chat.load_tokenizer(folder, args.chat_template)
-    sft_model.check_vocabulary(tokenizer, config)
-    encoder = sft_plan.encoder_of(args, tokenizer)
-    table, train_ids, eval_ids, ends = chat_table.prepare_table(world, args, encoder,
-                                                                sft_model.length_limit(args, config),
-                                                                sft_plan.teacher_of(args, tokenizer))
+    weights.check_vocabulary(tokenizer, config)
+    encoder = chat.Encoder(tokenizer, args.train_turns, chat.THINKING[args.enable_thinking])
+    teacher = topk.Alternatives(tokenizer, args.distill_topk) if args.distill_topk else None
+    limit = weights.length_limit(config, args.max_length, args.max_tokens_per_batch)
+    paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
+    # rank 0 tokenises into a table on disk that all ranks map
+    table, n_train, ends = prepare_table(world, args.output_dir, paths, encoder, limit, args.too_long, teacher,
+                                         args.preprocess_num_proc)
+    train_ids, eval_ids = split_samples(table, n_train, args.group_size, args.validation_split, args.seed)
     if args.tf32:
         torch.set_float32_matmul_precision("high")
-    identity = sft_model.run_identity(args, folder, table, train_ids) if main_rank else None
+    # a checkpoint of a run with another identity is refused; validation losses on other data do not compare
+    identity = run_identity(args, folder, table, train_ids) if main_rank else None
     validation = table.fingerprint(eval_ids)
     resume, meta = parallel.rank0_first(world, checkpoint.find_resume, args.output_dir, args.resume, identity)
 
-    # -- order, steps -------------------------------------------------------------------------------------------------
-    accumulation = args.gradient_accumulation_steps
-    order = sft_plan.pack_order(args, table.lengths[train_ids])
-    per_step = world.size * accumulation
-    at = {key: meta[key] for key in ("step", "epoch", "first")} if meta else {"step": 0, "epoch": 0, "first": 0}
+    # -- order, number of steps: known to every rank without asking, so all make the same number of collectives -------
+    accumulation, at = args.gradient_accumulation_steps, run.position(meta)
+    order, per_step = sft_plan.pack_order(args, table.lengths[train_ids]), world.size * accumulation
     steps_per_epoch, total_steps = sft_plan.run_length(args, order, per_step, at)
-    epochs = sys.maxsize if args.max_steps else args.num_train_epochs
     peak_lr, warmup = args.learning_rate, round(args.warmup_ratio * total_steps)
 
     # -- model, optimizer, resume -------------------------------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)
-    model, wrapped, native = sft_model.build_model(world, args, folder, resume)
-    unknown_ends = weights.stop_at(native, ends)
+    # a full checkpoint replaces the base; adapters are loaded on top of it
+    model, parts = empty_model(args, resume if resume and not args.use_lora else folder)
+    wrapped = load_model(world, args, model, parts, resume)
+    unknown_ends = weights.stop_at(model.native, ends)      # so that generate stops where trained answers end
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
                                   (args.adam_beta1, args.adam_beta2), packed_lm.decays)
     parallel.seed_everything(args.seed, world.rank)     # other dropout on every rank
-    best_loss, best_step = None, None
-    if meta:
-        checkpoint.load_optimizer(resume, optim.state_tensors(optimizer, model.named_parameters()))
-        checkpoint.load_rng(resume, world.rank, device)
-        if meta["validation"] == validation:        # losses on other data do not compare
-            best_loss, best_step = meta["best_loss"], meta["best_step"]
+    # a step's log values: the model's sums of losses and right guesses; targets, on rank 0
+    now = run.Run(world, watch, args, order, total_steps, model.sums + 1, resume, meta, validation, table.name)
+    now.restore(model, optimizer)
+    epochs = sys.maxsize if args.max_steps else args.num_train_epochs
     packs = ([int(train_ids[i]) for i in pack] for pack in
              rank_packs(order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
-    loader = chat_table.make_loader(table, packs, num_workers=args.num_workers, prefetch_factor=args.prefetch_factor,
-                                    pad_to=args.max_tokens_per_batch, pad_id=ends[0])
-    batches = loading.ahead(loader, device)
-    matrix_weights = packed_lm.layer_weights(native)
-
-    log = None
+    batches = loading.ahead(make_loader(table, packs, num_workers=args.num_workers, pad_id=ends[0],
+                                        prefetch_factor=args.prefetch_factor, pad_to=args.max_tokens_per_batch), device)
+    matrix_weights = packed_lm.layer_weights(model.native)
     if main_rank:
-        board = Path(args.logging_dir) / Path(args.output_dir).resolve().name
-        log = metrics.MetricsLog(args.output_dir, board, args.report_to, vars(args), at["step"], args.wandb_project)
         print_start(world, args, model, table, train_ids, eval_ids,
                     f"steps      {total_steps} ({steps_per_epoch} an epoch), {per_step} packs a step = {world.size} "
                     f"ranks x {accumulation} micro-steps; peak lr {peak_lr:.2e}, warm-up {warmup}\n"
-                    f"start      step {at['step']}, {f'resumed from {resume}' if resume else 'base model'}")
+                    f"start      step {now.step}, {f'resumed from {resume}' if resume else 'base model'}")
         if unknown_ends:
             names = ", ".join(tokenizer.convert_ids_to_tokens(unknown_ends))
             print(f"note       answers end with {names}, at which the base model's generation_config does not stop"
                   + ("; pass it to generate with this adapter" if args.use_lora else "; the saved one will"))
 
     # -- loop ---------------------------------------------------------------------------------------------------------
-    writer = checkpoint.Writer(world, args.output_dir, args.save_total_limit, args.wait_timeout)
-    flags = optim.StepFlags(device, meta["skipped"] if meta else 0)
-    sums = torch.zeros(model.sums + 1, dtype=torch.float64, device=device)      # of the model; targets on rank 0
-    if meta and main_rank:
-        sums += torch.tensor(meta["unlogged"], dtype=torch.float64, device=device)
-    totals, steps, slots, waited = Counter(), 0, 0, 0.0     # since the last log line
-    since, start_step, saved_step = time.monotonic(), at["step"], at["step"] if resume else None
-    bar = tqdm(total=total_steps, initial=at["step"], unit="step", disable=None if main_rank else True)
-
-    def save():
-        nonlocal saved_step
-        meta = {**at, "identity": identity, "validation": validation, "best_step": best_step, "best_loss": best_loss,
-                "skipped": flags.bad_total, "unlogged": parallel.all_sum(world, sums.clone()).tolist(),
-                "args": vars(args)}
-        watch.moved(f"saving at step {at['step']}", args.wait_timeout)
-        sft_model.save_checkpoint(world, writer, args, model, native, tokenizer, optimizer, meta)
-        saved_step = at["step"]
-
-    def validate():
-        nonlocal best_loss, best_step
-        watch.moved(f"validation at step {at['step']}", args.wait_timeout)
-        values = evaluate(world, args, model, table, eval_ids, writer.check)
-        if values is None:
-            return False
-        if main_rank:
-            tqdm.write(f"eval   step {at['step']:>6} | loss {values['eval/loss']:7.4f} "
-                       f"acc {values['eval/accuracy'] * 100:5.1f}%")
-            log.write(at["step"], values)
-        if math.isfinite(values["eval/loss"]) and (best_loss is None or values["eval/loss"] < best_loss):
-            best_loss, best_step = values["eval/loss"], at["step"]
-            save()
-        return True
-
-    def report_bad(about):
-        if about:
-            text = bad_step_report(world, table, *about, flags.bad_total)
-            if flags.bad_in_a_row >= args.max_bad_steps:
-                watch.moved("waiting for the checkpoint under way", args.wait_timeout)
-                parallel.rank0_first(world, writer.wait)
-                raise UserError(f"{flags.bad_in_a_row} steps in a row had a non-finite gradient; {text}")
-
-    def every(steps):
-        return steps > 0 and at["step"] % steps == 0
-
-    while at["step"] < total_steps:
-        if at["first"] >= order.packs_per_epoch:
-            at["epoch"], at["first"] = at["epoch"] + 1, 0
-        window = train_ids[order.window(at["epoch"], at["first"], per_step)]        # samples of this step, all ranks
-        lengths, n_targets = table.lengths[window], int(table.targets[window].sum())
-        step_sums, finite = torch.zeros_like(sums), []
+    stopping = False
+    while now.step < total_steps and not stopping:
+        window = train_ids[now.window()]        # samples of this step, all ranks: the loss divides by their targets
+        work = step_work(table, window, matrix_weights, model.native.config, args.use_lora)
+        sums = torch.zeros_like(now.sums)
         for micro in range(accumulation):
-            asked = time.monotonic()
-            watch.moved(f"loading data for step {at['step'] + 1}")
-            batch = next(batches)
-            compiling = args.compile and at["step"] == start_step
-            watch.moved(f"step {at['step'] + 1}", args.wait_timeout if compiling else None)
-            waited += time.monotonic() - asked
+            batch = now.next(batches)
             mine = list(batch.samples)
+            # a batch that differs from the plan would divide the loss by another count than the other ranks'
             assert batch.counts["targets"] == table.targets[mine].sum(), "loader and plan disagree"
             assert args.max_tokens_per_batch in (0, len(batch.input_ids)), "the pack is not filled to its budget"
-            with parallel.gradient_sync(wrapped, micro == accumulation - 1):
-                with autocast(args, device):
-                    loss, *others = wrapped(batch)
-                (loss * (world.size / n_targets)).backward()    # gradients are averaged over ranks, the loss is global
-            step_sums[:-1] += torch.stack([loss.detach(), *others])
-            finite.append((torch.isfinite(loss.detach()), mine))
-        norm = optim.clip_gradients(trainable, args.max_grad_norm)
-        bad = 1 - torch.isfinite(norm).float()          # the same on every rank; a bad loss makes its gradient bad
-        stop = parallel.any_rank(world, watchdog.stop_requested())
-        factor = optim.lr_factor(at["step"], total_steps, warmup, args.lr_scheduler, args.min_lr_ratio)
-        for group in optimizer.param_groups:
-            group["lr"] = peak_lr * factor
-        optim.guarded_step(optimizer, bad)
-        optimizer.zero_grad(set_to_none=True)
-        if main_rank:
-            step_sums[-1] += n_targets
-        bad = bad.to(device)                            # with --cpu_offload gradients are elsewhere
-        sums += torch.where(bad > 0, 0.0, step_sums)
-        at["step"], at["first"] = at["step"] + 1, at["first"] + per_step
+            with parallel.gradient_sync(wrapped, micro == accumulation - 1):    # ranks exchange gradients once a step
+                with autocast(args.bf16, device):
+                    loss, *others = wrapped(batch)          # sums over this batch's targets
+                # DDP and FSDP2 average gradients over ranks; the loss is a mean over the targets of all of them
+                (loss * (world.size / work["targets"])).backward()
+            sums[:-1] += torch.stack([loss.detach(), *others])
+            now.saw(loss, mine)
+        if main_rank:       # a python number: a tensor made of it would wait for the GPU
+            sums[-1] += work["targets"]
+        factor = optim.lr_factor(now.step, total_steps, warmup, args.lr_scheduler, args.min_lr_ratio)
+        now.update(optimizer, trainable, peak_lr * factor, sums)
 
-        report_bad(flags.pop())                         # of the step before: this one is still being computed
-        flags.push(bad, stop, (at["step"], finite))
-        last = at["step"] == total_steps
-        evaluating, saving = len(eval_ids) and (last or every(args.eval_steps)), last or every(args.save_steps)
-        if evaluating or saving or flags.stop:          # these wait for this step anyway
-            report_bad(flags.pop())
-        stopping = flags.stop and not last
+        # what comes now is the same on every rank; a request to stop counts one step late, so no step waits for it
+        evaluating, saving = len(eval_ids) and now.due(args.eval_steps), now.due(args.save_steps)
+        stopping = now.stop_asked(evaluating or saving) and not now.last
 
         # -- log ------------------------------------------------------------------------------------------------------
-        n_tokens, pairs = int(lengths.sum()), int((lengths * (lengths + 1) // 2).sum())
-        totals.update(tokens=n_tokens, samples=len(window), flops=packed_lm.flops(
-            matrix_weights, native.config, n_tokens, n_targets, pairs, args.use_lora))
-        steps += 1
-        # an empty pack is one token of padding
-        slots += per_step * args.max_tokens_per_batch or n_tokens + max(0, at["first"] - order.packs_per_epoch)
-        if at["step"] % args.logging_steps == 0 or last:
-            *model_sums, all_targets = parallel.all_sum(world, sums).tolist()
-            values = packed_lm.loss_report(model_sums, all_targets, "train")
+        empty = max(0, now.at["first"] - order.packs_per_epoch)         # packs of one token of padding
+        now.count(per_step * args.max_tokens_per_batch or work["tokens"] + empty, work)
+        if now.due(args.logging_steps):
+            *model_sums, targets = parallel.all_sum(world, now.sums).tolist()
             if main_rank:
-                now = time.monotonic()
-                values |= {"train/learning_rate": peak_lr * factor, "train/grad_norm": float(norm),
-                           "train/epoch": at["epoch"] + min(1.0, at["first"] / order.packs_per_epoch),
-                           "train/bad_steps": flags.bad_total,
-                           **metrics.speed_report(totals, now - since, steps, slots, waited, device, world.size)}
-                log.write(at["step"], values)
-                tqdm.write(console_line(at["step"], total_steps, values))
-                since = now
-            sums.zero_()
-            totals, steps, slots, waited = Counter(), 0, 0, 0.0
-        bar.update(1)
+                now.line(packed_lm.loss_report(model_sums, targets, "train"),
+                         lambda v: console_line(now.step, total_steps, v))
+            now.sums.zero_()
+            now.begin_line()
 
         # -- validate, save -------------------------------------------------------------------------------------------
-        paused = time.monotonic()
-        writer.check()
-        if evaluating and not stopping:
-            stopping = not validate() and not last
-        if (saving or stopping) and saved_step != at["step"]:
-            save()
-        since += time.monotonic() - paused      # throughput is about training steps
-        if stopping:
-            break
-
-    watch.moved("waiting for the last checkpoint", args.wait_timeout)
-    parallel.rank0_first(world, writer.wait)
-    bar.close()
-    if main_rank:
-        log.close()
-        if at["step"] < total_steps:
-            why = f"asked to stop by {watchdog.stop_requested() or 'a signal to another rank'} at step {at['step']}"
-            watchdog.leave_marker(args.output_dir, why)
-            print(f"stopped    {why} of {total_steps}; saved; the same command goes on")
-            return
-        final = Path(args.output_dir) / f"checkpoint-{at['step']}"
-        print(f"done       step {at['step']}; {flags.bad_total} steps skipped; final checkpoint {final}"
-              + (f"; best validation loss {best_loss:.4f} at step {best_step}" if best_step is not None else ""))
+        with now.pause():       # throughput is about training steps
+            better = False
+            if evaluating and not stopping:
+                watch.moved(f"validation at step {now.step}", args.wait_timeout)
+                values = evaluate(world, model, table, eval_ids, args.per_device_eval_batch_size, args.num_workers,
+                                  args.bf16, now.writer.check)
+                if values is None:              # asked to stop meanwhile
+                    stopping = not now.last
+                else:
+                    if main_rank:
+                        tqdm.write(f"eval   step {now.step:>6} | loss {values['eval/loss']:7.4f} "
+                                   f"acc {values['eval/accuracy'] * 100:5.1f}%")
+                        now.log.write(now.step, values)
+                    better = now.better(values["eval/loss"])
+            if (better or saving or stopping) and now.saved_step != now.step:
+                save_checkpoint(world, now.writer, model, tokenizer, optimizer, now.state(identity))
+    now.finish(stopping)
 
 
 if __name__ == "__main__":

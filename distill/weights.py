@@ -3,8 +3,6 @@
 A model starts empty on torch's meta device and takes its weights from the safetensors files row by row, so no process
 ever holds more than it trains. Missing, unexpected or misshapen weights stop the run. What from_pretrained would have
 to convert on the way (some mixtures of experts, quantised or remote-code models) is refused, not approximated.
-
-Copy with it: tensor_files.py, parallel.py (UserError).
 """
 import contextlib
 import copy
@@ -20,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from common import tensor_files
 from common.parallel import UserError
 
-logging.disable_progress_bar()      # of weights; one a rank would drown the log
+logging.disable_progress_bar()      # of loading weights: each rank would show one
 
 IGNORED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")      # buffers that old files hold; now computed
 
@@ -43,6 +41,25 @@ def find_model(name, flag="--model_path"):
                         + ("; this is an adapter, give its base model" if (folder / "adapter_config.json").is_file()
                            else ""))
     return folder
+
+
+def length_limit(config, max_length=0, pack_tokens=0):
+    """Tokens that a sample may have: the least of the model's positions, --max_length and the tokens of a pack.
+
+    0: no such limit. Raises UserError when there is none at all, or --max_length is above the model's.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
+    if not (positions or max_length or pack_tokens):
+        raise UserError("this model names no longest text; say it with --max_length")
+    if positions and max_length > positions:
+        raise UserError(f"--max_length {max_length} is more than the model's {positions} positions")
+    return min(n for n in (max_length, pack_tokens, positions) if n)
+
+
+def check_vocabulary(tokenizer, config):
+    """Raise UserError when the tokenizer has more tokens than the model has rows."""
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(f"tokenizer and model disagree: {len(tokenizer)} tokens and {config.vocab_size} rows")
 
 
 def load_config(folder):
@@ -130,7 +147,7 @@ def decoder_layers(model):
 
 
 def weight_parts(folder, model):
-    """{name: [slice handle]} of a folder's weights, as far as the model wants to know; raises UserError.
+    """{name: [slice handle]} of the weights in a folder's files; raises UserError when it has none.
 
     Left out: the second names of tied weights, and buffers that old files hold.
     """

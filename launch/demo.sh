@@ -46,8 +46,7 @@ python speech/generate_tts.py --model_path "$tiny/model" --audio_tokenizer_path 
 
 echo "== result"
 status=0
-python common/metrics.py "$run" || status=$?
-python common/report.py "$run" --samples "$run/spoken"
+python common/report.py "$run" --samples "$run/spoken" --check_fell || status=$?
 cat <<END
 adapter:      $run/checkpoint-$STEPS   (PeftModel.from_pretrained loads it)
 metrics:      $run/metrics.jsonl

@@ -157,7 +157,7 @@ if [ -e "$MARKER" ]; then queue_again "$(cat "$MARKER")"; fi
 # -- accuracy ----------------------------------------------------------------------------------------------------------
 
 case " $* " in *" --dry_run "*) exit ;; esac        # the trainer's own dry run leaves no checkpoint
-if [ $demo = 1 ]; then python "$REPO/common/metrics.py" "$OUTPUT_DIR"; fi      # status 1 unless the loss fell
+if [ $demo = 1 ]; then python "$REPO/common/report.py" "$OUTPUT_DIR" --check_fell; fi      # status 1 unless the loss fell
 if [ -z "$TEST_DATA" ]; then
     say "no TEST_DATA, so no accuracy"
     exit

@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.parallel import UserError
+from speech.choices import TASK_TYPES
 
 DEFAULT_SYSTEM = "Generate audio following instruction."
 SCENE = "<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
-TASK_TYPES = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker_smart_voice",
-              "multi_speaker_voice_cloning")
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg")
 # the instruction the community form puts before the target text; only this prefix is removed, never text after a colon
 INSTRUCTION = re.compile(r"^\s*please generate speech\b[^:]*:\s*", re.IGNORECASE)

@@ -27,11 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ sta
 
 from common import checkpoint, parallel
 from common.parallel import UserError
-from data import token_ids
-from speech import codes as code_cache
 from speech import speak, speech_model, weights
 from speech.codes import FRAME_RATE
 from speech.conversations import DEFAULT_SYSTEM
+from speech.encode import load_codec
+from speech.labels import token_ids
 
 
 def build_parser():
@@ -182,7 +182,7 @@ def main(argv=None):
         config = weights.native_config(config_dict)
         tokenizer = weights.load_tokenizer(folder)
         ids = token_ids(tokenizer, config)
-        codec, bandwidth = code_cache.load_codec(codec_dir, world.device, ids.num_codebooks)
+        codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
         settings = speak.sampling(config, args.max_seconds, args.temperature, args.top_k, args.top_p,
                                   args.ras_window, args.ras_repeats)
         room = config.max_position_embeddings - settings.max_new_tokens

@@ -4,8 +4,6 @@ Parameter names stay transformers' own, so hub checkpoints load, PEFT attaches a
 What changes is the training forward: one flat axis for all samples, hidden states in modality order (text rows, then
 audio rows) so that each FFN of the dual-FFN layers works on a contiguous slice, variable-length attention, heads on
 supervised rows only, no host sync anywhere.
-
-Copy with it: data.py (PackedBatch), weights.py, recomputation.py, and what those name.
 """
 import inspect
 
@@ -15,8 +13,8 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
 from common import recomputation
-from data import IGNORE, PackedBatch
 from speech import weights  # noqa: F401  (first: it explains a torchaudio that breaks every transformers import)
+from speech.labels import IGNORE
 
 from transformers.models.higgs_audio_v2.modeling_higgs_audio_v2 import (  # isort: skip
     HiggsAudioV2DecoderLayer,
@@ -109,8 +107,8 @@ class PackedHiggs(nn.Module):
         """The native HiggsAudioV2ForConditionalGeneration, adapters inside."""
         return self._base[0]
 
-    def hidden_states(self, batch: PackedBatch):
-        """Final hidden states (S, H) in modality order."""
+    def hidden_states(self, batch):
+        """Final hidden states (S, H) in modality order of a data.PackedBatch."""
         model = self.base_model.model
         order = torch.cat([batch.text_pos, batch.audio_pos])
         n_text = len(batch.text_pos)
@@ -123,10 +121,12 @@ class PackedHiggs(nn.Module):
             hidden = self.call(layer, hidden, packed=packed) if self.training else layer(hidden, packed=packed)
         return model.norm(hidden)
 
-    def forward(self, batch: PackedBatch):
-        """(audio (K,), text (), eos (5,)) fp32 sums over targets: cross-entropy per codebook, text cross-entropy, and
-        (detached) of the end-of-stream targets cross-entropy, correct argmax and number; of codebook 0 alone, which
-        ends speech, correct end-of-streams and false ones (argmax is end-of-stream, the target a code).
+    def forward(self, batch):
+        """(audio (K,), text (), eos (5,)) of a data.PackedBatch: fp32 sums over its targets.
+
+        audio: cross-entropy per codebook; text: cross-entropy. eos (detached): of the end-of-stream targets
+        cross-entropy, correct argmax and number; of codebook 0 alone, which ends speech, correct end-of-streams and
+        false ones (argmax is end-of-stream, the target a code).
         """
         config, base = self.base_model.config, self.base_model
         hidden = self.hidden_states(batch)

@@ -1,11 +1,9 @@
 """--dry_run: what a run will be and take, printed and checked before it is one; no weights loaded, nothing encoded.
 
-A table without encoding (the counterpart of data.prepare_table and code_cache.ensure_codes: clips' frames come from
+A table without encoding (the counterpart of data.prepare_table and encode.ensure_codes: clips' frames come from
 their headers), the report, and all that would stop the run, as one list. Writes nothing but a temporary table.
-
-Copy with it: data.py, codes.py, speech_model.py, speech_plan.py, sample_prompts.py, packing.py, plan.py,
-recomputation.py and what those name.
 """
+import functools
 import os
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +14,14 @@ import numpy as np
 import torch
 
 from common import checkpoint, memory, plan, recomputation
-from common.packing import PackOrder
+from common.packing import PackOrder, pack_order, run_length
 from common.parallel import UserError
-from data import PackedBatch, Table, read_all, split_samples, token_ids
-from speech import codes, higgs, sample_prompts, speech_model, weights
-from speech.codes import FRAME_RATE, SAMPLE_RATE, CacheIndex, check_length, codec_config, codec_fingerprint
-from speech.speech_plan import pack_order, run_length, samples_line, usable_samples
+from data import PackedBatch
+from speech import higgs, sample_prompts, speech_model, weights
+from speech.codes import FRAME_RATE, SAMPLE_RATE, CacheIndex, codec_fingerprint
+from speech.encode import check_encoder, check_length, codec_config
+from speech.labels import token_ids
+from speech.table import Table, read_all, samples_line, split_samples, usable_samples
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Frames and table without encoding
@@ -119,7 +119,7 @@ def plan_table(args, tokenizer, ids, codec_dir, scratch, problems):
                                ids.num_codebooks, problems, args.preprocess_num_proc)
     builder.write(scratch, folder, [], where)
     new = where[:, 0] < 0
-    train, held_out = split_samples(args, n_train, len(builder))
+    train, held_out = split_samples(n_train, len(builder), 0 if args.disable_eval else args.validation_split, args.seed)
     return Planned(Table(scratch), ids, train, held_out, int(new.sum()), int(where[new, 2].sum()))
 
 
@@ -220,10 +220,12 @@ def print_plan(args, ranks, model, data, resume, meta, problems):
     """
     table, train_ids, eval_ids, native = data.table, data.train, data.held_out, model.base_model
     lengths, accumulation = table.lengths[train_ids], args.gradient_accumulation_steps
-    budget = args.max_tokens_per_batch
-    order, per_step = pack_order(args, lengths), ranks * accumulation
+    order = pack_order(lengths, tokens_per_pack=args.max_tokens_per_batch, seed=args.seed,
+                       samples_per_pack=args.per_device_train_batch_size, group_by_length=args.group_by_length)
+    budget, per_step = args.max_tokens_per_batch, ranks * accumulation
     position = {key: meta[key] for key in ("step", "epoch", "first")} if meta else {"step": 0, "epoch": 0, "first": 0}
-    steps_per_epoch, total_steps = run_length(args, order, per_step, position)
+    steps_per_epoch, total_steps = run_length(order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps,
+                                              position)
     left = max(0, total_steps - position["step"])
     epochs = range(position["epoch"], position["epoch"] + min(20, -(-max(1, left) // steps_per_epoch)))
     rows = rows_by_kind(table, data.ids)
@@ -289,10 +291,12 @@ def run(args, ranks, check_flags):
     with tempfile.TemporaryDirectory() as scratch:
         data = check(plan_table, flags_fit and args, tokenizer, ids, codec_dir, scratch, problems)
         if data and data.new_clips:
-            check(codes.check_encoder)
+            check(check_encoder)
         if not problems:
-            data.train, data.held_out = check(usable_samples, args, config, data.table, data.train,
-                                              data.held_out) or [None] * 2
+            data.train, data.held_out = check(functools.partial(
+                usable_samples, data.table, data.train, data.held_out, drop=args.drop_too_long,
+                max_length=args.max_length or config.max_position_embeddings,
+                max_tokens=args.max_tokens_per_batch)) or [None] * 2
         if not problems:
             resume, meta = check(checkpoint.find_resume, args.output_dir, args.resume,
                                  speech_model.run_identity(args, folder, data.table, data.train)) or [None] * 2

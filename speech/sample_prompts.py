@@ -16,7 +16,8 @@ from tqdm import tqdm
 
 from common.parallel import UserError
 from speech import speak
-from speech.codes import FRAME_RATE, load_codec
+from speech.codes import FRAME_RATE
+from speech.encode import load_codec
 
 BATCH = 8           # prompts generated together
 MAX_PROMPTS = 64    # a few are meant; generate_tts.py speaks any number

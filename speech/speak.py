@@ -1,10 +1,9 @@
 """Speak with Higgs-Audio V2: prompts as in training, transformers' own generate, codes -> waveform, picture, files.
 
-A prompt takes the trainer's path from conversation to tokens (conversations.py, data.py) and is cut off after the last
-<|audio_out_bos|>, so the model hears what it was trained on. Generation is the native class' with what it needs beyond
-its defaults: the end-of-stream id, repetition-aware sampling, room for the delay pattern, and a time limit.
-
-Copy with it: weights.py, data.py, conversations.py, codes.py, checkpoint.py, parallel.py and what those name.
+A prompt takes the trainer's path from conversation to tokens (conversations.py, table.py, labels.py) and is cut off
+after the last <|audio_out_bos|>, so the model hears what it was trained on. Generation is the native class' with what
+it needs beyond its defaults: the end-of-stream id, repetition-aware sampling, room for the delay pattern, and a time
+limit.
 """
 import io
 import json
@@ -20,9 +19,8 @@ import torch
 from common import parallel
 from common.checkpoint import write_atomically
 from common.parallel import UserError
-from data import TableBuilder, assemble
 from speech import weights  # noqa: F401  (first: it explains a torchaudio that breaks every transformers import)
-from speech.codes import FRAME_RATE, SAMPLE_RATE, decode_audio, encode_clip
+from speech.codes import FRAME_RATE, SAMPLE_RATE
 from speech.conversations import (
     DEFAULT_SYSTEM,
     SCENE,
@@ -33,6 +31,9 @@ from speech.conversations import (
     read_samples,
     spoken_text,
 )
+from speech.encode import decode_audio, encode_clip
+from speech.labels import assemble
+from speech.table import TableBuilder
 
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList  # isort: skip
 from transformers.audio_utils import mel_filter_bank, spectrogram, window_function  # isort: skip

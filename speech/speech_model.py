@@ -61,8 +61,7 @@ def build_model(world, args, folder, config, resume):
     model, native, parts = empty_trained_model(args, folder, config)
     net = model.net
     if args.compile:
-        for layer in native.model.layers:
-            layer.compile()
+        parallel.compile_layers(native.model.layers)
     if args.parallel == "fsdp":
         parallel.shard(model, native.model.layers, world, args.bf16, args.reshard_after_forward, args.cpu_offload)
     model.to_empty(device="cpu" if args.cpu_offload else world.device)      # from here on there is memory, still unset

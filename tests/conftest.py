@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from tests.helpers.pool import Pool
-from tests.helpers.trainer import Run, Tiny, train_forked, trainer_command
+from tests.helpers.trainer import Run, Tiny, mount, train_forked, trainer_command
 
 torch.set_num_threads(1)
 
-LONGEST = ("recovery", "fsdp", "train_v2_ddp", "slurm", "launchers", "plan", "codes", "generate_tts",
+LONGEST = ("recovery", "fsdp", "train_v2_ddp", "slurm", "launchers", "plan", "encode", "generate_tts",
            "train_bd3lm", "bad_input")
 
 
@@ -63,6 +63,20 @@ def tiny(tmp_path_factory):
     root = tmp_path_factory.mktemp("tiny")
     make_tiny.main([str(root), "--clips", "24", "--speakers", "3", "--voice", "numpy"])
     return Tiny(root)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """disk(MiB) -> tmp_path / "out", empty and a disk of its own, of that size; in place of the one before."""
+    out = tmp_path / "out"
+
+    def make(size):
+        subprocess.run(["umount", "-l", out], capture_output=True)
+        out.mkdir(exist_ok=True)
+        mount("-t", "tmpfs", "-o", f"size={size}m", "tmpfs", out)      # takes memory only for what is written
+        return out
+    yield make
+    subprocess.run(["umount", "-l", out], capture_output=True)
 
 
 @pytest.fixture(scope="session")

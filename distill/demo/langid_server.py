@@ -8,8 +8,6 @@ It reads the last line of the message, so it fits prompts that end with the text
 answers in the form that prompt demands. Of the prompt's rules it knows what the labels are, nothing else: its codes are
 kept where they are labels, languages in Cyrillic letters become ru, all others ot. The same text always gets the same
 answer, whatever the seed.
-
-Files to copy with it: labels.py parallel.py
 """
 import argparse
 import json

@@ -54,8 +54,9 @@ def test_the_straightforward_step_and_every_lever_compute_the_same(bench, few):
 
 
 def test_both_average_the_weights_alike(bench, few, monkeypatch):
-    averages, real = [], bench.block_setup.build_model
-    monkeypatch.setattr(bench.block_setup, "build_model", lambda *args: averages.append(real(*args)) or averages[-1])
+    averages, steps = [], sys.modules["bench.block_steps"]
+    real = steps.build
+    monkeypatch.setattr(steps, "build", lambda *args: averages.append(real(*args)) or averages[-1])
     for make in bench.plain_step, lambda *rest, **more: bench.our_step(*rest, "sdpa", **more):
         step = make(*few, stirred=True)
         for number in range(2):

@@ -12,8 +12,9 @@ from safetensors.numpy import load_file
 
 from bench import profile_step, tts, tts_ways
 from common.packing import PackOrder
-from data import SpeechSamples, Table, collate
+from data import SpeechSamples, collate
 from speech import higgs
+from speech.table import Table
 
 pytestmark = pytest.mark.timeout(600)
 CPU = torch.device("cpu")

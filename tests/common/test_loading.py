@@ -130,15 +130,29 @@ def test_every_batch_once_in_order(workers, n):
     assert not [thread for thread in threading.enumerate() if thread.name == "batches"]
 
 
+@dataclass
+class Noted:
+    """A batch that notes which thread took it over."""
+    ids: torch.Tensor
+
+    __reduce__ = loading.reduce
+
+    def __post_init__(self):
+        taken_over.append(threading.current_thread().name)
+
+
+taken_over = []
+
+
 def test_the_next_batches_come_while_one_is_used():
-    """Without a thread each of them would take its time when it is asked for."""
-    batches = loading.ahead(loader(range(8), lambda i: time.sleep(0.1) or flat(), 1, prefetch_factor=8))
+    """Without a thread none of them would come before it is asked for; and no more of them come than are read ahead."""
+    taken_over.clear()
+    batches = loading.ahead(loader(range(8), lambda i: Noted(torch.arange(i)), 1, prefetch_factor=8))
     next(batches)
+    while len(taken_over) < 1 + loading.DEPTH:     # for ever, if they do not come: the file's time limit ends that
+        time.sleep(0.01)
     time.sleep(0.5)
-    start = time.monotonic()
-    for _ in range(loading.DEPTH):
-        next(batches)
-    assert time.monotonic() - start < 0.05
+    assert taken_over == ["batches"] * (1 + loading.DEPTH)
 
 
 def test_the_trainers_random_numbers_are_its_own():
@@ -165,16 +179,38 @@ def test_an_error_shows_where_its_batch_would_be(workers, error, words):
     assert next(batches, None) is None
 
 
-def test_a_killed_loader_process_is_named(monkeypatch):
-    """Its last batches may be lost in a connection that breaks off, which says nothing of why."""
-    def make(i):
-        if i == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return flat(i)
+def killed_at_3(i):
+    if i == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return flat(i)
 
-    monkeypatch.setattr(torch.utils.data._utils.signal_handling, "_SIGCHLD_handler_set", False)     # as at a start
-    with pytest.raises(RuntimeError, match="DataLoader worker .* is killed by signal: Killed"):
-        list(loading.ahead(loader(range(9), make, 1)))
+
+@pytest.mark.parametrize("way", [loading.ahead, loading.each])
+@pytest.mark.parametrize("handler", [True, False], ids=["first", "never"])
+def test_a_killed_loader_process_is_named(way, handler, monkeypatch):
+    """Its last batches may be lost in a connection that breaks off, which says nothing of why.
+
+    handler: torch's SIGCHLD handler is set, and may be the first to notice; without it next() is.
+    """
+    monkeypatch.setattr(torch.utils.data._utils.signal_handling, "_SIGCHLD_handler_set", not handler)    # as at a start
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) is killed by signal: Killed"):
+        list(way(loader(range(9), killed_at_3, 1)))
+
+
+def test_a_loader_process_that_ended_before_torch_looked_is_named():
+    """Its end is known to multiprocessing already, as after the start of another process: torch's handler is silent."""
+    batches = iter(loader(range(3, 9), killed_at_3, 1))
+    batches._workers[0].join()
+    with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:
+        list(batches)
+    assert "is killed by signal: Killed" in str(loading.named(caught.value, batches))
+
+
+def test_an_error_of_a_living_loader_process_stays_as_it_is():
+    batches = iter(loader(range(9), flat_of, 1))
+    for error in (ValueError("odd"), RuntimeError("DataLoader worker (pid(s) 1) exited unexpectedly")):
+        assert loading.named(error, batches) is error
 
 
 @pytest.mark.parametrize("taken", [0, 1, 4])

@@ -1,23 +1,11 @@
-"""metrics.jsonl, the loss picture and its verdict, and the numbers of the learning-rate schedules."""
+"""metrics.jsonl, and the numbers of the learning-rate schedules."""
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 
-from common.metrics import MetricsLog, draw_losses, duration, read_metrics
+from common.metrics import MetricsLog, duration, read_metrics
 from common.optim import lr_factor, sqrt_lr
-from tests.helpers.trainer import ROOT
-
-PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def verdict(folder):
-    """`python common/metrics.py FOLDER` as a user runs it: (exit status, what it printed)."""
-    done = subprocess.run([sys.executable, str(ROOT / "common/metrics.py"), str(folder)], text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=folder, timeout=120)
-    return done.returncode, done.stdout
 
 
 def log(folder, resumed_step=0):
@@ -28,39 +16,8 @@ def steps(folder):
     return [row["step"] for row in read_metrics(folder / "metrics.jsonl")]
 
 
-@pytest.mark.timeout(300)
-def test_loss_curve_of_a_real_run(train, tmp_path):
-    run = train("--learning_rate", 1e-3, "--max_steps", 10, "--validation_split", 0.2, "--eval_steps", 5)
-    losses = list(run.metrics("train/loss").values())
-    changes, path = draw_losses(run.output_dir)
-    assert changes["train/loss"] == pytest.approx((sum(losses[:2]) / 2, sum(losses[-2:]) / 2))  # fifths of ten steps
-    assert set(changes) == {"train/loss", "train/audio_loss", "train/text_loss"}
-    assert all(last < first for first, last in changes.values())
-    assert path == run.output_dir / "loss_curve.png" and path.read_bytes().startswith(PNG)
-
-    path.unlink()
-    status, text = verdict(run.output_dir)
-    assert status == 0 and path.read_bytes().startswith(PNG)
-    first, last = changes["train/loss"]
-    assert f"{first:.3f} -> " in text and f"{last:.3f} fell" in text and "NOT" not in text
-
-    # the same run told backwards
-    rows = read_metrics(run.output_dir / "metrics.jsonl")
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
-    status, text = verdict(tmp_path)
-    assert status == 1 and "DID NOT FALL" in text and "Traceback" not in text
-
-
-def test_verdict_without_enough_steps(tmp_path):
-    status, text = verdict(tmp_path)
-    assert status == 1 and text.startswith("error: ") and "metrics.jsonl" in text and "Traceback" not in text
-    log(tmp_path).write(1, {"train/loss": 2.0})
-    with pytest.raises(ValueError, match="1 training steps"):
-        draw_losses(tmp_path)
-
-
 def test_numbers_that_are_not_finite(tmp_path):
-    """They are null in the file, which stays JSON, and no part of the verdict."""
+    """They are null in the file, which stays JSON."""
     record = log(tmp_path)
     for step, loss in enumerate((3.0, 2.0, math.nan, math.inf), 1):
         record.write(step, {"train/loss": loss, "train/grad_norm": 1.0})
@@ -69,7 +26,6 @@ def test_numbers_that_are_not_finite(tmp_path):
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row.get("train/loss", "none") for row in rows] == [3.0, 2.0, None, None, "none"]
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
-    assert draw_losses(tmp_path)[0] == {"train/loss": (3.0, 2.0)}
 
 
 def test_resumed_log_drops_what_a_crash_left_behind(tmp_path):
@@ -92,7 +48,6 @@ def test_line_cut_off_by_a_kill(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "train/loss": 3.0}\n{"step": 2, "train/loss": 2.0}\n{"step": 3, "train/lo')
     assert steps(tmp_path) == [1, 2]
-    assert draw_losses(tmp_path)[0] == {"train/loss": (3.0, 2.0)}
     resumed = log(tmp_path, resumed_step=2)
     resumed.write(3, {"train/loss": 1.0})
     resumed.close()

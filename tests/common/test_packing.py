@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from common.packing import PackOrder, best_fit, rank_packs
+from common.packing import PackOrder, best_fit, pack_order, rank_packs, run_length
 
 KINDS = {
     "count": {"samples_per_pack": 3},
@@ -139,6 +139,25 @@ def test_restart_with_another_world_size_goes_on_exactly(kind, steps):
         assert [p for p in rest if p] == [p for p in whole[first:] if p]
         if world_size * accumulation == 4:
             assert rest == whole[first:]
+
+
+@pytest.mark.parametrize("epoch, first, step", [(0, 0, 0), (0, 12, 2), (1, 0, 6), (1, 30, 11), (2, 36, 18),
+                                                (2, 40, 18)])
+def test_a_run_has_as_many_steps_as_its_ranks_have_packs(epoch, first, step):
+    """Whatever position a checkpoint has, also one behind an epoch's last pack."""
+    order, world_size, accumulation, epochs = PackOrder(np.ones(100), samples_per_pack=3), 3, 2, 3
+    left = len(list(rank_packs(order, 0, world_size, accumulation, epochs, epoch, first))) // accumulation
+    position = {"step": step, "epoch": epoch, "first": first}
+    assert run_length(order.packs_per_epoch, world_size * accumulation, epochs, 0, position) == (6, step + left)
+    assert run_length(order.packs_per_epoch, world_size * accumulation, epochs, 5, position) == (6, 5)
+
+
+def test_a_token_budget_goes_before_a_number_of_samples():
+    lengths = speech_lengths(50)
+    by_count = pack_order(lengths, tokens_per_pack=0, samples_per_pack=4, seed=1, group_by_length=True)
+    by_tokens = pack_order(lengths, tokens_per_pack=2048, samples_per_pack=4, seed=1)
+    assert packs(by_count, 0) == packs(PackOrder(lengths, samples_per_pack=4, seed=1, group_by_length=True), 0)
+    assert packs(by_tokens, 0) == packs(PackOrder(lengths, tokens_per_pack=2048, seed=1), 0)
 
 
 @kinds

@@ -400,7 +400,7 @@ def test_epochs_tell_the_end_as_well(tmp_path):
     folder = make_run(tmp_path / "run", samples=(), args=args)
     run = report_files.read_run(folder)        # 20 steps an epoch
     assert report_files.total_steps(run) == 40 and report_files.state(run)[0] == "finished"
-    run.args = {"num_train_epochs": "2", "max_steps": "None"}       # a trainer that notes its flags as text
+    run.args = {"num_train_epochs": 2, "max_steps": None}
     assert report_files.total_steps(run) == 40 and report_files.state(run)[0] == "finished"
     run.args = {**args, "num_train_epochs": 3}
     assert report_files.total_steps(run) == 60 and report_files.state(run)[0] == "running"
@@ -550,9 +550,10 @@ def test_bad_input_is_one_line(change, flags, said, tmp_path, capsys):
     change(folder)
     with pytest.raises(SystemExit) as stopped:
         report.main([str(folder), *flags])
-    message = str(stopped.value.code)
+    printed = capsys.readouterr()
+    message = printed.err.rstrip("\n") or str(stopped.value.code)
     assert message.startswith("error: ") and said in message and "\n" not in message
-    assert not list(tmp_path.rglob("*.html*")) and not capsys.readouterr().out
+    assert not list(tmp_path.rglob("*.html*")) and not printed.out
 
 
 def test_a_run_that_has_just_begun(tmp_path):
@@ -561,3 +562,29 @@ def test_a_run_that_has_just_begun(tmp_path):
     done = make_report(tmp_path)
     assert done.returncode == 0 and " 0 lines of metrics" in done.stdout
     assert "nothing logged yet" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.timeout(300)
+def test_check_fell_on_a_real_run(forked, tmp_path):
+    run = forked("--learning_rate", 1e-3, "--max_steps", 10, "--validation_split", 0.2, "--eval_steps", 5)
+    done = make_report(run.output_dir, "--check_fell")
+    losses = list(run.metrics("train/loss").values())
+    first, last = sum(losses[:2]) / 2, sum(losses[-2:]) / 2         # fifths of ten steps
+    assert done.returncode == 0 and f"{first:.3f} -> " in done.stdout and f"{last:.3f} fell" in done.stdout
+    assert "train/audio_loss" in done.stdout and "NOT" not in done.stdout
+
+    # the same run told backwards
+    rows = (run.output_dir / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "back").mkdir()
+    (tmp_path / "back" / "metrics.jsonl").write_text("".join(row + "\n" for row in reversed(rows)))
+    done = make_report(tmp_path / "back", "--check_fell")
+    assert done.returncode == 1 and "DID NOT FALL" in done.stdout and not done.stderr
+    assert make_report(tmp_path / "back").returncode == 0       # without the flag it is a page about it
+
+
+def test_check_fell_needs_two_losses(tmp_path):
+    """Null, a loss that was not finite, is none."""
+    rows = [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": None}, {"step": 3, "eval/loss": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = make_report(tmp_path, "--check_fell")
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and "holds 1 training steps" in done.stderr

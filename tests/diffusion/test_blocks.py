@@ -1,212 +1,22 @@
-"""Problems, tokenizers, documents, rows, batches, prompts and scores of the block-diffusion data."""
-import json
+"""Documents, rows and batches against a construction rule by rule."""
 import re
 from dataclasses import replace
 
 import numpy as np
-import pyarrow
 import pytest
 import torch
-from pyarrow import parquet
 
 from common.packing import PackOrder, rank_packs
 from common.parallel import UserError
-from diffusion import blocks, make_problems, problems
+from diffusion import blocks
 from diffusion.blocks import EXECUTION, FILL, PLAN, QUESTION, Layout
-from diffusion.problems import load_tokenizer, read_problems
+from tests.helpers.block_problems import LAYOUTS, load
 
 pytestmark = pytest.mark.timeout(120)
 
-SMALL = {"question_budget": 48, "plan_budget": 32, "execution_budget": 48, "max_length": 96}
-LAYOUTS = {
-    "gsm8k": Layout("gsm8k", block_size=8, **SMALL),
-    "gsm8k-1": Layout("gsm8k", block_size=1, **SMALL),
-    "gsm8k-whole": Layout("gsm8k", block_size=96, **SMALL),
-    "gsm8k-question": Layout("gsm8k", block_size=8, loss_on_question=True, strip_calculator=True, **SMALL),
-    "hdp": Layout("hdp", block_size=8, **SMALL),
-    "hdp-sizes": Layout("hdp", block_size=8, plan_block_size=32, execution_block_size=4, **SMALL),
-    "hdp-question": Layout("hdp", block_size=16, loss_on_question=True, **SMALL),
-    "flat": Layout("hdp", "flat", block_size=8, **SMALL),
-    "flat-wide": Layout("hdp", "flat", block_size=64, **SMALL),
-}
 
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    """Folder of demo files: 60 training and 20 test problems of both systems, tokenizer.json."""
-    folder = tmp_path_factory.mktemp("demo")
-    make_problems.main(["demo", str(folder), "--problems", "60", "--test", "20"])
-    return folder
-
-
-def load(demo, layout):
-    """(problems, Tokens, Documents) of the demo's training file."""
-    file = demo / ("train.jsonl" if layout.system == "gsm8k" else "train_hdp.json")
-    found = read_problems(file, "train", layout.system, layout.strip_calculator)
-    tokens = load_tokenizer(demo, layout.system)
-    return found, tokens, blocks.make_documents(found, tokens, layout)
-
-
-# -- tokenizers -------------------------------------------------------------------------------------------------------
-
-
-def test_special_tokens_come_behind_the_vocabulary_in_the_sources_order(demo):
-    size = load_tokenizer(demo, "gsm8k").vocab_size - 1
-    base = load_tokenizer(demo, "gsm8k")
-    assert (base.mask, base.bos, base.end, base.pad, base.plan) == (size, size - 1, size - 1, size - 1, -1)
-    hdp = load_tokenizer(demo, "hdp")
-    assert (hdp.pad, hdp.plan, hdp.execution, hdp.answer, hdp.mask) == tuple(range(size, size + 5))
-    assert (hdp.vocab_size, hdp.end, hdp.bos) == (size + 5, size, -1)
-    assert hdp.encode("<|plan|> a<|pad|>")[0] == hdp.plan and hdp.encode("<|plan|> a<|pad|>")[-1] == hdp.pad
-    text = "Anna's 3 pëns\n cost <<3*2=6>>$6 — \u2028 cheap\t#### 6"
-    assert base.decode(base.encode(text)) == text
-
-
-@pytest.mark.parametrize("names", [("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")])
-def test_gpt2s_two_files_give_the_same_tokens_as_tokenizer_json(demo, tmp_path, names):
-    model = json.loads((demo / "tokenizer.json").read_text())
-    vocabulary = model["model"]["vocab"] | {t["content"]: t["id"] for t in model["added_tokens"]}
-    (tmp_path / names[0]).write_text(json.dumps(vocabulary))
-    merges = [" ".join(pair) for pair in model["model"]["merges"]]
-    (tmp_path / names[1]).write_text("\n".join(["#version: 0.2", *merges, ""]))
-    text = "Question: Ben has 4 boxes with 7 books each.\nAnswer: <<4*7=28>>28 bööks <|endoftext|>"
-    for system in problems.SYSTEMS:
-        ours, whole = load_tokenizer(tmp_path, system), load_tokenizer(demo, system)
-        assert ours.encode(text) == whole.encode(text) and ours.vocab_size == whole.vocab_size
-        assert ours.encode(text)[-1] == ours.tokenizer.token_to_id("<|endoftext|>")
-
-
-def test_a_saved_tokenizer_is_read_back_the_same(demo, tmp_path):
-    tokens = load_tokenizer(demo, "hdp")
-    tokens.save(tmp_path)
-    for again in (load_tokenizer(tmp_path, "hdp"), load_tokenizer(tmp_path / "tokenizer.json", "hdp")):
-        assert replace(again, tokenizer=None) == replace(tokens, tokenizer=None)
-        assert again.encode("Grace has 12 pens <|answer|>") == tokens.encode("Grace has 12 pens <|answer|>")
-
-
-@pytest.mark.parametrize("name, message", [
-    ("/no/such/folder", r"--tokenizer /no/such/folder: no such file or folder; give a folder with tokenizer.json"),
-    ("no.json", r"--tokenizer no.json: no such file or folder; give"),
-    ("no/such-model", r"--tokenizer no/such-model: no such file or folder, and nothing that could be .* \(\w+\)"),
-    ("{tmp}", r"has neither tokenizer.json nor encoder.json with vocab.bpe nor vocab.json with merges.txt"),
-    ("{tmp}/bad.json", r"bad.json: is not a tokenizer \(.+\); give"),
-    ("{tmp}/gaps.json", r"gaps.json: its \d+ tokens have ids up to 5000, with gaps; give"),
-    ("{tmp}/other.json", r"other.json: has no token <\|endoftext\|>; take GPT-2's"),
-])
-def test_unknown_tokenizers_are_one_clear_line(tmp_path, monkeypatch, demo, name, message):
-    import huggingface_hub.constants
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    (tmp_path / "bad.json").write_text("{}")
-    (tmp_path / "other.json").write_text((demo / "tokenizer.json").read_text().replace("endoftext", "eos"))
-    gaps = json.loads((demo / "tokenizer.json").read_text())
-    gaps["model"]["vocab"][max(gaps["model"]["vocab"], key=gaps["model"]["vocab"].get)] = 5000
-    (tmp_path / "gaps.json").write_text(json.dumps(gaps))
-    with pytest.raises(UserError, match=message) as caught:
-        load_tokenizer(name.format(tmp=tmp_path), "gsm8k")
-    assert "\n" not in str(caught.value)
-
-
-# -- reading ----------------------------------------------------------------------------------------------------------
-
-
-def test_files_folders_and_forms_give_the_same_problems(demo, tmp_path):
-    ours = read_problems(demo / "train.jsonl", "any", "gsm8k")
-    in_folder = read_problems(demo, "train", "gsm8k")
-    entries = [json.loads(line) for line in (demo / "train.jsonl").read_text().splitlines()]
-    (tmp_path / "train.json").write_text("\ufeff" + json.dumps(entries))
-    as_json = read_problems(tmp_path, "train", "gsm8k")
-    (tmp_path / "train.jsonl").write_text("\n\n".join(json.dumps(e, ensure_ascii=False) for e in entries))
-    assert [replace(p, name="") for p in ours] == [replace(p, name="") for p in as_json]
-    assert ours == in_folder and len(ours) == 60
-    assert [p.name for p in read_problems(tmp_path, "train", "gsm8k")[:2]] == [f"{tmp_path}/train.jsonl line 1",
-                                                                             f"{tmp_path}/train.jsonl line 3"]
-    assert as_json[2].name == f"{tmp_path}/train.json sample 2"
-    hdp = read_problems(demo / "train_hdp.json", "any", "hdp")
-    assert hdp[3].name.endswith("train_hdp.json sample 3 (demo_3)")
-    assert [(p.question, p.answer) for p in hdp] == [(p.question, p.answer) for p in ours]
-    assert all(p.plan and "<<" not in p.solution for p in hdp)
-
-
-def test_line_separators_inside_a_text_do_not_cut_it(tmp_path):
-    entry = {"question": "one\u2028two\x85three", "answer": "x\n#### 1,234"}
-    (tmp_path / "p.jsonl").write_text(json.dumps(entry, ensure_ascii=False) + "\r\n", encoding="utf-8")
-    (found,) = read_problems(tmp_path / "p.jsonl", "train", "gsm8k")
-    assert found.question == entry["question"] and found.answer == "1,234"
-
-
-def test_parquet_and_arrow_folders(demo, tmp_path):
-    entries = [json.loads(line) for line in (demo / "test.jsonl").read_text().splitlines()]
-    table = pyarrow.Table.from_pylist(entries)
-    (tmp_path / "hub" / "main").mkdir(parents=True)
-    parquet.write_table(table, tmp_path / "hub" / "main" / "test-00000-of-00001.parquet")
-    (tmp_path / "disk" / "test").mkdir(parents=True)
-    with pyarrow.OSFile(str(tmp_path / "disk" / "test" / "data-00000-of-00001.arrow"), "wb") as sink, \
-            pyarrow.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    for kind in ("hub", "disk"):
-        found = read_problems(tmp_path / kind, "test", "gsm8k")
-        assert [(p.question, p.solution) for p in found] == [(e["question"], e["answer"]) for e in entries]
-
-
-GOOD = {"question": "q", "answer": "a #### 3"}
-
-
-@pytest.mark.parametrize("system, text, message", [
-    ("gsm8k", "", r"p.jsonl: is empty"),
-    ("gsm8k", " \n ", r"p.jsonl: is empty"),
-    ("gsm8k", "[]", r"p.jsonl: holds no problems"),
-    ("gsm8k", json.dumps(GOOD) + '\n{"question": "q", \n', r"p.jsonl: not valid JSON at line 2 column \d+"),
-    ("gsm8k", '[{"question": 1},\n]', r"p.jsonl: not valid JSON at line 2 column 1"),
-    ("gsm8k", json.dumps({"question": "q"}), r"p.jsonl line 1: has no 'answer' \(a text that is not empty\)"),
-    ("gsm8k", json.dumps({"question": 3, "answer": "#### 3"}), r"line 1: has no 'question'"),
-    ("gsm8k", json.dumps({"question": " ", "answer": "#### 3"}), r"line 1: has no 'question'"),
-    ("gsm8k", json.dumps({"question": "q", "answer": "it is 3"}), r"line 1: its 'answer' has no '#### N' line; add"),
-    ("gsm8k", json.dumps({"question": "q", "answer": "#### three"}), r"its final answer 'three' is not a number"),
-    ("gsm8k", json.dumps(GOOD) + '\n{"question": "\\ud83d", "answer": "#### 3"}', r"line 2: its 'question' holds half"),
-    ("hdp", json.dumps([{"id": "\ud83d", "question": "q", "plan": "\udc00"}]), r"0 \(\?\): its 'plan' holds half"),
-    ("gsm8k", "[" * 100_000, r"p.jsonl: JSON that cannot be read, from line 1 on: .*recursion"),
-    ("gsm8k", json.dumps(GOOD) + "\n" + '{"a":' * 100_000, r"JSON that cannot be read, from line 2 on: .*recursion"),
-    ("gsm8k", "7" * 5000, r"p.jsonl: JSON that cannot be read, from line 1 on: .*digits"),
-    ("gsm8k", "[3]", r"p.jsonl sample 0: is a int, not an object with 'question'"),
-    ("hdp", json.dumps([GOOD | {"id": "x7"}]), r"sample 0 \(x7\): has no 'plan' .*; make plans with make_problems.py"),
-    ("hdp", json.dumps([{"question": "q", "plan": "p", "answer": "3"}]), r"sample 0: has no 'execution'"),
-    ("hdp", json.dumps([{"question": "q", "plan": "p", "execution": "e"}]), r"sample 0: has no 'answer'"),
-    ("hdp", json.dumps([{"question": "q", "plan": "p", "execution": "e", "answer": "3 ducks"}]), r"'3 ducks' is not a"),
-])
-def test_bad_files_are_one_line_naming_file_and_sample(tmp_path, system, text, message):
-    (tmp_path / "p.jsonl").write_text(text)
-    with pytest.raises(UserError, match=message) as caught:
-        read_problems(tmp_path / "p.jsonl", "train", system)
-    assert str(caught.value).startswith(str(tmp_path)) and "\n" not in str(caught.value)
-
-
-def test_all_bad_samples_are_listed_at_once(tmp_path):
-    (tmp_path / "p.jsonl").write_text("\n".join([json.dumps({"question": "q"}), json.dumps(GOOD), "7"]))
-    with pytest.raises(UserError, match=r"2 problems:\n.*line 1: has no 'answer'.*\n.*line 3: is a int"):
-        read_problems(tmp_path / "p.jsonl", "train", "gsm8k")
-
-
-def test_what_is_not_there_is_said(tmp_path, monkeypatch):
-    import huggingface_hub.constants
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    for path, message in [("none.jsonl", "^none.jsonl: no such file or folder$"),
-                          (tmp_path, r"has no test.jsonl, test.json, test-\*.parquet"),
-                          ("no/dataset", r"^no/dataset: no such file or folder, and no dataset that could be downl")]:
-        with pytest.raises(UserError, match=message):
-            read_problems(path, "test", "gsm8k")
-    (tmp_path / "test.jsonl").write_bytes(b'{"question": "\xff"}')
-    with pytest.raises(UserError, match="cannot be read .*; give a JSONL or JSON file in UTF-8"):
-        read_problems(tmp_path, "test", "gsm8k")
-
-
-def test_calculator_marks_are_kept_or_stripped(demo):
-    kept, stripped = (read_problems(demo / "train.jsonl", "train", "gsm8k", strip) for strip in (False, True))
-    assert any("<<" in p.solution for p in kept)
-    for with_marks, without in zip(kept, stripped):
-        assert without.solution == re.sub(r"<<.*?>>", "", with_marks.solution) and without.answer == with_marks.answer
-
-
-# -- documents --------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
+# Documents
 
 
 def slow_document(problem, tokens, layout):
@@ -286,37 +96,6 @@ def test_every_generated_block_is_whole_and_ends_with_a_trained_end_token(demo, 
             assert (ids[last:][block[last:] == block[last]] == tokens.end).all()
 
 
-@pytest.mark.parametrize("name", ["gsm8k", "gsm8k-1", "gsm8k-whole", "hdp", "hdp-sizes", "flat"])
-def test_a_sampler_that_writes_the_truth_sees_what_training_saw(demo, name):
-    layout = LAYOUTS[name]
-    found, tokens, documents = load(demo, layout)
-    for d, problem in enumerate(found[:20]):
-        part = slice(*documents.offsets[d:d + 2])
-        live = documents.live[part]
-        truth = np.stack([documents.ids[part], documents.position[part], documents.block[part]])[:, live]
-        region = documents.region[part][live]
-        context, (pinned, first) = blocks.question_state(problem, tokens, layout)
-        for own in (PLAN, EXECUTION)[:2 if layout.system == "hdp" else 1]:
-            start = truth.shape[1] - (truth[1] >= first).sum()
-            assert (context[0] == truth[0][:start]).all() and (context[1] == truth[1][:start]).all()
-            order = np.unique(truth[2], return_inverse=True)[1]     # flat numbers leave gaps for padding blocks
-            assert (np.unique(context[2], return_inverse=True)[1] == order[:start]).all()
-            stop = layout.start(EXECUTION) if own == PLAN and layout.system == "hdp" else 10**9
-            body = truth[:, (truth[1] >= first) & (truth[1] < stop)]
-            assert body[0][:len(pinned)].tolist() == pinned
-            size = layout.region_block(own)
-            assert body.shape[1] % size == 0 and body.shape[1] // size <= blocks.room(first, own, layout)
-            finished, ended = blocks.finish_region(body[0].tolist(), len(pinned), tokens.end)
-            assert ended and finished == body[0].tolist()
-            text = blocks.region_text(finished, len(pinned), tokens)
-            if own == PLAN and layout.system == "hdp":
-                assert text == problem.plan
-                context, (pinned, first) = blocks.execution_state(context, finished, tokens, layout)
-        expected = problem.solution if layout.system == "gsm8k" else f"{problem.solution}\n#### {problem.answer}"
-        assert text == expected and blocks.score(text, problem.answer) == (True, True)
-        assert set(region) <= {QUESTION, PLAN, EXECUTION, FILL}
-
-
 def test_too_long_is_refused_naming_each_or_dropped_and_counted(demo):
     found, tokens, documents = load(demo, LAYOUTS["gsm8k"])
     limit = int(np.median(documents.tokens))
@@ -373,16 +152,6 @@ def test_layouts_that_do_not_come_out_even_are_refused(change, message):
         replace(LAYOUTS["gsm8k"], **change).check()
 
 
-def test_a_flat_block_over_two_regions_cannot_be_sampled(demo):
-    found, tokens, _ = load(demo, LAYOUTS["flat-wide"])
-    with pytest.raises(UserError, match="--hdp_layout flat with --block_size 64: a block reaches over a region's end"):
-        blocks.question_state(found[0], tokens, LAYOUTS["flat-wide"])
-    with pytest.raises(UserError, match=r"demo_0\): its question has \d+ tokens, more than --question_budget 8"):
-        blocks.question_state(found[0], tokens, replace(LAYOUTS["hdp"], question_budget=8))
-    with pytest.raises(UserError, match=r"its question has \d+ tokens, no room in --max_length 16"):
-        blocks.question_state(found[0], load_tokenizer(demo, "gsm8k"), replace(LAYOUTS["gsm8k"], max_length=16))
-
-
 def test_fingerprint_tells_documents_apart(demo):
     found, tokens, documents = load(demo, LAYOUTS["gsm8k"])
     assert documents.fingerprint() == load(demo, LAYOUTS["gsm8k"])[2].fingerprint()
@@ -392,7 +161,8 @@ def test_fingerprint_tells_documents_apart(demo):
                 *(o.fingerprint() for o in others)}) == 6
 
 
-# -- rows and batches -------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows and batches
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -496,96 +266,3 @@ def test_validation_is_a_seeded_share():
     assert held_out.tolist() == blocks.split_validation(100, 0.1, 3)[1].tolist() != list(range(90, 100))
     assert len(blocks.split_validation(100, 0, 3)[1]) == 0
     assert [len(part) for part in blocks.split_validation(2, 0.001, 3)] == [1, 1]
-
-
-# -- answers ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text, gold, strict, flexible", [
-    ("so 6*3 = 18\n#### 18", "18", True, True),
-    ("#### 1,234", "1234", True, True),
-    ("#### 1234", "1,234", True, True),
-    ("#### -5", "-5", True, True),
-    ("#### 5", "-5", False, False),
-    ("#### 18.0", "18", False, True),
-    ("#### 18.", "18", False, True),
-    ("####18", "18", False, True),
-    ("#### $18", "18", False, True),
-    ("the answer is 18", "18", False, True),
-    ("16-3-4=9 eggs, 9-2 is 7 or 7-18", "18", False, True),
-    ("(3)-18", "18", False, True),
-    ("#### 18 and not 19", "18", True, False),
-    ("18 then 19", "18", False, False),
-    ("#### x", "18", False, False),
-    ("", "0", False, False),
-    ("half is .5 or 0.5", "0.5", False, True),
-])
-def test_scores(text, gold, strict, flexible):
-    assert blocks.score(text, gold) == (strict, flexible)
-
-
-def test_text_ends_at_the_first_end_token(demo):
-    tokens = load_tokenizer(demo, "hdp")
-    ids = [tokens.execution, *tokens.encode(" 3+4 = 7 <|answer|> 7<|pad|> 9<|pad|>")]
-    finished, ended = blocks.finish_region(ids, 1, tokens.end)
-    stop = ids.index(tokens.pad)
-    assert ended and finished == ids[:stop] + [tokens.pad] * (len(ids) - stop)
-    assert blocks.region_text(finished, 1, tokens) == blocks.region_text(ids, 1, tokens) == "3+4 = 7\n#### 7"
-    assert blocks.finish_region([tokens.end, 5, 6], 1, tokens.end) == ([tokens.end, 5, 6], False)
-
-
-# -- demo problems and plans by rule ----------------------------------------------------------------------------------
-
-
-def test_demo_problems_are_distinct_and_right(monkeypatch):
-    found = make_problems.demo_problems(500, seed=1)
-    assert len({p["question"] for p in found}) == 500 and found == make_problems.demo_problems(500, seed=1)
-    kinds = set()
-    for p in found:
-        marks = re.findall(r"<<(.*?)=(.*?)>>", p["solution"])
-        assert all(eval(left) == int(right) for left, right in marks)
-        assert p["solution"].endswith(f"#### {marks[-1][1]}") and p["answer"] == marks[-1][1]
-        numbers = re.findall(r"\d+", p["question"])
-        assert numbers == [n for i, (left, _) in enumerate(marks) for n in re.findall(r"\d+", left)[i > 0:]]
-        assert not re.search(r"\d", p["plan"]) and "<<" not in p["execution"] and int(p["answer"]) > 0
-        kinds.add(tuple(sorted(re.sub(r"\d", "", left) for left, _ in marks)))
-    assert kinds == {("+",), ("-",), ("*",), ("+", "-")}
-    monkeypatch.setattr(make_problems, "NAMES", ("Anna",))
-    monkeypatch.setattr(make_problems, "THINGS", ("pens",))
-    with pytest.raises(UserError, match="there are not 2000 different demo problems"):
-        make_problems.demo_problems(2000)
-
-
-def test_demo_files_share_no_question_and_repeat_exactly(demo, tmp_path):
-    train, test = (read_problems(demo, split, "gsm8k") for split in ("train", "test"))
-    assert (len(train), len(test)) == (60, 20) and not {p.question for p in train} & {p.question for p in test}
-    make_problems.write_demo(tmp_path, 60, 20)
-    for file in ("train.jsonl", "test.jsonl", "train_hdp.json", "test_hdp.json", "tokenizer.json"):
-        assert (tmp_path / file).read_bytes() == (demo / file).read_bytes()
-
-
-def test_rule_plans_follow_the_steps_and_never_hold_a_number():
-    solution = ("Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nThen -3*2 = <<-3*2=-6>>6 were lost, 7 of 9.\n"
-                "She has $<<24-6=18>>18.50 left over 2 days.\n")
-    assert make_problems.rule_plan(solution) == ("First divide to find clips in May. Then multiply to find were lost. "
-                                              "Finally subtract to find left over days.")
-    assert make_problems.rule_plan("<<1+1=2>>2") == "Simply add to find the next amount."
-    assert make_problems.rule_plan("no marks at all") == "Work out the answer from the given amounts."
-
-
-def test_plans_by_rule_are_hdp_problems_labelled_as_such(demo, tmp_path, capsys):
-    out = tmp_path / "new" / "plans.json"
-    make_problems.main(["plans", "--input", str(demo), "--split", "test", "--output", str(out)])
-    assert f"{out}: 20 problems with plans by rule" in capsys.readouterr().out
-    entries = json.loads(out.read_text())
-    assert all(e["plan_source"] == "rule" and not re.search(r"\d", e["plan"]) for e in entries)
-    source, plans = read_problems(demo, "test", "gsm8k"), read_problems(out, "test", "hdp")
-    for before, after in zip(source, plans, strict=True):
-        assert (after.question, after.answer) == (before.question, before.answer)
-        assert after.solution == " ".join(re.sub("<<.*?>>", "", before.solution.split("####")[0]).split())
-
-
-def test_plans_need_steps(tmp_path):
-    (tmp_path / "p.jsonl").write_text(json.dumps(GOOD | {"answer": "#### 3"}))
-    with pytest.raises(UserError, match=r"p.jsonl line 1: its answer has no steps before ####; a plan needs some"):
-        make_problems.make_plans(tmp_path / "p.jsonl")

@@ -11,9 +11,7 @@ from safetensors.torch import save_file
 
 from common import checkpoint
 from common.parallel import UserError
-from diffusion import blocks as gsm8k
-from diffusion import dit, make_problems, sample_bd3lm
-from diffusion import noise as bd3lm
+from diffusion import blocks, demo_problems, dit, noise, sample_bd3lm
 from diffusion.blocks import Layout
 from diffusion.problems import load_tokenizer, read_problems
 
@@ -30,22 +28,22 @@ FILES = {"gsm8k": "train.jsonl", "hdp": "train_hdp.json"}
 def demo(tmp_path_factory):
     """Folder with eight problems of both systems and a tokenizer."""
     folder = tmp_path_factory.mktemp("demo")
-    make_problems.write_demo(folder, n_train=8, n_test=4)
+    demo_problems.write_demo(folder, n_train=8, n_test=4)
     return folder
 
 
-def overfit(documents, tokens, steps=350):
+def overfit(documents, tokens, steps=600):
     """A DiT trained on these documents until it knows them; weights of little noise are capped, to be quick."""
     torch.manual_seed(0)
     model = dit.DiT(dit.config_of("nano", tokens.vocab_size, tokens.mask, dropout=0.0))
-    rows = gsm8k.make_rows(documents, np.arange(len(documents)), 72, pack=False)
-    (batch,) = gsm8k.make_loader(rows, [list(range(len(rows)))], len(rows), rows.noisy_length, num_workers=0,
+    rows = blocks.make_rows(documents, np.arange(len(documents)), 72, pack=False)
+    (batch,) = blocks.make_loader(rows, [list(range(len(rows)))], len(rows), rows.noisy_length, num_workers=0,
                                  prefetch_factor=None)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, steps)
     for step in range(steps):
-        draws = bd3lm.draw(0, "train", step, batch.n_groups, *batch.doc.shape)
-        inputs = bd3lm.diffuse(batch, draws, tokens.mask)
+        draws = noise.draw(0, "train", step, batch.n_groups, *batch.doc.shape)
+        inputs = noise.diffuse(batch, draws, tokens.mask)
         (model(inputs) * inputs.weights.clamp(max=3)).sum().div(batch.n_targets).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -77,7 +75,7 @@ def trained(request, demo, tmp_path_factory):
     layout = LAYOUTS[request.param]
     tokens = load_tokenizer(demo, layout.system)
     file = demo / FILES[layout.system]
-    documents = gsm8k.make_documents(read_problems(file, "", layout.system), tokens, layout)
+    documents = blocks.make_documents(read_problems(file, "", layout.system), tokens, layout)
     folder = tmp_path_factory.mktemp(f"run-{request.param}")
     save(folder, 5, overfit(documents, tokens), layout, tokens)
     return folder, file, documents, tokens
@@ -114,7 +112,7 @@ def test_problems_known_by_heart_are_answered_exactly(trained, capsys):
     assert all(a["strict"] and a["flexible"] and a["ended"] for a in result["answers"])
     # one token a pass: as many passes as tokens in the generated blocks, which the documents fill up to their end
     assert [a["forwards"] for a in result["answers"]] == documents.n_targets.tolist()
-    real = documents.per_document(documents.target & (documents.region != gsm8k.FILL))
+    real = documents.per_document(documents.target & (documents.region != blocks.FILL))
     assert [a["tokens"] for a in result["answers"]] == real.tolist()
     total = result["summary"]
     assert (total["strict"], total["flexible"], total["ended"], total["problems"]) == (1, 1, 1, 8)
@@ -130,14 +128,14 @@ def test_problems_known_by_heart_are_answered_exactly(trained, capsys):
 def test_every_order_answers_and_fewer_passes_are_counted(trained):
     folder, file, documents, _ = trained
     layout = documents.layout
-    blocks = [len(np.unique(documents.block[a:b][documents.target[a:b]]))
-              for a, b in zip(documents.offsets[:-1], documents.offsets[1:])]
+    n_blocks = [len(np.unique(documents.block[a:b][documents.target[a:b]]))
+                for a, b in zip(documents.offsets[:-1], documents.offsets[1:])]
     whole = run(folder, file, "--order", "top_k", "--tokens_per_step", layout.block_size)
-    assert [a["forwards"] for a in whole["answers"]] == blocks
+    assert [a["forwards"] for a in whole["answers"]] == n_blocks
     ones = run(folder, file, "--order", "top_k")
     assert [a["forwards"] for a in ones["answers"]] == documents.n_targets.tolist()
     sure = run(folder, file, "--order", "confidence", "--threshold", 0.8)
-    assert all(b <= a["forwards"] < n for a, b, n in zip(sure["answers"], blocks, documents.n_targets))
+    assert all(b <= a["forwards"] < n for a, b, n in zip(sure["answers"], n_blocks, documents.n_targets))
     for result in (ones, sure):
         assert texts(result) == [expected(p, layout.system) for p in documents.problems]
         assert result["summary"]["nfe"] == pytest.approx(np.mean([a["forwards"] for a in result["answers"]]))
@@ -154,9 +152,9 @@ def test_cache_batches_and_limit_change_nothing(trained):
 
 def test_last_weights_and_averaged_weights(trained):
     folder, file, documents, _ = trained
-    noise = run(folder, file, "--no-ema", "--limit", 3, "--order", "top_k", "--tokens_per_step", 8)
-    assert noise["summary"]["strict"] == 0
-    assert all(a != b for a, b in zip(texts(noise), texts(run(folder, file, "--limit", 3))))
+    last = run(folder, file, "--no-ema", "--limit", 3, "--order", "top_k", "--tokens_per_step", 8)
+    assert last["summary"]["strict"] == 0
+    assert all(a != b for a, b in zip(texts(last), texts(run(folder, file, "--limit", 3))))
 
 
 def test_temperature_draws_by_the_seed(trained):
@@ -186,12 +184,12 @@ def test_the_execution_depends_on_the_generated_plan(trained, monkeypatch):
     if documents.layout.system != "hdp":
         pytest.skip("has no plan")
     seen = []
-    generate = sample_bd3lm.block_sampler.generate
+    generate = sample_bd3lm.sampler.generate
 
     def spy(model, contexts, pinned, rooms, block_size, end, **options):
         seen.append((contexts, pinned, rooms, block_size))
         return generate(model, contexts, pinned, rooms, block_size, end, **options)
-    monkeypatch.setattr(sample_bd3lm.block_sampler, "generate", spy)
+    monkeypatch.setattr(sample_bd3lm.sampler, "generate", spy)
     run(folder, file, "--limit", 1)
     (plan_context, plan_pinned, plan_rooms, plan_size), (context, pinned, rooms, size) = seen
     assert (plan_pinned[0], plan_rooms, plan_size) == (([tokens.plan], 48), [4], 8)

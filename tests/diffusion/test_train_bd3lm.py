@@ -13,16 +13,14 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from common import checkpoint, parallel
 from common.parallel import UserError
-from diffusion import blocks as gsm8k
-from diffusion import bound as block_eval
-from diffusion import dit, make_problems, noise, problems, sampler, train_bd3lm
+from diffusion import blocks, bound, demo_problems, dit, noise, problems, sampler, train_bd3lm, weights
+from diffusion.answers import execution_state, finish_region, question_state, region_text, room
 from tests.helpers.pool import Pool
 from tests.helpers.trainer import Run
 
@@ -46,13 +44,13 @@ SPLITS = ("ddp 1x4", "ddp 1x2x2 --gradient_checkpointing", "ddp 2x2 --num_worker
 def demo(tmp_path_factory):
     """Folder with 24 training and 8 test problems for both systems and their tokenizer."""
     folder = tmp_path_factory.mktemp("demo")
-    make_problems.write_demo(folder, 24, 8)
+    demo_problems.write_demo(folder, 24, 8)
     return folder
 
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
-    ranks = Pool(2, tmp_path_factory.mktemp("pool"), "train_bd3lm")
+    ranks = Pool(2, tmp_path_factory.mktemp("pool"), "diffusion.train_bd3lm")
     yield ranks
     ranks.close()
 
@@ -191,14 +189,14 @@ def asked_at(arguments, step):
 
 def asked_in_validation(arguments, number):
     """Train; SIGTERM comes at the start of a validation."""
-    real, calls = block_eval.bound, []
+    real, calls = bound.bound, []
 
-    def bound(*args):
+    def interrupted_bound(*args, **options):
         calls.append(1)
         if len(calls) == number:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(*args)
-    block_eval.bound = bound
+        return real(*args, **options)
+    bound.bound = interrupted_bound
     train_bd3lm.main(arguments)
 
 
@@ -208,7 +206,7 @@ def test_a_stop_that_cuts_a_validation_changes_nothing(pool, demo, shared, tmp_p
     output = tmp_path / "out"
     flags = arguments(demo, output, "--dropout", 0.2, *SEARCH.split(), "--max_steps", 6, "--parallel", mode)
     for name, number, step in (("asked_at", 1, 2), ("asked_in_validation", 1, 2), ("asked_in_validation", 3, 6)):
-        statuses, printed = pool.run(1, f"test_train_bd3lm.{name}", flags, number)
+        statuses, printed = pool.run(1, f"{__name__}.{name}", flags, number)
         assert statuses == [0] and f"at step {step} of 6; saved; the same command goes on" in printed, printed
         assert "SIGTERM" in (output / "requeue").read_text()
     statuses, printed = pool.run(1, "diffusion.train_bd3lm.main", flags)
@@ -225,7 +223,7 @@ def test_a_stop_that_cuts_a_validation_changes_nothing(pool, demo, shared, tmp_p
 def test_a_signal_saves_and_leaves_the_marker(pool, demo, tmp_path):
     output = tmp_path / "out"
     flags = arguments(demo, output, "--max_steps", 100_000, "--eval_steps", 0, "--per_device_train_batch_size", 1)
-    statuses, printed = pool.run(2, "test_train_bd3lm.interrupted", flags, str(output / "metrics.jsonl"), 3)
+    statuses, printed = pool.run(2, f"{__name__}.interrupted", flags, str(output / "metrics.jsonl"), 3)
     assert statuses == [0, 0], printed
     (step, folder), = checkpoint.checkpoints(output)
     assert 3 <= step < 1000 and checkpoint.damage(folder) == ""
@@ -245,6 +243,14 @@ def test_the_average_in_a_checkpoint_follows_its_formula(shared):
         for name, tensor in tensors(folder, "ema").items():
             torch.testing.assert_close(tensor, average[name], rtol=1e-5, atol=1e-7)
     assert step == 4
+
+
+def test_flags_are_noted_as_values(shared):
+    """In a checkpoint and in starts.jsonl, where report.py compares them."""
+    run = shared("ddp 1x4 --save_steps 1 --eval_steps 0")
+    start, = map(json.loads, (run.output_dir / "starts.jsonl").read_text().splitlines())
+    for flags in (checkpoint.load_meta(newest(run))["args"], start["config"]):
+        assert (flags["max_steps"], flags["ema_decay"], flags["pack"], flags["t_range"]) == (4, 0.7, True, [1e-3, 1.0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -281,15 +287,15 @@ def test_validation_leaves_no_averaged_weights_behind(shared):
 
 
 def layout_of(config):
-    return gsm8k.Layout(**config["layout"])
+    return blocks.Layout(**config["layout"])
 
 
 def test_the_bound_of_single_tokens_is_the_exact_likelihood(shared, demo):
     """Validation of averaged weights, as the sampler loads them, by a plain pass over every prefix."""
     run = shared("ddp 1x4 --block_size 1 --max_steps 2 --no-pack")
-    model, config = noise.load_checkpoint(newest(run))
+    model, config = weights.load_checkpoint(newest(run))
     tokens = problems.load_tokenizer(newest(run), "gsm8k")
-    documents = gsm8k.make_documents(problems.read_problems(demo / "test.jsonl", "test", "gsm8k"), tokens,
+    documents = blocks.make_documents(problems.read_problems(demo / "test.jsonl", "test", "gsm8k"), tokens,
                                      layout_of(config))
     total = text = 0
     for a, b in zip(documents.offsets[:-1], documents.offsets[1:]):
@@ -303,7 +309,7 @@ def test_the_bound_of_single_tokens_is_the_exact_likelihood(shared, demo):
             hidden, _ = model.extend(mask, at, seen, clean)
             losses = torch.nn.functional.cross_entropy(model.logits(hidden)[0], ids[0], reduction="none")
         total += losses[documents.target[a:b]].double().sum()
-        text += (documents.target[a:b] & (documents.region[a:b] != gsm8k.FILL)).sum()
+        text += (documents.target[a:b] & (documents.region[a:b] != blocks.FILL)).sum()
     values = lines(run)[-1]
     assert values["eval/nll"] == pytest.approx(float(total / text), rel=1e-5)
     assert values["eval/bits_per_token"] == pytest.approx(float(total / text) / math.log(2), rel=1e-5)
@@ -320,104 +326,9 @@ def test_the_bound_is_unbiased_and_knows_its_error(shared):
     assert abs(values["eval/loss"] / guess - 1) < 0.07
     for name in ("plan", "execution", "fill"):              # every region, every block
         assert abs(values[f"eval/nll_{name}"] / guess - 1) < 0.2
-    blocks = [value for name, value in values.items() if "nll_block" in name]
-    assert len(blocks) > 4 and all(abs(value / guess - 1) < 0.35 for value in blocks)
+    by_block = [value for name, value in values.items() if "nll_block" in name]
+    assert len(by_block) > 4 and all(abs(value / guess - 1) < 0.35 for value in by_block)
     assert "eval/nll_question" not in values and "eval/nll_block_00" not in values
-
-
-def test_counts_and_report_add_up(demo):
-    tokens = problems.load_tokenizer(demo, "hdp")
-    layout = gsm8k.Layout("hdp", block_size=8, question_budget=48, plan_budget=32, execution_budget=64)
-    documents = gsm8k.make_documents(problems.read_problems(demo / "test_hdp.json", "test", "hdp"), tokens, layout)
-    rows = gsm8k.make_rows(documents, np.arange(5), 144, True)
-    counts = block_eval.target_counts(rows).reshape(4, -1)
-    part = slice(0, documents.offsets[5])
-    assert [row.sum() for row in counts] == [(documents.target[part] & (documents.region[part] == r)).sum()
-                                             for r in range(4)]
-    sums = np.stack([counts.flatten() * 2.0, counts.flatten() * 4.0])
-    values = block_eval.report(sums, 9.0, counts.flatten(), block_eval.REGIONS["hdp"])
-    text = counts[:3].sum()
-    assert values["eval/loss"] == 3 and values["eval/nll"] == pytest.approx(3 * counts.sum() / text)
-    assert values["eval/stderr"] == pytest.approx(3 / text)
-    assert all(values[f"eval/nll_{name}"] == 3 for name in ("plan", "execution", "fill"))
-    assert values["eval/nll_block_01"] == 3
-
-
-def validation_rows(demo):
-    tokens = problems.load_tokenizer(demo, "gsm8k")
-    documents = gsm8k.make_documents(problems.read_problems(demo / "test.jsonl", "test", "gsm8k"), tokens,
-                                     gsm8k.Layout(block_size=8, max_length=96))
-    return tokens, gsm8k.make_rows(documents, np.arange(8), 96, True)
-
-
-def bound_of(demo, model, *flags):
-    tokens, rows = validation_rows(demo)
-    args = train_bd3lm.build_parser().parse_args(arguments(demo, "out", *flags))
-    return block_eval.bound(parallel.World(device=torch.device("cpu")), model, rows, tokens.mask, args, int)
-
-
-def test_the_bound_does_not_depend_on_the_schedule_trained_on(demo):
-    def one_nat(inputs):
-        return torch.ones(len(inputs.rows))
-    values = [bound_of(demo, one_nat, "--noise_schedule", schedule, "--eval_repeats", 400)
-              for schedule in noise.SCHEDULES]
-    assert all(value == values[0] for value in values)
-    assert abs(values[0]["eval/loss"] - 1) < 0.015
-
-
-def test_the_error_bar_covers_the_exact_bound(demo):
-    """Of two draws only: their difference alone would promise too much in three of ten validations."""
-    def one_nat(inputs):
-        return torch.ones(len(inputs.rows))
-    values = [bound_of(demo, one_nat, "--eval_repeats", 2, "--seed", seed) for seed in range(60)]
-    errors = [(value["eval/loss"] - 1) * value["eval/nll"] / value["eval/loss"] / value["eval/stderr"]
-              for value in values]
-    assert 0.85 < np.mean(np.abs(errors) < 2) and 0.5 < np.std(errors) < 1.5
-
-
-def test_ranks_share_batches_without_a_rest(demo):
-    tokens = problems.load_tokenizer(demo, "gsm8k")
-    documents = gsm8k.make_documents(problems.read_problems(demo / "train.jsonl", "train", "gsm8k"), tokens,
-                                     gsm8k.Layout(block_size=8, max_length=96))
-    rows = gsm8k.make_rows(documents, np.arange(24), 96, False)
-    for most, expected in ((None, 24), (2, 10), (5, 24), (9, 24)):
-        for size in (1, 2, 3):
-            shares = [list(block_eval.share_of_batches(parallel.World(rank=rank, size=size), rows, 5, most))
-                      for rank in range(size)]
-            assert len({len(share) for share in shares}) == 1
-            found = sorted((number, batch.documents) for share in shares for number, batch in share)
-            assert [number for number, _ in found] == list(range(len(found)))
-            assert sum(documents for _, documents in found) == expected and found[0] == (0, 5)
-
-
-def test_search_takes_the_range_of_least_variance(demo):
-    official = block_eval.candidates([0.5, 0.6, 0.7, 0.8, 0.9], {16})
-    assert len(official) == 1 + 11 + 9 + 7 + 5 + 3 and official[:3] == [noise.FULL, (1e-3, 0.5), (0.05, 0.55)]
-    assert block_eval.candidates([0.1], {4}) == [noise.FULL, *((low, round(low + 0.1, 2)) for low in
-                                                 (0.15, 0.2, 0.25, 0.4, 0.45, 0.5, 0.65, 0.7, 0.75, 0.9))]
-    tokens = problems.load_tokenizer(demo, "gsm8k")
-    documents = gsm8k.make_documents(problems.read_problems(demo / "train.jsonl", "train", "gsm8k"), tokens,
-                                     gsm8k.Layout(block_size=8, max_length=96))
-    rows = gsm8k.make_rows(documents, np.arange(24), 96, True)
-    args = train_bd3lm.build_parser().parse_args(arguments(demo, "out", *SEARCH.split(), "--clip_search_widths", "0.5",
-                                                           "0.3", "--per_device_eval_batch_size", 4))
-    torch.manual_seed(0)
-    model = dit.DiT(dit.config_of("nano", tokens.vocab_size, tokens.mask)).eval()
-    model.head.weight.data.normal_(0, 0.3)
-    found = block_eval.search_range(parallel.World(device=torch.device("cpu")), model, rows, tokens.mask, args, int)
-    scores = {}
-    for t_range in block_eval.candidates([0.5, 0.3], {8}):
-        per_block = []
-        for number in range(2):         # --clip_search_batches
-            batch = gsm8k.collate([rows[r] for r in range(4 * number, 4 * number + 4)], 4, 96, rows.noisy_length, 0)
-            draws = noise.draw(42, "search", number, batch.n_groups, 4, 96)
-            inputs = noise.diffuse(batch, draws, tokens.mask, t_range)
-            losses, groups = (model(inputs) * inputs.weights).tolist(), batch.group.flatten()[inputs.places].tolist()
-            for group in range(batch.n_groups):
-                size = int((batch.group[batch.target] == group).sum())
-                per_block.append(sum(loss for loss, g in zip(losses, groups) if g == group) / size)
-        scores[t_range] = np.var(per_block)
-    assert found == min(scores, key=scores.get) and len(set(scores.values())) > 10
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -426,24 +337,24 @@ def test_search_takes_the_range_of_least_variance(demo):
 
 def answers(folder, path, system, **options):
     """[(generated, wanted)] texts of all problems of a file, plans included."""
-    model, config = noise.load_checkpoint(folder)
+    model, config = weights.load_checkpoint(folder)
     layout, tokens = layout_of(config), problems.load_tokenizer(folder, system)
     known = problems.read_problems(path, "train", system)
-    given = [gsm8k.question_state(problem, tokens, layout) for problem in known]
+    given = [question_state(problem, tokens, layout) for problem in known]
 
     def generate(region, given):
         contexts, pinned = zip(*given)
-        rooms = [gsm8k.room(first, region, layout) for _, first in pinned]
+        rooms = [room(first, region, layout) for _, first in pinned]
         results = sampler.generate(model, contexts, pinned, rooms, layout.region_block(region), tokens.end,
                                          temperature=0, generator=torch.Generator().manual_seed(0), **options)
         assert all(result.ended for result in results)
-        ids = [gsm8k.finish_region(r.ids, len(p[0]), tokens.end)[0] for r, p in zip(results, pinned)]
-        return ids, [gsm8k.region_text(i, len(p[0]), tokens) for i, p in zip(ids, pinned)]
+        ids = [finish_region(r.ids, len(p[0]), tokens.end)[0] for r, p in zip(results, pinned)]
+        return ids, [region_text(i, len(p[0]), tokens) for i, p in zip(ids, pinned)]
     if system == "gsm8k":
-        return list(zip(generate(gsm8k.PLAN, given)[1], [problem.solution for problem in known]))
-    plans, texts = generate(gsm8k.PLAN, given)
-    given = [gsm8k.execution_state(context, plan, tokens, layout) for (context, _), plan in zip(given, plans)]
-    executions = generate(gsm8k.EXECUTION, given)[1]
+        return list(zip(generate(blocks.PLAN, given)[1], [problem.solution for problem in known]))
+    plans, texts = generate(blocks.PLAN, given)
+    given = [execution_state(context, plan, tokens, layout) for (context, _), plan in zip(given, plans)]
+    executions = generate(blocks.EXECUTION, given)[1]
     return list(zip(texts + executions, [problem.plan for problem in known]
                     + [f"{problem.solution}\n#### {problem.answer}" for problem in known]))
 
@@ -496,7 +407,7 @@ def poisoned(arguments, call):
 
 def test_one_bad_step_changes_nothing_and_is_told(pool, demo, tmp_path):
     flags = arguments(demo, tmp_path / "out", "--eval_steps", 0, "--validation_split", 0, "--save_steps", 1)
-    statuses, output = pool.run(1, "test_train_bd3lm.poisoned", flags, 2)
+    statuses, output = pool.run(1, f"{__name__}.poisoned", flags, 2)
     run = Run(max(statuses), output, tmp_path / "out")
     assert run.status == 0 and "done       step 4; 1 steps skipped" in output, output
     assert re.search(r"step 2: gradient norm is not finite, step skipped .*train.jsonl line \d+", output)
@@ -612,19 +523,8 @@ def test_other_budgets_are_another_run(pool, demo, shared):
     run = complete(pool, demo, output, *flags.split(), "--question_budget", 64, "--row_length", 144, "--dry_run",
                    ok=False)
     assert run.status == 1 and "was made with another question_budget (48, this run 64)" in run.output
-    layout, tokens = gsm8k.Layout("hdp", block_size=8, plan_budget=32), problems.load_tokenizer(demo, "hdp")
+    layout, tokens = blocks.Layout("hdp", block_size=8, plan_budget=32), problems.load_tokenizer(demo, "hdp")
     found = problems.read_problems(demo / "test_hdp.json", "test", "hdp")
-    prints = [gsm8k.make_documents(found, tokens, dataclasses.replace(layout, question_budget=budget)).fingerprint()
+    prints = [blocks.make_documents(found, tokens, dataclasses.replace(layout, question_budget=budget)).fingerprint()
               for budget in (48, 64)]
     assert prints[0] != prints[1]       # other positions
-
-
-def test_a_folder_without_such_a_model_is_named(tmp_path, shared):
-    with pytest.raises(UserError, match=re.escape(str(tmp_path))):
-        noise.load_checkpoint(tmp_path)
-    source = newest(shared(f"{SPLITS[0]} {SEARCH}"))
-    (tmp_path / "config.json").write_text((source / "config.json").read_text())
-    with pytest.raises(UserError, match="ema weights do not fit this model: .*missing keys"):
-        noise.load_checkpoint(tmp_path)
-    raw, averaged = (noise.load_checkpoint(source, ema)[0].head.weight for ema in (False, True))
-    assert torch.equal(raw, tensors(source, "model")["head.weight"]) and not torch.equal(raw, averaged)

@@ -22,8 +22,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import parallel, report_files
-from distill import evaluate_sft, held_out, label_report, student, teacher
-from distill import scores as label_scores
+from distill import evaluate_sft, held_out, scores, student, teacher
 from distill.labels import make_parser
 from tests.helpers import chats
 from tests.helpers.pool import Pool
@@ -78,7 +77,7 @@ def made(tmp_path_factory):
 @pytest.fixture(scope="module")
 def train(made, tmp_path_factory):
     """train(name, *flags) -> checkpoint folder of a student, trained when first asked for. Look, do not touch."""
-    ranks, done = Pool(1, tmp_path_factory.mktemp("pool"), "train_sft"), {}
+    ranks, done = Pool(1, tmp_path_factory.mktemp("pool"), "distill.train_sft"), {}
 
     def get(name, *flags, base="full"):
         if name not in done:
@@ -133,7 +132,7 @@ def test_scores_of_a_table_done_by_hand():
     labels = ("a", "b", "c")
     wanted = ["a", "a", "a", "a", "b", "b", "b", "a"]
     given = ["a", "a", "b", None, "b", "b", "a", "b"]
-    found = label_scores.score(wanted, given, labels)
+    found = scores.score(wanted, given, labels)
     assert found["confusion"] == [[2, 2, 0, 1], [1, 2, 0, 0], [0, 0, 0, 0]]
     assert (found["right"], found["n"], found["share"]) == (4, 8, 0.5)
     assert found["labels"]["a"] == {"precision": 2 / 3, "recall": 2 / 5, "f1": 1 / 2, "support": 5, "given": 3}
@@ -141,22 +140,22 @@ def test_scores_of_a_table_done_by_hand():
     assert found["labels"]["c"] == {"precision": None, "recall": None, "f1": None, "support": 0, "given": 0}
     assert found["macro_f1"] == pytest.approx((1 / 2 + 4 / 7) / 2)
     matrix = np.array(found["confusion"])
-    assert label_scores.most_confused(matrix, labels, 3) == [("a", "b", 2), ("a", None, 1), ("b", "a", 1)]
-    text = label_scores.confusion_lines(matrix, labels, "truth")
+    assert scores.most_confused(matrix, labels, 3) == [("a", "b", 2), ("a", None, 1), ("b", "a", 1)]
+    text = scores.confusion_lines(matrix, labels, "truth")
     assert [line.split() for line in text] == [["truth", "a", "b", "c", "none"], ["a", "2", "2", ".", "1"],
                                                ["b", "1", "2", ".", "."], ["c", ".", ".", ".", "."]]
-    assert [line.split()[0] for line in label_scores.label_lines(found["labels"])] == ["label", "a", "b"]
+    assert [line.split()[0] for line in scores.label_lines(found["labels"])] == ["label", "a", "b"]
     with pytest.raises(KeyError):
-        label_scores.confusion(["z"], ["a"], labels)
+        scores.confusion(["z"], ["a"], labels)
 
 
 def test_scores_by_brute_force():
     draw, labels = random.Random(3), ("none", "x", "y", "z")
     wanted = [draw.choice(labels[:3]) for _ in range(200)]
     given = [draw.choice([w, w, *labels, None]) for w in wanted]
-    found, pairs = label_scores.score(wanted, given, labels), list(zip(wanted, given))
+    found, pairs = scores.score(wanted, given, labels), list(zip(wanted, given))
     assert found["right"] == sum(w == g for w, g in pairs)
-    assert label_scores.none_name(labels) == "no label"
+    assert scores.none_name(labels) == "no label"
     f1s = []
     for label in labels:
         true = sum(w == g == label for w, g in pairs)
@@ -167,7 +166,7 @@ def test_scores_by_brute_force():
             f1s.append(2 * precision * recall / (precision + recall))
             assert found["labels"][label]["f1"] == pytest.approx(f1s[-1])
     assert found["macro_f1"] == pytest.approx(sum(f1s) / 3)
-    rows = label_scores.most_confused(np.array(found["confusion"]), labels, 99)
+    rows = scores.most_confused(np.array(found["confusion"]), labels, 99)
     assert {(w, g): n for w, g, n in rows} == {pair: pairs.count(pair) for pair in set(pairs) if pair[0] != pair[1]}
     assert [n for *_, n in rows] == sorted((n for *_, n in rows), reverse=True)
 
@@ -177,14 +176,14 @@ def test_interval_is_all_shares_that_the_count_does_not_contradict(right, n):
     """Its definition: |count - n p| <= z sqrt(n p (1 - p)), searched on a grid."""
     shares = np.linspace(0, 1, 400001)
     inside = shares[np.abs(right - n * shares) <= 1.96 * np.sqrt(n * shares * (1 - shares)) + 1e-9]
-    low, high = label_scores.wilson(right, n)
+    low, high = scores.wilson(right, n)
     assert (low, high) == pytest.approx((inside.min(), inside.max()), abs=1e-5)
 
 
 def test_no_lines_have_no_share():
-    assert label_scores.wilson(0, 150)[0] == 0 and label_scores.wilson(150, 150)[1] == 1      # no rounding left over
-    assert label_scores.proportion(0, 0) == {"right": 0, "n": 0, "share": None, "low": None, "high": None}
-    assert label_report.cell(label_scores.proportion(0, 0)) == "-" and label_report.cell(None) == "-"
+    assert scores.wilson(0, 150)[0] == 0 and scores.wilson(150, 150)[1] == 1      # no rounding left over
+    assert scores.proportion(0, 0) == {"right": 0, "n": 0, "share": None, "low": None, "high": None}
+    assert scores.cell(scores.proportion(0, 0)) == "-" and scores.cell(None) == "-"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -211,14 +210,14 @@ def test_answers_without_a_label_are_wrong_in_both_and_counted_apart():
     answers = [teacher.Answer("de", "stop"), teacher.Answer("de", "length"), teacher.Answer("Bonjour", "stop"),
                teacher.Answer("en", "stop")]
     truth = {4: "en", 7: "de", 9: "en", 11: None, 12: "fr"}
-    scores, _ = evaluate_sft.judge(make_parser("whole", labels=("de", "en", "fr")), lines, truth, answers, {})
-    assert (scores["parsed"]["right"], scores["parsed"]["n"]) == (2, 4)
-    assert scores["no_label"] == {"cut off at the limit of tokens": 1, "is none of the labels": 1}
-    assert (scores["agreement"]["right"], scores["agreement"]["n"]) == (1, 4)
-    assert (scores["accuracy"]["right"], scores["accuracy"]["n"]) == (0, 3), "the truth of one line is not known"
-    assert scores["agreement"]["confusion"] == [[1, 0, 0, 1], [0, 0, 0, 1], [0, 1, 0, 0]]
-    assert scores["right_where_teacher_is_wrong"]["n"] == 1
-    assert scores["most_confused"][0] == {"wanted": "de", "given": None, "lines": 1,
+    system, _ = evaluate_sft.judge(make_parser("whole", labels=("de", "en", "fr")), lines, truth, answers, {})
+    assert (system["parsed"]["right"], system["parsed"]["n"]) == (2, 4)
+    assert system["no_label"] == {"cut off at the limit of tokens": 1, "is none of the labels": 1}
+    assert (system["agreement"]["right"], system["agreement"]["n"]) == (1, 4)
+    assert (system["accuracy"]["right"], system["accuracy"]["n"]) == (0, 3), "the truth of one line is not known"
+    assert system["agreement"]["confusion"] == [[1, 0, 0, 1], [0, 0, 0, 1], [0, 1, 0, 0]]
+    assert system["right_where_teacher_is_wrong"]["n"] == 1
+    assert system["most_confused"][0] == {"wanted": "de", "given": None, "lines": 1,
                                           "examples": [{"id": 7, "text": "x"}]}
 
 
@@ -410,8 +409,8 @@ def test_weights_and_buffers_of_an_adapter_model(made, lora):
 @pytest.mark.parametrize("given, dark", [(["a", "b"], (0, 1)), (["b", "a"], (1, 0)), ([None, None], (2, 2))])
 def test_the_picture_shows_the_matrix(tmp_path, given, dark):
     """Dark blue is where the counts are: a row of cells each for a and b, columns a, b, none."""
-    score = label_scores.score(["a", "b"] * 2, given * 2, ("a", "b"))
-    label_report.draw(tmp_path / "x.png", "student", {"agreement": score, "accuracy": None}, ("a", "b"))
+    score = scores.score(["a", "b"] * 2, given * 2, ("a", "b"))
+    scores.draw(tmp_path / "x.png", "student", {"agreement": score, "accuracy": None}, ("a", "b"))
     picture = matplotlib.image.imread(tmp_path / "x.png")[..., :3]
     blue = np.abs(picture - np.array(matplotlib.colormaps["Blues"](1.0)[:3])).max(-1) < 0.02
     pale = np.abs(picture - np.array(matplotlib.colormaps["Blues"](0.0)[:3])).max(-1) < 0.004
@@ -634,4 +633,4 @@ def test_every_flag_is_explained_and_used():
     for action in evaluate_sft.build_parser()._actions:
         assert action.help and len(action.help) > 8, f"{action.option_strings} has no help text"
         assert action.dest == "help" or f"args.{action.dest}" in source
-    assert math.isclose(label_scores.Z95, 1.959964, abs_tol=1e-6)
+    assert math.isclose(scores.Z95, 1.959964, abs_tol=1e-6)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from common.parallel import UserError
 from distill import chat, create_data, packed_lm, topk
-from distill import table as chat_table
+from distill.table import ChatTable, make_loader, write_table
 from tests.helpers import chats, tiny_teacher
 from tests.helpers.chats import LLAMA, QWEN, ask
 from tests.helpers.pool import Pool
@@ -38,14 +38,14 @@ def table_of(folder, tokenizer, records, k, template=QWEN, limit=256, policy="st
     folder.mkdir(exist_ok=True)
     (folder / "chats.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     teacher = topk.Alternatives(tokenizer, k)
-    chat_table.write_table(folder / "table", [folder / "chats.jsonl"], chat.Encoder(tokenizer), limit, policy, teacher)
-    return chat_table.ChatTable(folder / "table"), teacher
+    write_table(folder / "table", [folder / "chats.jsonl"], chat.Encoder(tokenizer), limit, policy, teacher)
+    return ChatTable(folder / "table"), teacher
 
 
 def taught(table, tokenizer):
     """[[(trained token, {alternative: probability})] of each sample] as texts, through the loader's own batches."""
     found = []
-    for batch in chat_table.make_loader(table, [[i] for i in range(len(table))], num_workers=0, prefetch_factor=2,
+    for batch in make_loader(table, [[i] for i in range(len(table))], num_workers=0, prefetch_factor=2,
                                         pad_to=200, pad_id=1):
         rows = []
         for target, ids, logprobs in zip(batch.targets, batch.teacher_ids, batch.teacher_logprobs):
@@ -276,7 +276,7 @@ def test_a_student_comes_nearer_to_its_teacher(tmp_path):
     records = [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text().splitlines()]
     known = [record for record in records if "logprobs" in record]
     assert len(known) > 8 and all("".join(r["label_tokens"]) == r["messages"][1]["content"] for r in known)
-    pool, found = Pool(1, tmp_path, "train_sft"), {}
+    pool, found = Pool(1, tmp_path, "distill.train_sft"), {}
     for weight in (1.0, 1e-6):
         statuses, output = pool.run(1, "distill.train_sft.main", [str(part) for part in (
             "--model_path", tmp_path / "student", "--train_data_file", tmp_path / "labels.jsonl", "--output_dir",

@@ -27,9 +27,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common import adapters, checkpoint
 from common.packing import PackOrder
 from common.parallel import UserError
-from distill import chat, packed_lm, sft_plan, train_sft
-from distill import table as chat_table
-from distill import weights as causal_lm
+from distill import chat, packed_lm, sft_plan, train_sft, weights
+from distill.table import ChatSamples, ChatTable, collate, split_groups, write_table
 from tests.helpers import chats
 from tests.helpers.pool import Pool
 from tests.helpers.trainer import ROOT, Run
@@ -65,7 +64,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
-    ranks = Pool(2, tmp_path_factory.mktemp("pool"), "train_sft")
+    ranks = Pool(2, tmp_path_factory.mktemp("pool"), "distill.train_sft")
     yield ranks
     ranks.close()
 
@@ -156,9 +155,9 @@ def data(made, tmp_path_factory):
     def table(student):
         folder = tmp_path_factory.mktemp("table")
         encoder = chat.Encoder(chat.load_tokenizer(made / student))
-        chat_table.write_table(folder, [made / "chats.jsonl"], encoder, 256, "stop")
-        table = chat_table.ChatTable(folder)
-        return table, *chat_table.split_groups(np.arange(24), COMMON["validation_split"], SEED)
+        write_table(folder, [made / "chats.jsonl"], encoder, 256, "stop")
+        table = ChatTable(folder)
+        return table, *split_groups(np.arange(24), COMMON["validation_split"], SEED)
     return table
 
 
@@ -383,7 +382,7 @@ def test_another_number_of_ranks_goes_on(pool, made, shared, tmp_path):
 
 def test_a_signal_saves_and_the_same_command_goes_on(pool, made, shared, tmp_path):
     name, more = "qwen full fsdp 2x4x1", ("--max_steps", 400, "--eval_steps", 0)
-    stopped = complete(pool, made, tmp_path, name, *more, main="test_train_sft.stop_after_two")
+    stopped = complete(pool, made, tmp_path, name, *more, main=f"{__name__}.stop_after_two")
     step = checkpoint.checkpoints(tmp_path)[-1][0]
     assert 2 <= step < 400 and f"at step {step} of 400; saved" in stopped.output
     assert "at step" in (tmp_path / "requeue").read_text()
@@ -394,13 +393,13 @@ def test_a_signal_saves_and_the_same_command_goes_on(pool, made, shared, tmp_pat
 def test_a_loss_that_is_not_finite_is_named(pool, made, tmp_path):
     """Its step is skipped on all ranks; the others count as ever."""
     shutil.copytree(made / "llama", tmp_path / "llama")
-    weights = load_file(tmp_path / "llama" / "model.safetensors")
+    stored = load_file(tmp_path / "llama" / "model.safetensors")
     token = AutoTokenizer.from_pretrained(made / "llama")("~", add_special_tokens=False)["input_ids"]
-    weights["model.embed_tokens.weight"][token] = float("nan")
-    save_file(weights, tmp_path / "llama" / "model.safetensors", {"format": "pt"})
+    stored["model.embed_tokens.weight"][token] = float("nan")
+    save_file(stored, tmp_path / "llama" / "model.safetensors", {"format": "pt"})
     chats.write(tmp_path / "chats.jsonl", [*chats.conversations(10), chats.ask("~", "en"), *chats.conversations(9)])
     run = complete(pool, tmp_path, tmp_path / "out", "llama full fsdp 2x4x1", "--validation_split", 0, "--max_steps", 3)
-    assert re.search(rf"step \d: gradient norm is not finite, step skipped \(1 so far\); batches with a non-finite "
+    assert re.search(rf"step \d: gradient norm is not finite, step skipped \(1 so far\); samples with a non-finite "
                      rf"loss: [^\n]*{tmp_path}/chats.jsonl:11\b", run.output)
     losses = list(run.metrics("train/loss").values())
     assert losses.count(None) == 1 and len(losses) == 3 and "; 1 steps skipped; " in run.output
@@ -413,11 +412,11 @@ def test_a_loss_that_is_not_finite_is_named(pool, made, tmp_path):
 
 def packed_model(folder, recompute=None, attention=packed_lm.ATTENTION):
     """The model of a folder by our own loading, in a PackedLM."""
-    native = causal_lm.empty_model(causal_lm.load_config(folder), torch.float32, folder, attention)
-    parts = causal_lm.weight_parts(folder, native)
-    causal_lm.check_weights(native, parts, folder)
-    causal_lm.give_memory(native, "cpu")
-    causal_lm.load_weights(dict(native.named_parameters()), parts)
+    native = weights.empty_model(weights.load_config(folder), torch.float32, folder, attention)
+    parts = weights.weight_parts(folder, native)
+    weights.check_weights(native, parts, folder)
+    weights.give_memory(native, "cpu")
+    weights.load_weights(dict(native.named_parameters()), parts)
     return packed_lm.PackedLM(native, recompute)
 
 
@@ -428,7 +427,7 @@ def test_packed_is_unpacked(made, data, student, recompute):
     model = packed_model(made / student, recompute).train()
     theirs = AutoModelForCausalLM.from_pretrained(made / student)
     chosen = [train[i] for i in (3, 0, 7, 4)]
-    batch = chat_table.collate([chat_table.ChatSamples(table)[n] for n in chosen], pad_to=700)
+    batch = collate([ChatSamples(table)[n] for n in chosen], pad_to=700)
     model.chunk = 3
     loss, right = model(batch)
     loss.backward()
@@ -443,9 +442,9 @@ def test_packed_is_unpacked(made, data, student, recompute):
 def test_each_document_is_alone(made, data):
     """What stands before or behind a sample in its pack does not reach it."""
     table, train, _ = data("qwen")
-    samples, model = chat_table.ChatSamples(table), packed_model(made / "qwen").eval()
+    samples, model = ChatSamples(table), packed_model(made / "qwen").eval()
     with torch.no_grad():
-        alone, *packed = (model(chat_table.collate([samples[n] for n in order]))[0].item() for order in (
+        alone, *packed = (model(collate([samples[n] for n in order]))[0].item() for order in (
             train[:1], train[:3], train[[1, 0]], train[[1]], train[[1, 2]]))
     assert packed[1] - packed[2] == pytest.approx(alone, abs=1e-4)
     assert packed[0] - packed[3] == pytest.approx(alone, abs=1e-4)
@@ -471,7 +470,7 @@ def test_chunked_loss_is_plain(n, chunk):
 
 def test_chunks_never_hold_all_logits(made, data, monkeypatch):
     table, train, _ = data("qwen")
-    batch, seen = chat_table.collate([chat_table.ChatSamples(table)[n] for n in train]), []
+    batch, seen = collate([ChatSamples(table)[n] for n in train]), []
     model, linear = packed_model(made / "qwen"), F.linear
     monkeypatch.setattr(F, "linear", lambda x, w, b=None: seen.append(len(x) if w.shape[0] == 401 else 0)
                         or linear(x, w, b))
@@ -495,12 +494,12 @@ def test_loaded_is_from_pretrained(made, student):
 
 def test_a_saved_config_tells_what_was_trained(made, tmp_path):
     """The dtype of the weights beside it, whatever the base had, and an end that generate stops at."""
-    config = causal_lm.load_config(made / "qwen")
+    config = weights.load_config(made / "qwen")
     config.dtype = torch.bfloat16
-    model, tokenizer = causal_lm.empty_model(config, torch.float32, made / "qwen"), chats.tokenizer()
+    model, tokenizer = weights.empty_model(config, torch.float32, made / "qwen"), chats.tokenizer()
     known, other = model.generation_config.eos_token_id, tokenizer.convert_tokens_to_ids("<|eot_id|>")
-    assert causal_lm.stop_at(model, [known]) == [] and causal_lm.stop_at(model, [known, other]) == [other]
-    causal_lm.save_config(model, tokenizer, tmp_path)
+    assert weights.stop_at(model, [known]) == [] and weights.stop_at(model, [known, other]) == [other]
+    weights.save_config(model, tokenizer, tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["dtype"] == "float32" and saved["architectures"] == ["Qwen3ForCausalLM"]
     assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [known, other]
@@ -510,10 +509,10 @@ def test_compiled_layers_are_eager_ones(made, data):
     from torch._dynamo.testing import CompileCounter
     table, train, _ = data("qwen")
     plain, compiled, counter, graphs = packed_model(made / "qwen"), packed_model(made / "qwen"), CompileCounter(), 0
-    for layer in causal_lm.decoder_layers(compiled.native):
+    for layer in weights.decoder_layers(compiled.native):
         layer.compile(backend=counter)
     for start in range(0, 20, 2):
-        batch = chat_table.collate([chat_table.ChatSamples(table)[n] for n in train[start:start + 2 + start % 3]])
+        batch = collate([ChatSamples(table)[n] for n in train[start:start + 2 + start % 3]])
         assert compiled(batch)[0].item() == pytest.approx(plain(batch)[0].item(), rel=1e-5)
         graphs = graphs if start > 6 else counter.frame_count
     assert counter.frame_count == graphs > 0, "batches of other lengths must not compile for ever"
@@ -525,18 +524,18 @@ def test_static_packs_compile_no_more_after_two(made, data, method):
     table, train, _ = data("qwen")
     model = packed_model(made / "qwen", recompute="all" if method == "lora" else None)
     if method == "lora":
-        net = adapters.add_lora(model.native, causal_lm.decoder_layers(model.native), 4, 8, 0.0, "all-linear", "base")
+        net = adapters.add_lora(model.native, weights.decoder_layers(model.native), 4, 8, 0.0, "all-linear", "base")
         adapters.init_adapters(net, 1)
         model = packed_lm.PackedLM(net, recompute="all")
     torch._dynamo.reset()
-    for layer in causal_lm.decoder_layers(model.native):
+    for layer in weights.decoder_layers(model.native):
         layer.compile(backend="aot_eager")
     order = PackOrder(table.lengths[train], tokens_per_pack=160, seed=1)
-    samples, counts = chat_table.ChatSamples(table), set()
+    samples, counts = ChatSamples(table), set()
     for epoch in range(2):
         plan = order.epoch(epoch)
         for p in range(len(plan)):
-            batch = chat_table.collate([samples[train[i]] for i in plan.pack(p)], pad_to=160)
+            batch = collate([samples[train[i]] for i in plan.pack(p)], pad_to=160)
             counts.add(len(batch.cu_seqlens))
             with torch._dynamo.config.patch(error_on_recompile=epoch > 0 or p > 1), \
                     torch.autocast("cpu", torch.bfloat16):
@@ -546,11 +545,11 @@ def test_static_packs_compile_no_more_after_two(made, data, method):
 
 def test_flops_count_what_is_multiplied(made):
     model = AutoModelForCausalLM.from_pretrained(made / "llama")
-    weights = 2 * (36 * 24 + 2 * 36 * 12 + 24 * 36 + 3 * 36 * 43)
-    assert packed_lm.layer_weights(model) == weights
-    assert packed_lm.flops(weights, model.config, 10, 3, 55, False) == 6 * (10 * weights + 3 * 36 * 401) \
+    values = 2 * (36 * 24 + 2 * 36 * 12 + 24 * 36 + 3 * 36 * 43)
+    assert packed_lm.layer_weights(model) == values
+    assert packed_lm.flops(values, model.config, 10, 3, 55, False) == 6 * (10 * values + 3 * 36 * 401) \
         + 12 * 4 * 6 * 55 * 2
-    assert packed_lm.flops(weights, model.config, 10, 3, 55, True) == 4 * (10 * weights + 3 * 36 * 401) \
+    assert packed_lm.flops(values, model.config, 10, 3, 55, True) == 4 * (10 * values + 3 * 36 * 401) \
         + 12 * 4 * 6 * 55 * 2
 
 
@@ -574,15 +573,15 @@ def test_other_architectures_packed(kind, settings):
     config = getattr(transformers, f"{kind}Config")(**GPT2 if settings is None else SIZES | settings)
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(config).eval()
-    ours = causal_lm.empty_model(config, torch.float32, attention=packed_lm.ATTENTION).eval()
+    ours = weights.empty_model(config, torch.float32, attention=packed_lm.ATTENTION).eval()
     packed_lm.check_model(ours)
-    causal_lm.give_memory(ours, "cpu")
-    weights = dict(theirs.named_parameters())
+    weights.give_memory(ours, "cpu")
+    same = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
-        weights[name].data += 0.1 * torch.randn(parameter.shape)
-        parameter.data.copy_(weights[name].data)
+        same[name].data += 0.1 * torch.randn(parameter.shape)
+        parameter.data.copy_(same[name].data)
     documents = [torch.randint(3, 90, (n,)) for n in (9, 31, 17)]
-    batch = chat_table.collate([(i, ids.numpy(), np.ones(len(ids), bool)) for i, ids in enumerate(documents)])
+    batch = collate([(i, ids.numpy(), np.ones(len(ids), bool)) for i, ids in enumerate(documents)])
     with torch.no_grad():
         alone = sum(F.cross_entropy(theirs(ids[None]).logits[0, :-1], ids[1:], reduction="sum").item()
                     for ids in documents)
@@ -602,16 +601,16 @@ def test_other_architectures_packed(kind, settings):
 def test_architectures_that_cannot_be_packed(kind, settings, part):
     config = getattr(transformers, f"{kind}Config")(**SIZES | settings)
     with pytest.raises(UserError, match=re.escape(part)):
-        model = causal_lm.empty_model(config, torch.float32, attention=packed_lm.ATTENTION)
+        model = weights.empty_model(config, torch.float32, attention=packed_lm.ATTENTION)
         packed_lm.check_model(model)
-        causal_lm.give_memory(model, "cpu")
-        packed_lm.PackedLM(model)(chat_table.collate([(0, np.arange(5), np.ones(5, bool))]))
+        weights.give_memory(model, "cpu")
+        packed_lm.PackedLM(model)(collate([(0, np.arange(5), np.ones(5, bool))]))
 
 
 def planned(made, output_dir, *flags, student="qwen"):
     _, line = arguments(made, output_dir, f"{student} full fsdp 1x8x1", *flags)
     args = train_sft.build_parser().parse_args(line)
-    sft_plan.dry_run(args, 2, train_sft.check_flags)
+    sft_plan.dry_run(args, 2, train_sft)
 
 
 @pytest.mark.parametrize("flags, part", [
@@ -646,12 +645,12 @@ def test_bad_flags(made, tmp_path, flags, part):
 def spoil(folder, kind):
     config = json.loads((folder / "config.json").read_text())
     if kind in ("missing", "shape", "extra"):
-        weights = load_file(folder / "model.safetensors")
+        stored = load_file(folder / "model.safetensors")
         name = "model.layers.1.mlp.up_proj.weight"
-        tensor = weights.pop(name)
+        tensor = stored.pop(name)
         if kind != "missing":
-            weights |= {name: tensor[:-1].contiguous()} if kind == "shape" else {name: tensor, "stray": tensor.clone()}
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+            stored |= {name: tensor[:-1].contiguous()} if kind == "shape" else {name: tensor, "stray": tensor.clone()}
+        save_file(stored, folder / "model.safetensors", {"format": "pt"})
     elif kind == "none":
         (folder / "model.safetensors").unlink()
     elif kind == "broken":
@@ -693,7 +692,7 @@ def test_several_problems_at_once(made, tmp_path):
 def test_dry_run_foretells_the_run(made, shared, tmp_path, capsys):
     run = shared("qwen full fsdp 2x4x1")
     args = train_sft.build_parser().parse_args(arguments(made, tmp_path / "none", "qwen full fsdp 2x4x1")[1])
-    sft_plan.dry_run(args, 2, train_sft.check_flags)
+    sft_plan.dry_run(args, 2, train_sft)
     said = capsys.readouterr().out
     for line in ("samples ", "steps "):
         ours, = (row for row in said.splitlines() if row.startswith(line))
@@ -751,7 +750,7 @@ def test_launcher_without_what_it_needs(tmp_path):
 
 
 def test_every_flag_is_explained_and_used():
-    files = ("distill/train_sft", "distill/sft_model", "distill/sft_plan", "distill/table", "common/plan")
+    files = ("distill/train_sft", "distill/sft_plan", "common/run", "common/plan")
     source = "".join((ROOT / f"{name}.py").read_text() for name in files)
     for action in train_sft.build_parser()._actions:
         assert action.help and len(action.help) > 8, f"{action.option_strings} has no help text"

@@ -40,10 +40,10 @@ def checkpoint(tmp_path_factory):
                   num_key_value_heads=1)
     chats.write(folder / "chats.jsonl", [chats.ask(line, f"Final Answer: {label}")
                                          for line, label in zip(LINES, LABELS)])
-    run(sys.executable, "distill/train_sft.py", "--model_path", folder / "base", "--train_data_file", folder / "chats.jsonl",
-        "--output_dir", folder / "out", "--report_to", "none", "--per_device_train_batch_size", len(LINES),
-        "--gradient_accumulation_steps", 1, "--num_workers", 0, "--learning_rate", 5e-3, "--max_steps", 60,
-        "--save_steps", 0)
+    run(sys.executable, "distill/train_sft.py", "--model_path", folder / "base",
+        "--train_data_file", folder / "chats.jsonl", "--output_dir", folder / "out", "--report_to", "none",
+        "--per_device_train_batch_size", len(LINES), "--gradient_accumulation_steps", 1, "--num_workers", 0,
+        "--learning_rate", 5e-3, "--max_steps", 60, "--save_steps", 0)
     return folder / "out" / "checkpoint-60"
 
 

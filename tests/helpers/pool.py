@@ -18,6 +18,10 @@ import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)      # instead of this file's folder
+
+from tests.helpers.progress import PATIENCE_S  # noqa: E402
 
 
 class Pool:
@@ -26,32 +30,44 @@ class Pool:
     def __init__(self, ranks, folder, preload="train_v2_ddp"):
         self.ranks, self.folder, self.preload, self.jobs, self.server = ranks, Path(folder), preload, 0, None
 
-    def run(self, ranks, function, *args, timeout=120, cwd=None, env=None):
-        """Call "module.function" with these (JSON-able) arguments on ranks 0 to ranks - 1; (their statuses, output)."""
+    def run(self, ranks, function, *args, timeout=PATIENCE_S, cwd=None, env=None):
+        """Call "module.function" with these (JSON-able) arguments on ranks 0 to ranks - 1; (their statuses, output).
+
+        Whatever interrupts it, as pytest-timeout does, ends the job: the next one must not wait for it.
+        """
         assert ranks <= self.ranks
+        try:
+            return self._run(ranks, function, args, timeout, cwd, env)
+        except BaseException:
+            server, self.server = self.server, None     # first, if this is interrupted as well
+            if server:
+                server.kill()       # the ranks go with it; the next job starts another
+                server.wait()
+            raise
+
+    def _run(self, ranks, function, args, timeout, cwd, env):
         if self.server is None or self.server.poll() is not None:
             with open(self.folder / "server.txt", "a") as log:
                 self.server = subprocess.Popen([sys.executable, __file__, self.preload], cwd=self.folder,
                                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, bufsize=0,
                                                env={**os.environ, "HF_HUB_OFFLINE": "1"})      # read while importing
-            timeout += 60
-        log, self.jobs = self.folder / f"{self.jobs}.txt", self.jobs + 1
+        self.jobs += 1
+        log = self.folder / f"{self.jobs}.txt"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        job = [ranks, port, timeout, str(log), str(cwd or self.folder), env or {}, function, args]
+        job = [self.jobs, ranks, port, timeout, str(log), str(cwd or self.folder), env or {}, function, args]
         self.server.stdin.write(json.dumps(job).encode() + b"\n")
         statuses, deadline = {}, time.monotonic() + timeout
         while len(statuses) < ranks:
             ready, _, _ = select.select([self.server.stdout], [], [], max(0, deadline - time.monotonic()))
             line = self.server.stdout.readline() if ready else b""
             if not line:
-                self.server.kill()          # the ranks go with it; the next job starts another
-                self.server.wait()
                 hung = [rank for rank in range(ranks) if rank not in statuses]
                 raise AssertionError(f"{function} {args}: ranks {hung} did not end in {timeout} s\n{self.output(log)}")
-            rank, status = line.split()
-            statuses[int(rank)] = int(status)
+            number, rank, status = map(int, line.split())
+            if number == self.jobs:     # else of a job that nobody waits for any more
+                statuses[rank] = status
         return [statuses[rank] for rank in range(ranks)], self.output(log)
 
     def output(self, log):
@@ -61,13 +77,13 @@ class Pool:
     def close(self):
         if self.server:
             self.server.stdin.close()
-            self.server.wait(timeout=60)
+            self.server.wait(timeout=PATIENCE_S)
 
 
 def serve():
-    """For each job that stdin has: fork its ranks, print "rank status" when one has ended."""
+    """For each job that stdin has: fork its ranks, print "job rank status" when one has ended."""
     for line in sys.stdin:
-        ranks, *job = json.loads(line)
+        number, ranks, *job = json.loads(line)
         pids = {}
         for rank in range(ranks):
             child = os.fork()
@@ -80,7 +96,7 @@ def serve():
             pids[child] = rank
         while pids:
             child, status = os.wait()
-            print(pids.pop(child), os.waitstatus_to_exitcode(status), flush=True)
+            print(number, pids.pop(child), os.waitstatus_to_exitcode(status), flush=True)
 
 
 def work(rank, ranks, port, timeout, log, cwd, env, function, args):
@@ -115,7 +131,6 @@ def die_with_parent():
 
 if __name__ == "__main__":
     die_with_parent()
-    sys.path[0] = str(ROOT)      # instead of this file's folder
     import torch
 
     importlib.import_module(sys.argv[1])        # what takes long

@@ -9,10 +9,12 @@ import torch
 from safetensors.numpy import save_file
 from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 
-from data import IGNORE, SpeechSamples, Table, TableBuilder, token_ids
+from data import SpeechSamples
 from speech import higgs
 from speech.codes import FRAME_RATE
 from speech.conversations import Clip, Sample, Turn
+from speech.labels import IGNORE, token_ids
+from speech.table import Table, TableBuilder
 
 
 def native(folder):

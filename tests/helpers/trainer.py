@@ -1,8 +1,11 @@
 """Runs of the speech trainer on a tiny model, as a user types them or forked from a process that has imported it."""
 import json
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -43,6 +46,13 @@ class Run:
         """{step: value} of one name in metrics.jsonl."""
         rows = [json.loads(line) for line in (self.output_dir / "metrics.jsonl").read_text().splitlines()]
         return {row["step"]: row[name] for row in rows if name in row}
+
+
+def mount(*args):
+    """Mount a file system, or skip the test where that is not allowed."""
+    done = subprocess.run(["mount", *map(str, args)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"mount is not allowed here: {done.stderr.strip()}")
 
 
 def trainer_arguments(tiny, output_dir, *flags):

@@ -1,188 +1,15 @@
-"""Audio becomes codes exactly, once ever, whoever shares the cache, dies in it, or lacks torchaudio."""
-import json
+"""Where codes lie: shards, the index of them, keys of files and codecs."""
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
-import soundfile
-import soxr
-import torch
-from safetensors.numpy import load_file
 
-from common.parallel import UserError, World
-from speech import codes as code_cache
-from speech.codes import Batch, CacheIndex, CodeReader, codec_fingerprint, decode_audio, ensure_codes
-from speech.conversations import Clip, read_samples
-from tests.helpers.trainer import ROOT
-
-RATES = (8000, 16000, 22050, 44100, 48000)
-FORMATS = ("wav", "flac", "mp3", "ogg")
-CODES_A_SECOND = 25
-
-
-def sine(hertz, rate, seconds=1.0):
-    return 0.5 * np.sin(2 * np.pi * hertz * np.arange(round(rate * seconds)) / rate)
-
-
-def write_audio(path, wave, rate, **options):
-    if path.suffix[1:].upper() not in soundfile.available_formats():
-        pytest.skip(f"this libsndfile cannot write {path.suffix}")
-    soundfile.write(path, wave, rate, **options)
-    return path
-
-
-def fill(clips, codec, cache, num_proc=0):
-    """Fill a cache in this process; returns ([codes per clip], folder of the shards)."""
-    folder, shards, where = ensure_codes(World(device=torch.device("cpu")), clips, codec, cache, 8, num_proc)
-    reader = CodeReader(folder, shards)
-    return [reader.codes(*row.tolist()) for row in where], folder
-
-
-def encoded(folder):
-    """Content keys of all codes in a cache folder; one is there for each clip that went through the codec."""
-    return [key for path in sorted(Path(folder).glob("codes-*.safetensors"))
-            for key in map(bytes, load_file(path)["keys"])]
-
-
-def clips_of(tiny):
-    """The clips of the tiny dataset, each once."""
-    problems = []
-    clips = {c.path: c for s in read_samples(tiny.train_json, problems) for t in s.turns for c in t.clips}
-    assert not problems and len(clips) == 24
-    return list(clips.values())
-
-
-@pytest.fixture(scope="module")
-def filled(tiny, tmp_path_factory):
-    """(cache folder, codes by path) of the tiny dataset, encoded in this process by two decoding processes."""
-    cache = tmp_path_factory.mktemp("filled")
-    clips = clips_of(tiny)
-    codes, folder = fill(clips, tiny.codec, cache, num_proc=2)
-    return cache, folder, {c.path: k for c, k in zip(clips, codes)}
-
-
-@pytest.fixture(scope="module")
-def codec(tiny):
-    from transformers import HiggsAudioV2TokenizerModel
-    return HiggsAudioV2TokenizerModel.from_pretrained(tiny.codec).eval()
-
-
-def direct(codec, wave):
-    """What the codec itself says of one clip: (T, 8)."""
-    with torch.no_grad():
-        return codec.encode(torch.from_numpy(wave)[None, None], bandwidth=2).audio_codes[0].T.numpy()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Decoding
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("rate", RATES)
-@pytest.mark.parametrize("channels", [1, 2])
-def test_decoding_equals_an_independent_reference(tmp_path, kind, rate, channels):
-    wave = sine(440, rate) + 0.05 * np.random.default_rng(0).standard_normal(rate)
-    path = write_audio(tmp_path / f"a.{kind}", wave if channels == 1 else np.stack([wave, 0.3 * wave[::-1]], 1), rate)
-    digest, (decoded,) = decode_audio(str(path), [(None, None)])
-
-    samples, file_rate = soundfile.read(path)                       # float64, from the path
-    assert file_rate == rate and samples.ndim == channels
-    mono = samples if channels == 1 else (samples[:, 0] + samples[:, 1]) / 2
-    expected = soxr.resample(mono, rate, 24000, quality="HQ")
-    assert decoded.dtype == np.float32 and decoded.ndim == 1 and decoded.flags.c_contiguous
-    assert len(decoded) == len(expected) and abs(len(decoded) - 24000 * len(mono) / rate) <= 1
-    assert 24000 <= len(decoded) <= 26000                           # mp3 and ogg may pad
-    assert np.isfinite(decoded).all() and np.abs(decoded - expected).max() < 1e-5
-    assert len(digest) == 64
-
-
-@pytest.mark.parametrize("rate", RATES)
-def test_a_sine_stays_the_same_sine(tmp_path, rate):
-    """Against the formula, so that no shared library can hide a shift or a wrong gain."""
-    path = write_audio(tmp_path / "a.wav", np.stack([sine(440, rate), 0.5 * sine(440, rate)], 1), rate, subtype="FLOAT")
-    _, (decoded,) = decode_audio(str(path), [(None, None)])
-    assert len(decoded) == 24000
-    assert np.abs(decoded - 0.75 * sine(440, 24000))[1000:-1000].max() < 1e-3
-
-
-@pytest.mark.parametrize("hertz, kept", [(13000, False), (16000, False), (20000, False), (6000, True), (10000, True)])
-def test_tones_above_the_new_range_do_not_alias(tmp_path, hertz, kept):
-    path = write_audio(tmp_path / "a.wav", sine(hertz, 44100), 44100, subtype="FLOAT")
-    _, (decoded,) = decode_audio(str(path), [(None, None)])
-    gain = 20 * np.log10(np.sqrt(np.mean(decoded[2000:-2000] ** 2)) / (0.5 / np.sqrt(2)))
-    assert abs(gain) < 0.1 if kept else gain < -60
-
-
-def test_cuts_are_taken_from_one_decoding(tmp_path):
-    rate = 48000
-    wave = np.concatenate([sine(300 + 200 * i, rate, 0.5) for i in range(4)])
-    path = write_audio(tmp_path / "a.wav", wave, rate, subtype="FLOAT")
-    cuts = [(None, None), (0.5, 0.5), (0, 1.0), (1.5, None), (1.75, 99.0), (0.1, 0)]
-    _, waves = decode_audio(str(path), cuts)
-    assert [len(w) for w in waves] == [48000, 12000, 24000, 12000, 6000, 45600]
-    assert np.abs(waves[1] - soxr.resample(wave[24000:48000], rate, 24000, quality="HQ")).max() < 1e-5
-    assert np.abs(waves[3] - sine(900, 24000, 0.5))[500:-500].max() < 1e-3
-
-
-@pytest.mark.parametrize("content, cut, said", [
-    (None, (None, None), "No such file"),
-    (b"", (None, None), "is an empty file"),
-    (b"not audio at all", (None, None), "is not readable audio"),
-    (np.zeros(0), (None, None), "is too short: 0.000 s"),
-    (np.zeros(900), (None, None), "is too short: 0.037 s; a clip needs 0.04 s"),
-    (np.array([0.1, np.nan] * 4800), (None, None), "not finite"),
-    (np.array([0.1, np.inf] * 4800), (None, None), "not finite"),
-    (np.zeros(24000), (1.5, None), "is too short: 0.000 s from offset 1.5 s"),
-    (np.zeros(24000), (0.5, 0.03), "is too short: 0.030 s from offset 0.5 s"),
-])
-def test_what_cannot_be_decoded_says_why(tmp_path, content, cut, said):
-    path = tmp_path / "a.wav"
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    elif content is not None:
-        soundfile.write(path, content, 24000, subtype="FLOAT")
-    with pytest.raises(ValueError, match=said.replace(".", r"\.")):
-        decode_audio(str(path), [cut])
-
-
-def test_the_shortest_clip_is_one_frame(tmp_path, tiny):
-    soundfile.write(tmp_path / "a.wav", sine(440, 24000, 0.04), 24000)
-    (codes,), _ = fill([Clip(str(tmp_path / "a.wav"))], tiny.codec, tmp_path / "codes")
-    assert codes.shape == (1, 8)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Encoding
-
-
-def test_codes_are_the_codecs_own(filled, codec):
-    """Every clip, of any rate and channel count, bit for bit; written as 16 bits, read with its true length."""
-    _, _, codes = filled
-    assert len({c.tobytes() for c in codes.values()}) == 24
-    for path, stored in codes.items():
-        _, (wave,) = decode_audio(path, [(None, None)])
-        expected = direct(codec, wave)
-        assert stored.dtype == np.int16 and stored.shape == expected.shape
-        assert (stored == expected).all()
-        assert abs(len(stored) - len(wave) / 960) <= 1
-
-
-def test_a_zero_padded_batch_would_give_other_codes(filled, codec):
-    """Why clips are encoded one by one. If this fails the codec has learnt to mask, and batches would be faster."""
-    short, long = sorted(filled[2].items(), key=lambda item: len(item[1]))[::23]
-    waves = [decode_audio(path, [(None, None)])[1][0] for path, _ in (short, long)]
-    batch = torch.zeros(2, 1, len(waves[1]))
-    for row, wave in zip(batch, waves):
-        row[0, :len(wave)] = torch.from_numpy(wave)
-    with torch.no_grad():
-        padded = codec.encode(batch, bandwidth=2).audio_codes[0].T.numpy()[:len(short[1])]
-    assert (padded != short[1]).any()
+from common import indexing
+from common.parallel import UserError
+from speech.codes import KEY, Batch, CacheIndex, CodeReader, codec_fingerprint, file_key
+from speech.conversations import Clip
 
 
 def test_codes_survive_the_way_through_a_shard(tmp_path):
@@ -198,60 +25,33 @@ def test_codes_survive_the_way_through_a_shard(tmp_path):
             batch.add_file(bytes([100 + i] * 16), bytes([i] * 16))
         batch.write()
         index = CacheIndex(folder)
-        where = index.find_files(np.array([bytes([100 + i] * 16) for i in range(len(clips))], code_cache.KEY))
+        where = index.find_files(np.array([bytes([100 + i] * 16) for i in range(len(clips))], KEY))
         for codes, row in zip(clips, where):
             read = CodeReader(folder, index.shards).codes(*row.tolist())
             assert read.dtype == np.int16 and (read == codes).all()
-        missing = index.find_files(np.array([b"\0" * 16], code_cache.KEY))
+        missing = index.find_files(np.array([b"\0" * 16], KEY))
         assert missing.tolist() == [[-1, -1, -1]] and not index.has(b"\xff" * 16)
 
 
-def test_a_second_fill_opens_no_audio(filled, tiny):
-    """File dates alone decide; a file's content is not even looked at."""
-    cache, folder, codes = filled
-    shards = sorted(p.name for p in folder.iterdir())
-    opened, watching = [], [True]                       # an audit hook cannot be removed, only told to look away
-    sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" and watching else None)
-    again, _ = fill(clips_of(tiny), tiny.codec, cache)
-    watching.clear()
-    assert all((a == b).all() for a, b in zip(again, codes.values()))
-    assert sorted(p.name for p in folder.iterdir()) == shards
-    assert not [name for name in opened if name.endswith(".wav")] and opened
-
-
-def test_same_content_under_two_names_is_encoded_once(tiny, tmp_path):
-    clip = clips_of(tiny)[0]
-    copies = [Clip(shutil.copy(clip.path, tmp_path / f"copy{i}.wav")) for i in range(3)]
-    codes, folder = fill(copies[:2], tiny.codec, tmp_path / "codes")
-    assert len(encoded(folder)) == 1 and (codes[0] == codes[1]).all()
-    codes, folder = fill(copies, tiny.codec, tmp_path / "codes")        # a later run finds the content, too
-    assert len(encoded(folder)) == 1 and len(codes) == 3
-
-
-def test_cuts_of_one_file_are_clips_of_their_own(tiny, tmp_path, codec):
-    path = clips_of(tiny)[0].path
-    cuts = [Clip(path), Clip(path, 0.5, 0.5), Clip(path, 0.5, 0.25), Clip(path, 0.5), Clip(path, 0, 0.5)]
-    codes, folder = fill(cuts, tiny.codec, tmp_path / "codes")
-    assert len(set(encoded(folder))) == 5 and len({c.tobytes() for c in codes}) == 5
-    _, waves = decode_audio(path, [(c.offset, c.duration) for c in cuts])
-    assert all((c == direct(codec, w)).all() for c, w in zip(codes, waves))
-
-
-@pytest.mark.parametrize("changed", ["size", "date"])
-def test_new_content_under_an_old_name_is_encoded_again(tmp_path, tiny, codec, changed):
-    path = tmp_path / "a.wav"
-    soundfile.write(path, sine(300, 24000), 24000)
-    date = os.stat(path).st_mtime_ns
-    (old,), folder = fill([Clip(str(path))], tiny.codec, tmp_path / "codes")
-    soundfile.write(path, sine(900, 24000, 1.0 if changed == "date" else 1.5), 24000)
-    os.utime(path, ns=(date, date + (10 ** 9 if changed == "date" else 0)))
-    (new,), _ = fill([Clip(str(path))], tiny.codec, tmp_path / "codes")
-    assert len(encoded(folder)) == 2
-    _, (wave,) = decode_audio(str(path), [(None, None)])
-    assert (new == direct(codec, wave)).all() and new.tobytes() != old.tobytes()
-    os.utime(path)                                      # touched only: read again, but not encoded again
-    (same,), _ = fill([Clip(str(path))], tiny.codec, tmp_path / "codes")
-    assert len(encoded(folder)) == 2 and (same == new).all()
+def test_file_dates_are_asked_for_by_several_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr("speech.codes.BLOCK", 2)
+    monkeypatch.setattr(indexing, "HERE", 1)
+    clips = [Clip(str(tmp_path / f"{i}.wav"), *((i, 1.0) if i % 3 else ())) for i in range(23)]
+    for i in range(23):
+        (tmp_path / f"{i}.wav").write_bytes(b"x" * i)
+    cache, batch = tmp_path / "codes", Batch(tmp_path / "codes", 8)
+    cache.mkdir()
+    for i in range(0, 23, 2):
+        batch.add_codes(bytes([65 + i] * 16), np.zeros((i + 1, 8), np.int16))
+        stat = os.stat(clips[i].path)
+        batch.add_file(file_key(clips[i], stat.st_size, stat.st_mtime_ns), bytes([65 + i] * 16))
+    batch.write()
+    for processes in (0, 2):
+        found, unknown = CacheIndex(cache).find_clips(clips, processes)
+        assert found[::2, 2].tolist() == list(range(1, 24, 2)) and (found[1::2] == -1).all()
+        assert unknown.tolist() == [[i, i, os.stat(clips[i].path).st_mtime_ns] for i in range(1, 23, 2)]
+        with pytest.raises(UserError, match="gone.wav: cannot be read any more"):
+            CacheIndex(cache).find_clips([*clips, replace(clips[0], path=str(tmp_path / "gone.wav"))], processes)
 
 
 def test_another_codec_has_a_cache_of_its_own(tiny, tmp_path):
@@ -263,172 +63,3 @@ def test_another_codec_has_a_cache_of_its_own(tiny, tmp_path):
     data[-1] ^= 1
     weights.write_bytes(data)
     assert codec_fingerprint(other) != codec_fingerprint(tiny.codec)
-
-
-@pytest.mark.parametrize("damage", ["cut in the data", "cut in the header", "empty", "another file"])
-def test_a_damaged_shard_is_named_with_its_remedy(filled, tiny, tmp_path, damage):
-    shutil.copytree(filled[0], tmp_path / "codes")
-    shard = next((tmp_path / "codes").glob("*/codes-*.safetensors"))
-    data = shard.read_bytes()
-    shard.write_bytes({"cut in the data": data[:-100], "cut in the header": data[:20], "empty": b"",
-                       "another file": b"{}" * 500}[damage])
-    with pytest.raises(UserError) as caught:
-        fill(clips_of(tiny), tiny.codec, tmp_path / "codes")
-    assert str(shard) in str(caught.value) and "delete this file" in str(caught.value)
-    shard.unlink()                                      # the remedy
-    codes, folder = fill(clips_of(tiny)[:2], tiny.codec, tmp_path / "codes")
-    assert all((c == filled[2][clip.path]).all() for c, clip in zip(codes, clips_of(tiny)))
-
-
-def test_bad_audio_is_listed_together_and_good_audio_is_kept(filled, tiny, tmp_path):
-    clips = clips_of(tiny)[:3]
-    (tmp_path / "empty.wav").write_bytes(b"")
-    (tmp_path / "noise.ogg").write_bytes(os.urandom(3000))
-    bad = [Clip(str(tmp_path / name)) for name in ("empty.wav", "noise.ogg")]
-    for num_proc in (0, 2):
-        with pytest.raises(UserError) as caught:
-            fill([*bad, *clips], tiny.codec, tmp_path / "codes", num_proc)
-        lines = str(caught.value).splitlines()
-        assert lines[0] == "2 problems:" and len(lines) == 3
-        assert any("empty.wav: is an empty file" in line for line in lines)
-        assert any("noise.ogg: is not readable audio" in line for line in lines)
-    codes, folder = fill(clips, tiny.codec, tmp_path / "codes")
-    assert len(encoded(folder)) == 3 and all((c == filled[2][k.path]).all() for c, k in zip(codes, clips))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Several processes
-
-FILLER = """
-import json, os, sys, time, torch
-sys.path.insert(0, {root!r})
-import transformers.models.higgs_audio_v2_tokenizer
-from common.parallel import World
-from speech import codes as code_cache
-from speech.conversations import Clip
-code_cache.SHARD_CLIPS = {shard_clips}
-open(sys.argv[1], "w").close()
-while not os.path.exists({go!r}):
-    time.sleep(0.005)
-code_cache.ensure_codes(World(device=torch.device("cpu")), [Clip(p) for p in {paths!r}], {codec!r}, {cache!r}, 8, 0)
-"""
-
-
-def start_fillers(tiny, tmp_path, n, shard_clips=4096):
-    """n processes that begin to fill tmp_path/codes at the same moment."""
-    program = FILLER.format(root=str(ROOT), go=str(tmp_path / "go"), shard_clips=shard_clips, codec=str(tiny.codec),
-                            cache=str(tmp_path / "codes"), paths=[c.path for c in clips_of(tiny)])
-    started = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path / f"ready{i}")], text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for i in range(n)]
-    end = time.monotonic() + 120
-    while not all((tmp_path / f"ready{i}").exists() for i in range(n)):
-        assert time.monotonic() < end and all(p.poll() is None for p in started), [p.poll() for p in started]
-        time.sleep(0.01)
-    (tmp_path / "go").touch()
-    return started
-
-
-def test_two_runs_fill_one_cache_and_encode_each_clip_once(filled, tiny, tmp_path):
-    fillers = start_fillers(tiny, tmp_path, 2, shard_clips=5)
-    outputs = [p.communicate(timeout=120)[0] for p in fillers]
-    assert [p.returncode for p in fillers] == [0, 0], outputs
-    assert sum("another run is filling" in o for o in outputs) == 1
-    folder = tmp_path / "codes" / codec_fingerprint(tiny.codec)
-    assert len(encoded(folder)) == len(set(encoded(folder))) == 24
-    codes, _ = fill(clips_of(tiny), tiny.codec, tmp_path / "codes")
-    assert all((c == filled[2][clip.path]).all() for c, clip in zip(codes, clips_of(tiny)))
-    assert len(encoded(folder)) == 24
-
-
-def test_a_killed_run_leaves_a_usable_cache(filled, tiny, tmp_path):
-    filler, = start_fillers(tiny, tmp_path, 1, shard_clips=2)
-    folder = tmp_path / "codes" / codec_fingerprint(tiny.codec)
-    end = time.monotonic() + 120
-    while len(list(folder.glob("codes-*.safetensors"))) < 2:
-        assert time.monotonic() < end and filler.poll() is None, filler.communicate()
-        time.sleep(0.002)
-    filler.send_signal(signal.SIGKILL)
-    filler.communicate(timeout=60)
-    assert filler.returncode == -signal.SIGKILL
-    before = encoded(folder)
-    assert 4 <= len(before) < 24
-    codes, _ = fill(clips_of(tiny), tiny.codec, tmp_path / "codes")
-    assert all((c == filled[2][clip.path]).all() for c, clip in zip(codes, clips_of(tiny)))
-    after = encoded(folder)
-    assert len(after) == len(set(after)) == 24 and set(before) < set(after)     # only the rest went through the codec
-
-
-OPEN_LOG = """
-import os, sys
-log = os.open(os.environ["OPEN_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-def note(event, args):
-    if event == "open" and str(args[0]).endswith(".wav"):
-        os.write(log, (os.fspath(args[0]) + "\\n").encode())
-sys.addaudithook(note)
-"""
-HIDE_TORCHAUDIO = """
-import sys
-from importlib.machinery import PathFinder
-class WithoutTorchaudio(PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        return None if name.partition(".")[0] == "torchaudio" else super().find_spec(name, path, target)
-sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutTorchaudio
-"""
-
-
-def startup(folder, *code):
-    """Environment whose Python processes run `code` before anything else."""
-    folder.mkdir(exist_ok=True)
-    (folder / "sitecustomize.py").write_text("\n".join(code))
-    return {"PYTHONPATH": str(folder)}
-
-
-def test_every_file_is_opened_once_and_encoded_once_ever(tiny, tmp_path, train):
-    """Counted over 2 ranks, 2 epochs, decoding processes, loader workers and a second run, which has no torchaudio."""
-    data = tmp_path / "data"
-    shutil.copytree(tiny.root / "speech", data / "speech")
-    samples = tiny.samples()
-    copy = shutil.copy(data / "speech" / sorted(os.listdir(data / "speech"))[0], data / "speech" / "same.wav")
-    samples.append(json.loads(json.dumps(samples[0])))
-    samples[-1]["messages"][-1]["content"][1]["audio_url"] = str(copy)
-    (data / "train.json").write_text(json.dumps(samples))
-    log = tmp_path / "opened"
-    flags = ("--train_data_file", data / "train.json", "--code_cache", tmp_path / "codes", "--num_train_epochs", 2,
-             "--disable_eval", "--use_lora", "--num_workers", 1, "--preprocess_num_proc", 2)
-    first = train(*flags, ranks=2, name="first", env={"OPEN_LOG": str(log), **startup(tmp_path / "a", OPEN_LOG)})
-    second = train(*flags, "--max_steps", 2, name="second",
-                   env={"OPEN_LOG": str(log), **startup(tmp_path / "b", OPEN_LOG, HIDE_TORCHAUDIO)})
-    opened = log.read_text().splitlines()
-    assert sorted(opened) == sorted(str(p) for p in (data / "speech").iterdir()) and len(opened) == 25
-    folder, = (tmp_path / "codes").iterdir()
-    assert len(encoded(folder)) == len(set(encoded(folder))) == 24          # two files have the same content
-    assert len(list(folder.glob("codes-*.safetensors"))) == 2               # one shard a rank: the work was shared
-    assert max(first.metrics("train/loss")) == 8 and max(second.metrics("train/loss")) == 2
-    assert first.output.count("encoding audio: 100%") >= 1 and "encoding audio" not in second.output
-
-
-def test_without_torchaudio_new_audio_is_refused_in_one_line(tiny, tmp_path, train):
-    done = train("--code_cache", tmp_path / "none", ok=False, env=startup(tmp_path / "b", HIDE_TORCHAUDIO))
-    errors = [line for line in done.output.splitlines() if line.startswith("error:")]
-    assert done.status == 1 and len(errors) == 1 and "Traceback" not in done.output
-    assert "torchaudio, which is not installed" in errors[0] and "launch/setup.sh" in errors[0]
-
-
-def test_a_broken_torchaudio_is_explained_in_one_line(tiny, tmp_path, train):
-    (tmp_path / "broken" / "torchaudio").mkdir(parents=True)
-    (tmp_path / "broken" / "torchaudio" / "__init__.py").write_text(
-        "raise OSError('libc10_cuda.so: cannot open shared object file: No such file or directory')")
-    done = train(ok=False, env={"PYTHONPATH": str(tmp_path / "broken")})
-    assert done.status == 1 and "Traceback" not in done.output
-    errors = [line for line in done.output.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1 and errors == done.output.strip().splitlines()
-    assert "libc10_cuda.so" in errors[0] and "launch/setup.sh" in errors[0]
-
-
-def test_data_imports_neither_the_model_nor_cuda():
-    """Loader workers and the rank that reads the data import data.py alone."""
-    done = subprocess.run([sys.executable, "-c", (
-        "import sys, data, torch; heavy = {'transformers', 'peft', 'torchaudio', 'speech.higgs'} & set(sys.modules); "
-        "assert not heavy, heavy; assert not torch.cuda.is_initialized()")], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -199,7 +199,7 @@ def test_memory_flags_change_no_bit(shared, flag):
 def test_compiled_layers_train_the_same(pool, odd, shared, tmp_path, backend, name):
     """inductor is what --compile uses, and much g++ for each shape; aot_eager meets the same FSDP2 hooks and many."""
     ranks, flags = flags_of(f"{name} --compile")
-    statuses, output = pool.run(ranks, "test_fsdp.train_compiled", backend, arguments(odd, tmp_path / "out", *flags),
+    statuses, output = pool.run(ranks, f"{__name__}.train_compiled", backend, arguments(odd, tmp_path / "out", *flags),
                                 timeout=280)
     assert not any(statuses), output
     assert "recompile_limit" not in output      # beyond it torch goes on uncompiled
@@ -248,7 +248,7 @@ def test_gradients_are_reduced_once_a_step(pool, odd, tmp_path):
     """Counted in the run: three micro-steps cost the reductions of one, a layer each and one for the rest."""
     ranks, flags = flags_of("full fsdp 2x2x3")
     argv = arguments(odd, tmp_path / "out", *flags, "--disable_eval", "--max_steps", 1)
-    statuses, output = pool.run(ranks, "test_fsdp.count_collectives", argv, str(tmp_path / "counts.json"))
+    statuses, output = pool.run(ranks, f"{__name__}.count_collectives", argv, str(tmp_path / "counts.json"))
     assert not any(statuses), output
     counts = json.loads((tmp_path / "counts.json").read_text())
     assert sum(number for name, number in counts.items() if "reduce_scatter" in name) == 2 + 1, counts
@@ -298,7 +298,7 @@ def test_batches_without_audio_or_text_on_one_rank(pool, odd, tmp_path, method):
     gradients = {}
     for mode, ranks in (("ddp", 1), ("ddp", 2), ("fsdp", 2)):
         argv = arguments(odd, tmp_path / "out", *METHODS[method], "--parallel", mode)
-        statuses, output = pool.run(ranks, "test_fsdp.step_on_odd_batches", argv, str(tmp_path))
+        statuses, output = pool.run(ranks, f"{__name__}.step_on_odd_batches", argv, str(tmp_path))
         assert not any(statuses), output
         gradients[mode, ranks] = load_file(tmp_path / "gradients.safetensors")
     one = gradients["ddp", 1]
@@ -310,7 +310,7 @@ def test_batches_without_audio_or_text_on_one_rank(pool, odd, tmp_path, method):
 def test_bf16_weights_are_gathered_and_gradients_reduced_in_fp32(pool, odd, tmp_path):
     """Half the bytes on the way there; what comes back is not rounded."""
     argv = arguments(odd, tmp_path / "out", "--parallel", "fsdp", "--bf16")
-    statuses, output = pool.run(2, "test_fsdp.step_on_odd_batches", argv, str(tmp_path))
+    statuses, output = pool.run(2, f"{__name__}.step_on_odd_batches", argv, str(tmp_path))
     assert not any(statuses), output
     assert (tmp_path / "computed_in").read_text() == "torch.bfloat16"
     gradients = load_file(tmp_path / "gradients.safetensors")
@@ -386,7 +386,7 @@ def started(pool, odd, folder, ranks, *flags):
     """What each rank wrote."""
     folder.mkdir(exist_ok=True)
     argv = arguments(odd, folder / "out", "--parallel", "fsdp", *flags)
-    statuses, output = pool.run(ranks, "test_fsdp.write_shards", argv, str(folder))
+    statuses, output = pool.run(ranks, f"{__name__}.write_shards", argv, str(folder))
     assert not any(statuses), output
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(ranks)]
 
@@ -456,7 +456,7 @@ def test_a_rank_never_holds_the_whole_model(pool, odd, tmp_path):
     file = max(path.stat().st_size for path in folder.glob("*.safetensors"))
     del state
     assert size > 200 * 2**20 and file < size / 4
-    statuses, output = pool.run(2, "test_fsdp.measure_start", arguments(odd, tmp_path / "out", "--parallel", "fsdp",
+    statuses, output = pool.run(2, f"{__name__}.measure_start", arguments(odd, tmp_path / "out", "--parallel", "fsdp",
                                                                         "--model_path", folder), str(tmp_path))
     assert not any(statuses), output
     for rank in range(2):

@@ -18,10 +18,11 @@ from transformers import AutoProcessor, AutoTokenizer
 
 import train_v2_ddp
 from common import parallel
-from data import Table, delay_rows, token_ids
-from speech import codes as code_cache
 from speech import generate_tts, sample_prompts, speak
 from speech.conversations import Clip
+from speech.encode import decode_audio, load_codec
+from speech.labels import delay_rows, token_ids
+from speech.table import Table
 from tests.helpers import spoken as speech
 from tests.helpers.trainer import ROOT, trainer_command
 
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.timeout(300)
 def voice(tiny):
     """(native model, tokenizer, TokenIds, codec, its bandwidth) of the tiny model."""
     native, tokenizer = speech.native(tiny.model), AutoTokenizer.from_pretrained(tiny.model)
-    return native, tokenizer, token_ids(tokenizer, native.config), *code_cache.load_codec(tiny.codec, "cpu", 8)
+    return native, tokenizer, token_ids(tokenizer, native.config), *load_codec(tiny.codec, "cpu", 8)
 
 
 def written(path, entries):
@@ -67,7 +68,7 @@ def prompts_of(voice, path, room=2000):
 def test_batch_is_what_the_processor_makes(tiny, voice, tmp_path):
     """Conversations with one voice and with two: transformers' processor gives the same padded tensors."""
     clip = tiny.root / "speech" / "0000_speaker0.wav"
-    waves = [code_cache.decode_audio(clip, [(0.2, frames / 25)])[1][0] for frames in (9, 14)]
+    waves = [decode_audio(clip, [(0.2, frames / 25)])[1][0] for frames in (9, 14)]
     clips = [str(tmp_path / f"{len(wave)}.wav") for wave in waves]      # whole frames: the processor would pad others
     for clip, wave in zip(clips, waves):
         soundfile.write(clip, wave, 24000, subtype="FLOAT")

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoProcessor, HiggsAudioV2ForConditionalGeneration
 
 import lora
-from common import optim
+from common import optim, parallel
 from common.parallel import UserError
 from data import collate
 from speech import higgs
@@ -335,8 +335,7 @@ def test_compiled_layers_give_the_same_loss_and_gradients(tiny, data, packed, ba
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = higgs.PackedHiggs(spoken.native(tiny.model))
-    for layer in compiled.net.model.layers:
-        layer.compile(backend=backend)
+    parallel.compile_layers(compiled.net.model.layers, backend=backend)
     batches = [collate(picked, ids)] + ([collate(picked[:1], ids, 128)] if backend == "aot_eager" else [])
     for batch in batches:       # the second has another shape and another number of samples
         packed.zero_grad()

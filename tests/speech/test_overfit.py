@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-import data
 import lora
 from common import optim
-from data import IGNORE, collate, delay_rows
+from data import collate
 from speech import higgs
+from speech.labels import IGNORE, delay_labels, delay_rows
 from tests.helpers import spoken
 
 CLIP = spoken.clip("by heart", 14)
@@ -143,4 +143,4 @@ def test_labels_of_the_library_match_what_generation_expects(lesson):
     """Ties the sample under test to the delay pattern, so that the breakages above break something that was right."""
     ids, sample = lesson
     assert np.array_equal(sample["audio_ids"], delay_rows(codes(), ids.stream_bos, ids.stream_eos))
-    assert np.array_equal(sample["audio_labels"], data.delay_labels(codes(), ids.stream_eos))
+    assert np.array_equal(sample["audio_labels"], delay_labels(codes(), ids.stream_eos))

@@ -28,7 +28,7 @@ import train_v2_ddp
 from common import checkpoint
 from common.optim import lr_factor
 from common.parallel import World
-from data import Table
+from speech.table import Table
 from tests.helpers.trainer import Run, Tiny, train_forked, trainer_command
 
 pytestmark = pytest.mark.timeout(300)
@@ -397,7 +397,7 @@ def watched(pool, tiny, tmp_path_factory):
         (root / name).symlink_to(tiny.root / name)
     (root / "hook").mkdir()
     (root / "hook" / "sitecustomize.py").write_text(AUDIT)
-    results, audited = [], functools.partial(train_forked, pool, main="test_training.train_audited")
+    results, audited = [], functools.partial(train_forked, pool, main=f"{__name__}.train_audited")
     for name, start in (("first", launched), ("second", audited)):
         opens = Opens(root / "speech")
         run = start(Tiny(root), root / name, *COMMON, "--per_device_train_batch_size", 2, "--report_to",
@@ -706,11 +706,9 @@ def not_json(name):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_too_many_bad_steps_end_the_run(poisoned, forked, ranks):
-    start = time.monotonic()
-    run = forked(*poisoned[0], "--max_bad_steps", 1, ranks=ranks, ok=False)
+    run = forked(*poisoned[0], "--max_bad_steps", 1, ranks=ranks, ok=False)     # fails if they do not end by themselves
     assert run.status == 1
     errors = re.findall(r"^error: .*$", run.output, re.M)
     assert len(errors) == 1 and "1 steps in a row" in errors[0] and "train.json" in errors[0]
     assert "Traceback" not in run.output
     assert not checkpoint.checkpoints(run.output_dir)
-    assert time.monotonic() - start < 90

@@ -1,0 +1,272 @@
+"""Flags that the trainers share, checks of their values, and one line for a flag that does not exist.
+
+Standard library only, and scripts parse before they import torch: --help and a mistake in a flag answer at once.
+"""
+import argparse
+import difflib
+import importlib.util
+import math
+import os
+import sys
+import time
+
+MODES = ("all", "selective")                                    # of --gradient_checkpointing
+SCHEDULERS = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
+GIVE_WAY_S = 5      # seconds other ranks leave rank 0 to say what is wrong, before torchrun ends it because of them
+
+
+class UserError(Exception):
+    """A mistake in flags, files or data. Shown as text without a traceback; str() is what the user reads."""
+
+
+def usable_cpus():
+    """How many cores this process may use: of a job's share, not of the whole node."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parsing
+
+
+class Help(argparse.HelpFormatter):
+    """Adds a flag's default to its help, unless it has none or the help says it in words."""
+
+    def _get_help_string(self, action):
+        silent = action.required or not action.option_strings or action.default in (None, False, argparse.SUPPRESS)
+        return action.help if silent or "default:" in action.help else f"{action.help} (default: %(default)s)"
+
+
+class Parser(argparse.ArgumentParser):
+    """ArgumentParser without abbreviations, which change meaning with each new flag, and with one line for an error."""
+
+    def __init__(self, description):
+        super().__init__(description=description, usage="%(prog)s [--flag value ...]", allow_abbrev=False,
+                         formatter_class=Help)
+
+    def error(self, message):
+        raise UserError(message.removeprefix("argument "))
+
+
+def parse(parser, check=None, argv=None):
+    """The namespace of a command line, argv or the process's own. check(args, world_size) may raise UserError.
+
+    A mistake ends the process with one line, printed by rank 0: status 2 for a flag that is not one, 1 for a value.
+    """
+    status = 2
+    try:
+        for word in sys.argv[1:] if argv is None else argv:     # before argparse complains of what is missing
+            if word.startswith("--") and word.split("=")[0] not in parser._option_string_actions:
+                near = difflib.get_close_matches(word.split("=")[0], parser._option_string_actions, n=1, cutoff=0)[0]
+                raise UserError(f"{word.split('=')[0]}: no such flag; the nearest one is {near}, --help shows all")
+        args = parser.parse_args(argv)
+        status = 1
+        if check:
+            check(args, getattr(args, "dry_run", None) or int(os.environ.get("WORLD_SIZE", "1")))
+        return args
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(GIVE_WAY_S)
+        sys.exit(status)
+
+
+def boolean(text):
+    """true or false from the command line, as Hugging Face's scripts take them."""
+    if text.lower() in ("true", "1", "yes", "on"):
+        return True
+    if text.lower() in ("false", "0", "no", "off"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+
+
+def switch(group, *names, help):
+    """A flag that is off by default: --bf16, --bf16 true, --bf16 false."""
+    group.add_argument(*names, nargs="?", type=boolean, const=True, default=False, metavar="true|false", help=help)
+
+
+def recomputation(text):
+    """Value of --gradient_checkpointing: a mode, or true or false as in Hugging Face's scripts -> mode or None."""
+    return text if text in MODES else "all" if boolean(text) else None
+
+
+def resumption(text):
+    """Value of --resume: auto, none or a folder; true and false as in Hugging Face's scripts."""
+    return {"true": "auto", "false": "none"}.get(text.lower(), text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shared flags, by group of --help
+
+
+def before_the_run(parser):
+    g = parser.add_argument_group("before the run")
+    g.add_argument("--dry_run", nargs="?", type=int, const=0, metavar="GPUS",
+                   help="check everything, print what the run will be and take, and stop; needs no GPU. GPUS: plan for "
+                        "so many (default: the processes of this launch)")
+    g.add_argument("--gpu_memory", type=float, metavar="GIB",
+                   help="dry run: memory of one GPU (default: of the GPU here, else 80)")
+    g.add_argument("--host_memory", type=float, metavar="GIB",
+                   help="dry run: free memory of a node (default: what is free here, or the Slurm job's share)")
+
+
+def lora(group, rank, alpha, dropout, targets, targets_help):
+    """Flags of adapters; the defaults are the script's."""
+    switch(group, "--use_lora", help="train adapters on a frozen base instead of all weights")
+    group.add_argument("--lora_rank", "--lora_r", type=int, default=rank, help="adapter rank")
+    group.add_argument("--lora_alpha", type=int, default=alpha,
+                       help="adapter scale: the update is multiplied by alpha / rank")
+    group.add_argument("--lora_dropout", type=float, default=dropout, help="dropout on adapter inputs, 0 to 1")
+    group.add_argument("--lora_target_modules", default=targets, help=targets_help)
+
+
+def loading(group, num_workers):
+    """Flags of the loader processes."""
+    group.add_argument("--num_workers", "--dataloader_num_workers", type=int, default=num_workers,
+                       help="loader processes per rank, 0 = in the trainer")
+    group.add_argument("--prefetch_factor", "--dataloader_prefetch_factor", type=int, default=4,
+                       help="batches each loader process prepares ahead")
+
+
+def optimisation(parser, learning_rate, learning_rate_help, lr_scheduler, min_lr_ratio, weight_decay, adam_beta2,
+                 decayed="matrices, not embeddings"):
+    """The group; the defaults are the script's. Returns it, for the script's own."""
+    g = parser.add_argument_group("optimisation")
+    g.add_argument("--learning_rate", type=float, default=learning_rate, help=learning_rate_help)
+    g.add_argument("--lr_scheduler", "--lr_scheduler_type", type=lambda name: SCHEDULERS.get(name, name),
+                   choices=("cosine", "linear", "constant"), default=lr_scheduler, help="after warm-up")
+    g.add_argument("--min_lr_ratio", type=float, default=min_lr_ratio, help="final rate as a share of the peak")
+    g.add_argument("--optim", choices=("adamw_torch_fused", "adamw_torch"), default="adamw_torch_fused",
+                   help="AdamW, the only optimizer; always torch's fused one")
+    g.add_argument("--weight_decay", type=float, default=weight_decay, help=f"AdamW decay of {decayed}")
+    g.add_argument("--adam_beta1", type=float, default=0.9, help="AdamW decay of the mean")
+    g.add_argument("--adam_beta2", type=float, default=adam_beta2, help="AdamW decay of the variance")
+    g.add_argument("--max_grad_norm", type=float, default=1.0, help="clip the global gradient norm, 0 = off")
+    g.add_argument("--max_bad_steps", type=int, default=5, help="stop after this many non-finite steps in a row")
+    g.add_argument("--seed", type=int, default=42, help="of weights, data order, hold-out, noise and dropout")
+    return g
+
+
+def speed(parser, parallel, bf16_help):
+    """The group. parallel: the default way to use several GPUs. Returns it, for the script's own."""
+    g = parser.add_argument_group("speed and memory")
+    g.add_argument("--parallel", choices=("ddp", "fsdp"), default=parallel,
+                   help="a whole model on every GPU, or weights, gradients and optimizer sharded (FSDP2)")
+    switch(g, "--bf16", help=bf16_help)
+    switch(g, "--tf32", help="TF32 for float32 matrix products on CUDA")
+    g.add_argument("--gradient_checkpointing", nargs="?", const="all", type=recomputation, metavar="all|selective",
+                   help="compute layers again in the backward pass: all of them, or (selective) all but attention and "
+                        "matrix products, which costs less time and more memory; the flag alone means all")
+    switch(g, "--compile", "--torch_compile", help="torch.compile each layer")
+    g.add_argument("--collective_timeout", type=int, default=600,
+                   help="seconds a step may take before the rank that hangs is named and all stop")
+    g.add_argument("--wait_timeout", type=int, default=21600,
+                   help="seconds to wait for data preparation, validation, saving")
+    return g
+
+
+def sharding(group):
+    """Flags of FSDP2 for models that need it."""
+    group.add_argument("--reshard_after_forward", action=argparse.BooleanOptionalAction, default=True,
+                       help="fsdp: free each layer's gathered weights until the backward pass; no-: faster, more "
+                            "memory")
+    switch(group, "--cpu_offload", help="fsdp: keep shards and optimizer in host memory (slow)")
+    switch(group, "--float8", help="lora with --compile: products with frozen weights in float8; not yet run on a GPU")
+
+
+def logging(parser, logging_steps, eval_steps, save_steps, save_total_limit):
+    """The group; the defaults are the script's. Returns it, for the script's own."""
+    g = parser.add_argument_group("logging, validation, checkpoints")
+    g.add_argument("--output_dir", default="./output", help="everything written goes here; shared by all nodes")
+    g.add_argument("--logging_dir", default="./logs", help="TensorBoard files go to a folder in here")
+    g.add_argument("--logging_steps", type=int, default=logging_steps, help="optimizer steps between log lines")
+    g.add_argument("--report_to", choices=("tensorboard", "wandb", "none"), default="tensorboard",
+                   help="beside metrics.jsonl")
+    g.add_argument("--wandb_project", default="flat-trainers", help="W&B project")
+    g.add_argument("--eval_steps", type=int, default=eval_steps,
+                   help="optimizer steps between validations, 0 = at the end")
+    g.add_argument("--save_steps", type=int, default=save_steps,
+                   help="optimizer steps between checkpoints, 0 = at the end")
+    g.add_argument("--save_total_limit", type=int, default=save_total_limit,
+                   help="newest checkpoints kept besides the best, 0 = all")
+    g.add_argument("--resume", "--resume_from_checkpoint", type=resumption, default="auto",
+                   help="auto (newest whole checkpoint in OUTPUT_DIR), none, or a folder")
+    return g
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks; all raise UserError
+
+
+def need(good, message):
+    """UserError(message) unless good."""
+    if not good:
+        raise UserError(message)
+
+
+def values(args, names):
+    """(name, value) of the flags among names that the script has and that are set."""
+    return [(name, getattr(args, name)) for name in names if getattr(args, name, None) is not None]
+
+
+def at_least_one(args, *names):
+    for name, value in values(args, names):
+        need(value >= 1, f"--{name} is {value}; it must be at least 1")
+
+
+def zero_or_more(args, *names):
+    for name, value in values(args, names):
+        need(0 <= value < math.inf, f"--{name} is {value}; it must be 0 or more and finite")
+
+
+def below_one(args, *names):
+    for name, value in values(args, names):
+        need(0 <= value < 1, f"--{name} is {value}; it must be at least 0 and below 1")
+
+
+def share(args, *names):
+    for name, value in values(args, names):
+        need(0 <= value <= 1, f"--{name} is {value}; it must lie between 0 and 1")
+
+
+def above_zero(args, *names):
+    for name, value in values(args, names):
+        need(0 < value < math.inf, f"--{name} is {value}; it must be above 0 and finite")
+
+
+def check_shared(args):
+    """Values and combinations of the shared flags that would fail, or do nothing, later."""
+    at_least_one(args, "per_device_train_batch_size", "per_device_eval_batch_size", "num_train_epochs", "logging_steps",
+                 "max_bad_steps", "prefetch_factor", "collective_timeout", "wait_timeout", "lora_rank", "lora_alpha")
+    zero_or_more(args, "max_tokens_per_batch", "global_batch_size", "max_steps", "warmup_steps", "eval_steps",
+                 "dry_run", "save_steps", "save_total_limit", "num_workers", "preprocess_num_proc", "max_length",
+                 "scale_lr_from_batch", "weight_decay", "max_grad_norm", "learning_rate", "seed")
+    below_one(args, "lora_dropout", "dropout", "validation_split", "adam_beta1", "adam_beta2")
+    share(args, "min_lr_ratio", "warmup_ratio")
+    above_zero(args, "gpu_memory", "host_memory")
+    need(args.seed < 2**62, f"--seed is {args.seed}; it must be below 2**62")
+    for name, _ in values(args, ("gpu_memory", "host_memory")):
+        need(args.dry_run is not None, f"--{name} needs --dry_run")
+    need(not (args.compile and args.gradient_checkpointing == "selective"),
+         "--gradient_checkpointing selective does not go with --compile: inside a compiled layer nothing can be picked "
+         "out; drop one of the two")
+    if args.report_to != "none":
+        need(importlib.util.find_spec(args.report_to),
+             f"--report_to {args.report_to}: pip install {args.report_to}, or --report_to none")
+
+
+def check_sharding(args):
+    """The flags of sharding()."""
+    need(args.parallel == "fsdp" or (args.reshard_after_forward and not args.cpu_offload),
+         "--no-reshard_after_forward and --cpu_offload need --parallel fsdp")
+    if args.float8:
+        need(args.compile, "--float8 needs --compile: alone it reads and writes more than it saves")
+        need(args.use_lora, "--float8 needs --use_lora: only frozen weights are rounded")
+        need(args.bf16, "--float8 needs --bf16")
+        need(args.parallel == "ddp", "--float8 needs --parallel ddp: rounded weights cannot be sharded")
+
+
+def check_lora(args, parser):
+    """No flag of an adapter without --use_lora, where it would do nothing."""
+    for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules"):
+        need(args.use_lora or getattr(args, name) == parser.get_default(name), f"--{name} needs --use_lora")

@@ -1,0 +1,246 @@
+"""What the loops of the three trainers share: start, position, one optimizer step, log lines, stopping, the end.
+
+A Run is a record of what a loop would otherwise keep in twenty local variables, with small functions on it. It never
+calls the script: batches, forward, loss, backward, validation and what a checkpoint holds are written out there.
+"""
+import contextlib
+import math
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from common import checkpoint, metrics, optim, parallel, watchdog
+from common.parallel import UserError
+
+
+def main(args, train, dry_run=None):
+    """A trainer's main: one clear error; a marker for the launcher if the run was stopped before there was a save."""
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")      # a log file shows each line at once
+    is_main = os.environ.get("RANK", "0") == "0"
+    with parallel.one_clear_error():
+        try:
+            if dry_run is None:
+                train(args)
+            elif is_main:
+                dry_run()
+        except watchdog.Stopped as why:
+            if is_main:
+                watchdog.leave_marker(args.output_dir, str(why))
+                print(f"stopped    {why}")
+        watchdog.rest()
+    parallel.finish()
+
+
+def start(args, cpu_too=False):
+    """(World, Watchdog) of this process. Signals are caught, output folders are proven writable, the marker that an
+    earlier run left for its launcher is removed. cpu_too: see parallel.init. Raises UserError.
+    """
+    watchdog.catch_signals()
+    world = parallel.init(args.collective_timeout, args.wait_timeout, args.parallel == "fsdp", cpu_too)
+    watch = watchdog.Watchdog(world, args.collective_timeout)
+    watch.moved("data preparation", args.wait_timeout)
+    parallel.rank0_first(world, checkpoint.prepare_output, args.output_dir)
+    parallel.rank0_first(world, watchdog.clear_marker, args.output_dir)
+    if args.report_to == "tensorboard":
+        parallel.rank0_first(world, checkpoint.prepare_output, args.logging_dir, "--logging_dir")
+    return world, watch
+
+
+def position(meta):
+    """{"step", "epoch", "first"} to go on from; first: the epoch's pack that comes next. meta: of the checkpoint."""
+    return {key: meta[key] if meta else 0 for key in ("step", "epoch", "first")}
+
+
+class Run:
+    """Where a run stands: its position, the best validation loss, sums since the last log line, writer, log, clock."""
+
+    def __init__(self, world, watch, args, order, total_steps, sums, resume, meta, validation, name):
+        """order: packing.PackOrder. sums: how many numbers a step adds up for the log. resume, meta: the checkpoint
+        to go on from, or None. validation: JSON-able; losses compare only where it is equal. name(i): where sample i
+        stands in the user's files.
+        """
+        self.world, self.watch, self.args, self.order, self.total_steps = world, watch, args, order, total_steps
+        self.per_step, self.name, self.validation = world.size * args.gradient_accumulation_steps, name, validation
+        self.at, self.resume, self.start_step = position(meta), resume, meta["step"] if meta else 0
+        self.saved_step = self.step if resume else None
+        same = bool(meta) and meta["validation"] == validation
+        self.best_loss, self.best_step = (meta["best_loss"], meta["best_step"]) if same else (None, None)
+        self.flags = optim.StepFlags(world.device, meta["skipped"] if meta else 0)
+        self.writer = checkpoint.Writer(world, args.output_dir, args.save_total_limit, args.wait_timeout)
+        self.sums = torch.zeros(sums, dtype=torch.float64, device=world.device)
+        if meta and world.is_main and len(meta["unlogged"]) == sums:        # an older checkpoint's has other numbers
+            self.sums += torch.tensor(meta["unlogged"], dtype=torch.float64, device=world.device)
+        self.finite, self.log, self.norm, self.lr = [], None, None, 0.0
+        if world.is_main:
+            board = Path(args.logging_dir) / Path(args.output_dir).resolve().name
+            self.log = metrics.MetricsLog(args.output_dir, board, args.report_to, vars(args), self.step,
+                                          args.wandb_project)
+        self.bar = tqdm(total=total_steps, initial=self.step, unit="step", disable=None if world.is_main else True)
+        self.begin_line()
+
+    @property
+    def step(self):
+        """Optimizer steps done."""
+        return self.at["step"]
+
+    @property
+    def last(self):
+        """True behind the last step."""
+        return self.step == self.total_steps
+
+    def restore(self, model, optimizer):
+        """Put back the checkpoint's moments and random states, if the run resumes."""
+        if self.resume:
+            checkpoint.load_optimizer(self.resume, optim.state_tensors(optimizer, model.named_parameters()))
+            checkpoint.load_rng(self.resume, self.world.rank, self.world.device)
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def window(self):
+        """Sample numbers (n,) of the coming step, of all ranks; the next epoch begins where one is used up."""
+        if self.at["first"] >= self.order.packs_per_epoch:
+            self.at["epoch"], self.at["first"] = self.at["epoch"] + 1, 0
+        return self.order.window(self.at["epoch"], self.at["first"], self.per_step)
+
+    def next(self, batches):
+        """The next batch of an iterator; the wait for it is counted."""
+        asked = time.monotonic()
+        self.watch.moved(f"loading data for step {self.step + 1}")
+        batch = next(batches)
+        compiling = self.args.compile and self.step == self.start_step      # minutes, in the first step
+        self.watch.moved(f"step {self.step + 1}", self.args.wait_timeout if compiling else None)
+        self.waited += time.monotonic() - asked
+        return batch
+
+    def saw(self, loss, samples):
+        """Note, without a host sync, whether a micro-step's loss is finite: its samples are named if the step is
+        skipped. samples: their numbers.
+        """
+        self.finite.append((torch.isfinite(loss.detach()), list(samples)))
+
+    def update(self, optimizer, parameters, lr, sums):
+        """Clip the gradients, step with rate lr unless they are not finite, add sums up, advance the position.
+
+        sums: (n,) of this step's log values, dropped with a skipped step. No host sync. Returns a 0-d tensor, 1 where
+        the step was skipped, the same on every rank: a bad loss makes its gradient bad, and gradients are global.
+        """
+        self.norm = optim.clip_gradients(parameters, self.args.max_grad_norm)
+        bad = 1 - torch.isfinite(self.norm).float()
+        stop = parallel.any_rank(self.world, watchdog.stop_requested())
+        self.lr = lr
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optim.guarded_step(optimizer, bad)
+        optimizer.zero_grad(set_to_none=True)
+        bad = bad.to(self.world.device)                 # with --cpu_offload gradients are elsewhere
+        self.sums += torch.where(bad > 0, 0.0, sums)
+        self.at["step"], self.at["first"] = self.step + 1, self.at["first"] + self.per_step
+        self.report_bad()                               # of the step before: this one is still being computed
+        self.flags.push(bad, stop, (self.step, self.finite))
+        self.finite = []
+        return bad
+
+    def report_bad(self):
+        """Name the samples of a skipped step whose flags have arrived; UserError after --max_bad_steps in a row."""
+        if not (about := self.flags.pop()):
+            return
+        step, flags = about
+        local = [self.name(i) for finite, numbers in flags if not finite.item() for i in numbers]
+        names = sorted({name for rank_names in parallel.gather_objects(self.world, local) for name in rank_names})
+        what = f"samples with a non-finite loss: {'; '.join(names[:20])}" if names else "every loss was finite"
+        text = f"step {step}: gradient norm is not finite, step skipped ({self.flags.bad_total} so far); {what}"
+        if self.world.is_main:
+            tqdm.write(text)
+        if self.flags.bad_in_a_row >= self.args.max_bad_steps:
+            self.watch.moved("waiting for the checkpoint under way", self.args.wait_timeout)
+            parallel.rank0_first(self.world, self.writer.wait)
+            raise UserError(f"{self.flags.bad_in_a_row} steps in a row had a non-finite gradient; {text}")
+
+    def due(self, steps):
+        """Whether what comes every so many steps, and at the end, comes now. steps 0: at the end only."""
+        return self.last or (steps > 0 and self.step % steps == 0)
+
+    def stop_asked(self, waits):
+        """Whether any rank was asked to stop. waits: the host waits for this step anyway, so its flags can be read
+        now; otherwise those of the step before count.
+        """
+        if waits or self.flags.stop:
+            self.report_bad()
+        return self.flags.stop
+
+    # -- log -----------------------------------------------------------------------------------------------------------
+
+    def begin_line(self):
+        """Start counting for the next log line."""
+        self.sums_since, self.steps, self.slots, self.waited, self.since = Counter(), 0, 0, 0.0, time.monotonic()
+
+    def count(self, slots, work):
+        """Add up one step: slots, tokens with padding; work, {"tokens", "samples", "flops", ...} of all ranks."""
+        self.sums_since.update(work)
+        self.steps, self.slots = self.steps + 1, self.slots + slots
+        self.bar.update(1)
+
+    def line(self, values, console, **per_second):
+        """On rank 0, complete and log the values of the steps since the last line; console(values) is printed.
+
+        per_second: more amounts of the same steps, logged under their names as rates.
+        """
+        seconds = time.monotonic() - self.since
+        values |= {**{f"train/{name}": amount / seconds for name, amount in per_second.items()},
+                   "train/learning_rate": self.lr, "train/grad_norm": float(self.norm),
+                   "train/epoch": self.at["epoch"] + min(1.0, self.at["first"] / self.order.packs_per_epoch),
+                   "train/bad_steps": self.flags.bad_total,
+                   **metrics.speed_report(self.sums_since, seconds, self.steps, self.slots, self.waited,
+                                          self.world.device, self.world.size)}
+        self.log.write(self.step, values)
+        tqdm.write(console(values))
+
+    @contextlib.contextmanager
+    def pause(self):
+        """Time spent in here does not count as training; an error of the last checkpoint is raised here first."""
+        began = time.monotonic()
+        self.writer.check()
+        yield
+        self.since += time.monotonic() - began
+
+    # -- checkpoints, the end ------------------------------------------------------------------------------------------
+
+    def better(self, loss):
+        """Whether a validation loss is the best so far; notes it. One that is not finite never is."""
+        if not math.isfinite(loss) or (self.best_loss is not None and loss >= self.best_loss):
+            return False
+        self.best_loss, self.best_step = loss, self.step
+        return True
+
+    def state(self, identity, **more):
+        """state.json of a checkpoint made now. Collective. identity: checkpoint.find_resume's; more: the script's."""
+        self.watch.moved(f"saving at step {self.step}", self.args.wait_timeout)
+        self.saved_step = self.step
+        return {**self.at, "identity": identity, "validation": self.validation, "best_step": self.best_step,
+                "best_loss": self.best_loss, **more, "skipped": self.flags.bad_total, "args": vars(self.args),
+                "unlogged": parallel.all_sum(self.world, self.sums.clone()).tolist()}
+
+    def finish(self, stopped, note="", best="validation loss {:.4f}"):
+        """Wait for the last checkpoint and say how the run ended. stopped: on request, before its end.
+
+        note: words behind the last step; best: how to print the best loss.
+        """
+        self.watch.moved("waiting for the last checkpoint", self.args.wait_timeout)
+        parallel.rank0_first(self.world, self.writer.wait)
+        self.bar.close()
+        if not self.world.is_main:
+            return
+        self.log.close()
+        if stopped:
+            why = f"asked to stop by {watchdog.stop_requested() or 'a signal to another rank'} at step {self.step}"
+            watchdog.leave_marker(self.args.output_dir, why)
+            print(f"stopped    {why} of {self.total_steps}; saved; the same command goes on")
+            return
+        best = f"; best {best.format(self.best_loss)} at step {self.best_step}" if self.best_step is not None else ""
+        print(f"done       step {self.step}{note}; {self.flags.bad_total} steps skipped; final checkpoint "
+              f"{Path(self.args.output_dir) / f'checkpoint-{self.step}'}{best}")

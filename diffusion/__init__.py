@@ -1,0 +1,1 @@
+"""Block diffusion: problems, noise, transformer, sampling."""

@@ -1,0 +1,82 @@
+"""What the sampler is given, and what becomes of what it wrote: the question as context, text of regions, scores."""
+import re
+
+import numpy as np
+
+from common.parallel import UserError
+from diffusion.blocks import EXECUTION, PLAN, pieces
+from diffusion.problems import NUMBER
+
+
+def question_state(problem, tokens, layout):
+    """What is given before the first generated region: (context, (pinned ids, their first position)).
+
+    context: (3, n) int64 ids, position, block of clean tokens. Raises UserError when the question is too long, or a
+    block reaches over a region's end, so that one region cannot be finished before the next.
+    """
+    ids = [tokens.encode(text) for text in pieces(problem, layout.system)]
+    if layout.system == "gsm8k":
+        head = np.array([tokens.bos, *ids[0]])
+        if len(head) >= layout.max_length:
+            raise UserError(f"{problem.name}: its question has {len(head)} tokens, no room in --max_length "
+                            f"{layout.max_length}")
+        whole = len(head) - len(head) % layout.block_size
+        at = np.arange(whole)
+        return np.stack([head[:whole], at, at // layout.block_size]), (head[whole:].tolist(), whole)
+    if len(ids[0]) > layout.question_budget:
+        raise UserError(f"{problem.name}: its question has {len(ids[0])} tokens, more than --question_budget "
+                        f"{layout.question_budget}")
+    if layout.flat and any(layout.start(region) % layout.block_size for region in (PLAN, EXECUTION)):
+        raise UserError(f"--hdp_layout flat with --block_size {layout.block_size}: a block reaches over a region's "
+                        "end, so no plan can be finished first; such a model cannot be sampled")
+    at = np.arange(len(ids[0]))
+    block = at // layout.block_size if layout.flat else np.zeros(len(at), np.int64)
+    return np.stack([ids[0], at, block]), ([tokens.plan], layout.start(PLAN))
+
+
+def room(first_position, region, layout):
+    """Blocks that may be generated in a region whose first block starts at first_position."""
+    if layout.system == "gsm8k":
+        return (layout.max_length - first_position) // layout.block_size
+    budget = {PLAN: layout.plan_budget, EXECUTION: layout.execution_budget}[region]
+    return budget // layout.region_block(region)
+
+
+def finish_region(ids, pinned, end):
+    """Generated ids -> (list in which only end tokens follow the first generated one, whether there was one)."""
+    for i in range(pinned, len(ids)):
+        if ids[i] == end:
+            return [*ids[:i], *[end] * (len(ids) - i)], True
+    return list(ids), False
+
+
+def execution_state(context, plan, tokens, layout):
+    """question_state for the second region: the context with the finished plan (ids from finish_region) behind it."""
+    at = np.arange(len(plan))
+    block = context[2].max(initial=-1) + 1 + at // layout.region_block(PLAN)
+    return (np.concatenate([context, [plan, layout.start(PLAN) + at, block]], axis=1),
+            ([tokens.execution], layout.start(EXECUTION)))
+
+
+def region_text(ids, pinned, tokens):
+    """Text of a region up to its end token, without the pinned ids; hdp's <|answer|> becomes GSM8K's ####."""
+    body = list(ids[pinned:])
+    if tokens.end in body:
+        body = body[:body.index(tokens.end)]
+    if tokens.answer in body:
+        at = body.index(tokens.answer)
+        return f"{tokens.decode(body[:at]).strip()}\n#### {tokens.decode(body[at + 1:]).strip()}"
+    return tokens.decode(body).strip()
+
+
+def score(text, answer):
+    """(strict, flexible) of a generated text against the final number.
+
+    strict is openai/grade-school-math's rule: the number right behind `#### `, commas removed, must be the same text.
+    flexible: the last number anywhere has the same value.
+    """
+    gold = answer.replace(",", "")
+    marked = re.search(r"#### (-?[0-9.,]+)", text)
+    strict = marked is not None and marked[1].replace(",", "") == gold
+    numbers = NUMBER.findall(text)
+    return strict, bool(numbers) and float(numbers[-1].replace(",", "")) == float(gold)

@@ -1,0 +1,1 @@
+"""Prompt distillation: teacher labels, chats, student, evaluation."""

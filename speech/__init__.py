@@ -1,0 +1,1 @@
+"""Speech: Higgs-Audio conversations, codes, model, export, evaluation."""

@@ -1,0 +1,10 @@
+"""What flags of the speech scripts may be. Imports nothing, so that flags are parsed before torch is imported."""
+TASK_TYPES = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker_smart_voice",
+              "multi_speaker_voice_cloning")
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LORA_TARGETS = {        # endings of module names
+    "attention": ATTENTION,
+    "attention+audio_mlp": [*ATTENTION, "audio_mlp.gate_proj", "audio_mlp.up_proj", "audio_mlp.down_proj"],
+    "all-linear": [*ATTENTION, "gate_proj", "up_proj", "down_proj"],        # both FFNs, no head, no embedding
+}

@@ -1,0 +1,343 @@
+"""Tokenised samples on disk: all ranks and loader workers map one table, so memory does not grow with their number.
+
+Rank 0 reads the user's files, tokenises every sample once and writes flat arrays. It also says which samples are held
+out and which are short enough to be used.
+"""
+import hashlib
+import itertools
+import json
+import math
+import os
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+
+import numpy as np
+
+from common import parallel
+from common.indexing import Column, Lists, in_order, token_lists
+from common.parallel import UserError
+from speech.codes import FRAME_RATE, CodeReader
+from speech.conversations import Clip, read_chunks
+from speech.labels import CONTROL_TOKENS, conversation_pieces
+
+CHUNK = 2048            # entries of a file that are tokenised together
+ROWS = 2**18            # samples whose columns are in memory together
+
+
+class Clips:
+    """Sequence of the distinct clips of a TableBuilder in order of first use; a Clip is made when it is asked for.
+
+    The builder has an entry for each distinct clip of each chunk, so a clip that three chunks use has three entries.
+    numbers: (entries,) int32, for each entry the number of its clip in this sequence.
+    """
+
+    def __init__(self, paths, cuts, digests):
+        self.paths, self.ends, self.cuts = paths.values.array(), paths.offsets.array(), cuts.array()
+        digests = digests.array()
+        order, new = np.lexsort((digests[:, 1], digests[:, 0])), np.ones(len(digests), bool)
+        high, low = digests[:, 0][order], digests[:, 1][order]      # equal ones stand side by side, the earliest first
+        new[1:] = (high[1:] != high[:-1]) | (low[1:] != low[:-1])
+        first = np.empty(len(order), np.int32)
+        first[order] = order[new][np.cumsum(new) - 1]
+        del order, new, high, low
+        own = first == np.arange(len(first), dtype=np.int32)
+        self.entries = np.flatnonzero(own).astype(np.int32)
+        self.numbers = (np.cumsum(own, dtype=np.int32) - 1)[first]
+
+    def __len__(self):
+        return len(self.entries)
+
+    def __getitem__(self, i):
+        """Clip i, or the list of Clips of a slice."""
+        if not isinstance(i, slice):
+            i = range(len(self))[i]
+            return self[i:i + 1][0]
+        entries = self.entries[i]
+        cuts, starts, stops = (values.tolist() for values in (
+            self.cuts[entries], self.ends[entries], self.ends[entries + 1]))
+        return [Clip(os.fsdecode(self.paths[start:stop].tobytes()), *_unpacked(*cut))
+                for start, stop, cut in zip(starts, stops, cuts)]
+
+
+def _packed(clip):
+    """Clip -> (offset, duration, seconds, whole numbers among the first two) as floats; None is NaN."""
+    offset, duration = (math.nan if value is None else float(value) for value in (clip.offset, clip.duration))
+    return offset, duration, clip.seconds, isinstance(clip.offset, int) + 2 * isinstance(clip.duration, int)
+
+
+def _unpacked(offset, duration, seconds, whole):
+    """(offset, duration, seconds) of a Clip; the keys of speech/codes.py tell 3 from 3.0."""
+    offset, duration = (None if math.isnan(value) else int(value) if int(whole) & bit else value
+                        for value, bit in ((offset, 1), (duration, 2)))
+    return offset, duration, seconds
+
+
+def _clip_digest(path, cut):
+    """128 bits of a clip's path and cut: the same for clips that are equal."""
+    return hashlib.blake2b(path + f"\0{cut[0]}+{cut[1]}".encode() * (cut[0] == cut[0]), digest_size=16).digest()
+
+
+class TableBuilder:
+    """Tokenised samples in columns on disk; clips holds each distinct clip once, in order of first use.
+
+    folder: an empty one, which write() makes the table; None: a temporary one.
+    """
+
+    def __init__(self, tokenizer, ids, folder=None):
+        self.tokenizer, self.ids, self.lists = tokenizer, ids, token_lists(tokenizer)
+        self.control = {tokenizer.convert_tokens_to_ids(t): t for t in CONTROL_TOKENS}
+        self.control[ids.delay] = tokenizer.convert_ids_to_tokens(ids.delay)
+        self._known, self._spelled, self._clips = {}, {}, None
+        self.folder = Path(folder or tempfile.mkdtemp())
+        if folder is None:
+            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        (self.folder / "clips").mkdir(parents=True)
+        self.tokens = Lists(self.folder, "tokens", "token_offsets", np.int32)
+        self.labelled = Column(self.folder / "labelled.npy", bool)
+        self.names = Lists(self.folder, "names", "name_offsets", np.uint8)
+        self.text_targets = Column(self.folder / "text_targets.npy", np.int64)
+        # one entry for each distinct clip of a chunk; which of them are the same clip is found when all are known
+        self.entries = Lists(self.folder / "clips", "entries", "offsets", np.int32)     # of the samples' clips
+        self.trained = Column(self.folder / "clips" / "trained.npy", bool)
+        self.paths = Lists(self.folder / "clips", "paths", "path_offsets", np.uint8)
+        self.cuts = Column(self.folder / "clips" / "cuts.npy", np.float64, 4)
+        self.digests = Column(self.folder / "clips" / "digests.npy", np.uint64, 2)
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def add(self, samples, problems):
+        """Tokenise a list of Samples; one whose text spells a control token goes to the list `problems`."""
+        self.append(self.chunk(samples, problems))
+
+    def chunk(self, samples, problems):
+        """{name: array} of Samples, for `append`, which may be that of another process's builder."""
+        good = []
+        for sample in samples:
+            if token := self._control_token(sample):
+                problems.append(f"{sample.name}: text contains the control token {token}; remove it")
+            else:
+                good.append(sample)
+        streams = [conversation_pieces(sample) for sample in good]
+        pieces, labels = zip(*itertools.chain.from_iterable(streams)) if good else ((), ())
+        starts = np.cumsum([0, *map(len, streams)])[:-1]
+        new = list({text for text in pieces if type(text) is str and text not in self._known})
+        known = {**self._known, **dict(zip(new, self.lists(new)))}
+        for text in new:        # template pieces repeat in every sample, the samples' own text does not
+            if text.startswith("<|"):
+                self._known[text] = known[text]
+        hole = [self.ids.audio]
+        parts = [known[piece] if type(piece) is str else hole for piece in pieces]
+        lengths = np.fromiter(map(len, parts), np.int64, len(parts))
+        spoken = np.array([type(piece) is Clip for piece in pieces], bool)
+        labels = np.array(labels, bool)
+        clips = {}
+        entries = [clips.setdefault(clip, len(clips)) for clip in itertools.compress(pieces, spoken)]
+        paths, cuts = [os.fsencode(clip.path) for clip in clips], [_packed(clip) for clip in clips]
+        digests, names = b"".join(map(_clip_digest, paths, cuts)), [s.name.encode("utf-8", "backslashreplace")
+                                                                    for s in good]
+
+        def per_sample(values):
+            return np.add.reduceat(values, starts, dtype=np.int64) if good else np.empty(0, np.int64)
+
+        return {"tokens": np.fromiter(itertools.chain.from_iterable(parts), np.int32, lengths.sum()),
+                "token_counts": per_sample(lengths), "labelled": np.repeat(labels, lengths),
+                "text_targets": per_sample(lengths * (labels & ~spoken)),
+                "entries": np.array(entries, np.int32), "entry_counts": per_sample(spoken), "trained": labels[spoken],
+                "names": _bytes(names), "name_counts": _sizes(names), "paths": _bytes(paths),
+                "path_counts": _sizes(paths), "cuts": np.array(cuts).reshape(-1, 4),
+                "digests": np.frombuffer(digests, np.uint64).reshape(-1, 2)}
+
+    def append(self, chunk):
+        """Add a chunk to the columns."""
+        self.tokens.append(chunk["tokens"], chunk["token_counts"])
+        self.labelled.append(chunk["labelled"])
+        self.names.append(chunk["names"], chunk["name_counts"])
+        self.text_targets.append(chunk["text_targets"])
+        self.entries.append(chunk["entries"] + len(self.paths), chunk["entry_counts"])
+        self.trained.append(chunk["trained"])
+        self.paths.append(chunk["paths"], chunk["path_counts"])
+        self.cuts.append(chunk["cuts"])
+        self.digests.append(chunk["digests"])
+        self._clips = None
+
+    def _control_token(self, sample):
+        """The control token that a turn's own text spells, "" if none."""
+        for turn in sample.turns:
+            text = turn.text
+            if "<|" in text:
+                if text not in self._spelled:
+                    if len(self._spelled) >= 1000:
+                        self._spelled.clear()
+                    found = [self.control[token] for token in self.lists([text])[0] if token in self.control]
+                    self._spelled[text] = found[0] if found else ""
+                if self._spelled[text]:
+                    return self._spelled[text]
+        return ""
+
+    @property
+    def clips(self):
+        """Clips of all samples."""
+        if self._clips is None:
+            self._clips = Clips(self.paths, self.cuts, self.digests)
+        return self._clips
+
+    def clips_of(self, i):
+        """Numbers of sample i's clips."""
+        return self.clips.numbers[self.entries[i]]
+
+    def write(self, folder, cache_folder, shards, where):
+        """Make the table in `folder`; ends the builder.
+
+        cache_folder, shards, where: of speech.codes.ensure_codes; where is (n_clips, 3) int64, in the order of `clips`.
+        """
+        folder, books, numbers = Path(folder), self.ids.num_codebooks, self.clips.numbers
+        folder.mkdir(parents=True, exist_ok=True)
+        entries, trained, offsets = self.entries.values.array(), self.trained.array(), self.entries.offsets.array()
+        columns = {name: Column(self.folder / f"{name}.npy", kind) for name, kind in (
+            ("clips", np.int32), ("lengths", np.int64), ("frames", np.int64), ("audio_targets", np.int64))}
+        for start in range(0, len(self), ROWS):
+            stop = min(start + ROWS, len(self))
+            bounds = offsets[start:stop + 1]
+            part = slice(bounds[0], bounds[-1])
+            clips, bounds = numbers[entries[part]], bounds - bounds[0]
+            frames = where[clips, 2]
+
+            def per_sample(values, bounds=bounds):      # of its clips; it may have none
+                return np.diff(np.concatenate([[0], np.cumsum(values)])[bounds])
+
+            columns["clips"].append(clips)
+            columns["lengths"].append(np.diff(self.tokens.offsets.array()[start:stop + 1]) + per_sample(frames + books))
+            columns["frames"].append(per_sample(frames))
+            columns["audio_targets"].append(per_sample(np.where(trained[part], books * (frames + 1), 0)))
+        for column in (*columns.values(), self.tokens.values, self.tokens.offsets, self.labelled, self.names.values,
+                       self.names.offsets, self.text_targets):
+            column.close()
+        shutil.copyfile(self.entries.offsets.path, self.folder / "clip_offsets.npy")
+        np.save(self.folder / "where.npy", where)
+        (self.folder / "codes.json").write_text(json.dumps({"folder": str(cache_folder), "shards": shards}))
+        shutil.rmtree(self.folder / "clips", ignore_errors=True)        # still mapped, which NFS minds
+        if folder != self.folder:
+            for path in self.folder.iterdir():
+                shutil.move(path, folder / path.name)
+
+
+def _bytes(texts):
+    return np.frombuffer(b"".join(texts), np.uint8)
+
+
+def _sizes(texts):
+    return np.array([len(text) for text in texts], np.int64)
+
+
+class Table:
+    """Memory-mapped sample table; every attribute is a numpy array named as in TableBuilder.write."""
+
+    def __init__(self, folder):
+        for path in Path(folder).glob("*.npy"):
+            empty = path.stat().st_size <= 128      # a header alone; an empty array cannot be mapped
+            setattr(self, path.stem, np.load(path, mmap_mode=None if empty else "r"))
+        codes = json.loads((Path(folder) / "codes.json").read_text())
+        self.reader = CodeReader(codes["folder"], codes["shards"])
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def fingerprint(self, numbers):
+        """Short hash of the tokens, labels, clip lengths and relative numbers of these (sorted) samples."""
+        if not len(numbers):
+            return ""
+        first, stop = numbers[0], numbers[-1] + 1
+        tokens = slice(self.token_offsets[first], self.token_offsets[stop])
+        frames = self.where[self.clips[self.clip_offsets[first]:self.clip_offsets[stop]], 2]
+        digest = hashlib.sha256()
+        for values in (self.tokens[tokens], self.labelled[tokens], frames, numbers - first):
+            digest.update(np.ascontiguousarray(values))
+        return digest.hexdigest()[:16]
+
+    def name(self, i):
+        """Where sample i stands in the user's files."""
+        return bytes(self.names[self.name_offsets[i]:self.name_offsets[i + 1]]).decode()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From the user's files to the samples of a run
+
+
+def read_all(train, held_out, tokenizer, ids, task_type, ref_in_system, folder=None, processes=0):
+    """Read and tokenise the training and the (optional) validation source: (TableBuilder, number of training samples).
+
+    folder: of TableBuilder. processes: beside this one, for sources of many samples. Raises UserError with every sample
+    that cannot be used, or when a source is empty.
+    """
+    builder, problems, counts = TableBuilder(tokenizer, ids, folder), [], []
+    for source in (train, held_out):
+        before = len(builder)
+
+        def chunks(first, step, source=source):
+            for samples, wrong in read_chunks(source, CHUNK, first, step, task_type, ref_in_system):
+                yield builder.chunk(samples, wrong), wrong
+
+        def take(part):
+            builder.append(part[0])
+            problems.extend(part[1])
+
+        if source:
+            in_order(chunks, processes, take)
+            if not problems and len(builder) == before:
+                raise UserError(f"{source}: holds no samples")
+        counts.append(len(builder) - before)
+    if problems:
+        raise UserError(parallel.problem_text(problems))
+    return builder, counts[0]
+
+
+def split_validation(n, share, seed):
+    """(train, validation) sample numbers: a seeded shuffle, never the file's tail. At least one each when n > 1."""
+    held_out = min(max(1, round(n * share)), n - 1) if share > 0 else 0
+    order = np.random.default_rng((seed, 2)).permutation(n)
+    return np.sort(order[held_out:]), np.sort(order[:held_out])
+
+
+def split_samples(n_train, n, share, seed):
+    """(train, validation) sample numbers of n samples, of which those from n_train on came as validation data.
+
+    share, seed: of split_validation, when none came as validation data.
+    """
+    return (np.arange(n_train), np.arange(n_train, n)) if n > n_train else split_validation(n_train, share, seed)
+
+
+def within_length(table, numbers, limits, drop):
+    """Sample numbers that fit every limit {flag: tokens}. Longer ones are dropped, or raise UserError naming them."""
+    flag, limit = min(limits.items(), key=lambda item: item[1])
+    long = numbers[table.lengths[numbers] > limit]
+    if len(long) and not drop:
+        lines = [f"{table.name(i)}: {table.lengths[i]} tokens ({table.frames[i] / FRAME_RATE:.1f} s of audio), more "
+                 f"than {flag} {limit}" for i in long]
+        raise UserError(parallel.problem_text(lines) + "\nfix: shorten them, raise the limit, or pass --drop_too_long")
+    return numbers[table.lengths[numbers] <= limit]
+
+
+def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=True):
+    """(training, validation) sample numbers of those short enough. Raises UserError when none is left to train.
+
+    max_length: tokens of --max_length or, without it, the model's positions. max_tokens: of --max_tokens_per_batch, 0 =
+    no limit. drop: leave out longer samples, and if `say` print how many, instead of raising UserError.
+    """
+    limits = {"--max_length": max_length} | ({"--max_tokens_per_batch": max_tokens} if max_tokens else {})
+    train_ids, eval_ids = (within_length(table, numbers, limits, drop) for numbers in (train, held_out))
+    if say and len(train_ids) + len(eval_ids) < len(train) + len(held_out):
+        print(f"data       dropped as too long: {len(train) - len(train_ids)} of {len(train)} training and "
+              f"{len(held_out) - len(eval_ids)} of {len(held_out)} validation samples")
+    if not len(train_ids):
+        raise UserError("no training samples are left after the length limit")
+    return train_ids, eval_ids
+
+
+def samples_line(table, train_ids, eval_ids):
+    """Line that says how many samples a run has and how long they are."""
+    lengths, hours = table.lengths[train_ids], table.frames[train_ids].sum() / FRAME_RATE / 3600
+    return (f"samples    {len(train_ids)} to train, {len(eval_ids)} to validate; tokens mean {lengths.mean():.0f} "
+            f"max {lengths.max()}; {hours:.2f} h of audio")

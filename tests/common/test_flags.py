@@ -1,0 +1,150 @@
+"""Command lines that people already have: flags, defaults, what is refused and in which words."""
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+import train_v2_ddp
+from common import flags
+from tests.helpers.trainer import ROOT
+
+LAUNCH = """torchrun --nproc_per_node=8 train_v2_ddp.py --model_path bosonai/higgs-audio-v2-generation-3B-base
+--audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --train_data_file train.json --output_dir ./out
+--save_steps 5000 --disable_evaluation --per_device_train_batch_size 2 --learning_rate 5e-5 --num_train_epochs 3
+--logging_steps 50 --warmup_steps 500 --bf16 --use_lora"""
+REQUIRED = ["--model_path", "model", "--audio_tokenizer_path", "codec", "--train_data_file", "train.json"]
+
+# flags and defaults of the trainer whose launch lines must go on working
+DEFAULTS = {
+    "validation_split": 0.005, "task_type": "single_speaker_smart_voice", "ref_audio_in_system_message": False,
+    "train_data_dir": None, "eval_data_dir": None, "eval_data_file": None, "num_train_epochs": 3,
+    "per_device_train_batch_size": 4, "per_device_eval_batch_size": 1, "learning_rate": 5e-5, "warmup_steps": 100,
+    "logging_steps": 10, "save_steps": 7000, "eval_steps": 5000, "bf16": False, "disable_eval": False,
+    "enable_strategic_logging": False, "strategic_logging_steps": 100, "output_dir": "./output",
+    "logging_dir": "./logs", "use_lora": False, "lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.1, "seed": 42,
+    "report_to": "tensorboard", "freeze_audio_tower": False, "freeze_audio_encoder_proj": False, "freeze_llm": False,
+}
+TASKS = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker_smart_voice",
+         "multi_speaker_voice_cloning")
+
+
+def parse(*words):
+    return train_v2_ddp.build_parser().parse_args([*REQUIRED, *words])
+
+
+def test_known_launch_line_parses():
+    words = shlex.split(LAUNCH)
+    line = words[words.index("train_v2_ddp.py") + 1:]
+    expected = {
+        **DEFAULTS, "model_path": "bosonai/higgs-audio-v2-generation-3B-base",
+        "audio_tokenizer_path": "bosonai/higgs-audio-v2-tokenizer", "train_data_file": "train.json",
+        "output_dir": "./out", "save_steps": 5000, "disable_eval": True, "per_device_train_batch_size": 2,
+        "learning_rate": 5e-5, "num_train_epochs": 3, "logging_steps": 50, "warmup_steps": 500, "bf16": True,
+        "use_lora": True}
+    for spelling in ("--disable_evaluation", "--disable_eval"):
+        args = train_v2_ddp.build_parser().parse_args(
+            [spelling if word == "--disable_evaluation" else word for word in line])
+        assert {name: getattr(args, name) for name in expected} == expected
+        train_v2_ddp.check_flags(args, world_size=8)        # no combination in it is refused
+
+
+def test_defaults_of_known_flags():
+    args = parse()
+    assert {name: getattr(args, name) for name in DEFAULTS} == DEFAULTS
+    for task in TASKS:
+        assert parse("--task_type", task).task_type == task
+    for target in ("tensorboard", "wandb", "none"):
+        assert parse("--report_to", target).report_to == target
+    assert parse("--wandb_project", "voices").wandb_project == "voices"
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--fp16"], "--fp16: no such flag; the nearest one is --bf16"),
+    (["--learn", "1e-4"], "--learn: no such flag; the nearest one is --learning_rate"),      # no abbreviations
+    (["--save_step", "5"], "--save_step: no such flag; the nearest one is --save_steps"),
+    (["--lerning_rate=1"], "--lerning_rate: no such flag; the nearest one is --learning_rate"),
+    (["--use_lora", "maybe"], "--use_lora: 'maybe' is neither true nor false"),
+    (["--task_type", "singing"], "--task_type: invalid choice: 'singing'"),
+    (["--lr_scheduler", "step"], "--lr_scheduler/--lr_scheduler_type: invalid choice: 'step'"),
+    (["--optim", "sgd"], "--optim: invalid choice: 'sgd'"),
+    (["stray"], "unrecognized arguments: stray"),
+])
+def test_refused_flags_in_one_line(words, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        flags.parse(train_v2_ddp.build_parser(), None, [*REQUIRED, *words])
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2 and not printed.out
+    assert printed.err.startswith(f"error: {said}") and printed.err.count("\n") == 1
+
+
+def test_what_is_missing_is_named_in_one_line(capsys):
+    with pytest.raises(SystemExit):
+        flags.parse(train_v2_ddp.build_parser(), None, ["--lerning_rate", "1"])      # the mistake comes first
+    with pytest.raises(SystemExit):
+        flags.parse(train_v2_ddp.build_parser(), None, [])
+    first, second = capsys.readouterr().err.splitlines()
+    assert "--lerning_rate: no such flag" in first and "required: --model_path" in second
+
+
+@pytest.mark.parametrize("theirs, ours", [
+    ("--model_name_or_path other", {"model_path": "other"}), ("--lora_r 8", {"lora_rank": 8}),
+    ("--lr_scheduler_type constant_with_warmup", {"lr_scheduler": "constant"}),
+    ("--dataloader_num_workers 3 --dataloader_prefetch_factor 2", {"num_workers": 3, "prefetch_factor": 2}),
+    ("--optim adamw_torch_fused", {"optim": "adamw_torch_fused"}), ("--bf16 true", {"bf16": True}),
+    ("--bf16 false --tf32 True", {"bf16": False, "tf32": True}), ("--torch_compile", {"compile": True}),
+    ("--gradient_checkpointing true", {"gradient_checkpointing": "all"}),
+    ("--gradient_checkpointing false", {"gradient_checkpointing": None}),
+    ("--gradient_checkpointing", {"gradient_checkpointing": "all"}),
+    ("--resume_from_checkpoint true", {"resume": "auto"}), ("--resume_from_checkpoint out/checkpoint-5",
+                                                            {"resume": "out/checkpoint-5"}),
+])
+def test_names_that_hugging_face_users_know(theirs, ours):
+    args = parse(*theirs.split())
+    assert {name: getattr(args, name) for name in ours} == ours
+
+
+@pytest.mark.parametrize("words, part", [
+    (["--train_data_dir", "folder"], "give one of --train_data_file and --train_data_dir"),
+    (["--global_batch_size", "12", "--per_device_train_batch_size", "8"], "is not a multiple of 8"),
+    (["--global_batch_size", "8", "--gradient_accumulation_steps", "2"], "give one of --global_batch_size and"),
+    (["--max_tokens_per_batch", "100", "--group_by_length"], "--group_by_length does nothing"),
+    (["--disable_eval", "--eval_data_file", "x.json"], "exclude each other"),
+    (["--logging_steps", "0"], "--logging_steps is 0"),
+    (["--learning_rate", "-1"], "--learning_rate is -1"),
+    (["--lora_dropout", "1.5"], "at least 0 and below 1"),
+    (["--use_lora", "--freeze_llm"], "drop --freeze_llm"),
+    (["--gradient_checkpointing", "selective", "--compile"], "selective does not go with --compile"),
+])
+def test_combinations_that_make_no_sense(words, part):
+    with pytest.raises(flags.UserError, match=re.escape(part)):
+        train_v2_ddp.check_flags(parse(*words), world_size=1)
+
+
+def test_global_batch_size_counts_ranks():
+    args = parse("--global_batch_size", "64", "--per_device_train_batch_size", "2")
+    train_v2_ddp.check_flags(args, world_size=8)
+    assert args.gradient_accumulation_steps == 4
+
+
+SCRIPTS = ["train_v2_ddp.py"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_and_mistakes_come_before_torch(script):
+    """--help explains each flag, says no default twice, and like a mistake imports neither torch nor transformers."""
+    watch = ("import runpy, sys\nsys.argv = sys.argv[1:]\nsys.path[0] = '.'\ntry:\n"
+             "    runpy.run_path(sys.argv[0], run_name='__main__')\nexcept SystemExit as left:\n"
+             "    print(left.code or 0, sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))")
+    asked, wrong = (subprocess.run([sys.executable, "-c", watch, script, flag], cwd=ROOT, text=True,
+                                   capture_output=True) for flag in ("--help", "--hlep"))
+    assert asked.stdout.endswith("\n0 []\n") and not asked.stderr, asked
+    assert wrong.stdout == "2 []\n" and wrong.stderr == \
+        "error: --hlep: no such flag; the nearest one is --help, --help shows all\n", wrong
+    text = " ".join(asked.stdout.split())
+    assert "(default: None)" not in text and not re.search(r"\(default: [^)]*\) \(default", text)
+    parser = importlib.import_module(script.removesuffix(".py").replace("/", ".")).build_parser()
+    for action in parser._actions:
+        assert action.help and len(action.help) > 8, f"{action.option_strings} has no help text"

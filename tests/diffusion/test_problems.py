@@ -1,0 +1,172 @@
+"""Reading problems and tokenizers: files, folders, hub names, and what is wrong with them."""
+import json
+import re
+from dataclasses import replace
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from common.parallel import UserError
+from diffusion import problems
+from diffusion.problems import load_tokenizer, read_problems
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizers
+
+
+def test_special_tokens_come_behind_the_vocabulary_in_the_sources_order(demo):
+    size = load_tokenizer(demo, "gsm8k").vocab_size - 1
+    base = load_tokenizer(demo, "gsm8k")
+    assert (base.mask, base.bos, base.end, base.pad, base.plan) == (size, size - 1, size - 1, size - 1, -1)
+    hdp = load_tokenizer(demo, "hdp")
+    assert (hdp.pad, hdp.plan, hdp.execution, hdp.answer, hdp.mask) == tuple(range(size, size + 5))
+    assert (hdp.vocab_size, hdp.end, hdp.bos) == (size + 5, size, -1)
+    assert hdp.encode("<|plan|> a<|pad|>")[0] == hdp.plan and hdp.encode("<|plan|> a<|pad|>")[-1] == hdp.pad
+    text = "Anna's 3 pëns\n cost <<3*2=6>>$6 — \u2028 cheap\t#### 6"
+    assert base.decode(base.encode(text)) == text
+
+
+@pytest.mark.parametrize("names", [("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")])
+def test_gpt2s_two_files_give_the_same_tokens_as_tokenizer_json(demo, tmp_path, names):
+    model = json.loads((demo / "tokenizer.json").read_text())
+    vocabulary = model["model"]["vocab"] | {t["content"]: t["id"] for t in model["added_tokens"]}
+    (tmp_path / names[0]).write_text(json.dumps(vocabulary))
+    merges = [" ".join(pair) for pair in model["model"]["merges"]]
+    (tmp_path / names[1]).write_text("\n".join(["#version: 0.2", *merges, ""]))
+    text = "Question: Ben has 4 boxes with 7 books each.\nAnswer: <<4*7=28>>28 bööks <|endoftext|>"
+    for system in problems.SYSTEMS:
+        ours, whole = load_tokenizer(tmp_path, system), load_tokenizer(demo, system)
+        assert ours.encode(text) == whole.encode(text) and ours.vocab_size == whole.vocab_size
+        assert ours.encode(text)[-1] == ours.tokenizer.token_to_id("<|endoftext|>")
+
+
+def test_a_saved_tokenizer_is_read_back_the_same(demo, tmp_path):
+    tokens = load_tokenizer(demo, "hdp")
+    tokens.save(tmp_path)
+    for again in (load_tokenizer(tmp_path, "hdp"), load_tokenizer(tmp_path / "tokenizer.json", "hdp")):
+        assert replace(again, tokenizer=None) == replace(tokens, tokenizer=None)
+        assert again.encode("Grace has 12 pens <|answer|>") == tokens.encode("Grace has 12 pens <|answer|>")
+
+
+@pytest.mark.parametrize("name, message", [
+    ("/no/such/folder", r"--tokenizer /no/such/folder: no such file or folder; give a folder with tokenizer.json"),
+    ("no.json", r"--tokenizer no.json: no such file or folder; give"),
+    ("no/such-model", r"--tokenizer no/such-model: no such file or folder, and nothing that could be .* \(\w+\)"),
+    ("{tmp}", r"has neither tokenizer.json nor encoder.json with vocab.bpe nor vocab.json with merges.txt"),
+    ("{tmp}/bad.json", r"bad.json: is not a tokenizer \(.+\); give"),
+    ("{tmp}/gaps.json", r"gaps.json: its \d+ tokens have ids up to 5000, with gaps; give"),
+    ("{tmp}/other.json", r"other.json: has no token <\|endoftext\|>; take GPT-2's"),
+])
+def test_unknown_tokenizers_are_one_clear_line(tmp_path, monkeypatch, demo, name, message):
+    import huggingface_hub.constants
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    (tmp_path / "bad.json").write_text("{}")
+    (tmp_path / "other.json").write_text((demo / "tokenizer.json").read_text().replace("endoftext", "eos"))
+    gaps = json.loads((demo / "tokenizer.json").read_text())
+    gaps["model"]["vocab"][max(gaps["model"]["vocab"], key=gaps["model"]["vocab"].get)] = 5000
+    (tmp_path / "gaps.json").write_text(json.dumps(gaps))
+    with pytest.raises(UserError, match=message) as caught:
+        load_tokenizer(name.format(tmp=tmp_path), "gsm8k")
+    assert "\n" not in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def test_files_folders_and_forms_give_the_same_problems(demo, tmp_path):
+    ours = read_problems(demo / "train.jsonl", "any", "gsm8k")
+    in_folder = read_problems(demo, "train", "gsm8k")
+    entries = [json.loads(line) for line in (demo / "train.jsonl").read_text().splitlines()]
+    (tmp_path / "train.json").write_text("\ufeff" + json.dumps(entries))
+    as_json = read_problems(tmp_path, "train", "gsm8k")
+    (tmp_path / "train.jsonl").write_text("\n\n".join(json.dumps(e, ensure_ascii=False) for e in entries))
+    assert [replace(p, name="") for p in ours] == [replace(p, name="") for p in as_json]
+    assert ours == in_folder and len(ours) == 60
+    assert [p.name for p in read_problems(tmp_path, "train", "gsm8k")[:2]] == [f"{tmp_path}/train.jsonl line 1",
+                                                                             f"{tmp_path}/train.jsonl line 3"]
+    assert as_json[2].name == f"{tmp_path}/train.json sample 2"
+    hdp = read_problems(demo / "train_hdp.json", "any", "hdp")
+    assert hdp[3].name.endswith("train_hdp.json sample 3 (demo_3)")
+    assert [(p.question, p.answer) for p in hdp] == [(p.question, p.answer) for p in ours]
+    assert all(p.plan and "<<" not in p.solution for p in hdp)
+
+
+def test_line_separators_inside_a_text_do_not_cut_it(tmp_path):
+    entry = {"question": "one\u2028two\x85three", "answer": "x\n#### 1,234"}
+    (tmp_path / "p.jsonl").write_text(json.dumps(entry, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    (found,) = read_problems(tmp_path / "p.jsonl", "train", "gsm8k")
+    assert found.question == entry["question"] and found.answer == "1,234"
+
+
+def test_parquet_and_arrow_folders(demo, tmp_path):
+    entries = [json.loads(line) for line in (demo / "test.jsonl").read_text().splitlines()]
+    table = pyarrow.Table.from_pylist(entries)
+    (tmp_path / "hub" / "main").mkdir(parents=True)
+    parquet.write_table(table, tmp_path / "hub" / "main" / "test-00000-of-00001.parquet")
+    (tmp_path / "disk" / "test").mkdir(parents=True)
+    with pyarrow.OSFile(str(tmp_path / "disk" / "test" / "data-00000-of-00001.arrow"), "wb") as sink, \
+            pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    for kind in ("hub", "disk"):
+        found = read_problems(tmp_path / kind, "test", "gsm8k")
+        assert [(p.question, p.solution) for p in found] == [(e["question"], e["answer"]) for e in entries]
+
+
+GOOD = {"question": "q", "answer": "a #### 3"}
+
+
+@pytest.mark.parametrize("system, text, message", [
+    ("gsm8k", "", r"p.jsonl: is empty"),
+    ("gsm8k", " \n ", r"p.jsonl: is empty"),
+    ("gsm8k", "[]", r"p.jsonl: holds no problems"),
+    ("gsm8k", json.dumps(GOOD) + '\n{"question": "q", \n', r"p.jsonl: not valid JSON at line 2 column \d+"),
+    ("gsm8k", '[{"question": 1},\n]', r"p.jsonl: not valid JSON at line 2 column 1"),
+    ("gsm8k", json.dumps({"question": "q"}), r"p.jsonl line 1: has no 'answer' \(a text that is not empty\)"),
+    ("gsm8k", json.dumps({"question": 3, "answer": "#### 3"}), r"line 1: has no 'question'"),
+    ("gsm8k", json.dumps({"question": " ", "answer": "#### 3"}), r"line 1: has no 'question'"),
+    ("gsm8k", json.dumps({"question": "q", "answer": "it is 3"}), r"line 1: its 'answer' has no '#### N' line; add"),
+    ("gsm8k", json.dumps({"question": "q", "answer": "#### three"}), r"its final answer 'three' is not a number"),
+    ("gsm8k", json.dumps(GOOD) + '\n{"question": "\\ud83d", "answer": "#### 3"}', r"line 2: its 'question' holds half"),
+    ("hdp", json.dumps([{"id": "\ud83d", "question": "q", "plan": "\udc00"}]), r"0 \(\?\): its 'plan' holds half"),
+    ("gsm8k", "[" * 100_000, r"p.jsonl: JSON that cannot be read, from line 1 on: .*recursion"),
+    ("gsm8k", json.dumps(GOOD) + "\n" + '{"a":' * 100_000, r"JSON that cannot be read, from line 2 on: .*recursion"),
+    ("gsm8k", "7" * 5000, r"p.jsonl: JSON that cannot be read, from line 1 on: .*digits"),
+    ("gsm8k", "[3]", r"p.jsonl sample 0: is a int, not an object with 'question'"),
+    ("hdp", json.dumps([GOOD | {"id": "x7"}]), r"sample 0 \(x7\): has no 'plan' .*; make plans with make_problems.py"),
+    ("hdp", json.dumps([{"question": "q", "plan": "p", "answer": "3"}]), r"sample 0: has no 'execution'"),
+    ("hdp", json.dumps([{"question": "q", "plan": "p", "execution": "e"}]), r"sample 0: has no 'answer'"),
+    ("hdp", json.dumps([{"question": "q", "plan": "p", "execution": "e", "answer": "3 ducks"}]), r"'3 ducks' is not a"),
+])
+def test_bad_files_are_one_line_naming_file_and_sample(tmp_path, system, text, message):
+    (tmp_path / "p.jsonl").write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        read_problems(tmp_path / "p.jsonl", "train", system)
+    assert str(caught.value).startswith(str(tmp_path)) and "\n" not in str(caught.value)
+
+
+def test_all_bad_samples_are_listed_at_once(tmp_path):
+    (tmp_path / "p.jsonl").write_text("\n".join([json.dumps({"question": "q"}), json.dumps(GOOD), "7"]))
+    with pytest.raises(UserError, match=r"2 problems:\n.*line 1: has no 'answer'.*\n.*line 3: is a int"):
+        read_problems(tmp_path / "p.jsonl", "train", "gsm8k")
+
+
+def test_what_is_not_there_is_said(tmp_path, monkeypatch):
+    import huggingface_hub.constants
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for path, message in [("none.jsonl", "^none.jsonl: no such file or folder$"),
+                          (tmp_path, r"has no test.jsonl, test.json, test-\*.parquet"),
+                          ("no/dataset", r"^no/dataset: no such file or folder, and no dataset that could be downl")]:
+        with pytest.raises(UserError, match=message):
+            read_problems(path, "test", "gsm8k")
+    (tmp_path / "test.jsonl").write_bytes(b'{"question": "\xff"}')
+    with pytest.raises(UserError, match="cannot be read .*; give a JSONL or JSON file in UTF-8"):
+        read_problems(tmp_path, "test", "gsm8k")
+
+
+def test_calculator_marks_are_kept_or_stripped(demo):
+    kept, stripped = (read_problems(demo / "train.jsonl", "train", "gsm8k", strip) for strip in (False, True))
+    assert any("<<" in p.solution for p in kept)
+    for with_marks, without in zip(kept, stripped):
+        assert without.solution == re.sub(r"<<.*?>>", "", with_marks.solution) and without.answer == with_marks.answer

@@ -1,0 +1,72 @@
+"""Sampling block by block: with and without a cache, counted passes, ends, temperature and nucleus."""
+import numpy as np
+import pytest
+import torch
+
+from diffusion import sampler
+from tests.helpers.block_rows import MASK, chi_square, network
+
+
+def questions():
+    """Contexts, pinned ids and rooms of three problems of different lengths, one of them without a context."""
+    rng = np.random.default_rng(0)
+    contexts = [np.stack([rng.integers(0, MASK, n), np.arange(n), np.arange(n) // 4]) for n in (8, 0, 4)]
+    return contexts, [([3, 4], 8), ([], 0), ([5], 4)], [3, 2, 3]
+
+
+ORDERS = ({"order": "first_hitting"}, {"order": "top_k", "tokens_per_step": 3}, {"order": "top_k", "temperature": 0},
+          {"order": "confidence", "threshold": 0.12, "top_p": 0.8})
+
+
+@pytest.mark.parametrize("options", ORDERS, ids=str)
+def test_cached_sampling_equals_uncached(options):
+    model, (contexts, pinned, rooms) = network().eval(), questions()
+    runs = []
+    for use_cache in (True, False):
+        generator = torch.Generator().manual_seed(1)
+        runs.append(sampler.generate(model, contexts, pinned, rooms, 4, end=99, use_cache=use_cache,
+                                           generator=generator, **options))
+    assert runs[0] == runs[1]
+    for i, result in enumerate(runs[0]):
+        given, free = len(pinned[i][0]), 4 * rooms[i] - len(pinned[i][0])
+        assert result.ids[:given] == pinned[i][0] and len(result.ids) == 4 * rooms[i] and not result.ended
+        assert MASK not in result.ids
+        if options["order"] == "first_hitting":
+            assert result.forwards == free
+        elif options.get("tokens_per_step") == 3:
+            assert result.forwards == 2 * rooms[i] - (given > 0)
+        else:
+            assert rooms[i] <= result.forwards <= free
+
+
+def test_one_sure_pass_a_block_and_none_without_room():
+    model, (contexts, pinned, _) = network().eval(), questions()
+    results = sampler.generate(model, contexts, pinned, [3, 0, 1], 4, 99, order="confidence", threshold=0.0)
+    assert [r.forwards for r in results] == [3, 0, 1] and [len(r.ids) for r in results] == [12, 0, 4]
+
+
+def test_a_problem_ends_with_its_end_token_and_the_others_go_on():
+    model, (contexts, pinned, _) = network().eval(), questions()
+    free = sampler.generate(model, contexts, pinned, [3] * 3, 4, 99, order="top_k", temperature=0)
+    end = free[0].ids[5]        # in the second block of the first problem
+    ended = sampler.generate(model, contexts, pinned, [3] * 3, 4, end, order="top_k", temperature=0)
+    for i, (whole, cut) in enumerate(zip(free, ended)):
+        own = whole.ids[len(pinned[i][0]):]
+        at = own.index(end) + len(pinned[i][0]) if end in own else None
+        assert cut.ended == (at is not None)
+        assert cut.ids == (whole.ids if at is None else whole.ids[:at // 4 * 4 + 4])
+    assert len(ended[0].ids) <= 8
+
+
+def test_temperature_and_nucleus():
+    torch.manual_seed(0)
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
+    many = p.log().expand(20000, -1)
+    ids, sure = sampler.pick(many, 1.0, 1.0, None)
+    assert chi_square(np.bincount(ids, minlength=5), p.numpy().astype(float)) < 0
+    torch.testing.assert_close(sure.float(), p[ids])
+    ids, _ = sampler.pick(many, 1.0, 0.8, None)       # 0.5 + 0.3 reach it
+    assert chi_square(np.bincount(ids, minlength=5), np.array([0.625, 0.375, 0, 0, 0])) < 0
+    ids, _ = sampler.pick(many, 0.5, 1.0, None)
+    assert chi_square(np.bincount(ids, minlength=5), (p**2 / (p**2).sum()).numpy().astype(float)) < 0
+    assert (sampler.pick(many, 0, 1.0, None)[0] == 0).all()

@@ -1,0 +1,112 @@
+"""Small documents, batches of them (noise.Blocks) and networks for the tests of block diffusion."""
+import math
+
+import numpy as np
+import torch
+
+from diffusion import dit, noise, sampler
+
+V, MASK = 21, 20
+CONFIG = dit.Config(V, MASK, hidden_size=32, layers=3, heads=2, cond_size=8, dropout=0.0)
+
+
+def document(sizes, given=0, question=0, seed=0):
+    """(n, 3) array of ids, block, target: blocks of these sizes; the first `given` tokens are no targets, and neither
+    is block 0 when question is 1.
+    """
+    block = np.repeat(np.arange(len(sizes)), sizes)
+    n, rng = len(block), np.random.default_rng(seed)
+    target = (np.arange(n) >= given) & ~((block == 0) & bool(question))
+    return np.stack([rng.integers(0, MASK, n), block, target], axis=1)
+
+
+def make_blocks(rows, length, width, everything=False):
+    """bd3lm.Blocks of rows of documents, a gap of padding between them; width: noisy copies a row.
+
+    everything: all tokens get a noisy copy, not only those of blocks with targets.
+    """
+    shape = (len(rows), length)
+    ids, position, doc, block, group = (torch.full(shape, fill) for fill in (7, 0, -1, 0, -1))
+    target, noisy, groups, documents = torch.zeros(shape, dtype=torch.bool), torch.full((len(rows), width), -1), 0, 0
+    for r, docs in enumerate(rows):
+        at = 0
+        for number, table in enumerate(docs):
+            to, table = slice(at, at + len(table)), torch.from_numpy(table)
+            ids[r, to], block[r, to], target[r, to] = table[:, 0], table[:, 1], table[:, 2].bool()
+            position[r, to], doc[r, to] = torch.arange(len(table)), number
+            for b in table[:, 1].unique():
+                if (own := table[:, 1] == b).any() and (table[own, 2] > 0).any():
+                    group[r, to][own], groups = groups, groups + 1
+            at, documents = at + len(table) + (at == 0), documents + 1
+        copies = ((doc[r] >= 0) & ((group[r] >= 0) | everything)).nonzero()[:, 0]
+        noisy[r, :len(copies)] = copies
+    at = noisy.clamp(min=0)
+    tiles = dit.tile_states(torch.cat([doc.gather(1, at).masked_fill(noisy < 0, -1), doc], 1).numpy(),
+                            torch.cat([block.gather(1, at), block], 1).numpy(), width)
+    return noise.Blocks(ids, position, doc, block, target, target.long(), noisy, group, groups, int(target.sum()),
+                        documents, int((doc >= 0).sum()), *tiles)
+
+
+def noised(batch, seed=0, **options):
+    draws = noise.draw(seed, "train", 0, batch.n_groups, *batch.doc.shape)
+    return noise.diffuse(batch, draws, MASK, **options)
+
+
+def network(config=CONFIG, backend="sdpa", **options):
+    """A DiT whose every weight matters: no zeros left."""
+    torch.manual_seed(0)
+    model = dit.DiT(config, backend, **options)
+    for parameter in model.parameters():
+        parameter.data = torch.randn_like(parameter) * (0.3 if parameter.ndim > 1 else 0.5)
+    return model
+
+
+def loss_of(model, inputs, n_targets):
+    return (model(inputs) * inputs.weights).sum() / n_targets
+
+
+def gradients(model, loss):
+    return torch.autograd.grad(loss, list(model.parameters()))
+
+
+def close(a, b, rtol=1e-5):
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=rtol, atol=1e-5 * float(y.detach().abs().max()) + 1e-7)
+
+
+MIXED = [[document([4, 4, 3], given=6), document([5, 3, 3, 2], question=1, seed=1)], [document([4] * 5, seed=2)]]
+
+
+def seen_by(doc, block, n_noisy):
+    """(B, S, S) bool of what attention_masks allows; clean queries see no noisy key, since they are not given any."""
+    of_noisy, of_clean = dit.attention_masks(doc, block, n_noisy)
+    full = torch.zeros(len(doc), doc.shape[1], doc.shape[1], dtype=torch.bool)
+    full[:, :n_noisy], full[:, n_noisy:, n_noisy:] = of_noisy[:, 0], of_clean[:, 0]
+    return full
+
+
+def contexts_of(batch, row, doc, number):
+    """ids, positions, blocks (n,) of the clean tokens before a block, and (n,) bool: that block's tokens."""
+    mine = (batch.doc[row] == doc) & (batch.block[row] < number)
+    return (torch.stack([batch.input_ids[row], batch.position[row], batch.block[row]])[:, mine],
+            (batch.doc[row] == doc) & (batch.block[row] == number))
+
+
+def sampled_hidden(model, batch, inputs, row, doc, number):
+    """Hidden states of one noisy block as the sampler computes them: clean tokens into a cache, then the block."""
+    context, here = contexts_of(batch, row, doc, number)
+    past = sampler.prefill(model, *context[:, None], torch.ones(1, context.shape[1], dtype=torch.bool))
+    copies = [i for i, p in enumerate(batch.noisy[row].tolist()) if p >= 0 and here[p]]
+    seen = torch.ones(1, 1, len(copies), context.shape[1] + len(copies), dtype=torch.bool)
+    hidden, _ = model.extend(inputs.tokens[row:row + 1, copies], inputs.position[row:row + 1, copies], seen, past)
+    return hidden[0], copies
+
+
+def chi_square(counts, probabilities):
+    """Statistic minus its 99.99 % quantile (Wilson and Hilferty): negative when the counts fit."""
+    expected = probabilities * counts.sum()
+    assert (counts[expected == 0] == 0).all()
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    df = len(expected) - 1
+    limit = df * (1 - 2 / (9 * df) + 3.719 * math.sqrt(2 / (9 * df))) ** 3 if df else 1e-9
+    return ((counts - expected) ** 2 / expected).sum() - limit

@@ -1,0 +1,48 @@
+"""Conversations of every kind, with codes that no codec made, and their table on disk."""
+import numpy as np
+from safetensors.numpy import save_file
+
+from speech.conversations import Clip, Sample, Turn
+from speech.table import Table, TableBuilder
+
+BOS, EOS, BOOKS = 1024, 1025, 8
+
+
+def codes_of(clip):
+    """(T, 8) random codes of a clip that never exists as a file; its seconds field holds T."""
+    return np.random.default_rng(len(clip.path)).integers(0, 1024, (int(clip.seconds), BOOKS)).astype(np.int16)
+
+
+def user(text):
+    return Turn("user", [text], None)
+
+
+def speaker(*parts, trained=True):
+    return Turn("assistant", list(parts), None, trained)
+
+
+SYSTEM = Turn("system", ["Speak."], None)
+REF, TARGET, ONE_FRAME, LONG = (Clip("r" * n, seconds=t) for n, t in ((1, 5), (2, 3), (3, 1), (4, 30)))
+CONVERSATIONS = [
+    [SYSTEM, user("Hello there."), speaker(TARGET)],
+    [SYSTEM, user("I am Anna."), speaker(REF, trained=False), user("Say this: now."), speaker(LONG)],
+    [SYSTEM, user("One."), speaker(ONE_FRAME), user("Two."), speaker(TARGET), user("Three."), speaker(REF)],
+    [SYSTEM, user("Only words?"), speaker("Yes, only words.")],
+    [Turn("system", ["Speak.\n", REF, "\nEnd."], None), user("Go."), speaker("Well: ", TARGET, " so.")],
+    [SYSTEM, user("Two clips."), speaker(ONE_FRAME, LONG), speaker("Once more.")],
+    [SYSTEM, user("Heard, not trained."), speaker(LONG, trained=False), user("And?"), speaker("Nothing.")],
+]
+
+
+def table_of(conversations, tokenizer, ids, folder):
+    """A Table of conversations whose clips have random codes, through the trainer's own writer and reader."""
+    builder, problems = TableBuilder(tokenizer, ids), []
+    builder.add([Sample(f"sample {i}", turns) for i, turns in enumerate(conversations)], problems)
+    assert not problems
+    frames = np.array([int(c.seconds) for c in builder.clips], np.int64)
+    folder.mkdir(exist_ok=True)
+    codes = [codes_of(c) for c in builder.clips] or [np.empty((0, BOOKS), np.int16)]
+    save_file({"codes": np.concatenate(codes)}, folder / "codes-0.safetensors")
+    where = np.stack([np.zeros_like(frames), np.cumsum(frames) - frames, frames], axis=1)
+    builder.write(folder / "table", folder, ["codes-0.safetensors"], where)
+    return Table(folder / "table")

@@ -1,0 +1,20 @@
+"""Waiting for other processes: limits are about progress, so that a busy machine does not turn a test red."""
+import time
+
+PATIENCE_S = 600    # without any sign of progress; a process that works gets some of its time even at load 20
+
+
+def wait_until(ready, what, alive=None, progress=None, seconds=PATIENCE_S):
+    """Until ready() is true; returns its value. what: for the message.
+
+    alive: False as soon as nothing can come of it any more. progress: whatever it returns may not stay the same for
+    `seconds`; without it ready() must come within them.
+    """
+    seen, end = None, time.monotonic() + seconds
+    while not (value := ready()):
+        assert alive is None or alive() or ready(), f"no {what}: the process has ended"
+        if progress is not None and (now := progress()) != seen:
+            seen, end = now, time.monotonic() + seconds
+        assert time.monotonic() < end, f"no {what}: no progress in {seconds} s"
+        time.sleep(0.01)
+    return value

@@ -1,0 +1,25 @@
+"""The tiny model's tokenizer and ids, and a table of conversations of every kind."""
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from speech.labels import token_ids
+from tests.helpers import dialogues
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    from transformers import AutoTokenizer
+    return AutoTokenizer.from_pretrained(tiny.model)
+
+
+@pytest.fixture(scope="module")
+def ids(tiny, tokenizer):
+    config = json.loads((tiny.model / "config.json").read_text())
+    return token_ids(tokenizer, SimpleNamespace(**config))
+
+
+@pytest.fixture(scope="module")
+def table(tokenizer, ids, tmp_path_factory):
+    return dialogues.table_of(dialogues.CONVERSATIONS, tokenizer, ids, tmp_path_factory.mktemp("labels"))

@@ -1,0 +1,150 @@
+"""Packed batches, against a slow reference in plain Python, and the loader that makes them."""
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from data import SpeechSamples, collate, make_loader
+from speech.labels import IGNORE
+from tests.helpers.dialogues import BOOKS, BOS, CONVERSATIONS, EOS, codes_of
+from tests.helpers.trainer import ROOT
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Slow reference: one cell at a time, written from the picture above and not from the code
+
+
+def slow_sample(turns, tokenizer, ids):
+    """[(token id, row of codes or None, text label or None, row of labels or None)] by position."""
+    positions = []
+
+    def say(text, trained):
+        for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+            positions.append((token, None, token if trained else None, None))
+
+    say("<|begin_of_text|>", False)
+    for number, t in enumerate(turns):
+        say(f"<|start_header_id|>{t.role}<|end_header_id|>\n\n", False)
+        for part in t.parts:
+            if isinstance(part, str):
+                say(part + " " * (t.role == "system" and len(t.parts) > 1 and part is t.parts[0]), t.trained)
+                continue
+            say("<|audio_out_bos|>", t.trained)
+            codes = codes_of(part).tolist()
+            n = len(codes)
+            for row in range(n + 9):
+                frame = [row - k - 1 for k in range(BOOKS)]
+                cells = [BOS if f < 0 else codes[f][k] if f < n else EOS for k, f in enumerate(frame)]
+                label = [IGNORE if f < 0 or f > n else cells[k] for k, f in enumerate(frame)]
+                placeholder = ids.delay if row >= n + 9 - 7 else ids.audio
+                positions.append((placeholder, cells, None, label if t.trained else None))
+            say("<|audio_eos|>", t.trained)
+        another = number + 1 < len(turns) and turns[number + 1].role == "assistant"
+        say("<|eom_id|>" if t.role == "assistant" and another else "<|eot_id|>", t.trained)
+    return positions
+
+
+def check_against_slow(batch, numbers, tokenizer, ids, pad_to=0):
+    """Every tensor of a PackedBatch against the slow reference of the samples in it."""
+    slow = [slow_sample(CONVERSATIONS[i], tokenizer, ids) for i in numbers]
+    total = sum(map(len, slow))
+    padding = max(pad_to - total, 0) if slow else max(pad_to, 1)
+    if padding:
+        pieces = [128] * (padding // 128) + [padding % 128] * (padding % 128 > 0)     # short samples of padding
+        slow = [*slow, *([(ids.pad, None, None, None)] * n for n in pieces)]
+    flat = [p for sample in slow for p in sample]
+    is_audio = [row is not None for _, row, _, _ in flat]
+    text_at, audio_at = [i for i, a in enumerate(is_audio) if not a], [i for i, a in enumerate(is_audio) if a]
+    order = text_at + audio_at                                  # modality order -> place in the sequence
+
+    assert batch.input_ids.tolist() == [p[0] for p in flat]
+    assert batch.position_ids.tolist() == [i for sample in slow for i in range(len(sample))]
+    assert batch.seqlens == tuple(map(len, slow))
+    assert batch.cu_seqlens.tolist() == [sum(map(len, slow[:i])) for i in range(len(slow) + 1)]
+    assert batch.cu_seqlens.dtype == torch.int32
+    assert batch.longest % 128 == 0 and 0 <= batch.longest - max(map(len, slow)) < 128
+    assert batch.text_pos.tolist() == text_at and batch.audio_pos.tolist() == audio_at
+    assert [order[i] for i in batch.seq_index.tolist()] == list(range(len(flat)))
+    assert batch.audio_ids.tolist() == [row for _, row, _, _ in flat if row is not None]
+    assert batch.audio_ids.shape == (len(audio_at), BOOKS)
+    assert batch.samples == tuple(numbers)
+
+    text_targets, audio_targets = {}, {}                        # what each place must predict: the next place's label
+    start = 0
+    for sample in slow:
+        for i in range(len(sample) - 1):
+            _, _, text, row = sample[i + 1]
+            if text is not None:
+                text_targets[start + i] = text
+            if row is not None and set(row) != {IGNORE}:
+                audio_targets[start + i] = row
+        start += len(sample)
+    assert {order[r]: t for r, t in zip(batch.text_rows.tolist(), batch.text_targets.tolist())} == text_targets
+    assert {order[r]: t for r, t in zip(batch.audio_rows.tolist(), batch.audio_targets.tolist())} == audio_targets
+    assert len(batch.text_rows) == len(text_targets) and len(batch.audio_rows) == len(audio_targets)
+    assert all(is_audio[p] for p in audio_targets)              # codes are predicted from audio positions only
+
+    clips = [c for i in numbers for t in CONVERSATIONS[i] for c in t.clips]
+    trained = [c for i in numbers for t in CONVERSATIONS[i] if t.trained for c in t.clips]
+    assert batch.counts == {
+        "tokens": total, "samples": len(numbers), "padding": padding, "frames": sum(int(c.seconds) for c in clips),
+        "audio_targets": sum(8 * (int(c.seconds) + 1) for c in trained), "text_targets": len(text_targets)}
+
+
+ALL = list(range(len(CONVERSATIONS)))
+
+
+@pytest.mark.parametrize("numbers, pad_to", [
+    *[([i], 0) for i in ALL], (ALL, 0), (ALL[::-1], 0), ([1, 1], 0), ([0, 3], 0), ([3], 0), ([6, 2, 0], 0),
+    ([0], 200), (ALL, 1500), ([3], 64), ([], 0), ([], 256)])
+def test_collate_against_slow_reference(table, tokenizer, ids, numbers, pad_to):
+    samples = SpeechSamples(table, ids)
+    check_against_slow(collate([samples[i] for i in numbers], ids, pad_to), numbers, tokenizer, ids, pad_to)
+
+
+def test_exactly_full_budget_needs_no_padding(table, tokenizer, ids):
+    samples = SpeechSamples(table, ids)
+    total = int(table.lengths[[0, 1]].sum())
+    batch = collate([samples[0], samples[1]], ids, total)
+    check_against_slow(batch, [0, 1], tokenizer, ids, total)
+    assert batch.counts["padding"] == 0 and len(batch.seqlens) == 2
+
+
+def test_empty_pack_weighs_nothing(ids):
+    batch = collate([], ids, 256)
+    assert len(batch.audio_rows) == len(batch.text_rows) == 0 and batch.samples == ()
+    assert batch.counts == {"tokens": 0, "samples": 0, "padding": 256, "frames": 0, "audio_targets": 0,
+                            "text_targets": 0}
+
+
+def test_table_counts_are_those_of_the_batches(table, ids):
+    """The loss is divided by counts of the table before any batch exists, so they must be the batches' own."""
+    samples = SpeechSamples(table, ids)
+    for i in ALL:
+        counts = collate([samples[i]], ids).counts
+        assert {k: int(getattr(table, k)[i]) for k in ("frames", "audio_targets", "text_targets")} == \
+            {k: counts[k] for k in ("frames", "audio_targets", "text_targets")}
+        assert int(table.lengths[i]) == counts["tokens"] and table.name(i) == f"sample {i}"
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loader_gives_the_same_batches_in_order(table, tokenizer, ids, num_workers):
+    packs = [[1, 0], [], [2, 3, 4], [5, 6]]
+    batches = make_loader(table, ids, packs, num_workers=num_workers, prefetch_factor=2, pad_to=400)
+    for numbers, batch in zip(packs, batches, strict=True):
+        check_against_slow(batch, numbers, tokenizer, ids, 400)
+
+
+def test_loader_leaves_the_trainers_random_state_alone(table, ids):
+    """Drawing its seed from torch's generator would make dropout depend on the number of loaders."""
+    before = torch.get_rng_state()
+    assert len(list(make_loader(table, ids, [[0], [1]], num_workers=1, prefetch_factor=2))) == 2
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_data_imports_neither_the_model_nor_cuda():
+    """Loader workers and the rank that reads the data import data.py alone."""
+    done = subprocess.run([sys.executable, "-c", (
+        "import sys, data, torch; heavy = {'transformers', 'peft', 'torchaudio', 'speech.higgs'} & set(sys.modules); "
+        "assert not heavy, heavy; assert not torch.cuda.is_initialized()")], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

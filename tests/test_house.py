@@ -1,0 +1,158 @@
+"""The layout: what the root holds, who imports whom, and copies of each system that work in somebody's repository."""
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import chats
+from tests.helpers.trainer import ROOT
+
+ENTRIES = {"README.md", "LICENSE", "requirements.txt", "pyproject.toml", "train_v2_ddp.py", "data.py", "lora.py",
+           "speech", "diffusion", "distill", "common", "launch", "tests", "bench", "docs"}
+MAY_IMPORT = {"common": {"common"}, "speech": {"speech", "common"}, "diffusion": {"diffusion", "common"},
+              "distill": {"distill", "common"}, "data": {"speech", "common"}, "lora": {"speech", "common"},
+              "train_v2_ddp": {"data", "lora", "speech", "common"}}
+
+
+def tracked(pattern="*"):
+    """Paths of the repository's files, relative to its root."""
+    done = subprocess.run(["git", "ls-files", pattern], cwd=ROOT, text=True, capture_output=True, check=True)
+    return [Path(name) for name in done.stdout.splitlines()]
+
+
+def test_the_root_is_a_menu():
+    assert {path.parts[0] for path in tracked() if not path.parts[0].startswith(".")} <= ENTRIES
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Imports
+
+MODULES = {str(path.with_suffix("")).replace("/", "."): path for path in tracked("*.py")
+           if path.parts[0].removesuffix(".py") in MAY_IMPORT}
+
+
+def imports(path):
+    """Dotted names of our modules that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module} if node.module in MODULES else {f"{node.module}.{a.name}" for a in node.names}
+    return {name for name in found if name.split(".")[0] in MAY_IMPORT}
+
+
+def is_script(name):
+    return '\nif __name__ == "__main__":' in (ROOT / MODULES[name]).read_text()
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_run_one_way(name):
+    """By folder; and no script is imported, but lora.py, which is the main trainer's module as well."""
+    found = imports(MODULES[name])
+    assert found <= MODULES.keys(), f"imports what is not there: {found - MODULES.keys()}"
+    assert {other.split(".")[0] for other in found} <= MAY_IMPORT[name.split(".")[0]], found
+    assert not [other for other in found if is_script(other) and other != "lora"]
+
+
+def test_no_import_goes_round():
+    left = {name: imports(path) for name, path in MODULES.items()}
+    while free := [name for name, needs in left.items() if not needs & left.keys()]:
+        left = {name: needs for name, needs in left.items() if name not in free}
+    assert not left
+
+
+def test_packages_come_from_the_root():
+    """Not from a package of the same name that is installed, or stands beside the tests."""
+    import common
+    import data
+    import speech
+    found = [Path(module.__file__).parent for module in (common, speech, data)]
+    assert found == [ROOT / "common", ROOT / "speech", ROOT]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Copies
+
+COPIES = re.findall(r"^mkdir -p (~/\S+) +&& cp -r (.+?) +\1/$", (ROOT / "README.md").read_text(), re.M)
+THEIRS = {"data.py": "MINE = 1\n", "metrics.py": "MINE = 2\n", "common/__init__.py": "MINE = 3\n",
+          "common/parallel.py": "MINE = 4\n", "speech/__init__.py": "MINE = 5\n"}
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory):
+    """A user's repository with modules of our names, and in it the copies that README's lines make."""
+    home = tmp_path_factory.mktemp("home")
+    for name, text in THEIRS.items():
+        path = home / "mine" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "raise SystemExit('the file of the user was imported')\n")
+    for folder, files in COPIES:
+        subprocess.run(["bash", "-c", f"mkdir -p {folder} && cp -r {files} {folder}/"], cwd=ROOT, check=True,
+                       env=os.environ | {"HOME": str(home)})
+    yield home / "mine"
+    for name, text in THEIRS.items():
+        assert (home / "mine" / name).read_text().startswith(text)
+
+
+def train(repository, script, flags):
+    """Two runs of one command, from the user's root to a first save and from the copy's folder on; both outputs.
+
+    The user's root is on PYTHONPATH, where many have it.
+    """
+    copy = next(repository / part for part in ("higgs", "blocks", "distill") if (repository / part / script).exists())
+    out = repository.parent / f"out-{copy.name}-{len(list(repository.parent.iterdir()))}"
+    shown = []
+    for cwd, name, steps in ((repository, f"{copy.name}/{script}", 2), (copy, script, 4)):
+        done = subprocess.run(
+            [sys.executable, name, *map(str, flags), "--output_dir", str(out), "--logging_dir", f"{out}-logs",
+             "--report_to", "none", "--logging_steps", "1", "--num_workers", "1", "--save_steps", "2", "--max_steps",
+             str(steps)],
+            cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONPATH": str(repository)})
+        assert done.returncode == 0, done.stdout[-4000:]
+        assert (out / f"checkpoint-{steps}" / "manifest.json").exists()
+        shown.append(done.stdout)
+    assert "resumed from" not in shown[0] and f"resumed from {out}/checkpoint-2" in shown[1], shown[1]
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(set(steps)) == [1, 2, 3, 4]
+
+
+def test_readme_has_the_three_lines():
+    assert [folder for folder, _ in COPIES] == ["~/mine/higgs", "~/mine/blocks", "~/mine/distill"]
+    assert [files.split() for _, files in COPIES] == [
+        ["train_v2_ddp.py", "data.py", "lora.py", "speech", "common"], ["diffusion", "common"], ["distill", "common"]]
+
+
+@pytest.mark.timeout(600)
+def test_a_copy_of_the_speech_trainer(mine, tiny):
+    train(mine, "train_v2_ddp.py", ["--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec,
+                                    "--train_data_file", tiny.train_json, "--code_cache", tiny.codes, "--use_lora"])
+
+
+@pytest.mark.timeout(600)
+def test_a_copy_trains_all_weights_of_a_base_of_2025(mine, tiny, tmp_path):
+    """It has no processor files, so the copy's own chat template is saved with each checkpoint."""
+    subprocess.run([sys.executable, mine / "higgs" / "lora.py", "export", "--model_path", tiny.model, "--output_dir",
+                    tmp_path / "base"], check=True, capture_output=True, cwd=mine)
+    train(mine, "train_v2_ddp.py", ["--model_path", tmp_path / "base", "--audio_tokenizer_path", tiny.codec,
+                                    "--train_data_file", tiny.train_json, "--code_cache", tiny.codes])
+
+
+@pytest.mark.timeout(600)
+def test_a_copy_of_block_diffusion(mine):
+    train(mine, "diffusion/train_bd3lm.py", ["--demo", "100", "--model_size", "nano", "--eval_repeats", "1",
+                                             "--per_device_train_batch_size", "4", "--warmup_steps", "1"])
+
+
+@pytest.mark.timeout(600)
+def test_a_copy_of_the_chat_trainer(mine, tmp_path):
+    student = chats.student(tmp_path / "student")
+    data = chats.write(tmp_path / "chats.jsonl", chats.conversations(24))
+    train(mine, "distill/train_sft.py", ["--model_path", student, "--train_data_file", data,
+                                         "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "1"])
