@@ -3,11 +3,8 @@
     python lora.py merge --model_path BASE --adapter out/checkpoint-500 --output_dir merged     # a native checkpoint
     python lora.py export --model_path BASE --adapter out/checkpoint-500 --output_dir served    # the 2025 layout
     python lora.py export --model_path full/checkpoint-500 --output_dir served                  # of a full fine-tuning
-
-Copy with it: adapters.py export.py weights.py chat_template.jinja tensor_files.py parallel.py.
 """
 import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -17,7 +14,7 @@ from common.parallel import UserError, one_clear_error
 from speech import export, weights
 from speech.choices import LORA_TARGETS
 
-# after higgs_io, which explains a broken torchaudio
+# after speech.weights, which explains a torchaudio that breaks every transformers import
 from common import adapters  # isort: skip
 from peft import LoraConfig  # isort: skip
 
@@ -37,36 +34,17 @@ def add_lora(model, rank, alpha, dropout, targets, base_name):
     return adapters.attach(model, config, base_name)
 
 
-def add_saved(model, adapter):
-    """Wrap a native model in the adapters of a PEFT folder, their weights not yet loaded. Raises UserError."""
-    path = Path(adapter) / "adapter_config.json"
-    if not path.is_file():
-        raise UserError(f"--adapter {adapter}: no such folder, or no adapter_config.json in it")
-    try:
-        saved = json.loads(path.read_text())
-        if saved["peft_type"] != "LORA":
-            raise UserError(f"{path}: is a {saved['peft_type']!r} adapter; only those of peft_type 'LORA' are read")
-        missing = [key for key in ("r", "lora_alpha", "target_modules") if key not in saved]
-        if missing:
-            raise UserError(f"{path}: has no {' and no '.join(missing)}")
-        config = LoraConfig.from_pretrained(adapter)
-        config.base_model_name_or_path = None       # peft would warn that this base has another name
-        return adapters.attach(model, config, autocast=False)
-    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: is no LoRA configuration for this model ({repr(error)[:200]})")
-
-
 def folds(model, adapter):
     """{weight name: function that adds the adapter's update to that weight in fp32}; model: native, on the meta device.
 
     Raises UserError when the adapter's files and the model do not fit together exactly: PeftModel.from_pretrained would
     only warn about weights that are missing.
     """
-    net = add_saved(model, adapter)
+    net = adapters.add_saved(model, adapter)
     stored = tensor_files.open_tensors([Path(adapter) / "adapter_model.safetensors"])
     if other := [name for name in stored if not name.endswith((".lora_A.weight", ".lora_B.weight"))]:
         raise UserError(f"--adapter {adapter}: only plain LoRA can be folded in, this has {min(other)}")
-    adapters.load_adapters(net, adapter)     # onto the meta device: nothing but the comparison is left of it
+    adapters.load_adapters(net, adapter)     # onto the meta device nothing is copied: names and shapes are compared
 
     def fold(name, scaling):
         a, b = (stored[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
@@ -76,7 +54,7 @@ def folds(model, adapter):
 
 
 def merge(model_path, adapter, output_dir, dtype="float32", shard_bytes=5 * 10**9, layout="native", codec=None):
-    """Fold an adapter, or none, into its base in fp32 and write a plain checkpoint; see higgs_export.export."""
+    """Fold an adapter, or none, into its base in fp32 and write a plain checkpoint; see speech/export.py."""
     return export.export(model_path, output_dir, layout, dtype, shard_bytes,
                                (lambda model: folds(model, adapter)) if adapter else None, codec)
 

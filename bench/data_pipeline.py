@@ -46,13 +46,13 @@ from diffusion.problems import load_tokenizer
 from distill import chat, packed_lm, weights
 from distill.table import make_loader, prepare_table
 from speech import higgs, make_tiny
-from speech import weights as higgs_io
 from speech.codes import FRAME_RATE, SAMPLE_RATE, Batch, codec_fingerprint, file_key
 from speech.conversations import Clip
 from speech.encode import encode_clip, load_codec
 from speech.labels import assemble, token_ids
 from speech.make_tiny import SENTENCES
 from speech.table import read_all
+from speech.weights import load_tokenizer, native_config
 
 MIB = 2**20
 CLIP_SECONDS = 1.8, 0.5, 2, 20      # log-normal: mean and standard deviation of the logarithm, shortest, longest
@@ -215,8 +215,8 @@ def remove_index(folder):
 
 def speech_tools(work):
     """(tokenizer, TokenIds) of the tiny model."""
-    tokenizer = higgs_io.load_tokenizer(work / "model")
-    config = higgs_io.native_config(json.loads((work / "model" / "config.json").read_text()))
+    tokenizer = load_tokenizer(work / "model")
+    config = native_config(json.loads((work / "model" / "config.json").read_text()))
     return tokenizer, token_ids(tokenizer, config)
 
 
@@ -238,7 +238,7 @@ def speech_table(work, folder):
 
 def chats_table(work, folder):
     """(ChatTable, function of packs and workers that makes the loader), as train_sft.py has them."""
-    tokenizer = higgs_io.load_tokenizer(work / "model")
+    tokenizer = load_tokenizer(work / "model")
     tokenizer.chat_template = TEMPLATE
     table, _, _ = prepare_table(WORLD, folder / "out", [folder / "train.jsonl"], chat.Encoder(tokenizer),
                                            2048, "stop", processes=len(os.sched_getaffinity(0)))
@@ -438,7 +438,7 @@ def wait_part(work, args):
         write_speech_index(work / "wait_speech", 25 * n)
         table, loader_of = speech_table(work, work / "wait_speech")
     order = PackOrder(table.lengths, tokens_per_pack=PACK, seed=42)
-    config = higgs_io.native_config(json.loads((work / "model" / "config.json").read_text()) | HIGGS_3B)
+    config = native_config(json.loads((work / "model" / "config.json").read_text()) | HIGGS_3B)
     lengths, jobs = table.lengths.astype(np.int64), len(order.epoch(0))
     flops = higgs.flops_per_pack(config, int(lengths.sum()), int(table.audio_targets.sum()),
                                  int(table.text_targets.sum()), int((lengths * (lengths + 1) // 2).sum()), lora=True)

@@ -1,7 +1,7 @@
 """What the measurements in this folder share: two ways in turn, medians, the machine, one JSON file per question.
 
 A report has `tables`: {name: {"columns": [...], "rows": [[...], ...]}} of numbers and words, for bench/table.py, which
-renders them into README.md; everything else in it is there for whoever wants to look closer. Copy with it: nothing.
+renders them into README.md and docs/; everything else in it is there for whoever wants to look closer.
 """
 import datetime
 import gc

@@ -1,4 +1,4 @@
-"""Fills the tables in README.md from the files in bench/results, and from nothing else.
+"""Fills the tables in README.md and docs/ from the files in bench/results, and from nothing else.
 
     python bench/table.py               # rewrite every block
     python bench/table.py --check       # change nothing; exit 1 naming the blocks that are not what the files say
@@ -9,7 +9,10 @@ A block is all between two lines of its own:
     <!-- end table -->
 
 TABLE is a key of the file's `tables`; under the table stand machine, day, versions and the command that measures it
-again. Whole numbers are printed as they are, others with 3 significant digits. Copy with it: nothing.
+again. Whole numbers are printed as they are, others with 3 significant digits. A part of a table: the rows that have
+all of the given cells, and the given columns, in that order:
+
+    <!-- table NAME-DEVICE.json TABLE; rows small | lora; columns side | step (ms) -->
 """
 import argparse
 import json
@@ -68,8 +71,29 @@ def origin(report):
     return f"{', '.join(machine)}; {report['date']}; {versions}; `{report['command']}`"
 
 
-def block(results, name, table):
-    """Lines of one block, without its markers."""
+def part(table, wanted):
+    """The rows and columns of a table that the marker's words behind TABLE ask for; wanted: ["rows a | b", ...]."""
+    columns, rows = table["columns"], table["rows"]
+    for words in wanted:
+        what, _, names = words.strip().partition(" ")
+        names = [name.strip() for name in names.split("|")]
+        if what == "rows":
+            rows = [row for row in rows if set(names) <= set(map(cell, row))]
+            if not rows:
+                raise BadBlock(f"no row has the cells {' and '.join(names)}")
+        elif what == "columns":
+            if absent := [name for name in names if name not in columns]:
+                raise BadBlock(f"there is no column {absent[0]!r}, only {' | '.join(columns)}")
+            places = [columns.index(name) for name in names]
+            columns, rows = names, [[row[i] for i in places] for row in rows]
+        else:
+            raise BadBlock(f"{words.strip()!r} is neither 'rows ...' nor 'columns ...'")
+    return {"columns": columns, "rows": rows}
+
+
+def block(results, name, words):
+    """Lines of one block, without its markers; words: TABLE and, behind semicolons, which part of it."""
+    table, *wanted = words.split(";")
     try:
         report = json.loads((results / name).read_text())
     except OSError as error:
@@ -78,7 +102,7 @@ def block(results, name, table):
         raise BadBlock(f"{name} is not JSON ({error})")
     if table not in (tables := report.get("tables", {})):
         raise BadBlock(f"{name} has no table {table!r}, only {', '.join(tables) or 'none'}")
-    return [*markdown(tables[table]), "", origin(report)]
+    return [*markdown(part(tables[table], wanted)), "", origin(report)]
 
 
 def render(text, results):
@@ -106,23 +130,33 @@ def render(text, results):
     return "\n".join(lines) + "\n", stale
 
 
+def fill(path, results, check):
+    """Fill the blocks of one file, or (check) only compare them; raises BadBlock, its message naming the file."""
+    try:
+        text, stale = render(path.read_text(), results)
+    except BadBlock as error:
+        raise BadBlock(f"{path} {error}")
+    if not stale:
+        return
+    if check:
+        raise BadBlock(f"{path} does not show what the files say: {'; '.join(stale)}; run python bench/table.py")
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+    print(f"{path}: {'; '.join(stale)}")
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when a block is out of date")
-    parser.add_argument("--file", type=Path, default=ROOT / "README.md", help="the markdown file with the blocks")
+    parser.add_argument("--file", type=Path, nargs="+", help="markdown files (default: README.md and docs/*.md)")
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results", help="folder of the reports")
     args = parser.parse_args(argv)
     try:
-        text, stale = render(args.file.read_text(), args.results)
+        for path in args.file or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+            fill(path, args.results, args.check)
     except BadBlock as error:
-        sys.exit(f"error: {args.file} {error}")
-    if args.check and stale:
-        sys.exit(f"error: {args.file} does not show what the files say: {'; '.join(stale)}; run python bench/table.py")
-    if stale:
-        temporary = args.file.with_suffix(".tmp")
-        temporary.write_text(text)
-        os.replace(temporary, args.file)
-        print(f"{args.file}: {'; '.join(stale)}")
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
 """LoRA adapters in any model, plain or sharded: add, fill, save, load; the files are PEFT's own format.
-
-Shared module: copy tensor_files.py and parallel.py (UserError) with it.
 """
 import copy
 import json
@@ -71,6 +69,31 @@ def attach(model, config, base_name=None, autocast=True):
             module.cast_input_dtype_enabled = False     # PEFT need not cast inputs to fp32 first
             module.__class__ = AddingLinear
     return wrapped
+
+
+def add_saved(model, folder, refused=()):
+    """Wrap a model in the adapters of a PEFT folder, their weights not yet loaded. Raises UserError.
+
+    They are computed by PEFT's own forward, so what it knows beyond plain LoRA (rsLoRA, DoRA, ...) works. refused:
+    names in PEFT's LoraConfig that must not be set.
+    """
+    path = Path(folder) / "adapter_config.json"
+    if not path.is_file():
+        raise UserError(f"--adapter {folder}: no such folder, or no adapter_config.json in it")
+    try:
+        saved = json.loads(path.read_text())
+        if saved["peft_type"] != "LORA":
+            raise UserError(f"{path}: is a {saved['peft_type']!r} adapter; only those of peft_type 'LORA' are read")
+        missing = [key for key in ("r", "lora_alpha", "target_modules") if key not in saved]
+        if missing:
+            raise UserError(f"{path}: has no {' and no '.join(missing)}")
+        if odd := [name for name in refused if saved.get(name)]:
+            raise UserError(f"{path}: the adapter has {odd[0]}, which is not supported; merge it into its base")
+        config = LoraConfig.from_pretrained(folder)
+        config.base_model_name_or_path = None       # peft would warn that this base has another name
+        return attach(model, config, autocast=False)
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: is no LoRA configuration for this model ({repr(error)[:200]})")
 
 
 def base_weights(model):

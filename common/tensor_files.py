@@ -4,10 +4,10 @@ Reading: every rank takes just its rows of each tensor from the files, so a mode
 Writing: every sharded tensor is gathered once, the rank that owns it keeps a copy on the CPU, and each rank writes the
 file of the tensors it owns. Files hold whole tensors under their own names, so any number of ranks, DDP or FSDP2, and
 any other program can read them. A save moves each tensor over the network once: about what a training step does.
-
-Shared module: torch and safetensors; copy parallel.py (UserError) with it.
 """
+import hashlib
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -18,6 +18,34 @@ from torch.distributed.tensor import DTensor
 from common.parallel import UserError
 
 WINDOW = 256 * 2**20        # bytes a rank gathers for itself before it copies them to the CPU
+
+
+def find_folder(name, flag):
+    """Local folder of a checkpoint given as a path or hub name, which is downloaded. Raises UserError."""
+    folder = Path(name)
+    if folder.is_dir():
+        return folder
+    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise UserError(f"{flag} {name}: no such folder (nor a hub name of the form owner/name)")
+    from huggingface_hub import snapshot_download
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+    except Exception as error:      # a dozen kinds: no network, no such name, not allowed
+        raise UserError(f"{flag} {name}: neither a folder here nor to be had from the hub "
+                        f"({type(error).__name__}: {str(error).splitlines()[0]})")
+
+
+def fingerprint_weights(folder):
+    """Short hash of a checkpoint folder's config and of both ends of each weight file: which model is this?"""
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).glob("*.safetensors")) + [Path(folder) / "config.json"]:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            digest.update(f"{path.name} {size}".encode())
+            for at in (0, max(0, size - 2**20)):
+                file.seek(at)
+                digest.update(file.read(2**20))
+    return digest.hexdigest()[:16]
 
 
 def open_tensors(paths):

@@ -1,7 +1,4 @@
-"""Order and number of steps of a fine-tuning run, and --dry_run: what it will be and take, checked before it is one.
-
-Copy with it: chat.py, table.py, sft_model.py, packing.py, plan.py, recomputation.py and what those
-name.
+"""--dry_run of the chat trainer: what a run will be and take, checked before it is one.
 """
 import tempfile
 from pathlib import Path
@@ -10,25 +7,11 @@ import numpy as np
 import torch
 
 from common import checkpoint, memory, plan
-from common.packing import PackOrder
+from common.packing import pack_order, run_length
 from common.parallel import UserError
 from distill import chat, packed_lm, topk
 from distill import table as chat_table
 from distill import weights as causal_lm
-
-
-def pack_order(args, lengths):
-    """PackOrder of the training samples. lengths: (n,) tokens."""
-    return PackOrder(lengths, seed=args.seed, tokens_per_pack=args.max_tokens_per_batch,
-                     samples_per_pack=0 if args.max_tokens_per_batch else args.per_device_train_batch_size)
-
-
-def run_length(args, order, per_step, position):
-    """(optimizer steps an epoch, of the whole run). per_step: packs a step; position: to start from."""
-    steps_per_epoch = -(-order.packs_per_epoch // per_step)
-    left = -(-max(0, order.packs_per_epoch - position["first"]) // per_step)
-    left += (args.num_train_epochs - position["epoch"] - 1) * steps_per_epoch
-    return steps_per_epoch, args.max_steps or position["step"] + max(0, left)
 
 
 def samples_line(table, train_ids, eval_ids):
@@ -83,9 +66,12 @@ def print_plan(args, ranks, model, native, table, train_ids, eval_ids, resume, m
     """Print all that a run with these flags comes to; what it will not fit into goes to the list `problems`."""
     lengths, accumulation = table.lengths[train_ids], args.gradient_accumulation_steps
     budget = args.max_tokens_per_batch
-    order, per_step = pack_order(args, lengths), ranks * accumulation
+    order = pack_order(lengths, tokens_per_pack=budget, samples_per_pack=args.per_device_train_batch_size,
+                       seed=args.seed)
+    per_step = ranks * accumulation
     position = {key: meta[key] for key in ("step", "epoch", "first")} if meta else {"step": 0, "epoch": 0, "first": 0}
-    steps_per_epoch, total_steps = run_length(args, order, per_step, position)
+    steps_per_epoch, total_steps = run_length(order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps,
+                                              position)
     left, epochs = max(0, total_steps - position["step"]), range(min(20, args.num_train_epochs))
     tokens = np.maximum(plan.epoch_sums(order, epochs, lengths), budget)
     rows = plan.epoch_sums(order, epochs, table.targets[train_ids])

@@ -2,8 +2,6 @@
 
 The 2025 layout is the one boson-ai's own code serves. Weights go from file to file tensor by tensor, so no more than
 one output file (and the largest tensor in fp32) is ever in memory. The folder appears whole or not at all.
-
-Copy with it: weights.py and what that names.
 """
 import contextlib
 import json
@@ -16,8 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from common import tensor_files
+from common.checkpoint import fsync_path
 from common.parallel import UserError
-from speech import weights
+from speech import layout_2025, weights
 
 LAYOUTS = ("native", "2025")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -28,7 +27,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
 
     layout: one of LAYOUTS. dtype: a name in DTYPES, or None: as the files have it, but float32 where an adapter is
     folded in, since bf16 rounds away most of what a small update changed. shard_bytes: limit of one weight file.
-    find_folds(model on the meta device) -> {weight name: fp32 tensor -> fp32 tensor}. codec: see higgs_io.save_config.
+    find_folds(model on the meta device) -> {weight name: fp32 tensor -> fp32 tensor}. codec: see weights.save_config.
     Raises UserError, also when output_dir holds something.
     """
     folder, config = weights.find_model(source)
@@ -41,7 +40,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     dtypes = {name: DTYPES[wanted] if wanted else parts[name][0][:1].dtype for name in shapes}
     files = plan_files({name: shape.numel() * dtypes[name].itemsize for name, shape in shapes.items()}, shard_bytes)
     model.config.dtype = dtypes["model.embed_tokens.weight"]
-    names = weights.original_names(shapes) if layout == "2025" else {name: name for name in shapes}
+    names = layout_2025.original_names(shapes) if layout == "2025" else {name: name for name in shapes}
 
     with new_folder(output_dir, sum(size for file in files for size in file.values())) as building:
         for number, file in enumerate(files):
@@ -52,7 +51,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
         if layout == "native":
             made = weights.save_config(model, tokenizer, building, folder, codec)
         else:
-            made = save_original_config(model.config, tokenizer, building, folder, config)
+            made = layout_2025.save_original_config(model.config, tokenizer, building, folder, config)
     kinds = sorted({str(kind).removeprefix("torch.") for kind in dtypes.values()})
     total = sum(size for file in files for size in file.values())
     notes = [f"{len(shapes)} tensors, {len(folds)} of them with an adapter's update, {total / 1e9:.3f} GB of "
@@ -88,33 +87,6 @@ def write_index(folder, files):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def save_original_config(native, tokenizer, folder, source, config):
-    """The files of a 2025-layout checkpoint beside its weights; config: source's config.json dict. -> {file: what}.
-
-    boson-ai's code runs on transformers 4.46, which does not know the tokenizer class name that newer ones write.
-    """
-    dtype = str(native.dtype).removeprefix("torch.")
-    if config["model_type"] == "higgs_audio":
-        config = config | {"torch_dtype": dtype}
-    else:
-        config = weights.original_config(native, tokenizer, dtype)
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    generation = {"_from_model_config": True, "pad_token_id": native.pad_token_id, "transformers_version": "4.46.3",
-                  "bos_token_id": tokenizer.convert_tokens_to_ids("<|begin_of_text|>"),
-                  "eos_token_id": tokenizer.convert_tokens_to_ids("<|end_of_text|>")}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    tokenizer.save_pretrained(folder)
-    (folder / "chat_template.jinja").unlink(missing_ok=True)        # the native processor's; nothing here reads it
-    path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text())
-    for key in ("backend", "processor_class", "is_local"):
-        settings.pop(key, None)
-    if isinstance(settings.get("extra_special_tokens"), list):
-        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-    path.write_text(json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
-    return {}
-
-
 @contextlib.contextmanager
 def new_folder(output_dir, size):
     """A folder to fill; it gets the name output_dir once all is on disk. size: bytes it will take, about. UserError."""
@@ -132,19 +104,10 @@ def new_folder(output_dir, size):
                             f"{free / 1e9:.1f} GB are free there")
         yield building
         for path in [*building.iterdir(), building]:
-            fsync(path)
+            fsync_path(path)
         os.rename(building, final)
-        fsync(final.parent)
+        fsync_path(final.parent)
     except (OSError, SafetensorError) as error:
         raise UserError(f"--output_dir {output_dir}: cannot be written ({error})")
     finally:
         shutil.rmtree(building, ignore_errors=True)
-
-
-def fsync(path):
-    """Flush a file or folder to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

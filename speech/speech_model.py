@@ -1,7 +1,4 @@
 """The Higgs-Audio V2 model as the trainer's flags want it: checked, empty, with adapters, sharded, loaded, saved.
-
-Copy with it: higgs.py, weights.py, lora.py, adapters.py, tensor_files.py, parallel.py, optim.py, checkpoint.py,
-float8.py and what those name.
 """
 import json
 from pathlib import Path
@@ -13,7 +10,7 @@ from common import checkpoint, float8, optim, parallel, tensor_files
 from common.parallel import UserError
 from speech import higgs, weights
 
-from common import adapters  # isort: skip      # after higgs_io, which explains a broken torchaudio
+from common import adapters  # isort: skip      # after weights, which explains a broken torchaudio
 
 
 def check_device(args, device):
@@ -86,7 +83,7 @@ def load_to_speak(folder, config, adapter, dtype, device):
     parts = weights.weight_parts(folder, config)
     weights.check_weights(native, parts, folder)
     if adapter:
-        net = lora.add_saved(native, adapter)
+        net = adapters.add_saved(native, adapter)
     net.to_empty(device=device)
     weights.reset_buffers(native, device)
     weights.load_weights(adapters.base_weights(net) if adapter else dict(native.named_parameters()), parts)
@@ -98,7 +95,7 @@ def load_to_speak(folder, config, adapter, dtype, device):
 def check_resume(args, model, native, resume):
     """Raise UserError when the checkpoint folder `resume` does not fit this (empty) model."""
     if args.use_lora:
-        adapters.load_adapters(model.net, resume)       # onto the meta device: nothing but the comparison is left of it
+        adapters.load_adapters(model.net, resume)       # onto the meta device nothing is copied
     else:
         config = json.loads((Path(resume) / "config.json").read_text())
         weights.check_weights(native, weights.weight_parts(resume, config), resume)
@@ -110,7 +107,7 @@ def run_identity(args, folder, table, train):
              f"{args.per_device_train_batch_size} samples") + (" by length" if args.group_by_length else "")
     trained = "lora" if args.use_lora else "audio embedding and head" if args.freeze_llm else "full"
     return {"set of trained weights": trained if args.text_loss_weight else f"{trained} without text",
-            "base model": weights.fingerprint_weights(folder), "codec": Path(table.reader.folder).name,
+            "base model": tensor_files.fingerprint_weights(folder), "codec": Path(table.reader.folder).name,
             "training data": table.fingerprint(train), "pack": batch, "seed": args.seed}
 
 

@@ -3,12 +3,8 @@
 A model starts empty on torch's meta device and takes its weights from the files row by row, so no process ever holds
 more than it trains. Native checkpoints and the original 2025 format are read; missing, unexpected or misshapen weights
 stop the run.
-
-Copy with it: chat_template.jinja, tensor_files.py, parallel.py (UserError).
 """
-import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -16,6 +12,7 @@ import torch
 
 from common import parallel, tensor_files
 from common.parallel import UserError
+from speech import layout_2025
 
 try:
     import torchaudio  # noqa: F401  (transformers imports it whenever it finds it, and dies with it)
@@ -37,32 +34,16 @@ from transformers import (
 
 logging.disable_progress_bar()      # of weights; one a rank would drown the log
 
-ORIGINAL_NAMES = (("audio_codebook_embeddings.", "model.embed_audio_tokens.embed_audio_tokens."),
-                  ("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."), ("norm.", "model.norm."),
-                  ("audio_decoder_proj.", ""))        # last: every native name begins with ""
-EXTRA_IDS = ("audio_delay_token_id", "bos_token_id", "eos_token_id")     # the 2025 config.json has no place for them
-ORIGINAL_DROPPED = ("audio_codebook_weights", "inv_freq")
-ORIGINAL_SPLIT = {".embedding_frozen.weight": (".weight", 0), ".embedding_trainable.weight": (".weight", 1),
-                  ".linear_frozen.weight": (".weight", 0), ".linear_trainable.weight": (".weight", 1)}
 EXTRA_FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja")
 HUB_CODEC = "bosonai/higgs-audio-v2-tokenizer"      # what a processor names as its codec when the base names none
 
 
-def find_folder(name, flag, model_types, advice):
-    """Local folder of a checkpoint given as a path or hub name, with its config dict. Raises UserError.
+def find_checkpoint(name, flag, model_types, advice):
+    """(local folder, its config.json as a dict) of a checkpoint given as a path or hub name. Raises UserError.
 
     advice: {model_type of some other checkpoint: what to tell the user who gave it}.
     """
-    folder = Path(name)
-    if not folder.is_dir():
-        if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
-            raise UserError(f"{flag} {name}: no such folder (nor a hub name of the form owner/name)")
-        from huggingface_hub import snapshot_download
-        try:
-            folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
-        except Exception as error:
-            raise UserError(f"{flag} {name}: neither a folder here nor to be had from the hub "
-                            f"({type(error).__name__}: {str(error).splitlines()[0]})")
+    folder = tensor_files.find_folder(name, flag)
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
@@ -78,14 +59,14 @@ def find_folder(name, flag, model_types, advice):
 
 
 def find_model(name, flag="--model_path"):
-    """find_folder for the language model, native or 2025 format."""
-    return find_folder(name, flag, ("higgs_audio_v2", "higgs_audio"),
-                       {"higgs_audio_v2_tokenizer": "--model_path and --audio_tokenizer_path are swapped"})
+    """find_checkpoint for the language model, native or 2025 format."""
+    return find_checkpoint(name, flag, ("higgs_audio_v2", "higgs_audio"),
+                           {"higgs_audio_v2_tokenizer": "--model_path and --audio_tokenizer_path are swapped"})
 
 
 def find_codec(name, flag="--audio_tokenizer_path"):
-    """find_folder for the native audio tokenizer."""
-    return find_folder(name, flag, ("higgs_audio_v2_tokenizer",), {
+    """find_checkpoint for the native audio tokenizer."""
+    return find_checkpoint(name, flag, ("higgs_audio_v2_tokenizer",), {
         "higgs_audio_v2": "--model_path and --audio_tokenizer_path are swapped",
         "higgs_audio": "--model_path and --audio_tokenizer_path are swapped",
         None: "the 2025 codec format is not read, use the native one"})
@@ -93,93 +74,12 @@ def find_codec(name, flag="--audio_tokenizer_path"):
 
 def native_config(config):
     """HiggsAudioV2Config of a config.json dict, native or 2025 format. Raises UserError for variants never released."""
-    if config["model_type"] == "higgs_audio_v2":
-        native = HiggsAudioV2Config.from_dict(config)
-    else:
-        text = config.get("text_config", {})
-        layers = list(range(text.get("num_hidden_layers", 28)))
-        released = {"audio_adapter_type": ["dual_ffn", "dual_ffn_fast_forward"], "audio_dual_ffn_layers": [layers],
-                    "use_audio_out_self_attention": [False, None], "use_audio_out_embed_projector": [False, None],
-                    "audio_embed_avg": [False, None], "skip_audio_tower": [True]}
-        wrong = [key for key, values in released.items() if config.get(key) not in values]
-        if wrong:
-            raise UserError("this 2025-format model has parts the native class lacks: "
-                            + ", ".join(f"{key}={config.get(key)!r}" for key in wrong))
-        keep = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act", "max_position_embeddings")
-        native = HiggsAudioV2Config(
-            **{key: text[key] for key in keep if key in text}, num_codebooks=config.get("audio_num_codebooks", 8),
-            codebook_size=config.get("audio_codebook_size", 1024) + 2, audio_token_id=config["audio_out_token_idx"],
-            audio_bos_token_id=config["audio_out_bos_token_id"], pad_token_id=config.get("pad_token_id", 128001),
-            **{key: config[key] for key in EXTRA_IDS if key in config},
-            audio_stream_bos_id=config.get("audio_stream_bos_id", 1024),
-            audio_stream_eos_id=config.get("audio_stream_eos_id", 1025))
+    native = (HiggsAudioV2Config.from_dict(config) if config["model_type"] == "higgs_audio_v2" else
+              HiggsAudioV2Config(**layout_2025.native_settings(config)))
     if native.codebook_size <= native.audio_stream_eos_id:
         raise UserError(f"config.json has codebook_size {native.codebook_size}, but end-of-stream is code "
                         f"{native.audio_stream_eos_id}: it must be {native.audio_stream_eos_id + 1}")
     return native
-
-
-def native_names(names):
-    """{native name: [names of the parts to join along dimension 0]} for 2025-format tensor names. Raises UserError.
-
-    There some tensors are split into a frozen and a trainable part.
-    Key map: transformers' convert_higgs_audio_v2_to_hf.py.
-    """
-    parts = {}
-    for original in names:
-        if any(drop in original for drop in ORIGINAL_DROPPED):
-            continue
-        name, order = original, 0
-        for suffix, (plain, place) in ORIGINAL_SPLIT.items():
-            if name.endswith(suffix):
-                name, order = name.removesuffix(suffix) + plain, place
-        name = next((new + name.removeprefix(old) for old, new in ORIGINAL_NAMES if name.startswith(old)), name)
-        if order in parts.setdefault(name, {}):
-            raise UserError(f"two tensors of the checkpoint map to {name}")
-        parts[name][order] = original
-    return {name: [p[i] for i in sorted(p)] for name, p in parts.items()}
-
-
-def original_names(names):
-    """{native name: 2025-format name}: the inverse of native_names, whose split tensors stay joined."""
-    return {name: next(old + name.removeprefix(new) for old, new in ORIGINAL_NAMES if name.startswith(new))
-            for name in names}
-
-
-def original_config(native, tokenizer, dtype):
-    """config.json dict of the 2025 layout for a native config: key by key that of the released checkpoint.
-
-    The rope parameters are Llama 3.2's spelling, numerically the native ones. Ids that the layout has no place for are
-    added only where they differ from the released model's; boson's config class keeps keys it does not know.
-    """
-    def token(name):
-        return tokenizer.convert_tokens_to_ids(name)
-    text = {key: getattr(native, key) for key in (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
-        "num_key_value_heads", "rms_norm_eps", "hidden_act", "initializer_range", "attention_bias", "attention_dropout",
-        "mlp_bias")}
-    text |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": dtype,
-             "bos_token_id": token("<|begin_of_text|>"), "eos_token_id": token("<|end_of_text|>"),
-             "max_position_embeddings": 131072,     # the released one's: a server may refuse more than native's 2048
-             "rope_theta": 500000.0, "rope_scaling": {
-                 "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
-                 "original_max_position_embeddings": 8192}}
-    usual = HiggsAudioV2Config()
-    return {key: getattr(native, key) for key in EXTRA_IDS if getattr(native, key) != getattr(usual, key)} | {
-        "model_type": "higgs_audio", "architectures": ["HiggsAudioModel"], "text_config": text, "torch_dtype": dtype,
-        "audio_adapter_type": "dual_ffn_fast_forward", "audio_decoder_proj_num_layers": 0, "audio_embed_avg": False,
-        "audio_dual_ffn_layers": list(range(native.num_hidden_layers)), "hidden_size": native.hidden_size,
-        "audio_ffn_hidden_size": native.hidden_size, "audio_ffn_intermediate_size": native.intermediate_size,
-        "audio_num_codebooks": native.num_codebooks, "audio_codebook_size": native.codebook_size - 2,
-        "audio_stream_bos_id": native.audio_stream_bos_id, "audio_stream_eos_id": native.audio_stream_eos_id,
-        "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>", "audio_in_token": "<|AUDIO|>",
-        "audio_out_bos_token": "<|audio_out_bos|>", "audio_out_token": "<|AUDIO_OUT|>",
-        "audio_eos_token_id": token("<|audio_eos|>"), "audio_in_token_idx": token("<|AUDIO|>"),
-        "audio_out_bos_token_id": native.audio_bos_token_id, "audio_out_token_idx": native.audio_token_id,
-        "pad_token_id": native.pad_token_id, "skip_audio_tower": True, "use_delay_pattern": True,
-        "encode_audio_in_tokens": True, "encode_whisper_embed": False, "use_audio_out_embed_projector": False,
-        "use_audio_out_self_attention": False, "use_rq_transformer": False}
 
 
 def empty_model(config, dtype, folder=None):
@@ -213,7 +113,7 @@ def weight_parts(folder, config):
         raise UserError(f"{folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
     if config["model_type"] == "higgs_audio_v2":
         return {name: [part] for name, part in found.items()}
-    return {name: [found[part] for part in parts] for name, parts in native_names(found).items()}
+    return {name: [found[part] for part in parts] for name, parts in layout_2025.native_names(found).items()}
 
 
 def check_weights(model, parts, folder):
@@ -296,16 +196,3 @@ def save_processor(folder, tokenizer):
     extractor.save_pretrained(folder)
     template = Path(__file__).with_name("chat_template.jinja").read_text()
     HiggsAudioV2Processor(extractor, tokenizer, audio_tokenizer=None, chat_template=template).save_pretrained(folder)
-
-
-def fingerprint_weights(folder):
-    """Short hash of a checkpoint folder's config and of both ends of each weight file: which model is this?"""
-    digest = hashlib.sha256()
-    for path in sorted(Path(folder).glob("*.safetensors")) + [Path(folder) / "config.json"]:
-        with open(path, "rb") as f:
-            size = f.seek(0, os.SEEK_END)
-            digest.update(f"{path.name} {size}".encode())
-            for at in (0, max(0, size - 2**20)):
-                f.seek(at)
-                digest.update(f.read(2**20))
-    return digest.hexdigest()[:16]

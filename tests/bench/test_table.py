@@ -1,4 +1,4 @@
-"""README's tables are what the result files say, and nothing else; a block that cannot be filled is one clear line."""
+"""The documents' tables are what the result files say, and nothing else; a block that cannot be filled is one line."""
 import importlib.util
 import json
 import os
@@ -89,6 +89,9 @@ def test_numbers_have_three_digits(value, shown):
 @pytest.mark.parametrize("change, error", [
     (("speed-cpu.json speed", "absent-cpu.json speed"), r"line 3: absent-cpu\.json cannot be read \(No such file"),
     (("speed-cpu.json speed", "speed-cpu.json memory"), r"line 3: speed-cpu\.json has no table 'memory', only speed"),
+    (("json speed -->", "json speed; columns way | cost -->"), r"line 3: there is no column 'cost', only way \| tok"),
+    (("json speed -->", "json speed; rows theirs -->"), r"line 3: no row has the cells theirs"),
+    (("json speed -->", "json speed; lines 3 -->"), r"line 3: 'lines 3' is neither"),
     (("<!-- end table -->", "<!-- end of table -->"), r"line 3: the block of speed-cpu\.json speed is not closed"),
     (("old\n<!--", "<!-- table b.json c -->\n<!--"), r"line 3: the block of speed-cpu\.json speed is not closed"),
     (("<!-- table speed-cpu.json speed -->", ""), r"line 5: .* ends no block")])
@@ -101,8 +104,20 @@ def test_a_block_that_cannot_be_filled_is_one_line_and_changes_nothing(page, cha
     assert page.read_text() == before
 
 
-def test_readme_shows_what_the_result_files_say():
+def test_a_block_may_show_a_part_of_a_table(page):
+    page.write_text(page.read_text().replace("json speed -->", "json speed; rows ours; columns notes | tokens/s -->"))
+    run(page)
+    shown = page.read_text().splitlines()
+    assert shown[3:7] == ["| notes | tokens/s |", "| --: | --: |", "|  | 12,300 |", ""]
+    assert shown[7].startswith("A processor, 2 cores")
+    run(page, "--check")
+
+
+def test_readme_and_docs_show_what_the_result_files_say():
     table.main(["--check"])
+    speed = (ROOT / "docs" / "speed.md").read_text()
+    assert len(table.BEGIN.findall(speed)) > 15, "docs/speed.md lost its tables"
+    assert table.BEGIN.search((ROOT / "README.md").read_text())
 
 
 def test_a_script_starts_anew_once_with_its_flags_and_an_allocator_that_keeps_memory(tmp_path):

@@ -18,7 +18,7 @@ from transformers import AutoProcessor, AutoTokenizer, HiggsAudioV2Config, Higgs
 import lora
 from common import parallel
 from common.parallel import UserError
-from speech import export, weights
+from speech import export, layout_2025, weights
 from tests.helpers import spoken
 from tests.helpers.trainer import ROOT
 
@@ -173,7 +173,7 @@ def test_2025_config_is_the_published_one(tiny, served):
                                               (15, "<|AUDIO|>"))}
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     tokenizer.convert_tokens_to_ids = ids.__getitem__       # the real tokenizer is on the hub
-    assert weights.original_config(real, tokenizer, "bfloat16") == published_config()
+    assert layout_2025.original_config(real, tokenizer, "bfloat16") == published_config()
 
 
 def test_2025_layout_loads_through_transformers_own_key_mapping(tiny, served, data):
@@ -191,7 +191,7 @@ def test_2025_tokenizer_is_one_that_transformers_4_46_can_load(tiny, tmp_path):
     config = HiggsAudioV2Config.from_pretrained(tiny.model)
     config.dtype = torch.float32
     tmp_path.joinpath("out").mkdir()
-    export.save_original_config(config, newer, tmp_path / "out", tiny.model, read(tiny.model, "config.json"))
+    layout_2025.save_original_config(config, newer, tmp_path / "out", tiny.model, read(tiny.model, "config.json"))
     written = read(tmp_path / "out", "tokenizer_config.json")
     assert written["tokenizer_class"] == "PreTrainedTokenizerFast" and "extra_special_tokens" not in written
     assert written["additional_special_tokens"] == ["<|AUDIO|>", "<|recipient|>"]
@@ -414,7 +414,7 @@ def test_a_write_that_fails_leaves_nothing(tiny, tmp_path):
 
 
 def test_a_killed_export_leaves_no_folder_of_that_name_and_the_next_one_cleans_up(tiny, tmp_path):
-    command = ("import os, signal, sys; import lora, higgs_io; higgs_io.save_config = lambda *a: "
+    command = ("import os, signal, sys; import lora; from speech import weights; weights.save_config = lambda *a: "
                "os.kill(os.getpid(), signal.SIGKILL); lora.merge(sys.argv[1], None, sys.argv[2], None)")
     done = subprocess.run([sys.executable, "-c", command, str(tiny.model), str(tmp_path / "out")], cwd=ROOT,
                           env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)

@@ -26,10 +26,10 @@ import train_v2_ddp
 from common import checkpoint, parallel, tensor_files
 from data import collate
 from speech import higgs, make_tiny, speech_model
-from speech import weights as higgs_io
+from speech.weights import empty_model, find_model, native_config
 from tests.helpers import spoken as speech
+from tests.helpers.checkpoints import config_of, original_config, original_state, split_rows, write_checkpoint
 from tests.helpers.trainer import ROOT, Run, Tiny, trainer_command
-from tests.speech import test_higgs
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -359,7 +359,7 @@ def start(argv):
     args = train_v2_ddp.build_parser().parse_args(argv)
     train_v2_ddp.check_flags(args, int(os.environ["WORLD_SIZE"]))
     world = parallel.init(60, 60, alone_too=args.parallel == "fsdp")
-    folder, config = higgs_io.find_model(args.model_path)
+    folder, config = find_model(args.model_path)
     return world, args, *speech_model.build_model(world, args, folder, config, None)
 
 
@@ -401,11 +401,11 @@ def assert_rows(parts, name, expected):
 
 def original_split(folder, odd):
     """The odd model in the 2025 format in three files, three tensors of it split in two; the folder."""
-    state = test_higgs.original_state(odd.model)
-    test_higgs.split_rows(state, "embed_tokens", ("embedding_frozen", "embedding_trainable"), 571)
+    state = original_state(odd.model)
+    split_rows(state, "embed_tokens", ("embedding_frozen", "embedding_trainable"), 571)
     for head, at in (("audio_lm_head", 4103), ("text_lm_head", 1)):
-        test_higgs.split_rows(state, f"audio_decoder_proj.{head}", ("linear_frozen", "linear_trainable"), at)
-    return test_higgs.write_checkpoint(folder, test_higgs.original_config(test_higgs.config_of(odd.model)), state, 3)
+        split_rows(state, f"audio_decoder_proj.{head}", ("linear_frozen", "linear_trainable"), at)
+    return write_checkpoint(folder, original_config(config_of(odd.model)), state, 3)
 
 
 @pytest.mark.parametrize("form", ["native", "2025"])
@@ -448,10 +448,10 @@ def test_a_rank_never_holds_the_whole_model(pool, odd, tmp_path):
     config = json.loads((odd.model / "config.json").read_text())
     config |= {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2,
                "head_dim": 128, "num_hidden_layers": 3}
-    shapes = {n: p.shape for n, p in higgs_io.empty_model(higgs_io.native_config(config), torch.float32)
+    shapes = {n: p.shape for n, p in empty_model(native_config(config), torch.float32)
               .named_parameters()}
     state = {name: torch.rand(shape) for name, shape in shapes.items()}
-    folder = test_higgs.write_checkpoint(tmp_path / "model", config, state, 12)
+    folder = write_checkpoint(tmp_path / "model", config, state, 12)
     size = sum(tensor.nbytes for tensor in state.values())
     file = max(path.stat().st_size for path in folder.glob("*.safetensors"))
     del state

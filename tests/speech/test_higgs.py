@@ -1,23 +1,20 @@
 """The packed model against transformers' own: loss, gradients, hidden states, syncs, checkpoint formats, FLOPs."""
-import copy
-import json
 import os
 
 import pytest
 import torch
 import torch._dynamo.utils
-from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoProcessor, HiggsAudioV2ForConditionalGeneration
+from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
 
 import lora
 from common import optim, parallel
-from common.parallel import UserError
 from data import collate
 from speech import higgs
-from speech import weights as higgs_io
+from speech.weights import load_model, native_config
 from tests.helpers import spoken
+from tests.helpers.checkpoints import config_of
 
 CONVERSATIONS = {"single": spoken.SINGLE, "short": spoken.SHORT, "long": spoken.LONG, "cloning": spoken.CLONING,
                  "multi-turn": spoken.MULTI_TURN, "text only": spoken.TEXT_ONLY}
@@ -27,7 +24,7 @@ PACKS = {name: [name] for name in CONVERSATIONS} | {"mixed": list(CONVERSATIONS)
 @pytest.fixture(scope="module")
 def data(tiny, tmp_path_factory):
     """(TokenIds, {name: sample}) of CONVERSATIONS."""
-    ids, samples = spoken.samples_of(tiny.model, higgs_io.native_config(config_of(tiny.model)),
+    ids, samples = spoken.samples_of(tiny.model, native_config(config_of(tiny.model)),
                                      list(CONVERSATIONS.values()), tmp_path_factory.mktemp("table"))
     return ids, dict(zip(CONVERSATIONS, samples))
 
@@ -37,12 +34,8 @@ def packed(tiny):
     return higgs.PackedHiggs(spoken.native(tiny.model))
 
 
-def config_of(folder):
-    return json.loads((folder / "config.json").read_text())
-
-
 def load(folder):
-    return higgs_io.load_model(folder, config_of(folder), torch.float32)
+    return load_model(folder, config_of(folder), torch.float32)
 
 
 def assert_same_gradients(ours, theirs, tolerance=1e-5):
@@ -408,7 +401,7 @@ def unreached(net, batch, text_weight):
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_frozen_is_exactly_what_the_loss_cannot_reach(tiny, data, method, layers):
     ids, samples = data
-    config = higgs_io.HiggsAudioV2Config(**{**config_of(tiny.model), "num_hidden_layers": layers, "hidden_size": 64})
+    config = HiggsAudioV2Config(**{**config_of(tiny.model), "num_hidden_layers": layers, "hidden_size": 64})
     torch.manual_seed(0)
     native = net = HiggsAudioV2ForConditionalGeneration(config, use_text_head=True)
     if method == "lora":
@@ -489,229 +482,3 @@ def test_flops_equal_torchs_own_count_lora(tiny, data):
     assert matrices == base + adapters - first
     square = higgs.flops_per_pack(config, 0, 0, 0, sum(n * n for n in batch.seqlens), lora=True)
     assert attention - square in rotary_flops(config, batch)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The original 2025 format
-
-
-def original_name(name):
-    """Native parameter name -> the name in the original checkpoint (facts of the released file, not of our map)."""
-    if name == "model.embed_audio_tokens.embed_audio_tokens.weight":
-        return "audio_codebook_embeddings.weight"
-    if name.endswith("lm_head.weight"):
-        return f"audio_decoder_proj.{name}"
-    return name.removeprefix("model.")
-
-
-def original_config(native):
-    """config.json as boson-ai's HiggsAudioConfig writes it, text_config nested."""
-    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-            "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "hidden_act")
-    text = {key: native[key] for key in kept} | {
-        "model_type": "llama", "rope_theta": 500000.0, "torch_dtype": "bfloat16",
-        "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
-                         "original_max_position_embeddings": 8192, "rope_type": "llama3"}}
-    return {"model_type": "higgs_audio", "architectures": ["HiggsAudioModel"], "text_config": text,
-            "audio_encoder_config": {"model_type": "higgs_audio_encoder"},
-            "audio_adapter_type": "dual_ffn_fast_forward",
-            "audio_dual_ffn_layers": list(range(native["num_hidden_layers"])), "audio_num_codebooks": 8,
-            "audio_codebook_size": 1024, "audio_stream_bos_id": 1024, "audio_stream_eos_id": 1025,
-            "audio_out_token_idx": native["audio_token_id"], "audio_out_bos_token_id": native["audio_bos_token_id"],
-            "pad_token_id": native["pad_token_id"], "audio_embed_avg": False, "skip_audio_tower": True,
-            "use_audio_out_embed_projector": False, "use_audio_out_self_attention": False, "use_delay_pattern": True,
-            "encode_audio_in_tokens": True, "encode_whisper_embed": False, "torch_dtype": "bfloat16"}
-
-
-def original_state(folder):
-    return {original_name(n): t for n, t in load_file(folder / "model.safetensors").items()}
-
-
-def write_checkpoint(folder, config, state, shards=1):
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    names = list(state)
-    for i in range(shards):
-        name = f"model-{i + 1:05}-of-{shards:05}.safetensors" if shards > 1 else "model.safetensors"
-        save_file({n: state[n].contiguous() for n in names[i::shards]}, folder / name)
-    return folder
-
-
-def split_rows(state, name, kinds, at):
-    tensor = state.pop(f"{name}.weight")
-    state |= {f"{name}.{kind}.weight": part for kind, part in zip(kinds, (tensor[:at], tensor[at:]))}
-
-
-@pytest.mark.parametrize("variant", ["plain", "split and sharded"])
-def test_original_format_loads_with_every_weight(tiny, data, tmp_path, variant):
-    state = original_state(tiny.model)
-    state["audio_codebook_weights"] = torch.ones(8)
-    state |= {f"{where}inv_freq": torch.rand(16) for where in
-              ("rotary_emb.", "rotary_emb.original_", "layers.0.self_attn.rotary_emb.")}
-    if variant != "plain":
-        split_rows(state, "embed_tokens", ("embedding_frozen", "embedding_trainable"), 570)
-        for head in ("audio_lm_head", "text_lm_head"):
-            split_rows(state, f"audio_decoder_proj.{head}", ("linear_frozen", "linear_trainable"), 500)
-    folder = write_checkpoint(tmp_path / "original", original_config(config_of(tiny.model)), state,
-                              1 if variant == "plain" else 3)
-    found, config = higgs_io.find_model(str(folder))
-    model = higgs_io.load_model(found, config, torch.float32)
-    expected = HiggsAudioV2ForConditionalGeneration.from_pretrained(tiny.model, use_text_head=True)
-    got = model.state_dict()
-    assert got.keys() == expected.state_dict().keys() == higgs_io.native_names(state).keys()   # nothing left to ignore
-    assert all(torch.equal(got[n], t) for n, t in expected.state_dict().items())
-    assert model.config.codebook_size == 1026 and model.config.audio_stream_eos_id == 1025
-    ids, samples = data
-    inputs = {k: v for k, v in spoken.native_batch([samples["cloning"]], ids).items() if "labels" not in k}
-    # the old config has no delay token: 128014 is a constant there, and the tiny tokenizer's is another
-    inputs["input_ids"] = torch.where(inputs["input_ids"] == ids.delay, ids.audio, inputs["input_ids"])
-    with torch.no_grad():
-        torch.testing.assert_close(model(**inputs).logits, expected(**inputs).logits, rtol=0, atol=0)
-
-
-def test_original_config_gives_the_released_native_config(tmp_path):
-    """Values of the two published config.json files; the rope spelling differs but must not matter."""
-    text = {"vocab_size": 128256, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
-            "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 2048, "hidden_act": "silu", "audio_token_id": 128016, "pad_token_id": 128001,
-            "audio_bos_token_id": 128013}
-    native = higgs_io.native_config(original_config(text))
-    expected = {key: value for key, value in text.items()} | {
-        "num_codebooks": 8, "codebook_size": 1026, "audio_delay_token_id": 128014, "bos_token_id": 1,
-        "eos_token_id": 128009, "audio_stream_bos_id": 1024, "audio_stream_eos_id": 1025,
-        "tie_word_embeddings": False}
-    assert {key: getattr(native, key) for key in expected} == expected
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-    llama = LlamaConfig(hidden_size=3072, num_attention_heads=24, head_dim=128, max_position_embeddings=131072,
-                        rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0,
-                                         "high_freq_factor": 4.0, "low_freq_factor": 1.0,
-                                         "original_max_position_embeddings": 8192})
-    from transformers.models.higgs_audio_v2.modeling_higgs_audio_v2 import HiggsAudioV2RotaryEmbedding
-    assert torch.equal(LlamaRotaryEmbedding(llama).inv_freq, HiggsAudioV2RotaryEmbedding(native).inv_freq)
-
-
-@pytest.mark.parametrize("key, value", [
-    ("audio_adapter_type", "stack"), ("audio_dual_ffn_layers", [0]), ("use_audio_out_self_attention", True),
-    ("use_audio_out_embed_projector", True), ("audio_embed_avg", True), ("skip_audio_tower", False)])
-def test_unsupported_original_variant_is_named(tiny, key, value):
-    config = original_config(config_of(tiny.model))
-    higgs_io.native_config(config)
-    with pytest.raises(UserError) as error:
-        higgs_io.native_config({**config, key: value})
-    assert str(error.value).endswith(f"the native class lacks: {key}={value!r}")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Refusals and saving
-
-
-def broken(state, what):
-    if what == "missing":
-        del state["model.layers.1.audio_mlp.up_proj.weight"], state["model.norm.weight"]
-    elif what == "unexpected":
-        state["model.layers.0.audio_attn.q_proj.weight"] = torch.ones(2, 2)
-    elif what == "shape":
-        state["model.layers.1.self_attn.k_proj.weight"] = torch.ones(32, 128)
-    elif what == "text head":
-        del state["text_lm_head.weight"]
-    return state
-
-
-MESSAGES = {"missing": ["2 missing keys", "model.layers.1.audio_mlp.up_proj.weight", "model.norm.weight"],
-            "unexpected": ["1 unexpected key", "model.layers.0.audio_attn.q_proj.weight"],
-            "shape": ["1 mismatched key", "model.layers.1.self_attn.k_proj.weight (32, 128) instead of (64, 128)"],
-            "text head": ["1 missing key", "text_lm_head.weight", "dropped the text head", "base model"]}
-
-
-@pytest.mark.parametrize("form", ["native", "original"])
-@pytest.mark.parametrize("what", MESSAGES)
-def test_checkpoint_that_does_not_fit_stops_with_the_weights_names(tiny, tmp_path, what, form):
-    """transformers only prints a report, and trains on random weights."""
-    state = broken(load_file(tiny.model / "model.safetensors"), what)
-    config = config_of(tiny.model)
-    if form == "original":
-        state, config = {original_name(n): t for n, t in state.items()}, original_config(config)
-    folder = write_checkpoint(tmp_path / "model", config, state)
-    with pytest.raises(UserError) as error:
-        load(folder)
-    for part in [str(folder), *MESSAGES[what]]:
-        assert part in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_two_tensors_with_one_native_name_stop(tiny, tmp_path):
-    state = original_state(tiny.model)
-    state["audio_lm_head.weight"] = state["audio_decoder_proj.audio_lm_head.weight"].clone()
-    folder = write_checkpoint(tmp_path / "model", original_config(config_of(tiny.model)), state)
-    with pytest.raises(UserError, match="two tensors .* audio_lm_head.weight"):
-        load(folder)
-
-
-def test_codebook_size_without_the_stream_tokens_is_refused(tiny, tmp_path):
-    """transformers' default of 1024: an all-BOS row would index past the table, or another codebook's rows."""
-    config = {**config_of(tiny.model), "codebook_size": 1024}
-    folder = write_checkpoint(tmp_path / "model", config, load_file(tiny.model / "model.safetensors"))
-    with pytest.raises(UserError, match="codebook_size 1024.*must be 1026"):
-        load(folder)
-
-
-@pytest.mark.parametrize("form", ["native", "original"])
-@pytest.mark.parametrize("content", [None, b"not weights"])
-def test_missing_or_damaged_weight_file_is_one_clear_line(tiny, tmp_path, content, form):
-    config = config_of(tiny.model)
-    folder = write_checkpoint(tmp_path / "model", config if form == "native" else original_config(config), {})
-    (folder / "model.safetensors").unlink()
-    if content:
-        (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(UserError) as error:
-        load(folder)
-    text = str(error.value)
-    expected = f"{folder}/model.safetensors: cannot be read" if content else f"{folder}: holds no weights"
-    assert text.startswith(expected) and "\n" not in text
-
-
-@pytest.fixture(scope="module")
-def saved(tiny, tmp_path_factory):
-    """(folder written by save_model, the model that was saved)."""
-    folder = tmp_path_factory.mktemp("saved") / "model"
-    model = load(tiny.model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.01 * torch.randn_like(parameter)
-    higgs_io.save_model(higgs.PackedHiggs(model).base_model, higgs_io.load_tokenizer(tiny.model), folder, tiny.model)
-    return folder, model
-
-
-def test_saved_model_loads_in_plain_transformers_with_its_text_head(saved):
-    folder, model = saved
-    loaded, info = HiggsAudioV2ForConditionalGeneration.from_pretrained(folder, use_text_head=True,
-                                                                       output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    got, expected = loaded.state_dict(), model.state_dict()
-    assert got.keys() == expected.keys() and "text_lm_head.weight" in got
-    assert all(torch.equal(got[n], t) for n, t in expected.items())
-    configs = [{k: v for k, v in m.config.to_dict().items() if k != "_name_or_path"} for m in (loaded, model)]
-    assert configs[0] == configs[1]
-
-
-def test_saved_model_brings_all_that_generation_needs(tiny, saved):
-    folder, _ = saved
-    generation = json.loads((folder / "generation_config.json").read_text())
-    original = json.loads((tiny.model / "generation_config.json").read_text())
-    assert generation | original == generation and original["ras_win_len"] == 7     # nothing lost, nothing changed
-    messages = [{"role": "system", "content": [{"type": "text", "text": "Speak."}]},
-                {"role": "user", "content": [{"type": "text", "text": "Good night."}]}]
-    pytest.importorskip("torchaudio", reason="the processor loads the codec, which needs it", exc_type=ImportError)
-    texts = [AutoProcessor.from_pretrained(f).apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-             for f in (folder, tiny.model)]
-    assert texts[0] == texts[1] and texts[0].endswith("<|audio_out_bos|>")
-
-
-def test_saving_again_elsewhere_after_training_keeps_native_layers_usable(saved):
-    """PackedHiggs swaps the layers' class: a deep copy and the native forward must still work on it."""
-    _, model = saved
-    twin = copy.deepcopy(model)
-    ids = torch.arange(20)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(twin(input_ids=ids).logits, model(input_ids=ids).logits)

@@ -242,7 +242,7 @@ def test_adapter_of_other_flags_is_refused(tiny, saved, change, parts):
 def test_bad_adapter_config_is_one_clear_line(tiny, tmp_path, content, said):
     (tmp_path / "adapter_config.json").write_bytes(content)
     with pytest.raises(UserError) as error:
-        lora.add_saved(base(tiny), tmp_path)
+        adapters.add_saved(base(tiny), tmp_path)
     assert str(error.value).startswith(f"{tmp_path / 'adapter_config.json'}: ") and said in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -11,6 +11,7 @@ import soundfile
 import soxr
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
 
 import lora
 import train_v2_ddp
@@ -19,10 +20,10 @@ from common.parallel import UserError
 from data import collate
 from speech import higgs
 from speech import plan as speech_plan
-from speech import weights as higgs_io
 from speech.encode import check_encoder, codec_config, decode_audio, encode_clip, load_codec
 from speech.labels import IGNORE, TokenIds
 from speech.table import split_validation
+from speech.weights import empty_model
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.trainer import trainer_command
 from tests.speech import test_bad_input
@@ -38,11 +39,11 @@ LORA = ("--use_lora", "--lora_rank", 4, "--lora_alpha", 8)
 
 def small_model(targets, dtype, recompute, dropout=0.1):
     """(config, PackedHiggs) on the CPU, wide enough that rows and not weights take the memory."""
-    config = higgs_io.HiggsAudioV2Config(
+    config = HiggsAudioV2Config(
         vocab_size=600, hidden_size=96, intermediate_size=256, num_hidden_layers=6, num_attention_heads=6,
         num_key_value_heads=2, head_dim=16, codebook_size=1026, num_codebooks=8, audio_token_id=516,
         audio_bos_token_id=513, audio_delay_token_id=514, pad_token_id=501, eos_token_id=509, bos_token_id=1)
-    native = higgs_io.HiggsAudioV2ForConditionalGeneration(config, use_text_head=True).to(dtype)
+    native = HiggsAudioV2ForConditionalGeneration(config, use_text_head=True).to(dtype)
     net = lora.add_lora(native, 8, 16, dropout, targets, "base") if targets else native
     return config, higgs.PackedHiggs(net, recompute).train()
 
@@ -143,7 +144,7 @@ REAL = {"vocab_size": 128256, "hidden_size": 3072, "intermediate_size": 8192, "n
 @pytest.fixture(scope="module")
 def real():
     """The 3B model with its text head, empty: full fine-tuning, fp32."""
-    return higgs_io.empty_model(higgs_io.HiggsAudioV2Config(**REAL), torch.float32)
+    return empty_model(HiggsAudioV2Config(**REAL), torch.float32)
 
 
 def units_of(model):

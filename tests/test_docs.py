@@ -1,0 +1,475 @@
+"""README and docs: every command in them works, every flag and file they name exists, every link leads somewhere.
+
+A command in a bash block is run, in a folder where the names that the documents use stand for tiny things: with
+--dry_run or DRY_RUN=1 where it would need a GPU or hours, else as it is. Where a model of its own would have to be
+trained first, its flags go through the script's parser, as those of commands inside sentences do. A command that no
+rule covers is a failure.
+"""
+import argparse
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import string
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from tests.helpers import chats
+from tests.helpers.trainer import ROOT, train_forked
+
+pytestmark = pytest.mark.timeout(300)
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
+COPY_OUT = """\
+mkdir -p ~/mine/higgs   && cp -r train_v2_ddp.py data.py lora.py speech common  ~/mine/higgs/
+mkdir -p ~/mine/blocks  && cp -r diffusion common                               ~/mine/blocks/
+mkdir -p ~/mine/distill && cp -r distill common                                 ~/mine/distill/
+"""
+
+# How each script's commands are tested: "dry" = run with --dry_run, "run" = run, "parse" = flags only, because a
+# trained model, a GPU or minutes would be needed. Then flags that make it quick.
+SCRIPTS = {
+    "train_v2_ddp.py": ("dry",), "distill/train_sft.py": ("dry",), "distill/create_data.py": ("dry",),
+    "speech/generate_tts.py": ("run", "--max_seconds", "0.2"), "speech/evaluate_tts.py": ("run",), "lora.py": ("run",),
+    "diffusion/make_problems.py": ("run",), "common/report.py": ("run",),
+    "diffusion/train_bd3lm.py": ("parse",), "diffusion/sample_bd3lm.py": ("parse",),
+    "distill/evaluate_sft.py": ("parse",), "bench/block_diffusion.py": ("parse",)}
+# Launchers that print what they would run with DRY_RUN=1, and which of our scripts are in it.
+LAUNCHERS = {
+    "launch/train_tts.sh": ["train_v2_ddp.py"], "launch/train_tts_h200x8.sh": ["train_v2_ddp.py"],
+    "launch/train_sft_h100x8.sh": ["distill/train_sft.py"], "launch/create_data_h100x8.sh": ["distill/create_data.py"],
+    "launch/train_gsm8k_bd3lm_h200.sh": ["diffusion/train_bd3lm.py", "diffusion/sample_bd3lm.py"],
+    "launch/train_hdp_diffusion_h200.sh": ["diffusion/train_bd3lm.py", "diffusion/sample_bd3lm.py"]}
+# Whole jobs: these tests run them, demo.sh the last one here. test.sh is run with pytest's --version.
+ELSEWHERE = {"launch/distill_demo.sh": "tests/launch/test_distill_demo.py", "launch/demo.sh": "tests/test_docs.py"}
+# What stands for models of the hub; whatever else the documents name lies in the workplace under that very name.
+HUB = {"bosonai/higgs-audio-v2-generation-3B-base": "BASE", "bosonai/higgs-audio-v2-tokenizer": "CODEC",
+       "Qwen/Qwen3-4B-Instruct-2507": "STUDENT", "Qwen/Qwen3-30B-A3B-Instruct-2507": "STUDENT"}
+REST = "--model_path BASE --audio_tokenizer_path CODEC --train_data_file train.json --output_dir fresh"  # for "..."
+# Outputs that lie on the shelf already, where other commands read them.
+TAKEN = {("--output_dir", "out"), ("--output_dir", "./out"), ("--output_file", "labels.jsonl"),
+         ("--output_file", "plans.jsonl")}
+# Flags of other programs that the documents speak about.
+FOREIGN = {"--nproc_per_node", "--max-restarts", "--nodes", "--time", "--signal", "--batch", "--logdir", "--help"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the documents say
+
+
+@dataclass
+class Command:
+    """One command of a document. words: without the settings (NAME=value) before it."""
+    page: str
+    line: int
+    settings: dict
+    words: list
+    text: str
+
+    def __str__(self):
+        return f"{self.page}:{self.line}"
+
+
+def split_command(text):
+    """A command line -> ({setting: value}, words), comments left out."""
+    words, settings = shlex.split(text, comments=True), {}
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0], re.DOTALL):
+        name, _, settings[name] = words.pop(0).partition("=")
+    return settings, words
+
+
+def fences(text):
+    """(language, number of its first line, lines) of each fenced block."""
+    opened = None
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.startswith("```"):
+            if opened is None:
+                opened = (line[3:].strip(), number + 1, [])
+            else:
+                yield opened
+                opened = None
+        elif opened:
+            opened[2].append(line)
+    assert opened is None, f"line {opened[1]}: a block that is not closed"
+
+
+def without_blocks(text):
+    """A page with its fenced blocks emptied; lines keep their numbers."""
+    return re.sub(r"^```.*?^```$", lambda fence: "\n" * fence[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL)
+
+
+def block_commands():
+    """The commands of all bash blocks, and those behind a $ in other blocks; variables set in a block are filled in."""
+    found = []
+    for page, text in TEXTS.items():
+        for language, first, lines in fences(text):
+            if language != "bash":
+                lines = [line[2:] if line.startswith("$ ") else "" for line in lines]
+            number, variables = first, {}
+            for command in re.split(r"(?<!\\)\n", "\n".join(lines)):
+                filled = string.Template(command.replace("\\\n", " ")).safe_substitute(variables)
+                settings, words = split_command(filled)
+                if words:
+                    found.append(Command(page, number, settings, words, filled))
+                else:
+                    variables |= settings
+                number += command.count("\n") + 1
+    return found
+
+
+def sentence_commands():
+    """Commands inside sentences and under tables: `python ...`, `bash ...`, with settings before them or without."""
+    found = []
+    for page, text in TEXTS.items():
+        bare = without_blocks(text)
+        for span in re.finditer(r"`([^`]+)`", bare):
+            try:
+                settings, words = split_command(span[1].replace("\n", " "))
+            except ValueError:
+                continue        # half a quotation
+            if len(words) > 1 and words[0] in ("python", "bash", "torchrun", "sbatch"):
+                found.append(Command(page, bare[:span.start()].count("\n") + 1, settings, words, span[1]))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the scripts say
+
+
+@functools.cache
+def flags_module():
+    spec = importlib.util.spec_from_file_location("docs_flags", ROOT / "docs" / "flags.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def parser_of(script):
+    return flags_module().parser_of(script)
+
+
+def parse(script, words, partial=False):
+    """Parse a command's flags as its script does; partial: required ones may be missing."""
+    parser = parser_of(script)
+    required = {action: action.required for action in parser._actions}
+    try:
+        for action in required if partial else ():
+            action.required = False
+        return parser.parse_args(words)
+    except SystemExit as left:
+        raise AssertionError(f"{script} refuses {shlex.join(words)}") from left
+    finally:
+        for action, value in required.items():
+            action.required = value
+
+
+def script_of(words):
+    """(script, its flags, processes) of a command that starts one of our Python files, else None."""
+    if words[0] == "python" and len(words) > 1 and words[1].endswith(".py"):
+        return words[1], words[2:], 1
+    if words[0] == "torchrun":
+        at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+        if at is None:
+            return None
+        ranks = [int(word.partition("=")[2]) for word in words[1:at] if word.startswith("--nproc_per_node=")]
+        return words[at], words[at + 1:], ranks[0]
+    return None
+
+
+def launcher_of(words):
+    """(launcher, its arguments) of `bash X.sh ...` or `sbatch [options] X.sh ...`, else None."""
+    if words[0] in ("bash", "sbatch"):
+        at = next((i for i, word in enumerate(words) if word.endswith(".sh")), None)
+        if at and (words[0] == "sbatch" or at == 1):
+            return words[at], words[at + 1:]
+    return None
+
+
+def all_flags():
+    """Every flag of every script, those of the measurements included."""
+    scripts = [*flags_module().scripts(), "docs/flags.py",
+               *(f"bench/{path.name}" for path in (ROOT / "bench").glob("*.py") if "def main(" in path.read_text())]
+    flags, parsers = set(), list(map(parser_of, scripts))
+    while parsers:
+        parser = parsers.pop()
+        for action in parser._actions:
+            flags |= set(action.option_strings)
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+    return flags
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where commands run
+
+
+@pytest.fixture(scope="module")
+def shelf(tiny, pool, tmp_path_factory):
+    """Folder with everything that the documents' commands name, tiny."""
+    root = tmp_path_factory.mktemp("shelf")
+    (root / "BASE").symlink_to(tiny.model)
+    (root / "CODEC").symlink_to(tiny.codec)
+    (root / "clips").mkdir()
+    text = tiny.train_json.read_text().replace('"audio_url": "', f'"audio_url": "{tiny.root}/')
+    (root / "train.json").write_text(text)
+    (root / "prompts.json").write_text(json.dumps(json.loads(text)[:1]))
+    (root / "lines.txt").write_text("Good day.\nThank you.\n")
+    trained = train_forked(pool, tiny, root / "out", "--use_lora", "--max_steps", 2, "--validation_split", 0)
+    assert (trained.output_dir / "checkpoint-2").is_dir()
+    (root / "out" / "checkpoint-2").rename(root / "out" / "checkpoint-N")
+    for name in ("out_a", "out_b"):
+        (root / name).mkdir()
+        for file in ("metrics.jsonl", "starts.jsonl"):
+            shutil.copy(root / "out" / file, root / name)
+    (root / "full").mkdir()
+    (root / "full" / "checkpoint-N").symlink_to(tiny.model)
+    write_speech(root / "me.wav", 220)
+    for number, name in enumerate(("samples", "samples_base", "samples_trained", "clips", "spoken")):
+        (root / name).mkdir(exist_ok=True)
+        write_speech(root / name / "0000.wav", 200 + 20 * number)
+        if name != "clips":
+            (root / name / "0000.json").write_text(json.dumps({"text": "Good day.", "ended_by": "eos"}))
+    (root / "judged").mkdir()
+    (root / "judged" / "evaluation.json").write_text(json.dumps(
+        {"name": "samples", "metrics": {"mcd": 5.0}, "samples": [], "settings": {}}))
+    chats.student(root / "STUDENT")
+    (root / "TEACHER").symlink_to(root / "STUDENT")
+    chats.write(root / "labels.jsonl", chats.conversations(24))
+    from diffusion import make_problems
+    make_problems.write_demo(root / "problems", n_train=40, n_test=4)
+    for file in ("train.jsonl", "test.jsonl", "train_hdp.json", "test_hdp.json"):
+        shutil.copy(root / "problems" / file, root)
+    make_problems.main(["lines", "--input", str(root / "train.jsonl"), "--output", str(root / "lines_gsm8k.txt")])
+    lines = (root / "lines_gsm8k.txt").read_text().splitlines()
+    (root / "plans.jsonl").write_text("".join(json.dumps(
+        {"id": i, "messages": chats.ask(line, "First find the number, then add.")}) + "\n"
+        for i, line in enumerate(lines)))
+    return root
+
+
+def write_speech(path, pitch):
+    """A second of a voice-like tone."""
+    t = np.arange(24000) / 24000
+    wave = sum(np.sin(2 * np.pi * pitch * k * t) / k for k in range(1, 20)) * (0.1 + 0.05 * np.sin(2 * np.pi * 3 * t))
+    soundfile.write(path, wave.astype(np.float32), 24000)
+
+
+@pytest.fixture
+def workplace(shelf, tmp_path):
+    """A fresh folder where the repository's files and the shelf's lie under their own names; new files stay in it."""
+    for source in (*(ROOT / name for name in ("launch", "speech", "diffusion", "distill", "common", "tests")),
+                   *shelf.iterdir(), *ROOT.glob("*.py"), ROOT / "README.md"):
+        if source.is_dir():
+            shutil.copytree(source, tmp_path / source.name, copy_function=os.symlink)
+        else:
+            os.symlink(source, tmp_path / source.name)
+    return tmp_path
+
+
+def tame(flags):
+    """A command's flags with tiny models for the hub's, and the flags that "..." leaves out."""
+    flags = [word for flag in flags for word in (REST.split() if flag == "..." else [HUB.get(flag, flag)])]
+    for at, flag in enumerate(flags[:-1]):
+        if (flag, flags[at + 1]) in TAKEN:
+            flags[at + 1] = "fresh"
+    return flags
+
+
+def environment(**settings):
+    """This process's environment without what a launcher reads, then settings."""
+    kept = {name: value for name, value in os.environ.items()
+            if not re.match(r"SLURM_|RANK$|WORLD_SIZE$|LOCAL_|MASTER_|VENV$|PYTHONPATH$", name)}
+    return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VENV": "", "MIN_GPUS": "0",
+                   "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | settings
+
+
+def check_python(command, pool, workplace):
+    """Run or parse a command that starts a Python script."""
+    script, flags, ranks = script_of(command.words)
+    assert script in SCRIPTS, f"{command}: no rule for {script}; add one to SCRIPTS"
+    how, *quick = SCRIPTS[script]
+    if "--asr_model" in flags or how == "parse":        # a model of the hub, or a trained one
+        parse(script, flags)
+        return
+    flags = tame(flags)
+    if "--help" in flags:
+        quick, how = [], "run"
+    if how == "dry" and "--dry_run" not in flags:
+        quick = ["--dry_run", str(ranks)] if script != "distill/create_data.py" else ["--dry_run"]
+    main = script.removesuffix(".py").replace("/", ".") + ".main"
+    statuses, output = pool.run(min(ranks, 2) if how == "run" else 1, main, [*flags, *quick], cwd=workplace)
+    assert not any(statuses), f"{command}: {command.text}\n{output[-3000:]}"
+    if how == "dry":
+        assert "dry run ok" in output or script == "distill/create_data.py", output
+
+
+def check_launcher(command, workplace):
+    """Let a launcher print what it would run, and parse that."""
+    launcher, arguments = launcher_of(command.words)
+    if launcher == "launch/test.sh":
+        arguments += ["--version"]
+        settings = {"VENV": "none"}
+    elif launcher in ELSEWHERE:
+        subprocess.run(["bash", "-n", ROOT / launcher], check=True)
+        assert Path(launcher).name in (ROOT / ELSEWHERE[launcher]).read_text()
+        return
+    else:
+        assert launcher in LAUNCHERS, f"{command}: no rule for {launcher}; add one to LAUNCHERS"
+        settings = {"DRY_RUN": "1"}
+        if launcher == "launch/create_data_h100x8.sh":
+            settings["GPUS"] = "8"
+            arguments = ["fresh" if word == "labels.jsonl" else word for word in arguments]
+    done = subprocess.run(["bash", launcher, *tame(arguments)], cwd=workplace, text=True, capture_output=True,
+                          env=environment(**command.settings | settings), timeout=200)
+    assert done.returncode == 0, f"{command}: {command.text}\n{done.stdout[-1000:]}{done.stderr[-2000:]}"
+    lines = [shlex.split(line) for line in done.stdout.splitlines()]
+    for script in LAUNCHERS.get(launcher, ()):
+        starts = [(line, at) for line in lines for at, word in enumerate(line) if word.endswith(f"/{script}")]
+        assert starts, f"{command}: {launcher} does not start {script}\n{done.stdout}"
+        for line, at in starts:
+            parse(script, line[at + 1:])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tests
+
+BLOCKS, SENTENCES = block_commands(), sentence_commands()
+
+
+@pytest.mark.parametrize("command", BLOCKS, ids=str)
+def test_command_of_a_block(command, request, tmp_path):
+    if script_of(command.words):
+        check_python(command, request.getfixturevalue("pool"), request.getfixturevalue("workplace"))
+    elif launcher_of(command.words):
+        check_launcher(command, request.getfixturevalue("workplace"))
+    elif command.words[:2] == ["mkdir", "-p"]:
+        subprocess.run(["bash", "-ec", command.text], cwd=ROOT, env=os.environ | {"HOME": str(tmp_path)}, check=True)
+        folder = Path(command.words[2].replace("~", str(tmp_path)))
+        assert (folder / "common" / "parallel.py").exists() and len(list(folder.iterdir())) >= 2
+    else:
+        pytest.fail(f"{command}: no rule covers {command.text}")
+
+
+@pytest.mark.parametrize("command", SENTENCES, ids=str)
+def test_command_of_a_sentence(command):
+    if found := script_of(command.words):
+        script, flags, _ = found
+        parse(script, [flag for flag in flags if flag not in ("...", "--help")], partial=True)
+    elif found := launcher_of(command.words):
+        assert (ROOT / found[0]).is_file()
+    else:
+        assert command.words[0] == "torchrun" and set(word.partition("=")[0] for word in command.words[1:]) <= FOREIGN
+
+
+def test_settings_before_commands_are_read_by_some_script():
+    read = "".join(path.read_text() for folder in ("launch", "bench", "tests")
+                   for path in (ROOT / folder).rglob("*") if path.suffix in (".sh", ".py") and path != Path(__file__))
+    for command in [*BLOCKS, *SENTENCES]:
+        for name in command.settings:
+            assert re.search(rf"\b{name}\b", read), f"{command}: nothing reads {name}"
+
+
+def test_there_are_commands_at_all():
+    assert len(BLOCKS) > 40 and len(SENTENCES) > 10
+    assert {command.page for command in BLOCKS} >= {"README.md", "docs/speech.md", "docs/diffusion.md", "docs/slurm.md",
+                                                    "docs/distillation.md", "docs/reliability.md"}
+
+
+def test_every_flag_that_is_named_exists():
+    known = all_flags() | FOREIGN
+    for page, text in TEXTS.items():
+        for code in re.findall(r"`[^`]+`", text):
+            for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", code):
+                assert flag in known, f"{page}: no script has {flag}"
+
+
+def test_flags_page_is_what_the_parsers_say(monkeypatch):
+    """On any machine: with other numbers of CPUs and GPUs than this one has."""
+    import torch
+
+    from common import parallel
+    monkeypatch.setattr(parallel, "usable_cpus", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: not torch.cuda.device_count())
+    assert flags_module().page() == TEXTS["docs/flags.md"], "run python docs/flags.py"
+
+
+def slug(heading):
+    """GitHub's anchor of a heading."""
+    words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+    return re.sub(r"[^\w\- ]", "", words).strip().replace(" ", "-")
+
+
+def test_links_lead_somewhere():
+    anchors = {page: {slug(line.lstrip("#")) for line in without_blocks(text).splitlines() if line.startswith("#")}
+               for page, text in TEXTS.items()}
+    number = 0
+    for page, text in TEXTS.items():
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if target.startswith("http"):
+                continue
+            path, _, anchor = target.partition("#")
+            file = (ROOT / page).parent / path if path else ROOT / page
+            assert file.exists(), f"{page}: {target} leads nowhere"
+            if anchor:
+                name = file.resolve().relative_to(ROOT).as_posix()
+                assert anchor in anchors[name], f"{page}: {name} has no heading #{anchor}"
+            number += 1
+    assert number > 40
+
+
+def test_files_that_are_named_exist():
+    folders = "speech|diffusion|distill|common|launch|tests|bench|docs"
+    named = re.compile(rf"(?<![\w/.~-])((?:{folders})/[\w/.*-]+\.(?:py|sh|txt|md|json|jinja|png|html))\b")
+    for page, text in TEXTS.items():
+        for path in named.findall(text):
+            assert list(ROOT.glob(path)), f"{page}: there is no {path}"
+        for path in re.findall(r"`([\w]+\.py)`", text):
+            assert (ROOT / path).is_file() or list(ROOT.glob(f"*/{path}")), f"{page}: there is no {path}"
+
+
+def test_public_functions_of_block_diffusion():
+    names = re.findall(r"^\| `(diffusion\.\w+)\.(\w+)` \|", TEXTS["docs/diffusion.md"], re.MULTILINE)
+    assert set(names) == {("diffusion.dit", "load_official_state_dict"), ("diffusion.dit", "attention_masks"),
+                          ("diffusion.noise", "diffuse"), ("diffusion.sampler", "generate")}
+    for module, function in names:
+        assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_readme_is_short_and_has_what_it_must():
+    readme = TEXTS["README.md"]
+    assert len(readme.splitlines()) <= 230
+    assert COPY_OUT in readme
+    assert set(TEXTS) == {"README.md", *(f"docs/{name}.md" for name in (
+        "speech", "diffusion", "distillation", "slurm", "reliability", "correctness", "speed", "flags",
+        "troubleshooting"))}
+    for page in set(TEXTS) - {"README.md"}:
+        assert f"]({page}" in readme, f"README does not lead to {page}"
+    picture = ROOT / re.search(r"!\[[^]]+\]\(([^)]+)\)", readme)[1]
+    assert picture.stat().st_size < 300_000
+    assert (ROOT / "LICENSE").read_text().startswith("MIT License") and "the flat-trainers authors" in (
+        ROOT / "LICENSE").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_demo_of_the_readme(tmp_path):
+    """Fewer steps and clips; its end is a page and a loss that fell."""
+    assert "bash launch/demo.sh " in TEXTS["README.md"]
+    done = subprocess.run(["bash", ROOT / "launch" / "demo.sh"], text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT,
+                          env=environment(VENV="none", OUT=str(tmp_path), STEPS="8", CLIPS="8"))
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert re.search(r"train/loss .* fell", done.stdout) and "resumed from" in done.stdout
+    assert len(list(tmp_path.glob("run-*/report.html"))) == 1
