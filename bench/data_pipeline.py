@@ -41,8 +41,7 @@ import data
 from bench import measure
 from common import loading, parallel
 from common.packing import PackOrder, rank_packs
-from diffusion import blocks, demo_problems, dit
-from diffusion.problems import load_tokenizer
+from diffusion import blocks, demo_problems, dit, problems
 from distill import chat, packed_lm, weights
 from distill.table import make_loader, prepare_table
 from speech import higgs, make_tiny
@@ -458,7 +457,7 @@ def wait_part(work, args):
                          lambda workers, of=loader_of, by=order: of(rank_packs(by, 0, 1, 1, 1), workers), args))
 
     train_data, _, tokenizer = demo_problems.prepare(work / "demo", "gsm8k", 1500)
-    gsm_rows, _ = blocks.prepare_rows(WORLD, blocks.Layout(max_length=512), load_tokenizer(tokenizer, "gsm8k"),
+    gsm_rows, _ = blocks.prepare_rows(WORLD, blocks.Layout(max_length=512), problems.load_tokenizer(tokenizer, "gsm8k"),
                                       train_data, None, validation_split=0, row_length=512, pack=True,
                                       drop_too_long=False, seed=42)
     sums = {name: int(values.sum()) for name, values in blocks.row_table(gsm_rows).items()}

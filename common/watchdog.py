@@ -52,10 +52,13 @@ def catch_signals():
 def ignore_in_worker(worker_id):
     """worker_init_fn of every DataLoader: a signal sent to all processes must not take the trainer's data away.
 
-    Loader processes end when the trainer tells them to, or within seconds of its end.
+    Loader processes end when the trainer tells them to, or within seconds of its end. A trainer killed while it takes a
+    batch breaks off a connection with a thread of theirs, whose traceback would hide what the trainer's peers say.
     """
     for number in (*SIGNALS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    show = sys.excepthook
+    sys.excepthook = lambda kind, *error: None if issubclass(kind, (ConnectionError, EOFError)) else show(kind, *error)
 
 
 def stop_requested():

@@ -9,10 +9,9 @@
 set -euo pipefail
 LAUNCHER=create_data_h100x8
 
-repo=$(dirname "${BASH_SOURCE[0]}")/..
 allocator=${PYTORCH_ALLOC_CONF:-}
 # shellcheck source=launch/env.sh
-source "$repo/launch/env.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 if [ -z "$allocator" ]; then unset PYTORCH_ALLOC_CONF; fi   # vLLM's all-reduce (TP > 1) cannot share such memory
 
 MODEL=${MODEL:-Qwen/Qwen3-30B-A3B-Instruct-2507}    # the teacher: folder or hub name
@@ -20,7 +19,8 @@ PP=${PP:-1}                             # pipeline stages; TP x PP GPUs an insta
 MAX_MODEL_LEN=${MAX_MODEL_LEN:-8192}    # tokens; the teacher's own 262,144 would want more memory than one GPU has left
 ENGINE=${ENGINE:-vllm}                  # of distill/create_data.py
 GPUS=${GPUS:-$(count_gpus)}             # GPUs to use
-VENV=${VENV:-}                          # a virtual environment to activate
+VENV=${VENV:-}                          # a virtual environment; none: the one this shell is in; default: env.sh
+CONDA_ENV=${CONDA_ENV:-}                # or a conda environment
 MAX_RESTARTS=${MAX_RESTARTS:-2}         # of each instance that fails
 RESTART_S=${RESTART_S:-10}              # seconds before that
 STOP_S=${STOP_S:-60}                    # seconds that instances get to end; then they are killed
@@ -38,19 +38,16 @@ case $tp in 1 | 2 | 4 | 8) ;; *) die "TP is '$tp': 1, 2, 4 or 8" ;; esac
 [[ $GPUS =~ ^[1-9][0-9]*$ ]] || die "$HOSTNAME has $GPUS GPUs; set GPUS"
 [ $((GPUS % (tp * PP))) = 0 ] || die "$GPUS GPUs cannot be shared out to instances of TP $tp x PP $PP (GPUS)"
 need_file "$input" INPUT
-if [ -n "$VENV" ]; then
-    need_file "$VENV/bin/activate" VENV
-    # shellcheck disable=SC1091
-    source "$VENV/bin/activate"
-fi
-command -v python >/dev/null || die "no python on PATH: set VENV"
+engine=()
+if [ "$ENGINE" = vllm ]; then engine=(vllm); fi
+use_environment python torch "${engine[@]}"
 
 instances=$((GPUS / (tp * PP)))
 devices=()
 if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then IFS=, read -ra devices <<<"$CUDA_VISIBLE_DEVICES"; fi
 for ((i = ${#devices[@]}; i < GPUS; i++)); do devices+=("$i"); done
 slice() { local IFS=,; echo "${devices[*]:$1 * tp * PP:tp * PP}"; }     # the GPUs of an instance
-command=(python "$repo/distill/create_data.py" --input_file "$input" --output_file "$output" --model_name "$MODEL"
+command=(python "$REPO/distill/create_data.py" --input_file "$input" --output_file "$output" --model_name "$MODEL"
     --engine "$ENGINE" --tensor_parallel_size "$tp" --pipeline_parallel_size "$PP" --max_model_len "$MAX_MODEL_LEN" "$@")
 
 "${command[@]}" --dry_run || exit $?    # one error instead of one from each instance

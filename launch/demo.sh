@@ -9,9 +9,11 @@ STEPS=${STEPS:-160}           # optimizer steps; the run stops half way and resu
 CLIPS=${CLIPS:-48}            # synthesised clips
 
 here=$(dirname "${BASH_SOURCE[0]}")
+# shellcheck source=launch/env.sh
+source "$here/env.sh"
 # shellcheck source=launch/setup.sh
-source "$here/setup.sh"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
+source "$REPO/launch/setup.sh"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 ranks=$((gpus == 1 ? 1 : 2))
@@ -26,7 +28,7 @@ fi
 printf '%s\n' "The moon rose slowly over the harbour." "Could you pass me the blue notebook?" >"$run/prompts.txt"
 
 train() {
-    torchrun --standalone --nproc_per_node="$ranks" train_v2_ddp.py \
+    torchrun "${one_machine[@]}" --nproc-per-node="$ranks" train_v2_ddp.py \
         --model_path "$tiny/model" --audio_tokenizer_path "$tiny/codec" \
         --train_data_file "$tiny/train.json" --code_cache "$OUT/codes" \
         --output_dir "$run" --logging_dir "$OUT/tensorboard" \

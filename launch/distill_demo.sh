@@ -96,7 +96,7 @@ fi
 
 # All that is started below has this mark in its environment, wherever it puts itself.
 export DISTILL_DEMO=$$-$RANDOM$RANDOM
-# shellcheck disable=SC2046,SC2329
+# shellcheck disable=SC2046,SC2317,SC2329
 end_all() {         # again, for what was just being started
     local mark=$DISTILL_DEMO
     unset DISTILL_DEMO
@@ -105,9 +105,9 @@ end_all() {         # again, for what was just being started
     done
 }
 trap end_all EXIT
-# shellcheck disable=SC2329     # supervise calls both
+# shellcheck disable=SC2317,SC2329     # supervise calls both
 ask() { kill -TERM -- "-$1"; }
-# shellcheck disable=SC2329
+# shellcheck disable=SC2317,SC2329
 end() { kill -INT -- "-$1"; }       # node.sh, asked before, ends the trainers
 
 stage() {           # NAME COMMAND...: run it; a signal lets it save and ends this script
@@ -167,7 +167,7 @@ if [ -z "$TEACHER" ]; then kill "$server"; fi
 
 last=$OUT/student/checkpoint-$STEPS
 if [ ! -e "$last" ]; then       # adapters under DDP: without a GPU little else would be as fast between processes
-    stage training bash launch/node.sh "" torchrun --standalone --nproc-per-node="$RANKS" distill/train_sft.py \
+    stage training bash launch/node.sh "" torchrun "${one_machine[@]}" --nproc-per-node="$RANKS" distill/train_sft.py \
         --model_path "$STUDENT" --train_data_file "$OUT/labels.jsonl" --output_dir "$OUT/student" \
         --logging_dir "$OUT/tensorboard" --validation_split "$HELD_OUT" --group_size "$GROUP_SIZE" \
         --use_lora --parallel ddp --learning_rate "$LEARNING_RATE" --max_tokens_per_batch "$TOKENS" \

@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # Settings and checks shared by the launchers; sourced, not run. What is set already is kept: NCCL_DEBUG=INFO sbatch ...
 
+# shellcheck disable=SC2034     # the launchers use it
+REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)       # this repository; absolute, for other folders and nodes
+
 # -- what this node has ------------------------------------------------------------------------------------------------
 
 # The GPUs torch will see: those the driver lists, or fewer when CUDA_VISIBLE_DEVICES says so.
@@ -59,6 +62,32 @@ flag_value() {
     echo "$value"
 }
 
+# -- the Python environment --------------------------------------------------------------------------------------------
+
+has_conda_env() { command -v conda >/dev/null && conda env list | grep "^$1 " >/dev/null; }
+
+# Activate what the run needs: use_environment PROGRAM PACKAGE... In every launcher VENV=FOLDER is a virtual environment,
+# VENV=none the environment this shell is in, as it is, and CONDA_ENV a conda environment.
+use_environment() {
+    local folder=${VENV:-}
+    if [ -z "$folder" ] && [ -n "${CONDA_ENV:-}" ]; then
+        has_conda_env "$CONDA_ENV" || die "CONDA_ENV=$CONDA_ENV: no such conda environment"
+        set +u          # conda's scripts read variables that may be unset
+        eval "$(conda shell.bash hook)"
+        conda activate "$CONDA_ENV"
+        set -u
+    fi
+    case $folder in
+    '' | none) ;;
+    *)
+        need_file "$folder/bin/activate" VENV
+        # shellcheck disable=SC1091
+        source "$folder/bin/activate"
+        ;;
+    esac
+    command -v "$1" >/dev/null || die "no $1 on PATH: set VENV or CONDA_ENV"
+}
+
 # -- settings for torch ------------------------------------------------------------------------------------------------
 
 # Segments that grow fit batches of changing length without fragments. No max_split_size_mb beside it: it would only bar
@@ -74,8 +103,15 @@ fi
 export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}                   # flight recorder: a rank's last collectives
 export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}          # written out when one hangs
 
-# Each start of the workers gets a store of its own: out of the agent's, restarted workers read addresses of dead ones.
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
+# Where torchrun restarts workers, each start gets a store of its own: out of the agent's, restarted ones read addresses
+# of dead ones. Elsewhere the agent's is better: no second port has to be found, and no name looked up for it.
+if [ "${MAX_RESTARTS:-0}" != 0 ]; then
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
+fi
+
+# torchrun's rendezvous on one machine, on a free port: as --standalone, but no host name has to mean anything.
+# shellcheck disable=SC2034     # the launchers use it
+one_machine=(--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --local-addr=127.0.0.1)
 
 # Only errors of torch's C++ side: nodes that leave after the first one print a page of warnings about its store.
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
@@ -99,7 +135,7 @@ supervise() {
     local ask=$1 end=$2 pid='' early='' reminder='' status signalled
     shift 2
     asked=''
-    # shellcheck disable=SC2329     # the traps call it
+    # shellcheck disable=SC2317,SC2329     # the traps call it
     stop() {                # without `return`: in a trap that interrupts wait, bash would leave the script
         signalled=1
         if [ -z "$pid" ]; then

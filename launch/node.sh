@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One node's part of a launch: node.sh LOG torchrun ...; train_tts.sh calls it once on every node.
+# One node's part of a launch: node.sh LOG torchrun ...; slurm.sh calls it once on every node.
 # The node's own copy of the output goes to LOG-NODE.log; "" keeps none.
 trap '' USR1                # first of all: nothing here may die of the wish to stop
 set -euo pipefail
@@ -20,7 +20,7 @@ fi
 [ "$(count_gpus)" -ge "$NEED_GPUS" ] || die "$HOSTNAME has $(count_gpus) GPUs, $NEED_GPUS are needed"
 
 # Trainers are torchrun's children. It gets no signal itself: it would kill them 30 s later, saved or not.
-# shellcheck disable=SC2329     # supervise calls it
+# shellcheck disable=SC2317,SC2329     # supervise calls it
 ask_trainers() {
     local trainers
     trainers=$(grep -ls "^PPid:[[:space:]]*$1\$" /proc/[0-9]*/status | cut -d/ -f3) || true
@@ -33,7 +33,7 @@ LAUNCH_ID=$HOSTNAME-$$
 left() {        # grep's status speaks of processes that ended meanwhile
     env -u LAUNCH_ID grep -lszxF "LAUNCH_ID=$LAUNCH_ID" /proc/[0-9]*/environ | env -u LAUNCH_ID cut -d/ -f3 || true
 }
-# shellcheck disable=SC2046,SC2329
+# shellcheck disable=SC2046,SC2317,SC2329
 end_all() {
     for _ in 1 2 3; do kill -KILL $(left) 2>/dev/null || break; done    # again, for what was just being started
 }

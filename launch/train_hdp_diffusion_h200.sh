@@ -22,12 +22,12 @@
 set -euo pipefail
 export LAUNCHER=train_hdp_diffusion_h200
 
-repo=${REPO:-$(dirname "${BASH_SOURCE[0]}")/..}     # the other launcher makes it absolute, from its own path
-if [ ! -e "$repo/launch/env.sh" ] && [ -z "${REPO:-}" ]; then       # sbatch runs a copy; Slurm knows the original
-    repo=$(scontrol show job "${SLURM_JOB_ID:-0}" | sed -n 's|^ *Command=\(.*\)/launch/[a-z0-9_]*\.sh.*|\1|p')
-    repo=$(cd "${SLURM_SUBMIT_DIR:-.}" && cd "$repo" && pwd)
-fi
+repo=${REPO:-$(dirname "${BASH_SOURCE[0]}")/..}     # sbatch runs a copy of this file; Slurm knows the original
+[ -n "${REPO:-}" ] || [ -e "$repo/launch/env.sh" ] || repo=$(cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(
+    scontrol show job "${SLURM_JOB_ID:-0}" | sed -n 's|^ *Command=\(.*\)launch/[a-z0-9_]*\.sh.*|\1.|p')") || repo=''
 [ -e "$repo/launch/env.sh" ] || { echo "$LAUNCHER: error: no launch/env.sh in '$repo'; set REPO" >&2; exit 1; }
+# shellcheck source=launch/env.sh
+source "$repo/launch/env.sh"
 
 export SYSTEM=hdp
 export TRAIN_DATA=${TRAIN_DATA:-}           # HDP JSON: question, plan, execution, answer
@@ -36,4 +36,4 @@ HDP_LAYOUT=${HDP_LAYOUT:-hierarchical}      # flat: the source's padded shape an
 layout=(--hdp_layout "$HDP_LAYOUT")
 if [ "$HDP_LAYOUT" = flat ]; then layout+=(--no-pack); fi
 
-exec bash "$repo/launch/train_gsm8k_bd3lm_h200.sh" "${layout[@]}" "$@"
+exec bash "$REPO/launch/train_gsm8k_bd3lm_h200.sh" "${layout[@]}" "$@"

@@ -5,7 +5,7 @@
 #   MODEL=... TRAIN_FILE=... sbatch launch/train_sft_h100x8.sh OUT ...      the same as a Slurm job
 #
 # Right on 1, 2 and 4 GPUs too: a step stays GLOBAL_BATCH samples. Everything else - DRY_RUN=1, signals, requeueing - is
-# train_tts.sh, which this one calls.
+# slurm.sh, which this one calls.
 #
 #SBATCH --job-name=train_sft_h100x8
 #SBATCH --nodes=1
@@ -19,16 +19,16 @@
 #SBATCH --signal=B:USR1@600
 #SBATCH --output=%x-%j.out
 set -euo pipefail
-LAUNCHER=train_sft_h100x8
+export LAUNCHER=train_sft_h100x8
 
-repo=${REPO:-$(dirname "${BASH_SOURCE[0]}")/..}     # train_tts.sh makes it absolute, from its own path
-if [ ! -e "$repo/launch/env.sh" ] && [ -z "${REPO:-}" ]; then       # sbatch runs a copy; Slurm knows the original
-    repo=$(scontrol show job "${SLURM_JOB_ID:-0}" | sed -n 's|^ *Command=\(.*\)/launch/[a-z0-9_]*\.sh.*|\1|p')
-fi
+repo=${REPO:-$(dirname "${BASH_SOURCE[0]}")/..}     # sbatch runs a copy of this file; Slurm knows the original
+[ -n "${REPO:-}" ] || [ -e "$repo/launch/env.sh" ] || repo=$(cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(
+    scontrol show job "${SLURM_JOB_ID:-0}" | sed -n 's|^ *Command=\(.*\)launch/[a-z0-9_]*\.sh.*|\1.|p')") || repo=''
 [ -e "$repo/launch/env.sh" ] || { echo "$LAUNCHER: error: no launch/env.sh in '$repo'; set REPO" >&2; exit 1; }
 # shellcheck source=launch/env.sh
 source "$repo/launch/env.sh"
 
+export TRAINER=${TRAINER:-$REPO/distill/train_sft.py}       # the script that torchrun starts
 MODEL=${MODEL:-Qwen/Qwen3-4B-Instruct-2507}     # folder or hub name of the student
 TRAIN_FILE=${TRAIN_FILE:-}          # chat JSONL
 BATCH=${BATCH:-16}                  # samples a GPU and micro-step
@@ -55,8 +55,7 @@ case $LORA in
 esac
 
 read -ra switches <<<"$SWITCHES"
-export TRAINER=${TRAINER:-$(cd "$repo" && pwd)/distill/train_sft.py}
-exec bash "$repo/launch/train_tts.sh" --model_path "$MODEL" --train_data_file "$TRAIN_FILE" --output_dir "$out" \
+exec bash "$REPO/launch/slurm.sh" --model_path "$MODEL" --train_data_file "$TRAIN_FILE" --output_dir "$out" \
     --per_device_train_batch_size "$BATCH" --global_batch_size "$GLOBAL_BATCH" --num_train_epochs "$EPOCHS" \
     --validation_split "$VALIDATION" --group_size "$GROUP_SIZE" "${trained[@]}" --num_workers "$LOADERS" \
     --logging_steps "$LOGGING_STEPS" --report_to "$REPORT_TO" "${switches[@]}" "$@"

@@ -5,7 +5,7 @@
 #   sbatch launch/train_tts_h200x8.sh --model_path ... --audio_tokenizer_path ... --train_data_file ... --output_dir ...
 #   bash launch/train_tts_h200x8.sh   ... the same, on the machine itself
 #
-# Everything else - DRY_RUN=1, signals, requeueing - is train_tts.sh, which this one calls.
+# Everything else - DRY_RUN=1, signals, requeueing - is slurm.sh, which this one calls.
 #
 #SBATCH --job-name=train_tts_h200x8
 #SBATCH --nodes=1
@@ -19,16 +19,16 @@
 #SBATCH --signal=B:USR1@600
 #SBATCH --output=%x-%j.out
 set -euo pipefail
-LAUNCHER=train_tts_h200x8
+export LAUNCHER=train_tts_h200x8
 
-repo=${REPO:-$(dirname "${BASH_SOURCE[0]}")/..}     # train_tts.sh makes it absolute, from its own path
-if [ ! -e "$repo/launch/env.sh" ] && [ -z "${REPO:-}" ]; then       # sbatch runs a copy; Slurm knows the original
-    repo=$(scontrol show job "${SLURM_JOB_ID:-0}" | sed -n 's|^ *Command=\(.*\)/launch/[a-z0-9_]*\.sh.*|\1|p')
-fi
+repo=${REPO:-$(dirname "${BASH_SOURCE[0]}")/..}     # sbatch runs a copy of this file; Slurm knows the original
+[ -n "${REPO:-}" ] || [ -e "$repo/launch/env.sh" ] || repo=$(cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(
+    scontrol show job "${SLURM_JOB_ID:-0}" | sed -n 's|^ *Command=\(.*\)launch/[a-z0-9_]*\.sh.*|\1.|p')") || repo=''
 [ -e "$repo/launch/env.sh" ] || { echo "$LAUNCHER: error: no launch/env.sh in '$repo'; set REPO" >&2; exit 1; }
 # shellcheck source=launch/env.sh
 source "$repo/launch/env.sh"
 
+export TRAINER=${TRAINER:-$REPO/train_v2_ddp.py}    # the script that torchrun starts
 MIN_GPUS=${MIN_GPUS:-8}             # GPUs that must be there; 0 lets a dry run or a trial start anywhere
 BATCH=${BATCH:-4}                   # samples a GPU and micro-step
 GLOBAL_BATCH=${GLOBAL_BATCH:-256}   # samples an optimizer step: 4 x 8 GPUs x 8 micro-steps; 0 leaves it to other flags
@@ -53,8 +53,10 @@ case $LORA in
 *) die "LORA=$LORA: 1 or 0" ;;
 esac
 
-# The OMP threads, cores / GPUs = 16, come from train_tts.sh, InfiniBand settings from env.sh.
+if [ -z "${VENV:-}${CONDA_ENV:-}" ] && has_conda_env tts_env; then export CONDA_ENV=tts_env; fi
+
+# The OMP threads, cores / GPUs = 16, come from slurm.sh, InfiniBand settings from env.sh.
 read -ra switches <<<"$SWITCHES"
-exec bash "$repo/launch/train_tts.sh" --per_device_train_batch_size "$BATCH" --global_batch_size "$GLOBAL_BATCH" \
+exec bash "$REPO/launch/slurm.sh" --per_device_train_batch_size "$BATCH" --global_batch_size "$GLOBAL_BATCH" \
     "${trained[@]}" --num_workers "$LOADERS" --preprocess_num_proc "$PREPROCESS" --logging_steps "$LOGGING_STEPS" \
     --report_to "$REPORT_TO" "${switches[@]}" "$@"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.pool import Pool
+from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import Run, Tiny, mount, train_forked, trainer_command
 
 torch.set_num_threads(1)
@@ -93,7 +94,7 @@ def train(tiny, tmp_path):
 
     It starts like a user's, with seconds of imports; see `forked`.
     """
-    def run(*flags, ranks=1, name="out", env=None, ok=True, timeout=300):
+    def run(*flags, ranks=1, name="out", env=None, ok=True, timeout=PATIENCE_S):
         output_dir = tmp_path / name
         done = subprocess.run(trainer_command(tiny, output_dir, *flags, ranks=ranks), cwd=tmp_path, text=True,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout,

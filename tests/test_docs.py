@@ -27,8 +27,6 @@ import soundfile
 from tests.helpers import chats
 from tests.helpers.trainer import ROOT, train_forked
 
-pytestmark = pytest.mark.timeout(300)
-
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
 COPY_OUT = """\
@@ -463,7 +461,6 @@ def test_readme_is_short_and_has_what_it_must():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_demo_of_the_readme(tmp_path):
     """Fewer steps and clips; its end is a page and a loss that fell."""
     assert "bash launch/demo.sh " in TEXTS["README.md"]

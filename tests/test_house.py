@@ -129,13 +129,11 @@ def test_readme_has_the_three_lines():
         ["train_v2_ddp.py", "data.py", "lora.py", "speech", "common"], ["diffusion", "common"], ["distill", "common"]]
 
 
-@pytest.mark.timeout(600)
 def test_a_copy_of_the_speech_trainer(mine, tiny):
     train(mine, "train_v2_ddp.py", ["--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec,
                                     "--train_data_file", tiny.train_json, "--code_cache", tiny.codes, "--use_lora"])
 
 
-@pytest.mark.timeout(600)
 def test_a_copy_trains_all_weights_of_a_base_of_2025(mine, tiny, tmp_path):
     """It has no processor files, so the copy's own chat template is saved with each checkpoint."""
     subprocess.run([sys.executable, mine / "higgs" / "lora.py", "export", "--model_path", tiny.model, "--output_dir",
@@ -144,13 +142,11 @@ def test_a_copy_trains_all_weights_of_a_base_of_2025(mine, tiny, tmp_path):
                                     "--train_data_file", tiny.train_json, "--code_cache", tiny.codes])
 
 
-@pytest.mark.timeout(600)
 def test_a_copy_of_block_diffusion(mine):
     train(mine, "diffusion/train_bd3lm.py", ["--demo", "100", "--model_size", "nano", "--eval_repeats", "1",
                                              "--per_device_train_batch_size", "4", "--warmup_steps", "1"])
 
 
-@pytest.mark.timeout(600)
 def test_a_copy_of_the_chat_trainer(mine, tmp_path):
     student = chats.student(tmp_path / "student")
     data = chats.write(tmp_path / "chats.jsonl", chats.conversations(24))

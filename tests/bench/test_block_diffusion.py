@@ -14,7 +14,6 @@ from bench import measure
 from diffusion import blocks, dit
 from tests.helpers.trainer import ROOT
 
-pytestmark = pytest.mark.timeout(300)
 TINY = ("--size", "nano", "--length", "64", "--problems", "2", "--batches", "2,4", "--repeats", "1")
 
 

@@ -18,8 +18,6 @@ from common.watchdog import ignore_in_worker
 from speech import conversations
 from tests.helpers.trainer import ROOT
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def load(name):
     spec = importlib.util.spec_from_file_location(f"bench_{name}", ROOT / "bench" / f"{name}.py")
@@ -73,7 +71,7 @@ def test_the_numbers_follow_from_each_other(tmp_path):
         assert row[4] == pytest.approx(2**20 * (many[5] - few[5]) / 300) and row[7] > 0
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.race
 def test_a_failing_part_does_not_wait_for_its_loader():
     def broken():
         batches = iter(DataLoader(range(8), num_workers=1, multiprocessing_context="fork",

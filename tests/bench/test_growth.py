@@ -8,8 +8,6 @@ import torch
 
 from bench import growth
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def test_the_line_finds_what_is_not_linear():
     sizes = growth.TIMES

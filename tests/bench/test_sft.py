@@ -7,7 +7,6 @@ import pytest
 
 from tests.helpers.trainer import ROOT
 
-pytestmark = pytest.mark.timeout(300)
 SEED, STEPS = 3, 3         # of this seed, the four samples of the check have more tokens than a pack of a step
 
 

@@ -16,7 +16,6 @@ from data import SpeechSamples, collate
 from speech import higgs
 from speech.table import Table
 
-pytestmark = pytest.mark.timeout(600)
 CPU = torch.device("cpu")
 WAY = {"side": "ours", "shape": "tiny", "method": "full", "bf16": False, "batch": 2}
 

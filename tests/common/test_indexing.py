@@ -17,9 +17,6 @@ from distill import chat
 from distill import table as chat_table
 from tests.helpers import chats
 
-pytestmark = pytest.mark.timeout(240)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Columns, parts, texts
 
@@ -67,6 +64,7 @@ def test_few_parts_start_no_process(monkeypatch):
     assert found == list(range(indexing.HERE - 1))
 
 
+@pytest.mark.race
 def test_a_process_that_is_killed_ends_it_with_one_line():
     def share(first, step):
         for i in range(first, 100, step):

@@ -21,9 +21,8 @@ from common import loading
 from common.packing import PackOrder
 from common.parallel import UserError
 from common.watchdog import ignore_in_worker
+from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT
-
-pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture(autouse=True)
@@ -130,29 +129,19 @@ def test_every_batch_once_in_order(workers, n):
     assert not [thread for thread in threading.enumerate() if thread.name == "batches"]
 
 
-@dataclass
-class Noted:
-    """A batch that notes which thread took it over."""
-    ids: torch.Tensor
-
-    __reduce__ = loading.reduce
-
-    def __post_init__(self):
-        taken_over.append(threading.current_thread().name)
-
-
-taken_over = []
-
-
+@pytest.mark.race
 def test_the_next_batches_come_while_one_is_used():
-    """Without a thread none of them would come before it is asked for; and no more of them come than are read ahead."""
-    taken_over.clear()
-    batches = loading.ahead(loader(range(8), lambda i: Noted(torch.arange(i)), 1, prefetch_factor=8))
+    """They are taken over without being asked for: then their loader process is needed no more."""
+    batches = loading.ahead(loader(range(8), flat_of, 1))
     next(batches)
-    while len(taken_over) < 1 + loading.DEPTH:     # for ever, if they do not come: the file's time limit ends that
-        time.sleep(0.01)
-    time.sleep(0.5)
-    assert taken_over == ["batches"] * (1 + loading.DEPTH)
+    ready = batches.gi_frame.f_locals["ready"]
+    wait_until(lambda: ready.qsize() == loading.DEPTH, "batches ahead")
+    process, = multiprocessing.active_children()
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        assert [len(next(batches).ids) for _ in range(loading.DEPTH)] == [1, 2]
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
 
 
 def test_the_trainers_random_numbers_are_its_own():
@@ -185,6 +174,7 @@ def killed_at_3(i):
     return flat(i)
 
 
+@pytest.mark.race
 @pytest.mark.parametrize("way", [loading.ahead, loading.each])
 @pytest.mark.parametrize("handler", [True, False], ids=["first", "never"])
 def test_a_killed_loader_process_is_named(way, handler, monkeypatch):
@@ -198,6 +188,7 @@ def test_a_killed_loader_process_is_named(way, handler, monkeypatch):
         list(way(loader(range(9), killed_at_3, 1)))
 
 
+@pytest.mark.race
 def test_a_loader_process_that_ended_before_torch_looked_is_named():
     """Its end is known to multiprocessing already, as after the start of another process: torch's handler is silent."""
     batches = iter(loader(range(3, 9), killed_at_3, 1))
@@ -213,6 +204,20 @@ def test_an_error_of_a_living_loader_process_stays_as_it_is():
         assert loading.named(error, batches) is error
 
 
+def hooked(i):
+    for error in (EOFError("cut off"), ConnectionResetError("cut off"), ValueError("own mistake")):
+        sys.excepthook(type(error), error, None)
+    return flat(i)
+
+
+def test_a_loader_process_does_not_report_its_killed_trainer(capfd):
+    """Its thread that hands batches over meets a broken connection; what else goes wrong in a thread is shown."""
+    list(loading.ahead(loader(range(1), hooked, 1)))
+    said = capfd.readouterr().err
+    assert "cut off" not in said and said.count("own mistake") == 1
+
+
+@pytest.mark.race
 @pytest.mark.parametrize("taken", [0, 1, 4])
 def test_who_needs_no_more_leaves_nothing_behind(taken):
     started = set(children())
@@ -239,6 +244,7 @@ def children():
     return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 
 
+@pytest.mark.race
 @pytest.mark.parametrize("ending, status", [("return", 0), ("raise parallel.UserError('why')", 1)])
 def test_a_process_ends_at_once_with_batches_under_way(ending, status, tmp_path):
     """Loader processes ignore SIGTERM, so an end that does not tell them would wait for ever."""
@@ -257,11 +263,12 @@ def main():
 with parallel.one_clear_error():
     main()
 """)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=40)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=PATIENCE_S)
     lines = [line for line in done.stderr.splitlines() if not line.startswith(("/", " "))]       # warnings aside
     assert done.returncode == status and lines == ["error: why"] * (status == 1), done.stderr
 
 
+@pytest.mark.race
 def test_an_order_may_be_asked_by_two_threads():
     """The loader's thread is an epoch or more ahead of the trainer, who asks what the step before trained on."""
     order, wrong = PackOrder([1] * 6, samples_per_pack=2, seed=1), []

@@ -18,9 +18,9 @@ from common.metrics import MetricsLog, read_metrics
 from common.parallel import World
 from common.watchdog import leave_marker
 from tests.helpers.chromium import PROGRAM, Chromium
+from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 
-pytestmark = pytest.mark.timeout(120)
 needs_browser = pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed (apt-get install chromium)")
 
 RATE, STEPS, EVALS, BAD = 24_000, 40, (10, 20, 30, 40), 13
@@ -104,7 +104,7 @@ def run(tmp_path_factory):
 def make_report(*args, cwd=ROOT, python=()):
     """report.py as a user runs it."""
     return subprocess.run([sys.executable, *python, "common/report.py", *map(str, args)], cwd=cwd, text=True,
-                          capture_output=True, timeout=60)
+                          capture_output=True, timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -564,7 +564,6 @@ def test_a_run_that_has_just_begun(tmp_path):
     assert "nothing logged yet" in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.timeout(300)
 def test_check_fell_on_a_real_run(forked, tmp_path):
     run = forked("--learning_rate", 1e-3, "--max_steps", 10, "--validation_split", 0.2, "--eval_steps", 5)
     done = make_report(run.output_dir, "--check_fell")

@@ -12,9 +12,6 @@ from diffusion import blocks
 from diffusion.blocks import EXECUTION, FILL, PLAN, QUESTION, Layout
 from tests.helpers.block_problems import LAYOUTS, load
 
-pytestmark = pytest.mark.timeout(120)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Documents
 

@@ -15,8 +15,6 @@ from diffusion import blocks, demo_problems, dit, noise, sample_bd3lm
 from diffusion.blocks import Layout
 from diffusion.problems import load_tokenizer, read_problems
 
-pytestmark = pytest.mark.timeout(200)
-
 LAYOUTS = {
     "gsm8k": Layout("gsm8k", block_size=8, max_length=96),
     "hdp": Layout("hdp", block_size=8, execution_block_size=4, question_budget=48, plan_budget=32, execution_budget=48),

@@ -24,8 +24,6 @@ from diffusion.answers import execution_state, finish_region, question_state, re
 from tests.helpers.pool import Pool
 from tests.helpers.trainer import Run
 
-pytestmark = pytest.mark.timeout(300)
-
 LR = 2e-3
 CLOCK = {"train/throughput", "train/samples_per_second", "train/step_seconds", "train/data_wait_seconds",
          "train/memory_gib"}
@@ -200,6 +198,7 @@ def asked_in_validation(arguments, number):
     train_bd3lm.main(arguments)
 
 
+@pytest.mark.race
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_a_stop_that_cuts_a_validation_changes_nothing(pool, demo, shared, tmp_path, mode):
     whole = shared(f"{mode} 1x4 --dropout 0.2 {SEARCH} --max_steps 6")
@@ -220,6 +219,7 @@ def test_a_stop_that_cuts_a_validation_changes_nothing(pool, demo, shared, tmp_p
     assert one.keys() == other.keys() and all(torch.equal(tensor, other[key]) for key, tensor in one.items())
 
 
+@pytest.mark.race
 def test_a_signal_saves_and_leaves_the_marker(pool, demo, tmp_path):
     output = tmp_path / "out"
     flags = arguments(demo, output, "--max_steps", 100_000, "--eval_steps", 0, "--per_device_train_batch_size", 1)

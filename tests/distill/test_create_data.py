@@ -24,10 +24,9 @@ from distill import create_data, labels, teacher
 from distill.labels import LANGUAGES, Found, make_parser, read_label
 from tests.helpers import tiny_teacher
 from tests.helpers.label_server import answer_to
+from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT
-from tests.launch.test_launchers import alive, wait_until
-
-pytestmark = pytest.mark.timeout(200)
+from tests.launch.test_launchers import alive
 
 PROMPT = 'Rules: {"a": {}} {0}\nLast line: Final Answer: xx\nText:\n{text}\n'
 TRUE = ("de", "en", "fr", "el", "ot", "zh")
@@ -103,7 +102,7 @@ class Child:
             self.status = os.waitstatus_to_exitcode(status) if pid else None
         return self.status is not None
 
-    def wait(self, seconds=60):
+    def wait(self, seconds=PATIENCE_S):
         end = time.monotonic() + seconds
         while not self.ended():
             if time.monotonic() > end:
@@ -297,12 +296,15 @@ def whole(server, tmp_path_factory):
     return lines, results(folder)
 
 
+@pytest.mark.race
 def test_killed_at_any_point_it_ends_the_same(server, whole, tmp_path):
     files(tmp_path, whole[0])
     kills, rng, work = 0, random.Random(1), tmp_path / "labels.jsonl.work"
     for _ in range(6):
         child = Child(flags(tmp_path, server, "--chunk_size", "8"), tmp_path / "log.txt")
         time.sleep(rng.uniform(0.05, 0.6))
+        if kills == 2:
+            wait_until((work / "shard-0-of-1.jsonl").exists, "journal")
         if child.ended():
             break
         os.kill(child.pid, signal.SIGKILL)
@@ -321,10 +323,11 @@ def test_killed_at_any_point_it_ends_the_same(server, whole, tmp_path):
     assert sorted(ids) == list(range(60))
 
 
+@pytest.mark.race
 def test_two_instances_are_one(server, whole, tmp_path):
     files(tmp_path, whole[0])
     stopped = Child(flags(tmp_path, server, "--chunk_size", "8", "--shard", "1/3"), tmp_path / "log.txt")
-    wait_until(lambda: labelled(tmp_path), "first chunk", 20)
+    wait_until(lambda: labelled(tmp_path), "first chunk")
     os.kill(stopped.pid, signal.SIGKILL)        # what it has finished counts for other shards, too
     stopped.wait()
     both = [Child(flags(tmp_path, server, "--shard", f"{i}/2"), tmp_path / f"log{i}.txt") for i in range(2)]
@@ -344,6 +347,7 @@ def test_no_result_before_all_shards_are_finished(server, tmp_path):
     assert len(rows(tmp_path / "labels.jsonl")) + len(rows(tmp_path / "labels.rejected.jsonl")) == 6
 
 
+@pytest.mark.race
 def test_one_shard_twice_at_once_is_refused(server, tmp_path):
     files(tmp_path, make_lines(60, lambda i: " slow"))
     first = Child(flags(tmp_path, server, "--concurrency", "1"), tmp_path / "log.txt")
@@ -354,6 +358,7 @@ def test_one_shard_twice_at_once_is_refused(server, tmp_path):
     assert first.wait() == 143
 
 
+@pytest.mark.race
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_keeps_what_is_finished(number, server, whole, tmp_path):
     files(tmp_path, whole[0])
@@ -361,7 +366,7 @@ def test_a_signal_keeps_what_is_finished(number, server, whole, tmp_path):
     before = len(server.asked())
     wait_until(lambda: len(server.asked()) > before + 20, "20 requests")
     os.kill(child.pid, number)
-    assert child.wait(5) == 128 + number
+    assert child.wait() == 128 + number
     done = [row for row in rows(tmp_path / "labels.jsonl.work" / "shard-0-of-1.jsonl") if "id" in row]
     assert 5 <= len(done) < 60          # although one chunk holds all lines
     label(tmp_path, *flags(tmp_path, server))
@@ -596,12 +601,13 @@ def instance(process, number):
     return None
 
 
+@pytest.mark.race
 def test_launcher_restarts_an_instance_and_merges(server, whole, launch, tmp_path):
     files(tmp_path, whole[0])
     process = launch("--chunk_size", "4")
     wait_until(lambda: labelled(tmp_path) >= 4 or process.poll() is not None, "first lines")
     os.kill(instance(process, 1), signal.SIGKILL)
-    assert process.wait(timeout=90) == 0, process.log.read_text()
+    assert process.wait(timeout=PATIENCE_S) == 0, process.log.read_text()
     printed = process.log.read_text()
     assert results(tmp_path) == whole[1], printed
     assert "instance 1 starts again in 0 s (1 of 2)" in printed and "status 137" in printed
@@ -610,6 +616,7 @@ def test_launcher_restarts_an_instance_and_merges(server, whole, launch, tmp_pat
     assert sorted(ids) == list(range(60))
 
 
+@pytest.mark.race
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_launcher_leaves_no_process(name, server, whole, launch, tmp_path):
     files(tmp_path, whole[0])
@@ -620,20 +627,21 @@ def test_launcher_leaves_no_process(name, server, whole, launch, tmp_path):
         os.killpg(process.pid, number)      # Ctrl-C comes to the whole foreground group
     else:
         process.send_signal(number)
-    assert process.wait(timeout=20) == (-9 if name == "SIGKILL" else 128 + number), process.log.read_text()
-    wait_until(lambda: not alive(process.mark), "end of every process", seconds=10 if name == "SIGKILL" else 1)
+    assert process.wait(timeout=PATIENCE_S) == (-9 if name == "SIGKILL" else 128 + number), process.log.read_text()
+    wait_until(lambda: not alive(process.mark), "end of every process")
     assert 4 <= labelled(tmp_path) < 60 and not (tmp_path / "labels.jsonl").exists()
     label(tmp_path, *flags(tmp_path, server))
     assert results(tmp_path) == whole[1]
 
 
+@pytest.mark.race
 def test_launcher_gives_up_on_an_instance_that_keeps_failing(launch, tmp_path):
     files(tmp_path, make_lines(2))
     lines = """case "$*" in *"--shard 0/2") sleep 1; touch finished ;;
                *"--shard 1/2") [ -e left ] && grep -q . "/proc/$(cat left)/environ" && touch overlap
                                sleep 100 & echo $! >left; echo "error: no luck"; exit 7 ;; *) touch merged ;; esac"""
     process = launch(PATH=stand_in(tmp_path, lines), MAX_RESTARTS="1")
-    assert process.wait(timeout=60) == 1
+    assert process.wait(timeout=PATIENCE_S) == 1
     printed = process.log.read_text()
     assert printed.count("instance 1 ended with status 7: error: no luck") == 2
     assert "error: instances 1 failed; finished lines are kept" in printed
@@ -728,7 +736,7 @@ def test_vllm_labels(tiny_chat, tmp_path):
         [sys.executable, str(ROOT / "distill/create_data.py"), *flags(
             tmp_path, None, "--model_name", tiny_chat[0], "--engine", "vllm", "--parser", "whole", "--max_tokens", "24",
             "--temperature", "1", "--max_model_len", "256", "--enforce_eager", "--logprobs", "3")],
-        capture_output=True, text=True, timeout=190, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"})
+        capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     chats, rejected = rows(tmp_path / "labels.jsonl"), rows(tmp_path / "labels.rejected.jsonl")
     assert len(chats) >= 6 and sorted(row["id"] for row in chats + rejected) == list(range(10))

@@ -26,9 +26,8 @@ from distill import evaluate_sft, held_out, scores, student, teacher
 from distill.labels import make_parser
 from tests.helpers import chats
 from tests.helpers.pool import Pool
+from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
-
-pytestmark = pytest.mark.timeout(200)
 
 WORDS = {"de": "das ist ein satz der etwas und nicht", "en": "the quick dog is over and lazy fox jumps",
          "fr": "ou est la le que bibliotheque des une"}
@@ -614,14 +613,13 @@ def test_without_vllm(made, full, tmp_path, capsys):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")
-@pytest.mark.timeout(400)
 def test_vllm_answers_as_transformers_does(made, lora, tmp_path):
     """A whole model and a merged adapter, which answers the same up to what rounding to bfloat16 changes."""
     wanted = evaluate(made, tmp_path / "a", lora, "--no-base")
     done = subprocess.run(
         [sys.executable, str(ROOT / "distill/evaluate_sft.py"), "--checkpoint", lora, "--labels", "en,de,fr",
          "--output_dir", tmp_path / "b", "--engine", "vllm", "--enforce_eager", "--max_model_len", "128"],
-        capture_output=True, text=True, timeout=390, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"})
+        capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads((tmp_path / "b" / "evaluation.json").read_text())
     pairs = [(a["student raw"], b["student raw"]) for a, b in zip(wanted["samples"], found["samples"], strict=True)]

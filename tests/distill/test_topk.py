@@ -20,8 +20,6 @@ from tests.helpers import chats, tiny_teacher
 from tests.helpers.chats import LLAMA, QWEN, ask
 from tests.helpers.pool import Pool
 
-pytestmark = pytest.mark.timeout(200)
-
 
 @pytest.fixture(scope="module")
 def made():

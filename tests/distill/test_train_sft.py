@@ -33,8 +33,6 @@ from tests.helpers import chats
 from tests.helpers.pool import Pool
 from tests.helpers.trainer import ROOT, Run
 
-pytestmark = pytest.mark.timeout(300)
-
 LR, STEPS, SEED = 2e-3, 5, 42
 CLOCK = {"train/throughput", "train/samples_per_second", "train/step_seconds", "train/data_wait_seconds",
          "train/memory_gib"}
@@ -380,6 +378,7 @@ def test_another_number_of_ranks_goes_on(pool, made, shared, tmp_path):
     assert_close(tensors(resumed), tensors(shared("qwen full fsdp 2x4x1")))
 
 
+@pytest.mark.race
 def test_a_signal_saves_and_the_same_command_goes_on(pool, made, shared, tmp_path):
     name, more = "qwen full fsdp 2x4x1", ("--max_steps", 400, "--eval_steps", 0)
     stopped = complete(pool, made, tmp_path, name, *more, main=f"{__name__}.stop_after_two")

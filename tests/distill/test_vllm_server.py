@@ -22,11 +22,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers import chats
+from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 
 PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
 MISSING = f"no vLLM: {PYTHON} is not there; tests/helpers/vllm_cpu.sh makes it, VLLM_PYTHON names another"
-pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(not PYTHON.is_file(), reason=MISSING)]
+pytestmark = [pytest.mark.skipif(not PYTHON.is_file(), reason=MISSING)]
 ENVIRONMENT = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 LINES = ["the quick brown fox", "jumps over the dog", "Das ist ein Satz", "der etwas ist", "Où est la", "la porte ?"]
 LABELS = ["en", "en", "de", "de", "fr", "fr"]
@@ -59,7 +60,7 @@ def server(checkpoint, tmp_path_factory):
          "--max-model-len", "128", "--dtype", "float32", "--enforce-eager", "--host", "127.0.0.1", "--port", str(port)],
         stdout=log.open("w"), stderr=subprocess.STDOUT, env=ENVIRONMENT, start_new_session=True)
     try:
-        end = time.monotonic() + 400
+        end = time.monotonic() + PATIENCE_S
         while True:
             assert process.poll() is None and time.monotonic() < end, log.read_text()[-4000:]
             try:
@@ -76,7 +77,7 @@ def server(checkpoint, tmp_path_factory):
 def run(*words):
     """What a command of the project prints; it must succeed."""
     done = subprocess.run([str(word) for word in words], cwd=ROOT, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, timeout=500)
+                          stderr=subprocess.STDOUT, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout
 
@@ -150,7 +151,7 @@ def test_answers_token_by_token(server, checkpoint):
                 "return_token_ids": True}
         request = urllib.request.Request(f"{server}/chat/completions", json.dumps(body).encode(),
                                          {"Content-Type": "application/json"})
-        answer = json.loads(urllib.request.urlopen(request, timeout=60).read())
+        answer = json.loads(urllib.request.urlopen(request, timeout=PATIENCE_S).read())
         prompt = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_tensors="pt",
                                                return_dict=True)
         with torch.no_grad():

@@ -14,6 +14,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from progress import PATIENCE_S
+
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
          "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
@@ -43,13 +45,13 @@ class Chromium:
         os.close(self.commands)
         os.close(self.answers)
         try:
-            self.process.wait(timeout=5)
+            self.process.wait(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         self.log.close()
 
-    def call(self, method, session=None, seconds=30, **parameters):
+    def call(self, method, session=None, seconds=PATIENCE_S, **parameters):
         """Send one command, return its result; events that come meanwhile are kept."""
         self.last += 1
         message = {"id": self.last, "method": method, "params": parameters}
@@ -94,7 +96,7 @@ class Page:
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme",
                                                            "value": "dark" if dark else "light"}])
         self.call("Page.navigate", url=Path(path).resolve().as_uri())
-        end = time.monotonic() + 30
+        end = time.monotonic() + PATIENCE_S
         while not any(event["method"] == "Page.loadEventFired" for event in self.events()):
             browser.receive(end)
 

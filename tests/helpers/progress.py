@@ -12,9 +12,9 @@ def wait_until(ready, what, alive=None, progress=None, seconds=PATIENCE_S):
     """
     seen, end = None, time.monotonic() + seconds
     while not (value := ready()):
-        assert alive is None or alive() or ready(), f"no {what}: the process has ended"
         if progress is not None and (now := progress()) != seen:
             seen, end = now, time.monotonic() + seconds
-        assert time.monotonic() < end, f"no {what}: no progress in {seconds} s"
+        assert alive is None or alive() or ready(), f"no {what}, and the process has ended\n{str(seen)[-4000:]}"
+        assert time.monotonic() < end, f"no {what}, and no progress in {seconds} s\n{str(seen)[-4000:]}"
         time.sleep(0.01)
     return value

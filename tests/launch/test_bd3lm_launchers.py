@@ -15,19 +15,19 @@ from pathlib import Path
 import pytest
 
 from diffusion import sample_bd3lm, train_bd3lm
+from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT
-from tests.launch.test_launchers import alive, environment, wait_until
-
-pytestmark = pytest.mark.timeout(300)
+from tests.launch.test_launchers import alive, environment
 
 LAUNCHERS = {"gsm8k": "train_gsm8k_bd3lm_h200.sh", "hdp": "train_hdp_diffusion_h200.sh"}
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1"}
 ODD = ["--output_dir", "a folder", "--wandb_project", "it's \"here\" $HOME *", "--resume", ""]
 
 
 def launch(launcher, *args, cwd=None, **settings):
     """Run a launcher to its end; returns the finished process with stdout and stderr."""
     return subprocess.run(["bash", str(ROOT / "launch" / launcher), *map(str, args)], text=True, capture_output=True,
-                          cwd=cwd, timeout=240, env=environment(**settings))
+                          cwd=cwd, timeout=PATIENCE_S, env=environment(**settings))
 
 
 def printed(done):
@@ -36,9 +36,11 @@ def printed(done):
     train, *sample = map(shlex.split, done.stdout.splitlines())
     flags = train[next(i for i, word in enumerate(train) if word.endswith("train_bd3lm.py")) + 1:]
     args = train_bd3lm.build_parser().parse_args(flags)
-    if sample:
-        assert sample[0][0] == "python" and sample[0][1] == f"{ROOT}/diffusion/sample_bd3lm.py"
-        sample = sample_bd3lm.build_parser().parse_args(sample[0][2:])
+    if sample:                  # a demo's loss is looked at first
+        assert sample[-1][:2] == ["python", f"{ROOT}/diffusion/sample_bd3lm.py"]
+        check = ["python", f"{ROOT}/common/report.py", str(args.output_dir), "--check_fell"]
+        assert sample[:-1] == [check] * (args.demo is not None)
+        sample = sample_bd3lm.build_parser().parse_args(sample[-1][2:])
         sample_bd3lm.check_flags(sample)
     return train, args, sample or None
 
@@ -74,7 +76,7 @@ def test_presets_are_the_guides(system, preset, wanted):
     assert args.bf16 and args.tf32 and args.compile and args.pack and args.drop_too_long
     assert (args.num_workers, args.ema_decay, args.max_grad_norm) == (16, 0.9999, 1.0)
     assert (args.train_data, args.model_size) == ("t.json", "small")
-    assert words[0] == "OMP_NUM_THREADS=18" and "--nproc-per-node=1" in words and "--standalone" in words
+    assert words[0] == "OMP_NUM_THREADS=18" and "--nproc-per-node=1" in words and "--rdzv-endpoint=127.0.0.1:0" in words
     assert args.output_dir == sample.checkpoint == f"outputs/{system}_h200" and sample.test_file == "e.json"
     assert sample.bf16 and sample.drop_too_long
 
@@ -117,10 +119,10 @@ def test_a_copy_in_slurms_spool_folder_finds_the_repository(system, tmp_path):
     (tmp_path / "scontrol").write_text(f'#!/bin/bash\necho "   Command={ROOT}/launch/{LAUNCHERS[system]} --demo"\n')
     (tmp_path / "scontrol").chmod(0o755)
     copy = shutil.copy(ROOT / "launch" / LAUNCHERS[system], tmp_path / "slurm_script")
-    done = launch(copy, "--demo", cwd=tmp_path, DRY_RUN="1", SLURM_JOB_ID="7", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    done = launch(copy, "--demo", cwd=tmp_path, DRY_RUN="1", **JOB, PATH=f"{tmp_path}:{os.environ['PATH']}")
     words, args, _ = printed(done)
     assert f"{ROOT}/launch/node.sh" in words and f"{ROOT}/diffusion/train_bd3lm.py" in words and args.system == system
-    assert f"outputs/{system}_demo/node_logs/7" in words
+    assert "srun" in words and "--rdzv-endpoint=127.0.0.1:0" in words and f"outputs/{system}_demo/node_logs/7" in words
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -131,8 +133,8 @@ def test_a_copy_in_slurms_spool_folder_finds_the_repository(system, tmp_path):
     ("gsm8k", {"PRESET": "huge"}, r"PRESET=huge: conservative, recommended, aggressive or extreme"),
     ("gsm8k", {"SYSTEM": "both"}, r"SYSTEM=both: gsm8k or hdp"),
     ("hdp", {"MIN_GPUS": "0"}, r"TRAIN_DATA is not set"),
-    ("gsm8k", {"VENV": "/nowhere"}, r"VENV: no such file: /nowhere/bin/activate"),
-    ("gsm8k", {"TRAINER": "/nowhere/train.py"}, r"TRAINER: no such file: /nowhere/train.py"),
+    ("gsm8k", {"VENV": "/nowhere", "MIN_GPUS": "0"}, r"VENV: no such file: /nowhere/bin/activate"),
+    ("gsm8k", {"TRAINER": "/nowhere/train.py", "MIN_GPUS": "0"}, r"TRAINER: no such file: /nowhere/train.py"),
     ("hdp", {"REPO": "/nowhere"}, r"no launch/env.sh in '/nowhere'"),
     ("gsm8k", {"REPO": "/nowhere"}, r"no launch/env.sh in '/nowhere'"),
 ])
@@ -158,13 +160,32 @@ time.sleep(1000)
 """
 
 
+SRUN = f"""#!{sys.executable}
+import signal, subprocess, sys
+words = sys.argv[1:]
+while words[0].startswith("--"):
+    del words[0]
+task = None
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(number, lambda number, _: task and task.send_signal(number))
+task = subprocess.Popen(words)
+sys.exit(task.wait() % 256)
+"""
+
+
 @pytest.fixture
 def stand_ins(tmp_path):
-    """Folder of programs to put first on the PATH: a torchrun that starts one trainer without importing torch."""
+    """Folder of programs to put first on the PATH: a torchrun that starts one trainer without importing torch, and
+    Slurm's commands, of which scontrol says RUNNING and leaves the file queued-JOB; real ones are in test_slurm.py."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    (folder / "torchrun").write_text('#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\npython "$@"\n')
-    (folder / "torchrun").chmod(0o755)
+    for name, text in {
+            "torchrun": '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\npython "$@"\n',
+            "scontrol": f'#!/bin/bash\n[ "$1" != requeue ] || touch "{tmp_path}/queued-$2"\n'
+                        'echo "   JobState=${STATE:-RUNNING} Reason=None"\n',
+            "squeue": "#!/bin/bash\n", "srun": SRUN}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
     return folder
 
 
@@ -195,10 +216,11 @@ def started(tmp_path, script, stand_ins):
         process.wait()
 
 
+@pytest.mark.race
 def test_a_signal_lets_the_trainer_save_and_skips_the_answers(started, tmp_path):
     process = started()
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=60) == 0, process.log.read_text()
+    assert process.wait(timeout=PATIENCE_S) == 0, process.log.read_text()
     text = process.log.read_text()
     assert (tmp_path / "out" / "requeue").exists() and text.count("asking the trainers to save") == 2    # node.sh, too
     assert "none.jsonl" not in text and "queued again" not in text
@@ -206,58 +228,55 @@ def test_a_signal_lets_the_trainer_save_and_skips_the_answers(started, tmp_path)
     assert log.read_text().count("trainer said") == 1
     process = started()         # logs go on
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 0 and log.read_text().count("trainer said") == 2
+    assert process.wait(timeout=PATIENCE_S) == 0 and log.read_text().count("trainer said") == 2
 
 
+@pytest.mark.race
 def test_a_second_ctrl_c_ends_everything_at_once(started, tmp_path):
     process = started(DEAF="1")
     os.killpg(process.pid, signal.SIGINT)
     wait_until(lambda: process.log.read_text().count("asking the trainers") == 2, "answer to the first Ctrl-C")
     assert process.poll() is None and alive(process.mark)
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=20) == 128 + signal.SIGKILL
+    assert process.wait(timeout=PATIENCE_S) == 128 + signal.SIGKILL
     wait_until(lambda: not alive(process.mark), "end of every process")
 
 
+@pytest.mark.race
 @pytest.mark.parametrize("state, restarts, queued, said", [
     ("RUNNING", 0, True, "at step 3; the job is queued again"),
     ("COMPLETING", 0, False, "at step 3; the job is COMPLETING"),
     ("RUNNING", 2, False, r"at step 3; not queued again, this was start 3 (MAX_REQUEUES)"),
 ])
-def test_a_job_asked_to_stop_is_queued_again(started, stand_ins, tmp_path, state, restarts, queued, said):
-    (stand_ins / "scontrol").write_text(f'#!/bin/bash\n[ "$1" != requeue ] || touch "{tmp_path}/queued-$2"\n'
-                                        f'echo "   JobState={state} Reason=None"\n')
-    (stand_ins / "scontrol").chmod(0o755)
-    process = started(SLURM_JOB_ID="7", SLURM_RESTART_COUNT=str(restarts), MAX_REQUEUES="2")
+def test_a_job_asked_to_stop_is_queued_again(started, tmp_path, state, restarts, queued, said):
+    process = started(**JOB, STATE=state, SLURM_RESTART_COUNT=str(restarts), MAX_REQUEUES="2")
     process.send_signal(signal.SIGUSR1)     # as Slurm does before the time limit: to the batch shell alone
-    assert process.wait(timeout=60) == (1 if restarts else 0), process.log.read_text()
+    assert process.wait(timeout=PATIENCE_S) == (1 if restarts else 0), process.log.read_text()
     assert (tmp_path / "queued-7").exists() == queued
     assert said in process.log.read_text()
     assert list((tmp_path / "out" / "node_logs").glob("7-*.log"))
 
 
+@pytest.mark.race
 def test_a_warning_while_problems_are_answered_queues_the_job_again(tmp_path, script, stand_ins):
-    (stand_ins / "scontrol").write_text(f'#!/bin/bash\n[ "$1" != requeue ] || touch "{tmp_path}/queued-$2"\n'
-                                        f'echo "   JobState=RUNNING Reason=None"\n')
     (stand_ins / "python").write_text('#!/bin/bash\ncase $1 in */sample_bd3lm.py) echo answering; exec sleep 99; esac\n'
                                       f'exec "{sys.executable}" "$@"\n')
-    for name in ("scontrol", "python"):
-        (stand_ins / name).chmod(0o755)
+    (stand_ins / "python").chmod(0o755)
     mark, log = uuid.uuid4().hex, tmp_path / "log"
     process = subprocess.Popen(["bash", str(ROOT / "launch" / LAUNCHERS["gsm8k"])], cwd=tmp_path, process_group=0,
                                stdout=log.open("w"), stderr=subprocess.STDOUT,
                                env=environment(TRAINER=script("pass"), MIN_GPUS="0", OUTPUT_DIR="out", MARK=mark,
-                                               SLURM_JOB_ID="7", PATH=f"{stand_ins}:{os.environ['PATH']}"))
+                                               **JOB, PATH=f"{stand_ins}:{os.environ['PATH']}"))
     try:
         wait_until(lambda: "answering" in log.read_text() or process.poll() is not None, "first answers")
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(timeout=60) == 0, log.read_text()
+        assert process.wait(timeout=PATIENCE_S) == 0, log.read_text()
         wait_until(lambda: not alive(mark), "end of every process")
     finally:
         for pid in alive(mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    assert (tmp_path / "queued-7").exists() and "answered; the job is queued again" in log.read_text()
+    assert (tmp_path / "queued-7").exists() and "after training; the job is queued again" in log.read_text()
 
 
 def test_a_failed_training_gives_its_status_and_no_answers(tmp_path, script, stand_ins):
@@ -287,4 +306,4 @@ def test_the_demo_trains_and_answers(tmp_path):
     assert re.search(r"^accuracy   strict \d+\.\d+% .* of 8 problems", done.stdout, re.M)
     answers = json.loads((tmp_path / "out" / "answers-checkpoint-12.json").read_text())
     assert len(answers["answers"]) == 8 and all("plan" in a for a in answers["answers"])
-    assert Path(tmp_path / "out" / "node_logs" / "local-sample.log").read_text().count("accuracy ") == 1
+    assert Path(tmp_path / "out" / "node_logs" / "local-after.log").read_text().count("accuracy ") == 1

@@ -19,10 +19,9 @@ from distill import create_data, distill_summary
 from distill.demo import get_smollm2, langid_server
 from distill.labels import LANGUAGES
 from tests.helpers import chats
+from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT
-from tests.launch.test_launchers import alive, environment, wait_until
-
-pytestmark = pytest.mark.timeout(600)
+from tests.launch.test_launchers import alive, environment
 
 LAUNCHER = ROOT / "launch" / "distill_demo.sh"
 LINES = (ROOT / "distill" / "demo" / "data" / "sentences.txt").read_text(encoding="utf-8").split("\n")
@@ -124,14 +123,15 @@ def test_what_the_teacher_cannot_do_is_refused(server, tmp_path, monkeypatch, ca
                                   b'{"messages": [{"content": ["Final Answer:"]}]}'])
 def test_requests_of_another_form_are_refused(server, body):
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(server.url + "/chat/completions", body, timeout=10)
+        urllib.request.urlopen(server.url + "/chat/completions", body, timeout=PATIENCE_S)
     assert refused.value.code == 400 and json.loads(refused.value.read())["error"]["message"]
 
 
+@pytest.mark.race
 @needs_langid
 def test_the_server_ends_with_its_parent_and_refuses_a_taken_port(server, tmp_path):
     done = subprocess.run([sys.executable, str(ROOT / "distill/demo/langid_server.py"), "--port", str(server.port)],
-                          text=True, capture_output=True, timeout=60)
+                          text=True, capture_output=True, timeout=PATIENCE_S)
     assert done.returncode == 1 and done.stderr.startswith(f"error: --port {server.port}: "), done.stderr
     mark, port = uuid.uuid4().hex, tmp_path / "port"
     command = f'"{sys.executable}" "{ROOT}/distill/demo/langid_server.py" --port_file "{port}" & wait'
@@ -141,7 +141,7 @@ def test_the_server_ends_with_its_parent_and_refuses_a_taken_port(server, tmp_pa
     assert len(alive(mark)) == 2
     parent.kill()
     parent.wait()
-    wait_until(lambda: not alive(mark) and not answers(int(port.read_text())), "end of the server", seconds=10)
+    wait_until(lambda: not alive(mark) and not answers(int(port.read_text())), "end of the server")
 
 
 def test_languages_of_the_identifier_become_labels():
@@ -195,12 +195,13 @@ def test_without_the_package_it_says_how_to_install_it(tmp_path, monkeypatch, ca
     ({"TEACHER_NAME": "qwen"}, "TEACHER_NAME is a server's name: set TEACHER"),
 ])
 def test_settings_that_cannot_work_are_refused_at_once(tmp_path, settings, message):
-    done = subprocess.run(["bash", str(LAUNCHER)], text=True, capture_output=True, timeout=60, cwd=ROOT,
+    done = subprocess.run(["bash", str(LAUNCHER)], text=True, capture_output=True, timeout=PATIENCE_S, cwd=ROOT,
                           env=environment(VENV="none", OUT=str(tmp_path / "out"), **settings))
     assert done.returncode == 1 and done.stdout == "" and not (tmp_path / "out").exists()
     assert done.stderr.startswith(f"distill_demo: error: {message}") and done.stderr.count("\n") == 1, done.stderr
 
 
+@pytest.mark.race
 @needs_langid
 def test_ctrl_c_leaves_no_process_then_it_goes_on_to_a_student_that_did_not_learn(tmp_path, capfd):
     out, lines, group = tmp_path / "out", LINES[:45], len(ORDER)
@@ -225,11 +226,11 @@ def test_ctrl_c_leaves_no_process_then_it_goes_on_to_a_student_that_did_not_lear
     metrics = out / "student" / "metrics.jsonl"
     try:
         wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2 or first.poll() is not None,
-                   "training step", 240)
+                   "training step")
         assert alive(first.mark)
         os.killpg(first.pid, signal.SIGINT)
-        assert first.wait(timeout=90) == 130, first.log.read_text()[-3000:]
-        wait_until(lambda: not alive(first.mark), "end of every process", seconds=5)
+        assert first.wait(timeout=PATIENCE_S) == 130, first.log.read_text()[-3000:]
+        wait_until(lambda: not alive(first.mark), "end of every process")
     finally:
         for pid in alive(first.mark):
             os.kill(pid, signal.SIGKILL)
@@ -237,7 +238,7 @@ def test_ctrl_c_leaves_no_process_then_it_goes_on_to_a_student_that_did_not_lear
     assert saved >= 2 and not (out / "evaluation").exists()
 
     second = start("second.log", STEPS=str(saved + 1))
-    assert second.wait(timeout=300) == 1, second.log.read_text()[-3000:]
+    assert second.wait(timeout=PATIENCE_S) == 1, second.log.read_text()[-3000:]
     said = second.log.read_text()
     assert f"resumed from {out}/student/checkpoint-{saved}" in said and "0 to do" in said
     assert re.search(r"^error: the student did not learn: it agrees with its teacher on \d+\.\d% of the held-out lines",
@@ -246,8 +247,8 @@ def test_ctrl_c_leaves_no_process_then_it_goes_on_to_a_student_that_did_not_lear
     assert not alive(second.mark)
 
     third = start("third.log", STEPS=str(saved + 1), LEARNING_RATE="2e-3")      # would have no effect any more
-    assert third.wait(timeout=60) == 1 and f"error: {out} was made otherwise (INPUT=lines.txt TRUTH=truth.jsonl " in \
-        third.log.read_text()
+    assert third.wait(timeout=PATIENCE_S) == 1
+    assert f"error: {out} was made otherwise (INPUT=lines.txt TRUTH=truth.jsonl " in third.log.read_text()
 
     # the same numbers suffice where nothing is asked of them; none of the lines is among them
     last = out / "student" / f"checkpoint-{saved + 1}"

@@ -15,25 +15,31 @@ from pathlib import Path
 import pytest
 
 import train_v2_ddp
+from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT, trainer_command
 
-pytestmark = pytest.mark.timeout(300)
-
 LAUNCHERS = ("train_tts.sh", "train_tts_h200x8.sh")
+ALL_LAUNCHERS = {"train_tts.sh": "train_v2_ddp.py", "train_tts_h200x8.sh": "train_v2_ddp.py",     # and their trainers
+                 "train_sft_h100x8.sh": "distill/train_sft.py", "train_gsm8k_bd3lm_h200.sh": "diffusion/train_bd3lm.py",
+                 "train_hdp_diffusion_h200.sh": "diffusion/train_bd3lm.py"}
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("tests/helpers/slurm/*.sh"), ROOT / ".ci" / "run"])
 ODD = ["--output_dir", "a folder", "--train_data_dir", "it's \"here\"", "--model_path", "$HOME *", "--resume", ""]
 
 
 def environment(**settings):
-    """This environment without what a Slurm job or an earlier launch would have set, GPUs hidden; settings on top."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "NCCL", "LAUNCH"))}
-    return kept | {"CUDA_VISIBLE_DEVICES": ""} | settings
+    """This environment without what a Slurm job or an earlier launch would have set, GPUs hidden; settings on top.
+
+    VENV=none, so what is first on the PATH is what runs.
+    """
+    kept = {name: value for name, value in os.environ.items()
+            if not name.startswith(("SLURM", "NCCL", "LAUNCH", "TRAINER", "AFTER", "CONDA_ENV"))}
+    return kept | {"CUDA_VISIBLE_DEVICES": "", "VENV": "none"} | settings
 
 
 def launch(launcher, *args, cwd=None, **settings):
     """Run a launcher to its end; returns the finished process with stdout and stderr."""
     return subprocess.run(["bash", str(ROOT / "launch" / launcher), *args], text=True, capture_output=True, cwd=cwd,
-                          timeout=120, env=environment(**settings))
+                          timeout=PATIENCE_S, env=environment(**settings))
 
 
 def printed_command(done):
@@ -46,7 +52,7 @@ def printed_command(done):
 def shell(text, **settings):
     """Run lines of bash after env.sh."""
     return subprocess.run(["bash", "-euc", f'source "{ROOT}/launch/env.sh"\n{text}'], text=True, capture_output=True,
-                          timeout=60, env=environment(**settings))
+                          timeout=PATIENCE_S, env=environment(**settings))
 
 
 def alive(mark):
@@ -59,13 +65,6 @@ def alive(mark):
         except OSError:
             pass
     return found
-
-
-def wait_until(ready, what, seconds=120):
-    end = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < end, f"no {what} in {seconds} s"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -114,7 +113,7 @@ def test_dry_run_prints_the_command_with_every_argument_whole(tmp_path):
     words, args = printed_command(done)
     assert args == ODD
     assert words[0] == "OMP_NUM_THREADS=5"
-    assert "--nproc-per-node=3" in words and "--standalone" in words and "--max-restarts=0" in words
+    assert "--nproc-per-node=3" in words and "--rdzv-endpoint=127.0.0.1:0" in words and "--max-restarts=0" in words
     assert not (tmp_path / "a folder").exists()
 
 
@@ -174,7 +173,7 @@ def test_h200_launcher_without_lora_is_full_fine_tuning_under_fsdp(switches):
     ("train_tts.sh", ["--train_data_file=no.json"], {}, r"--train_data_file: no such file: no.json"),
     ("train_tts.sh", [], {"VENV": "/nowhere"}, r"VENV: no such file: /nowhere/bin/activate"),
     ("train_tts.sh", [], {"PATH": "/usr/bin:/bin"}, r"no torchrun on PATH"),
-    ("train_tts.sh", [], {"CONDA_ENV": "no-such-env"}, r"CONDA_ENV=no-such-env: no such conda environment"),
+    ("train_tts.sh", [], {"VENV": "", "CONDA_ENV": "no-such-env"}, r"CONDA_ENV=no-such-env: no such conda environment"),
     ("train_tts_h200x8.sh", [], {"MIN_GPUS": "0", "LORA": "no"}, r"LORA=no: 1 or 0"),
     ("train_tts.sh", [], {"REPO": "/nowhere"}, r"no launch/env.sh in '/nowhere'"),
     ("train_tts_h200x8.sh", [], {"REPO": "/nowhere"}, r"no launch/env.sh in '/nowhere'"),
@@ -230,6 +229,7 @@ def test_exit_status_is_the_trainings(tmp_path, script):
     assert launch("train_tts.sh", cwd=tmp_path, TRAINER=script("import sys; sys.exit(5)")).returncode == 1  # torchrun's
 
 
+@pytest.mark.race
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_first_signal_saves_and_leaves_no_process(name, tiny, tmp_path, start):
     out = tmp_path / "out"
@@ -240,8 +240,8 @@ def test_first_signal_saves_and_leaves_no_process(name, tiny, tmp_path, start):
     wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3 or process.poll() is not None,
                "third step")
     os.killpg(process.pid, getattr(signal, name))
-    assert process.wait(timeout=60) == 0, process.log.read_text()[-3000:]
-    wait_until(lambda: not alive(process.mark), "end of every process", seconds=5)
+    assert process.wait(timeout=PATIENCE_S) == 0, process.log.read_text()[-3000:]
+    wait_until(lambda: not alive(process.mark), "end of every process")
     step = len(metrics.read_text().splitlines())
     assert (out / "requeue").read_text() == f"asked to stop by SIGUSR1 at step {step}\n"
     assert (out / f"checkpoint-{step}" / "manifest.json").exists()
@@ -259,18 +259,20 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.race
 def test_a_signal_that_comes_too_early_is_repeated(tmp_path, script, start):
     process = start("3", TRAINER=script(LATE), REPEAT_S="0.5")
     wait_until((tmp_path / "started").exists, "trainer")
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):      # more of them change nothing
         process.send_signal(number)
         time.sleep(0.3)
-    assert process.wait(timeout=30) == 0, process.log.read_text()
+    assert process.wait(timeout=PATIENCE_S) == 0, process.log.read_text()
     assert (tmp_path / "listens").exists()
     assert process.log.read_text().count("asking the trainers") == 1
     assert alive(process.mark) == []        # the helper too, which nobody ended
 
 
+@pytest.mark.race
 def test_second_ctrl_c_ends_everything_at_once(tmp_path, script, start):
     process = start("1000", TRAINER=script(LATE), NPROC_PER_NODE="2")
     wait_until((tmp_path / "started").exists, "trainer")
@@ -278,18 +280,20 @@ def test_second_ctrl_c_ends_everything_at_once(tmp_path, script, start):
     wait_until(lambda: "asking the trainers" in process.log.read_text(), "answer to the first Ctrl-C")
     assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=10) == 128 + signal.SIGKILL
+    assert process.wait(timeout=PATIENCE_S) == 128 + signal.SIGKILL
     assert alive(process.mark) == []
 
 
+@pytest.mark.race
 def test_a_killed_launcher_leaves_no_process(tmp_path, script, start):
     process = start("1000", TRAINER=script(LATE), ORPHAN_S="1")
     wait_until((tmp_path / "started").exists, "trainer")
     process.kill()
     process.wait()
-    wait_until(lambda: not alive(process.mark), "end of every process", seconds=20)
+    wait_until(lambda: not alive(process.mark), "end of every process")
 
 
+@pytest.mark.race
 def test_torchruns_restart_resumes_from_the_newest_checkpoint(tiny, tmp_path, start):
     out = tmp_path / "out"
     flags = trainer_command(tiny, out, "--use_lora", "--max_steps", 40, "--num_train_epochs", 1000, "--disable_eval",
@@ -299,11 +303,35 @@ def test_torchruns_restart_resumes_from_the_newest_checkpoint(tiny, tmp_path, st
     # of the processes with rank 1, loaders too, the trainer is the oldest
     os.kill(min(pid for pid in alive(process.mark) if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()),
             signal.SIGKILL)
-    assert process.wait(timeout=200) == 0, process.log.read_text()[-3000:]
+    assert process.wait(timeout=PATIENCE_S) == 0, process.log.read_text()[-3000:]
     starts = [int(step) for step in re.findall(r"^start +step (\d+)", process.log.read_text(), re.M)]
     assert len(starts) == 2 and starts[0] == 0 and starts[1] in (10, 20, 30)
     assert (out / "checkpoint-40" / "manifest.json").exists()
-    wait_until(lambda: not alive(process.mark), "end of every process", seconds=5)
+    wait_until(lambda: not alive(process.mark), "end of every process")
+
+
+# -- after training ----------------------------------------------------------------------------------------------------
+
+
+def test_what_comes_after_training_runs_line_by_line(tmp_path, script):
+    """Only when training has come to its end; the first line that fails gives the status."""
+    after = 'echo "one $0"; echo two >&2\n[ -z "${AFTER-}${TRAINER-}${LAUNCHER-}" ] || echo inherited\n'
+    done = launch("train_tts.sh", "--output_dir", "a folder", cwd=tmp_path, TRAINER=script("print('trained')"),
+                  AFTER=after + "exit 7\necho three")
+    assert done.returncode == 7, done.stderr
+    assert done.stdout.splitlines() == ["trained", "one bash", "two"]
+    assert (tmp_path / "a folder" / "node_logs" / "local-after.log").read_text() == "one bash\ntwo\n"
+    assert launch("train_tts.sh", cwd=tmp_path, TRAINER=script("pass"), AFTER=after).returncode == 0
+    done = launch("train_tts.sh", cwd=tmp_path, TRAINER=script("import sys; sys.exit(5)"), AFTER=after)
+    assert done.returncode == 1 and "one" not in done.stdout
+
+
+def test_nothing_comes_after_training_that_was_asked_to_stop(tmp_path, script, start):
+    process = start("0", TRAINER=script(LATE), AFTER="touch after")
+    wait_until((tmp_path / "listens").exists, "trainer")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0, process.log.read_text()
+    assert not (tmp_path / "after").exists() and alive(process.mark) == []
 
 
 # -- queueing again, with stand-ins for Slurm's commands; the real ones are in test_slurm.py ---------------------------
@@ -381,7 +409,10 @@ def test_scripts_are_shellcheck_clean(path):
     assert done.returncode == 0, done.stdout
 
 
-def test_every_launcher_is_strict():
-    for launcher in LAUNCHERS:
+def test_every_launcher_is_strict_and_finds_the_repository_in_the_same_way():
+    preambles = set()
+    for launcher in ALL_LAUNCHERS:
         text = (ROOT / "launch" / launcher).read_text()
         assert "set -euo pipefail" in text and "#SBATCH --requeue" in text and "--signal=B:USR1@" in text
+        preambles.add(text[text.index("repo=${REPO"):text.index('/env.sh"\n', text.index("\nsource "))])
+    assert len(preambles) == 1

@@ -1,4 +1,4 @@
-"""train_tts.sh on a real Slurm of two nodes: to the end, through a lost node, the time limit, an error and scancel.
+"""The launchers on a real Slurm of two nodes: to the end, through a lost node, the time limit, an error and scancel.
 
 The cluster is tests/helpers/slurm/cluster.sh: slurmctld and two slurmds on this machine, GPUs on paper,
 trainers on the CPU.
@@ -10,16 +10,16 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT, trainer_command
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.race]
 
 CLUSTER = str(ROOT / "tests" / "helpers" / "slurm" / "cluster.sh")
 LAUNCHER = str(ROOT / "launch" / "train_tts.sh")
@@ -34,22 +34,13 @@ if MISSING or os.geteuid() != 0:
     pytestmark.append(pytest.mark.skip(reason=why))
 
 
-def wait_until(ready, what, seconds=120):
-    """Return the first true value of ready()."""
-    end = time.monotonic() + seconds
-    while not (value := ready()):
-        assert time.monotonic() < end, f"no {what} in {seconds} s"
-        time.sleep(0.05)
-    return value
-
-
 class Job:
     """A job of train_tts.sh (or another launcher) on the tiny model."""
 
     def __init__(self, folder, *args, launcher=LAUNCHER, sbatch=(), **settings):
         folder.mkdir()
         self.out, self.log_file = folder / "out", folder / "job.log"
-        environment = {"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1", **settings}
+        environment = {"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1", "VENV": "none", **settings}
         environment["PATH"] = f"{Path(shutil.which('python')).parent}:{os.environ['PATH']}"
         done = subprocess.run(["sbatch", "--parsable", f"--output={self.log_file}", *sbatch, launcher,
                                *map(str, args)], cwd=folder, text=True, capture_output=True,
@@ -103,7 +94,7 @@ class Job:
         self.freeze()
         assert "done  " not in self.log, "the run was over before it could be disturbed: more STEPS are needed"
 
-    def end(self, seconds=240):
+    def end(self, seconds=PATIENCE_S):
         """Wait through requeues for the end; returns (state, restarts)."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         state = wait_until(lambda: (now := self.show("JobState")) in ended and now, f"end of job {self.id}", seconds)
@@ -136,7 +127,8 @@ def cluster():
 def undisturbed(tiny, tmp_path_factory):
     """Final weights of the run that all others must equal: two ranks under plain torchrun."""
     out = tmp_path_factory.mktemp("undisturbed") / "out"
-    subprocess.run(trainer_command(tiny, out, *FLAGS, ranks=2), check=True, timeout=300, stdout=subprocess.DEVNULL)
+    subprocess.run(trainer_command(tiny, out, *FLAGS, ranks=2), check=True, timeout=PATIENCE_S,
+                   stdout=subprocess.DEVNULL)
     return load_file(out / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
 
 
@@ -153,7 +145,7 @@ def submit(cluster, tiny, tmp_path):
     yield run
     for job in jobs:
         subprocess.run(["scancel", job.id], capture_output=True)
-    wait_until(lambda: not any(job.processes() for job in jobs), "end of the jobs' processes", seconds=60)
+    wait_until(lambda: not any(job.processes() for job in jobs), "end of the jobs' processes")
 
 
 def assert_undisturbed(job, undisturbed):
@@ -203,7 +195,7 @@ def test_lost_node_noticed_by_slurm(submit, cluster, undisturbed):
     job.freeze_after(20)
     cluster("kill", "n2")
     job.thaw()
-    wait_until(lambda: job.show("Restarts") == "1", "requeue", seconds=60)
+    wait_until(lambda: job.show("Restarts") == "1", "requeue")
     assert "is queued again" not in job.log
     cluster("up", "n2")
     assert_resumed_and_undisturbed(job, undisturbed)
@@ -237,7 +229,7 @@ def test_scancel_leaves_no_process_and_queues_nothing(submit):
     job = submit("--max_steps", 1000000)
     wait_until(lambda: (job.out / "checkpoint-10").exists(), "first checkpoint")
     subprocess.run(["scancel", job.id], check=True)
-    wait_until(lambda: not job.processes(), "end of the job's processes", seconds=40)
+    wait_until(lambda: not job.processes(), "end of the job's processes")
     assert job.end(30) == ("CANCELLED", 0)
     assert "is queued again" not in job.log
 
@@ -263,3 +255,67 @@ def test_h200_launcher_finds_its_repository_from_the_spool_folder(cluster, tmp_p
     assert job.end(30) == ("COMPLETED", 0), job.log
     assert "OMP_NUM_THREADS=16 srun --nodes=1" in job.log
     assert f"{ROOT}/train_v2_ddp.py --per_device_train_batch_size 4" in job.log
+
+
+# -- what follows training ---------------------------------------------------------------------------------------------
+
+STOPS = """
+import pathlib, signal, sys, time
+out = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
+starts = len(list(out.glob("start-*")))
+def save(*_):
+    (out / "requeue").write_text("asked to stop by SIGUSR1 at step 3\\n")
+    sys.exit(0)
+signal.signal(signal.SIGUSR1, save)
+(out / f"start-{starts}").touch()
+if not starts:
+    time.sleep(1000)
+"""
+ANSWERS = """
+import pathlib, sys, time
+out = pathlib.Path(sys.argv[sys.argv.index("--checkpoint") + 1])
+print("answering", *sys.argv[1:], flush=True)
+if not (out / "answering").exists():
+    (out / "answering").touch()
+    time.sleep(1000)
+"""
+
+
+def test_block_diffusion_is_queued_again_while_training_and_while_answering(cluster, tmp_path):
+    """A trainer that waits for USR1, and then one that is done at once; answers that first last for ever."""
+    for name, text in (("train.py", STOPS), ("answer.py", ANSWERS)):
+        (tmp_path / name).write_text(text)
+    folder = tmp_path / "job"
+    job = Job(folder, "--output_dir", folder / "out", launcher=str(ROOT / "launch" / "train_hdp_diffusion_h200.sh"),
+              TRAINER=str(tmp_path / "train.py"), SAMPLER=str(tmp_path / "answer.py"), MIN_GPUS="0",
+              TRAIN_DATA="t.json",
+              TEST_DATA="e.json", SAMPLE_FLAGS="--order confidence")
+    try:
+        for sign in ("start-0", "answering"):
+            wait_until((job.out / sign).exists, sign)
+            subprocess.run(["scancel", "--signal=USR1", "--batch", job.id], check=True)     # as before the time limit
+        assert job.end() == ("COMPLETED", 2), job.log
+    finally:
+        subprocess.run(["scancel", job.id], capture_output=True)
+    for words in ("at step 3; the job is queued again", "after training; the job is queued again"):
+        assert job.log.count(f"train_hdp_diffusion_h200: asked to stop by SIGUSR1 {words}") == 1, job.log
+    answering = f"answering --checkpoint {job.out} --test_file e.json --order confidence\n"
+    assert (job.out / "node_logs" / f"{job.id}-after.log").read_text() == 2 * answering
+    assert job.log.count(answering) == 2 and len(list(job.out.glob("start-*"))) == 3
+    wait_until(lambda: not job.processes(), "end of the job's processes", seconds=40)
+
+
+@pytest.mark.parametrize("where", ["relative", "elsewhere"])
+def test_launchers_find_the_repository_however_they_are_named(cluster, tmp_path, where):
+    """sbatch launch/train_sft_h100x8.sh in the repository, and with --chdir."""
+    (tmp_path / "job").mkdir()
+    log = tmp_path / "job.log"
+    more = [f"--chdir={tmp_path}"] if where == "elsewhere" else []
+    done = subprocess.run(["sbatch", "--parsable", f"--output={log}", *more, "launch/train_sft_h100x8.sh", "out"],
+                          cwd=ROOT, text=True, capture_output=True,
+                          env={**os.environ, "PATH": f"{Path(shutil.which('python')).parent}:{os.environ['PATH']}",
+                               "VENV": "none", "DRY_RUN": "1", "NPROC_PER_NODE": "8",
+                               "TRAIN_FILE": str(ROOT / "README.md")})
+    assert done.returncode == 0, done.stderr
+    wait_until(lambda: log.exists() and ("--train_data_file" in log.read_text() or "rror" in log.read_text()), "output")
+    assert f"{ROOT}/distill/train_sft.py --model_path" in log.read_text(), log.read_text()

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from common.parallel import UserError, World
 from speech.codes import CodeReader, codec_fingerprint
 from speech.conversations import Clip, read_samples
 from speech.encode import decode_audio, ensure_codes
+from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT
 
 RATES = (8000, 16000, 22050, 44100, 48000)
@@ -288,17 +288,16 @@ def start_fillers(tiny, tmp_path, n, shard_clips=4096):
                             cache=str(tmp_path / "codes"), paths=[c.path for c in clips_of(tiny)])
     started = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path / f"ready{i}")], text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for i in range(n)]
-    end = time.monotonic() + 120
-    while not all((tmp_path / f"ready{i}").exists() for i in range(n)):
-        assert time.monotonic() < end and all(p.poll() is None for p in started), [p.poll() for p in started]
-        time.sleep(0.01)
+    wait_until(lambda: all((tmp_path / f"ready{i}").exists() for i in range(n)), "start",
+               alive=lambda: all(p.poll() is None for p in started))
     (tmp_path / "go").touch()
     return started
 
 
+@pytest.mark.race
 def test_two_runs_fill_one_cache_and_encode_each_clip_once(filled, tiny, tmp_path):
     fillers = start_fillers(tiny, tmp_path, 2, shard_clips=5)
-    outputs = [p.communicate(timeout=120)[0] for p in fillers]
+    outputs = [p.communicate(timeout=PATIENCE_S)[0] for p in fillers]
     assert [p.returncode for p in fillers] == [0, 0], outputs
     assert sum("another run is filling" in o for o in outputs) == 1
     folder = tmp_path / "codes" / codec_fingerprint(tiny.codec)
@@ -308,15 +307,14 @@ def test_two_runs_fill_one_cache_and_encode_each_clip_once(filled, tiny, tmp_pat
     assert len(encoded(folder)) == 24
 
 
+@pytest.mark.race
 def test_a_killed_run_leaves_a_usable_cache(filled, tiny, tmp_path):
     filler, = start_fillers(tiny, tmp_path, 1, shard_clips=2)
     folder = tmp_path / "codes" / codec_fingerprint(tiny.codec)
-    end = time.monotonic() + 120
-    while len(list(folder.glob("codes-*.safetensors"))) < 2:
-        assert time.monotonic() < end and filler.poll() is None, filler.communicate()
-        time.sleep(0.002)
+    wait_until(lambda: len(list(folder.glob("codes-*.safetensors"))) >= 2, "second shard",
+               alive=lambda: filler.poll() is None)
     filler.send_signal(signal.SIGKILL)
-    filler.communicate(timeout=60)
+    filler.communicate(timeout=PATIENCE_S)
     assert filler.returncode == -signal.SIGKILL
     before = encoded(folder)
     assert 4 <= len(before) < 24

@@ -30,6 +30,7 @@ from common import parallel
 from speech import evaluate_tts, make_tiny, speak
 from speech import speech_metrics as sm
 from speech.conversations import Clip
+from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 
 RATE = sm.RATE
@@ -559,6 +560,6 @@ def test_the_command(waves, targets, tmp_path):
     watch = f"import sys; sys.argv[0] = 'x'; sys.path.insert(0, {str(ROOT)!r}); from speech import evaluate_tts; " \
             "evaluate_tts.main(); assert 'transformers' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", watch, "a"], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, timeout=120)
+                          stderr=subprocess.STDOUT, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout
     assert "mcd                dB" in done.stdout and (folder / "evaluation.json").is_file()

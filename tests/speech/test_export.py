@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from progress import PATIENCE_S
 from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor, AutoTokenizer, HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
 
@@ -413,11 +414,12 @@ def test_a_write_that_fails_leaves_nothing(tiny, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.race
 def test_a_killed_export_leaves_no_folder_of_that_name_and_the_next_one_cleans_up(tiny, tmp_path):
     command = ("import os, signal, sys; import lora; from speech import weights; weights.save_config = lambda *a: "
                "os.kill(os.getpid(), signal.SIGKILL); lora.merge(sys.argv[1], None, sys.argv[2], None)")
     done = subprocess.run([sys.executable, "-c", command, str(tiny.model), str(tmp_path / "out")], cwd=ROOT,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=PATIENCE_S)
     assert done.returncode == -signal.SIGKILL
     left, = tmp_path.iterdir()
     assert left.name.startswith(".out.tmp") and (left / "model.safetensors").is_file()

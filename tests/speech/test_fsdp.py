@@ -29,9 +29,8 @@ from speech import higgs, make_tiny, speech_model
 from speech.weights import empty_model, find_model, native_config
 from tests.helpers import spoken as speech
 from tests.helpers.checkpoints import config_of, original_config, original_state, split_rows, write_checkpoint
+from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT, Run, Tiny, trainer_command
-
-pytestmark = pytest.mark.timeout(300)
 
 LR = 2e-4
 CLOCK = {"train/throughput", "train/audio_seconds_per_second", "train/samples_per_second", "train/step_seconds",
@@ -200,7 +199,7 @@ def test_compiled_layers_train_the_same(pool, odd, shared, tmp_path, backend, na
     """inductor is what --compile uses, and much g++ for each shape; aot_eager meets the same FSDP2 hooks and many."""
     ranks, flags = flags_of(f"{name} --compile")
     statuses, output = pool.run(ranks, f"{__name__}.train_compiled", backend, arguments(odd, tmp_path / "out", *flags),
-                                timeout=280)
+                                timeout=PATIENCE_S)
     assert not any(statuses), output
     assert "recompile_limit" not in output      # beyond it torch goes on uncompiled
     assert_close(Run(0, output, tmp_path / "out"), shared(name))

@@ -24,11 +24,10 @@ from speech.encode import decode_audio, load_codec
 from speech.labels import delay_rows, token_ids
 from speech.table import Table
 from tests.helpers import spoken as speech
+from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT, trainer_command
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def voice(tiny):
@@ -248,7 +247,7 @@ def train(pool, tiny, data, output_dir, *flags, ranks=1):
     command = trainer_command(tiny, output_dir, "--train_data_file", data, "--num_workers", 0,
                               "--code_cache", output_dir.parent / "codes", *flags)
     command = command[command.index(str(ROOT / "train_v2_ddp.py")) + 1:]
-    statuses, output = pool.run(ranks, "train_v2_ddp.main", command, timeout=200)
+    statuses, output = pool.run(ranks, "train_v2_ddp.main", command, timeout=PATIENCE_S)
     assert not any(statuses), output
     return output
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import Linear
+from progress import PATIENCE_S
 from safetensors.torch import load_file, save_file
 from transformers import HiggsAudioV2ForConditionalGeneration
 
@@ -286,7 +287,7 @@ def test_adapter_file_that_does_not_fit_is_refused(tiny, saved, tmp_path, what):
 
 def merge_command(*flags):
     return subprocess.run([sys.executable, str(ROOT / "lora.py"), "merge", *map(str, flags)], text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120)
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=PATIENCE_S)
 
 
 def test_merged_checkpoint_equals_adapter_on_base(tiny, data, saved, tmp_path):

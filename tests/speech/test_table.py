@@ -17,8 +17,6 @@ from speech.table import TableBuilder, read_all
 from speech.weights import native_config
 from tests.helpers.dialogues import BOOKS, CONVERSATIONS, SYSTEM, TARGET, speaker, table_of, user
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(scope="module")
 def tools(tiny):
