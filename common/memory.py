@@ -228,13 +228,13 @@ def checkpoint_bytes(model, trained_only, average=False):
     return weights * (1 + average), 8 * sum(parameter.numel() for parameter in trained)
 
 
-def memory_parts(units, *, world=1, sharded=False, offload=False, reshard=True, compute=4, casts=(0, 0), whole=False,
+def memory_parts(units, *, world=1, sharded=False, offload=False, reshard=True, compute=4, casts=(0, 0), accumulation=1,
                  average=False):
     """What stands in one GPU's memory beside activations and logits -> {part: bytes}; see the top of the file.
 
-    units: of unit_sizes. compute: bytes of the compute dtype. casts: of cast_bytes (ddp). reshard:
-    a layer is freed after its forward. whole: gradients stay unsharded between micro-steps. average: trained weights
-    have one. "host": what offload puts into host memory.
+    units: of unit_sizes. compute: bytes of the compute dtype. casts: of cast_bytes (ddp). reshard: a layer is freed
+    after its forward. accumulation: micro-steps of a step, between which gradients stay, unsharded. average: trained
+    weights have one. "host": what offload puts into host memory; "fresh": gradients that come while activations go.
     """
     values, stored, trained = (sum(column) for column in zip(*units))
     shards = world if sharded else 1
@@ -242,12 +242,14 @@ def memory_parts(units, *, world=1, sharded=False, offload=False, reshard=True, 
              "average": 4 * trained * average / shards}
     parts = {**(dict.fromkeys(state, 0) if offload else state), "host": sum(state.values()) if offload else 0,
              "copies": casts[0], "forward copies": casts[1], "reduction": 0, "last reduction": 0,
-             "fixed": FIXED + FIXED_NCCL * (world > 1 or sharded)}
+             "fresh": 0, "fixed": FIXED + FIXED_NCCL * (world > 1 or sharded)}
+    if accumulation == 1 and (sharded or world == 1):       # else they stand in DDP's buckets, or from before
+        parts["fresh"] = parts["gradients"]
     if sharded:
         root, layers = units[0], units[1:]
         in_flight = root[0] + sum(sorted(layer[0] for layer in layers)[-3:])
         parts["copies"] = compute * (in_flight if reshard else values)
-        parts["gradients"] += 4 * trained * whole
+        parts["gradients"] += 4 * trained * (accumulation > 1)
         parts["reduction"] = (compute + 4) * max(layer[2] for layer in layers) + compute * root[2]
         parts["last reduction"] = (compute + 4) * root[2]
     return parts
@@ -260,11 +262,12 @@ def peak_stages(parts, activations, layer, logits, recompute):
     Numbers or arrays over packs.
     """
     standing = sum(parts[name] for name in ("weights", "gradients", "optimizer", "average", "copies", "fixed"))
+    standing -= parts["fresh"]
     work = (BACKWARD if recompute else BACKWARD - 1) * layer
     forward = parts["forward copies"] + 2 / 3 * logits      # logits beside their log-softmax, one gradient less
     return {"the heads": standing + activations + np.maximum(logits, forward),
-            "a layer's backward": standing + activations + work + parts["reduction"],
-            "the last reduction": standing + parts["last reduction"] + 0 * layer}
+            "a layer's backward": standing + np.maximum(activations, parts["fresh"]) + work + parts["reduction"],
+            "the last reduction": standing + parts["fresh"] + parts["last reduction"] + 0 * layer}
 
 
 def worst_pack(parts, activations, layer, logits, recompute):

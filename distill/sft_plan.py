@@ -50,7 +50,7 @@ def memory_stages(args, ranks, model, native, tokens, rows):
     parts = memory.memory_parts(memory.unit_sizes(native, layers), world=ranks, sharded=fsdp, offload=args.cpu_offload,
                                 reshard=args.reshard_after_forward, compute=2 if args.bf16 else 4,
                                 casts=casts,
-                                whole=fsdp and args.gradient_accumulation_steps > 1)
+                                accumulation=args.gradient_accumulation_steps)
     kept, layer = memory.kept_bytes(row_bytes(model, args.bf16, fsdp), len(layers), recompute)
     activations = tokens * kept + rows * native.config.hidden_size * (2 if fsdp and args.bf16 else 4)     # of the head
     logits = LOGIT_COPIES[bool(args.distill_topk)] * 4 * np.minimum(rows, model.chunk) * native.config.vocab_size

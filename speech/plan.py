@@ -190,7 +190,7 @@ def memory_stages(args, model, ranks, packs, eval_packs):
     parts = memory.memory_parts(units, world=ranks, sharded=fsdp, offload=args.cpu_offload, compute=compute,
                                 reshard=args.reshard_after_forward,
                                 casts=casts,
-                                whole=fsdp and args.gradient_accumulation_steps > 1)
+                                accumulation=args.gradient_accumulation_steps)
     row = row_bytes(model, args.bf16, fsdp)
     rows, (kept, layer) = np.stack([packs["text"], packs["audio"]], axis=-1), memory.kept_bytes(
         row, len(layers), recompute)

@@ -179,7 +179,7 @@ def test_full_fine_tuning_of_3b_fits_eight_gpus(real):
     stages = memory.peak_stages(parts, kept, one, logits, True)
     assert 12 * GIB < max(stages.values()) < 30e9                       # room in 80 GB
     # gradients of a whole window of micro-steps unsharded: 4 bytes a value more on every GPU, still inside
-    more = memory.memory_parts(units_of(real), world=8, sharded=True, compute=2, whole=True)
+    more = memory.memory_parts(units_of(real), world=8, sharded=True, compute=2, accumulation=2)
     assert more["gradients"] - parts["gradients"] == pytest.approx(4 * 5.771e9, rel=1e-3)
     assert max(memory.peak_stages(more, kept, one, logits, True).values()) < 60e9
     # in DDP every GPU has it all: 16 bytes a value are 86 GiB, too much
