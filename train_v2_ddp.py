@@ -306,19 +306,14 @@ def evaluate(world, args, model, table, ids, held_out, check):
     return higgs.loss_report([*sums, *counts], args.audio_loss_reduction, args.text_loss_weight, "eval")
 
 
-def console_line(step, total_steps, v, codebooks):
-    """One aligned line of the numbers in metrics.jsonl, with units."""
-    books = "/".join(f"{v[f'train/audio_loss_codebook_{k}']:.2f}" for k in range(codebooks))
+def console_line(step, total_steps, v):
+    """One aligned line of at most 160 characters, with units; metrics.jsonl has all numbers."""
     mfu = f" | mfu {v['train/mfu'] * 100:4.1f}%" if "train/mfu" in v else ""
-    eta = metrics.duration((total_steps - step) * v["train/step_seconds"])
-    return (f"step {step:>6}/{total_steps} | epoch {v['train/epoch']:6.2f} | loss {v['train/loss']:7.4f} | "
-            f"audio {v['train/audio_loss']:6.3f} ({books}) | text {v['train/text_loss']:6.3f} | "
-            f"eos {v['train/eos_loss']:6.3f} stop {v['train/stop_recall'] * 100:5.1f}% | "
+    return (f"step {step:>6}/{total_steps} | loss {v['train/loss']:7.4f} | audio {v['train/audio_loss']:6.3f} "
+            f"text {v['train/text_loss']:6.3f} | stop {v['train/stop_recall'] * 100:5.1f}% | "
             f"lr {v['train/learning_rate']:.2e} | grad_norm {v['train/grad_norm']:7.3f} | "
-            f"{v['train/throughput']:>8,.0f} tok/s {v['train/audio_seconds_per_second']:>7,.1f} audio-s/s "
-            f"{v['train/samples_per_second']:>6,.1f} samples/s | pad {v['train/padding'] * 100:4.1f}% | "
-            f"wait {v['train/data_wait_seconds']:5.2f} s | mem {v['train/memory_gib']:5.2f} GiB{mfu} | "
-            f"eta {eta}")
+            f"{v['train/audio_seconds_per_second']:>7,.1f} audio-s/s{mfu} | "
+            f"eta {metrics.duration((total_steps - step) * v['train/step_seconds'])}")
 
 
 def eval_line(step, v):
@@ -477,7 +472,7 @@ def train(args):
             values = higgs.loss_report(parallel.all_sum(world, now.sums).tolist(), args.audio_loss_reduction,
                                        args.text_loss_weight, "train")
             if main_rank:
-                now.line(values, lambda v: console_line(now.step, total_steps, v, books),
+                now.line(values, lambda v: console_line(now.step, total_steps, v),
                          audio_seconds_per_second=now.sums_since["frames"] / FRAME_RATE)
             now.sums.zero_()
             now.begin_line()

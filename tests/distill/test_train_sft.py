@@ -754,3 +754,11 @@ def test_every_flag_is_explained_and_used():
     for action in train_sft.build_parser()._actions:
         assert action.help and len(action.help) > 8, f"{action.option_strings} has no help text"
         assert action.dest == "help" or f"args.{action.dest}" in source
+
+
+def test_a_log_line_fits_a_terminal():
+    """With numbers as wide as they get, and a teacher's."""
+    values = {"train/mfu": 0.612, "train/loss": 12.3456, "train/ce_loss": 12.3456, "train/kl_loss": 12.3456,
+              "train/accuracy": 1.0, "train/learning_rate": 5e-5, "train/grad_norm": 123.456,
+              "train/throughput": 9_999_999.0, "train/data_wait_seconds": 12.34, "train/step_seconds": 10.0}
+    assert len(train_sft.console_line(50_000, 500_000, values)) <= 160
