@@ -7,7 +7,6 @@ supervised rows only, no host sync anywhere.
 """
 import inspect
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -99,7 +98,8 @@ class PackedHiggs(nn.Module):
         self.call = recomputation.caller(recompute)
         recomputation.leave_products(net, recompute)
         self.net = net
-        self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]  # listed: not registered twice
+        # in a list, where torch does not look for modules: else its parameters would be registered twice
+        self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
         for layer in self.base_model.model.layers:
             layer.__class__ = PackedDecoderLayer
 
@@ -107,6 +107,11 @@ class PackedHiggs(nn.Module):
     def base_model(self):
         """The native HiggsAudioV2ForConditionalGeneration, adapters inside."""
         return self._base[0]
+
+    @property
+    def has_adapters(self):
+        """Whether LoRA adapters are trained on a frozen base."""
+        return self.net is not self.base_model
 
     def hidden_states(self, batch):
         """Final hidden states (S, H) in modality order of a data.PackedBatch."""
@@ -149,8 +154,8 @@ class PackedHiggs(nn.Module):
 def total_loss(audio, n_audio, text, n_text, reduction, text_weight):
     """The training loss from sums over targets and their global numbers.
 
-    audio: K sums, one a codebook; text: one sum (tensors or floats). reduction: "mean" over the codebooks, or "sum" of
-    their means, as transformers has it.
+    audio: K sums, one per codebook; text: one sum (tensors or floats). reduction: "mean" over the codebooks, or "sum"
+    of their means, as transformers has it.
     """
     scale = len(audio) if reduction == "sum" else 1
     return sum(audio) * (scale / max(1, n_audio)) + text * (text_weight / max(1, n_text))
@@ -195,15 +200,15 @@ def freeze_unreachable(model, text_loss_weight):
 
 
 def decays(name, parameter):
-    """Weight decay shrinks matrices, not norms, and not embeddings: rows a batch lacks would shrink unseen."""
+    """Weight decay shrinks matrices, but neither norms nor embeddings, of which a batch has few rows."""
     return parameter.ndim > 1 and "embed_tokens" not in name and "embed_audio_tokens" not in name
 
 
 def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
     """Model FLOPs of forward and backward on one pack; only executed parts count, each row runs one of the two FFNs.
 
-    A matrix with N weights costs 2N a row forward, 2N for the input gradient and, when it is trained, 2N for its own
-    gradient: 4N a row under LoRA, 6N in full. pairs: sum over samples of n (n + 1) / 2 attended (query, key) pairs,
+    A matrix with N weights costs 2N per row forward, 2N for the input gradient and, when it is trained, 2N for its own
+    gradient: 4N per row under LoRA, 6N in full. pairs: sum over samples of n (n + 1) / 2 attended (query, key) pairs,
     each 4 * heads * head_dim forward and twice that backward. Recomputation and adapters are not counted.
     """
     h, d, heads, kv = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
@@ -211,103 +216,3 @@ def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
     rows = tokens * layer * config.num_hidden_layers
     rows += audio_targets * h * config.codebook_size + text_targets * h * config.vocab_size
     return (4 if lora else 6) * rows + 3 * 4 * heads * d * pairs * config.num_hidden_layers
-
-
-def activation_bytes(model, text, audio, bf16, recompute, stream=None, cuda=True):
-    """Bytes autograd keeps of one pack -> (of all layers from forward to backward, of one layer alone).
-
-    model: a native model with dtypes and requires_grad as trained, adapters inside; may be on the meta device. text,
-    audio: rows of each modality (ints or int arrays). bf16: bfloat16 compute. stream: bytes a value of the residual
-    stream, by default the stored embedding's. cuda=False: what the CPU's kernels keep instead. With recompute (of
-    recomputation.MODES) a layer keeps its input, and with "selective" what recomputation.keeps; one at a time is whole
-    during the backward pass: the second number is then what it adds, as it takes over what it had kept.
-
-    Formula: what each operation saves a row, at c bytes a compute value (2 or 4) and s a stream value: 2 norms with
-    their fp32 input (4 H), 1 / rms (4) and, if trained, the normalised rows (s H); attention's q, k, v, output (c each)
-    and log-sum-exp (4 a head); gate, silu(gate), up (c F each); the inputs of linear layers as linear_input_bytes says.
-    Counted on this file's forward; tests compare it with what a real one leaves alive. Left out: the heads' inputs, and
-    that the first layer over a frozen embedding keeps less.
-    """
-    config, layer = model.config, model.model.layers[0]
-    attention, h, d, heads = layer.self_attn, config.hidden_size, config.head_dim, config.num_attention_heads
-    c, s = 2 if bf16 else 4, stream or model.get_input_embeddings().weight.element_size()
-    kv = config.num_key_value_heads if cuda and VARLEN_GQA else heads       # else keys and values are repeated
-
-    def inputs(*linears):
-        return linear_input_bytes(linears, c, s, cuda)
-
-    def norm(module):
-        return 4 * h + 4 + s * h * module.weight.requires_grad
-
-    def ffn(mlp):
-        return inputs(mlp.gate_proj, mlp.up_proj) + 3 * c * config.intermediate_size + inputs(mlp.down_proj)
-
-    row = norm(layer.input_layernorm) + norm(layer.post_attention_layernorm)
-    row += inputs(attention.q_proj, attention.k_proj, attention.v_proj) + inputs(attention.o_proj)
-    row += c * d * (2 * heads + 2 * kv) + 4 * heads
-    one = (text + audio) * row + text * ffn(layer.mlp) + audio * ffn(layer.audio_mlp)
-    ends = (text + audio) * (norm(model.model.norm) + 2 * s * d)        # rotary cos and sin are shared by the layers
-    kept = (text + audio) * s * h if recompute else one
-    if recompute == "selective":
-        row = (c * d + 4) * heads + product_bytes(attention, c)
-        selected = (text + audio) * row + text * product_bytes(layer.mlp, c) + audio * product_bytes(layer.audio_mlp, c)
-        kept, one = kept + selected, one - selected
-    return kept * config.num_hidden_layers + ends, one
-
-
-def linear_input_bytes(linears, c, s, cuda=True):
-    """Bytes a row that linear layers fed with the same rows keep of their input; c, s, cuda as in activation_bytes.
-
-    A frozen one keeps nothing, a trained one its input: once for all where the dtypes agree, else each its own cast
-    copy. An adapter keeps its rank-wide middle and, under dropout, its own dropped input and mask (a byte on CUDA).
-    """
-    own, shared = 0, 0
-    for linear in linears:
-        width = linear.in_features
-        if hasattr(linear, "lora_A"):
-            own += c * linear.r["default"]
-            if isinstance(linear.lora_dropout["default"], nn.Dropout):
-                own += width * (c + (1 if cuda else c))
-            else:
-                shared = c * width
-        elif linear.weight.requires_grad and c < s and len(linears) > 1:
-            own += c * width
-        elif linear.weight.requires_grad:
-            shared = c * width
-    return own + shared
-
-
-def product_bytes(module, c):
-    """Bytes a row, at c bytes a value, that selective checkpointing keeps of all matrix products in a module."""
-    shapes = [(m.in_features, m.out_features) for m in module.modules() if isinstance(m, nn.Linear)]
-    return c * sum(outer for inner, outer in shapes if recomputation.keeps_product(inner, outer))
-
-
-def logit_bytes(config, audio_rows, text_rows):
-    """Bytes of both heads' logits -> (kept from forward to backward, peak). rows: supervised ones, ints or int arrays.
-
-    A head's logits (rows x num_codebooks x codebook_size, or rows x vocab_size) stand in fp32, 4 bytes each, beside
-    their log-softmax, which is kept; the backward adds two gradients of that size, the text head's first.
-    """
-    audio = 4 * audio_rows * config.num_codebooks * config.codebook_size
-    text = 4 * text_rows * config.vocab_size
-    return audio + text, np.maximum(2 * (audio + text), np.maximum(audio + 3 * text, 3 * audio))
-
-
-def cast_bytes(model, recompute):
-    """Bytes of the bf16 copies of fp32 weights in linear layers that are held to the end of forward.
-
-    Autocast makes and keeps them; B of an adapter is cast by its layer, whose recomputation frees that copy.
-    """
-    linears = [m for name, m in model.named_modules() if isinstance(m, nn.Linear)
-               and m.weight.dtype == torch.float32 and not (recompute and ".lora_B." in name)]
-    return 2 * sum(m.weight.numel() for m in linears)
-
-
-def unit_sizes(model):
-    """[(values, stored bytes, trained values)] of everything outside the layers first, then of each layer."""
-    def size(parameters):
-        sizes = [(p.numel(), p.nbytes, p.numel() * p.requires_grad) for p in parameters]
-        return [sum(column) for column in zip(*sizes)]
-    layers = [size(layer.parameters()) for layer in model.model.layers]
-    return [[whole - sum(part) for whole, part in zip(size(model.parameters()), zip(*layers))], *layers]
