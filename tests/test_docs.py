@@ -388,7 +388,8 @@ def test_there_are_commands_at_all():
 def test_every_flag_that_is_named_exists():
     known = all_flags() | FOREIGN
     for page, text in TEXTS.items():
-        for code in re.findall(r"`[^`]+`", text):
+        spans = re.findall(r"`[^`]+`", without_blocks(text))
+        for code in [*spans, *("\n".join(lines) for _, _, lines in fences(text))]:
             for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", code):
                 assert flag in known, f"{page}: no script has {flag}"
 
