@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
-from common import checkpoint, loading, metrics, optim, parallel, preflight, recomputation, run, tensor_files
+from common import checkpoint, loading, metrics, optim, parallel, plan, recomputation, run, tensor_files
 from common.packing import PackOrder, rank_packs
 from common.parallel import UserError
 from diffusion import blocks, bound, demo_problems, dit, noise, weights
@@ -289,14 +289,12 @@ def loss_report(sums, regions):
 
 
 def console_line(step, total_steps, v):
-    """One aligned line of the numbers in metrics.jsonl, with units."""
+    """One aligned line of at most 160 characters; metrics.jsonl has all numbers."""
     mfu = f" | mfu {v['train/mfu'] * 100:4.1f}%" if "train/mfu" in v else ""
-    return (f"step {step:>6}/{total_steps} | epoch {v['train/epoch']:7.2f} | loss {v['train/loss']:7.4f} | "
+    return (f"step {step:>6}/{total_steps} | loss {v['train/loss']:7.4f} | "
             f"masked {v['train/masked'] * 100:4.1f}% ce {v['train/masked_loss']:7.4f} | "
-            f"t {v['train/t_low']:.2f}-{v['train/t_high']:.2f} | lr {v['train/learning_rate']:.2e} | "
-            f"grad_norm {v['train/grad_norm']:7.3f} | {v['train/throughput']:>8,.0f} tok/s "
-            f"{v['train/samples_per_second']:>7,.1f} problems/s | pad {v['train/padding'] * 100:4.1f}% | "
-            f"wait {v['train/data_wait_seconds']:5.2f} s | mem {v['train/memory_gib']:6.2f} GiB{mfu} | "
+            f"lr {v['train/learning_rate']:.2e} | grad_norm {v['train/grad_norm']:7.3f} | "
+            f"{v['train/throughput']:>9,.0f} tok/s | wait {v['train/data_wait_seconds']:4.1f} s{mfu} | "
             f"eta {metrics.duration((total_steps - step) * v['train/step_seconds'])}")
 
 
@@ -308,8 +306,8 @@ def eval_line(step, v, regions):
             f"bits/token | perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} | {parts}")
 
 
-def print_start(world, config, rows, eval_rows, table, plan, *, size_name, fsdp, bf16):
-    """What is about to run, before the first step. table: blocks.row_table of rows; plan: more lines."""
+def print_start(world, config, rows, eval_rows, table, more, *, size_name, fsdp, bf16):
+    """What is about to run, before the first step. table: blocks.row_table of rows; more: lines."""
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     with torch.device("meta"):
         size = sum(p.numel() for p in dit.DiT(config).parameters())
@@ -320,12 +318,12 @@ def print_start(world, config, rows, eval_rows, table, plan, *, size_name, fsdp,
     lengths = np.concatenate([rows.documents.tokens[m] for m in rows.members])
     print(f"device     {world.size} x {where}, torch {torch.__version__}, {'bf16 autocast' if bf16 else 'fp32'}\n"
           f"model      {size_name}, {size:,} parameters; weights, gradients, optimizer and average "
-          f"{preflight.size(state)} a GPU\n"
+          f"{plan.size(state)} a GPU\n"
           f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; tokens mean "
           f"{lengths.mean():.0f} max {lengths.max()}\n"
           f"rows       {len(rows)} of {rows.length} clean and {rows.noisy_length} noisy tokens, "
           f"{table['clean'].sum() / (len(rows) * rows.length) * 100:.1f}% of the clean ones filled, "
-          f"{table['samples'].mean():.2f} problems each\n{plan}")
+          f"{table['samples'].mean():.2f} problems each\n{more}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -377,7 +375,7 @@ def train(args):
                     size_name=args.model_size, fsdp=args.parallel == "fsdp", bf16=args.bf16)
     if args.dry_run:
         if main_rank:
-            print("\n".join(preflight.histogram(np.concatenate([rows.documents.tokens[m] for m in rows.members]))))
+            print("\n".join(plan.histogram(np.concatenate([rows.documents.tokens[m] for m in rows.members]))))
         return
 
     # -- model, optimizer, resume -------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from common import (
     tensor_files,
     watchdog,
 )
-from common.packing import PackOrder, rank_packs
+from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.parallel import UserError
 from distill import chat, packed_lm, sft_plan, topk, weights
 from distill.table import make_loader, prepare_table, split_samples
@@ -375,8 +375,11 @@ def train(args):
 
     # -- order, number of steps: known to every rank without asking, so all make the same number of collectives -------
     accumulation, at = args.gradient_accumulation_steps, run.position(meta)
-    order, per_step = sft_plan.pack_order(args, table.lengths[train_ids]), world.size * accumulation
-    steps_per_epoch, total_steps = sft_plan.run_length(args, order, per_step, at)
+    order = pack_order(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
+                       samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
+    per_step = world.size * accumulation
+    steps_per_epoch, total_steps = run_length(order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps,
+                                              at)
     peak_lr, warmup = args.learning_rate, round(args.warmup_ratio * total_steps)
 
     # -- model, optimizer, resume -------------------------------------------------------------------------------------
@@ -389,7 +392,7 @@ def train(args):
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
                                   (args.adam_beta1, args.adam_beta2), packed_lm.decays)
     parallel.seed_everything(args.seed, world.rank)     # other dropout on every rank
-    # a step's log values: the model's sums of losses and right guesses; targets, on rank 0
+    # log values of a step: the model's sums of losses and right guesses; targets, on rank 0
     now = run.Run(world, watch, args, order, total_steps, model.sums + 1, resume, meta, validation, table.name)
     now.restore(model, optimizer)
     epochs = sys.maxsize if args.max_steps else args.num_train_epochs
@@ -420,7 +423,7 @@ def train(args):
             # a batch that differs from the plan would divide the loss by another count than the other ranks'
             assert batch.counts["targets"] == table.targets[mine].sum(), "loader and plan disagree"
             assert args.max_tokens_per_batch in (0, len(batch.input_ids)), "the pack is not filled to its budget"
-            with parallel.gradient_sync(wrapped, micro == accumulation - 1):    # ranks exchange gradients once a step
+            with parallel.gradient_sync(wrapped, micro == accumulation - 1):    # ranks exchange gradients once per step
                 with autocast(args.bf16, device):
                     loss, *others = wrapped(batch)          # sums over this batch's targets
                 # DDP and FSDP2 average gradients over ranks; the loss is a mean over the targets of all of them

@@ -749,7 +749,7 @@ def test_launcher_without_what_it_needs(tmp_path):
 
 
 def test_every_flag_is_explained_and_used():
-    files = ("distill/train_sft", "distill/sft_plan", "common/run", "common/preflight")
+    files = ("distill/train_sft", "distill/sft_plan", "common/run", "common/plan")
     source = "".join((ROOT / f"{name}.py").read_text() for name in files)
     for action in train_sft.build_parser()._actions:
         assert action.help and len(action.help) > 8, f"{action.option_strings} has no help text"
