@@ -127,6 +127,7 @@ def check_flags(args, world_size):
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
+import json
 import math
 import os
 from pathlib import Path
@@ -135,14 +136,117 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, loading, metrics, optim, parallel, run, watchdog
+import lora  # first: it explains a torchaudio that breaks every transformers import
+from common import adapters, checkpoint, float8, loading, metrics, optim, parallel, run, tensor_files, watchdog
 from common.packing import PackOrder, pack_order, rank_packs, run_length
+from common.parallel import UserError
 from data import make_loader, prepare_table
-from speech import higgs, sample_prompts, speech_model, weights
+from speech import higgs, sample_prompts, weights
 from speech import plan as dry_run
 from speech.codes import FRAME_RATE
 from speech.labels import token_ids
 from speech.table import samples_line, split_samples, usable_samples
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model: empty, loaded, saved
+
+
+def check_device(args, device):
+    """Raise UserError when this GPU cannot do what the flags ask for."""
+    if args.bf16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        raise UserError(f"--bf16: {torch.cuda.get_device_name(device)} has no bfloat16; drop the flag")
+    float8.check_device(args, device)
+
+
+def empty_trained_model(args, folder, config):
+    """(PackedHiggs on the meta device, the native model in it, handles of that one's weights in the files).
+
+    folder, config: of the model to train, and its config.json dict. With LoRA the native model has the adapters inside.
+    Only the weights that shall be trained require gradients. Raises UserError when the folder does not hold exactly the
+    model's weights, or the flags leave none to train.
+    """
+    dtype = torch.bfloat16 if args.bf16 and args.use_lora else torch.float32
+    native = net = weights.empty_model(weights.native_config(config), dtype, folder)
+    parts = weights.weight_parts(folder, config)
+    weights.check_weights(native, parts, folder)
+    if args.use_lora:
+        net = lora.add_lora(native, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules,
+                            args.model_path)
+    elif args.freeze_llm:
+        for name, parameter in native.named_parameters():
+            parameter.requires_grad_("embed_audio_tokens" in name or "audio_lm_head" in name)
+    higgs.freeze_unreachable(native, args.text_loss_weight)
+    model = higgs.PackedHiggs(net, args.gradient_checkpointing)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("these flags leave no weight to train")
+    return model, native, parts
+
+
+def build_model(world, args, folder, config, resume):
+    """(PackedHiggs, what to call in training, its native model) on this rank's device, weights loaded, sharded or not.
+
+    config: the folder's config.json dict.
+    """
+    if resume and not args.use_lora:
+        folder, config = resume, json.loads((Path(resume) / "config.json").read_text())
+    model, native, parts = empty_trained_model(args, folder, config)
+    net = model.net
+    if args.compile:
+        parallel.compile_layers(native.model.layers)
+    if args.parallel == "fsdp":
+        parallel.shard(model, native.model.layers, world, args.bf16, args.reshard_after_forward, args.cpu_offload)
+    model.to_empty(device="cpu" if args.cpu_offload else world.device)      # from here on there is memory, still unset
+    weights.reset_buffers(native, world.device)
+    weights.load_weights(adapters.base_weights(net) if args.use_lora else dict(native.named_parameters()), parts)
+    if args.use_lora and resume:
+        adapters.load_adapters(net, resume)
+    elif args.use_lora:
+        adapters.init_adapters(net, args.seed)
+    if args.float8:
+        float8.convert(native.model.layers)
+    model.train()
+    return model, model if args.parallel == "fsdp" else parallel.wrap_ddp(model, world), native
+
+
+def check_resume(args, model, native, resume):
+    """Raise UserError when the checkpoint folder `resume` does not fit this (empty) model."""
+    if args.use_lora:
+        adapters.load_adapters(model.net, resume)       # onto the meta device nothing is copied
+    else:
+        config = json.loads((Path(resume) / "config.json").read_text())
+        weights.check_weights(native, weights.weight_parts(resume, config), resume)
+
+
+def run_identity(args, folder, table, train):
+    """What a checkpoint must share with the run that resumes it, {name: value}; JSON-able."""
+    batch = (f"{args.max_tokens_per_batch} tokens" if args.max_tokens_per_batch else
+             f"{args.per_device_train_batch_size} samples") + (" by length" if args.group_by_length else "")
+    trained = "lora" if args.use_lora else "audio embedding and head" if args.freeze_llm else "full"
+    return {"set of trained weights": trained if args.text_loss_weight else f"{trained} without text",
+            "base model": tensor_files.fingerprint_weights(folder), "codec": Path(table.reader.folder).name,
+            "training data": table.fingerprint(train), "pack": batch, "seed": args.seed}
+
+
+def save_checkpoint(world, writer, model, tokenizer, source, optimizer, meta):
+    """Copy all of checkpoint-<meta["step"]> off the device and start writing it. On every rank.
+
+    source: folder of the model that was trained from, whose processor files a full checkpoint takes over.
+    """
+    writer.begin(meta["step"])
+    parallel.reshard(model)
+    states = parallel.gather_objects(world, checkpoint.rng_state(world.device))
+    if model.has_adapters:
+        files = tensor_files.stage(world, "adapter_model", adapters.adapter_weights(model.net), spread=False)
+    else:
+        files = tensor_files.stage(world, "model", dict(model.base_model.named_parameters()))
+    moments = optim.state_tensors(optimizer, model.named_parameters())
+    files |= tensor_files.stage(world, f"{checkpoint.STATE_DIR}/optimizer", moments)
+    if world.is_main:
+        files[f"{checkpoint.STATE_DIR}/rng.pt"] = lambda path: torch.save(states, path)
+        files["*"] = (lambda path: adapters.save_config(model.net, path)) if model.has_adapters else \
+            (lambda path: weights.save_config(model.base_model, tokenizer, path, source))
+    writer.save(meta["step"], files, meta)
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Data, validation, reports
@@ -229,7 +333,8 @@ def speak(world, watch, args, model, native, prompts, settings, ids, codec_dir, 
     model.eval()
     with parallel.gathered(model), autocast(args, world.device):
         values = parallel.rank0_first(world, lambda: sample_prompts.speak_all(
-            args, native, prompts, settings, ids, codec_dir, world.device, now.step, now.log, watchdog.stop_requested))
+            native, prompts, settings, ids, codec_dir, world.device, seed=args.seed, time_limit=args.sample_time_limit,
+            output_dir=args.output_dir, step=now.step, log=now.log, asked=watchdog.stop_requested))
     model.train()
     return values
 
@@ -270,8 +375,8 @@ def print_sample(table, tokenizer, ids, batch):
 
 def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
-    plan = None if args.dry_run is None else (
-        lambda: dry_run.run(args, args.dry_run or int(os.environ.get("WORLD_SIZE", "1")), lambda *checked: None))
+    plan = None if args.dry_run is None else (lambda: dry_run.run(
+        args, args.dry_run or int(os.environ.get("WORLD_SIZE", "1")), sys.modules[__name__]))
     run.main(args, train, plan)
 
 
@@ -279,9 +384,10 @@ def train(args):
     # -- ranks, data --------------------------------------------------------------------------------------------------
     world, watch = run.start(args, cpu_too=args.cpu_offload)
     device, main_rank = world.device, world.is_main
-    speech_model.check_device(args, device)
-    parallel.rank0_first(world, speech_model.find_checkpoints, args)    # downloads hub names before the others look
-    (folder, config_dict), codec_dir = speech_model.find_checkpoints(args)
+    check_device(args, device)
+    paths = args.model_path, args.audio_tokenizer_path
+    parallel.rank0_first(world, weights.find_checkpoints, *paths)       # downloads hub names before the others look
+    folder, config_dict, codec_dir = weights.find_checkpoints(*paths)
     config = weights.native_config(config_dict)
     tokenizer = weights.load_tokenizer(folder)
     ids = token_ids(tokenizer, config)
@@ -289,11 +395,11 @@ def train(args):
     table, train_ids, eval_ids = prepare_data(world, args, config, tokenizer, ids, codec_dir)
     prompts, settings = [], None
     if args.sample_prompts:
-        prompts, settings = parallel.rank0_first(world, sample_prompts.load, args, tokenizer, ids, config, codec_dir,
-                                                 device)
+        prompts, settings = parallel.rank0_first(world, sample_prompts.load, args.sample_prompts, args.sample_seconds,
+                                                 tokenizer, ids, config, codec_dir, device)
     if args.tf32:       # only now: codes in the cache must not depend on it
         torch.set_float32_matmul_precision("high")
-    identity = speech_model.run_identity(args, folder, table, train_ids) if main_rank else None
+    identity = run_identity(args, folder, table, train_ids) if main_rank else None
     validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
     resume, meta = parallel.rank0_first(world, checkpoint.find_resume, args.output_dir, args.resume, identity)
 
@@ -311,7 +417,7 @@ def train(args):
 
     # -- model, optimizer, resume -------------------------------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)
-    model, wrapped, native = speech_model.build_model(world, args, folder, config_dict, resume)
+    model, wrapped, native = build_model(world, args, folder, config_dict, resume)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
                                   (args.adam_beta1, args.adam_beta2), higgs.decays)
@@ -393,8 +499,7 @@ def train(args):
                         now.log.write(now.step, values)
                     better = now.better(values.get("eval/loss", math.nan))
             if (better or saving or stopping) and now.saved_step != now.step:
-                speech_model.save_checkpoint(world, now.writer, args, model, native, tokenizer, folder, optimizer,
-                                             now.state(identity))
+                save_checkpoint(world, now.writer, model, tokenizer, folder, optimizer, now.state(identity))
     now.finish(stopping)
 
 

@@ -89,7 +89,7 @@ def delay_labels(codes, eos):
 def assemble(tokens, labelled, codes, ids):
     """One sample as the model sees it: each of its clips takes the place of its <|AUDIO_OUT|>, in delayed rows.
 
-    tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array a clip. Returns a dict of input_ids (n,), is_audio
+    tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of input_ids (n,), is_audio
     (n,), text_labels (n,), audio_ids (a, 8), audio_labels (a, 8).
     """
     holes = np.flatnonzero(tokens == ids.audio)

@@ -2,9 +2,6 @@
 
 A table without encoding (the counterpart of data.prepare_table and encode.ensure_codes: clips' frames come from
 their headers), the report, and all that would stop the run, as one list. Writes nothing but a temporary table.
-
-Copy with it: data.py, codes.py, speech_model.py, speech_plan.py, sample_prompts.py, packing.py, preflight.py,
-recomputation.py and what those name.
 """
 import functools
 import os
@@ -19,7 +16,7 @@ import torch
 from common import checkpoint, preflight, recomputation
 from common.packing import PackOrder, pack_order, run_length
 from common.parallel import UserError
-from speech import higgs, sample_prompts, speech_model, weights
+from speech import higgs, sample_prompts, weights
 from speech.codes import FRAME_RATE, SAMPLE_RATE, CacheIndex, codec_fingerprint
 from speech.encode import check_encoder, check_length, codec_config
 from speech.labels import token_ids
@@ -284,33 +281,32 @@ def print_plan(args, ranks, native, data, resume, meta, problems):
 # The dry run
 
 
-def run(args, ranks, check_flags):
+def run(args, ranks, script):
     """Print what this run would be and take on `ranks` GPUs; raise UserError with all that would stop it.
 
     Of weights and new audio only headers are read; a checkpoint to resume from is read whole, for its checksums. Writes
-    nothing but a temporary table. check_flags(args, ranks) is the script's own, and fills in what flags derive.
+    nothing but a temporary table. script: the trainer's module, for its model.
     """
     problems = []
 
     def check(work, *given):        # None where it fails, or where what it needs is None already
         return preflight.attempt(problems, work, *given) if all(value is not None for value in given) else None
 
-    check(check_flags, args, ranks)
-    flags_fit = not problems or None        # else model and data are not tried with them
     cache = args.code_cache or Path(args.output_dir) / "codes"
     check(preflight.check_writable, args.output_dir, "--output_dir")
     check(preflight.check_writable, cache, "--code_cache")
     check(preflight.check_writable, args.logging_dir if args.report_to == "tensorboard" else None, "--logging_dir")
-    check(speech_model.check_device, args, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    check(script.check_device, args, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     folder, config_dict = check(weights.find_model, args.model_path) or (None, None)
     codec_dir = (check(weights.find_codec, args.audio_tokenizer_path) or [None])[0]
     config, tokenizer = check(weights.native_config, config_dict), check(weights.load_tokenizer, folder)
     ids = check(token_ids, tokenizer, config)
     if args.sample_prompts:     # the whole of it, codec included: a bad prompt would be found at the first validation
-        check(sample_prompts.load, flags_fit and args, tokenizer, ids, config, codec_dir, torch.device("cpu"))
-    model, native, _ = check(speech_model.empty_trained_model, flags_fit and args, folder, config_dict) or [None] * 3
+        check(sample_prompts.load, args.sample_prompts, args.sample_seconds, tokenizer, ids, config,
+              codec_dir, torch.device("cpu"))
+    model, native, _ = check(script.empty_trained_model, args, folder, config_dict) or [None] * 3
     with tempfile.TemporaryDirectory() as scratch:
-        data = check(plan_table, flags_fit and args, tokenizer, ids, codec_dir, scratch, problems)
+        data = check(plan_table, args, tokenizer, ids, codec_dir, scratch, problems)
         if data and data.new_clips:
             check(check_encoder)
         if not problems:
@@ -320,8 +316,8 @@ def run(args, ranks, check_flags):
                 max_tokens=args.max_tokens_per_batch)) or [None] * 2
         if not problems:
             resume, meta = check(checkpoint.find_resume, args.output_dir, args.resume,
-                                 speech_model.run_identity(args, folder, data.table, data.train)) or [None] * 2
-            check(speech_model.check_resume, args, model, native, resume)
+                                 script.run_identity(args, folder, data.table, data.train)) or [None] * 2
+            check(script.check_resume, args, model, native, resume)
         if not problems:
             print_plan(args, ranks, native, data, resume, meta, problems)
     if problems:
