@@ -315,14 +315,13 @@ def step_work(table, window, matrix_weights, config, use_lora):
 
 
 def console_line(step, total_steps, v):
-    """One aligned line of the numbers in metrics.jsonl, with units."""
+    """One aligned line of at most 160 characters; metrics.jsonl has all numbers."""
     mfu = f" | mfu {v['train/mfu'] * 100:4.1f}%" if "train/mfu" in v else ""
     parts = f"ce {v['train/ce_loss']:7.4f} kl {v['train/kl_loss']:7.4f} " if "train/kl_loss" in v else ""
-    return (f"step {step:>6}/{total_steps} | epoch {v['train/epoch']:6.2f} | loss {v['train/loss']:7.4f} "
-            f"{parts}acc {v['train/accuracy'] * 100:5.1f}% | lr {v['train/learning_rate']:.2e} | "
-            f"grad_norm {v['train/grad_norm']:7.3f} | {v['train/throughput']:>8,.0f} tok/s "
-            f"{v['train/samples_per_second']:>6,.1f} samples/s | pad {v['train/padding'] * 100:4.1f}% | "
-            f"wait {v['train/data_wait_seconds']:5.2f} s | mem {v['train/memory_gib']:5.2f} GiB{mfu} | "
+    return (f"step {step:>6}/{total_steps} | loss {v['train/loss']:7.4f} {parts}"
+            f"acc {v['train/accuracy'] * 100:5.1f}% | lr {v['train/learning_rate']:.2e} | "
+            f"grad_norm {v['train/grad_norm']:7.3f} | {v['train/throughput']:>8,.0f} tok/s | "
+            f"wait {v['train/data_wait_seconds']:4.1f} s{mfu} | "
             f"eta {metrics.duration((total_steps - step) * v['train/step_seconds'])}")
 
 

@@ -515,6 +515,15 @@ def test_launcher_without_what_it_needs(tmp_path):
         assert done.returncode == 1 and part in done.stderr
 
 
+def test_a_log_line_fits_a_terminal():
+    """With every part that it may have, and wide numbers."""
+    names = ("loss", "ce_loss", "kl_loss", "accuracy", "learning_rate", "grad_norm", "throughput", "data_wait_seconds",
+             "mfu", "step_seconds")
+    numbers = 12.3, 12.3, 12.3, 1, 1e-4, 123.4, 9_999_999, 10, 0.4, 0.5
+    values = {f"train/{name}": number for name, number in zip(names, numbers, strict=True)}
+    assert len(train_sft.console_line(50_000, 500_000, values)) <= 160
+
+
 def test_every_flag_is_explained_and_used():
     files = ("distill/train_sft", "distill/sft_plan", "common/run", "common/preflight")
     source = "".join((ROOT / f"{name}.py").read_text() for name in files)
