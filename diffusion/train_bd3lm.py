@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
-from common import checkpoint, loading, metrics, optim, parallel, preflight, recomputation, run, tensor_files
+from common import checkpoint, loading, metrics, optim, parallel, plan, recomputation, run, tensor_files
 from common.packing import PackOrder, rank_packs
 from common.parallel import UserError
 from diffusion import blocks, bound, demo_problems, dit, noise, weights
@@ -306,8 +306,8 @@ def eval_line(step, v, regions):
             f"bits/token | perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} | {parts}")
 
 
-def print_start(world, config, rows, eval_rows, table, plan, *, size_name, fsdp, bf16):
-    """What is about to run, before the first step. table: blocks.row_table of rows; plan: more lines."""
+def print_start(world, config, rows, eval_rows, table, more, *, size_name, fsdp, bf16):
+    """What is about to run, before the first step. table: blocks.row_table of rows; more: lines."""
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     with torch.device("meta"):
         size = sum(p.numel() for p in dit.DiT(config).parameters())
@@ -318,12 +318,12 @@ def print_start(world, config, rows, eval_rows, table, plan, *, size_name, fsdp,
     lengths = np.concatenate([rows.documents.tokens[m] for m in rows.members])
     print(f"device     {world.size} x {where}, torch {torch.__version__}, {'bf16 autocast' if bf16 else 'fp32'}\n"
           f"model      {size_name}, {size:,} parameters; weights, gradients, optimizer and average "
-          f"{preflight.size(state)} a GPU\n"
+          f"{plan.size(state)} a GPU\n"
           f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; tokens mean "
           f"{lengths.mean():.0f} max {lengths.max()}\n"
           f"rows       {len(rows)} of {rows.length} clean and {rows.noisy_length} noisy tokens, "
           f"{table['clean'].sum() / (len(rows) * rows.length) * 100:.1f}% of the clean ones filled, "
-          f"{table['samples'].mean():.2f} problems each\n{plan}")
+          f"{table['samples'].mean():.2f} problems each\n{more}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def train(args):
                     size_name=args.model_size, fsdp=args.parallel == "fsdp", bf16=args.bf16)
     if args.dry_run:
         if main_rank:
-            print("\n".join(preflight.histogram(np.concatenate([rows.documents.tokens[m] for m in rows.members]))))
+            print("\n".join(plan.histogram(np.concatenate([rows.documents.tokens[m] for m in rows.members]))))
         return
 
     # -- model, optimizer, resume -------------------------------------------------------------------------------------

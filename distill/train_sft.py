@@ -36,7 +36,7 @@ from common import (
     tensor_files,
     watchdog,
 )
-from common.packing import PackOrder, rank_packs
+from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.parallel import UserError
 from distill import chat, packed_lm, sft_plan, topk, weights
 from distill.table import make_loader, prepare_table, split_samples
@@ -374,8 +374,11 @@ def train(args):
 
     # -- order, number of steps: known to every rank without asking, so all make the same number of collectives -------
     accumulation, at = args.gradient_accumulation_steps, run.position(meta)
-    order, per_step = sft_plan.pack_order(args, table.lengths[train_ids]), world.size * accumulation
-    steps_per_epoch, total_steps = sft_plan.run_length(args, order, per_step, at)
+    order = pack_order(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
+                       samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
+    per_step = world.size * accumulation
+    steps_per_epoch, total_steps = run_length(order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps,
+                                              at)
     peak_lr, warmup = args.learning_rate, round(args.warmup_ratio * total_steps)
 
     # -- model, optimizer, resume -------------------------------------------------------------------------------------

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import checkpoint, preflight, recomputation
+from common import checkpoint, memory, plan, recomputation
 from common.packing import PackOrder, pack_order, run_length
 from common.parallel import UserError
 from speech import higgs, sample_prompts, weights
 from speech.codes import FRAME_RATE, SAMPLE_RATE, CacheIndex, codec_fingerprint
 from speech.encode import check_encoder, check_length, codec_config
-from speech.labels import token_ids
+from speech.labels import PackedBatch, token_ids
 from speech.table import Table, read_all, samples_line, split_samples, usable_samples
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -138,89 +138,90 @@ def rows_by_kind(table, ids):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The report of a dry run
+# Memory
+
+
+def row_bytes(model, bf16, sharded, gpu=True):
+    """memory.row_bytes of (a text row, an audio row) of a PackedHiggs; bf16, sharded, gpu as there."""
+    books = model.base_model.config.num_codebooks
+
+    def inputs(text, audio):
+        def numbers(*shape):
+            return torch.zeros(shape, dtype=torch.int64)
+        rows = text + audio
+        return (PackedBatch(input_ids=numbers(rows), position_ids=numbers(rows), cu_seqlens=numbers(2).int(),
+                            audio_ids=numbers(audio, books), audio_pos=numbers(audio), text_pos=numbers(text),
+                            seq_index=numbers(rows), audio_rows=numbers(0), audio_targets=numbers(0, books),
+                            text_rows=numbers(0), text_targets=numbers(0), longest=rows, seqlens=(rows,), samples=(),
+                            counts={}),), {}
+    return memory.row_bytes(model, model.base_model.model.layers, inputs, 2, bf16=bf16, sharded=sharded, gpu=gpu,
+                            plain=[(model, "call", recomputation.caller(None))],
+                            kernel=memory.Kernel(higgs, "_attention_by_sample", higgs.VARLEN_GQA, True))
+
+
+def logit_bytes(config, audio_rows, text_rows):
+    """Bytes of both heads' logits -> (kept from forward to backward, peak). rows: supervised ones, ints or int arrays.
+
+    A head's logits (rows x num_codebooks x codebook_size, or rows x vocab_size) stand in fp32, 4 bytes each, beside
+    their log-softmax, which is kept; the backward adds two gradients of that size, the text head's first.
+    """
+    audio = 4 * audio_rows * config.num_codebooks * config.codebook_size
+    text = 4 * text_rows * config.vocab_size
+    return audio + text, np.maximum(2 * (audio + text), np.maximum(audio + 3 * text, 3 * audio))
 
 
 def packs_of(order, epochs, rows, budget):
     """Rows of every pack of the given epochs -> rows_by_kind's dict with (packs,) arrays; budget: padded up to it."""
-    plans = [order.epoch(epoch) for epoch in epochs]
-    packs = {kind: np.concatenate([preflight.pack_sums(plan, n) for plan in plans]) for kind, n in rows.items()}
+    packs = {kind: plan.epoch_sums(order, epochs, n) for kind, n in rows.items()}
     packs["text"] = np.maximum(packs["text"], budget - packs["audio"])      # padding is text
     return packs
 
 
-def memory_stages(args, native, ranks, packs, eval_packs):
-    """(parts, stages, tokens of the worst pack): bytes of one GPU, as preflight has them, at the worst pack.
+def memory_stages(args, model, ranks, packs, eval_packs):
+    """(parts, stages, tokens of the worst pack): bytes of one GPU, as memory has them, at the worst pack.
 
-    native: the empty model as trained. packs, eval_packs: of packs_of. parts holds activations and logits as well.
+    model: the empty PackedHiggs as trained. packs, eval_packs: of packs_of. parts holds activations and logits as well.
     """
+    native, layers = model.base_model, model.base_model.model.layers
     fsdp, recompute, compute = args.parallel == "fsdp", args.gradient_checkpointing, 2 if args.bf16 else 4
-    parts = preflight.memory_parts(
-        higgs.unit_sizes(native), world=ranks, sharded=fsdp, offload=args.cpu_offload, compute=compute,
-        reshard=args.reshard_after_forward,
-        casts=higgs.cast_bytes(native, recompute) if args.bf16 and not fsdp else 0,
-        whole=fsdp and args.gradient_accumulation_steps > 1)
-    stream = 2 if fsdp and args.bf16 else None
-    kept, layer = higgs.activation_bytes(native, packs["text"], packs["audio"], args.bf16, recompute, stream)
-    logits = higgs.logit_bytes(native.config, packs["audio_rows"], packs["text_rows"])[1]
-    stages = preflight.peak_stages(parts, kept, layer, logits, recompute)
-    worst = int(np.maximum(stages["the heads"], stages["a layer's backward"]).argmax())     # what depends on the pack
-    parts |= {"activations": kept[worst], "layer": layer[worst], "logits": logits[worst]}
-    stages = {name: values[worst] for name, values in stages.items()}
+    units = memory.unit_sizes(native, layers)
+    casts = (0, 0) if fsdp or not args.bf16 else memory.cast_bytes(native, layers, recompute)
+    parts = memory.memory_parts(units, world=ranks, sharded=fsdp, offload=args.cpu_offload, compute=compute,
+                                reshard=args.reshard_after_forward,
+                                casts=casts,
+                                accumulation=args.gradient_accumulation_steps)
+    row = row_bytes(model, args.bf16, fsdp)
+    rows, (kept, layer) = np.stack([packs["text"], packs["audio"]], axis=-1), memory.kept_bytes(
+        row, len(layers), recompute)
+    logits = logit_bytes(native.config, packs["audio_rows"], packs["text_rows"])[1]
+    worst, parts, stages = memory.worst_pack(parts, rows @ kept, rows @ layer, logits, recompute)
     if len(eval_packs["text"]):     # no gradients: one layer's work, and logits beside their log-softmax
-        one = higgs.activation_bytes(native, eval_packs["text"], eval_packs["audio"], args.bf16, None, stream)[1]
-        kept = higgs.logit_bytes(native.config, eval_packs["audio_rows"], eval_packs["text_rows"])[0]
+        one = np.stack([eval_packs["text"], eval_packs["audio"]], axis=-1) @ row["layer"]
+        kept = logit_bytes(native.config, eval_packs["audio_rows"], eval_packs["text_rows"])[0]
         stages["validation"] = stages["the heads"] - parts["activations"] - parts["logits"] + (one + 2 * kept).max()
     if args.sample_prompts:         # whole weights, whoever has shards of them, and the cache of a batch of prompts
         config = native.config
         cache = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers * compute
-        whole = compute * sum(values for values, _, _ in higgs.unit_sizes(native)) if fsdp else 0
+        whole = compute * sum(values for values, _, _ in units) if fsdp else 0
         stages["speaking samples"] = parts["weights"] + parts["optimizer"] + parts["fixed"] + parts["copies"] * (
             not fsdp) + whole + sample_prompts.BATCH * config.max_position_embeddings * cache
-    return parts, stages, int(packs["text"][worst] + packs["audio"][worst])
+    return parts, stages, int(rows[worst].sum())
 
 
-def memory_lines(args, parts, stages, tokens):
-    """Lines of the memory table."""
-    fsdp = args.parallel == "fsdp"
-    where = "on the host" if args.cpu_offload else "a shard" if fsdp else "whole on every GPU"
-    copies = f"gathered in {'bf16' if args.bf16 else 'fp32'}" if fsdp else "bf16 casts of fp32 weights"
-    rows = [("weights", parts["weights"], where),
-            ("gradients", parts["gradients"], "fp32" + ", not sharded between micro-steps" * (
-                fsdp and args.gradient_accumulation_steps > 1)),
-            ("optimizer", parts["optimizer"], "two fp32 moments"),
-            ("copies", parts["copies"], copies),
-            ("reduction", max(parts["reduction"], parts["last reduction"]), "gradients being summed over the GPUs"),
-            ("activations", parts["activations"],
-             f"worst pack, {tokens:,} tokens" + recomputation.NOTES[args.gradient_checkpointing]),
-            ("logits", parts["logits"], "worst pack, at their peak"),
-            ("fixed", parts["fixed"], "CUDA context and libraries: a guess"),
-            ("peak estimate", max(stages.values()), f"reached in {max(stages, key=stages.get)}; parts come and go")]
-    return preflight.memory_table([row for row in rows if row[1]])
+# ---------------------------------------------------------------------------------------------------------------------
+# The report of a dry run
 
 
-def checkpoint_bytes(args, native):
-    """Bytes of a checkpoint's (fp32 weights, the adapters' under LoRA; two moments); the rest is small."""
-    trained = sum(p.numel() for p in native.parameters() if p.requires_grad)
-    return 4 * (trained if args.use_lora else sum(p.numel() for p in native.parameters())), 8 * trained
-
-
-def checkpoints_at_once(args, steps, validates):
-    """Most checkpoints that stand on disk together in a run of `steps` optimizer steps, one being written included."""
-    saves = 1 + sum(steps // every for every in (args.save_steps, args.eval_steps * validates) if every)
-    return min(saves, args.save_total_limit + 1 + validates) if args.save_total_limit else saves
-
-
-def print_plan(args, ranks, native, data, resume, meta, problems):
+def print_plan(args, ranks, model, data, resume, meta, problems):
     """Print all that a run with these flags comes to; what it will not fit into goes to the list `problems`.
 
-    native: the empty model as trained. data: Planned. resume, meta: of checkpoint.find_resume.
+    model: the empty PackedHiggs as trained. data: Planned. resume, meta: of checkpoint.find_resume.
     """
-    table, train_ids, eval_ids = data.table, data.train, data.held_out
+    table, train_ids, eval_ids, native = data.table, data.train, data.held_out, model.base_model
     lengths, accumulation = table.lengths[train_ids], args.gradient_accumulation_steps
     order = pack_order(lengths, tokens_per_pack=args.max_tokens_per_batch, seed=args.seed,
                        samples_per_pack=args.per_device_train_batch_size, group_by_length=args.group_by_length)
-    per_step = ranks * accumulation
+    budget, per_step = args.max_tokens_per_batch, ranks * accumulation
     position = {key: meta[key] for key in ("step", "epoch", "first")} if meta else {"step": 0, "epoch": 0, "first": 0}
     steps_per_epoch, total_steps = run_length(order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps,
                                               position)
@@ -228,53 +229,33 @@ def print_plan(args, ranks, native, data, resume, meta, problems):
     epochs = range(position["epoch"], position["epoch"] + min(20, -(-max(1, left) // steps_per_epoch)))
     rows = rows_by_kind(table, data.ids)
     eval_order = PackOrder(table.lengths[eval_ids], samples_per_pack=args.per_device_eval_batch_size, shuffle=False)
-    packs = packs_of(order, epochs, {k: v[train_ids] for k, v in rows.items()}, args.max_tokens_per_batch)
+    packs = packs_of(order, epochs, {k: v[train_ids] for k, v in rows.items()}, budget)
     eval_packs = packs_of(eval_order, [0], {k: v[eval_ids] for k, v in rows.items()}, 0)
-    report = preflight.packing_report(preflight.pack_sums(order.epoch(0), lengths), ranks, accumulation,
-                                      args.max_tokens_per_batch)
-    values, _, trained = (sum(column) for column in zip(*higgs.unit_sizes(native)))
-    parts, stages, tokens = memory_stages(args, native, ranks, packs, eval_packs)
-    limit = preflight.gpu_memory(args)
-    offloaded, staged, local = preflight.host_parts(args, ranks, parts["host"], *checkpoint_bytes(args, native))
-    host_limit = args.host_memory * preflight.GIB if args.host_memory else preflight.host_memory()
+    parts, stages, tokens = memory_stages(args, model, ranks, packs, eval_packs)
     per_pack = len(train_ids) / order.packs_per_epoch
-    samples = per_step * (per_pack if args.max_tokens_per_batch else args.per_device_train_batch_size)
+    samples = per_step * (per_pack if budget else args.per_device_train_batch_size)
     seconds = table.frames[train_ids].sum() / FRAME_RATE / steps_per_epoch
-    size, most = sum(checkpoint_bytes(args, native)), checkpoints_at_once(args, left, len(eval_ids) > 0)
-    have = sum(preflight.folder_bytes(path) for _, path in checkpoint.checkpoints(args.output_dir))
-    warmup = f"{args.warmup_steps / max(1, total_steps) * 100:.0f}% of the run"
-
-    print(f"plan       {ranks} GPUs, {args.parallel}, {'bf16' if args.bf16 else 'fp32'}\n"
-          f"model      {values / 1e6:,.1f} M parameters, {trained / 1e6:,.3f} M trainable "
-          f"({'LoRA' if args.use_lora else 'full'}); the weight files have them all\n"
-          f"{samples_line(table, train_ids, eval_ids)}\n"
-          f"audio      {len(table.where):,} distinct clips, {data.new_clips:,} still to be encoded "
-          f"({data.new_frames / FRAME_RATE / 3600:.2f} h)\n"
-          f"lengths    {lengths.sum():,} tokens an epoch; tokens a sample and how many samples have them:")
-    for line in preflight.histogram(lengths):
-        print(f"           {line}")
-    print(f"packs      {order.packs_per_epoch:,} an epoch; a pack has on average {per_pack:.1f} samples, "
-          f"{packs['text'].mean():,.0f} text and {packs['audio'].mean():,.0f} audio rows\n"
-          f"           {report['useful'] * 100:.1f}% of slots hold tokens; balance of the ranks (mean over max of "
-          f"their slots) {report['balance'] * 100:.0f}%\n"
-          f"steps      {total_steps} ({steps_per_epoch} an epoch), {per_step} packs a step = {ranks} ranks x "
-          f"{accumulation} micro-steps; warm-up {args.warmup_steps} steps, {warmup}\n"
-          f"batch      {samples:,.1f} samples a step, about {lengths.sum() / steps_per_epoch:,.0f} tokens, "
-          f"{seconds:,.0f} s of audio\n"
-          f"start      step {position['step']}, {f'resuming from {resume}' if resume else 'base model'}\n"
-          f"memory     estimate for one GPU; it has {preflight.size(limit)}, {preflight.MARGIN}")
-    for line in memory_lines(args, parts, stages, tokens):
-        print(f"           {line}")
-    print(f"host       {preflight.size(offloaded + staged)} for the {local} ranks of a node: "
-          f"{preflight.size(offloaded)} offloaded, {preflight.size(staged)} copied by a save; it has "
-          f"{preflight.size(host_limit)}")
-    print(f"disk       {preflight.size(size)} a checkpoint, at most {most} at once: {preflight.size(size * most)}; "
-          f"{preflight.size(preflight.free_disk(args.output_dir))} free for --output_dir")
-    preflight.attempt(problems, preflight.check_memory, args, max(stages.values()), limit)
-    preflight.attempt(problems, preflight.check_host, args, offloaded + staged, host_limit, local)
-    preflight.attempt(problems, preflight.check_disk, args.output_dir, size * most - have, f"{most} checkpoints")
-    preflight.attempt(problems, preflight.check_disk, args.code_cache or Path(args.output_dir) / "codes",
-                      data.new_frames * 2 * data.ids.num_codebooks, "codes of new clips")
+    average = (f"a pack has on average {per_pack:.1f} samples, {packs['text'].mean():,.0f} text and "
+               f"{packs['audio'].mean():,.0f} audio rows")
+    warmup = f"warm-up {args.warmup_steps} steps, {args.warmup_steps / max(1, total_steps) * 100:.0f}% of the run"
+    units = memory.unit_sizes(native, native.model.layers)
+    print("\n".join([
+        plan.head_text(args.parallel, args.bf16, ranks, units, args.use_lora), samples_line(table, train_ids, eval_ids),
+        f"audio      {len(table.where):,} distinct clips, {data.new_clips:,} still to be encoded "
+        f"({data.new_frames / FRAME_RATE / 3600:.2f} h)", plan.lengths_text(lengths),
+        plan.packs_text(order, lengths, ranks, accumulation, budget, average),
+        plan.steps_text(total_steps, steps_per_epoch, ranks, accumulation, warmup),
+        f"batch      {samples:,.1f} samples a step, about {lengths.sum() / steps_per_epoch:,.0f} tokens, "
+        f"{seconds:,.0f} s of audio", plan.start_text(position["step"], resume)]))
+    text = plan.memory_text(parts, stages, f"{tokens:,} tokens", args.parallel, args.bf16, args.gradient_checkpointing,
+                            accumulation)
+    plan.print_room(problems, args.output_dir, args.parallel, ranks, text, parts, stages,
+                    memory.checkpoint_bytes(native, args.use_lora),
+                    plan.checkpoints_at_once(left, args.save_steps, args.eval_steps if len(eval_ids) else None,
+                                             args.save_total_limit),
+                    args.gpu_memory, args.host_memory, plan.helps(args), args.cpu_offload, args.use_lora)
+    plan.attempt(problems, plan.check_disk, args.code_cache or Path(args.output_dir) / "codes",
+                 data.new_frames * 2 * data.ids.num_codebooks, "codes of new clips")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -290,12 +271,12 @@ def run(args, ranks, script):
     problems = []
 
     def check(work, *given):        # None where it fails, or where what it needs is None already
-        return preflight.attempt(problems, work, *given) if all(value is not None for value in given) else None
+        return plan.attempt(problems, work, *given) if all(value is not None for value in given) else None
 
     cache = args.code_cache or Path(args.output_dir) / "codes"
-    check(preflight.check_writable, args.output_dir, "--output_dir")
-    check(preflight.check_writable, cache, "--code_cache")
-    check(preflight.check_writable, args.logging_dir if args.report_to == "tensorboard" else None, "--logging_dir")
+    check(plan.check_writable, args.output_dir, "--output_dir")
+    check(plan.check_writable, cache, "--code_cache")
+    check(plan.check_writable, args.logging_dir if args.report_to == "tensorboard" else None, "--logging_dir")
     check(script.check_device, args, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     folder, config_dict = check(weights.find_model, args.model_path) or (None, None)
     codec_dir = (check(weights.find_codec, args.audio_tokenizer_path) or [None])[0]
@@ -319,7 +300,7 @@ def run(args, ranks, script):
                                  script.run_identity(args, folder, data.table, data.train)) or [None] * 2
             check(script.check_resume, args, model, native, resume)
         if not problems:
-            print_plan(args, ranks, native, data, resume, meta, problems)
+            print_plan(args, ranks, model, data, resume, meta, problems)
     if problems:
-        raise UserError(preflight.all_problems(problems))
+        raise UserError(plan.all_problems(problems))
     print("dry run ok")

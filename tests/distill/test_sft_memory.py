@@ -6,10 +6,10 @@ import pytest
 import torch
 import transformers
 
-from common import adapters, preflight
+from common import adapters, memory
 from distill import packed_lm, sft_plan, table, train_sft, weights
 from tests.helpers import chats
-from tests.speech.test_plan import LiveBytes
+from tests.helpers.live_bytes import LiveBytes
 
 SIZES = {"vocab_size": 300, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4,
          "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
@@ -65,19 +65,18 @@ def test_activations_are_what_a_step_keeps(kind, lora, bf16, sharded, recompute)
     empty, model = built(kind, lora, bf16, sharded, recompute)
     batch = batch_of(4, 150, 20)
     kept, peak = real_step(model, batch, bf16)
-    one = sft_plan.token_bytes(empty, bf16, sharded, cuda=False)
+    one = sft_plan.row_bytes(empty, bf16, sharded, gpu=False)
     rows, tokens, value = len(batch.rows), len(batch.input_ids), 2 if bf16 and sharded else 4
     casts = 0 if sharded or not bf16 else 2 * sum(p.numel() for n, p in model.named_parameters() if p.ndim > 1
                                                   and p.dtype == torch.float32 and "embed" not in n
                                                   and not (recompute and "lora_B" in n))
     head = rows * (value * 96 + 4 * 300)        # its input and the log-softmax
-    a_token, layer = sft_plan.kept_bytes(one, MODELS[kind].num_hidden_layers, recompute)
+    (a_token,), (layer,) = memory.kept_bytes(one, MODELS[kind].num_hidden_layers, recompute)
     estimate = tokens * a_token
     assert estimate == pytest.approx(kept - casts - head, rel=0.1)
     logits = sft_plan.LOGIT_COPIES[False] * 4 * rows * 300
-    stages = preflight.peak_stages(dict.fromkeys(("weights", "gradients", "optimizer", "copies", "fixed", "reduction",
-                                                  "last reduction"), 0) | {"copies": casts},
-                                   estimate + rows * value * 96, tokens * layer, logits, recompute)
+    parts = memory.memory_parts([(0, 0, 0)], casts=(casts, 0)) | {"fixed": 0}
+    stages = memory.peak_stages(parts, estimate + rows * value * 96, tokens * layer, logits, recompute)
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     assert max(stages.values()) * 0.9 < peak < (max(stages.values()) + gradients) * 1.1
 
@@ -85,9 +84,9 @@ def test_activations_are_what_a_step_keeps(kind, lora, bf16, sharded, recompute)
 def test_dropout_of_adapters_is_counted():
     empty, model = built("qwen", True, False, True, None, dropout=0.1)
     kept, _ = real_step(model, batch_of(4, 150, 5), False)
-    one = sft_plan.token_bytes(empty, False, True, cuda=False)
+    one = sft_plan.row_bytes(empty, False, True, gpu=False)
     assert 600 * (one["layers"] + one["ends"]) == pytest.approx(kept - 20 * 4 * (96 + 300), rel=0.1)
-    without = sft_plan.token_bytes(built("qwen", True, False, True, None)[0], False, True, cuda=False)
+    without = sft_plan.row_bytes(built("qwen", True, False, True, None)[0], False, True, gpu=False)
     assert one["layers"] > 1.1 * without["layers"]
 
 
@@ -99,7 +98,7 @@ def test_logits_are_the_peak_of_many_rows(topk, trained):
     batch = batch_of(2, 150, trained, topk)
     model.chunk = 200
     _, peak = real_step(model, batch, False)
-    one, rows = sft_plan.token_bytes(empty, False, True, cuda=False), len(batch.rows)
+    one, rows = sft_plan.row_bytes(empty, False, True, gpu=False), len(batch.rows)
     logits = sft_plan.LOGIT_COPIES[bool(topk)] * 4 * min(rows, 200) * 4000
     assert 300 * (one["inputs"] + one["ends"]) + rows * 4 * 96 + logits == pytest.approx(peak, rel=0.1)
 
@@ -109,8 +108,8 @@ def test_counting_leaves_the_model_as_it_was():
     batch = batch_of(3, 40, 9)
     with torch.no_grad():
         before = model(batch)[0].item()
-        sft_plan.token_bytes(empty, True, True)
-        sft_plan.token_bytes(model, False, False)
+        sft_plan.row_bytes(empty, True, True)
+        sft_plan.row_bytes(model, False, False)
         assert model(batch)[0].item() == before
     layers = weights.decoder_layers(model.native)
     assert all(layer.gradient_checkpointing and not layer._forward_hooks for layer in layers)
@@ -119,15 +118,15 @@ def test_counting_leaves_the_model_as_it_was():
 def test_what_does_not_belong_to_tokens_is_not_counted(monkeypatch):
     """Weights and their casts: another number of tokens gives the same bytes a token."""
     empty, _ = built("qwen", False, True, False, None)
-    one = sft_plan.token_bytes(empty, True, False)
-    monkeypatch.setattr(sft_plan, "TRIAL", 2003)
-    assert sft_plan.token_bytes(empty, True, False) == one
+    one = sft_plan.row_bytes(empty, True, False)
+    monkeypatch.setattr(memory, "TRIAL", 2003)
+    assert sft_plan.row_bytes(empty, True, False) == one
 
 
 def test_flash_attention_keeps_less_than_the_cpu():
     """Grouped keys and values as they are where torch's kernel takes them, and no second output."""
     empty, _ = built("qwen", False, True, True, None)
-    cpu, gpu = (sft_plan.token_bytes(empty, True, True, cuda=cuda)["layer"] for cuda in (False, True))
+    cpu, gpu = (sft_plan.row_bytes(empty, True, True, gpu=gpu)["layer"] for gpu in (False, True))
     repeated = 2 * 2 * (6 - 2) * 16 if packed_lm.VARLEN_GQA else 0
     assert cpu - gpu == repeated + 2 * 6 * 16
 

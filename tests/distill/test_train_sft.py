@@ -525,7 +525,7 @@ def test_a_log_line_fits_a_terminal():
 
 
 def test_every_flag_is_explained_and_used():
-    files = ("distill/train_sft", "distill/sft_plan", "common/run", "common/preflight")
+    files = ("distill/train_sft", "distill/sft_plan", "common/run", "common/plan")
     source = "".join((ROOT / f"{name}.py").read_text() for name in files)
     for action in train_sft.build_parser()._actions:
         assert action.help and len(action.help) > 8, f"{action.option_strings} has no help text"

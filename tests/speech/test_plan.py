@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import weakref
 
 import numpy as np
 import pytest
@@ -12,22 +11,20 @@ import soundfile
 import soxr
 import torch
 from safetensors.torch import load_file, save_file
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
 
 import lora
 import train_v2_ddp
-from common import preflight
-from common.packing import PackOrder
+from common import memory, plan
 from common.parallel import UserError
 from data import collate
 from speech import higgs
-from speech import plan as dry_run
+from speech import plan as speech_plan
 from speech.encode import check_encoder, codec_config, decode_audio, encode_clip, load_codec
 from speech.labels import IGNORE, TokenIds
 from speech.table import split_validation
 from speech.weights import empty_model
+from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.trainer import trainer_command
 from tests.speech import test_bad_input
 from tests.speech.test_bad_input import complains, copy_of, written
@@ -38,29 +35,6 @@ LORA = ("--use_lora", "--lora_rank", 4, "--lora_alpha", 8)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Activations: the formula against what a real step leaves alive
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that operations made inside this context: now, and at most. `known` tensors do not count."""
-
-    def __init__(self, known):
-        super().__init__()
-        self.sizes, self.now, self.peak = {}, 0, 0
-        self.known = {tensor.untyped_storage()._cdata for tensor in known}
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        out = op(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-            if storage is not None and storage._cdata not in self.known | self.sizes.keys():
-                self.sizes[storage._cdata] = storage.nbytes()
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self.gone, storage._cdata)
-        return out
-
-    def gone(self, key):
-        self.now -= self.sizes.pop(key)
 
 
 def small_model(targets, dtype, recompute, dropout=0.1):
@@ -99,6 +73,13 @@ def measured_step(model, batch, bf16):
     return kept, memory.peak
 
 
+def activations(model, text, audio, bf16, recompute, sharded=False, gpu=False):
+    """(bytes kept of so many rows of each kind, bytes that a layer at work adds), as the dry run counts them."""
+    kept, layer = memory.kept_bytes(speech_plan.row_bytes(model, bf16, sharded, gpu),
+                                    len(model.base_model.model.layers), recompute)
+    return kept @ (text, audio), layer @ (text, audio)
+
+
 STEPS = [(targets, bf16, recompute) for targets in ("", "attention", "attention+audio_mlp", "all-linear")
          for bf16 in (False, True) for recompute in (None, "all")]
 STEPS += [("", False, "selective"), ("all-linear", False, "selective"), ("all-linear", True, "selective")]
@@ -109,16 +90,15 @@ def test_activation_bytes_are_what_a_step_keeps(targets, bf16, recompute):
     config, model = small_model(targets, torch.bfloat16 if targets and bf16 else torch.float32, recompute)
     batch = pack_of(4, 40, 90, 30)
     kept, peak = measured_step(model, batch, bf16)
-    layers, one = higgs.activation_bytes(model.base_model, len(batch.text_pos), len(batch.audio_pos), bf16, recompute,
-                                         cuda=False)
-    logits, logit_peak = higgs.logit_bytes(config, len(batch.audio_rows), len(batch.text_rows))
-    casts = higgs.cast_bytes(model, recompute) if bf16 else 0
-    assert layers == pytest.approx(kept - logits - casts, rel=0.08)
-    assert layers + logits + casts == pytest.approx(kept, rel=0.04)
+    layers, one = activations(model, len(batch.text_pos), len(batch.audio_pos), bf16, recompute)
+    logits, logit_peak = speech_plan.logit_bytes(config, len(batch.audio_rows), len(batch.text_rows))
+    casts = memory.cast_bytes(model, model.base_model.model.layers, recompute) if bf16 else (0, 0)
+    assert layers == pytest.approx(kept - logits - sum(casts), rel=0.08)
+    assert layers + logits + sum(casts) == pytest.approx(kept, rel=0.04)
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    # the whole step, in the stages that peak_stages adds up; gradients come while activations go
-    work = preflight.BACKWARD * one if recompute else (preflight.BACKWARD - 1) * one
-    estimate = layers + casts + max(logit_peak, work)
+    # the whole step; gradients come while activations go
+    parts = memory.memory_parts([(0, 0, 0)], casts=casts) | {"fixed": 0}
+    estimate = max(memory.peak_stages(parts, layers, one, logit_peak, recompute).values())
     assert estimate * 0.9 < peak < (estimate + gradients) * 1.03
 
 
@@ -127,17 +107,17 @@ def test_activation_bytes_of_weights_in_bf16(recompute):
     """What FSDP2 computes on: all weights in bf16, the residual stream with them, and nothing for autocast to cast."""
     config, model = small_model("", torch.float32, recompute)
     rows = 4 * 40, 4 * 90
-    expected = higgs.activation_bytes(model.base_model, *rows, True, recompute, stream=2, cuda=False)
+    expected = activations(model, *rows, True, recompute, sharded=True)
     kept, _ = measured_step(model.to(torch.bfloat16), pack_of(4, 40, 90, 30), True)
-    assert expected[0] == pytest.approx(kept - higgs.logit_bytes(config, 120, 120)[0], rel=0.08)
+    assert expected[0] == pytest.approx(kept - speech_plan.logit_bytes(config, 120, 120)[0], rel=0.08)
 
 
 def test_without_dropout_adapters_share_their_input():
     batch = pack_of(4, 40, 90, 5)
     config, model = small_model("all-linear", torch.bfloat16, False, dropout=0.0)
     kept, _ = measured_step(model, batch, True)
-    layers, _ = higgs.activation_bytes(model.base_model, 160, 360, True, False, cuda=False)
-    kept -= higgs.logit_bytes(config, 20, 20)[0] + higgs.cast_bytes(model, False)
+    layers, _ = activations(model, 160, 360, True, None)
+    kept -= speech_plan.logit_bytes(config, 20, 20)[0] + sum(memory.cast_bytes(model, [], None))
     assert layers == pytest.approx(kept, rel=0.05)
 
 
@@ -146,8 +126,8 @@ def test_logit_bytes_are_the_peak_of_many_targets():
     for targets in (30, 89):
         batch = pack_of(2, 90, 90, targets)
         _, peak = measured_step(model, batch, False)
-        kept, _ = higgs.activation_bytes(model.base_model, 180, 180, False, True, cuda=False)
-        assert kept + higgs.logit_bytes(config, len(batch.audio_rows), len(batch.text_rows))[1] == \
+        kept, _ = activations(model, 180, 180, False, "all")
+        assert kept + speech_plan.logit_bytes(config, len(batch.audio_rows), len(batch.text_rows))[1] == \
             pytest.approx(peak, rel=0.03)
 
 
@@ -167,8 +147,12 @@ def real():
     return empty_model(HiggsAudioV2Config(**REAL), torch.float32)
 
 
+def units_of(model):
+    return memory.unit_sizes(model, model.model.layers)
+
+
 def test_sizes_of_the_real_model(real):
-    units = higgs.unit_sizes(real)
+    units = units_of(real)
     assert len(units) == 29 and [sum(column) for column in zip(*units)][0] == sum(p.numel() for p in real.parameters())
     # 394.0 M text embedding and as much text head, 25.2 M audio embedding and head each, in the root
     assert units[0][0] == 2 * 128256 * 3072 + 2 * 8208 * 3072 + 3072
@@ -178,7 +162,7 @@ def test_sizes_of_the_real_model(real):
 
 def test_full_fine_tuning_of_3b_fits_eight_gpus(real):
     """16 bytes a value (fp32 weights, gradients, two moments) over 8 GPUs; packs of 8192 tokens, checkpointing."""
-    parts = preflight.memory_parts(higgs.unit_sizes(real), world=8, sharded=True, compute=2)
+    parts = memory.memory_parts(units_of(real), world=8, sharded=True, compute=2)
     state = parts["weights"] + parts["gradients"] + parts["optimizer"]
     assert state == pytest.approx(16 * 5.771e9 / 8, rel=1e-3) and state / GIB == pytest.approx(10.75, abs=0.01)
     root, layer = 2 * 128256 * 3072 + 2 * 8208 * 3072 + 3072, 176_173_056
@@ -186,39 +170,41 @@ def test_full_fine_tuning_of_3b_fits_eight_gpus(real):
     assert parts["reduction"] == 6 * layer + 2 * root and parts["last reduction"] == 6 * root
     assert parts["host"] == 0
     tokens = 8192
-    kept, one = higgs.activation_bytes(real, 2048, tokens - 2048, True, True, stream=2)
-    # a row: 28 times a layer's bf16 input; at the end the norm's fp32 input, 1 / rms and normalised row; cos and sin
-    assert kept == tokens * (28 * 2 * 3072 + 4 * 3072 + 4 + 2 * 3072 + 2 * 2 * 128)
-    logits = higgs.logit_bytes(real.config, tokens - 2048, 512)[1]
-    stages = preflight.peak_stages(parts, kept, one, logits, True)
+    kept, one = activations(higgs.PackedHiggs(real, "all"), 2048, tokens - 2048, True, "all", sharded=True, gpu=True)
+    # a row: 28 times a layer's bf16 input; at the end the norm's fp32 input, 1 / rms and normalised row; cos and sin;
+    # and what is worth a few numbers: ids, places, the two orders
+    arithmetic = 28 * 2 * 3072 + 4 * 3072 + 4 + 2 * 3072 + 2 * 2 * 128
+    assert arithmetic < kept / tokens < arithmetic + 150
+    logits = speech_plan.logit_bytes(real.config, tokens - 2048, 512)[1]
+    stages = memory.peak_stages(parts, kept, one, logits, True)
     assert 12 * GIB < max(stages.values()) < 30e9                       # room in 80 GB
     # gradients of a whole window of micro-steps unsharded: 4 bytes a value more on every GPU, still inside
-    more = preflight.memory_parts(higgs.unit_sizes(real), world=8, sharded=True, compute=2, whole=True)
+    more = memory.memory_parts(units_of(real), world=8, sharded=True, compute=2, accumulation=2)
     assert more["gradients"] - parts["gradients"] == pytest.approx(4 * 5.771e9, rel=1e-3)
-    assert max(preflight.peak_stages(more, kept, one, logits, True).values()) < 60e9
+    assert max(memory.peak_stages(more, kept, one, logits, True).values()) < 60e9
     # in DDP every GPU has it all: 16 bytes a value are 86 GiB, too much
-    alone = preflight.memory_parts(higgs.unit_sizes(real), world=8, casts=higgs.cast_bytes(real, False))
+    alone = memory.memory_parts(units_of(real), world=8, casts=memory.cast_bytes(real, real.model.layers, None))
     assert alone["weights"] + alone["gradients"] + alone["optimizer"] == pytest.approx(16 * 5.771e9, rel=1e-3)
     assert alone["reduction"] == 0 and alone["copies"] == 2 * sum(
         p.numel() for n, p in real.named_parameters() if p.ndim == 2 and "embed" not in n)
 
 
 def test_offload_moves_state_to_the_host_and_reshard_frees_layers(real):
-    units = higgs.unit_sizes(real)
-    kept = preflight.memory_parts(units, world=8, sharded=True, compute=2, reshard=False)
+    units = units_of(real)
+    kept = memory.memory_parts(units, world=8, sharded=True, compute=2, reshard=False)
     assert kept["copies"] == 2 * sum(unit[0] for unit in units)
-    away = preflight.memory_parts(units, world=8, sharded=True, compute=2, offload=True)
+    away = memory.memory_parts(units, world=8, sharded=True, compute=2, offload=True)
     assert away["weights"] == away["gradients"] == away["optimizer"] == 0
     assert away["host"] == 2 * sum(unit[0] for unit in units)           # 16 bytes over 8 GPUs
 
 
 def test_libraries_take_more_with_several_gpus(real):
-    units = higgs.unit_sizes(real)
-    assert preflight.memory_parts(units)["fixed"] == GIB
+    units = units_of(real)
+    assert memory.memory_parts(units)["fixed"] == GIB
     for many in (dict(world=2), dict(sharded=True), dict(world=8, sharded=True)):
-        parts = preflight.memory_parts(units, **many)
+        parts = memory.memory_parts(units, **many)
         assert parts["fixed"] == 2 * GIB
-        assert preflight.peak_stages(parts, 0, 0, 0, False)["the heads"] == sum(
+        assert memory.peak_stages(parts, 0, 0, 0, False)["the heads"] == sum(
             parts[name] for name in ("weights", "gradients", "optimizer", "copies")) + 2 * GIB
 
 
@@ -227,14 +213,9 @@ def parsed(*given):
     return train_v2_ddp.build_parser().parse_args(["--model_path", "m", "--audio_tokenizer_path", "c", *given])
 
 
-def test_a_margin_of_the_gpu_stays_free():
-    preflight.check_memory(parsed(), 75.9 * GIB, 80 * GIB)
-    with pytest.raises(UserError, match="about 76.10 GiB needed on each GPU, which has 80.00 GiB, 5 % of it left"):
-        preflight.check_memory(parsed(), 76.1 * GIB, 80 * GIB)
-
-
 def host_parts(args, native, ranks, offloaded):
-    return preflight.host_parts(args, ranks, offloaded, *dry_run.checkpoint_bytes(args, native))
+    size = memory.checkpoint_bytes(native, args.use_lora)
+    return plan.host_parts(args.parallel, ranks, offloaded, *size, args.use_lora)
 
 
 def test_host_memory_of_a_node(real, monkeypatch):
@@ -251,17 +232,6 @@ def test_host_memory_of_a_node(real, monkeypatch):
     assert host_parts(lora_fsdp, adapters, 16, 0) == (0, 4 * trained + 4 * trained, 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert host_parts(fsdp, real, 16, GIB) == (4 * GIB, 3 * n, 4)
-
-
-def test_host_memory_that_there_is(tmp_path, monkeypatch):
-    (tmp_path / "meminfo").write_text("MemTotal: 9000000 kB\nMemFree:  100 kB\nMemAvailable:    4194304 kB\n")
-    for given, said in (({}, 4), ({"SLURM_MEM_PER_NODE": "2048"}, 2), ({"SLURM_MEM_PER_NODE": "8192"}, 4),
-                        ({"SLURM_MEM_PER_NODE": "0"}, 4)):
-        monkeypatch.delenv("SLURM_MEM_PER_NODE", raising=False)
-        for name, value in given.items():
-            monkeypatch.setenv(name, value)
-        assert preflight.host_memory(tmp_path / "meminfo") == said * GIB
-    assert preflight.host_memory() > 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -285,14 +255,14 @@ def test_frames_from_the_header_are_those_of_the_codec(tiny, codec, tmp_path, ex
         cuts += [(seconds / 3, None), (0.007, seconds / 2), (0.0, 99.0)] if seconds > 0.1 else []
         _, waves = decode_audio(path, cuts)
         encoded = [len(encode_clip(codec[0], wave, codec[1], 8)) for wave in waves]
-        assert dry_run.header_frames(path, cuts, config) == encoded
+        assert speech_plan.header_frames(path, cuts, config) == encoded
 
 
 def test_samples_after_resampling():
     rng = np.random.default_rng(0)
     for rate in (8000, 11025, 16000, 22050, 24000, 32000, 44100, 48000):
         for frames in rng.integers(1, 5000, 40).tolist():
-            assert dry_run.wave_samples(frames, rate) == \
+            assert speech_plan.wave_samples(frames, rate) == \
                 len(soxr.resample(np.zeros(frames, np.float32), rate, 24000, quality="HQ"))
 
 
@@ -303,37 +273,7 @@ def test_frames_of_every_length_around_the_codec_steps(tiny, codec):
     for samples in [*range(960, 4000, 53), *(960 * k + d for k in (1, 2, 7, 20) for d in (-1, 0, 1, 159, 160, 161))]:
         if samples >= 960:
             wave = 0.1 * rng.standard_normal(samples, np.float32)
-            assert dry_run.codec_frames(samples, config) == len(encode_clip(codec[0], wave, codec[1], 8))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Histogram, packing, disk
-
-
-def test_histogram_counts_everything_once():
-    for lengths in ([5], [7, 7, 7], [1, 1000], range(190, 317), np.random.default_rng(0).lognormal(5, 1, 999)):
-        lines = preflight.histogram(np.array(lengths).astype(np.int64))
-        assert 1 <= len(lines) <= 10
-        low, high = (int(line.split()[at].replace(",", "")) for line, at in ((lines[0], 0), (lines[-1], 2)))
-        assert low <= int(min(lengths)) and high >= int(max(lengths))
-        assert sum(int(line.split()[3].replace(",", "")) for line in lines) == len(lengths)
-        assert len({line.index(" - ") for line in lines}) == 1 and max(line.count("#") for line in lines) == 40
-
-
-def test_packing_report():
-    even = preflight.packing_report(np.array([100, 100, 100, 100]), 2)
-    assert even == {"useful": 1.0, "balance": 1.0}
-    uneven = preflight.packing_report(np.array([100, 50, 80]), 2)        # the fourth pack is an empty one of one slot
-    assert uneven["useful"] == 230 / 231 and uneven["balance"] == pytest.approx((0.75 + 81 / 160) / 2)
-    padded = preflight.packing_report(np.array([100, 50, 80]), 2, budget=128)
-    assert padded == {"useful": 230 / 512, "balance": 1.0}
-    assert preflight.packing_report(np.array([100, 50, 80]), 2, 3, budget=128)["useful"] == 230 / (6 * 128)
-
-
-def test_pack_sums():
-    order = PackOrder(np.arange(1, 8), samples_per_pack=3, seed=1)
-    plan = order.epoch(0)
-    assert preflight.pack_sums(plan, np.arange(1, 8)).tolist() == [sum(plan.pack(p) + 1) for p in range(3)]
+            assert speech_plan.codec_frames(samples, config) == len(encode_clip(codec[0], wave, codec[1], 8))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -384,7 +324,7 @@ def test_a_dry_run_says_what_the_run_then_does(train, real_run, tiny, tmp_path):
     (step,) = done.metrics("train/loss")
     assert step == number(r"steps +(\d+)", said)
     newest = tmp_path / "out" / f"checkpoint-{step}"
-    assert number(r"disk +([\d.]+) MiB", said) == pytest.approx(preflight.folder_bytes(newest) / 2**20, abs=0.1)
+    assert number(r"disk +([\d.]+) MiB", said) == pytest.approx(plan.folder_bytes(newest) / 2**20, abs=0.1)
 
     before = everything_in(tmp_path)
     again = real_run(*flags, "--max_steps", 0, "--dry_run", 2, evaluate=True).output

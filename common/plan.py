@@ -1,0 +1,283 @@
+"""What a run would be and take, worked out and printed before it is one: lengths, packing, memory and disk against
+what there is, and problems.
+
+Plain numbers and arrays in, lines of text and lists of problems out; nothing is allocated, written or loaded here.
+"""
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common import checkpoint, recomputation
+from common.memory import GIB
+from common.parallel import UserError, problem_text
+
+USABLE = 0.95               # of a GPU's memory, as long as no estimate has been compared with a GPU
+MARGIN = "5 % of it left for fragmentation"
+INDENT = "\n           "
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Problems
+
+
+def attempt(problems, work, *args):
+    """work(*args), or None when it raises UserError, whose text goes to the list `problems`."""
+    try:
+        return work(*args)
+    except UserError as error:
+        problems.append(str(error))
+        return None
+
+
+def all_problems(texts):
+    """Several UserErrors' texts as one; those that are lists themselves (parallel.problem_text) are taken apart."""
+    if len(texts) == 1:
+        return texts[0]
+    lines = []
+    for first, *rest in map(str.splitlines, texts):
+        lines += [line.strip() for line in rest] if first.endswith(" problems:") else ["\n    ".join([first, *rest])]
+    return problem_text(lines)
+
+
+def existing_folder(path):
+    """The folder itself, or the nearest one above it that exists."""
+    path = Path(path).absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def check_writable(path, flag):
+    """Raise UserError unless a folder is there and can be written, or can be made. Leaves nothing behind."""
+    try:
+        with tempfile.TemporaryFile(dir=existing_folder(path)):
+            pass
+    except OSError as error:
+        raise UserError(f"{flag} {path}: cannot be written ({error.strerror})")
+
+
+def free_disk(path):
+    """Bytes free on the disk that `path` is or will be on."""
+    return shutil.disk_usage(existing_folder(path)).free
+
+
+def check_disk(path, needed, what):
+    """Raise UserError when the disk of `path` has fewer than `needed` bytes free."""
+    if needed > free_disk(path):
+        raise UserError(f"{path}: {what} need {size(needed)}, its disk has {size(free_disk(path))} free")
+
+
+def folder_bytes(path):
+    """Bytes of all files below a folder."""
+    return sum(os.path.getsize(os.path.join(place, name)) for place, _, names in os.walk(path) for name in names)
+
+
+def checkpoints_at_once(steps, save_steps, eval_steps, limit):
+    """Most checkpoints that stand on disk together in a run of `steps` optimizer steps, one being written included.
+
+    limit: --save_total_limit. eval_steps: None without validation, which saves the best.
+    """
+    saves = 1 + sum(steps // every for every in (save_steps, eval_steps) if every)
+    return min(saves, limit + 1 + (eval_steps is not None)) if limit else saves
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lengths and packing
+
+
+def histogram(lengths, bins=8, width=40):
+    """Lines of an aligned histogram of lengths (n,) in tokens; bins are equally wide and end on round numbers."""
+    low, high = int(lengths.min()), int(lengths.max())
+    step = max(1, -(-(high - low + 1) // bins))
+    unit = 10 ** max(0, len(str(step)) - 1)
+    step = -(-step // unit) * unit                          # one leading digit
+    edges = np.arange(low // step * step, high + step + 1, step)
+    counts, _ = np.histogram(lengths, edges)
+    digits, count_digits = len(f"{edges[-1]:,}"), len(f"{counts.max():,}")
+    return [f"{a:>{digits},} - {b - 1:<{digits},} {n:>{count_digits},} {'#' * -(-width * n // counts.max())}".rstrip()
+            for a, b, n in zip(edges, edges[1:], counts) if a <= high]
+
+
+def packing_report(tokens, ranks, accumulation=1, budget=0):
+    """How full and how even an epoch's packs are -> {"useful", "balance"}: shares, 1 is best.
+
+    tokens: (n,) of each pack in order; every `ranks` neighbours run side by side. useful: tokens over slots, where a
+    pack has `budget` slots, or, when that is 0, as many as tokens, but one at least: empty packs fill the last step.
+    balance: mean over max of the ranks' tokens, averaged over the micro-steps: what waiting for the slowest leaves.
+    """
+    per_step = ranks * accumulation
+    packs = np.zeros(-(-len(tokens) // per_step) * per_step, np.int64)
+    packs[:len(tokens)] = tokens
+    slots = len(packs) * budget or np.maximum(packs, 1).sum()
+    side_by_side = np.maximum(packs, budget or 1).reshape(-1, ranks)
+    return {"useful": tokens.sum() / slots, "balance": (side_by_side.mean(1) / side_by_side.max(1)).mean()}
+
+
+def pack_sums(plan, values):
+    """Sum of values (n_samples,) over each pack of a packing.EpochPlan -> (n_packs,) int64."""
+    sums = np.concatenate([[0], np.cumsum(values[plan.samples], dtype=np.int64)])
+    return sums[plan.offsets[1:]] - sums[plan.offsets[:-1]]
+
+
+def epoch_sums(order, epochs, values):
+    """pack_sums of some epochs of a packing.PackOrder, one behind the other."""
+    return np.concatenate([pack_sums(order.epoch(epoch), values) for epoch in epochs])
+
+
+def lengths_text(lengths):
+    """How long samples are. lengths: (n,) tokens."""
+    return (f"lengths    {lengths.sum():,} tokens an epoch; tokens a sample and how many samples have them:{INDENT}"
+            + INDENT.join(histogram(np.asarray(lengths))))
+
+
+def packs_text(order, lengths, ranks, accumulation, budget, about):
+    """How many packs an epoch has, how full and how even they are. about: what an average one holds."""
+    report = packing_report(pack_sums(order.epoch(0), lengths), ranks, accumulation, budget)
+    return (f"packs      {order.packs_per_epoch:,} an epoch; {about}{INDENT}"
+            f"{report['useful'] * 100:.1f}% of slots hold tokens; balance of the ranks (mean over max of their slots) "
+            f"{report['balance'] * 100:.0f}%")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory and disk, against what there is
+
+
+def local_ranks(ranks):
+    """How many of `ranks` processes run on one node: what torchrun says, else up to 8."""
+    return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", 8)))
+
+
+def host_memory(meminfo="/proc/meminfo"):
+    """Bytes of host memory that are free on this machine, or what Slurm gives the job, if that is less."""
+    free = 1024 * int(re.search(r"MemAvailable: +(\d+) kB", Path(meminfo).read_text())[1])
+    given = 2**20 * int(os.environ.get("SLURM_MEM_PER_NODE", 0))        # 0: all that the node has
+    return min(free, given or free)
+
+
+def gpu_memory(gib=None):
+    """Bytes of one GPU: --gpu_memory, or what the GPU here has, or 80 GiB."""
+    if gib:
+        return gib * GIB
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 * GIB
+
+
+def check_memory(peak, limit, helps):
+    """Raise UserError when a peak leaves no margin below a limit, both in bytes. helps: {flag: whether it would}."""
+    if peak <= USABLE * limit:
+        return
+    left = ", ".join(flag for flag, use in helps.items() if use) or "shorter samples"
+    raise UserError(f"memory: about {size(peak)} needed on each GPU, which has {size(limit)}, "
+                    f"{MARGIN}; what helps: {left}")
+
+
+def helps(args):
+    """check_memory's {flag: whether it would help} for a trainer's flags, which may lack some."""
+    def off(flag):
+        return not getattr(args, flag, True)
+    fsdp, budget = args.parallel == "fsdp", getattr(args, "max_tokens_per_batch", 0)
+    return {"--gradient_checkpointing": not args.gradient_checkpointing,
+            "--gradient_checkpointing all": args.gradient_checkpointing == "selective", "--bf16": not args.bf16,
+            "a smaller --max_tokens_per_batch": budget > 0,
+            "a smaller --per_device_train_batch_size": not budget and args.per_device_train_batch_size > 1,
+            "--parallel fsdp": not fsdp,
+            "--gradient_accumulation_steps 1": fsdp and args.gradient_accumulation_steps > 1,
+            "--reshard_after_forward": off("reshard_after_forward"), "--cpu_offload": fsdp and off("cpu_offload"),
+            "--use_lora": off("use_lora")}
+
+
+def host_parts(parallel, ranks, offloaded, weights, moments, adapters=False):
+    """(bytes offloaded, bytes a save stages, ranks) of the node of rank 0, which stages most; see tensor_files.stage.
+
+    offloaded: bytes of each rank; weights, moments: of a checkpoint; adapters: the weights are those. Under DDP rank 0
+    copies all that is saved, under FSDP2 each rank what it owns, but rank 0 all adapters.
+    """
+    local = local_ranks(ranks)
+    share = local / ranks if parallel == "fsdp" else 1
+    return offloaded * local, weights * (1 if adapters else share) + moments * share, local
+
+
+def check_host(needed, limit, local, parallel, offload=False, adapters=None):
+    """Raise UserError when a node needs more host memory than a limit, both in bytes, naming what helps.
+
+    local: ranks of a node. offload, adapters: --cpu_offload and --use_lora; None: there is no such flag.
+    """
+    if needed <= limit:
+        return
+    fsdp = parallel == "fsdp"
+    found = {"a node or Slurm job with more (--host_memory GIB plans for another machine)": True,
+             "no --cpu_offload": offload, "more nodes": fsdp, "--parallel fsdp on several nodes": not fsdp,
+             "--use_lora": adapters is False}
+    raise UserError(f"host memory: about {size(needed)} needed by the {local} ranks of a node, which has "
+                    f"{size(limit)}; what helps: {', '.join(text for text, use in found.items() if use)}")
+
+
+def size(n):
+    """Bytes as text."""
+    return f"{n / GIB:,.2f} GiB" if n >= GIB / 10 else f"{n / 2**20:,.2f} MiB"
+
+
+def memory_text(parts, stages, pack, parallel, bf16, recompute, accumulation=1, logits="worst pack, at their peak"):
+    """The table of one GPU's memory. parts, stages: of memory.worst_pack. pack: how large the worst one is."""
+    fsdp = parallel == "fsdp"
+    where = "on the host" if parts["host"] else "a shard" if fsdp else "whole on every GPU"
+    spread = ", not sharded between micro-steps" * (fsdp and accumulation > 1)
+    notes = {"weights": where, "gradients": f"fp32{spread}", "optimizer": "two fp32 moments",
+             "average": "averaged weights in fp32",
+             "copies": f"gathered in {'bf16' if bf16 else 'fp32'}" if fsdp else "bf16 casts of fp32 weights",
+             "reduction": "gradients being summed over the GPUs",
+             "activations": f"worst pack, {pack}{recomputation.NOTES[recompute]}", "logits": logits,
+             "fixed": "CUDA context and libraries: a guess", "peak estimate":
+             f"reached in {max(stages, key=stages.get)}; parts come and go"}
+    found = parts | {"copies": parts["copies"] + parts["forward copies"],
+                     "reduction": max(parts["reduction"], parts["last reduction"]),
+                     "peak estimate": max(stages.values())}
+    return INDENT.join(f"{name:<13}  {found[name] / GIB:9.2f} GiB  {note}" for name, note in notes.items()
+                       if found[name])
+
+
+def print_room(problems, output_dir, parallel, ranks, table, parts, stages, checkpoint_size, most, gpu=None, host=None,
+               helps=None, offload=False, adapters=None):
+    """Print what a run takes of GPU, host and disk; what it will not fit into goes to the list `problems`.
+
+    table: of memory_text. checkpoint_size: of memory.checkpoint_bytes; most: of checkpoints_at_once. gpu, host:
+    --gpu_memory, --host_memory, or None. helps: what helps() says. offload, adapters: as in check_host.
+    """
+    offloaded, staged, local = host_parts(parallel, ranks, parts["host"], *checkpoint_size, adapters)
+    limit, host_limit = gpu_memory(gpu), host * GIB if host else host_memory()
+    one, have = sum(checkpoint_size), sum(folder_bytes(path) for _, path in checkpoint.checkpoints(output_dir))
+    print(f"memory     estimate for one GPU; it has {size(limit)}, {MARGIN}{INDENT}{table}\n"
+          f"host       {size(offloaded + staged)} for the {local} ranks of a node: {size(offloaded)} offloaded, "
+          f"{size(staged)} copied by a save; it has {size(host_limit)}\n"
+          f"disk       {size(one)} a checkpoint, at most {most} at once: {size(one * most)}; "
+          f"{size(free_disk(output_dir))} free for --output_dir")
+    attempt(problems, check_memory, max(stages.values()), limit, helps or {})
+    attempt(problems, check_host, offloaded + staged, host_limit, local, parallel, offload, adapters)
+    attempt(problems, check_disk, output_dir, one * most - have, f"{most} checkpoints")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The printed plan
+
+
+def head_text(parallel, bf16, ranks, units, adapters):
+    """What runs where, and the model. units: of memory.unit_sizes."""
+    values, _, trained = (sum(column) for column in zip(*units))
+    return (f"plan       {ranks} GPUs, {parallel}, {'bf16' if bf16 else 'fp32'}\n"
+            f"model      {values / 1e6:,.1f} M parameters, {trained / 1e6:,.3f} M trainable "
+            f"({'LoRA' if adapters else 'full'}); the weight files have them all")
+
+
+def steps_text(total, per_epoch, ranks, accumulation, about):
+    """The length of the run in optimizer steps."""
+    return (f"steps      {total} ({per_epoch} an epoch), {ranks * accumulation} packs a step = {ranks} ranks x "
+            f"{accumulation} micro-steps; {about}")
+
+
+def start_text(step, resume, new="base model"):
+    """Where the run starts. resume: checkpoint folder or None."""
+    return f"start      step {step}, {f'resuming from {resume}' if resume else new}"

@@ -1,0 +1,68 @@
+"""--dry_run of the block diffusion trainer: the memory of its step, and of the guide's presets beside the guide's own
+figures.
+"""
+import numpy as np
+import torch
+
+from common import memory, plan, recomputation
+from diffusion import dit, noise
+
+# Problems of a micro-step -> GB of an H200 that the guide of ngocbao220/hdp-diffusion gives for them. Its rows hold one
+# problem each, padded to 512 tokens, and its head computes logits of every place.
+GUIDE = {"conservative": (64, 40, 50), "recommended": (128, 60, 80), "aggressive": (192, 90, 110),
+         "extreme": (256, 110, 130)}
+LOGIT_COPIES = 3        # fp32: log-softmax and two gradients
+
+
+def row_bytes(model, length, n_noisy, bf16, sharded, gpu=True):
+    """memory.row_bytes of a row of `length` clean tokens and n_noisy copies in a DiT; bf16, sharded, gpu as there."""
+    def inputs(rows):
+        def numbers(n):
+            return torch.zeros(rows, n, dtype=torch.int64)
+
+        def tiles(*tokens):
+            return torch.zeros(rows, *(-(-n // dit.TILE) for n in tokens), dtype=torch.int8)
+        every, none = length + n_noisy, torch.zeros(0, dtype=torch.int64)
+        return (noise.Inputs(tokens=numbers(every), position=numbers(every), doc=numbers(every).int(),
+                             block=numbers(every).int(), rows=none, labels=none, weights=none.float(), places=none,
+                             noisy_tiles=tiles(n_noisy, every), clean_tiles=tiles(length, length), n_noisy=n_noisy,
+                             layout=None),), {}
+    kernel = memory.Kernel(dit, "sparse_attention", False, False) if model.backend == "flex" else None
+    return memory.row_bytes(model, model.layers, inputs, bf16=bf16, sharded=sharded, gpu=gpu, kernel=kernel,
+                            plain=[(model, "call", recomputation.caller(None)), (model, "_masks", (None, None))])
+
+
+def head_bytes(config, masked):
+    """Bytes of the head at its peak, for so many masked tokens: of all their rows, and of a piece's logits."""
+    piece = np.minimum(masked, dit.HEAD_ROWS)
+    return 4 * config.hidden_size * masked + piece * (LOGIT_COPIES * 4 * config.vocab_size + 10 * config.hidden_size)
+
+
+def memory_stages(model, rows, masked, length, n_noisy, *, ranks, sharded, bf16, recompute, accumulation, eval_rows=0):
+    """(parts, stages): bytes of one GPU, as memory has them, with micro-steps of `rows` rows and masked tokens.
+
+    model: the empty DiT. length, n_noisy: clean and noisy tokens of a row. eval_rows: of a validation batch; as many of
+    its tokens are masked.
+    """
+    casts = (0, 0) if sharded or not bf16 else memory.cast_bytes(model, model.layers, recompute)
+    parts = memory.memory_parts(memory.unit_sizes(model, model.layers), world=ranks, sharded=sharded,
+                                compute=2 if bf16 else 4, casts=casts, accumulation=accumulation, average=True)
+    row = row_bytes(model, length, n_noisy, bf16, sharded)
+    (kept,), (layer,) = memory.kept_bytes(row, len(model.layers), recompute)
+    given = (np.array([rows * kept]), np.array([rows * layer]), np.array([head_bytes(model.config, masked)]))
+    _, parts, stages = memory.worst_pack(parts, *given, recompute)
+    if eval_rows:       # no gradients: one layer's work, and logits beside their log-softmax
+        head = head_bytes(model.config, masked * eval_rows / rows)
+        stages["validation"] = stages["the heads"] - parts["activations"] - parts["logits"] + (
+            eval_rows * float(row["layer"][0]) + head)
+    return parts, stages
+
+
+def presets_text(peak_of, per_row):
+    """The presets' memory beside the guide's. peak_of(rows): bytes at the peak; per_row: problems of a row."""
+    lines = ["presets    rows that hold the problems, peak estimate; the guide's figure for padded rows and all logits"]
+    for name, (problems, low, high) in GUIDE.items():
+        rows = max(1, round(problems / per_row))
+        lines.append(f"{name:<13}  {problems:>3} problems {rows:>4} rows  {peak_of(rows) / memory.GIB:7.2f} GiB   "
+                     f"guide {low}-{high} GB")
+    return plan.INDENT.join(lines)
