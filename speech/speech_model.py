@@ -48,14 +48,8 @@ def empty_trained_model(args, folder, config):
     return model, native, parts
 
 
-def build_model(world, args, folder, config, resume):
-    """(PackedHiggs, what to call in training, its native model) on this rank's device, weights loaded, sharded or not.
-
-    config: the folder's config.json dict.
-    """
-    if resume and not args.use_lora:
-        folder, config = resume, json.loads((Path(resume) / "config.json").read_text())
-    model, native, parts = empty_trained_model(args, folder, config)
+def load_model(world, args, model, native, parts, resume):
+    """Load empty_trained_model's model on this rank's device, sharded or not -> what to call in training."""
     net = model.net
     if args.compile:
         parallel.compile_layers(native.model.layers)
@@ -71,7 +65,7 @@ def build_model(world, args, folder, config, resume):
     if args.float8:
         float8.convert(native.model.layers)
     model.train()
-    return model, model if args.parallel == "fsdp" else parallel.wrap_ddp(model, world), native
+    return model if args.parallel == "fsdp" else parallel.wrap_ddp(model, world)
 
 
 def load_to_speak(folder, config, adapter, dtype, device):

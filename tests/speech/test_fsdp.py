@@ -359,7 +359,8 @@ def start(argv):
     train_v2_ddp.check_flags(args, int(os.environ["WORLD_SIZE"]))
     world = parallel.init(60, 60, alone_too=args.parallel == "fsdp")
     folder, config = find_model(args.model_path)
-    return world, args, *speech_model.build_model(world, args, folder, config, None)
+    model, native, parts = speech_model.empty_trained_model(args, folder, config)
+    return world, args, model, speech_model.load_model(world, args, model, native, parts, None), native
 
 
 def whole(tensor):
