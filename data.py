@@ -8,17 +8,16 @@ CUDA.
 import shutil
 import time
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from common import loading, parallel
+from common import parallel
 from common.watchdog import ignore_in_worker
 from speech.encode import ensure_codes, plan_codes
-from speech.labels import IGNORE, assemble
+from speech.labels import IGNORE, PackedBatch, assemble
 from speech.table import Table, read_all
 
 PAD_LENGTH = 128        # padding comes in samples this short: attention costs the square of a sample's length
@@ -66,33 +65,6 @@ def prepare_table(world, train, held_out, tokenizer, ids, codec_dir, *, output_d
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Packed batches
-
-
-@dataclass
-class PackedBatch:
-    """B samples of S tokens in all, A of them audio rows, on one flat axis. All tensors int64 unless said.
-
-    The model keeps hidden states in modality order (text rows first, then audio rows), so that each FFN works on one
-    contiguous slice; attention permutes to sequence order and back.
-    """
-    input_ids: torch.Tensor         # (S,) sequence order; audio rows hold the placeholder ids of the native processor
-    position_ids: torch.Tensor      # (S,) position within its sample
-    cu_seqlens: torch.Tensor        # (B + 1,) int32 sample boundaries
-    audio_ids: torch.Tensor         # (A, 8) delayed codes
-    audio_pos: torch.Tensor         # (A,) sequence positions of audio rows
-    text_pos: torch.Tensor          # (S - A,) sequence positions of text rows
-    seq_index: torch.Tensor         # (S,) modality-order row of each sequence position
-    audio_rows: torch.Tensor        # (R,) modality-order rows that predict audio
-    audio_targets: torch.Tensor     # (R, 8) next row's codes, -100 where not trained
-    text_rows: torch.Tensor         # (Q,) modality-order rows that predict text
-    text_targets: torch.Tensor      # (Q,)
-    longest: int                    # longest sample, rounded up to 128 so that compiled code sees few values
-    seqlens: tuple                  # B python ints: sample lengths, for attention without a variable-length kernel
-    samples: tuple                  # sample numbers in the table, for naming them in errors
-    counts: dict                    # python ints: tokens, frames, samples, padding, audio_targets, text_targets
-
-    __reduce__ = loading.reduce
-    to = loading.to
 
 
 class SpeechSamples(Dataset):

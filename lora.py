@@ -4,19 +4,55 @@
     python lora.py export --model_path BASE --adapter out/checkpoint-500 --output_dir served    # the 2025 layout
     python lora.py export --model_path full/checkpoint-500 --output_dir served                  # of a full fine-tuning
 """
-import argparse
+from common import flags
+from common.flags import need
+from speech.choices import DTYPES, HUB_CODEC, LAYOUTS, LORA_TARGETS
+
+
+def build_parser():
+    p = flags.Parser("Write a Higgs-Audio V2 checkpoint with its adapter folded in.")
+    p.usage = "%(prog)s {merge,export} [--flag value ...]"
+    p.add_argument("command", choices=["merge", "export"],
+                   help="merge: adapter and base into a native checkpoint; export: for other code, adapter or not")
+    p.add_argument("--model_path", required=True, help="base model or full fine-tuning's checkpoint, or hub name")
+    p.add_argument("--adapter", help="folder with adapter_model.safetensors; merge needs one")
+    p.add_argument("--output_dir", required=True, help="new folder for the checkpoint")
+    p.add_argument("--format", choices=LAYOUTS, help="layout to write: native (default of merge), or 2025 for "
+                   "boson-ai's own code (default of export)")
+    p.add_argument("--dtype", choices=DTYPES, help="of the weights; default float32 with an adapter (bfloat16 halves "
+                   "the size and rounds part of the update away), else the source's")
+    p.add_argument("--max_shard_gb", type=float, default=5.0,
+                   help="largest weight file in GB, so also the memory this takes")
+    p.add_argument("--audio_tokenizer_path", help="folder or hub name that the native processor shall name as its "
+                   f"codec (default: what the base names, else {HUB_CODEC})")
+    return p
+
+
+def check_flags(args, world_size):
+    """Raise UserError for combinations that do not go together; fill in --format."""
+    args.format = args.format or {"merge": "native", "export": "2025"}[args.command]
+    need(args.command == "export" or args.adapter,
+         "merge needs --adapter FOLDER; to convert a checkpoint without one: lora.py export")
+    need(args.format == "native" or not args.audio_tokenizer_path,
+         "--audio_tokenizer_path: the 2025 layout names no codec; drop it")
+    need(args.max_shard_gb > 0, f"--max_shard_gb {args.max_shard_gb}: must be positive")
+
+
+# parsed before torch is imported: --help and a mistake in a flag answer at once
+ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+
 from pathlib import Path
 
 import torch
 
 from common import tensor_files
 from common.parallel import UserError, one_clear_error
-from speech import export, weights
-from speech.choices import LORA_TARGETS
+from speech import export
 
 # after speech.weights, which explains a torchaudio that breaks every transformers import
 from common import adapters  # isort: skip
 from peft import LoraConfig  # isort: skip
+
 
 def add_lora(model, rank, alpha, dropout, targets, base_name):
     """Wrap a native model in fp32 adapters; the base is frozen.
@@ -60,32 +96,11 @@ def merge(model_path, adapter, output_dir, dtype="float32", shard_bytes=5 * 10**
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description="Write a Higgs-Audio V2 checkpoint with its adapter folded in.")
-    parser.add_argument("command", choices=["merge", "export"],
-                        help="merge: adapter and base into a native checkpoint; export: for other code, adapter or not")
-    parser.add_argument("--model_path", required=True, help="base model or full fine-tuning's checkpoint, or hub name")
-    parser.add_argument("--adapter", help="folder with adapter_model.safetensors; merge needs one")
-    parser.add_argument("--output_dir", required=True, help="new folder for the checkpoint")
-    parser.add_argument("--format", choices=export.LAYOUTS, help="layout to write: native (default of merge), or "
-                        "2025 for boson-ai's own code (default of export)")
-    parser.add_argument("--dtype", choices=list(export.DTYPES), help="of the weights; default float32 with an "
-                        "adapter (bfloat16 halves the size and rounds part of the update away), else the source's")
-    parser.add_argument("--max_shard_gb", type=float, default=5.0, help="largest weight file in GB, so also the memory "
-                        "this takes")
-    parser.add_argument("--audio_tokenizer_path", help="folder or hub name that the native processor shall name as its "
-                        f"codec (default: what the base names, else {weights.HUB_CODEC})")
-    args = parser.parse_args(argv)
-    layout = args.format or {"merge": "native", "export": "2025"}[args.command]
+    args = ARGS or flags.parse(build_parser(), check_flags, argv)
     with one_clear_error():
-        if args.command == "merge" and not args.adapter:
-            raise UserError("merge needs --adapter FOLDER; to convert a checkpoint without one: lora.py export")
-        if layout == "2025" and args.audio_tokenizer_path:
-            raise UserError("--audio_tokenizer_path: the 2025 layout names no codec; drop it")
-        if args.max_shard_gb <= 0:
-            raise UserError(f"--max_shard_gb {args.max_shard_gb}: must be positive")
-        notes = merge(args.model_path, args.adapter, args.output_dir, args.dtype, int(args.max_shard_gb * 1e9), layout,
-                      args.audio_tokenizer_path)
-        print(f"{layout} checkpoint: {args.output_dir}", *notes, sep="\n  ")
+        notes = merge(args.model_path, args.adapter, args.output_dir, args.dtype, int(args.max_shard_gb * 1e9),
+                      args.format, args.audio_tokenizer_path)
+        print(f"{args.format} checkpoint: {args.output_dir}", *notes, sep="\n  ")
 
 
 if __name__ == "__main__":

@@ -135,15 +135,112 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, loading, metrics, optim, parallel, run, watchdog
+import lora  # first: it explains a torchaudio that breaks every transformers import
+from common import adapters, checkpoint, float8, loading, metrics, optim, parallel, run, tensor_files, watchdog
 from common.packing import PackOrder, pack_order, rank_packs, run_length
+from common.parallel import UserError
 from common.plan import Checks, check_writable, start_text, steps_text
 from data import make_loader, prepare_table
-from speech import higgs, sample_prompts, speech_model, weights
+from speech import higgs, sample_prompts, weights
 from speech.codes import FRAME_RATE
 from speech.labels import token_ids
 from speech.plan import print_plan
 from speech.table import samples_line, split_samples, usable_samples
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model: empty, loaded, saved
+
+
+def check_device(args, device):
+    """Raise UserError when this GPU cannot do what the flags ask for."""
+    if args.bf16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        raise UserError(f"--bf16: {torch.cuda.get_device_name(device)} has no bfloat16; drop the flag")
+    float8.check_device(args, device)
+
+
+def empty_trained_model(args, folder, config):
+    """(PackedHiggs on the meta device, the native model in it, handles of that one's weights in the files).
+
+    folder, config: of the model to train, and its config.json dict. With LoRA the native model has the adapters inside.
+    Only the weights that shall be trained require gradients. Raises UserError when the folder does not hold exactly the
+    model's weights, or the flags leave none to train.
+    """
+    dtype = torch.bfloat16 if args.bf16 and args.use_lora else torch.float32
+    native = net = weights.empty_model(weights.native_config(config), dtype, folder)
+    parts = weights.weight_parts(folder, config)
+    weights.check_weights(native, parts, folder)
+    if args.use_lora:
+        net = lora.add_lora(native, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules,
+                            args.model_path)
+    elif args.freeze_llm:
+        for name, parameter in native.named_parameters():
+            parameter.requires_grad_("embed_audio_tokens" in name or "audio_lm_head" in name)
+    higgs.freeze_unreachable(native, args.text_loss_weight)
+    model = higgs.PackedHiggs(net, args.gradient_checkpointing)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("these flags leave no weight to train")
+    return model, native, parts
+
+
+def load_model(world, args, model, native, parts, resume):
+    """Load empty_trained_model's model on this rank's device, sharded or not -> what to call in training."""
+    net = model.net
+    if args.compile:
+        parallel.compile_layers(native.model.layers)
+    if args.parallel == "fsdp":
+        parallel.shard(model, native.model.layers, world, args.bf16, args.reshard_after_forward, args.cpu_offload)
+    model.to_empty(device="cpu" if args.cpu_offload else world.device)      # from here on there is memory, still unset
+    weights.reset_buffers(native, world.device)
+    weights.load_weights(adapters.base_weights(net) if args.use_lora else dict(native.named_parameters()), parts)
+    if args.use_lora and resume:
+        adapters.load_adapters(net, resume)
+    elif args.use_lora:
+        adapters.init_adapters(net, args.seed)
+    if args.float8:
+        float8.convert(native.model.layers)
+    model.train()
+    return model if args.parallel == "fsdp" else parallel.wrap_ddp(model, world)
+
+
+def check_resume(args, model, native, resume):
+    """Raise UserError when the checkpoint folder `resume` does not fit this (empty) model."""
+    if args.use_lora:
+        adapters.load_adapters(model.net, resume)       # onto the meta device nothing is copied
+    else:
+        config = json.loads((Path(resume) / "config.json").read_text())
+        weights.check_weights(native, weights.weight_parts(resume, config), resume)
+
+
+def run_identity(args, folder, table, train):
+    """What a checkpoint must share with the run that resumes it, {name: value}; JSON-able."""
+    batch = (f"{args.max_tokens_per_batch} tokens" if args.max_tokens_per_batch else
+             f"{args.per_device_train_batch_size} samples") + (" by length" if args.group_by_length else "")
+    trained = "lora" if args.use_lora else "audio embedding and head" if args.freeze_llm else "full"
+    return {"set of trained weights": trained if args.text_loss_weight else f"{trained} without text",
+            "base model": tensor_files.fingerprint_weights(folder), "codec": Path(table.reader.folder).name,
+            "training data": table.fingerprint(train), "pack": batch, "seed": args.seed}
+
+
+def save_checkpoint(world, writer, model, tokenizer, source, optimizer, meta):
+    """Copy all of checkpoint-<meta["step"]> off the device and start writing it. On every rank.
+
+    source: folder of the model that was trained from, whose processor files a full checkpoint takes over.
+    """
+    writer.begin(meta["step"])
+    parallel.reshard(model)
+    states = parallel.gather_objects(world, checkpoint.rng_state(world.device))
+    if model.has_adapters:
+        files = tensor_files.stage(world, "adapter_model", adapters.adapter_weights(model.net), spread=False)
+    else:
+        files = tensor_files.stage(world, "model", dict(model.base_model.named_parameters()))
+    moments = optim.state_tensors(optimizer, model.named_parameters())
+    files |= tensor_files.stage(world, f"{checkpoint.STATE_DIR}/optimizer", moments)
+    if world.is_main:
+        files[f"{checkpoint.STATE_DIR}/rng.pt"] = lambda path: torch.save(states, path)
+        files["*"] = (lambda path: adapters.save_config(model.net, path)) if model.has_adapters else \
+            (lambda path: weights.save_config(model.base_model, tokenizer, path, source))
+    writer.save(meta["step"], files, meta)
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Data, validation, reports
@@ -235,7 +332,8 @@ def speak(world, watch, args, model, native, prompts, settings, ids, codec_dir, 
     model.eval()
     with parallel.gathered(model), autocast(args, world.device):
         values = parallel.rank0_first(world, lambda: sample_prompts.speak_all(
-            args, native, prompts, settings, ids, codec_dir, world.device, now.step, now.log, watchdog.stop_requested))
+            native, prompts, settings, ids, codec_dir, world.device, seed=args.seed, time_limit=args.sample_time_limit,
+            output_dir=args.output_dir, step=now.step, log=now.log, asked=watchdog.stop_requested))
     model.train()
     return values
 
@@ -284,7 +382,7 @@ def train(args):
     ranks, check = run.ranks(args), Checks(args.dry_run is not None)
     world, watch = run.start(args, check, cpu_too=args.cpu_offload)
     device, main_rank = world.device, world.is_main
-    check(speech_model.check_device, args, device)
+    check(check_device, args, device)
     if check.dry:       # a run finds out when it encodes
         check(check_writable, code_cache(args), "--code_cache")
     for find, path in ((weights.find_model, args.model_path), (weights.find_codec, args.audio_tokenizer_path)):
@@ -293,12 +391,12 @@ def train(args):
     codec_dir, _ = check(weights.find_codec, args.audio_tokenizer_path) or (None, None)
     config, tokenizer = check(weights.native_config, config_dict), check(weights.load_tokenizer, folder)
     ids = check(token_ids, tokenizer, config)
-    model, native, parts = check(speech_model.empty_trained_model, args, folder, config_dict) or (None,) * 3
+    model, native, parts = check(empty_trained_model, args, folder, config_dict) or (None,) * 3
     table, all_train, all_eval = check(prepare_data, world, args, check, tokenizer, ids, codec_dir) or (None,) * 3
     prompts, settings = [], None
     if args.sample_prompts:
-        prompts, settings = check(parallel.rank0_first, world, sample_prompts.load, args, tokenizer, ids, config,
-                                  codec_dir, device) or (None, None)
+        prompts, settings = check(parallel.rank0_first, world, sample_prompts.load, args.sample_prompts,
+                                  args.sample_seconds, tokenizer, ids, config, codec_dir, device) or (None, None)
     check.settle()
     train_ids, eval_ids = usable_samples(
         table, all_train, all_eval, max_length=args.max_length or config.max_position_embeddings,
@@ -306,7 +404,7 @@ def train(args):
     if args.tf32:       # only now: codes in the cache must not depend on it
         torch.set_float32_matmul_precision("high")
     books = ids.num_codebooks
-    identity = speech_model.run_identity(args, folder, table, train_ids) if main_rank else None
+    identity = run_identity(args, folder, table, train_ids) if main_rank else None
     validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
     resume, meta = parallel.rank0_first(world, checkpoint.find_resume, args.output_dir, args.resume, identity)
 
@@ -324,7 +422,7 @@ def train(args):
 
     if check.dry:
         if resume:
-            speech_model.check_resume(args, model, native, resume)
+            check_resume(args, model, native, resume)
         print_plan(check, args, ranks, model, table, ids, train_ids, eval_ids, order, (steps_per_epoch, total_steps),
                    at, resume)
         return check.finish()
@@ -332,9 +430,9 @@ def train(args):
     # -- model, optimizer, resume -------------------------------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)
     if resume and not args.use_lora:        # a full checkpoint replaces the base; adapters are loaded on top of it
-        model, native, parts = speech_model.empty_trained_model(
-            args, resume, json.loads((Path(resume) / "config.json").read_text()))
-    wrapped = speech_model.load_model(world, args, model, native, parts, resume)
+        config_dict = json.loads((Path(resume) / "config.json").read_text())
+        model, native, parts = empty_trained_model(args, resume, config_dict)
+    wrapped = load_model(world, args, model, native, parts, resume)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
                                   (args.adam_beta1, args.adam_beta2), higgs.decays)
@@ -415,8 +513,7 @@ def train(args):
                         now.log.write(now.step, values)
                     better = now.better(values.get("eval/loss", math.nan))
             if (better or saving or stopping) and now.saved_step != now.step:
-                speech_model.save_checkpoint(world, now.writer, args, model, native, tokenizer, folder, optimizer,
-                                             now.state(identity))
+                save_checkpoint(world, now.writer, model, tokenizer, folder, optimizer, now.state(identity))
     now.finish(stopping)
 
 

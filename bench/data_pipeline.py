@@ -34,6 +34,7 @@ import numpy as np
 import soundfile
 import soxr
 import torch
+from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -51,7 +52,7 @@ from speech.encode import encode_clip, load_codec
 from speech.labels import assemble, token_ids
 from speech.make_tiny import SENTENCES
 from speech.table import read_all
-from speech.weights import load_tokenizer, native_config
+from speech.weights import native_config
 
 MIB = 2**20
 CLIP_SECONDS = 1.8, 0.5, 2, 20      # log-normal: mean and standard deviation of the logarithm, shortest, longest
@@ -214,7 +215,7 @@ def remove_index(folder):
 
 def speech_tools(work):
     """(tokenizer, TokenIds) of the tiny model."""
-    tokenizer = load_tokenizer(work / "model")
+    tokenizer = AutoTokenizer.from_pretrained(work / "model")
     config = native_config(json.loads((work / "model" / "config.json").read_text()))
     return tokenizer, token_ids(tokenizer, config)
 
@@ -237,7 +238,7 @@ def speech_table(work, folder):
 
 def chats_table(work, folder):
     """(ChatTable, function of packs and workers that makes the loader), as train_sft.py has them."""
-    tokenizer = load_tokenizer(work / "model")
+    tokenizer = AutoTokenizer.from_pretrained(work / "model")
     tokenizer.chat_template = TEMPLATE
     table, _, _ = prepare_table(WORLD, folder / "out", [folder / "train.jsonl"], chat.Encoder(tokenizer),
                                            2048, "stop", processes=len(os.sched_getaffinity(0)))

@@ -16,8 +16,7 @@ with one every --save_steps steps. "stopped" is how long the training path stand
 call to its return; the files are written behind it. Its share is of a save interval at the trainer's default
 --save_steps.
 
-Writes bench/results/growth-DEVICE.json. Copy with it: measure.py, block_steps.py, tests/chats.py, and all modules of
-the three trainers.
+Writes bench/results/growth-DEVICE.json.
 """
 import argparse
 import functools

@@ -6,7 +6,7 @@ problem a row, padded to L tokens; L noisy tokens before L clean ones under one 
 torch's AdamW, gradient clipping and averaged weights tensor by tensor. The code's two scatters, which set the
 log-probabilities of unmasked places, are left out: the mask on the loss does the same for less.
 
-It computes with the weights of a dit.DiT, but not with its forward. Copy with it: nothing.
+It computes with the weights of a dit.DiT, but not with its forward.
 """
 
 import numpy as np
@@ -80,7 +80,7 @@ def loss_sum(model, clean, noisy, t, mask, noisy_logits_only=False):
 
 
 def padded(documents, numbers, length):
-    """Rows of one problem each -> (clean (B, L), target (B, L), group (B, L)) arrays of gsm8k.Documents `numbers`."""
+    """Rows of one problem each -> (clean (B, L), target (B, L), group (B, L)) arrays of blocks.Documents `numbers`."""
     shape = len(numbers), length
     clean, target, group = np.full(shape, documents.pad), np.zeros(shape, bool), np.full(shape, -1)
     for r, d in enumerate(numbers):

@@ -294,14 +294,12 @@ def loss_report(sums, regions):
 
 
 def console_line(step, total_steps, v):
-    """One aligned line of the numbers in metrics.jsonl, with units."""
+    """One aligned line of at most 160 characters; metrics.jsonl has all numbers."""
     mfu = f" | mfu {v['train/mfu'] * 100:4.1f}%" if "train/mfu" in v else ""
-    return (f"step {step:>6}/{total_steps} | epoch {v['train/epoch']:7.2f} | loss {v['train/loss']:7.4f} | "
+    return (f"step {step:>6}/{total_steps} | loss {v['train/loss']:7.4f} | "
             f"masked {v['train/masked'] * 100:4.1f}% ce {v['train/masked_loss']:7.4f} | "
-            f"t {v['train/t_low']:.2f}-{v['train/t_high']:.2f} | lr {v['train/learning_rate']:.2e} | "
-            f"grad_norm {v['train/grad_norm']:7.3f} | {v['train/throughput']:>8,.0f} tok/s "
-            f"{v['train/samples_per_second']:>7,.1f} problems/s | pad {v['train/padding'] * 100:4.1f}% | "
-            f"wait {v['train/data_wait_seconds']:5.2f} s | mem {v['train/memory_gib']:6.2f} GiB{mfu} | "
+            f"lr {v['train/learning_rate']:.2e} | grad_norm {v['train/grad_norm']:7.3f} | "
+            f"{v['train/throughput']:>9,.0f} tok/s | wait {v['train/data_wait_seconds']:4.1f} s{mfu} | "
             f"eta {metrics.duration((total_steps - step) * v['train/step_seconds'])}")
 
 

@@ -31,7 +31,6 @@ from distill import teacher
 from distill.journal import Journal, read_journals, rejected_path, statistics, write_results
 from distill.labels import PARSERS, label_logprobs, make_parser, read_label
 
-PLACE = "{text}"            # where the line goes in the prompt
 LOG_S = 10                  # seconds between log lines
 PROMPT = Path(__file__).resolve().parent / "prompts" / "language_id.txt"
 ENGINE_FLAGS = {
@@ -47,7 +46,7 @@ def build_parser():
     g = p.add_argument_group("data")
     g.add_argument("--input_file", required=True, help="UTF-8 text, one line a sample")
     g.add_argument("--output_file", required=True, help="chat JSONL to write; .rejected.jsonl, .stats.json beside it")
-    g.add_argument("--prompt_file", default=str(PROMPT), help=f"UTF-8 text with {PLACE} once, best at its end")
+    g.add_argument("--prompt_file", default=str(PROMPT), help=f"UTF-8 text with {teacher.PLACE} once, best at its end")
     g.add_argument("--parser", choices=PARSERS, default="language",
                    help="what a label is: the language line, --pattern, or the whole answer")
     g.add_argument("--pattern", help="--parser regex: form of the label's line, the label in its one group")
@@ -115,21 +114,10 @@ def check_flags(args, engine, defaults):
     return int(shard[1]), int(shard[2])
 
 
-def read_text(path, flag):
-    """A UTF-8 file's text; UserError names the flag that gave it."""
-    try:
-        return Path(path).read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(f"{flag} {path}: no such file")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{flag} {path}: is not UTF-8 (byte {error.start}); convert it: iconv -t UTF-8")
-    except OSError as error:
-        raise UserError(f"{flag} {path}: cannot be read ({error.strerror})")
-
-
 def read_lines(path):
     """List of the lines of a file; UserError for an empty file or line: each line becomes one record."""
-    lines = [line.strip() for line in read_text(path, "--input_file").split("\n")]     # U+2028 does not end a line
+    text = teacher.read_text(path, "--input_file")
+    lines = [line.strip() for line in text.split("\n")]        # not splitlines: U+2028 does not end a line
     if lines and not lines[-1]:
         lines.pop()
     if not lines:
@@ -137,14 +125,6 @@ def read_lines(path):
     if empty := [number for number, line in enumerate(lines, 1) if not line]:
         raise UserError(f"--input_file {path}: line {empty[0]} is empty ({len(empty)} such lines); delete them")
     return lines
-
-
-def read_prompt(path):
-    """The prompt as (what stands before the line, what stands behind); braces in it are only braces."""
-    parts = read_text(path, "--prompt_file").rstrip("\n").split(PLACE)
-    if len(parts) != 2:
-        raise UserError(f"--prompt_file {path}: has {PLACE} {len(parts) - 1} times; write it once, where the line goes")
-    return parts
 
 
 def digest(*parts):
@@ -172,6 +152,20 @@ def describe(args, engine, lines, prompt):
             "engine": engine, **{name: getattr(args, name) for name in names}}
 
 
+def open_teacher(args, engine):
+    """answers(requests) of the teacher that the flags name; see teacher.py."""
+    draw = teacher.Sampling(args.max_tokens, args.temperature, args.top_p, args.top_k, args.logprobs, args.thinking)
+    if engine == "openai":
+        return teacher.open_server(args.model_name, draw, args.base_url, args.concurrency, args.request_timeout,
+                                   args.server_patience)
+    if engine == "transformers":
+        return teacher.open_transformers(args.model_name, draw, args.max_model_len, args.batch_size)
+    return teacher.open_vllm(
+        args.model_name, draw, tensor_parallel_size=args.tensor_parallel_size,
+        pipeline_parallel_size=args.pipeline_parallel_size, gpu_memory_utilization=args.gpu_memory_utilization,
+        max_model_len=args.max_model_len, enforce_eager=args.enforce_eager, seed=args.seed)
+
+
 def draw_seed(seed, number, attempt):
     """Seed of one attempt for one line, the same in every process and after every restart; 31 bits."""
     return int(digest(f"{seed}/{number}/{attempt}")[:8], 16) >> 1
@@ -186,8 +180,14 @@ def label_lines(args, answers, parser, prompt, lines, todo, journal):
     try:
         while waiting:
             chunk = [waiting.popleft() for _ in range(min(len(waiting), args.chunk_size))]
-            for request, answer in answers([ask(args, parser, prompt, lines, number, len(asked[number]))
-                                            for number in chunk]):
+            requests = []
+            for number in chunk:
+                attempt = len(asked[number])
+                forced = args.constrain == "always" or (args.constrain == "last" and attempt == args.max_retries)
+                requests.append(teacher.Request(number, prompt[0] + lines[number] + prompt[1],
+                                                draw_seed(args.seed, number, attempt),
+                                                parser.constraint() if forced else None))
+            for request, answer in answers(requests):
                 tries = asked[request.id]
                 found = read_label(parser, answer.text, answer.finish_reason,
                                    must_think=args.thinking == "on" and not answer.thought)
@@ -198,7 +198,7 @@ def label_lines(args, answers, parser, prompt, lines, todo, journal):
                 if found.label is None and len(tries) <= args.max_retries and answer.finish_reason != "too_long":
                     waiting.append(request.id)
                 else:
-                    journal.add(finished(args, request.id, tries, began))
+                    journal.add(finished(request.id, tries, began, args.logprobs > 0))
                     count["lines"] += 1
                     count["labelled"] += found.label is not None
                     del asked[request.id]
@@ -210,15 +210,11 @@ def label_lines(args, answers, parser, prompt, lines, todo, journal):
         journal.sync()          # what was finished when a signal or an error came
 
 
-def ask(args, parser, prompt, lines, number, attempt):
-    """The teacher.Request of one attempt for one line."""
-    forced = args.constrain == "always" or (args.constrain == "last" and attempt == args.max_retries)
-    return teacher.Request(number, prompt[0] + lines[number] + prompt[1], draw_seed(args.seed, number, attempt),
-                           parser.constraint() if forced else None)
+def finished(number, tries, began, logprobs):
+    """The journal's record of a line, from [(Answer, Found, constrained)] of its attempts.
 
-
-def finished(args, number, tries, began):
-    """The journal's record of a line, from [(Answer, Found, constrained)]. began: time when this process did, in s."""
+    began: time when this process began, in seconds; logprobs: whether they are stored.
+    """
     answer, found, forced = tries[-1]
     cached = [a.cached_tokens for a, _, _ in tries]
     record = {"id": number, "label": found.label, "by_constraint": forced and found.label is not None,
@@ -227,7 +223,7 @@ def finished(args, number, tries, began):
               "completion_tokens": sum(a.completion_tokens for a, _, _ in tries),
               "cached_tokens": None if None in cached else sum(cached),
               "answers": [{"text": a.text, "finish_reason": a.finish_reason, "why": f.why} for a, f, _ in tries]}
-    if args.logprobs:       # under a constraint they tell what was allowed, not what the teacher thought
+    if logprobs:        # under a constraint they are of the allowed tokens, not of the teacher's choice
         free = found.label is not None and not forced
         record["label_tokens"], record["logprobs"] = (label_logprobs(answer.tokens, answer.text, found)
                                                       if free else None) or (None, None)
@@ -242,8 +238,8 @@ def log_line(count, total, seconds):
             f"out {count['out'] / seconds:,.0f} tok/s | eta {left:,.0f} s")
 
 
-def report(args, stats):
-    """Print the figures of the whole file, of all its processes and starts."""
+def report(output_file, stats):
+    """Print the figures of the whole file, of all its processes and starts. stats: of journal.statistics."""
     def share(value):
         return "-" if value is None else f"{100 * value:.1f}%"
 
@@ -259,8 +255,7 @@ def report(args, stats):
         print(f"notice     {stats['without_logprobs']:,} labels have no log-probabilities: by constraint, or their "
               "tokens do not end where the label ends")
     if stats["rejected"]:
-        path = rejected_path(args.output_file)
-        print(f"notice     {stats['rejected']:,} lines without a label: {path}")
+        print(f"notice     {stats['rejected']:,} lines without a label: {rejected_path(output_file)}")
 
 
 def leave_on_signals():
@@ -285,13 +280,13 @@ def main(argv=None):
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     with parallel.one_clear_error():
         leave_on_signals()
-        engine = teacher.pick_engine(args)
+        engine = teacher.pick_engine(args.engine, args.base_url)
         defaults = build_parser().parse_args(["--input_file", "", "--output_file", "", "--model_name", ""])
         shard, shards = check_flags(args, engine, defaults)
         parser = make_parser(args.parser, args.pattern, tuple(args.labels.split(",")) if args.labels else None)
         if args.constrain != "never":
             parser.constraint()
-        lines, prompt = read_lines(args.input_file), read_prompt(args.prompt_file)
+        lines, prompt = read_lines(args.input_file), teacher.read_prompt(args.prompt_file)
         header = describe(args, engine, lines, prompt)
 
         work, output = Path(args.output_file + ".work"), Path(args.output_file)
@@ -305,12 +300,13 @@ def main(argv=None):
               f"lines      {len(lines):,}, {len(records):,} of them finished, {len(todo):,} to do"
               + (f" here (shard {args.shard})" if shards > 1 else ""))
         if prompt[1].strip():
-            print(f"notice     {len(prompt[1]):,} characters of the prompt stand behind {PLACE}: they cannot be cached")
+            print(f"notice     {len(prompt[1]):,} characters of the prompt stand behind {teacher.PLACE}: they cannot "
+                  "be cached")
         if args.dry_run:
             return
         if todo:
             journal = Journal(work, shard, shards, header)
-            label_lines(args, teacher.open_teacher(args, engine), parser, prompt, lines, todo, journal)
+            label_lines(args, open_teacher(args, engine), parser, prompt, lines, todo, journal)
         records = read_journals(work, header)
         if left := len(lines) - len(records):
             print(f"done       {len(todo):,} lines; {left:,} of other shards are not finished yet")
@@ -319,7 +315,7 @@ def main(argv=None):
         stats = statistics(records)
         checkpoint.write_atomically(output.with_suffix(".stats.json"),
                                     lambda path: path.write_text(json.dumps({"made_with": header, **stats}, indent=1)))
-        report(args, stats)
+        report(output, stats)
         print(f"done       {output}")
         if not stats["labelled"]:
             raise UserError(f"no line has a label; see the raw answers in {rejected_path(output)}")

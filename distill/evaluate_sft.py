@@ -6,16 +6,16 @@ r"""Judge a student of train_sft.py by lines it has not seen: against its teache
     python distill/evaluate_sft.py --checkpoint merged --model_path BASE --data_file seen.jsonl \
         --eval_data_file unseen.jsonl
 
-Asked are, greedily, the lines that the run held out, by the student as it was trained (its chat template, no long
-prompt), and by the base model before training: likewise, and with --prompt_file once more behind the teacher's prompt.
-held_out.py proves which lines those are. Two numbers, never mixed:
+The student answers the lines that its run held out, greedily and as it was trained (its chat template, no long prompt).
+So does the base model before training, with --prompt_file once more behind the teacher's prompt. held_out.py proves
+which lines those are. Two numbers, never mixed:
 
     agreement    with the teacher's label: how well the student copies. A student can be better than its teacher
     accuracy     against --truth_file, which no teacher made; the teacher's own accuracy on these lines stands beside it
 
 An answer counts if the model ended by itself and the answer is a label, or has one in the form that --parser reads; any
 other is wrong in both and stands in the column "none". Written: evaluation.json with every answer, evaluation.txt with
-all tables, confusion-NAME.png. Exit status 1 below --min_agreement.
+all tables, confusion-NAME.png. Exit status 1 when the first checkpoint is below --min_agreement or --min_gain.
 """
 import argparse
 import dataclasses
@@ -39,12 +39,13 @@ from common import checkpoint, parallel
 from common.parallel import UserError
 from distill import chat, held_out, scores, student, weights
 from distill.labels import PARSERS, Parser, make_parser, read_label
+from distill.teacher import PLACE, read_prompt
 
-PLACE = "{text}"            # where the line goes in the prompt
 MANY = 60                   # different labels; beyond them this is no classification
 CONFUSED = 10               # pairs of labels, with EXAMPLES texts each
 EXAMPLES = 3
 LATENCY_LINES = 8           # asked one at a time
+BASE = ("base", "base + prompt")        # columns of the model before training
 VLLM_FLAGS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager")
 
 
@@ -75,6 +76,9 @@ def build_parser():
     g.add_argument("--output_dir", required=True, help="everything written goes here")
     g.add_argument("--min_agreement", type=float, default=0.0,
                    help="share, 0 to 1: exit status 1 when the first checkpoint agrees less with the teacher")
+    g.add_argument("--min_gain", type=float, default=0.0,
+                   help="share, 0 to 1: exit status 1 when its agreement is not so much above the base model's, with "
+                        "or without --prompt_file")
     g = p.add_argument_group("answers")
     g.add_argument("--parser", choices=PARSERS, default="language",
                    help="what a label is: the language line, --pattern, or the whole answer")
@@ -84,7 +88,7 @@ def build_parser():
     g.add_argument("--prompt_max_new_tokens", type=int, default=256,
                    help="tokens an answer behind --prompt_file may have: its label comes last")
     g.add_argument("--engine", choices=("transformers", "vllm"), default="transformers", help="what generates")
-    g.add_argument("--batch_size", type=int, default=16, help="lines generated together (vllm: its own affair)")
+    g.add_argument("--batch_size", type=int, default=16, help="lines generated together (vllm decides that itself)")
     g.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
                    help="to compute in; auto: bfloat16 on a GPU that has it, else float32 (vllm: its own choice)")
     g.add_argument("--device", help="where the models run (default: the GPU if there is one)")
@@ -107,7 +111,9 @@ def check_flags(args):
     for flag in ("limit", "seed", "max_model_len", "group_size"):
         value = getattr(args, flag) or 0
         need(value >= 0, f"--{flag} is {value}; it must be 0 or more")
-    need(0 <= args.min_agreement <= 1, f"--min_agreement is {args.min_agreement}; it must lie between 0 and 1")
+    for flag in ("min_agreement", "min_gain"):
+        need(0 <= getattr(args, flag) <= 1, f"--{flag} is {getattr(args, flag)}; it must lie between 0 and 1")
+    need(args.base or not args.min_gain, "--min_gain compares with the base model: drop it, or --no-base")
     need(0 < args.gpu_memory_utilization <= 1,
          f"--gpu_memory_utilization is {args.gpu_memory_utilization}; it must be more than 0, at most 1")
     need(args.base or not args.prompt_file, "--prompt_file is for the base model: drop it, or --no-base")
@@ -119,14 +125,6 @@ def check_flags(args):
     other = VLLM_FLAGS if args.engine == "transformers" else ("dtype", "device", "batch_size")
     for flag in other:
         need(getattr(args, flag) == getattr(defaults, flag), f"--{flag} is not for the engine {args.engine}")
-
-
-def read_prompt(path):
-    """(what stands before the line, what stands behind) in the teacher's prompt. Raises UserError."""
-    parts = held_out.read_text(path, "--prompt_file ").rstrip("\n").split(PLACE)
-    if len(parts) != 2:
-        raise UserError(f"--prompt_file {path}: has {PLACE} {len(parts) - 1} times; write it once, where the line goes")
-    return parts
 
 
 def pick_labels(parser, lines):
@@ -161,7 +159,7 @@ def why_not(answer, found):
 # Asking
 
 
-def ask_all(ask, chats, max_new_tokens, args):
+def ask_all(ask, chats, max_new_tokens, batch_size):
     """([Answer], speed): one line to warm up, some one at a time, then all together.
 
     In this order: vLLM would have cached a line that it has answered before, not only the prompt that all share.
@@ -174,7 +172,7 @@ def ask_all(ask, chats, max_new_tokens, args):
         if answer.finish_reason != "too_long":
             alone.append(time.perf_counter() - start)
     start = time.perf_counter()
-    answers = ask(chats, max_new_tokens, args.batch_size)
+    answers = ask(chats, max_new_tokens, batch_size)
     seconds = time.perf_counter() - start
     fitting = sum(answer.finish_reason != "too_long" for answer in answers)
     return answers, {"seconds": seconds, "lines_per_second": fitting / seconds,
@@ -191,7 +189,10 @@ def with_prompt(prompt, chats):
 def open_model(args, folder, adapter, tokenizer, lines, scratch):
     """student's ask for a model folder with an adapter folder or None on top."""
     if args.engine == "vllm":
-        return student.open_vllm(folder, adapter, tokenizer, lines.ends, lines.thinking, args, scratch)
+        return student.open_vllm(
+            folder, adapter, tokenizer, lines.ends, lines.thinking, scratch, seed=args.seed,
+            tensor_parallel_size=args.tensor_parallel_size, gpu_memory_utilization=args.gpu_memory_utilization,
+            max_model_len=args.max_model_len, enforce_eager=args.enforce_eager)
     model = student.load_model(folder, adapter, getattr(torch, args.dtype), torch.device(args.device))
     return student.open_transformers(model, tokenizer, lines.ends, lines.thinking)
 
@@ -203,11 +204,11 @@ def ask_models(args, models, lines, prompt):
         with tempfile.TemporaryDirectory(dir=args.output_dir, prefix=".serve-") as scratch:
             ask = open_model(args, folder, adapter, tokenizer, lines, scratch)
             print(f"asking     {name}: {len(lines.ids):,} lines")
-            found[name] = ask_all(ask, lines.chats, args.max_new_tokens, args)
+            found[name] = ask_all(ask, lines.chats, args.max_new_tokens, args.batch_size)
             if name == "base" and prompt:
                 print(f"asking     base + prompt: {len(lines.ids):,} lines")
                 found["base + prompt"] = ask_all(ask, with_prompt(prompt, lines.chats), args.prompt_max_new_tokens,
-                                                 args)
+                                                 args.batch_size)
             del ask         # its memory, and vLLM's processes, make room for the next
             gc.collect()
             if torch.cuda.is_available():
@@ -220,7 +221,7 @@ def ask_models(args, models, lines, prompt):
 
 
 def judge(parser, lines, truth, answers, speed):
-    """All there is to say about one column, JSON-able, and its [Found]. truth: {id: label or None} or None."""
+    """(scores of one column, JSON-able; its [Found]). truth: {id: label or None} or None."""
     labels, found = parser.labels, [read_answer(parser, answer) for answer in answers]
     given = [f.label for f in found]
     reasons = Counter(why_not(a, f) for a, f in zip(answers, found) if f.label is None)
@@ -265,6 +266,19 @@ def sample_rows(lines, truth, columns):
                     f"{name} why": found[i].why}
         rows.append(row)
     return rows
+
+
+def check_learned(name, student, bases, min_agreement, min_gain):
+    """Raise UserError unless a checkpoint agrees with its teacher often enough, and more often than its base.
+
+    student, bases: scores.proportion of the checkpoint `name`, and of its base model with and without the prompt.
+    """
+    agrees = f"{name} agrees with its teacher on {student['right']} of {student['n']} lines ({student['share']:.3f})"
+    if student["share"] < min_agreement:
+        raise UserError(f"{agrees}, less than --min_agreement {min_agreement}")
+    before = max((base["share"] for base in bases), default=0.0)
+    if round(student["share"] - before, 9) < min_gain:       # 0.7 - 0.4 is a little below 0.3
+        raise UserError(f"{agrees}, its base model on {before:.3f}: it gained less than --min_gain {min_gain}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -334,7 +348,7 @@ def main(argv=None):
     args = build_parser().parse_args(argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     with parallel.one_clear_error():
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # vLLM then ends its processes, who would live on
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # on an exit vLLM ends its own processes
         check_flags(args)
         if args.engine == "transformers":
             args.device, args.dtype = student.pick_device(args.device, args.dtype)
@@ -380,10 +394,8 @@ def main(argv=None):
                   "them")
             print(*scores.confused_lines(first["most_confused"][:5]), sep="\n")
         print(f"done       {out}/evaluation.json, evaluation.txt, confusion-*.png")
-        if first["agreement"]["share"] < args.min_agreement:
-            raise UserError(f"{args.checkpoint[0]} agrees with its teacher on {first['agreement']['right']} of "
-                            f"{first['agreement']['n']} lines ({first['agreement']['share']:.3f}), less than "
-                            f"--min_agreement {args.min_agreement}")
+        check_learned(args.checkpoint[0], first["agreement"], [system["agreement"] for name, system in systems.items()
+                                                               if name in BASE], args.min_agreement, args.min_gain)
 
 
 if __name__ == "__main__":

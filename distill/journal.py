@@ -1,9 +1,9 @@
-"""Finished labels on disk: append-only journals, one a process, that a kill at any instant leaves usable.
+"""Finished labels on disk: append-only journals, one per process, that a kill at any instant leaves usable.
 
-FOLDER/shard-I-of-N.jsonl: first {"header": {...}}, what the labels depend on, then one record a finished line, synced
-to disk every few seconds. A line torn by a kill is cut off by the next start. Every process reads the journals of all,
-whatever the number of shards was then, so nothing is asked twice; one with another header is refused, never mixed in.
-Only when all lines are there are the results written, in input order.
+FOLDER/shard-I-of-N.jsonl: first {"header": {...}}, what the labels depend on, then one record per finished line, synced
+to disk every few seconds. The next start cuts off a line that a kill left half written. Every process reads all
+journals, also those of another number of shards, so no line is asked twice. A journal with another header is refused.
+The results are written, in input order, when all lines are finished.
 """
 import fcntl
 import json
@@ -35,7 +35,7 @@ class Journal:
 
     def add(self, record):
         """Note a record; it is on disk after the next sync, which comes by itself every SYNC_S."""
-        if not self.size and not self.pending:          # not before: a start that fails binds the next one to nothing
+        if not self.size and not self.pending:      # with the first record: a start that fails before must fix nothing
             self.pending.append(json.dumps({"header": self.header}, ensure_ascii=False) + "\n")
         self.pending.append(json.dumps(record, ensure_ascii=False) + "\n")
         if time.monotonic() - self.synced > SYNC_S:
@@ -79,7 +79,7 @@ def compare(folder, found, header):
     if other := [name for name in header if found.get(name) != header[name]]:
         what = "; ".join(f"{name} was {found.get(name)!r}, is {header[name]!r}" for name in other)
         raise UserError(f"{folder}: holds labels made otherwise ({what}); give the same flags and files, another "
-                        "--output_file, or delete the folder to start anew")
+                        "--output_file, or delete the folder to start again")
 
 
 def write_results(output, lines, records):
@@ -109,7 +109,7 @@ def rejected_path(output):
 
 
 def statistics(records):
-    """What the records say: counts per label, parse rate, retries, speed. Rates are per second or minute of work."""
+    """Counts per label, parse rate, retries and speed of the records. Rates are per second or minute of work."""
     rows, sessions = list(records.values()), {}
     for row in rows:
         sessions[row["began"]] = max(row["at"], sessions.get(row["began"], 0))

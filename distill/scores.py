@@ -139,17 +139,17 @@ def side_by_side(systems, teacher, batch):
     rows += [row(f"macro F1 of the {key}", number(teacher["macro_f1"], 3) if teacher else "",
                  lambda s: number(s[key]["macro_f1"], 3)),
              row("answers with a label", "", lambda s: cell(s["parsed"])),
-             row("tokens in, a line", "", lambda s: f"{s['speed']['tokens_in']:,.1f}"),
-             row("tokens out, a line", "", lambda s: f"{s['speed']['tokens_out']:,.1f}"),
-             row("seconds a line, one at a time", "", lambda s: number(s["speed"]["seconds_per_line_alone"], 4)),
-             row(f"lines a second, {batch}", "", lambda s: f"{s['speed']['lines_per_second']:,.1f}")]
+             row("tokens in, per line", "", lambda s: f"{s['speed']['tokens_in']:,.1f}"),
+             row("tokens out, per line", "", lambda s: f"{s['speed']['tokens_out']:,.1f}"),
+             row("seconds per line, one at a time", "", lambda s: number(s["speed"]["seconds_per_line_alone"], 4)),
+             row(f"lines per second, {batch}", "", lambda s: f"{s['speed']['lines_per_second']:,.1f}")]
     widths = [max(len(line[i]) for line in rows) for i in range(len(rows[0]))]
     return [f"{line[0]:<{widths[0]}}" + "".join(f"  {text:>{width}}" for text, width in zip(line[1:], widths[1:]))
             for line in rows]
 
 
 def make_notes(report):
-    """Lines with what a reader of the table must know. report: the contents of evaluation.json."""
+    """Lines that explain the table. report: the contents of evaluation.json."""
     data, notes = report["data"], []
     if data["leaked_lines_left_out"]:
         notes.append(f"{data['leaked_lines_left_out']:,} lines left out: their text was trained as well")

@@ -1,10 +1,9 @@
-"""A student, or its base, that answers: ask = open_transformers(...) or open_vllm(...), then ask(chats, ...).
+"""Generation for the evaluation: ask = open_transformers(...) or open_vllm(...), then ask(chats, ...).
 
-ask gives a teacher.Answer for each conversation, in order: greedy, from the ids that training saw before an answer.
-Sampling settings, penalties and the like in a model's generation_config have no say; ids that answers end with do.
-Adapters stay adapters under transformers; for vLLM they are merged into a copy of the base in float32.
+ask returns a teacher.Answer for each conversation, in order: greedy, from the ids that training saw before an answer.
+Of a model's generation_config only the ids that end an answer are used, no sampling settings and no penalties. Under
+transformers an adapter stays an adapter; for vLLM it is merged into a copy of the base in float32.
 """
-import argparse
 import os
 from pathlib import Path
 
@@ -115,19 +114,18 @@ def open_transformers(model, tokenizer, ends, thinking):
 # vLLM
 
 
-def open_vllm(folder, adapter, tokenizer, ends, thinking, args, scratch):
-    """As open_transformers, by the engine that create_data.py uses. scratch: empty folder on a disk with room."""
+def open_vllm(folder, adapter, tokenizer, ends, thinking, scratch, **engine):
+    """As open_transformers, by the engine that create_data.py uses. engine: of teacher.open_vllm.
+
+    scratch: empty folder on a disk with room for a model.
+    """
     served = prepare_folder(folder, adapter, tokenizer, ends, Path(scratch))
-    settings = argparse.Namespace(
-        model_name=str(served), tensor_parallel_size=args.tensor_parallel_size, pipeline_parallel_size=1,
-        gpu_memory_utilization=args.gpu_memory_utilization, max_model_len=args.max_model_len, logprobs=0,
-        enforce_eager=args.enforce_eager, seed=args.seed, temperature=0.0, top_p=1.0, top_k=0, max_tokens=0,
-        thinking={None: "default", True: "on", False: "off"}[thinking.get("enable_thinking")])
-    answers = teacher.open_vllm(settings)
+    draw = teacher.Sampling(0, thinking={None: "default", True: "on", False: "off"}[thinking.get("enable_thinking")])
+    answers = teacher.open_vllm(str(served), draw, **engine)
 
     def ask(chats, max_new_tokens, batch_size):
-        settings.max_tokens = max_new_tokens
-        requests = [teacher.Request(i, chat[0]["content"], args.seed) for i, chat in enumerate(chats)]
+        draw.max_tokens = max_new_tokens
+        requests = [teacher.Request(i, chat[0]["content"], 0) for i, chat in enumerate(chats)]     # greedy: no draws
         found = {request.id: answer for request, answer in answers(requests)}
         return [found[i] for i in range(len(chats))]
     return ask

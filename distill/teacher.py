@@ -1,11 +1,13 @@
-"""Three ways to ask a teacher, behind one small function: answers = open_teacher(args), then answers(requests).
+"""Three ways to ask a teacher, behind one function: answers = open_vllm(...), then answers(requests).
+
+answers yields (Request, Answer) in any order. open_vllm, open_server and open_transformers return it:
 
 vllm           vLLM in this process, the GPUs this process sees; equal prompt beginnings are computed once
 openai         any server with OpenAI's /chat/completions (vllm serve, SGLang, ...), many requests at once
 transformers   generate() of transformers; slow, but runs anywhere
 
-All send one user message through the model's own chat template, and draw from a seed of each request: what a request
-gets does not depend on what else is asked, in which order, or by how many processes (up to rounding of the sums).
+All send one user message through the model's own chat template, and draw from a seed of each request: the answer to a
+request does not depend on which others are asked, in which order, or by how many processes (up to rounding of sums).
 """
 import http.client
 import importlib.util
@@ -17,11 +19,13 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from common.parallel import UserError
 
 TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
 NOTICE_S = 10           # seconds between notices of calls that failed
+PLACE = "{text}"        # where the line goes in the prompt
 TOO_LONG = ("context length", "too long", "maximum model length", "max_model_len", "longer than")
 
 
@@ -46,23 +50,29 @@ class Answer:
     tokens: list = field(default_factory=list)      # with --logprobs: [(text, [(text, log-probability), ...])]
 
 
-def pick_engine(args):
+@dataclass
+class Sampling:
+    """How answers are drawn."""
+    max_tokens: int             # an answer may have, thoughts included
+    temperature: float = 0.0    # 0: always the likeliest token
+    top_p: float = 1.0          # draw from the likeliest tokens of this total probability
+    top_k: int = 0              # draw from so many tokens, 0: from all
+    logprobs: int = 0           # so many alternatives of each token come back
+    thinking: str = "default"   # enable_thinking of the chat template: on, off; default: nothing is passed
+
+
+def pick_engine(engine, base_url):
     """Name of the engine that --engine auto means."""
-    if args.engine != "auto":
-        return args.engine
-    if args.base_url:
+    if engine != "auto":
+        return engine
+    if base_url:
         return "openai"
     return "vllm" if importlib.util.find_spec("vllm") else "transformers"
 
 
-def open_teacher(args, engine):
-    """Load or reach the teacher; returns answers(requests), which yields (request, Answer) in any order."""
-    return {"vllm": open_vllm, "openai": open_server, "transformers": open_transformers}[engine](args)
-
-
-def template_flags(args):
-    """What the chat template gets beside the messages."""
-    return {} if args.thinking == "default" else {"enable_thinking": args.thinking == "on"}
+def template_flags(thinking):
+    """What the chat template gets beside the messages. thinking: of Sampling."""
+    return {} if thinking == "default" else {"enable_thinking": thinking == "on"}
 
 
 def opens_thought(tokenizer, flags):
@@ -72,22 +82,43 @@ def opens_thought(tokenizer, flags):
     return "<think>" if prompt.rstrip().endswith("<think>") else ""
 
 
+def read_text(path, flag):
+    """A UTF-8 file's text; UserError names the flag that gave it."""
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"{flag} {path}: no such file")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{flag} {path}: is not UTF-8 (byte {error.start}); convert it: iconv -t UTF-8")
+    except OSError as error:
+        raise UserError(f"{flag} {path}: cannot be read ({error.strerror})")
+
+
+def read_prompt(path):
+    """The prompt as (text before the line, text behind it); other braces in it mean nothing. Raises UserError."""
+    parts = read_text(path, "--prompt_file").rstrip("\n").split(PLACE)
+    if len(parts) != 2:
+        raise UserError(f"--prompt_file {path}: has {PLACE} {len(parts) - 1} times; write it once, where the line goes")
+    return parts
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # vLLM
 
 
-def open_vllm(args):
+def open_vllm(name, draw, *, tensor_parallel_size=1, pipeline_parallel_size=1, gpu_memory_utilization=0.9,
+              max_model_len=0, enforce_eager=False, seed=0):
+    """A model folder or hub name in this process. draw: Sampling. max_model_len 0: the model's own."""
     try:
         from vllm import LLM, SamplingParams
         from vllm.sampling_params import StructuredOutputsParams
     except ImportError as error:
         raise UserError(f"--engine vllm: vLLM cannot be imported ({error}); install it, or give --base_url")
-    llm = LLM(model=args.model_name, tensor_parallel_size=args.tensor_parallel_size,
-              pipeline_parallel_size=args.pipeline_parallel_size, gpu_memory_utilization=args.gpu_memory_utilization,
-              max_model_len=args.max_model_len or None, max_logprobs=max(20, args.logprobs),
-              enforce_eager=args.enforce_eager, enable_prefix_caching=True, seed=args.seed)
-    tokenizer, flags = llm.get_tokenizer(), template_flags(args)
-    need_template(tokenizer, args.model_name)
+    llm = LLM(model=name, tensor_parallel_size=tensor_parallel_size, pipeline_parallel_size=pipeline_parallel_size,
+              gpu_memory_utilization=gpu_memory_utilization, max_model_len=max_model_len or None,
+              max_logprobs=max(20, draw.logprobs), enforce_eager=enforce_eager, enable_prefix_caching=True, seed=seed)
+    tokenizer, flags = llm.get_tokenizer(), template_flags(draw.thinking)
+    need_template(tokenizer, name)
     begin, limit = opens_thought(tokenizer, flags), llm.llm_engine.model_config.max_model_len
 
     def chat(prompt):
@@ -95,8 +126,8 @@ def open_vllm(args):
 
     def sampling(request):
         constraint = StructuredOutputsParams(**request.constraint) if request.constraint else None
-        return SamplingParams(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, seed=request.seed,
-                              max_tokens=args.max_tokens, logprobs=args.logprobs or None,
+        return SamplingParams(temperature=draw.temperature, top_p=draw.top_p, top_k=draw.top_k, seed=request.seed,
+                              max_tokens=draw.max_tokens, logprobs=draw.logprobs or None,
                               structured_outputs=constraint)
 
     def answers(requests):
@@ -113,7 +144,7 @@ def open_vllm(args):
         for request, out in zip(fitting, outputs):
             best = out.outputs[0]
             tokens = [(row[i].decoded_token, [(alternative.decoded_token, alternative.logprob) for alternative in
-                                              sorted(row.values(), key=lambda a: a.rank)[:args.logprobs]])
+                                              sorted(row.values(), key=lambda a: a.rank)[:draw.logprobs]])
                       for i, row in zip(best.token_ids, best.logprobs or [])]
             yield request, Answer(begin + best.text, best.finish_reason, len(out.prompt_token_ids),
                                   len(best.token_ids), out.num_cached_tokens, tokens=tokens)
@@ -124,16 +155,20 @@ def open_vllm(args):
 # A server
 
 
-def open_server(args):
-    """--base_url, to which --concurrency requests go at once. Raises UserError when it, or the model, is not there."""
-    url = args.base_url.rstrip("/")
+def open_server(name, draw, base_url, concurrency=64, timeout=600.0, patience=600.0):
+    """A server that knows the model as `name`; `concurrency` requests are under way at once. draw: Sampling.
+
+    timeout: seconds of silence in one request; patience: seconds that one line's failed requests are repeated. Raises
+    UserError when the server, or the model, is not there.
+    """
+    url = base_url.rstrip("/")
     try:
-        models = [model["id"] for model in call(url + "/models", None, args.request_timeout)["data"]]
+        models = [model["id"] for model in call(url + "/models", None, timeout)["data"]]
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--base_url {args.base_url}: {explain(error)}; start the server, or mend the address "
+        raise UserError(f"--base_url {base_url}: {explain(error)}; start the server, or mend the address "
                         "(it mostly ends in /v1)")
-    if args.model_name not in models:
-        raise UserError(f"--model_name {args.model_name}: the server has {', '.join(models) or 'no models'}")
+    if name not in models:
+        raise UserError(f"--model_name {name}: the server has {', '.join(models) or 'no models'}")
 
     todo, done = queue.SimpleQueue(), queue.SimpleQueue()
 
@@ -141,10 +176,10 @@ def open_server(args):
         while True:
             request = todo.get()
             try:
-                done.put((request, ask_server(args, url, request)))
-            except Exception as error:      # told to the main thread, which ends the run
+                done.put((request, ask_server(name, draw, url, request, timeout, patience)))
+            except Exception as error:      # raised in the main thread, which ends the run
                 done.put((request, error))
-    for _ in range(args.concurrency):       # daemons: one that waits for the server must not hold up the end
+    for _ in range(concurrency):            # daemons: a thread that waits for the server must not delay the end
         threading.Thread(target=work, daemon=True).start()
 
     def answers(requests):
@@ -158,35 +193,35 @@ def open_server(args):
     return answers
 
 
-def ask_server(args, url, request):
-    """One request until it is answered; what passes by itself is tried again for --server_patience seconds."""
-    body = {"model": args.model_name, "messages": [{"role": "user", "content": request.prompt}],
-            "max_tokens": args.max_tokens, "temperature": args.temperature, "top_p": args.top_p, "seed": request.seed}
-    if args.top_k:
-        body["top_k"] = args.top_k
-    if flags := template_flags(args):
+def ask_server(name, draw, url, request, timeout, patience):
+    """Answer to one request; UserError. What may fail only for a while is tried again for `patience` seconds."""
+    body = {"model": name, "messages": [{"role": "user", "content": request.prompt}],
+            "max_tokens": draw.max_tokens, "temperature": draw.temperature, "top_p": draw.top_p, "seed": request.seed}
+    if draw.top_k:
+        body["top_k"] = draw.top_k
+    if flags := template_flags(draw.thinking):
         body["chat_template_kwargs"] = flags
-    if args.logprobs:
-        body |= {"logprobs": True, "top_logprobs": args.logprobs}
+    if draw.logprobs:
+        body |= {"logprobs": True, "top_logprobs": draw.logprobs}
     if request.constraint:
         body["structured_outputs"] = request.constraint
-    end, pause = time.monotonic() + args.server_patience, 0.5
+    end, pause = time.monotonic() + patience, 0.5
     while True:
         try:
-            return read_answer(call(url + "/chat/completions", body, args.request_timeout))
+            return read_answer(call(url + "/chat/completions", body, timeout))
         except urllib.error.HTTPError as error:
             why, pause_asked = explain(error), error.headers.get("Retry-After", "")
             if error.code in (400, 413) and any(words in why.lower() for words in TOO_LONG):
                 return Answer(why, "too_long")
             if error.code not in TRANSIENT:
-                raise UserError(f"line {request.id + 1}: the server at {args.base_url} refuses it: {why}")
+                raise UserError(f"line {request.id + 1}: the server at {url} refuses it: {why}")
             pause = max(pause, float(pause_asked) if pause_asked.isdigit() else 0)
         except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, IndexError) as error:
             why = explain(error)
         if time.monotonic() + pause > end:
-            raise UserError(f"line {request.id + 1}: no answer from {args.base_url} in {args.server_patience:g} s: "
+            raise UserError(f"line {request.id + 1}: no answer from {url} in {patience:g} s: "
                             f"{why}; what is finished is kept, the same command goes on")
-        tell(f"notice     line {request.id + 1} waits for {args.base_url}: {why}")
+        tell(f"notice     line {request.id + 1} waits for {url}: {why}")
         time.sleep(pause)
         pause = min(2 * pause, 30)
 
@@ -239,7 +274,11 @@ def read_answer(found):
 # transformers
 
 
-def open_transformers(args):
+def open_transformers(name, draw, max_model_len=0, batch_size=16):
+    """A model folder or hub name on the GPU, or the CPU where there is none. draw: Sampling.
+
+    max_model_len 0: the model's own. batch_size: lines generated together.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper  # isort: skip
@@ -248,19 +287,19 @@ def open_transformers(args):
     disable_progress_bar()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(args.model_name, padding_side="left")
-        model = AutoModelForCausalLM.from_pretrained(args.model_name, dtype="auto").to(device).eval()
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device).eval()
     except (OSError, ValueError) as error:
-        raise UserError(f"--model_name {args.model_name}: cannot be loaded ({str(error).splitlines()[0][:200]}); give "
+        raise UserError(f"--model_name {name}: cannot be loaded ({str(error).splitlines()[0][:200]}); give "
                         "a folder, or a hub name when online")
-    need_template(tokenizer, args.model_name)
+    need_template(tokenizer, name)
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends if ends is not None else tokenizer.eos_token_id]
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    flags = template_flags(args)
+    flags = template_flags(draw.thinking)
     begin = opens_thought(tokenizer, flags)
-    limit = args.max_model_len or getattr(model.config, "max_position_embeddings", None) or 1 << 30
+    limit = max_model_len or getattr(model.config, "max_position_embeddings", None) or 1 << 30
 
     class Draw(LogitsProcessor):
         """Adds Gumbel noise of each row's own generator: the largest value is then a draw from the softmax."""
@@ -272,11 +311,11 @@ def open_transformers(args):
             return scores - torch.log(-torch.log(noise.clamp(1e-20, 1 - 1e-7))).to(scores.device)
 
     def draw_like(seeds):
-        if not args.temperature:
+        if not draw.temperature:
             return LogitsProcessorList()
-        kept = [TopKLogitsWarper(args.top_k)] if args.top_k else []
-        kept += [TopPLogitsWarper(args.top_p)] if args.top_p < 1 else []
-        return LogitsProcessorList([TemperatureLogitsWarper(args.temperature), *kept, Draw(seeds)])
+        kept = [TopKLogitsWarper(draw.top_k)] if draw.top_k else []
+        kept += [TopPLogitsWarper(draw.top_p)] if draw.top_p < 1 else []
+        return LogitsProcessorList([TemperatureLogitsWarper(draw.temperature), *kept, Draw(seeds)])
 
     def answers(requests):
         prompts = [(request, tokenizer.apply_chat_template([{"role": "user", "content": request.prompt}],
@@ -284,28 +323,28 @@ def open_transformers(args):
                    for request in requests]
         fitting = []
         for request, ids in prompts:
-            if len(ids) + args.max_tokens > limit:
+            if len(ids) + draw.max_tokens > limit:
                 yield request, Answer("", "too_long", len(ids))
             else:
                 fitting.append((request, ids))
         fitting.sort(key=lambda pair: len(pair[1]))         # less padding
-        for i in range(0, len(fitting), args.batch_size):
-            yield from generate(fitting[i:i + args.batch_size])
+        for i in range(0, len(fitting), batch_size):
+            yield from generate(fitting[i:i + batch_size])
 
     @torch.inference_mode()
     def generate(batch):
         inputs = tokenizer.pad({"input_ids": [ids for _, ids in batch]}, return_tensors="pt").to(device)
-        out = model.generate(**inputs, do_sample=False, max_new_tokens=args.max_tokens, eos_token_id=ends,
+        out = model.generate(**inputs, do_sample=False, max_new_tokens=draw.max_tokens, eos_token_id=ends,
                              pad_token_id=tokenizer.pad_token_id, return_dict_in_generate=True,
-                             output_logits=bool(args.logprobs), temperature=None, top_p=None, top_k=None,
+                             output_logits=bool(draw.logprobs), temperature=None, top_p=None, top_k=None,
                              logits_processor=draw_like([request.seed for request, _ in batch]))
         found = []
         for row, (request, ids) in enumerate(batch):
             new = out.sequences[row, inputs["input_ids"].shape[1]:].tolist()
             stop = next((i for i, token in enumerate(new) if token in ends), None)
             answer, tokens = new[:stop], []
-            for i, token in enumerate(answer if args.logprobs else []):
-                top = torch.log_softmax(out.logits[i][row].float(), -1).topk(args.logprobs)
+            for i, token in enumerate(answer if draw.logprobs else []):
+                top = torch.log_softmax(out.logits[i][row].float(), -1).topk(draw.logprobs)
                 tokens.append((tokenizer.decode([token]), [(tokenizer.decode([other]), value) for other, value in
                                                            zip(top.indices.tolist(), top.values.tolist())]))
             text = begin + tokenizer.decode(answer, skip_special_tokens=False)

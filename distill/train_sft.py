@@ -403,7 +403,7 @@ def train(args):
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
                                   (args.adam_beta1, args.adam_beta2), packed_lm.decays)
     parallel.seed_everything(args.seed, world.rank)     # other dropout on every rank
-    # a step's log values: the model's sums of losses and right guesses; targets, on rank 0
+    # log values of a step: the model's sums of losses and right guesses; targets, on rank 0
     now = run.Run(world, watch, args, order, total_steps, model.sums + 1, resume, meta, validation, table.name)
     now.restore(model, optimizer)
     epochs = sys.maxsize if args.max_steps else args.num_train_epochs
@@ -433,7 +433,7 @@ def train(args):
             # a batch that differs from the plan would divide the loss by another count than the other ranks'
             assert batch.counts["targets"] == table.targets[mine].sum(), "loader and plan disagree"
             assert args.max_tokens_per_batch in (0, len(batch.input_ids)), "the pack is not filled to its budget"
-            with parallel.gradient_sync(wrapped, micro == accumulation - 1):    # ranks exchange gradients once a step
+            with parallel.gradient_sync(wrapped, micro == accumulation - 1):    # ranks exchange gradients once per step
                 with autocast(args.bf16, device):
                     loss, *others = wrapped(batch)          # sums over this batch's targets
                 # DDP and FSDP2 average gradients over ranks; the loss is a mean over the targets of all of them

@@ -7,17 +7,19 @@ A script is a file of the root, speech/, diffusion/, distill/ or common/ that ca
 this process up to the line that parses its flags, so nothing runs.
 """
 import argparse
+import os
 import re
 import runpy
 import sys
 from pathlib import Path
 from unittest import mock
 
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "flags.md"
 FOLDERS = (".", "speech", "diffusion", "distill", "distill/demo", "common")
-# Defaults that depend on the machine: what to say instead of the value of this one.
-MACHINE = {"--preprocess_num_proc": "one per CPU, at most 8", "--device": "a GPU when there is one"}
+MACHINES = ((1, False), (1024, True))       # (CPUs, a GPU): defaults that differ between these depend on the machine
 HEAD = """# Flags
 
 Every flag of every script, written by `python docs/flags.py` from the parsers; a test compares. `--help` of a script
@@ -35,11 +37,15 @@ def scripts():
             if re.search(r'^if __name__ == "__main__":', path.read_text(), re.MULTILINE)]
 
 
-def parser_of(script):
-    """The ArgumentParser that a script's main() makes; script: path relative to the root."""
+def parser_of(script, machine=MACHINES[0]):
+    """The ArgumentParser that a script's main() makes on a machine (CPUs, a GPU); script: path relative to the root."""
     def carry(parser, *_, **__):
         raise Parser(parser)
-    with mock.patch.object(sys, "path", [str(ROOT), *sys.path]), mock.patch.object(sys, "argv", [script]):
+    cpus, gpu = machine
+    with mock.patch.object(sys, "path", [str(ROOT), *sys.path]), mock.patch.object(sys, "argv", [script]), \
+            mock.patch.object(os, "sched_getaffinity", lambda _: set(range(cpus))), \
+            mock.patch.object(os, "cpu_count", lambda: cpus), \
+            mock.patch.object(torch.cuda, "is_available", lambda: gpu):
         main = runpy.run_path(str(ROOT / script), run_name=f"flags of {script}")["main"]
         with mock.patch.object(argparse.ArgumentParser, "parse_args", carry):
             try:
@@ -61,8 +67,8 @@ def name(action):
     return ", ".join(f"`{spelling} {value}`".replace(" `", "`") for spelling in action.option_strings)
 
 
-def default(action):
-    """What a flag is when it is not given."""
+def shown(action):
+    """What a flag is when it is not given, as text."""
     value = action.default
     if action.required:
         return "required"
@@ -70,34 +76,40 @@ def default(action):
         return ""
     if isinstance(value, bool):
         return "on" if value else "off"
-    if machine := [MACHINE[spelling] for spelling in action.option_strings if spelling in MACHINE and value != "auto"]:
-        return machine[0]
     text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
     return text.replace(f"{ROOT}/", "")
 
 
-def rows(actions):
-    """Lines of a markdown table about flags, without --help."""
+def default(small, large):
+    """The default of a flag, given as the actions of two machines."""
+    low, high = shown(small), shown(large)
+    return low if low == high else f"{low} to {high}, by the CPUs" if isinstance(small.default, int) else \
+        f"{high} or {low}, by the machine"
+
+
+def rows(pairs):
+    """Lines of a markdown table about flags, without --help; pairs: the actions of two machines."""
     lines = []
-    for action in actions:
+    for action, large in pairs:
         if action.help is not argparse.SUPPRESS and not isinstance(action, argparse._HelpAction):
-            cells = (name(action), default(action), (action.help or "") % vars(action))
+            cells = (name(action), default(action, large), (action.help or "") % vars(action))
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return ["| flag | default | meaning |", "|---|---|---|", *lines, ""] if lines else []
 
 
-def section(parser, title):
-    """Lines about one parser and, below it, about its subcommands."""
+def section(parser, large, title):
+    """Lines about one parser and, below it, about its subcommands; large: the same parser of the large machine."""
     lines = [title, "", (parser.description or "").strip(), ""] if parser.description else [title, ""]
-    for group in parser._action_groups:
-        commands = [a for a in group._group_actions if isinstance(a, argparse._SubParsersAction)]
-        table = rows([action for action in group._group_actions if action not in commands])
+    for group, other in zip(parser._action_groups, large._action_groups):
+        pairs = list(zip(group._group_actions, other._group_actions))
+        commands = [pair for pair in pairs if isinstance(pair[0], argparse._SubParsersAction)]
+        table = rows([pair for pair in pairs if pair not in commands])
         if table and group.title not in ("options", "positional arguments", "subcommands"):
             lines += [f"**{group.title[0].upper()}{group.title[1:]}**", ""]
         lines += table
-        for command in commands:
+        for command, other in commands:
             for word, below in command.choices.items():
-                lines += section(below, f"#{title} {word}")
+                lines += section(below, other.choices[word], f"#{title} {word}")
     return lines
 
 
@@ -105,8 +117,7 @@ def page():
     """The text of docs/flags.md."""
     lines = []
     for script in scripts():
-        parser = parser_of(script)
-        lines += section(parser, f"## {script}")
+        lines += section(*(parser_of(script, machine) for machine in MACHINES), f"## {script}")
     return HEAD + "\n" + "\n".join(lines).rstrip() + "\n"
 
 

@@ -8,7 +8,8 @@
 #   TEACHER=http://localhost:8000/v1 TEACHER_NAME=NAME OUT=mine bash launch/distill_demo.sh     a real teacher's server
 #   TEACHER=Qwen/Qwen3-4B-Instruct-2507 OUT=mine bash launch/distill_demo.sh                    in vLLM or transformers
 #
-# The default teacher is no language model: py3langid, a language identifier, answers in its place (distill/demo/langid_server.py).
+# The default teacher is no language model: py3langid, a language identifier, answers in its place
+# (distill/demo/langid_server.py).
 # Ctrl-C and SIGTERM save and leave no process; the same command goes on.
 set -euo pipefail
 # shellcheck disable=SC2034     # env.sh's messages begin with it
@@ -174,14 +175,26 @@ if [ ! -e "$last" ]; then       # adapters under DDP: without a GPU little else 
         --max_steps "$STEPS" --save_steps "$SAVE_STEPS" --eval_steps 0 --num_workers 1 --logging_steps 5 \
         "${precision[@]}" "$@"
 fi
-if [ ! "$OUT/evaluation/evaluation.json" -nt "$last" ]; then
+# evaluate_sft.py ends with status 1 if the student did not learn, and with it this script; "learned" says that it did
+learned=$OUT/evaluation/learned gates="$MIN_AGREEMENT $MIN_GAIN"
+if [ ! "$learned" -nt "$last" ] || [ "$(cat "$learned")" != "$gates" ]; then
     stage evaluation env OMP_NUM_THREADS="$all_threads" python distill/evaluate_sft.py --checkpoint "$last" \
         --model_path "$STUDENT" --data_file "$OUT/labels.jsonl" --output_dir "$OUT/evaluation" \
+        --min_agreement "$MIN_AGREEMENT" --min_gain "$MIN_GAIN" \
         ${TRUTH:+--truth_file "$TRUTH"} --prompt_file "$PROMPT" --prompt_max_new_tokens "$ANSWER_TOKENS"
+    echo "$gates" >"$learned"
 fi
 
 echo "== result"
-command="STEPS=$STEPS $settings"
-if [ -n "$TEACHER_FLAGS" ]; then command="TEACHER_FLAGS='$TEACHER_FLAGS' $command"; fi
-python distill/distill_summary.py "$OUT" --checkpoint "$last" --teacher "$teacher" --command "${command% }" \
-    ${TRUTH:+--truth_file "$TRUTH"} --min_agreement "$MIN_AGREEMENT" --min_gain "$MIN_GAIN" ${REPORT:+--report "$REPORT"}
+echo "teacher    $teacher"
+sed '/^$/,$d' "$OUT/evaluation/evaluation.txt"      # its first table and the notes
+awk -F '\t' '!($1 in sum) { names[n++] = $1 }
+              { sum[$1] += $2 }
+              END { for (i = 0; i < n; i++) text = text ", " names[i] " " sum[names[i]]
+                    print "seconds    " substr(text, 3) }' "$OUT/stages.tsv"
+echo "done       the student learned; $OUT/evaluation/evaluation.txt"
+if [ -n "$REPORT" ]; then
+    command="STEPS=$STEPS $settings"
+    if [ -n "$TEACHER_FLAGS" ]; then command="TEACHER_FLAGS='$TEACHER_FLAGS' $command"; fi
+    python bench/distill_demo.py "$OUT" --command "${command% }" --report "$REPORT"
+fi

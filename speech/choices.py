@@ -1,4 +1,4 @@
-"""What flags of the speech scripts may be. Imports nothing, so that flags are parsed before torch is imported."""
+"""Values and defaults of the speech scripts' flags. Imports nothing: flags are parsed before torch is imported."""
 TASK_TYPES = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker_smart_voice",
               "multi_speaker_voice_cloning")
 
@@ -8,3 +8,8 @@ LORA_TARGETS = {        # endings of module names
     "attention+audio_mlp": [*ATTENTION, "audio_mlp.gate_proj", "audio_mlp.up_proj", "audio_mlp.down_proj"],
     "all-linear": [*ATTENTION, "gate_proj", "up_proj", "down_proj"],        # both FFNs, no head, no embedding
 }
+
+LAYOUTS = ("native", "2025")            # of a checkpoint
+DTYPES = ("float32", "bfloat16")        # of its weights
+HUB_CODEC = "bosonai/higgs-audio-v2-tokenizer"      # what a processor names as its codec when the base names none
+DEFAULT_SYSTEM = "Generate audio following instruction."

@@ -1,12 +1,10 @@
-"""Speech datasets of every known shape -> one canonical conversation a sample.
+"""Speech datasets of every known shape -> one canonical conversation per sample.
 
 Reads a ChatML JSON list or JSONL (the community's "reference + 'Please generate speech ...'" form, the canonical
 zero-shot form, samples without a reference, several speakers) and the metadata.json folder. The canonical form is the
 one Higgs-Audio's own inference builds (boson-ai/higgs-audio examples/generation.py): a system turn, a user turn with
 each reference's transcript answered by an assistant turn with its clip, then the target text answered by the target
 clip. Text is never cut or normalised (only the folder format is normalised, as its original trainer did).
-
-Copy with it: parallel.py (for UserError).
 """
 import json
 import math
@@ -16,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.parallel import UserError
-from speech.choices import TASK_TYPES
+from speech.choices import DEFAULT_SYSTEM, TASK_TYPES
 
-DEFAULT_SYSTEM = "Generate audio following instruction."
 SCENE = "<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg")
 # the instruction the community form puts before the target text; only this prefix is removed, never text after a colon
@@ -27,7 +24,7 @@ DECODER = json.JSONDecoder(parse_constant={"Infinity": math.inf, "-Infinity": -m
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 WHITE = re.compile(r"[ \t\n\r]*")
 PIECE = 2**20           # characters of a JSON list in memory at a time
-SKIPPED = object()      # in place of an entry that nobody wants
+SKIPPED = object()      # stands for an entry that was asked to be left out
 KNOWN = 100_000         # audio files remembered by name: references come again, targets mostly do not
 
 
@@ -129,7 +126,7 @@ def read_chunks(path, size, first=0, step=1, task_type="single_speaker_smart_voi
 
 
 def _numbered(path, wanted, task_type, ref_in_system, prompts):
-    """Yield (number, its Sample, or a line on what is wrong with it, or None where it is not wanted) of every entry."""
+    """Yield (number, found) of every entry: its Sample, a line on what is wrong with it, or None if it is left out."""
     path = Path(path)
     if path.is_dir():
         paths, entries = Paths(path.resolve()), folder_entries(path, task_type, ref_in_system, wanted)
@@ -163,7 +160,7 @@ def _numbered(path, wanted, task_type, ref_in_system, prompts):
 def json_entries(path, wanted=lambda number: True):
     """Yield the raw samples of a JSON list, one JSON object, or JSONL. Raises UserError naming line and column.
 
-    wanted(number): whether an entry matters; a line that does not is not read but SKIPPED.
+    wanted(number): whether the entry is read; else SKIPPED is yielded in its place.
     """
     try:
         with open(path, encoding="utf-8-sig") as f:

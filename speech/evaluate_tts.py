@@ -18,22 +18,49 @@ evaluation.png, the first one also comparison.png when there are several.
     stop_rate            share of samples that ended by themselves, not at the length limit
 
 wer and similarity mean as much as the models do: with a model that cannot listen they are only arithmetic.
-
-Files to copy with it: its own speech_metrics.py; shared checkpoint.py tensor_files.py parallel.py
 """
-import argparse
-import json
-import math
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
+from common import flags
+from common.flags import UserError, need
+
+
+def build_parser():
+    p = flags.Parser(__doc__.partition("\n")[0])
+    p.usage = "%(prog)s FOLDER [FOLDER ...] [--flag value ...]"
+    p.add_argument("folders", nargs="+", metavar="FOLDER", help="what generate_tts.py wrote; several are compared")
+    p.add_argument("--reference_dir", help="true recordings of the same names (default: each JSON's target_audio)")
+    p.add_argument("--asr_model", help="folder or hub name of a Whisper model: wer and cer")
+    p.add_argument("--language", help="language code for --asr_model (default: it finds out)")
+    p.add_argument("--speaker_model", help="folder or hub name of an x-vector model, such as WavLM's: similarity")
+    p.add_argument("--device", help="where the models run (default: a GPU when there is one)")
+    p.add_argument("--batch_size", type=int, default=8, help="samples the ASR model hears at once")
+    return p
+
+
+def check_flags(args, world_size):
+    """Raise UserError for flags that cannot work."""
+    flags.at_least_one(args, "batch_size")
+    need(not args.language or args.asr_model, "--language: only --asr_model makes use of it")
+    need(not args.reference_dir or Path(args.reference_dir).is_dir(),
+         f"--reference_dir {args.reference_dir}: no such folder")
+    need(len(set(map(str, map(Path, args.folders)))) == len(args.folders), "the same folder is given twice")
+
+
+# parsed before torch is imported: --help and a mistake in a flag answer at once
+ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+
+import json
+import math
+from dataclasses import dataclass
+
+import torch
+
 from common.checkpoint import write_atomically
-from common.parallel import UserError, one_clear_error, problem_text
+from common.parallel import one_clear_error, problem_text
 from speech import speech_metrics
 
 # name -> (unit, what is better: -1 less, 1 more, 0 near 1)
@@ -191,8 +218,11 @@ def voice_of(speaker, clip, notes):
 # Judging
 
 
-def evaluate(folder, samples, args, listener, speaker):
-    """The contents of evaluation.json for one folder and its [Sample]."""
+def evaluate(folder, samples, listener, speaker, batch_size, language, settings):
+    """The contents of evaluation.json for one folder and its [Sample].
+
+    listener, speaker: models, or None. batch_size, language: of transcribe. settings: {flag: value}, noted in the file.
+    """
     rows, words, characters, voices, notes = [], [0, 0], [0, 0], {}, []
     for sample in samples:
         row = {"name": sample.name} | dict.fromkeys(METRICS)
@@ -210,7 +240,7 @@ def evaluate(folder, samples, args, listener, speaker):
             a, b = voices[sample.audio,], voices[like]
             row["speaker_similarity"] = None if a is None or b is None else float(a @ b)
         rows.append(row)
-    heard = transcribe(listener, samples, args.batch_size, args.language, notes) if listener else []
+    heard = transcribe(listener, samples, batch_size, language, notes) if listener else []
     for row, sample, text in zip(rows, samples, heard):
         for key, (errors, length), total in (("wer", speech_metrics.word_errors(sample.text, text), words),
                                              ("cer", speech_metrics.character_errors(sample.text, text), characters)):
@@ -219,9 +249,8 @@ def evaluate(folder, samples, args, listener, speaker):
     metrics = {key: mean(row[key] for row in rows) for key in METRICS}
     for key, (errors, length) in (("wer", words), ("cer", characters)):
         metrics[key] = errors / length if length else None
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()
-                if key != "folders"} | {"samples": len(samples), "notes": notes}
-    return {"name": str(folder), "metrics": metrics, "samples": rows, "settings": settings,
+    return {"name": str(folder), "metrics": metrics, "samples": rows,
+            "settings": settings | {"samples": len(samples), "notes": notes},
             "heard": dict(zip((sample.name for sample in samples), heard))}
 
 
@@ -244,8 +273,8 @@ def check_same_prompts(folders, found):
         texts = {sample.name: sample.text for sample in samples}
         if odd := first.keys() ^ texts.keys():
             there, lacks = (folders[0], folder) if min(odd) in first else (folder, folders[0])
-            raise UserError(f"{there} has {min(odd)}, {lacks} has not ({len(odd)} such samples): only the same prompts "
-                            "can be compared; generate both from one list")
+            raise UserError(f"{min(odd)} is in {there}, but not in {lacks} ({len(odd)} such samples): only the same "
+                            "prompts can be compared; generate both from one list")
         if odd := [name for name in first if first[name] != texts[name]]:
             raise UserError(f"{odd[0]} has another text in {folder} than in {folders[0]} ({len(odd)} such samples): "
                             "only the same prompts can be compared; generate both from one list")
@@ -298,7 +327,7 @@ def paired(key, a, b):
 
 
 def draw(path, runs):
-    """A panel for each metric that any run has: a dot a sample, a bar at the run's value, lines join same prompts."""
+    """A panel for each metric that any run has: a dot per sample, a bar at the run's value, lines join same prompts."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -322,44 +351,29 @@ def draw(path, runs):
     plt.close(figure)
 
 
-def parse_args(argv):
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="what generate_tts.py wrote; several are compared")
-    parser.add_argument("--reference_dir", help="true recordings of the same names (default: each JSON's target_audio)")
-    parser.add_argument("--asr_model", help="folder or hub name of a Whisper model: wer and cer")
-    parser.add_argument("--language", help="language code for --asr_model (default: it finds out)")
-    parser.add_argument("--speaker_model", help="folder or hub name of an x-vector model, such as WavLM's: similarity")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where the models run")
-    parser.add_argument("--batch_size", type=int, default=8, help="samples the ASR model hears at once")
-    return parser.parse_args(argv)
-
-
-def check_args(args):
-    """Raise UserError for flags that cannot work."""
-    if args.batch_size < 1:
-        raise UserError(f"--batch_size {args.batch_size}: must be at least 1")
-    if args.language and not args.asr_model:
-        raise UserError("--language: only --asr_model makes use of it")
-    if args.reference_dir and not Path(args.reference_dir).is_dir():
-        raise UserError(f"--reference_dir {args.reference_dir}: no such folder")
-    if len(set(map(str, map(Path, args.folders)))) < len(args.folders):
-        raise UserError("the same folder is given twice")
+def pick_device(name):
+    """Name of the device to use; None: the GPU if there is one. Raises UserError when it cannot be used."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(1, device=args.device)
+        torch.empty(1, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {args.device}: cannot be used ({str(error).splitlines()[0]})")
+        raise UserError(f"--device {name}: cannot be used ({str(error).splitlines()[0]})")
+    return name
 
 
 def main(argv=None):
-    args = parse_args(argv)
+    args = ARGS or flags.parse(build_parser(), check_flags, argv)
     with one_clear_error():
-        check_args(args)
+        args.device = pick_device(args.device)
         found = [read_samples(folder, args.reference_dir, bool(args.asr_model)) for folder in args.folders]
         check_same_prompts(args.folders, found)
         listener = load_listener(args.asr_model, args.device) if args.asr_model else None
         speaker = load_model("--speaker_model", args.speaker_model, "AutoModelForAudioXVector", args.device,
                              ("classifier.", "objective.")) if args.speaker_model else None
-        runs = [evaluate(folder, samples, args, listener, speaker) for folder, samples in zip(args.folders, found)]
+        settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()
+                    if key != "folders"}
+        runs = [evaluate(folder, samples, listener, speaker, args.batch_size, args.language, settings)
+                for folder, samples in zip(args.folders, found)]
         for folder, run in zip(args.folders, runs):
             text = json.dumps(run, indent=1, ensure_ascii=False)
             write_atomically(Path(folder) / "evaluation.json", lambda path, text=text: path.write_text(text + "\n"))

@@ -1,4 +1,4 @@
-"""A Higgs-Audio V2 checkpoint written anew: native or in the 2025 layout, with an adapter folded in or not.
+"""Writes a Higgs-Audio V2 checkpoint once more: native or in the 2025 layout, with an adapter folded in or not.
 
 The 2025 layout is the one boson-ai's own code serves. Weights go from file to file tensor by tensor, so no more than
 one output file (and the largest tensor in fp32) is ever in memory. The folder appears whole or not at all.
@@ -18,14 +18,11 @@ from common.checkpoint import fsync_path
 from common.parallel import UserError
 from speech import layout_2025, weights
 
-LAYOUTS = ("native", "2025")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**9, find_folds=None, codec=None):
     """Write the checkpoint `source` (folder or hub name, either layout) into output_dir; returns notes to print.
 
-    layout: one of LAYOUTS. dtype: a name in DTYPES, or None: as the files have it, but float32 where an adapter is
+    layout: of choices.LAYOUTS. dtype: of choices.DTYPES, or None: as the files have it, but float32 where an adapter is
     folded in, since bf16 rounds away most of what a small update changed. shard_bytes: limit of one weight file.
     find_folds(model on the meta device) -> {weight name: fp32 tensor -> fp32 tensor}. codec: see weights.save_config.
     Raises UserError, also when output_dir holds something.
@@ -37,7 +34,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     folds = find_folds(model) if find_folds else {}
     wanted = "float32" if dtype is None and folds else dtype
-    dtypes = {name: DTYPES[wanted] if wanted else parts[name][0][:1].dtype for name in shapes}
+    dtypes = {name: getattr(torch, wanted) if wanted else parts[name][0][:1].dtype for name in shapes}
     files = plan_files({name: shape.numel() * dtypes[name].itemsize for name, shape in shapes.items()}, shard_bytes)
     model.config.dtype = dtypes["model.embed_tokens.weight"]
     names = layout_2025.original_names(shapes) if layout == "2025" else {name: name for name in shapes}

@@ -5,38 +5,25 @@
     torchrun --nproc_per_node=8 speech/generate_tts.py ... --prompts prompts.json   # every GPU takes its share
 
 For each prompt: <name>.wav (24 kHz), <name>.png (mel spectrogram) and <name>.json with text, seed, frames, seconds,
-real_time_factor (seconds of computing for a second of speech, its batch as a whole) and ended_by: "eos" when the model
+real_time_factor (seconds of computing per second of speech, of its whole batch) and ended_by: "eos" when the model
 stopped by itself, "length" when --max_seconds cut it off. The same seed and batch size give the same speech on any
 number of GPUs.
-
-Files to copy with it: speak.py speech_model.py data.py conversations.py codes.py higgs.py weights.py export.py
-lora.py (its own), adapters.py indexing.py loading.py parallel.py optim.py checkpoint.py tensor_files.py
-watchdog.py recomputation.py float8.py (shared).
 """
-import argparse
-import math
 import sys
-import time
 from pathlib import Path
-
-import numpy as np
-import torch
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
-from common import checkpoint, parallel
-from common.parallel import UserError
-from speech import speak, speech_model, weights
-from speech.codes import FRAME_RATE
-from speech.conversations import DEFAULT_SYSTEM
-from speech.encode import load_codec
-from speech.labels import token_ids
+from common import flags
+from common.flags import need
+from speech.choices import DEFAULT_SYSTEM
+
+# flags that a sample's sound depends on, noted in its JSON file
+SOUND = ("model_path", "adapter", "temperature", "top_k", "top_p", "ras_window", "ras_repeats", "batch_size")
 
 
 def build_parser():
-    p = argparse.ArgumentParser(description="Speak with Higgs-Audio V2.", allow_abbrev=False,
-                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p = flags.Parser("Speak with Higgs-Audio V2.")
     g = p.add_argument_group("model")
     g.add_argument("--model_path", required=True, help="model or full checkpoint: folder or hub name, native or 2025")
     g.add_argument("--audio_tokenizer_path", required=True, help="native audio tokenizer, folder or hub name")
@@ -68,25 +55,38 @@ def build_parser():
     return p
 
 
-def check_flags(args):
+def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later."""
-    def need(good, message):
-        if not good:
-            raise UserError(message)
-
     need(bool(args.text) != bool(args.prompts), "give one of --text and --prompts")
     chatml = bool(args.prompts) and args.prompts.lower().endswith((".json", ".jsonl"))
     for flag in ("reference_audio", "reference_text", "system_prompt", "scene"):
         need(not (chatml and getattr(args, flag)), f"--{flag} is for texts and lines; a ChatML prompt says so itself")
     need(bool(args.reference_audio) == bool(args.reference_text),
          "--reference_audio and --reference_text go together: the model needs to know what the clip says")
-    for flag in ("temperature", "top_k", "ras_window", "ras_repeats", "seed"):
-        need(0 <= getattr(args, flag) < math.inf, f"--{flag} is {getattr(args, flag)}; it must be 0 or more and finite")
+    flags.zero_or_more(args, "temperature", "top_k", "ras_window", "ras_repeats", "seed")
     need(args.seed < 2**62, f"--seed is {args.seed}; it must be below 2**62")
     need(0 < args.top_p <= 1, f"--top_p is {args.top_p}; it must be more than 0 and at most 1")
-    need(0 < args.max_seconds < math.inf, f"--max_seconds is {args.max_seconds}; it must be more than 0 and finite")
-    need(args.batch_size >= 1, f"--batch_size is {args.batch_size}; it must be at least 1")
-    need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
+    flags.above_zero(args, "max_seconds")
+    flags.at_least_one(args, "batch_size")
+
+
+# parsed before torch is imported: --help and a mistake in a flag answer at once
+ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+
+import time
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from common import checkpoint, parallel
+from common.parallel import UserError
+from speech import speak, weights
+from speech.codes import FRAME_RATE
+from speech.encode import load_codec
+from speech.labels import token_ids
+
+from common import adapters  # isort: skip      # after weights, which explains a broken torchaudio
 
 
 def read_texts(args):
@@ -98,22 +98,22 @@ def read_texts(args):
                               args.scene)
 
 
-def earlier_results(args):
+def earlier_results(output_dir, overwrite):
     """Make the output folder; files of an earlier run in it, which only --overwrite allows. Raises UserError."""
-    checkpoint.prepare_output(args.output_dir)
-    old = [path for path in Path(args.output_dir).iterdir()
+    checkpoint.prepare_output(output_dir)
+    old = [path for path in Path(output_dir).iterdir()
            if path.suffix in (".wav", ".png", ".json", ".npy") and path.stem.isdigit()]
-    if old and not args.overwrite:
-        raise UserError(f"--output_dir {args.output_dir} holds an earlier run's results ({old[0].name}, {len(old)} "
+    if old and not overwrite:
+        raise UserError(f"--output_dir {output_dir} holds an earlier run's results ({old[0].name}, {len(old)} "
                         "files): give another folder, or --overwrite")
     return old
 
 
-def prepare_share(world, args, samples, mine, tokenizer, ids, codec, bandwidth, room):
+def prepare_share(world, samples, mine, batch_size, tokenizer, ids, codec, bandwidth, room):
     """{batch number: Prompts} of this rank's batches; a bad prompt of any rank's raises UserError."""
     share, problems = {}, []
     for batch in mine:
-        numbers = range(len(samples))[batch * args.batch_size:(batch + 1) * args.batch_size]
+        numbers = range(len(samples))[batch * batch_size:(batch + 1) * batch_size]
         try:
             share[batch] = speak.prepare([samples[i] for i in numbers], tokenizer, ids, codec, bandwidth, room, numbers)
         except UserError as error:
@@ -122,14 +122,11 @@ def prepare_share(world, args, samples, mine, tokenizer, ids, codec, bandwidth, 
     return share
 
 
-def settings_of(args):
-    """The flags that a sample's sound depends on, for its JSON file."""
-    names = ("model_path", "adapter", "temperature", "top_k", "top_p", "ras_window", "ras_repeats", "batch_size")
-    return {name: getattr(args, name) for name in names}
+def speak_batch(native, codec, ids, settings, prompts, seed, output_dir, with_codes, noted):
+    """Generate, decode and write one batch of Prompts; returns what their JSON files say.
 
-
-def speak_batch(args, native, codec, ids, settings, prompts, seed):
-    """Generate, decode and write one batch of Prompts; returns what their JSON files say."""
+    with_codes: write their codes as well. noted: {name: value} for the JSON files, beside what was spoken.
+    """
     start = time.monotonic()
     try:
         spoken = speak.generate(native, prompts, ids, settings, seed, codec.device)
@@ -140,11 +137,11 @@ def speak_batch(args, native, codec, ids, settings, prompts, seed):
     seconds, records = time.monotonic() - start, []
     total = sum(len(codes) for codes, _ in spoken) / FRAME_RATE
     for prompt, (codes, ended_by), wave in zip(prompts, spoken, waves):
-        about = {**speak.record(prompt, codes, ended_by, seed, seconds / total if total else None), **settings_of(args)}
-        if args.save_codes:
-            checkpoint.write_atomically(Path(args.output_dir) / f"{prompt.name}.npy",
+        about = {**speak.record(prompt, codes, ended_by, seed, seconds / total if total else None), **noted}
+        if with_codes:
+            checkpoint.write_atomically(Path(output_dir) / f"{prompt.name}.npy",
                                         lambda path, codes=codes: speak.save_codes(path, codes))
-        speak.write_sample(args.output_dir, prompt.name, wave, speak.mel_picture(wave, prompt.text), about)
+        speak.write_sample(output_dir, prompt.name, wave, speak.mel_picture(wave, prompt.text), about)
         tqdm.write(record_line(about))
         records.append(about)
     return records
@@ -160,25 +157,44 @@ def record_line(about):
             f"{about['text'][:60]!r}{notice}")
 
 
-def base_dtype(args, device):
+def base_dtype(name, device):
     """torch.dtype of --dtype; "auto" is bfloat16 on GPUs that have it."""
-    if args.dtype != "auto":
-        return getattr(torch, args.dtype)
+    if name != "auto":
+        return getattr(torch, name)
     has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     return torch.bfloat16 if has_bf16 else torch.float32
 
 
+def load_to_speak(folder, config, adapter, dtype, device):
+    """Native model for generate on the device, in eval mode; an adapter stays beside its frozen base, in fp32.
+
+    config: the folder's config.json dict. adapter: PEFT folder or None. Raises UserError.
+    """
+    native = net = weights.empty_model(weights.native_config(config), dtype, folder)
+    parts = weights.weight_parts(folder, config)
+    weights.check_weights(native, parts, folder)
+    if adapter:
+        net = adapters.add_saved(native, adapter)
+    net.to_empty(device=device)
+    weights.reset_buffers(native, device)
+    weights.load_weights(adapters.base_weights(net) if adapter else dict(native.named_parameters()), parts)
+    if adapter:
+        adapters.load_adapters(net, adapter)
+    return native.eval()
+
+
 def main(argv=None):
-    args = build_parser().parse_args(argv)
+    args = ARGS or flags.parse(build_parser(), check_flags, argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     with parallel.one_clear_error():
-        check_flags(args)
+        need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
         world = parallel.init(device=None if args.device == "auto" else args.device)
         samples = read_texts(args)
-        old = parallel.rank0_first(world, earlier_results, args)
+        old = parallel.rank0_first(world, earlier_results, args.output_dir, args.overwrite)
         # hub names are downloaded once, before the other ranks look
-        parallel.rank0_first(world, speech_model.find_checkpoints, args)
-        (folder, config_dict), codec_dir = speech_model.find_checkpoints(args)
+        paths = args.model_path, args.audio_tokenizer_path
+        parallel.rank0_first(world, weights.find_checkpoints, *paths)
+        folder, config_dict, codec_dir = weights.find_checkpoints(*paths)
         config = weights.native_config(config_dict)
         tokenizer = weights.load_tokenizer(folder)
         ids = token_ids(tokenizer, config)
@@ -188,9 +204,9 @@ def main(argv=None):
         room = config.max_position_embeddings - settings.max_new_tokens
         # batches are cut from the whole list, so that the number of ranks changes nothing in them
         mine = range(-(-len(samples) // args.batch_size))[world.rank::world.size]
-        share = prepare_share(world, args, samples, mine, tokenizer, ids, codec, bandwidth, room)
-        dtype = base_dtype(args, world.device)
-        native = speech_model.load_to_speak(folder, config_dict, args.adapter, dtype, world.device)
+        share = prepare_share(world, samples, mine, args.batch_size, tokenizer, ids, codec, bandwidth, room)
+        dtype = base_dtype(args.dtype, world.device)
+        native = load_to_speak(folder, config_dict, args.adapter, dtype, world.device)
         if world.is_main:       # only now that nothing can be wrong any more
             for path in old:
                 path.unlink()
@@ -200,9 +216,11 @@ def main(argv=None):
             print(f"model      {what}, {str(dtype).removeprefix('torch.')} on {world.size} x {world.device.type}\n"
                   f"prompts    {len(samples)} in batches of {args.batch_size}; at most {args.max_seconds:g} s each")
 
+        noted = {name: getattr(args, name) for name in SOUND}
         records = []
         for number in tqdm(mine, unit="batch", disable=None if world.is_main else True):
-            records += speak_batch(args, native, codec, ids, settings, share[number], args.seed + number)
+            records += speak_batch(native, codec, ids, settings, share[number], args.seed + number, args.output_dir,
+                                   args.save_codes, noted)
         records = [record for share in parallel.gather_objects(world, records) for record in share]
         if world.is_main:
             lengths = np.array([record["seconds"] for record in records])

@@ -98,7 +98,8 @@ class PackedHiggs(nn.Module):
         self.call = recomputation.caller(recompute)
         recomputation.leave_products(net, recompute)
         self.net = net
-        self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]  # listed: not registered twice
+        # in a list, where torch does not look for modules: else its parameters would be registered twice
+        self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
         for layer in self.base_model.model.layers:
             layer.__class__ = PackedDecoderLayer
 
@@ -106,6 +107,11 @@ class PackedHiggs(nn.Module):
     def base_model(self):
         """The native HiggsAudioV2ForConditionalGeneration, adapters inside."""
         return self._base[0]
+
+    @property
+    def has_adapters(self):
+        """Whether LoRA adapters are trained on a frozen base."""
+        return self.net is not self.base_model
 
     def hidden_states(self, batch):
         """Final hidden states (S, H) in modality order of a data.PackedBatch."""
@@ -148,8 +154,8 @@ class PackedHiggs(nn.Module):
 def total_loss(audio, n_audio, text, n_text, reduction, text_weight):
     """The training loss from sums over targets and their global numbers.
 
-    audio: K sums, one a codebook; text: one sum (tensors or floats). reduction: "mean" over the codebooks, or "sum" of
-    their means, as transformers has it.
+    audio: K sums, one per codebook; text: one sum (tensors or floats). reduction: "mean" over the codebooks, or "sum"
+    of their means, as transformers has it.
     """
     scale = len(audio) if reduction == "sum" else 1
     return sum(audio) * (scale / max(1, n_audio)) + text * (text_weight / max(1, n_text))
@@ -194,15 +200,15 @@ def freeze_unreachable(model, text_loss_weight):
 
 
 def decays(name, parameter):
-    """Weight decay shrinks matrices, not norms, and not embeddings: rows a batch lacks would shrink unseen."""
+    """Weight decay shrinks matrices, but neither norms nor embeddings, of which a batch has few rows."""
     return parameter.ndim > 1 and "embed_tokens" not in name and "embed_audio_tokens" not in name
 
 
 def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
     """Model FLOPs of forward and backward on one pack; only executed parts count, each row runs one of the two FFNs.
 
-    A matrix with N weights costs 2N a row forward, 2N for the input gradient and, when it is trained, 2N for its own
-    gradient: 4N a row under LoRA, 6N in full. pairs: sum over samples of n (n + 1) / 2 attended (query, key) pairs,
+    A matrix with N weights costs 2N per row forward, 2N for the input gradient and, when it is trained, 2N for its own
+    gradient: 4N per row under LoRA, 6N in full. pairs: sum over samples of n (n + 1) / 2 attended (query, key) pairs,
     each 4 * heads * head_dim forward and twice that backward. Recomputation and adapters are not counted.
     """
     h, d, heads, kv = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads

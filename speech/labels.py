@@ -7,7 +7,9 @@ its T codes and one end-of-stream are trained, begin-of-stream and the fill neve
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from common import loading
 from common.parallel import UserError
 from speech.conversations import Clip
 
@@ -89,7 +91,7 @@ def delay_labels(codes, eos):
 def assemble(tokens, labelled, codes, ids):
     """One sample as the model sees it: each of its clips takes the place of its <|AUDIO_OUT|>, in delayed rows.
 
-    tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array a clip. Returns a dict of input_ids (n,), is_audio
+    tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of input_ids (n,), is_audio
     (n,), text_labels (n,), audio_ids (a, 8), audio_labels (a, 8).
     """
     holes = np.flatnonzero(tokens == ids.audio)
@@ -109,3 +111,30 @@ def assemble(tokens, labelled, codes, ids):
         input_ids[is_audio] = np.concatenate(placeholders)
     return {"input_ids": input_ids, "is_audio": is_audio, "text_labels": text_labels,
             "audio_ids": np.concatenate([empty, *rows]), "audio_labels": np.concatenate([empty, *labels])}
+
+
+@dataclass
+class PackedBatch:
+    """B samples of S tokens in all, A of them audio rows, on one flat axis. All tensors int64 unless said.
+
+    The model keeps hidden states in modality order (text rows first, then audio rows), so that each FFN works on one
+    contiguous slice; attention permutes to sequence order and back.
+    """
+    input_ids: torch.Tensor         # (S,) sequence order; audio rows hold the placeholder ids of the native processor
+    position_ids: torch.Tensor      # (S,) position within its sample
+    cu_seqlens: torch.Tensor        # (B + 1,) int32 sample boundaries
+    audio_ids: torch.Tensor         # (A, 8) delayed codes
+    audio_pos: torch.Tensor         # (A,) sequence positions of audio rows
+    text_pos: torch.Tensor          # (S - A,) sequence positions of text rows
+    seq_index: torch.Tensor         # (S,) modality-order row of each sequence position
+    audio_rows: torch.Tensor        # (R,) modality-order rows that predict audio
+    audio_targets: torch.Tensor     # (R, 8) next row's codes, -100 where not trained
+    text_rows: torch.Tensor         # (Q,) modality-order rows that predict text
+    text_targets: torch.Tensor      # (Q,)
+    longest: int                    # longest sample, rounded up to 128 so that compiled code sees few values
+    seqlens: tuple                  # B python ints: sample lengths, for attention without a variable-length kernel
+    samples: tuple                  # sample numbers in the table, for naming them in errors
+    counts: dict                    # python ints: tokens, frames, samples, padding, audio_targets, text_targets
+
+    __reduce__ = loading.reduce
+    to = loading.to

@@ -3,22 +3,41 @@
     python speech/make_tiny.py OUT_DIR [--clips 48] [--speakers 4] [--seed 0] [--voice auto|espeak|numpy]
 
     OUT_DIR/model       a random two-layer language model in the native format, with tokenizer, template and processor
-    OUT_DIR/codec       a random audio codec of the real geometry: 24 kHz, 25 frames a second, 8 codebooks of 1024
+    OUT_DIR/codec       a random audio codec of the real geometry: 24 kHz, 25 frames per second, 8 codebooks of 1024
     OUT_DIR/speech      synthesised sentences as wav files, in mixed sample rates, mono and stereo
-    OUT_DIR/train.json  one ChatML voice-cloning sample a clip, audio paths relative to OUT_DIR
+    OUT_DIR/train.json  one ChatML voice-cloning sample per clip, audio paths relative to OUT_DIR
 
 The same seed writes the same files again. The weights are random, so the model cannot speak before it is trained:
 only file formats, shapes, token names and the codec's geometry are those of the real one. OUT_DIR/model names the
-codec by its absolute path, so make it anew rather than move it.
+codec by its absolute path, so make it again rather than move it.
 """
 
-import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
+
+from common import flags
+
+
+def build_parser():
+    p = flags.Parser(__doc__.partition("\n")[0])
+    p.usage = "%(prog)s OUT_DIR [--flag value ...]"
+    p.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder for all of it")
+    p.add_argument("--clips", type=int, default=48, help="wav files, and samples in train.json")
+    p.add_argument("--speakers", type=int, default=4, help="voices that share the clips")
+    p.add_argument("--seed", type=int, default=0, help="weights, codebooks and the numpy voice's noise")
+    p.add_argument("--voice", choices=("auto", "espeak", "numpy"), default="auto", help="auto: espeak-ng if there")
+    return p
+
+
+# parsed before torch is imported: --help and a mistake in a flag answer at once
+ARGS = flags.parse(build_parser()) if __name__ == "__main__" else None
+
 import json
 import re
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import soundfile
@@ -61,44 +80,7 @@ WORD_PATTERN = (
 )
 
 # Scene messages join the system turn; audio is output to the assistant and to scenes, input to everyone else.
-CHAT_TEMPLATE = """\
-{%- macro render(content, audio, before_text="") -%}
-    {%- for item in ([{"type": "text", "text": content}] if content is string else content) -%}
-        {%- if item["type"] == "text" -%}
-            {{- (before_text if not loop.first) ~ (item["text"] | trim) -}}
-        {%- else -%}
-            {{- audio -}}
-        {%- endif -%}
-    {%- endfor -%}
-{%- endmacro -%}
-{%- set heard = "<|audio_bos|><|AUDIO|><|audio_eos|>" -%}
-{%- set spoken = "<|audio_out_bos|><|AUDIO_OUT|><|audio_eos|>" -%}
-{%- set scenes = messages | selectattr("role", "equalto", "scene") | list -%}
-{%- set turns = messages | rejectattr("role", "equalto", "scene") | list -%}
-{%- if not turns or turns[0]["role"] != "system" -%}
-    {{- raise_exception("the conversation must begin with a system message") -}}
-{%- endif -%}
-{{- bos_token -}}
-{%- for turn in turns -%}
-    {%- set speaks = turn["role"] == "assistant" -%}
-    {{- "<|start_header_id|>" ~ turn["role"] ~ "<|end_header_id|>\n\n" -}}
-    {%- if speaks and turn["recipient"] -%}
-        {{- turn["recipient"] ~ "<|recipient|>" -}}
-    {%- endif -%}
-    {{- render(turn["content"], spoken if speaks else heard) -}}
-    {%- if loop.first and scenes -%}
-        {{- "\n\n<|scene_desc_start|>\n" -}}
-        {%- for scene in scenes -%}
-            {{- render(scene["content"], " " ~ spoken, "\n") ~ ("\n" if not loop.last) -}}
-        {%- endfor -%}
-        {{- "\n<|scene_desc_end|>" -}}
-    {%- endif -%}
-    {{- "<|eom_id|>" if speaks and not loop.last and loop.nextitem["role"] == "assistant" else "<|eot_id|>" -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- "<|start_header_id|>assistant<|end_header_id|>\n\n<|audio_out_bos|>" -}}
-{%- endif -%}
-"""
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 STORY = """\
 The kettle is singing on the stove. Please leave the window open tonight. Remember this: the door is never locked.
@@ -218,7 +200,8 @@ def save_processor(out_dir, tokenizer):
     """Saves what AutoProcessor reads in OUT_DIR/model: both configs, the chat template and where the codec lies."""
     folder = Path(out_dir) / "model"
     extractor = feature_extractor()
-    processor = HiggsAudioV2Processor(extractor, tokenizer, audio_tokenizer=None, chat_template=CHAT_TEMPLATE)
+    template = CHAT_TEMPLATE.read_text()
+    processor = HiggsAudioV2Processor(extractor, tokenizer, audio_tokenizer=None, chat_template=template)
     processor.save_pretrained(folder)
     extractor.save_pretrained(folder)
     # Written by hand: the processor can only name a codec that is loaded, and loading one takes torchaudio.
@@ -249,7 +232,7 @@ def make_codec(out_dir, seed=0):
     position = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
     semantic = HubertConfig(conv_dim=(8,) * 7, mask_time_prob=0.0, **sizes, **position)
     config = HiggsAudioV2TokenizerConfig(
-        target_bandwidths=[0.5, 1, 1.5, 2],  # kbit/s; the last is 8 codebooks of 10 bits at 25 frames a second
+        target_bandwidths=[0.5, 1, 1.5, 2],  # kbit/s; the last is 8 codebooks of 10 bits at 25 frames per second
         codebook_size=1024,
         codebook_dim=8,
         acoustic_model_config=acoustic,
@@ -314,7 +297,7 @@ def speak_espeak(text, speaker, sample_rate, path):
 
 
 def make_speech(out_dir, clips=48, speakers=4, seed=0, voice="auto"):
-    """Writes OUT_DIR/speech/*.wav (PCM_16, every sixth clip stereo), one sentence a clip, speakers taking turns.
+    """Writes OUT_DIR/speech/*.wav (PCM_16, every sixth clip stereo), one sentence per clip, speakers taking turns.
 
     Returns a list of {"text", "speaker": number, "path": relative to OUT_DIR, "seconds"}. Raises ValueError when a
     speaker would have fewer than two clips (no other clip to take the voice from), RuntimeError without espeak-ng.
@@ -344,7 +327,7 @@ def make_speech(out_dir, clips=48, speakers=4, seed=0, voice="auto"):
 
 
 def make_dataset(out_dir, speech):
-    """Writes OUT_DIR/train.json, a ChatML list with one sample a clip of make_speech, and returns its path.
+    """Writes OUT_DIR/train.json, a ChatML list with one sample per clip of make_speech, and returns its path.
 
     Each sample takes the voice from the same speaker's next clip. Raises ValueError if a speaker has only one clip.
     """
@@ -388,13 +371,7 @@ def voice_cloning_sample(name, reference, target):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("out_dir", type=Path)
-    parser.add_argument("--clips", type=int, default=48, help="wav files, and samples in train.json")
-    parser.add_argument("--speakers", type=int, default=4, help="voices that share the clips")
-    parser.add_argument("--seed", type=int, default=0, help="weights, codebooks and the numpy voice's noise")
-    parser.add_argument("--voice", choices=("auto", "espeak", "numpy"), default="auto", help="auto: espeak-ng if there")
-    args = parser.parse_args(argv)
+    args = ARGS or flags.parse(build_parser(), None, argv)
     disable_progress_bar()
 
     speech = make_speech(args.out_dir, args.clips, args.speakers, args.seed, args.voice)

@@ -1,12 +1,14 @@
 """--dry_run of the speech trainer: what a run will be and take, no weights loaded and nothing encoded."""
+from pathlib import Path
+
 import numpy as np
 import torch
 
 from common import memory, plan, recomputation
 from common.packing import PackOrder
-from data import PackedBatch
 from speech import higgs, sample_prompts
 from speech.codes import FRAME_RATE
+from speech.labels import PackedBatch
 from speech.table import samples_line
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -139,4 +141,5 @@ def print_plan(check, args, ranks, model, table, ids, train_ids, eval_ids, order
                             accumulation)
     plan.print_room(check, args, ranks, text, parts, stages, memory.checkpoint_bytes(native, args.use_lora), left,
                     len(eval_ids))
-    check(plan.check_disk, args.code_cache or args.output_dir, new_frames * 2 * ids.num_codebooks, "codes of new clips")
+    check(plan.check_disk, args.code_cache or Path(args.output_dir) / "codes", new_frames * 2 * ids.num_codebooks,
+          "codes of new clips")

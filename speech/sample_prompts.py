@@ -3,8 +3,6 @@
 Rank 0 generates while the others wait; under FSDP2 the weights are gathered for that time. Speech goes to
 OUTPUT_DIR/samples/step-<N>/ and to TensorBoard or W&B, the stop rate and the length ratio to metrics.jsonl. The draws
 are seeded apart, so a run with samples trains exactly as one without.
-
-Copy with it: speak.py, codes.py, parallel.py, metrics.py (MetricsLog) and what those name.
 """
 import shutil
 import time
@@ -24,22 +22,25 @@ MAX_PROMPTS = 64    # a few are meant; generate_tts.py speaks any number
 
 
 def read(path):
-    """Samples of --sample_prompts; raises UserError, also when they are more than a few."""
+    """Samples of the file --sample_prompts; raises UserError, also when they are more than a few."""
     samples = speak.read_prompts(path)
     if len(samples) > MAX_PROMPTS:
-        raise UserError(f"--sample_prompts {path}: {len(samples)} prompts; every validation speaks them all, at most "
-                        f"{MAX_PROMPTS} (generate_tts.py speaks any number)")
+        raise UserError(f"--sample_prompts {path}: {len(samples)} prompts; each validation generates all of them, so "
+                        f"at most {MAX_PROMPTS} are taken (generate_tts.py speaks any number)")
     return samples
 
 
-def load(args, tokenizer, ids, config, codec_dir, device):
-    """(Prompts of --sample_prompts, GenerationConfig), checked and encoded before training starts. Raises UserError."""
-    samples = read(args.sample_prompts)
+def load(path, seconds, tokenizer, ids, config, codec_dir, device):
+    """(Prompts of --sample_prompts, GenerationConfig), checked and encoded before training starts. Raises UserError.
+
+    path: of the prompts. seconds: of speech that one of them may give.
+    """
+    samples = read(path)
     try:
         speak.mel_picture(np.zeros(0, np.float32), "")
     except ImportError as error:
         raise UserError(f"--sample_prompts draws spectrograms: pip install matplotlib ({error})")
-    settings = speak.sampling(config, args.sample_seconds)
+    settings = speak.sampling(config, seconds)
     codec, bandwidth = load_codec(codec_dir, device, ids.num_codebooks)
     room = config.max_position_embeddings - settings.max_new_tokens
     return speak.prepare(samples, tokenizer, ids, codec, bandwidth, room), settings
@@ -52,21 +53,21 @@ def forget_later(output_dir, step):
             shutil.rmtree(folder)
 
 
-def speak_all(args, native, prompts, settings, ids, codec_dir, device, step, log, asked):
+def speak_all(native, prompts, settings, ids, codec_dir, device, *, seed, time_limit, output_dir, step, log, asked):
     """Speak and record every prompt -> {metric: float}. On one rank, with whole weights and the model in eval mode.
 
-    native: the native model, adapters inside. asked: a request to stop; then, or when --sample_time_limit is over, the
-    prompts not yet spoken are left out, and the line says so; as it does when the GPU's memory does not suffice. Speech
-    that the time limit cut off did not stop by itself: it counts in the stop rate, but not in the length ratio.
+    native: the native model, adapters inside. seed: of the draws. asked: a request to stop; then, or after time_limit
+    seconds, the prompts not yet spoken are left out, and the printed line tells so, as it does when the GPU's memory
+    does not suffice. Speech that the time limit cut off did not stop by itself: it counts in the stop rate, but not in
+    the length ratio.
     """
-    end, start, spoken = time.monotonic() + args.sample_time_limit, time.monotonic(), []
+    end, start, spoken = time.monotonic() + time_limit, time.monotonic(), []
     try:
         with torch.compiler.set_stance("force_eager"):      # each new length would compile the layers once more
             for first in range(0, len(prompts), BATCH):
                 if time.monotonic() < end and not asked():
                     batch = prompts[first:first + BATCH]
-                    seed = args.seed + first // BATCH
-                    spoken += speak.generate(native, batch, ids, settings, seed, device, end, asked)
+                    spoken += speak.generate(native, batch, ids, settings, seed + first // BATCH, device, end, asked)
         with torch.random.fork_rng(devices=[]):         # building the codec draws numbers, dropout must not feel it
             codec, _ = load_codec(codec_dir, device, ids.num_codebooks)
         waves = [speak.decode(codec, codes) for codes, _ in spoken]
@@ -77,9 +78,9 @@ def speak_all(args, native, prompts, settings, ids, codec_dir, device, step, log
     took, total = time.monotonic() - start, sum(len(codes) for codes, _ in spoken) / FRAME_RATE
     ratios = []
     for number, (prompt, (codes, ended_by), wave) in enumerate(zip(prompts, spoken, waves)):
-        about = speak.record(prompt, codes, ended_by, args.seed + number // BATCH, took / total if total else None)
+        about = speak.record(prompt, codes, ended_by, seed + number // BATCH, took / total if total else None)
         picture = speak.mel_picture(wave, f"step {step}: {prompt.text}")
-        speak.write_sample(Path(args.output_dir) / "samples" / f"step-{step}", prompt.name, wave, picture,
+        speak.write_sample(Path(output_dir) / "samples" / f"step-{step}", prompt.name, wave, picture,
                            {**about, "step": step})
         log.write_speech(step, f"samples/{prompt.name}", wave, speak.SAMPLE_RATE, picture)
         if about["target_seconds"] and ended_by != "time":

@@ -13,6 +13,7 @@ import torch
 from common import parallel, tensor_files
 from common.parallel import UserError
 from speech import layout_2025
+from speech.choices import HUB_CODEC
 
 try:
     import torchaudio  # noqa: F401  (transformers imports it whenever it finds it, and dies with it)
@@ -32,10 +33,9 @@ from transformers import (
     logging,
 )
 
-logging.disable_progress_bar()      # of weights; one a rank would drown the log
+logging.disable_progress_bar()      # of weights: one per rank would fill the log
 
 EXTRA_FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja")
-HUB_CODEC = "bosonai/higgs-audio-v2-tokenizer"      # what a processor names as its codec when the base names none
 
 
 def find_checkpoint(name, flag, model_types, advice):
@@ -72,6 +72,11 @@ def find_codec(name, flag="--audio_tokenizer_path"):
         None: "the 2025 codec format is not read, use the native one"})
 
 
+def find_checkpoints(model_path, codec_path):
+    """(model folder, its config.json as a dict, codec folder) of --model_path and --audio_tokenizer_path."""
+    return *find_model(model_path), find_codec(codec_path)[0]
+
+
 def native_config(config):
     """HiggsAudioV2Config of a config.json dict, native or 2025 format. Raises UserError for variants never released."""
     native = (HiggsAudioV2Config.from_dict(config) if config["model_type"] == "higgs_audio_v2" else
@@ -86,7 +91,7 @@ def empty_model(config, dtype, folder=None):
     """Native model with its text head on the meta device: names, shapes and dtypes, no memory.
 
     config: HiggsAudioV2Config. folder: takes over the generation_config.json there if it is a native one. The 2025
-    format's ends at a token that speech never reaches and knows no repetition guard: generate would run to its limit.
+    format's ends at a token that speech never reaches and has no repetition guard: generate would run to its limit.
     """
     with torch.device("meta"):
         model = HiggsAudioV2ForConditionalGeneration(config, use_text_head=True).to(dtype)
@@ -132,7 +137,7 @@ def load_weights(weights, parts):
 
 
 def reset_buffers(model, device):
-    """Compute the buffers that no file holds anew on `device`: coming from the meta device they hold garbage."""
+    """Compute the buffers that no file holds on `device`: memory given to a model from the meta device is unset."""
     inner, config = model.model, model.config
     inner.rotary_emb = type(inner.rotary_emb)(config).to(device)
     inner.embed_audio_tokens.audio_tokens_offsets = torch.arange(config.num_codebooks, device=device) \

@@ -129,7 +129,8 @@ def test_global_batch_size_counts_ranks():
     assert args.gradient_accumulation_steps == 4
 
 
-SCRIPTS = ["train_v2_ddp.py"]
+SCRIPTS = ["train_v2_ddp.py", "lora.py", "speech/generate_tts.py", "speech/evaluate_tts.py",
+           "speech/make_tiny.py"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -208,7 +208,7 @@ def test_logprobs_of_a_label():
 
 
 def test_prompt_of_the_project():
-    before, after = create_data.read_prompt(create_data.PROMPT)
+    before, after = teacher.read_prompt(create_data.PROMPT)
     assert after == "" and len(before.split()) > 500
     assert re.findall(r"^([a-z]{2})  ", before, re.MULTILINE) == list(LANGUAGES)
     assert read_label(make_parser("language"), before, "stop").label is None        # quoted, it says nothing
@@ -474,7 +474,7 @@ def ask_tiny(folder, *more):
     args = create_data.build_parser().parse_args(
         ["--input_file", "", "--output_file", "", "--model_name", str(folder), "--engine", "transformers",
          "--max_tokens", "12", *more])
-    return teacher.open_transformers(args)
+    return create_data.open_teacher(args, "transformers")
 
 
 def test_transformers_answers_as_generate_does(tiny_chat):

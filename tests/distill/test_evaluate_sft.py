@@ -220,6 +220,20 @@ def test_answers_without_a_label_are_wrong_in_both_and_counted_apart():
                                           "examples": [{"id": 7, "text": "x"}]}
 
 
+@pytest.mark.parametrize("before, prompted, after, wrong", [
+    (0.0, 0.1, 0.95, None), (0.0, 0.1, 0.6, "less than --min_agreement 0.7"), (0.5, 0.1, 0.75, "less than --min_gain"),
+    (0.0, 0.5, 0.75, r"its base model on 0\.500: it gained less than --min_gain 0\.3"), (0.0, None, 0.95, None),
+    (0.0, 0.4, 0.7, None)])       # 0.7 - 0.4 is a little below 0.3
+def test_learning_is_agreement_and_gain_over_the_untrained_model(before, prompted, after, wrong):
+    student, *bases = ({"right": 20 * share, "n": 20, "share": share} for share in (after, before, prompted)
+                       if share is not None)
+    if not wrong:
+        evaluate_sft.check_learned("out", student, bases, 0.7, 0.3)
+    else:
+        with pytest.raises(parallel.UserError, match=wrong):
+            evaluate_sft.check_learned("out", student, bases, 0.7, 0.3)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Whole evaluations
 
@@ -258,7 +272,7 @@ def test_latency_is_of_lines_that_were_not_asked_before():
         time.sleep(0.02 if "long" not in chats_ else 0)
         return [teacher.Answer("de", "too_long" if text == "long" else "stop") for text in chats_]
     lines = ["long", *"abcdefghijk"]
-    answers, speed = evaluate_sft.ask_all(ask, lines, 10, argparse.Namespace(batch_size=4))
+    answers, speed = evaluate_sft.ask_all(ask, lines, 10, 4)
     assert calls == [["k"], ["long"], *map(list, "abcdefg"), lines] and len(answers) == 12
     assert speed["seconds_per_line_alone"] > 0.019 and speed["lines_per_second"] == pytest.approx(11 / speed["seconds"])
 
@@ -541,7 +555,7 @@ def spoiled(made, full, tmp_path, kind):
     ("", ["--truth_file", "odd.jsonl"], "id 1 has the label 'es', which is not one of en, de, fr (1 such lines)"),
     ("", ["--truth_file", "twice.jsonl"], "twice.jsonl:2: has id 0 a second time"),
     ("", ["--truth_file", "broken.jsonl"], "broken.jsonl:2: is no JSON object with id, label"),
-    ("", ["--prompt_file", "nowhere.txt"], "--prompt_file nowhere.txt: cannot be read"),
+    ("", ["--prompt_file", "nowhere.txt"], "--prompt_file nowhere.txt: no such file"),
     ("", ["--prompt_file", "short.txt"], "has {text} 0 times; write it once"),
     ("", ["--prompt_file", "prompt.txt", "--no-base"], "--prompt_file is for the base model"),
     ("", ["--labels", "en,de"], "is labelled 'fr', which is not one of en, de; see --parser and --labels"),
@@ -549,6 +563,8 @@ def spoiled(made, full, tmp_path, kind):
     ("", ["--prompt_max_new_tokens", "9"], "--prompt_max_new_tokens needs --prompt_file"),
     ("", ["--batch_size", "0"], "--batch_size is 0"), ("", ["--limit", "-1"], "--limit is -1"),
     ("", ["--min_agreement", "95"], "--min_agreement is 95.0; it must lie between 0 and 1"),
+    ("", ["--min_gain", "-0.1"], "--min_gain is -0.1; it must lie between 0 and 1"),
+    ("", ["--min_gain", "0.1", "--no-base"], "--min_gain compares with the base model"),
     ("", ["--device", "cuda:77"], "--device cuda:77: cannot be used"),
     ("", ["--enforce_eager"], "--enforce_eager is not for the engine transformers"),
     ("", ["--engine", "vllm", "--dtype", "float16"], "--dtype is not for the engine vllm"),

@@ -21,7 +21,7 @@ def document(sizes, given=0, question=0, seed=0):
 
 
 def make_blocks(rows, length, width, everything=False):
-    """bd3lm.Blocks of rows of documents, a gap of padding between them; width: noisy copies a row.
+    """noise.Blocks of rows of documents, a gap of padding between them; width: noisy copies a row.
 
     everything: all tokens get a noisy copy, not only those of blocks with targets.
     """

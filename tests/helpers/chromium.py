@@ -14,7 +14,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from progress import PATIENCE_S
+from tests.helpers.progress import PATIENCE_S
 
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",

@@ -535,12 +535,12 @@ def test_bad_flags_and_folders(waves, targets, listener, speaker, tmp_path, caps
     Wav2Vec2FeatureExtractor().save_pretrained(tmp_path / "plain")
     for args, parts in [
             ([tmp_path / "gone"], ["gone: no such folder"]), ([tmp_path / "empty"], ["empty: holds no .wav"]),
-            ([good, other], [f"{other} has 0002, {good} has not (1 such", "same prompts"]),
-            ([other, good], [f"{other} has 0002, {good} has not"]), ([good, good], ["given twice"]),
+            ([good, other], [f"0002 is in {other}, but not in {good} (1 such", "same prompts"]),
+            ([other, good], [f"0002 is in {other}, but not in {good}"]), ([good, good], ["given twice"]),
             ([good, renamed], ["0001 has another text"]),
             ([good, "--reference_dir", tmp_path / "few"], ["few: has no 0000.wav"]),
             ([good, "--reference_dir", tmp_path / "gone"], ["--reference_dir", "no such folder"]),
-            ([good, "--batch_size", 0], ["--batch_size 0"]), ([good, "--device", "nowhere"], ["--device nowhere"]),
+            ([good, "--batch_size", 0], ["--batch_size is 0"]), ([good, "--device", "nowhere"], ["--device nowhere"]),
             ([good, "--language", "en"], ["--language", "--asr_model"]),
             ([good, "--speaker_model", tmp_path / "plain"], ["--speaker_model", "14 weights are missing"]),
             ([good, "--asr_model", listener, "--language", "klingon"], ["--language klingon: Unsupported language"]),

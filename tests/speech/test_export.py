@@ -12,15 +12,15 @@ import sys
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from progress import PATIENCE_S
 from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor, AutoTokenizer, HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
 
 import lora
 from common import parallel
 from common.parallel import UserError
-from speech import export, layout_2025, weights
+from speech import choices, export, layout_2025, weights
 from tests.helpers import spoken
+from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 
 LAYER = {
@@ -275,17 +275,11 @@ def test_the_codec_is_named_as_asked_or_as_on_the_hub(tiny, original, tmp_path):
                            "audio_tokenizer_name_or_path": expected}
 
 
-def test_the_template_for_bases_without_one_is_the_tiny_models():
-    """One text, two places: make_tiny.py goes alone."""
-    from speech import make_tiny
-    assert (ROOT / "speech" / "chat_template.jinja").read_text() == make_tiny.CHAT_TEMPLATE
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Adapters
 
 
-@pytest.mark.parametrize("layout", export.LAYOUTS)
+@pytest.mark.parametrize("layout", choices.LAYOUTS)
 def test_merged_model_equals_the_adapter_on_its_base(tiny, adapter, data, tmp_path, layout):
     folder, net = adapter
     lora.merge(str(tiny.model), folder, tmp_path / "out", layout=layout, shard_bytes=3 * 10**6)

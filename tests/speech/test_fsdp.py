@@ -25,7 +25,7 @@ import lora
 import train_v2_ddp
 from common import checkpoint, parallel, tensor_files
 from data import collate
-from speech import higgs, make_tiny, speech_model
+from speech import higgs, make_tiny
 from speech.weights import empty_model, find_model, native_config
 from tests.helpers import spoken as speech
 from tests.helpers.checkpoints import config_of, original_config, original_state, split_rows, write_checkpoint
@@ -359,8 +359,8 @@ def start(argv):
     train_v2_ddp.check_flags(args, int(os.environ["WORLD_SIZE"]))
     world = parallel.init(60, 60, alone_too=args.parallel == "fsdp")
     folder, config = find_model(args.model_path)
-    model, native, parts = speech_model.empty_trained_model(args, folder, config)
-    return world, args, model, speech_model.load_model(world, args, model, native, parts, None), native
+    model, native, parts = train_v2_ddp.empty_trained_model(args, folder, config)
+    return world, args, model, train_v2_ddp.load_model(world, args, model, native, parts, None), native
 
 
 def whole(tensor):

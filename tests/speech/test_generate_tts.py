@@ -387,20 +387,19 @@ class Asked:
 def test_what_time_cut_off_did_not_stop_by_itself(tiny, voice, short, tmp_path, monkeypatch, capsys):
     """Rates of one that ended, one at its length and one out of time; after a request to stop there are none."""
     native, tokenizer, ids, codec, bandwidth = voice
-    args = train_v2_ddp.build_parser().parse_args(
-        ["--model_path", "m", "--audio_tokenizer_path", "c", "--sample_prompts", str(short), "--output_dir",
-         str(tmp_path)])
-    prompts, settings = sample_prompts.load(args, tokenizer, ids, native.config, tiny.codec, CPU)
+    prompts, settings = sample_prompts.load(str(short), 10.0, tokenizer, ids, native.config, tiny.codec, CPU)
     true = [round(prompt.target_seconds * 25) for prompt in prompts]
     ends = [(np.zeros((2 * true[0], 8), int), "eos"), (np.zeros((true[1], 8), int), "length"),
             (np.zeros((0, 8), int), "time")]
     monkeypatch.setattr(sample_prompts.speak, "generate", lambda *a: ends)
-    log = Asked(10**9)
-    values = sample_prompts.speak_all(args, native, prompts, settings, ids, tiny.codec, CPU, 5, log, log)
+    log, given = Asked(10**9), {"seed": 42, "time_limit": 120, "output_dir": tmp_path}
+    values = sample_prompts.speak_all(native, prompts, settings, ids, tiny.codec, CPU, step=5, log=log, asked=log,
+                                      **given)
     assert values["eval/stop_rate"] == pytest.approx(1 / 3) and values["eval/length_ratio"] == pytest.approx(1.5, 0.02)
     assert log.heard == [("samples/0000", 1920 * true[0]), ("samples/0001", 960 * true[1]), ("samples/0002", 0)]
     assert "2 of 3 prompts" in capsys.readouterr().out
-    values = sample_prompts.speak_all(args, native, prompts, settings, ids, tiny.codec, CPU, 6, log, Asked(1))
+    values = sample_prompts.speak_all(native, prompts, settings, ids, tiny.codec, CPU, step=6, log=log, asked=Asked(1),
+                                      **given)
     assert "eval/stop_rate" not in values and "(asked to stop)" in capsys.readouterr().out
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import Linear
-from progress import PATIENCE_S
 from safetensors.torch import load_file, save_file
 from transformers import HiggsAudioV2ForConditionalGeneration
 
@@ -18,6 +17,7 @@ from common.parallel import UserError, World
 from data import collate
 from speech import higgs
 from tests.helpers import spoken
+from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 
 ATTENTION = {f"self_attn.{p}_proj" for p in "qkvo"}
