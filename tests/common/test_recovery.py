@@ -179,6 +179,7 @@ def standing_still(pids):
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
+        wait_until(lambda: all(map(is_stopped, pids)), "stop")      # what is sent before may be taken before
         yield
     finally:
         for pid in pids:
@@ -190,6 +191,12 @@ def cpu_seconds(pid):
     """What a process has computed so far: how far it is, whatever else the machine does."""
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def is_stopped(pid):
+    """True once no thread of a process runs any more."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
 
 def is_pending(number, pid):
@@ -420,13 +427,11 @@ def test_signal_saves_within_a_step_and_asks_for_requeue(launch, whole, tmp_path
     job = launch(out, *flags, "--save_steps", 0, ranks=ranks, torchrun=torchrun)
     job.wait_for(lambda: job.seen(3))
     pids = {"launcher": lambda: [job.launcher.pid], "all processes": job.pids}.get(to, lambda: [job.rank(int(to[-1]))])
-    pids = pids()
+    pids, asked = pids(), [job.rank(rank) for rank in (range(ranks) if "rank" not in to else [int(to[-1])])]
     with job.stand_still(range(ranks)):
         seen = last_step(out)
         job.signal(number, pids)
-        taken = signal.SIGTERM if torchrun else number
-        asked = range(ranks) if "rank" not in to else [int(to[-1])]
-        job.wait_for(lambda: all(is_pending(taken, job.rank(rank)) for rank in asked))
+        job.wait_for(lambda: all(is_pending(number, pid) for pid in asked))     # torchrun hands it on
     assert job.wait() == ([1] if torchrun else [0] * ranks), job.text()       # torchrun says 1 after SIGTERM
     # the step under way may be two further than the log, and one more is allowed
     assert steps_of(out) == [newest(out)] and seen < newest(out) <= seen + 3
