@@ -293,8 +293,8 @@ def test_block_diffusion_is_queued_again_while_training_and_while_answering(clus
         (tmp_path / name).write_text(text)
     folder = tmp_path / "job"
     job = Job(folder, "--output_dir", folder / "out", launcher=str(ROOT / "launch" / "train_hdp_diffusion_h200.sh"),
-              TRAINER=str(tmp_path / "train.py"), SAMPLER=str(tmp_path / "answer.py"), MIN_GPUS="0", TRAIN_DATA="t.json",
-              TEST_DATA="e.json", SAMPLE_FLAGS="--order confidence")
+              TRAINER=str(tmp_path / "train.py"), SAMPLER=str(tmp_path / "answer.py"), MIN_GPUS="0",
+              TRAIN_DATA="t.json", TEST_DATA="e.json", SAMPLE_FLAGS="--order confidence")
     try:
         for sign in ("start-0", "answering"):
             wait_until((job.out / sign).exists, sign)
@@ -319,7 +319,8 @@ def test_launchers_find_the_repository_however_they_are_named(cluster, tmp_path,
     done = subprocess.run(["sbatch", "--parsable", f"--output={log}", *more, "launch/train_sft_h100x8.sh", "out"],
                           cwd=ROOT, text=True, capture_output=True,
                           env={**os.environ, "PATH": f"{Path(shutil.which('python')).parent}:{os.environ['PATH']}",
-                               "VENV": "none", "DRY_RUN": "1", "NPROC_PER_NODE": "8", "TRAIN_FILE": str(ROOT / "README.md")})
+                               "VENV": "none", "DRY_RUN": "1", "NPROC_PER_NODE": "8",
+                               "TRAIN_FILE": str(ROOT / "README.md")})
     assert done.returncode == 0, done.stderr
     wait_until(lambda: log.exists() and ("--train_data_file" in log.read_text() or "rror" in log.read_text()), "output")
     assert f"{ROOT}/train_sft.py --model_path" in log.read_text(), log.read_text()
