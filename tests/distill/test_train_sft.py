@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common import checkpoint
 from common.packing import PackOrder
 from common.parallel import UserError
-from distill import sft_plan, train_sft
+from distill import train_sft
 from tests.helpers import chats
 from tests.helpers.pool import Pool
 from tests.helpers.students import HELD_OUT, SEED, sample_loss
@@ -375,8 +375,7 @@ def test_a_loss_that_is_not_finite_is_named(pool, made, tmp_path):
 
 def planned(made, output_dir, *flags, student="qwen"):
     _, line = arguments(made, output_dir, f"{student} full fsdp 1x8x1", *flags)
-    args = train_sft.build_parser().parse_args(line)
-    sft_plan.dry_run(args, 2, train_sft)
+    train_sft.train(train_sft.build_parser().parse_args([*line, "--dry_run", "2"]))
 
 
 @pytest.mark.parametrize("flags, part", [
@@ -398,7 +397,6 @@ def planned(made, output_dir, *flags, student="qwen"):
     (["--group_size", "24"], "all samples are one group"), (["--num_train_epochs", "0"], "must be at least 1"),
     (["--output_dir", "/proc/here"], "--output_dir /proc/here: cannot be written"),
     (["--dry_run", "2", "--gpu_memory", "0"], "--gpu_memory is 0.0; it must be more than 0"),
-    (["--host_memory", "3"], "--host_memory needs --dry_run"),
     (["--lora_rank", "4"], "--lora_rank needs --use_lora"),
     (["--dry_run", "2", "--gpu_memory", "1.01"], "memory: about 2.0"),
     (["--dry_run", "2", "--host_memory", "0.0001"], "host memory: about "),
@@ -406,6 +404,12 @@ def planned(made, output_dir, *flags, student="qwen"):
 def test_bad_flags(made, tmp_path, flags, part):
     with pytest.raises(UserError, match=re.escape(part)):
         planned(made, tmp_path, *flags)
+
+
+def test_what_only_goes_with_a_dry_run(made, tmp_path):
+    line = arguments(made, tmp_path, "qwen full fsdp 1x8x1", "--host_memory", "3")[1]
+    with pytest.raises(UserError, match="--host_memory needs --dry_run"):
+        train_sft.train(train_sft.build_parser().parse_args(line))
 
 
 def spoil(folder, kind):
@@ -457,8 +461,8 @@ def test_several_problems_at_once(made, tmp_path):
 
 def test_dry_run_foretells_the_run(made, shared, tmp_path, capsys):
     run = shared("qwen full fsdp 2x4x1")
-    args = train_sft.build_parser().parse_args(arguments(made, tmp_path / "none", "qwen full fsdp 2x4x1")[1])
-    sft_plan.dry_run(args, 2, train_sft)
+    line = [*arguments(made, tmp_path / "none", "qwen full fsdp 2x4x1")[1], "--dry_run", "2"]
+    train_sft.train(train_sft.build_parser().parse_args(line))
     said = capsys.readouterr().out
     for line in ("samples ", "steps "):
         ours, = (row for row in said.splitlines() if row.startswith(line))
@@ -525,7 +529,7 @@ def test_a_log_line_fits_a_terminal():
 
 
 def test_every_flag_is_explained_and_used():
-    files = ("distill/train_sft", "distill/sft_plan", "common/run", "common/plan")
+    files = ("distill/train_sft", "distill/plan", "common/run", "common/plan")
     source = "".join((ROOT / f"{name}.py").read_text() for name in files)
     for action in train_sft.build_parser()._actions:
         assert action.help and len(action.help) > 8, f"{action.option_strings} has no help text"
