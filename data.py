@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from common import parallel
 from common.watchdog import ignore_in_worker
-from speech.encode import ensure_codes
+from speech.encode import ensure_codes, plan_codes
 from speech.labels import IGNORE, PackedBatch, assemble
 from speech.table import Table, read_all
 
@@ -24,12 +24,13 @@ PAD_LENGTH = 128        # padding comes in samples this short: attention costs t
 
 
 def prepare_table(world, train, held_out, tokenizer, ids, codec_dir, *, output_dir, cache_dir, task_type, ref_in_system,
-                  processes, wait_limit_s):
+                  processes, wait_limit_s, encode=True):
     """All between the user's files and training, on every rank: read, encode what is new, write and map the table.
 
     train, held_out, task_type, ref_in_system, processes: of read_all; the last three as keywords, like the rest.
     ids: TokenIds. codec_dir: native codec folder. output_dir: where the table is written. cache_dir: of encoded audio.
     wait_limit_s: seconds to wait for another run that fills the same cache, and for a rank that encodes.
+    encode=False: clips that the cache lacks get the number of their frames from their headers, and no codes.
     Returns (Table, number of its samples that came from `train`, which stand first).
     """
     builder, start = None, time.monotonic()
@@ -50,8 +51,11 @@ def prepare_table(world, train, held_out, tokenizer, ids, codec_dir, *, output_d
 
     try:
         n_train = parallel.rank0_first(world, read)
-        codes = ensure_codes(world, builder.clips if builder else [], codec_dir, cache_dir, ids.num_codebooks,
-                             processes, wait_limit_s)
+        if encode:
+            codes = ensure_codes(world, builder.clips if builder else [], codec_dir, cache_dir, ids.num_codebooks,
+                                 processes, wait_limit_s)
+        else:
+            codes = plan_codes(builder.clips, codec_dir, cache_dir, ids.num_codebooks, processes)
         return Table(parallel.rank0_first(world, write)), n_train
     except BaseException:
         if world.is_main:

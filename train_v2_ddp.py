@@ -129,7 +129,6 @@ ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else N
 
 import json
 import math
-import os
 from pathlib import Path
 
 import numpy as np
@@ -140,11 +139,12 @@ import lora  # first: it explains a torchaudio that breaks every transformers im
 from common import adapters, checkpoint, float8, loading, metrics, optim, parallel, run, tensor_files, watchdog
 from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.parallel import UserError
+from common.plan import Checks, check_writable, start_text, steps_text
 from data import make_loader, prepare_table
 from speech import higgs, sample_prompts, weights
-from speech import plan as dry_run
 from speech.codes import FRAME_RATE
 from speech.labels import token_ids
+from speech.plan import print_plan
 from speech.table import samples_line, split_samples, usable_samples
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -182,14 +182,8 @@ def empty_trained_model(args, folder, config):
     return model, native, parts
 
 
-def build_model(world, args, folder, config, resume):
-    """(PackedHiggs, what to call in training, its native model) on this rank's device, weights loaded, sharded or not.
-
-    config: the folder's config.json dict.
-    """
-    if resume and not args.use_lora:
-        folder, config = resume, json.loads((Path(resume) / "config.json").read_text())
-    model, native, parts = empty_trained_model(args, folder, config)
+def load_model(world, args, model, native, parts, resume):
+    """Load empty_trained_model's model on this rank's device, sharded or not -> what to call in training."""
     net = model.net
     if args.compile:
         parallel.compile_layers(native.model.layers)
@@ -205,7 +199,7 @@ def build_model(world, args, folder, config, resume):
     if args.float8:
         float8.convert(native.model.layers)
     model.train()
-    return model, model if args.parallel == "fsdp" else parallel.wrap_ddp(model, world), native
+    return model if args.parallel == "fsdp" else parallel.wrap_ddp(model, world)
 
 
 def check_resume(args, model, native, resume):
@@ -252,18 +246,23 @@ def save_checkpoint(world, writer, model, tokenizer, source, optimizer, meta):
 # Data, validation, reports
 
 
-def prepare_data(world, args, config, tokenizer, ids, codec_dir):
-    """(Table, numbers of its training samples, of its validation samples) of the files that the flags name."""
+def prepare_data(world, args, check, tokenizer, ids, codec_dir):
+    """(Table, numbers of its training samples, of its validation samples) of the files that the flags name.
+
+    check: plan.Checks; a dry run writes a table in a temporary folder, and encodes nothing.
+    """
     table, n_train = prepare_table(
         world, args.train_data_file or args.train_data_dir, args.eval_data_file or args.eval_data_dir, tokenizer, ids,
-        codec_dir, output_dir=args.output_dir, cache_dir=args.code_cache or Path(args.output_dir) / "codes",
+        codec_dir, output_dir=check.folder(args.output_dir), encode=not check.dry, cache_dir=code_cache(args),
         task_type=args.task_type, ref_in_system=args.ref_audio_in_system_message, processes=args.preprocess_num_proc,
         wait_limit_s=args.wait_timeout)
     share = 0 if args.disable_eval else args.validation_split
-    train_ids, eval_ids = split_samples(n_train, len(table), share, args.seed)
-    return table, *usable_samples(
-        table, train_ids, eval_ids, max_length=args.max_length or config.max_position_embeddings,
-        max_tokens=args.max_tokens_per_batch, drop=args.drop_too_long, say=world.is_main)
+    return table, *split_samples(n_train, len(table), share, args.seed)
+
+
+def code_cache(args):
+    """Folder of encoded audio."""
+    return args.code_cache or Path(args.output_dir) / "codes"
 
 
 def autocast(args, device):
@@ -306,19 +305,14 @@ def evaluate(world, args, model, table, ids, held_out, check):
     return higgs.loss_report([*sums, *counts], args.audio_loss_reduction, args.text_loss_weight, "eval")
 
 
-def console_line(step, total_steps, v, codebooks):
-    """One aligned line of the numbers in metrics.jsonl, with units."""
-    books = "/".join(f"{v[f'train/audio_loss_codebook_{k}']:.2f}" for k in range(codebooks))
+def console_line(step, total_steps, v):
+    """One aligned line of at most 160 characters, with units; metrics.jsonl has all numbers."""
     mfu = f" | mfu {v['train/mfu'] * 100:4.1f}%" if "train/mfu" in v else ""
-    eta = metrics.duration((total_steps - step) * v["train/step_seconds"])
-    return (f"step {step:>6}/{total_steps} | epoch {v['train/epoch']:6.2f} | loss {v['train/loss']:7.4f} | "
-            f"audio {v['train/audio_loss']:6.3f} ({books}) | text {v['train/text_loss']:6.3f} | "
-            f"eos {v['train/eos_loss']:6.3f} stop {v['train/stop_recall'] * 100:5.1f}% | "
+    return (f"step {step:>6}/{total_steps} | loss {v['train/loss']:7.4f} | audio {v['train/audio_loss']:6.3f} "
+            f"text {v['train/text_loss']:6.3f} | stop {v['train/stop_recall'] * 100:5.1f}% | "
             f"lr {v['train/learning_rate']:.2e} | grad_norm {v['train/grad_norm']:7.3f} | "
-            f"{v['train/throughput']:>8,.0f} tok/s {v['train/audio_seconds_per_second']:>7,.1f} audio-s/s "
-            f"{v['train/samples_per_second']:>6,.1f} samples/s | pad {v['train/padding'] * 100:4.1f}% | "
-            f"wait {v['train/data_wait_seconds']:5.2f} s | mem {v['train/memory_gib']:5.2f} GiB{mfu} | "
-            f"eta {eta}")
+            f"{v['train/audio_seconds_per_second']:>7,.1f} audio-s/s{mfu} | "
+            f"eta {metrics.duration((total_steps - step) * v['train/step_seconds'])}")
 
 
 def eval_line(step, v):
@@ -349,14 +343,14 @@ def step_work(config, table, window, use_lora):
             "frames": int(table.frames[window].sum()), "flops": flops}
 
 
-def print_start(world, args, model, table, train_ids, eval_ids, plan):
+def print_start(world, args, model, table, train_ids, eval_ids, *more):
     """What is about to run, before the first step."""
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     n, n_trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))
     print(f"device     {world.size} x {where}, torch {torch.__version__}, {'bf16 autocast' if args.bf16 else 'fp32'}\n"
           f"model      {n / 1e6:,.1f} M parameters, {n_trained / 1e6:,.3f} M trainable "
           f"({'LoRA' if args.use_lora else 'full'})\n"
-          f"{samples_line(table, train_ids, eval_ids)}\n{plan}")
+          f"{samples_line(table, train_ids, eval_ids)}", *more, sep="\n")
 
 
 def print_sample(table, tokenizer, ids, batch):
@@ -375,30 +369,36 @@ def print_sample(table, tokenizer, ids, batch):
 
 def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
-    plan = None if args.dry_run is None else (lambda: dry_run.run(
-        args, args.dry_run or int(os.environ.get("WORLD_SIZE", "1")), sys.modules[__name__]))
-    run.main(args, train, plan)
+    run.main(args, train)
 
 
 def train(args):
-    # -- ranks, data --------------------------------------------------------------------------------------------------
-    world, watch = run.start(args, cpu_too=args.cpu_offload)
+    # -- ranks, data, empty model: a run ends at the first mistake, a dry run names them all -------------------------
+    ranks, check = run.ranks(args), Checks(args.dry_run is not None)
+    world, watch = run.start(args, check, cpu_too=args.cpu_offload)
     device, main_rank = world.device, world.is_main
-    check_device(args, device)
-    paths = args.model_path, args.audio_tokenizer_path
-    parallel.rank0_first(world, weights.find_checkpoints, *paths)       # downloads hub names before the others look
-    folder, config_dict, codec_dir = weights.find_checkpoints(*paths)
-    config = weights.native_config(config_dict)
-    tokenizer = weights.load_tokenizer(folder)
-    ids = token_ids(tokenizer, config)
-    books = ids.num_codebooks
-    table, train_ids, eval_ids = prepare_data(world, args, config, tokenizer, ids, codec_dir)
+    check(check_device, args, device)
+    if check.dry:       # a run finds out when it encodes
+        check(check_writable, code_cache(args), "--code_cache")
+    for find, path in ((weights.find_model, args.model_path), (weights.find_codec, args.audio_tokenizer_path)):
+        check(parallel.rank0_first, world, find, path)          # downloads hub names before the others look
+    folder, config_dict = check(weights.find_model, args.model_path) or (None, None)
+    codec_dir, _ = check(weights.find_codec, args.audio_tokenizer_path) or (None, None)
+    config, tokenizer = check(weights.native_config, config_dict), check(weights.load_tokenizer, folder)
+    ids = check(token_ids, tokenizer, config)
+    model, native, parts = check(empty_trained_model, args, folder, config_dict) or (None,) * 3
+    table, all_train, all_eval = check(prepare_data, world, args, check, tokenizer, ids, codec_dir) or (None,) * 3
     prompts, settings = [], None
     if args.sample_prompts:
-        prompts, settings = parallel.rank0_first(world, sample_prompts.load, args.sample_prompts, args.sample_seconds,
-                                                 tokenizer, ids, config, codec_dir, device)
+        prompts, settings = check(parallel.rank0_first, world, sample_prompts.load, args.sample_prompts,
+                                  args.sample_seconds, tokenizer, ids, config, codec_dir, device) or (None, None)
+    check.settle()
+    train_ids, eval_ids = usable_samples(
+        table, all_train, all_eval, max_length=args.max_length or config.max_position_embeddings,
+        max_tokens=args.max_tokens_per_batch, drop=args.drop_too_long, say=main_rank)
     if args.tf32:       # only now: codes in the cache must not depend on it
         torch.set_float32_matmul_precision("high")
+    books = ids.num_codebooks
     identity = run_identity(args, folder, table, train_ids) if main_rank else None
     validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
     resume, meta = parallel.rank0_first(world, checkpoint.find_resume, args.output_dir, args.resume, identity)
@@ -408,16 +408,26 @@ def train(args):
     order = pack_order(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
                        samples_per_pack=args.per_device_train_batch_size, seed=args.seed,
                        group_by_length=args.group_by_length)
-    per_step = world.size * accumulation
+    per_step = ranks * accumulation
     steps_per_epoch, total_steps = run_length(order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps,
                                               at)
     peak_lr = args.learning_rate
     if args.scale_lr_from_batch:
         peak_lr = optim.sqrt_lr(peak_lr, per_step * args.per_device_train_batch_size, args.scale_lr_from_batch)
 
+    if check.dry:
+        if resume:
+            check_resume(args, model, native, resume)
+        print_plan(check, args, ranks, model, table, ids, train_ids, eval_ids, order, (steps_per_epoch, total_steps),
+                   at, resume)
+        return check.finish()
+
     # -- model, optimizer, resume -------------------------------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)
-    model, wrapped, native = build_model(world, args, folder, config_dict, resume)
+    if resume and not args.use_lora:        # a full checkpoint replaces the base; adapters are loaded on top of it
+        config_dict = json.loads((Path(resume) / "config.json").read_text())
+        model, native, parts = empty_trained_model(args, resume, config_dict)
+    wrapped = load_model(world, args, model, native, parts, resume)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
                                   (args.adam_beta1, args.adam_beta2), higgs.decays)
@@ -433,9 +443,8 @@ def train(args):
     if main_rank:
         sample_prompts.forget_later(args.output_dir, now.step)
         print_start(world, args, model, table, train_ids, eval_ids,
-                    f"steps      {total_steps} ({steps_per_epoch} an epoch), {per_step} packs a step = {world.size} "
-                    f"ranks x {accumulation} micro-steps; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\n"
-                    f"start      step {now.step}, {f'resumed from {resume}' if resume else 'base model'}")
+                    steps_text(total_steps, steps_per_epoch, ranks, accumulation,
+                               f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}"), start_text(now.step, resume))
 
     # -- loop ---------------------------------------------------------------------------------------------------------
     stopping = False
@@ -477,7 +486,7 @@ def train(args):
             values = higgs.loss_report(parallel.all_sum(world, now.sums).tolist(), args.audio_loss_reduction,
                                        args.text_loss_weight, "train")
             if main_rank:
-                now.line(values, lambda v: console_line(now.step, total_steps, v, books),
+                now.line(values, lambda v: console_line(now.step, total_steps, v),
                          audio_seconds_per_second=now.sums_since["frames"] / FRAME_RATE)
             now.sums.zero_()
             now.begin_line()

@@ -8,7 +8,7 @@ Higgs-Audio V2 with random weights, adapters of rank 16 on all linear layers, ra
 learn is the samples themselves. Dropout draws the same in both. The loss is the one trained, the mean over a window of
 steps. On a CPU the float8 products are computed in float32 from the same rounded values that a GPU multiplies.
 
-Writes bench/results/float8-DEVICE.json. Copy with it: measure.py, tts_ways.py, float8.py.
+Writes bench/results/float8-DEVICE.json.
 """
 import argparse
 import gc

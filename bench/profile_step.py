@@ -8,7 +8,7 @@ speech and diffusion layers are compiled, as measured there. Two steps warm up, 
 as many under the profiler. Self times: without what a called operator spends; on a GPU of its kernels, and what they
 leave of the step is time in which the GPU waits.
 
-Writes bench/results/profile-NAME-DEVICE.txt. Copy with it: the benchmark's files, table.py.
+Writes bench/results/profile-NAME-DEVICE.txt.
 """
 import argparse
 import re

@@ -17,7 +17,6 @@ padding. Matrix FLOPs are those that the samples need: padding and logits that n
 
 Writes bench/results/sft-DEVICE.json after every round; other shapes and parts write files of their own names. A way
 that fails is recorded, the others go on, and if it was not for time or memory the exit status is 1.
-Copy with it: sft_ways.py, measure.py and train_sft.py's files.
 """
 import argparse
 import multiprocessing

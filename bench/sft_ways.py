@@ -3,7 +3,6 @@
 All load the same random checkpoint and the same samples of random tokens, take two steps on four samples so that losses
 and gradient norms can be compared, warm up, and then train one set of samples at a time, the same for all, when the
 parent says so.
-Copy with it: measure.py and train_sft.py's files.
 """
 import functools
 import gc

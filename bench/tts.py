@@ -14,7 +14,7 @@ First one step of both has to give the same loss and gradients. Trainer divides 
 labels, ours by the number of codes: for that one step our sums are put together by its formula.
 
 Then the levers, each against ours alone. Writes bench/results/tts-DEVICE.json after every round; a side that fails is
-recorded, the others go on, and the exit status is 1. Copy with it: tts_ways.py and its files.
+recorded, the others go on, and the exit status is 1.
 """
 import argparse
 import contextlib

@@ -1,7 +1,7 @@
 """The two ways to train speech that tts.py measures: our step and transformers' Trainer, a process each.
 
 Both get the same random weights, the same samples (log-normal clips of 2 to 20 s, each with another clip as its
-reference, random codes) and the same labels. Copy with it: measure.py, make_tiny.py and train_v2_ddp.py's files.
+reference, random codes) and the same labels.
 """
 import contextlib
 import json

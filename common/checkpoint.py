@@ -4,8 +4,6 @@ output_dir/checkpoint-<step>/ holds what people use (adapter or model files) bes
 states of every rank, position) and manifest.json, written last, with the size and SHA-256 of every file. The folder is
 built under a .tmp name, synced to disk and renamed, so a kill at any instant leaves the last whole one untouched. Each
 rank writes its own share from copies on the CPU and tells rank 0, which completes the folder.
-
-Shared module: torch and numpy; copy tensor_files.py and parallel.py (UserError) with it.
 """
 import hashlib
 import io
@@ -202,7 +200,6 @@ def write_files(folder, files):
     """Call each write(path), sync to disk; {relative path: {"bytes", "sha256"}} of what was written."""
     written = {}
     for name, write in files.items():
-        time.sleep(float(os.environ.get("TEST_SLOW_WRITE", "0")))       # seconds; tests kill in here
         names = [name]
         if name == "*":             # apart first, or the files of other ranks would look like ours
             part = folder / f".part-{os.getpid()}"

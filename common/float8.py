@@ -6,8 +6,6 @@ when they come, each with a scale of its own, and so is each row of the weights:
 what else is in the pack. All is e4m3 (arXiv 2209.05433), gradients too: with a scale for each row they keep more of
 their digits than in e5m2. A frozen weight has no gradient; torchao's training API computes one all the same and rounds
 the weight again in every step, so it is not used.
-
-Shared module: copy parallel.py (UserError) with it.
 """
 import torch
 from torch import nn

@@ -1,7 +1,4 @@
-"""What millions of samples need: columns that grow on disk, processes that make parts in order, fast tokenising.
-
-Shared module. Copy handover.py, parallel.py and watchdog.py with it.
-"""
+"""What millions of samples need: columns that grow on disk, processes that make parts in order, fast tokenising."""
 import gc
 import itertools
 import os

@@ -9,8 +9,6 @@ values. The classes use it so:
     to = handover.to
 
 For autograd the tensors of a batch are one: changing one in place would spoil what was saved of the others.
-
-Shared module: torch only, imports nothing of ours.
 """
 import math
 import signal

@@ -1,7 +1,4 @@
-"""AdamW groups, learning-rate schedules, gradient clipping, and steps that a bad gradient cannot poison.
-
-Shared module: torch only, imports nothing of ours.
-"""
+"""AdamW groups, learning-rate schedules, gradient clipping, and steps that a bad gradient cannot poison."""
 import math
 
 import torch

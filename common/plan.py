@@ -25,13 +25,38 @@ INDENT = "\n           "
 # Problems
 
 
-def attempt(problems, work, *args):
-    """work(*args), or None when it raises UserError, whose text goes to the list `problems`."""
-    try:
-        return work(*args)
-    except UserError as error:
-        problems.append(str(error))
-        return None
+class Checks:
+    """Calls functions that may raise UserError. A run ends at the first one; a dry run notes them all and goes on.
+
+    check(work, ...) -> what work(...) returns; in a dry run None where it fails, and where a positional argument is
+    None, since what made that has failed already.
+    """
+
+    def __init__(self, dry):
+        self.dry, self.problems = dry, []
+        self.scratch = tempfile.TemporaryDirectory() if dry else None
+
+    def __call__(self, work, *args, **options):
+        if not self.dry:
+            return work(*args, **options)
+        try:
+            return None if any(value is None for value in args) else work(*args, **options)
+        except UserError as error:
+            self.problems.append(str(error))
+
+    def folder(self, path):
+        """Where to write what belongs into `path`: a dry run has a temporary folder for it, and writes nowhere else."""
+        return self.scratch.name if self.dry else path
+
+    def settle(self):
+        """Raise UserError with all problems so far, if there are any."""
+        if self.problems:
+            raise UserError(all_problems(list(dict.fromkeys(self.problems))))
+
+    def finish(self):
+        """The end of a dry run."""
+        self.settle()
+        print("dry run ok")
 
 
 def all_problems(texts):
@@ -240,24 +265,25 @@ def memory_text(parts, stages, pack, parallel, bf16, recompute, accumulation=1, 
                        if found[name])
 
 
-def print_room(problems, output_dir, parallel, ranks, table, parts, stages, checkpoint_size, most, gpu=None, host=None,
-               helps=None, offload=False, adapters=None):
-    """Print what a run takes of GPU, host and disk; what it will not fit into goes to the list `problems`.
+def print_room(check, args, ranks, table, parts, stages, checkpoint_size, steps, validates):
+    """Print what a run takes of GPU, host and disk; what it will not fit into is a problem of `check`.
 
-    table: of memory_text. checkpoint_size: of memory.checkpoint_bytes; most: of checkpoints_at_once. gpu, host:
-    --gpu_memory, --host_memory, or None. helps: what helps() says. offload, adapters: as in check_host.
+    args: a trainer's flags. table: of memory_text. checkpoint_size: of memory.checkpoint_bytes. steps: still to go.
     """
-    offloaded, staged, local = host_parts(parallel, ranks, parts["host"], *checkpoint_size, adapters)
-    limit, host_limit = gpu_memory(gpu), host * GIB if host else host_memory()
-    one, have = sum(checkpoint_size), sum(folder_bytes(path) for _, path in checkpoint.checkpoints(output_dir))
+    offload, adapters = getattr(args, "cpu_offload", False), getattr(args, "use_lora", None)
+    offloaded, staged, local = host_parts(args.parallel, ranks, parts["host"], *checkpoint_size, adapters)
+    limit, host_limit = gpu_memory(args.gpu_memory), args.host_memory * GIB if args.host_memory else host_memory()
+    one, have = sum(checkpoint_size), sum(folder_bytes(path) for _, path in checkpoint.checkpoints(args.output_dir))
+    most = checkpoints_at_once(max(0, steps), args.save_steps, args.eval_steps if validates else None,
+                               args.save_total_limit)
     print(f"memory     estimate for one GPU; it has {size(limit)}, {MARGIN}{INDENT}{table}\n"
           f"host       {size(offloaded + staged)} for the {local} ranks of a node: {size(offloaded)} offloaded, "
           f"{size(staged)} copied by a save; it has {size(host_limit)}\n"
           f"disk       {size(one)} a checkpoint, at most {most} at once: {size(one * most)}; "
-          f"{size(free_disk(output_dir))} free for --output_dir")
-    attempt(problems, check_memory, max(stages.values()), limit, helps or {})
-    attempt(problems, check_host, offloaded + staged, host_limit, local, parallel, offload, adapters)
-    attempt(problems, check_disk, output_dir, one * most - have, f"{most} checkpoints")
+          f"{size(free_disk(args.output_dir))} free for --output_dir")
+    check(check_memory, max(stages.values()), limit, helps(args))
+    check(check_host, offloaded + staged, host_limit, local, args.parallel, offload=offload, adapters=adapters)
+    check(check_disk, args.output_dir, one * most - have, f"{most} checkpoints")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -280,4 +306,4 @@ def steps_text(total, per_epoch, ranks, accumulation, about):
 
 def start_text(step, resume, new="base model"):
     """Where the run starts. resume: checkpoint folder or None."""
-    return f"start      step {step}, {f'resuming from {resume}' if resume else new}"
+    return f"start      step {step}, {f'resumed from {resume}' if resume else new}"

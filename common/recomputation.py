@@ -4,8 +4,6 @@
 attention and of the matrix products; norms, activations, rotary embedding, dropout, casts, and the wide outputs of
 adapters (cheap for their size) are computed again, and so is FlexAttention, which is compiled by itself and cannot be
 looked into. Gradients are the same bits either way.
-
-Shared module: torch only.
 """
 import functools
 

@@ -14,20 +14,18 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, metrics, optim, parallel, watchdog
+from common import checkpoint, metrics, optim, parallel, plan, watchdog
 from common.parallel import UserError
 
 
-def main(args, train, dry_run=None):
+def main(args, train):
     """A trainer's main: one clear error; a marker for the launcher if the run was stopped before there was a save."""
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")      # a log file shows each line at once
     is_main = os.environ.get("RANK", "0") == "0"
     with parallel.one_clear_error():
         try:
-            if dry_run is None:
+            if args.dry_run is None or is_main:
                 train(args)
-            elif is_main:
-                dry_run()
         except watchdog.Stopped as why:
             if is_main:
                 watchdog.leave_marker(args.output_dir, str(why))
@@ -36,10 +34,22 @@ def main(args, train, dry_run=None):
     parallel.finish()
 
 
-def start(args, cpu_too=False):
+def ranks(args):
+    """How many processes train: those of this launch, or as many as a dry run plans for."""
+    return args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def start(args, check, cpu_too=False):
     """(World, Watchdog) of this process. Signals are caught, output folders are proven writable, the marker that an
     earlier run left for its launcher is removed. cpu_too: see parallel.init. Raises UserError.
+
+    check: plan.Checks; a dry run only looks at the folders, joins no other process, and has no Watchdog.
     """
+    if check.dry:
+        check(plan.check_writable, args.output_dir, "--output_dir")
+        if args.report_to == "tensorboard":
+            check(plan.check_writable, args.logging_dir, "--logging_dir")
+        return parallel.World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu")), None
     watchdog.catch_signals()
     world = parallel.init(args.collective_timeout, args.wait_timeout, args.parallel == "fsdp", cpu_too)
     watch = watchdog.Watchdog(world, args.collective_timeout)

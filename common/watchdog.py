@@ -4,8 +4,6 @@ SIGTERM and SIGUSR1 only set a flag; the training loop asks for it, saves, leave
 launcher and exits with status 0. Every rank has a thread that tells the others through the run's store how far its
 main thread has come. When a main thread does not move for its time limit, the ranks that are furthest behind are named,
 each of them prints where it stands, and all end with status 1, before the process group's own time limit.
-
-Shared module: copy parallel.py and checkpoint.py (write_atomically) with it.
 """
 import itertools
 import json

@@ -38,16 +38,14 @@ def head_bytes(config, masked):
     return 4 * config.hidden_size * masked + piece * (LOGIT_COPIES * 4 * config.vocab_size + 10 * config.hidden_size)
 
 
-def memory_stages(model, rows, masked, length, n_noisy, *, ranks, sharded, bf16, recompute, accumulation, eval_rows=0):
+def memory_stages(model, row, rows, masked, *, ranks, sharded, bf16, recompute, accumulation, eval_rows=0):
     """(parts, stages): bytes of one GPU, as memory has them, with micro-steps of `rows` rows and masked tokens.
 
-    model: the empty DiT. length, n_noisy: clean and noisy tokens of a row. eval_rows: of a validation batch; as many of
-    its tokens are masked.
+    model: the empty DiT. row: of row_bytes. eval_rows: of a validation batch, of whose tokens the same share is masked.
     """
     casts = (0, 0) if sharded or not bf16 else memory.cast_bytes(model, model.layers, recompute)
     parts = memory.memory_parts(memory.unit_sizes(model, model.layers), world=ranks, sharded=sharded,
                                 compute=2 if bf16 else 4, casts=casts, accumulation=accumulation, average=True)
-    row = row_bytes(model, length, n_noisy, bf16, sharded)
     (kept,), (layer,) = memory.kept_bytes(row, len(model.layers), recompute)
     given = (np.array([rows * kept]), np.array([rows * layer]), np.array([head_bytes(model.config, masked)]))
     _, parts, stages = memory.worst_pack(parts, *given, recompute)
@@ -66,3 +64,29 @@ def presets_text(peak_of, per_row):
         lines.append(f"{name:<13}  {problems:>3} problems {rows:>4} rows  {peak_of(rows) / memory.GIB:7.2f} GiB   "
                      f"guide {low}-{high} GB")
     return plan.INDENT.join(lines)
+
+
+def print_plan(check, args, ranks, config, table, rows, eval_rows, order, masked_share, steps):
+    """Print what a run takes; what it will not fit into is a problem of `check`.
+
+    config: dit.Config. table: blocks.row_table of rows. order: PackOrder of them. masked_share: of the targets, on
+    average; noise is spread evenly over a step. steps: still to go.
+    """
+    with torch.device("meta"):
+        model = dit.DiT(config, args.attn_backend or "flex", args.gradient_checkpointing)
+    sharded = args.parallel == "fsdp"
+    row = row_bytes(model, rows.length, rows.noisy_length, args.bf16, sharded)
+
+    def stages_of(batch_rows, masked):
+        return memory_stages(model, row, batch_rows, masked, ranks=ranks, sharded=sharded, bf16=args.bf16,
+                             recompute=args.gradient_checkpointing, accumulation=args.gradient_accumulation_steps,
+                             eval_rows=args.per_device_eval_batch_size if eval_rows else 0)
+    batch_rows = args.per_device_train_batch_size
+    parts, stages = stages_of(batch_rows, masked_share * plan.epoch_sums(order, [0], table["targets"]).max())
+    text = plan.memory_text(parts, stages, f"{batch_rows} rows", args.parallel, args.bf16, args.gradient_checkpointing,
+                            args.gradient_accumulation_steps, "of a piece of the masked tokens, at their peak")
+    print(plan.lengths_text(np.concatenate([rows.documents.tokens[m] for m in rows.members])))
+    plan.print_room(check, args, ranks, text, parts, stages, memory.checkpoint_bytes(model, False, average=True), steps,
+                    bool(eval_rows))
+    print(presets_text(lambda n: max(stages_of(n, masked_share * n * table["targets"].mean())[1].values()),
+                       table["samples"].mean()))

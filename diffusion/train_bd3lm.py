@@ -166,6 +166,7 @@ from common import checkpoint, loading, metrics, optim, parallel, plan, run, ten
 from common.packing import PackOrder, rank_packs
 from common.parallel import UserError
 from diffusion import blocks, bound, demo_problems, dit, noise, weights
+from diffusion.plan import print_plan
 from diffusion.problems import load_tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -279,17 +280,17 @@ def eval_line(step, v, regions):
             f"bits/token | perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} | {parts}")
 
 
-def print_start(world, config, rows, eval_rows, table, more, *, size_name, fsdp, bf16):
+def print_start(device, ranks, config, rows, eval_rows, table, more, *, size_name, fsdp, bf16):
     """What is about to run, before the first step. table: blocks.row_table of rows; more: lines."""
-    where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     with torch.device("meta"):
         size = sum(p.numel() for p in dit.DiT(config).parameters())
     held_out = sum(len(m) for m in eval_rows.members) if eval_rows else 0
     dropped = f", {rows.documents.dropped} dropped as too long" if rows.documents.dropped else ""
-    share = world.size if fsdp else 1
+    share = ranks if fsdp else 1
     state = 20 * size / share       # fp32 weights, gradients, two moments, average
     lengths = np.concatenate([rows.documents.tokens[m] for m in rows.members])
-    print(f"device     {world.size} x {where}, torch {torch.__version__}, {'bf16 autocast' if bf16 else 'fp32'}\n"
+    print(f"device     {ranks} x {where}, torch {torch.__version__}, {'bf16 autocast' if bf16 else 'fp32'}\n"
           f"model      {size_name}, {size:,} parameters; weights, gradients, optimizer and average "
           f"{plan.size(state)} a GPU\n"
           f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; tokens mean "
@@ -310,16 +311,19 @@ def main(argv=None):
 
 def train(args):
     # -- ranks, data --------------------------------------------------------------------------------------------------
-    layout = layout_of(args)
-    world, watch = run.start(args)
+    layout, ranks, check = layout_of(args), run.ranks(args), plan.Checks(args.dry_run is not None)
+    world, watch = run.start(args, check)
     device, main_rank = world.device, world.is_main
     if args.demo is not None:
         args.train_data_file, args.eval_data_file, args.tokenizer = parallel.rank0_first(
-            world, demo_problems.prepare, Path(args.output_dir) / "demo", args.system, args.demo)
-    tokens = parallel.rank0_first(world, load_tokenizer, args.tokenizer, args.system)   # one download for all
-    rows, eval_rows = blocks.prepare_rows(
-        world, layout, tokens, args.train_data_file, args.eval_data_file, validation_split=args.validation_split,
-        row_length=args.row_length, pack=args.pack, drop_too_long=args.drop_too_long, seed=args.seed)
+            world, demo_problems.prepare, Path(check.folder(args.output_dir)) / "demo", args.system, args.demo)
+    # a run ends at the first mistake, a dry run names them all
+    tokens = check(parallel.rank0_first, world, load_tokenizer, args.tokenizer, args.system)   # one download for all
+    rows, eval_rows = check(
+        blocks.prepare_rows, world, layout, tokens, args.train_data_file, eval_data=args.eval_data_file,
+        validation_split=args.validation_split, row_length=args.row_length, pack=args.pack,
+        drop_too_long=args.drop_too_long, seed=args.seed) or (None, None)
+    check.settle()
     table, regions = blocks.row_table(rows), bound.REGIONS[args.system]
     if not args.per_device_train_batch_size:        # the preset means problems; a packed row holds several
         args.per_device_train_batch_size = max(1, round(PRESETS[args.batch_preset][0] / table["samples"].mean()))
@@ -331,7 +335,7 @@ def train(args):
 
     # -- order, number of steps: known to every rank without asking, so all make the same number of collectives -------
     order, at = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, seed=args.seed), run.position(meta)
-    per_step, total_steps = world.size * accumulation, args.max_steps
+    per_step, total_steps = ranks * accumulation, args.max_steps
     step_rows = per_step * batch_rows
     step_problems, epochs = step_rows * table["samples"].mean(), total_steps * per_step / order.packs_per_epoch
     peak_lr = args.learning_rate
@@ -339,16 +343,16 @@ def train(args):
         peak_lr = optim.sqrt_lr(peak_lr, step_problems, args.scale_lr_from_batch)
     config = dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout)
     if main_rank:
-        print_start(world, config, rows, eval_rows, table,
+        print_start(device, ranks, config, rows, eval_rows, table,
                     f"steps      {total_steps} = {epochs:,.1f} epochs; a step is {step_rows} rows "
-                    f"({step_problems:,.0f} problems) = {world.size} ranks x {accumulation} micro-steps x "
+                    f"({step_problems:,.0f} problems) = {ranks} ranks x {accumulation} micro-steps x "
                     f"{batch_rows}; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\n"
-                    f"start      step {at['step']}, {f'resumed from {resume}' if resume else 'new weights'}",
+                    f"{plan.start_text(at['step'], resume, 'new weights')}",
                     size_name=args.model_size, fsdp=args.parallel == "fsdp", bf16=args.bf16)
-    if args.dry_run is not None:
-        if main_rank:
-            print("\n".join(plan.histogram(np.concatenate([rows.documents.tokens[m] for m in rows.members]))))
-        return
+    if check.dry:
+        print_plan(check, args, ranks, config, table, rows, eval_rows, order,
+                   noise.mean_rate(args.t_range, args.noise_schedule), total_steps - at["step"])
+        return check.finish()
 
     # -- model, optimizer, resume -------------------------------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)

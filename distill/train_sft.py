@@ -13,7 +13,6 @@ SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue
 """
 import argparse
 import math
-import os
 import sys
 from pathlib import Path
 
@@ -38,7 +37,9 @@ from common import (
 )
 from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.parallel import UserError
-from distill import chat, packed_lm, sft_plan, topk, weights
+from common.plan import Checks, start_text, steps_text
+from distill import chat, packed_lm, topk, weights
+from distill.plan import print_plan, samples_line
 from distill.table import make_loader, prepare_table, split_samples
 
 # LoRA takes about ten times the rate of full fine-tuning (thinking-machines-lab/tinker-cookbook's rule).
@@ -315,18 +316,17 @@ def step_work(table, window, matrix_weights, config, use_lora):
 
 
 def console_line(step, total_steps, v):
-    """One aligned line of the numbers in metrics.jsonl, with units."""
+    """One aligned line of at most 160 characters, with units; metrics.jsonl has all numbers."""
     mfu = f" | mfu {v['train/mfu'] * 100:4.1f}%" if "train/mfu" in v else ""
     parts = f"ce {v['train/ce_loss']:7.4f} kl {v['train/kl_loss']:7.4f} " if "train/kl_loss" in v else ""
-    return (f"step {step:>6}/{total_steps} | epoch {v['train/epoch']:6.2f} | loss {v['train/loss']:7.4f} "
-            f"{parts}acc {v['train/accuracy'] * 100:5.1f}% | lr {v['train/learning_rate']:.2e} | "
-            f"grad_norm {v['train/grad_norm']:7.3f} | {v['train/throughput']:>8,.0f} tok/s "
-            f"{v['train/samples_per_second']:>6,.1f} samples/s | pad {v['train/padding'] * 100:4.1f}% | "
-            f"wait {v['train/data_wait_seconds']:5.2f} s | mem {v['train/memory_gib']:5.2f} GiB{mfu} | "
+    return (f"step {step:>6}/{total_steps} | loss {v['train/loss']:7.4f} {parts}"
+            f"acc {v['train/accuracy'] * 100:5.1f}% | lr {v['train/learning_rate']:.2e} | "
+            f"grad_norm {v['train/grad_norm']:7.3f} | {v['train/throughput']:>9,.0f} tok/s | "
+            f"wait {v['train/data_wait_seconds']:4.1f} s{mfu} | "
             f"eta {metrics.duration((total_steps - step) * v['train/step_seconds'])}")
 
 
-def print_start(world, args, model, table, train_ids, eval_ids, plan):
+def print_start(world, args, model, table, train_ids, eval_ids, *more):
     """What is about to run, before the first step."""
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     n, n_trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))
@@ -334,7 +334,7 @@ def print_start(world, args, model, table, train_ids, eval_ids, plan):
           f"{'bf16' if args.bf16 else 'fp32'}\n"
           f"model      {n / 1e6:,.1f} M parameters, {n_trained / 1e6:,.3f} M trainable "
           f"({'LoRA' if args.use_lora else 'full'})\n"
-          f"{sft_plan.samples_line(table, train_ids, eval_ids)}\n{plan}")
+          f"{samples_line(table, train_ids, eval_ids)}", *more, sep="\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -343,29 +343,32 @@ def print_start(world, args, model, table, train_ids, eval_ids, plan):
 
 def main(argv=None):
     args = build_parser().parse_args(argv)
-    plan = None if args.dry_run is None else (lambda: sft_plan.dry_run(
-        args, args.dry_run or int(os.environ.get("WORLD_SIZE", "1")), sys.modules[__name__]))
-    run.main(args, train, plan)
+    run.main(args, train)
 
 
 def train(args):
-    # -- ranks, data --------------------------------------------------------------------------------------------------
-    check_flags(args, int(os.environ.get("WORLD_SIZE", "1")))
-    world, watch = run.start(args, cpu_too=args.cpu_offload)
+    # -- ranks, data, empty model: a run ends at the first mistake, a dry run names them all -------------------------
+    ranks, check = run.ranks(args), Checks(args.dry_run is not None)
+    check_flags(args, ranks)
+    world, watch = run.start(args, check, cpu_too=args.cpu_offload)
     device, main_rank = world.device, world.is_main
-    check_device(args, device)
-    parallel.rank0_first(world, weights.find_model, args.model_path)      # downloads before the others look
-    folder = weights.find_model(args.model_path)
-    config, tokenizer = weights.load_config(folder), chat.load_tokenizer(folder, args.chat_template)
-    weights.check_vocabulary(tokenizer, config)
-    encoder = chat.Encoder(tokenizer, args.train_turns, chat.THINKING[args.enable_thinking])
-    teacher = topk.Alternatives(tokenizer, args.distill_topk) if args.distill_topk else None
-    limit = weights.length_limit(config, args.max_length, args.max_tokens_per_batch)
+    check(check_device, args, device)
+    check(parallel.rank0_first, world, weights.find_model, args.model_path)       # downloads before the others look
+    folder = check(weights.find_model, args.model_path)
+    config, tokenizer = check(weights.load_config, folder), check(chat.load_tokenizer, folder,
+                                                                  template=args.chat_template)
+    check(weights.check_vocabulary, tokenizer, config)
+    encoder = check(chat.Encoder, tokenizer, args.train_turns, thinking=chat.THINKING[args.enable_thinking])
+    teacher = check(topk.Alternatives, tokenizer, args.distill_topk) if args.distill_topk else None
+    limit = check(weights.length_limit, config, args.max_length, args.max_tokens_per_batch)
+    model, parts = check(empty_model, args, config and folder) or (None, None)
     paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
     # rank 0 tokenises into a table on disk that all ranks map
-    table, n_train, ends = prepare_table(world, args.output_dir, paths, encoder, limit, args.too_long, teacher,
-                                         args.preprocess_num_proc)
-    train_ids, eval_ids = split_samples(table, n_train, args.group_size, args.validation_split, args.seed)
+    table, n_train, ends = check(prepare_table, world, check.folder(args.output_dir), paths, encoder, limit,
+                                 args.too_long, teacher=teacher, processes=args.preprocess_num_proc) or (None,) * 3
+    train_ids, eval_ids = check(split_samples, table, n_train, args.group_size, args.validation_split,
+                                args.seed) or (None, None)
+    check.settle()
     if args.tf32:
         torch.set_float32_matmul_precision("high")
     # a checkpoint of a run with another identity is refused; validation losses on other data do not compare
@@ -377,15 +380,22 @@ def train(args):
     accumulation, at = args.gradient_accumulation_steps, run.position(meta)
     order = pack_order(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
                        samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
-    per_step = world.size * accumulation
+    per_step = ranks * accumulation
     steps_per_epoch, total_steps = run_length(order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps,
                                               at)
     peak_lr, warmup = args.learning_rate, round(args.warmup_ratio * total_steps)
 
+    if check.dry:
+        if resume:
+            packed_lm.check_resume(model, resume)
+        print_plan(check, args, ranks, model, table, train_ids, eval_ids, order, (steps_per_epoch, total_steps), at,
+                   resume)
+        return check.finish()
+
     # -- model, optimizer, resume -------------------------------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)
-    # a full checkpoint replaces the base; adapters are loaded on top of it
-    model, parts = empty_model(args, resume if resume and not args.use_lora else folder)
+    if resume and not args.use_lora:        # a full checkpoint replaces the base; adapters are loaded on top of it
+        model, parts = empty_model(args, resume)
     wrapped = load_model(world, args, model, parts, resume)
     unknown_ends = weights.stop_at(model.native, ends)      # so that generate stops where trained answers end
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -403,9 +413,8 @@ def train(args):
     matrix_weights = packed_lm.layer_weights(model.native)
     if main_rank:
         print_start(world, args, model, table, train_ids, eval_ids,
-                    f"steps      {total_steps} ({steps_per_epoch} an epoch), {per_step} packs a step = {world.size} "
-                    f"ranks x {accumulation} micro-steps; peak lr {peak_lr:.2e}, warm-up {warmup}\n"
-                    f"start      step {now.step}, {f'resumed from {resume}' if resume else 'base model'}")
+                    steps_text(total_steps, steps_per_epoch, ranks, accumulation,
+                               f"peak lr {peak_lr:.2e}, warm-up {warmup}"), start_text(now.step, resume))
         if unknown_ends:
             names = ", ".join(tokenizer.convert_ids_to_tokens(unknown_ends))
             print(f"note       answers end with {names}, at which the base model's generation_config does not stop"

@@ -13,6 +13,7 @@ import io
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from common.loading import each
-from common.parallel import UserError, all_ranks_ok, gather_objects, rank0_first
+from common.parallel import UserError, all_ranks_ok, gather_objects, problem_text, rank0_first
 from common.watchdog import Stopped, ignore_in_worker, stop_requested
 from speech.codes import (
     FRAME_RATE,
@@ -304,3 +305,80 @@ class Progress:
             self.bar.update(self._count("clips") - self.bar.n)
         if self.bar:
             self.bar.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What would be encoded: lengths from headers
+
+
+def wave_samples(frames, rate):
+    """Samples at 24 kHz that soxr makes of `frames` samples at `rate` Hz: the exact length, rounded half up."""
+    return (2 * frames * SAMPLE_RATE + rate) // (2 * rate)
+
+
+def codec_frames(samples, config):
+    """Codec frames of a waveform of `samples` at 24 kHz; config: of codec_config.
+
+    The semantic branch decides and the acoustic one is padded to fit: 24 -> 16 kHz, 160 zeros at both ends, HuBERT's
+    unpadded convolutions, then every semantic_downsample_factor-th vector (transformers' encode).
+    """
+    n = -(-samples * config.semantic_sample_rate // config.sample_rate) + 2 * 160
+    for kernel, stride in zip(config.semantic_model_config.conv_kernel, config.semantic_model_config.conv_stride):
+        n = (n - kernel) // stride + 1
+    return -(-n // config.semantic_downsample_factor)
+
+
+def header_frames(path, cuts, config):
+    """Codec frames of each cut of a file, from its header alone -> [int]; the counterpart of decode_audio.
+
+    Raises ValueError with the reason. A file damaged behind its header is only found when it is decoded.
+    """
+    import soundfile
+    try:
+        if not os.path.getsize(path):
+            raise ValueError("is an empty file")
+        info = soundfile.info(path)
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror})")
+    except soundfile.SoundFileError as error:
+        why = str(error).rpartition(": ")[2].strip().rstrip(".")
+        raise ValueError(f"is not readable audio ({why}); wav, flac, mp3 and ogg are read")
+    found = []
+    for offset, length in cuts:
+        start = round((offset or 0) * info.samplerate)
+        stop = min(info.frames, start + round(length * info.samplerate)) if length else info.frames
+        samples = wave_samples(max(0, stop - start), info.samplerate)
+        check_length(samples, offset)
+        found.append(codec_frames(samples, config))
+    return found
+
+
+def plan_codes(clips, codec_dir, cache_dir, num_codebooks, processes=0):
+    """What ensure_codes would return for clips, without encoding, writing or locking: -1, -1, frames for a clip that is
+    not in the cache yet. Raises UserError with all that cannot be encoded, or where nothing can.
+    """
+    config, _ = codec_config(codec_dir, num_codebooks)
+    folder = Path(cache_dir) / codec_fingerprint(codec_dir)
+    where, unknown = CacheIndex(folder).find_clips(clips, processes)
+    files, problems = {}, []
+    for i in unknown[:, 0].tolist():
+        files.setdefault(clips[i].path, []).append(i)
+
+    def frames(path):
+        try:
+            return header_frames(path, [(clips[i].offset, clips[i].duration) for i in files[path]], config)
+        except ValueError as error:
+            problems.append(f"{path}: {error}")
+            return 0
+
+    with ThreadPoolExecutor(16) as pool:        # waits for the file system, not for the processor
+        for numbers, values in zip(files.values(), pool.map(frames, files)):
+            where[numbers, 2] = values
+    if len(unknown):
+        try:
+            check_encoder()
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError(problem_text(problems))
+    return folder, [], where

@@ -114,7 +114,7 @@ class PackedHiggs(nn.Module):
         return self.net is not self.base_model
 
     def hidden_states(self, batch):
-        """Final hidden states (S, H) in modality order of a data.PackedBatch."""
+        """Final hidden states (S, H) in modality order of a labels.PackedBatch."""
         model = self.base_model.model
         order = torch.cat([batch.text_pos, batch.audio_pos])
         n_text = len(batch.text_pos)
@@ -128,7 +128,7 @@ class PackedHiggs(nn.Module):
         return model.norm(hidden)
 
     def forward(self, batch):
-        """(audio (K,), text (), eos (5,)) of a data.PackedBatch: fp32 sums over its targets.
+        """(audio (K,), text (), eos (5,)) of a labels.PackedBatch: fp32 sums over its targets.
 
         audio: cross-entropy per codebook; text: cross-entropy. eos (detached): of the end-of-stream targets
         cross-entropy, correct argmax and number; of codebook 0 alone, which ends speech, correct end-of-streams and

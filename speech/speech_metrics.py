@@ -4,8 +4,6 @@
     compare(generated, reference)               -> mel-cepstral distance, pitch and voicing along the best alignment
 
 Waves are (n,) float32 mono at RATE. Frames are 10 ms apart and centred, so pitch and cepstra of a wave line up.
-
-Shared module: numpy, soundfile, soxr; copy parallel.py (UserError) with it.
 """
 import re
 import unicodedata

@@ -11,6 +11,7 @@ import os
 import random
 import re
 import resource
+import runpy
 import shutil
 import signal
 import socket
@@ -29,6 +30,7 @@ from tests.helpers.trainer import ROOT, mount, trainer_command
 
 pytestmark = pytest.mark.race
 
+SLOW_DISK = ROOT / "tests" / "helpers" / "slow_disk"
 SEED = int(os.environ.get("TEST_SEED", time.time_ns() % 10**6))     # printed by the tests that draw from it
 CLOCK = {"train/throughput", "train/audio_seconds_per_second", "train/samples_per_second", "train/step_seconds",
          "train/data_wait_seconds", "train/memory_gib", "system/gpu_memory_allocated", "train/mfu"}
@@ -53,6 +55,8 @@ def forked(argv, env, log, cwd):
     out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(out, 1)
     os.dup2(out, 2)
+    if "SLOW_DISK_S" in env:
+        runpy.run_path(str(SLOW_DISK / "sitecustomize.py"))
     import train_v2_ddp
     train_v2_ddp.main(argv)
 
@@ -81,6 +85,8 @@ class Job:
         env = {"TEST_JOB": uuid.uuid4().hex, **(env or {})}
         self.mark, self.launcher, self.ranks = f"TEST_JOB={env['TEST_JOB']}", None, []
         if torchrun:
+            if "SLOW_DISK_S" in env:
+                env["PYTHONPATH"] = os.pathsep.join([str(SLOW_DISK), *filter(None, [os.environ.get("PYTHONPATH")])])
             with open(self.log, "w") as log:
                 self.launcher = subprocess.Popen(trainer_command(tiny, output_dir, *flags, ranks=ranks), stdout=log,
                                                  stderr=subprocess.STDOUT, env={**os.environ, **env},
@@ -173,6 +179,7 @@ def standing_still(pids):
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
+        wait_until(lambda: all(map(is_stopped, pids)), "stop")      # what is sent before may be taken before
         yield
     finally:
         for pid in pids:
@@ -184,6 +191,12 @@ def cpu_seconds(pid):
     """What a process has computed so far: how far it is, whatever else the machine does."""
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def is_stopped(pid):
+    """True once no thread of a process runs any more."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
 
 def is_pending(number, pid):
@@ -333,7 +346,7 @@ def test_a_rank_killed_before_its_share_is_written_is_missed(launch, tmp_path):
     """Rank 0 waits for that share before the next save, in no collective that would end."""
     out = tmp_path / "out"
     ranks, flags = KINDS["fsdp"]
-    job = launch(out, *flags, "--save_steps", 1, ranks=ranks, env={"TEST_SLOW_WRITE": "3"})
+    job = launch(out, *flags, "--save_steps", 1, ranks=ranks, env={"SLOW_DISK_S": "3"})
     job.wait_for(lambda: last_step(out) >= 2)
     time.sleep(0.5)         # the files of step 1 take many times that
     job.signal(signal.SIGKILL, [job.rank(1)])
@@ -357,7 +370,7 @@ def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path
         before = newest(out)
         mark_unfinished(out)
         job = launch(out, *flags, "--save_steps", 1, "--save_total_limit", 2, ranks=ranks, torchrun=torchrun,
-                     env={"TEST_SLOW_WRITE": str(pause)})
+                     env={"SLOW_DISK_S": str(pause)})
         target = before + draw.randint(1, 2)
         job.wait_for(lambda: growing(out) >= target)        # noqa: B023  (asked at once)
         time.sleep(draw.uniform(0, 6 * pause))
@@ -414,13 +427,11 @@ def test_signal_saves_within_a_step_and_asks_for_requeue(launch, whole, tmp_path
     job = launch(out, *flags, "--save_steps", 0, ranks=ranks, torchrun=torchrun)
     job.wait_for(lambda: job.seen(3))
     pids = {"launcher": lambda: [job.launcher.pid], "all processes": job.pids}.get(to, lambda: [job.rank(int(to[-1]))])
-    pids = pids()
+    pids, asked = pids(), [job.rank(rank) for rank in (range(ranks) if "rank" not in to else [int(to[-1])])]
     with job.stand_still(range(ranks)):
         seen = last_step(out)
         job.signal(number, pids)
-        taken = signal.SIGTERM if torchrun else number
-        asked = range(ranks) if "rank" not in to else [int(to[-1])]
-        job.wait_for(lambda: all(is_pending(taken, job.rank(rank)) for rank in asked))
+        job.wait_for(lambda: all(is_pending(number, pid) for pid in asked))     # torchrun hands it on
     assert job.wait() == ([1] if torchrun else [0] * ranks), job.text()       # torchrun says 1 after SIGTERM
     # the step under way may be two further than the log, and one more is allowed
     assert steps_of(out) == [newest(out)] and seen < newest(out) <= seen + 3
@@ -436,7 +447,7 @@ def test_signal_saves_within_a_step_and_asks_for_requeue(launch, whole, tmp_path
 def test_signals_while_a_checkpoint_is_written(launch, whole, tmp_path):
     """Many of both, during the write of one checkpoint and then during that of the last one."""
     out = tmp_path / "out"
-    job = launch(out, *KINDS["lora"][1], "--save_steps", 3, env={"TEST_SLOW_WRITE": "0.2"})
+    job = launch(out, *KINDS["lora"][1], "--save_steps", 3, env={"SLOW_DISK_S": "0.2"})
     job.wait_for(lambda: growing(out) == 3)
     with job.stand_still([0]):
         assert growing(out) == 3
@@ -640,7 +651,7 @@ def test_slow_encoding_and_validation_are_no_hang(launch, speech, tmp_path):
 
 def test_training_goes_on_while_a_checkpoint_is_written(launch, whole, tmp_path):
     out = tmp_path / "out"
-    job = launch(out, *KINDS["lora"][1], "--save_steps", 15, env={"TEST_SLOW_WRITE": "1"})
+    job = launch(out, *KINDS["lora"][1], "--save_steps", 15, env={"SLOW_DISK_S": "1"})
     job.wait_for(lambda: growing(out) == 15)
     most = 15
     while growing(out) == 15:
@@ -660,7 +671,7 @@ def test_checkpoint_under_way_is_completed_when_the_run_gives_up(launch, tmp_pat
     """A rate beyond all numbers; the write takes longer than the others would wait for rank 0."""
     out = tmp_path / "out"
     job = launch(out, *KINDS["ddp"][1], "--learning_rate", 1e30, "--warmup_steps", 0, "--save_steps", 2,
-                 "--max_bad_steps", 3, ranks=2, env={"TEST_SLOW_WRITE": "2"})
+                 "--max_bad_steps", 3, ranks=2, env={"SLOW_DISK_S": "2"})
     assert job.wait() == [1, 1], job.text()
     errors = re.findall("^error: .*", job.text(), re.M)
     assert len(errors) == 1 and "3 steps in a row had a non-finite gradient" in errors[0], job.text()
@@ -708,7 +719,7 @@ def test_damaged_checkpoints_are_reported_and_passed_over(launch, whole, tmp_pat
 def test_last_good_checkpoint_stays_beside_a_damaged_newer_one(launch, whole, tmp_path):
     """One is kept. The good one goes only when a whole newer one has its name."""
     out, flags = tmp_path / "out", (*KINDS["lora"][1], "--save_total_limit", 1)
-    job = launch(out, *flags, "--save_steps", 2, env={"TEST_SLOW_WRITE": "0.4"})
+    job = launch(out, *flags, "--save_steps", 2, env={"SLOW_DISK_S": "0.4"})
     job.wait_for(lambda: growing(out) == 6)
     job.kill_all()
     assert steps_of(out) == [4]
@@ -716,7 +727,7 @@ def test_last_good_checkpoint_stays_beside_a_damaged_newer_one(launch, whole, tm
     flip_byte(out / "checkpoint-6" / "adapter_model.safetensors")
     for step, kept in ((5, [4, 6]), (6, [5, 6])):       # the second time the damaged one is about to be replaced
         mark_unfinished(out)
-        job = launch(out, *flags, "--save_steps", 1, env={"TEST_SLOW_WRITE": "0.4"})
+        job = launch(out, *flags, "--save_steps", 1, env={"SLOW_DISK_S": "0.4"})
         job.wait_for(lambda: growing(out) == step)      # noqa: B023
         job.kill_all()
         assert steps_of(out) == kept
@@ -732,7 +743,7 @@ def test_best_checkpoint_stays_over_a_kill(launch, tmp_path):
     out = tmp_path / "out"
     flags = ("--learning_rate", 0.3, "--lr_scheduler", "constant", "--validation_split", 0.2,
              "--warmup_steps", 0, "--max_steps", 4, "--eval_steps", 1, "--save_steps", 1, "--save_total_limit", 1)
-    job = launch(out, *flags, env={"TEST_SLOW_WRITE": "0.1"})
+    job = launch(out, *flags, env={"SLOW_DISK_S": "0.1"})
     job.wait_for(lambda: newest(out) >= 2)
     job.kill_all()
     resumed = launch(out, *flags)
@@ -813,7 +824,7 @@ def test_one_rank_that_cannot_write_its_share_stops_all(launch, whole, tmp_path)
 def test_output_that_becomes_read_only_stops_the_run(launch, whole, tmp_path):
     """In the middle of a write, as file systems do after an error."""
     out, (ranks, flags) = tmp_path / "out", KINDS["ddp"]
-    job = launch(out, *flags, "--save_steps", 3, ranks=ranks, env={"TEST_SLOW_WRITE": "0.2"})
+    job = launch(out, *flags, "--save_steps", 3, ranks=ranks, env={"SLOW_DISK_S": "0.2"})
     job.wait_for(lambda: newest(out) >= 3 and growing(out) >= 6)
     mount("--bind", out, out)
     try:

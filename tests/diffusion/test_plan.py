@@ -83,7 +83,8 @@ def test_the_guides_recommended_micro_step():
     model = model_of("flex", None, "small", device="meta", vocabulary=50258)
 
     def peak(recompute, ranks=1, sharded=False):
-        parts, stages = plan.memory_stages(model, 43, 6417, 512, 384, ranks=ranks, sharded=sharded, bf16=True,
+        row = plan.row_bytes(model, 512, 384, True, sharded)
+        parts, stages = plan.memory_stages(model, row, 43, 6417, ranks=ranks, sharded=sharded, bf16=True,
                                            recompute=recompute, accumulation=1)
         return (max(stages.values()) - parts["fixed"]) / memory.GIB, parts
     found, parts = peak(None)

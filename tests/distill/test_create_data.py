@@ -1,7 +1,6 @@
-"""Teacher labels: what counts as one; whole runs with a real server and a real model; kills, signals, the launcher."""
+"""Teacher labels: whole runs with a real server and a real model; kills, signals, the launcher."""
 import importlib.util
 import json
-import math
 import os
 import random
 import re
@@ -16,12 +15,11 @@ import uuid
 from pathlib import Path
 
 import pytest
-import torch
 
 from common import parallel
 from diffusion import make_problems
-from distill import create_data, labels, teacher
-from distill.labels import LANGUAGES, Found, make_parser, read_label
+from distill import create_data, teacher
+from distill.labels import LANGUAGES, make_parser, read_label
 from tests.helpers import tiny_teacher
 from tests.helpers.label_server import answer_to
 from tests.helpers.progress import PATIENCE_S, wait_until
@@ -136,75 +134,7 @@ def labelled(folder):
                path.read_bytes().split(b"\n"))
 
 
-# -- parsers ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text, reason, expected", [
-    ("Final Answer: fr", "stop", "fr"),
-    ("It is French.\n\n**Final Answer:** FR\n", "stop", "fr"),
-    ("Final Answer: xx\nis the form.\nFinal Answer: de", "stop", "de"),
-    ("Final Answer: de\nNo, wait.\nFinal Answer: es", "stop", "es"),            # the last one
-    ("<think>Final Answer: hi</think>\nFinal Answer: ot", "stop", "ot"),
-    ("Thai is\nFinal Answer: hi\n</think>\n\nFinal Answer: ot", "stop", "ot"),  # the prompt opened the thoughts
-    ("a</think>Final Answer: hi\n</think>\nFinal Answer: ot", "stop", "ot"),    # behind the last closing tag
-    ("<thinking>\nFinal Answer: hi\n</thinking>\nFinal Answer: ot", "stop", "ot"),
-    ("Final Answer: fr", "length", None),
-    ("Final Answer: fr", "abort", None),
-    ("<think>\nFinal Answer: hi\nbut", "stop", None),                           # thoughts without an end
-    ("done</think>\n<think>again\nFinal Answer: hi", "stop", None),
-    ("Final Answer: hi\n</think>\nI do not know", "stop", None),
-    ("The form is \"Final Answer: fr\".", "stop", None),
-    ("> Final Answer: fr", "stop", None),
-    ("Final Answer: fr or es", "stop", None),
-    ("Final Answer: fr, es", "stop", None),
-    ("Final Answer: fr\nFinal Answer: xx", "stop", None),                       # not the one before instead
-    ("Final Answer: sw", "stop", None),
-    ("Final Answer: french", "stop", None),
-    ("fr", "stop", None), ("", "stop", None), ("th -> hi", "stop", None),
-])
-def test_what_counts_as_a_label(text, reason, expected):
-    found = read_label(make_parser("language"), text, reason)
-    assert found.label == expected
-    assert bool(found.why) == (expected is None)
-    if expected:
-        assert text[found.start:found.end].lower() == expected
-
-
-def test_must_think():
-    parser = make_parser("language")
-    assert read_label(parser, "Final Answer: fr", "stop", must_think=True).label is None
-    assert read_label(parser, "x</think>\nFinal Answer: fr", "stop", must_think=True).label == "fr"
-
-
-def test_other_parsers():
-    regex = make_parser("regex", r"Sentiment = (\w+)", ("good", "bad"))
-    assert read_label(regex, "Sentiment = bad\nSentiment = good", "stop").label == "good"
-    assert read_label(regex, "so Sentiment = good", "stop").label is None
-    assert read_label(regex, "Sentiment = fair", "stop").label is None
-    whole = make_parser("whole")
-    assert read_label(whole, "<think>x</think>\n a\nb \n", "stop") == Found("a\nb", 18, 21)
-    assert read_label(whole, "<think>x</think>\n", "stop").label is None
-    assert make_parser("language").constraint() == {"choice": [f"Final Answer: {x}" for x in LANGUAGES]}
-    assert regex.constraint() == {"regex": r"Sentiment = (\w+)"}
-    for text in make_parser("language").constraint()["choice"]:         # what is forced can be read
-        assert read_label(make_parser("language"), text, "stop").label == text[-2:]
-
-
-def test_logprobs_of_a_label():
-    text = "<think>en\n</think>Final Answer: en"
-    found = read_label(make_parser("language"), text, "stop")
-    tokens = [("<think>en\n", []), ("</think>Final Answer:", []),
-              (" en", [(" en", math.log(0.5)), ("en", math.log(0.25)), (" fr", math.log(0.1)), ("\ufffd", -3.0),
-                      ("!", math.nan), ("?", -math.inf)]),
-              ("<|im_end|>", [("<|im_end|>", 0.0)])]            # its text holds the label as well
-    texts, [[first, second]] = labels.label_logprobs(tokens, text, found)
-    assert texts == ["en"]
-    assert first == ["en", pytest.approx(math.log(0.75), abs=1e-5)]
-    assert second == ["fr", pytest.approx(math.log(0.1), abs=1e-5)]
-    two = tokens[:2] + [(" e", [(" e", -0.1)]), ("n", [("n", -0.2)])]
-    assert labels.label_logprobs(two, text, found) == (["e", "n"], [[["e", -0.1]], [["n", -0.2]]])
-    assert labels.label_logprobs([("Final Answer: en.", [])], text + ".", found) is None     # no own token
-    assert labels.label_logprobs([], text, found) is None
+# -- the prompt -------------------------------------------------------------------------------------------------------
 
 
 def test_prompt_of_the_project():
@@ -470,62 +400,6 @@ def test_damaged_journal_is_named(server, tmp_path):
 # -- transformers -----------------------------------------------------------------------------------------------------
 
 
-def ask_tiny(folder, *more):
-    args = create_data.build_parser().parse_args(
-        ["--input_file", "", "--output_file", "", "--model_name", str(folder), "--engine", "transformers",
-         "--max_tokens", "12", *more])
-    return create_data.open_teacher(args, "transformers")
-
-
-def test_transformers_answers_as_generate_does(tiny_chat):
-    folder, model, tokenizer = tiny_chat
-    requests = [teacher.Request(i, "a" * (3 * i + 1), i) for i in range(6)]
-    found = {request.id: answer for request, answer in
-             ask_tiny(folder, "--temperature", "0", "--max_tokens", "4", "--logprobs", "3")(requests)}
-    for request in requests:
-        text = f"<|im_start|>user\n{request.prompt}<|im_end|>\n<|im_start|>assistant\n"
-        prompt = tokenizer(text, return_tensors="pt")
-        out = model.generate(**prompt, do_sample=False, max_new_tokens=4)[0, prompt["input_ids"].shape[1]:]
-        ended = bool(out[-1].item() in model.generation_config.eos_token_id)
-        ids, answer = out[:len(out) - ended], found[request.id]
-        assert answer.text == tokenizer.decode(ids) and answer.finish_reason == ("stop" if ended else "length")
-        assert answer.prompt_tokens == prompt["input_ids"].shape[1] and answer.completion_tokens == len(ids)
-        logits = model(torch.cat([prompt["input_ids"][0], ids])[None]).logits[0, prompt["input_ids"].shape[1] - 1:]
-        for i, (token, top) in enumerate(answer.tokens):
-            best = torch.log_softmax(logits[i], -1).topk(3)
-            assert token == tokenizer.decode([ids[i]]) and len(top) == 3
-            assert [value for _, value in top] == pytest.approx(best.values.tolist(), abs=1e-4)
-            assert [text for text, _ in top] == [tokenizer.decode([j]) for j in best.indices]
-    assert {answer.finish_reason for answer in found.values()} == {"stop", "length"}
-
-
-def test_transformers_draws_depend_on_the_seed_alone(tiny_chat):
-    folder = tiny_chat[0]
-    requests = [teacher.Request(i, "b" * (i % 4 + 1), 100 + i // 2) for i in range(12)]
-    alone = {r.id: a.text for r, a in ask_tiny(folder, "--temperature", "1", "--batch_size", "1")(requests)}
-    batch = {r.id: a.text for r, a in ask_tiny(folder, "--temperature", "1", "--batch_size", "8")(requests[::-1])}
-    assert alone == batch and len(set(alone.values())) > 8
-    narrow = [a.text for _, a in ask_tiny(folder, "--temperature", "1", "--top_k", "1")(requests)]
-    greedy = [a.text for _, a in ask_tiny(folder, "--temperature", "0")(requests)]
-    assert narrow == greedy
-
-
-def test_transformers_draws_from_the_softmax(tiny_chat):
-    """1,500 first tokens against the probabilities at this temperature."""
-    folder, model, tokenizer = tiny_chat
-    answers = ask_tiny(folder, "--temperature", "0.7", "--max_tokens", "1", "--batch_size", "500")
-    drawn = [answer.text if answer.finish_reason == "length" else "" for _, answer in
-             answers([teacher.Request(i, "c", i) for i in range(1500)])]
-    prompt = tokenizer("<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n", return_tensors="pt")
-    share = torch.softmax(model(**prompt).logits[0, -1] / 0.7, -1)
-    for token in share.topk(4).indices.tolist():
-        if token not in model.generation_config.eos_token_id and "\ufffd" not in tokenizer.decode([token]):
-            p = share[token].item()
-            assert abs(drawn.count(tokenizer.decode([token])) / 1500 - p) < 4 * (p * (1 - p) / 1500) ** 0.5
-    p = share[model.generation_config.eos_token_id].sum().item()
-    assert abs(drawn.count("") / 1500 - p) < 4 * (p * (1 - p) / 1500) ** 0.5
-
-
 def test_transformers_run(tiny_chat, tmp_path):
     folder = tiny_chat[0]
     files(tmp_path, [*make_lines(9), "de " + "long " * 120], "{text}")
@@ -537,14 +411,6 @@ def test_transformers_run(tiny_chat, tmp_path):
     assert "leaves no room" in rejected[-1]["why"] and rejected[-1]["id"] == 9
     (folder / "generation_config.json").write_text((folder / "generation_config.json").read_text() + " ")
     assert "model was " in label(tmp_path, *given, ok=False)        # other weights under the same name are not mixed in
-
-
-def test_thoughts_that_the_template_opens(tiny_chat, tmp_path):
-    folder, _, tokenizer = tiny_chat
-    assert teacher.opens_thought(tokenizer, {"enable_thinking": True}) == "<think>"
-    assert teacher.opens_thought(tokenizer, {}) == ""
-    [(_, answer)] = ask_tiny(folder, "--thinking", "on")([teacher.Request(0, "x", 0)])
-    assert answer.text.startswith("<think>")        # so that thoughts without an end are seen
 
 
 def test_models_that_cannot_teach(tiny_chat, tmp_path):

@@ -1,5 +1,5 @@
 """Whole student runs: against a trainer written here with transformers' own forward, one rank = two = DDP = FSDP2,
-resumed = uninterrupted, checkpoints that from_pretrained and PeftModel load; packed = unpacked; bad input.
+resumed = uninterrupted, checkpoints that from_pretrained and PeftModel load; bad input.
 
 A run is named "student method mode ranks x samples x micro-steps flags" and trained once, when first asked for, by
 ranks that stay (pool.py). The reference never packs: each sample goes through the model alone.
@@ -19,45 +19,31 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import adapters, checkpoint
+from common import checkpoint
 from common.packing import PackOrder
 from common.parallel import UserError
-from distill import chat, packed_lm, sft_plan, train_sft, weights
-from distill.table import ChatSamples, ChatTable, collate, split_groups, write_table
+from distill import train_sft
 from tests.helpers import chats
 from tests.helpers.pool import Pool
+from tests.helpers.students import HELD_OUT, SEED, sample_loss
 from tests.helpers.trainer import ROOT, Run
 
-LR, STEPS, SEED = 2e-3, 5, 42
+LR, STEPS = 2e-3, 5
 CLOCK = {"train/throughput", "train/samples_per_second", "train/step_seconds", "train/data_wait_seconds",
          "train/memory_gib"}
 CUTS = {"train/epoch", "train/padding"}     # what an epoch's last step is short of depends on how packs are cut
 # 20 of 24 samples are trained, 8 a step: an epoch's third step has 4, so some ranks get empty packs
 COMMON = {"learning_rate": LR, "max_steps": STEPS, "logging_steps": 1, "warmup_ratio": 0.4, "weight_decay": 0.1,
-          "eval_steps": 2, "validation_split": 0.15, "per_device_eval_batch_size": 3, "num_workers": 0,
+          "eval_steps": 2, "validation_split": HELD_OUT, "per_device_eval_batch_size": 3, "num_workers": 0,
           "save_steps": 0, "save_total_limit": 1, "report_to": "none", "seed": SEED}
 METHODS = {"full": (), "lora": ("--use_lora", "--lora_rank", 5), "packs": ("--max_tokens_per_batch", 160),
            "dropout": ("--use_lora", "--lora_rank", 5, "--lora_dropout", 0.2),
            "distill": ("--distill_topk", 3, "--distill_weight", 0.7)}
 EVERY = "--save_steps 1 --save_total_limit 0 --logging_steps 2"
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Folder with two students and the conversations."""
-    folder = tmp_path_factory.mktemp("students")
-    chats.student(folder / "qwen")
-    chats.student(folder / "llama", "llama")
-    chats.student(folder / "sixteen", hidden_size=48, intermediate_size=64, head_dim=16)
-    chats.student(folder / "window", use_sliding_window=True, sliding_window=6, max_window_layers=1)
-    records = chats.alternatives(24, chats.tokenizer())         # without --distill_topk they change nothing
-    (folder / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -145,28 +131,6 @@ def assert_same_bits(run, other, after):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The reference: transformers' own forward, one sample at a time
-
-
-@pytest.fixture(scope="module")
-def data(made, tmp_path_factory):
-    """data(student) -> (ChatTable, numbers to train, numbers held out), as the runs see them."""
-    def table(student):
-        folder = tmp_path_factory.mktemp("table")
-        encoder = chat.Encoder(chat.load_tokenizer(made / student))
-        write_table(folder, [made / "chats.jsonl"], encoder, 256, "stop")
-        table = ChatTable(folder)
-        return table, *split_groups(np.arange(24), COMMON["validation_split"], SEED)
-    return table
-
-
-def sample_loss(model, table, number):
-    """(sum of cross-entropies of trained tokens, how many were right) of one sample by transformers' own forward."""
-    part = slice(table.offsets[number], table.offsets[number + 1])
-    ids = torch.from_numpy(table.tokens[part].astype(np.int64))
-    labels = torch.where(torch.from_numpy(table.trained[part].copy()), ids, -100)
-    logits = model(input_ids=ids[None]).logits[0, :-1]
-    return (F.cross_entropy(logits, labels[1:], reduction="sum", ignore_index=-100),
-            (logits.argmax(-1) == labels[1:]).sum())
 
 
 def taught_loss(model, table, number, record, tokenizer):
@@ -406,210 +370,12 @@ def test_a_loss_that_is_not_finite_is_named(pool, made, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Model and loss in pieces
-
-
-def packed_model(folder, recompute=None, attention=packed_lm.ATTENTION):
-    """The model of a folder by our own loading, in a PackedLM."""
-    native = weights.empty_model(weights.load_config(folder), torch.float32, folder, attention)
-    parts = weights.weight_parts(folder, native)
-    weights.check_weights(native, parts, folder)
-    weights.give_memory(native, "cpu")
-    weights.load_weights(dict(native.named_parameters()), parts)
-    return packed_lm.PackedLM(native, recompute)
-
-
-@pytest.mark.parametrize("student, recompute", [("qwen", None), ("llama", "all"), ("window", "selective")])
-def test_packed_is_unpacked(made, data, student, recompute):
-    """Losses and every gradient; documents of padding and an order of their own change nothing."""
-    table, train, _ = data(student)
-    model = packed_model(made / student, recompute).train()
-    theirs = AutoModelForCausalLM.from_pretrained(made / student)
-    chosen = [train[i] for i in (3, 0, 7, 4)]
-    batch = collate([ChatSamples(table)[n] for n in chosen], pad_to=700)
-    model.chunk = 3
-    loss, right = model(batch)
-    loss.backward()
-    wanted = [sample_loss(theirs, table, n) for n in chosen]
-    sum(one for one, _ in wanted).backward()
-    assert loss.item() == pytest.approx(sum(one.item() for one, _ in wanted), rel=1e-5)
-    assert right == sum(one for _, one in wanted)
-    grads = {name: p.grad for name, p in theirs.named_parameters()}
-    assert_close({name: p.grad for name, p in model.native.named_parameters()}, grads, 1e-4)
-
-
-def test_each_document_is_alone(made, data):
-    """What stands before or behind a sample in its pack does not reach it."""
-    table, train, _ = data("qwen")
-    samples, model = ChatSamples(table), packed_model(made / "qwen").eval()
-    with torch.no_grad():
-        alone, *packed = (model(collate([samples[n] for n in order]))[0].item() for order in (
-            train[:1], train[:3], train[[1, 0]], train[[1]], train[[1, 2]]))
-    assert packed[1] - packed[2] == pytest.approx(alone, abs=1e-4)
-    assert packed[0] - packed[3] == pytest.approx(alone, abs=1e-4)
-
-
-@pytest.mark.parametrize("n, chunk", [(10, 3), (9, 3), (2, 3), (0, 3)])
-def test_chunked_loss_is_plain(n, chunk):
-    torch.manual_seed(n)
-    shapes = (n, 7), (23, 7), (23,)
-    ours = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    theirs = [t.detach().clone().requires_grad_() for t in ours]
-    targets = torch.randint(0, 23, (n,))
-    loss, right = packed_lm.chunked_loss(*ours, targets, chunk)
-    logits = theirs[0] @ theirs[1].T + theirs[2]
-    plain = -logits.log_softmax(-1)[torch.arange(n), targets].sum()
-    (3 * loss).backward()
-    (3 * plain).backward()
-    torch.testing.assert_close(loss, plain)
-    assert right == (logits.argmax(-1) == targets).sum()
-    for a, b in zip(ours, theirs):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-5)
-
-
-def test_chunks_never_hold_all_logits(made, data, monkeypatch):
-    table, train, _ = data("qwen")
-    batch, seen = collate([ChatSamples(table)[n] for n in train]), []
-    model, linear = packed_model(made / "qwen"), F.linear
-    monkeypatch.setattr(F, "linear", lambda x, w, b=None: seen.append(len(x) if w.shape[0] == 401 else 0)
-                        or linear(x, w, b))
-    assert model.chunk == packed_lm.LOGITS // 401
-    model.chunk = 8
-    model(batch)[0].backward()
-    pieces = -(-len(batch.rows) // 8)
-    assert max(seen) == 8 and pieces > 3 and sum(rows > 0 for rows in seen) == 2 * pieces     # forward and backward
-
-
-@pytest.mark.parametrize("student", ["qwen", "llama"])
-def test_loaded_is_from_pretrained(made, student):
-    """Weights, computed buffers, ties: the very logits."""
-    ours = packed_model(made / student, attention="sdpa").native.eval()
-    theirs = AutoModelForCausalLM.from_pretrained(made / student).eval()
-    ids = torch.arange(3, 200)[None]
-    assert torch.equal(ours(input_ids=ids).logits, theirs(input_ids=ids).logits)
-    assert (ours.lm_head.weight is ours.model.embed_tokens.weight) == (student == "qwen")
-    assert {name for name, _ in ours.named_buffers()} == {name for name, _ in theirs.named_buffers()}
-
-
-def test_a_saved_config_tells_what_was_trained(made, tmp_path):
-    """The dtype of the weights beside it, whatever the base had, and an end that generate stops at."""
-    config = weights.load_config(made / "qwen")
-    config.dtype = torch.bfloat16
-    model, tokenizer = weights.empty_model(config, torch.float32, made / "qwen"), chats.tokenizer()
-    known, other = model.generation_config.eos_token_id, tokenizer.convert_tokens_to_ids("<|eot_id|>")
-    assert weights.stop_at(model, [known]) == [] and weights.stop_at(model, [known, other]) == [other]
-    weights.save_config(model, tokenizer, tmp_path)
-    saved = json.loads((tmp_path / "config.json").read_text())
-    assert saved["dtype"] == "float32" and saved["architectures"] == ["Qwen3ForCausalLM"]
-    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [known, other]
-
-
-def test_compiled_layers_are_eager_ones(made, data):
-    from torch._dynamo.testing import CompileCounter
-    table, train, _ = data("qwen")
-    plain, compiled, counter, graphs = packed_model(made / "qwen"), packed_model(made / "qwen"), CompileCounter(), 0
-    for layer in weights.decoder_layers(compiled.native):
-        layer.compile(backend=counter)
-    for start in range(0, 20, 2):
-        batch = collate([ChatSamples(table)[n] for n in train[start:start + 2 + start % 3]])
-        assert compiled(batch)[0].item() == pytest.approx(plain(batch)[0].item(), rel=1e-5)
-        graphs = graphs if start > 6 else counter.frame_count
-    assert counter.frame_count == graphs > 0, "batches of other lengths must not compile for ever"
-
-
-@pytest.mark.parametrize("method", ["full", "lora"])
-def test_static_packs_compile_no_more_after_two(made, data, method):
-    """As --max_tokens_per_batch --compile: numbers and lengths of documents change, graphs do not; backward as well."""
-    table, train, _ = data("qwen")
-    model = packed_model(made / "qwen", recompute="all" if method == "lora" else None)
-    if method == "lora":
-        net = adapters.add_lora(model.native, weights.decoder_layers(model.native), 4, 8, 0.0, "all-linear", "base")
-        adapters.init_adapters(net, 1)
-        model = packed_lm.PackedLM(net, recompute="all")
-    torch._dynamo.reset()
-    for layer in weights.decoder_layers(model.native):
-        layer.compile(backend="aot_eager")
-    order = PackOrder(table.lengths[train], tokens_per_pack=160, seed=1)
-    samples, counts = ChatSamples(table), set()
-    for epoch in range(2):
-        plan = order.epoch(epoch)
-        for p in range(len(plan)):
-            batch = collate([samples[train[i]] for i in plan.pack(p)], pad_to=160)
-            counts.add(len(batch.cu_seqlens))
-            with torch._dynamo.config.patch(error_on_recompile=epoch > 0 or p > 1), \
-                    torch.autocast("cpu", torch.bfloat16):
-                model(batch)[0].backward()
-    assert len(counts) > 2 and torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-
-
-def test_flops_count_what_is_multiplied(made):
-    model = AutoModelForCausalLM.from_pretrained(made / "llama")
-    values = 2 * (36 * 24 + 2 * 36 * 12 + 24 * 36 + 3 * 36 * 43)
-    assert packed_lm.layer_weights(model) == values
-    assert packed_lm.flops(values, model.config, 10, 3, 55, False) == 6 * (10 * values + 3 * 36 * 401) \
-        + 12 * 4 * 6 * 55 * 2
-    assert packed_lm.flops(values, model.config, 10, 3, 55, True) == 4 * (10 * values + 3 * 36 * 401) \
-        + 12 * 4 * 6 * 55 * 2
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Bad input, and the dry run
-
-
-SIZES = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
-         "eos_token_id": 2}
-GPT2 = {"vocab_size": 90, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0,
-        "bos_token_id": 1, "eos_token_id": 2}
-
-
-@pytest.mark.parametrize("kind, settings", [
-    ("Mistral", {"sliding_window": 5}), ("Phi3", {}), ("Olmo2", {}), ("SmolLM3", {}), ("GPT2", None),
-    ("Granite", {"embedding_multiplier": 2.0, "residual_multiplier": 0.5}),
-    ("Gemma3Text", {"head_dim": 8, "sliding_window": 5})])
-def test_other_architectures_packed(kind, settings):
-    """Sums of losses over documents equal those of each document alone by transformers' own forward."""
-    config = getattr(transformers, f"{kind}Config")(**GPT2 if settings is None else SIZES | settings)
-    torch.manual_seed(0)
-    theirs = AutoModelForCausalLM.from_config(config).eval()
-    ours = weights.empty_model(config, torch.float32, attention=packed_lm.ATTENTION).eval()
-    packed_lm.check_model(ours)
-    weights.give_memory(ours, "cpu")
-    same = dict(theirs.named_parameters())
-    for name, parameter in ours.named_parameters():
-        same[name].data += 0.1 * torch.randn(parameter.shape)
-        parameter.data.copy_(same[name].data)
-    documents = [torch.randint(3, 90, (n,)) for n in (9, 31, 17)]
-    batch = collate([(i, ids.numpy(), np.ones(len(ids), bool)) for i, ids in enumerate(documents)])
-    with torch.no_grad():
-        alone = sum(F.cross_entropy(theirs(ids[None]).logits[0, :-1], ids[1:], reduction="sum").item()
-                    for ids in documents)
-        assert packed_lm.PackedLM(ours)(batch)[0].item() == pytest.approx(alone, rel=1e-5)
-
-
-@pytest.mark.parametrize("kind, settings, part", [
-    ("Gemma2", {"head_dim": 8}, "final_logit_softcapping 30.0, which is not supported"),
-    ("Cohere", {}, "logit_scale 0.0625, which is not supported"),
-    ("Mamba", {}, "cannot be packed"), ("Qwen3Next", {"num_experts": 2, "moe_intermediate_size": 8}, "cannot be"),
-    ("GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}, "attention sinks"),
-    ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "carry state from one packed document into the next"),
-    ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 8}, "is a mixture of experts; only dense models can be"),
-    ("Mixtral", {"num_local_experts": 2}, "MixtralForCausalLM is a mixture of experts; only dense models can be"),
-    ("GPTJ", {}, "cannot be built with another attention"), ("Nemotron", {}, "is not told where documents end"),
-])
-def test_architectures_that_cannot_be_packed(kind, settings, part):
-    config = getattr(transformers, f"{kind}Config")(**SIZES | settings)
-    with pytest.raises(UserError, match=re.escape(part)):
-        model = weights.empty_model(config, torch.float32, attention=packed_lm.ATTENTION)
-        packed_lm.check_model(model)
-        weights.give_memory(model, "cpu")
-        packed_lm.PackedLM(model)(collate([(0, np.arange(5), np.ones(5, bool))]))
 
 
 def planned(made, output_dir, *flags, student="qwen"):
     _, line = arguments(made, output_dir, f"{student} full fsdp 1x8x1", *flags)
-    args = train_sft.build_parser().parse_args(line)
-    sft_plan.dry_run(args, 2, train_sft)
+    train_sft.train(train_sft.build_parser().parse_args([*line, "--dry_run", "2"]))
 
 
 @pytest.mark.parametrize("flags, part", [
@@ -631,7 +397,6 @@ def planned(made, output_dir, *flags, student="qwen"):
     (["--group_size", "24"], "all samples are one group"), (["--num_train_epochs", "0"], "must be at least 1"),
     (["--output_dir", "/proc/here"], "--output_dir /proc/here: cannot be written"),
     (["--dry_run", "2", "--gpu_memory", "0"], "--gpu_memory is 0.0; it must be more than 0"),
-    (["--host_memory", "3"], "--host_memory needs --dry_run"),
     (["--lora_rank", "4"], "--lora_rank needs --use_lora"),
     (["--dry_run", "2", "--gpu_memory", "1.01"], "memory: about 2.0"),
     (["--dry_run", "2", "--host_memory", "0.0001"], "host memory: about "),
@@ -639,6 +404,12 @@ def planned(made, output_dir, *flags, student="qwen"):
 def test_bad_flags(made, tmp_path, flags, part):
     with pytest.raises(UserError, match=re.escape(part)):
         planned(made, tmp_path, *flags)
+
+
+def test_what_only_goes_with_a_dry_run(made, tmp_path):
+    line = arguments(made, tmp_path, "qwen full fsdp 1x8x1", "--host_memory", "3")[1]
+    with pytest.raises(UserError, match="--host_memory needs --dry_run"):
+        train_sft.train(train_sft.build_parser().parse_args(line))
 
 
 def spoil(folder, kind):
@@ -690,8 +461,8 @@ def test_several_problems_at_once(made, tmp_path):
 
 def test_dry_run_foretells_the_run(made, shared, tmp_path, capsys):
     run = shared("qwen full fsdp 2x4x1")
-    args = train_sft.build_parser().parse_args(arguments(made, tmp_path / "none", "qwen full fsdp 2x4x1")[1])
-    sft_plan.dry_run(args, 2, train_sft)
+    line = [*arguments(made, tmp_path / "none", "qwen full fsdp 2x4x1")[1], "--dry_run", "2"]
+    train_sft.train(train_sft.build_parser().parse_args(line))
     said = capsys.readouterr().out
     for line in ("samples ", "steps "):
         ours, = (row for row in said.splitlines() if row.startswith(line))
@@ -748,8 +519,17 @@ def test_launcher_without_what_it_needs(tmp_path):
         assert done.returncode == 1 and part in done.stderr
 
 
+def test_a_log_line_fits_a_terminal():
+    """With every part that it may have, and wide numbers."""
+    names = ("loss", "ce_loss", "kl_loss", "accuracy", "learning_rate", "grad_norm", "throughput", "data_wait_seconds",
+             "mfu", "step_seconds")
+    numbers = 12.3, 12.3, 12.3, 1, 1e-4, 123.4, 9_999_999, 10, 0.4, 0.5
+    values = {f"train/{name}": number for name, number in zip(names, numbers, strict=True)}
+    assert len(train_sft.console_line(50_000, 500_000, values)) <= 160
+
+
 def test_every_flag_is_explained_and_used():
-    files = ("distill/train_sft", "distill/sft_plan", "common/run", "common/plan")
+    files = ("distill/train_sft", "distill/plan", "common/run", "common/plan")
     source = "".join((ROOT / f"{name}.py").read_text() for name in files)
     for action in train_sft.build_parser()._actions:
         assert action.help and len(action.help) > 8, f"{action.option_strings} has no help text"

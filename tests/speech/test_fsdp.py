@@ -359,7 +359,8 @@ def start(argv):
     train_v2_ddp.check_flags(args, int(os.environ["WORLD_SIZE"]))
     world = parallel.init(60, 60, alone_too=args.parallel == "fsdp")
     folder, config = find_model(args.model_path)
-    return world, args, *train_v2_ddp.build_model(world, args, folder, config, None)
+    model, native, parts = train_v2_ddp.empty_trained_model(args, folder, config)
+    return world, args, model, train_v2_ddp.load_model(world, args, model, native, parts, None), native
 
 
 def whole(tensor):

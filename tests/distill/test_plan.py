@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from common import adapters, memory
-from distill import packed_lm, sft_plan, table, train_sft, weights
+from distill import packed_lm, plan, table, train_sft, weights
 from tests.helpers import chats
 from tests.helpers.live_bytes import LiveBytes
 
@@ -65,7 +65,7 @@ def test_activations_are_what_a_step_keeps(kind, lora, bf16, sharded, recompute)
     empty, model = built(kind, lora, bf16, sharded, recompute)
     batch = batch_of(4, 150, 20)
     kept, peak = real_step(model, batch, bf16)
-    one = sft_plan.row_bytes(empty, bf16, sharded, gpu=False)
+    one = plan.row_bytes(empty, bf16, sharded, gpu=False)
     rows, tokens, value = len(batch.rows), len(batch.input_ids), 2 if bf16 and sharded else 4
     casts = 0 if sharded or not bf16 else 2 * sum(p.numel() for n, p in model.named_parameters() if p.ndim > 1
                                                   and p.dtype == torch.float32 and "embed" not in n
@@ -74,7 +74,7 @@ def test_activations_are_what_a_step_keeps(kind, lora, bf16, sharded, recompute)
     (a_token,), (layer,) = memory.kept_bytes(one, MODELS[kind].num_hidden_layers, recompute)
     estimate = tokens * a_token
     assert estimate == pytest.approx(kept - casts - head, rel=0.1)
-    logits = sft_plan.LOGIT_COPIES[False] * 4 * rows * 300
+    logits = plan.LOGIT_COPIES[False] * 4 * rows * 300
     parts = memory.memory_parts([(0, 0, 0)], casts=(casts, 0)) | {"fixed": 0}
     stages = memory.peak_stages(parts, estimate + rows * value * 96, tokens * layer, logits, recompute)
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
@@ -84,9 +84,9 @@ def test_activations_are_what_a_step_keeps(kind, lora, bf16, sharded, recompute)
 def test_dropout_of_adapters_is_counted():
     empty, model = built("qwen", True, False, True, None, dropout=0.1)
     kept, _ = real_step(model, batch_of(4, 150, 5), False)
-    one = sft_plan.row_bytes(empty, False, True, gpu=False)
+    one = plan.row_bytes(empty, False, True, gpu=False)
     assert 600 * (one["layers"] + one["ends"]) == pytest.approx(kept - 20 * 4 * (96 + 300), rel=0.1)
-    without = sft_plan.row_bytes(built("qwen", True, False, True, None)[0], False, True, gpu=False)
+    without = plan.row_bytes(built("qwen", True, False, True, None)[0], False, True, gpu=False)
     assert one["layers"] > 1.1 * without["layers"]
 
 
@@ -98,8 +98,8 @@ def test_logits_are_the_peak_of_many_rows(topk, trained):
     batch = batch_of(2, 150, trained, topk)
     model.chunk = 200
     _, peak = real_step(model, batch, False)
-    one, rows = sft_plan.row_bytes(empty, False, True, gpu=False), len(batch.rows)
-    logits = sft_plan.LOGIT_COPIES[bool(topk)] * 4 * min(rows, 200) * 4000
+    one, rows = plan.row_bytes(empty, False, True, gpu=False), len(batch.rows)
+    logits = plan.LOGIT_COPIES[bool(topk)] * 4 * min(rows, 200) * 4000
     assert 300 * (one["inputs"] + one["ends"]) + rows * 4 * 96 + logits == pytest.approx(peak, rel=0.1)
 
 
@@ -108,8 +108,8 @@ def test_counting_leaves_the_model_as_it_was():
     batch = batch_of(3, 40, 9)
     with torch.no_grad():
         before = model(batch)[0].item()
-        sft_plan.row_bytes(empty, True, True)
-        sft_plan.row_bytes(model, False, False)
+        plan.row_bytes(empty, True, True)
+        plan.row_bytes(model, False, False)
         assert model(batch)[0].item() == before
     layers = weights.decoder_layers(model.native)
     assert all(layer.gradient_checkpointing and not layer._forward_hooks for layer in layers)
@@ -118,15 +118,15 @@ def test_counting_leaves_the_model_as_it_was():
 def test_what_does_not_belong_to_tokens_is_not_counted(monkeypatch):
     """Weights and their casts: another number of tokens gives the same bytes a token."""
     empty, _ = built("qwen", False, True, False, None)
-    one = sft_plan.row_bytes(empty, True, False)
+    one = plan.row_bytes(empty, True, False)
     monkeypatch.setattr(memory, "TRIAL", 2003)
-    assert sft_plan.row_bytes(empty, True, False) == one
+    assert plan.row_bytes(empty, True, False) == one
 
 
 def test_flash_attention_keeps_less_than_the_cpu():
     """Grouped keys and values as they are where torch's kernel takes them, and no second output."""
     empty, _ = built("qwen", False, True, True, None)
-    cpu, gpu = (sft_plan.row_bytes(empty, True, True, gpu=gpu)["layer"] for gpu in (False, True))
+    cpu, gpu = (plan.row_bytes(empty, True, True, gpu=gpu)["layer"] for gpu in (False, True))
     repeated = 2 * 2 * (6 - 2) * 16 if packed_lm.VARLEN_GQA else 0
     assert cpu - gpu == repeated + 2 * 6 * 16
 
@@ -140,8 +140,8 @@ def test_the_printed_table(tmp_path, capsys):
         args = train_sft.build_parser().parse_args([str(word) for word in (
             "--model_path", tmp_path / "qwen", "--train_data_file", tmp_path / "chats.jsonl", "--output_dir",
             tmp_path / "out", "--report_to", "none", "--per_device_train_batch_size", 8, *flags,
-            "--gradient_accumulation_steps", 1)])
-        sft_plan.dry_run(args, 2, train_sft)
+            "--gradient_accumulation_steps", 1, "--dry_run", 2)])
+        train_sft.train(args)
         return capsys.readouterr().out
 
     text = said()

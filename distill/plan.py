@@ -1,0 +1,83 @@
+"""--dry_run of the chat trainer: what a run will be and take."""
+import numpy as np
+import torch
+
+from common import memory, plan
+from distill import packed_lm
+from distill import table as chat_table
+from distill import weights as causal_lm
+
+
+def samples_line(table, train_ids, eval_ids):
+    """How many samples, how long, how much of them is trained."""
+    lengths, targets = table.lengths[train_ids], table.targets[train_ids]
+    return (f"samples    {len(train_ids)} to train, {len(eval_ids)} to validate; tokens mean {lengths.mean():.1f} "
+            f"max {lengths.max()}; {targets.mean():.1f} of them trained")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+LOGIT_COPIES = {False: 3, True: 5}      # fp32: log-softmax and two gradients; with a teacher also its bucket's two
+
+
+def row_bytes(model, bf16, sharded, gpu=True):
+    """memory.row_bytes of a token of a PackedLM; bf16, sharded, gpu as there."""
+    layers = causal_lm.decoder_layers(model.native)
+
+    def inputs(tokens):
+        places, none = torch.zeros(tokens, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+        teacher = (torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0, 1)) if model.share else ()
+        return (chat_table.PackedChats(places, places, places[:2].int(), none, none, tokens, (), {}, *teacher),), {}
+    return memory.row_bytes(model, layers, inputs, bf16=bf16, sharded=sharded, gpu=gpu,
+                            plain=[(layer, "gradient_checkpointing", False) for layer in layers],
+                            kernel=memory.Kernel(packed_lm, "_attention_by_document", packed_lm.VARLEN_GQA, True))
+
+
+def memory_stages(args, ranks, model, tokens, rows):
+    """(parts, stages, number of the worst pack): bytes of one GPU, as memory has them, at the worst pack.
+
+    model: the empty PackedLM as trained. tokens, rows: (packs,) of each pack, padding included, and trained ones.
+    """
+    fsdp, recompute = args.parallel == "fsdp", args.gradient_checkpointing
+    native, layers = model.native, causal_lm.decoder_layers(model.native)
+    casts = (0, 0) if fsdp or not args.bf16 else memory.cast_bytes(native, layers, recompute)
+    parts = memory.memory_parts(memory.unit_sizes(native, layers), world=ranks, sharded=fsdp, offload=args.cpu_offload,
+                                reshard=args.reshard_after_forward, compute=2 if args.bf16 else 4,
+                                casts=casts,
+                                accumulation=args.gradient_accumulation_steps)
+    kept, layer = memory.kept_bytes(row_bytes(model, args.bf16, fsdp), len(layers), recompute)
+    activations = tokens * kept + rows * native.config.hidden_size * (2 if fsdp and args.bf16 else 4)     # of the head
+    logits = LOGIT_COPIES[bool(args.distill_topk)] * 4 * np.minimum(rows, model.chunk) * native.config.vocab_size
+    worst, parts, stages = memory.worst_pack(parts, activations, tokens * layer, logits, recompute)
+    return parts, stages, worst
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The dry run
+
+
+def print_plan(check, args, ranks, model, table, train_ids, eval_ids, order, lengths_of_run, at, resume):
+    """Print all that a run with these flags comes to; what it will not fit into is a problem of `check`.
+
+    model: the empty PackedLM as trained. order: PackOrder. lengths_of_run: of packing.run_length. at: run.position.
+    """
+    lengths, accumulation = table.lengths[train_ids], args.gradient_accumulation_steps
+    budget, (steps_per_epoch, total_steps) = args.max_tokens_per_batch, lengths_of_run
+    epochs = range(min(20, args.num_train_epochs))
+    tokens = np.maximum(plan.epoch_sums(order, epochs, lengths), budget)
+    rows = plan.epoch_sums(order, epochs, table.targets[train_ids])
+    parts, stages, worst = memory_stages(args, ranks, model, tokens, rows)
+    average = (f"{len(train_ids) / order.packs_per_epoch:.1f} samples and "
+               f"{lengths.sum() / order.packs_per_epoch:,.0f} tokens each on average")
+    units = memory.unit_sizes(model.native, causal_lm.decoder_layers(model.native))
+    print("\n".join([
+        plan.head_text(args.parallel, args.bf16, ranks, units, args.use_lora), samples_line(table, train_ids, eval_ids),
+        plan.lengths_text(lengths), plan.packs_text(order, lengths, ranks, accumulation, budget, average),
+        plan.steps_text(total_steps, steps_per_epoch, ranks, accumulation, f"peak lr {args.learning_rate:.2e}"),
+        plan.start_text(at["step"], resume)]))
+    text = plan.memory_text(parts, stages, f"{tokens[worst]:,} tokens", args.parallel, args.bf16,
+                            args.gradient_checkpointing, accumulation,
+                            f"one piece of its {rows[worst]:,} trained tokens, at their peak")
+    plan.print_room(check, args, ranks, text, parts, stages, memory.checkpoint_bytes(model.native, args.use_lora),
+                    total_steps - at["step"], len(eval_ids))

@@ -1,0 +1,35 @@
+"""Tiny students and the conversations that they are trained on."""
+import json
+
+import numpy as np
+import pytest
+
+from distill import chat
+from distill.table import ChatTable, split_groups, write_table
+from tests.helpers import chats
+from tests.helpers.students import HELD_OUT, SEED
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Folder with two students and the conversations."""
+    folder = tmp_path_factory.mktemp("students")
+    chats.student(folder / "qwen")
+    chats.student(folder / "llama", "llama")
+    chats.student(folder / "sixteen", hidden_size=48, intermediate_size=64, head_dim=16)
+    chats.student(folder / "window", use_sliding_window=True, sliding_window=6, max_window_layers=1)
+    records = chats.alternatives(24, chats.tokenizer())         # without --distill_topk they change nothing
+    (folder / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(made, tmp_path_factory):
+    """data(student) -> (ChatTable, numbers to train, numbers held out), as the runs see them."""
+    def table(student):
+        folder = tmp_path_factory.mktemp("table")
+        encoder = chat.Encoder(chat.load_tokenizer(made / student))
+        write_table(folder, [made / "chats.jsonl"], encoder, 256, "stop")
+        table = ChatTable(folder)
+        return table, *split_groups(np.arange(24), HELD_OUT, SEED)
+    return table

@@ -1,0 +1,189 @@
+"""Packed batches: losses and gradients of documents alone, the loss in pieces, compiled layers, other architectures."""
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import AutoModelForCausalLM
+
+from common import adapters
+from common.packing import PackOrder
+from common.parallel import UserError
+from distill import packed_lm, weights
+from distill.table import ChatSamples, collate
+from tests.helpers.students import sample_loss
+
+
+def packed_model(folder, recompute=None, attention=packed_lm.ATTENTION):
+    """The model of a folder by our own loading, in a PackedLM."""
+    native = weights.empty_model(weights.load_config(folder), torch.float32, folder, attention)
+    parts = weights.weight_parts(folder, native)
+    weights.check_weights(native, parts, folder)
+    weights.give_memory(native, "cpu")
+    weights.load_weights(dict(native.named_parameters()), parts)
+    return packed_lm.PackedLM(native, recompute)
+
+
+@pytest.mark.parametrize("student, recompute", [("qwen", None), ("llama", "all"), ("window", "selective")])
+def test_packed_is_unpacked(made, data, student, recompute):
+    """Losses and every gradient; documents of padding and an order of their own change nothing."""
+    table, train, _ = data(student)
+    model = packed_model(made / student, recompute).train()
+    theirs = AutoModelForCausalLM.from_pretrained(made / student)
+    chosen = [train[i] for i in (3, 0, 7, 4)]
+    batch = collate([ChatSamples(table)[n] for n in chosen], pad_to=700)
+    model.chunk = 3
+    loss, right = model(batch)
+    loss.backward()
+    wanted = [sample_loss(theirs, table, n) for n in chosen]
+    sum(one for one, _ in wanted).backward()
+    assert loss.item() == pytest.approx(sum(one.item() for one, _ in wanted), rel=1e-5)
+    assert right == sum(one for _, one in wanted)
+    grads = {name: p.grad for name, p in theirs.named_parameters()}
+    for name, parameter in model.native.named_parameters():
+        torch.testing.assert_close(parameter.grad, grads.pop(name), rtol=1e-4, atol=1e-4)
+    assert not grads
+
+
+def test_each_document_is_alone(made, data):
+    """What stands before or behind a sample in its pack does not reach it."""
+    table, train, _ = data("qwen")
+    samples, model = ChatSamples(table), packed_model(made / "qwen").eval()
+    with torch.no_grad():
+        alone, *packed = (model(collate([samples[n] for n in order]))[0].item() for order in (
+            train[:1], train[:3], train[[1, 0]], train[[1]], train[[1, 2]]))
+    assert packed[1] - packed[2] == pytest.approx(alone, abs=1e-4)
+    assert packed[0] - packed[3] == pytest.approx(alone, abs=1e-4)
+
+
+@pytest.mark.parametrize("n, chunk", [(10, 3), (9, 3), (2, 3), (0, 3)])
+def test_chunked_loss_is_plain(n, chunk):
+    torch.manual_seed(n)
+    shapes = (n, 7), (23, 7), (23,)
+    ours = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    theirs = [t.detach().clone().requires_grad_() for t in ours]
+    targets = torch.randint(0, 23, (n,))
+    loss, right = packed_lm.chunked_loss(*ours, targets, chunk)
+    logits = theirs[0] @ theirs[1].T + theirs[2]
+    plain = -logits.log_softmax(-1)[torch.arange(n), targets].sum()
+    (3 * loss).backward()
+    (3 * plain).backward()
+    torch.testing.assert_close(loss, plain)
+    assert right == (logits.argmax(-1) == targets).sum()
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_chunks_never_hold_all_logits(made, data, monkeypatch):
+    table, train, _ = data("qwen")
+    batch, seen = collate([ChatSamples(table)[n] for n in train]), []
+    model, linear = packed_model(made / "qwen"), F.linear
+    monkeypatch.setattr(F, "linear", lambda x, w, b=None: seen.append(len(x) if w.shape[0] == 401 else 0)
+                        or linear(x, w, b))
+    assert model.chunk == packed_lm.LOGITS // 401
+    model.chunk = 8
+    model(batch)[0].backward()
+    pieces = -(-len(batch.rows) // 8)
+    assert max(seen) == 8 and pieces > 3 and sum(rows > 0 for rows in seen) == 2 * pieces     # forward and backward
+
+
+def test_compiled_layers_are_eager_ones(made, data):
+    from torch._dynamo.testing import CompileCounter
+    table, train, _ = data("qwen")
+    plain, compiled, counter, graphs = packed_model(made / "qwen"), packed_model(made / "qwen"), CompileCounter(), 0
+    for layer in weights.decoder_layers(compiled.native):
+        layer.compile(backend=counter)
+    for start in range(0, 20, 2):
+        batch = collate([ChatSamples(table)[n] for n in train[start:start + 2 + start % 3]])
+        assert compiled(batch)[0].item() == pytest.approx(plain(batch)[0].item(), rel=1e-5)
+        graphs = graphs if start > 6 else counter.frame_count
+    assert counter.frame_count == graphs > 0, "batches of other lengths must not compile for ever"
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_static_packs_compile_no_more_after_two(made, data, method):
+    """As --max_tokens_per_batch --compile: numbers and lengths of documents change, graphs do not; backward as well."""
+    table, train, _ = data("qwen")
+    model = packed_model(made / "qwen", recompute="all" if method == "lora" else None)
+    if method == "lora":
+        net = adapters.add_lora(model.native, weights.decoder_layers(model.native), 4, 8, 0.0, "all-linear", "base")
+        adapters.init_adapters(net, 1)
+        model = packed_lm.PackedLM(net, recompute="all")
+    torch._dynamo.reset()
+    for layer in weights.decoder_layers(model.native):
+        layer.compile(backend="aot_eager")
+    order = PackOrder(table.lengths[train], tokens_per_pack=160, seed=1)
+    samples, counts = ChatSamples(table), set()
+    for epoch in range(2):
+        plan = order.epoch(epoch)
+        for p in range(len(plan)):
+            batch = collate([samples[train[i]] for i in plan.pack(p)], pad_to=160)
+            counts.add(len(batch.cu_seqlens))
+            with torch._dynamo.config.patch(error_on_recompile=epoch > 0 or p > 1), \
+                    torch.autocast("cpu", torch.bfloat16):
+                model(batch)[0].backward()
+    assert len(counts) > 2 and torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+def test_flops_count_what_is_multiplied(made):
+    model = AutoModelForCausalLM.from_pretrained(made / "llama")
+    values = 2 * (36 * 24 + 2 * 36 * 12 + 24 * 36 + 3 * 36 * 43)
+    assert packed_lm.layer_weights(model) == values
+    assert packed_lm.flops(values, model.config, 10, 3, 55, False) == 6 * (10 * values + 3 * 36 * 401) \
+        + 12 * 4 * 6 * 55 * 2
+    assert packed_lm.flops(values, model.config, 10, 3, 55, True) == 4 * (10 * values + 3 * 36 * 401) \
+        + 12 * 4 * 6 * 55 * 2
+
+
+SIZES = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+         "eos_token_id": 2}
+
+
+GPT2 = {"vocab_size": 90, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0,
+        "bos_token_id": 1, "eos_token_id": 2}
+
+
+@pytest.mark.parametrize("kind, settings", [
+    ("Mistral", {"sliding_window": 5}), ("Phi3", {}), ("Olmo2", {}), ("SmolLM3", {}), ("GPT2", None),
+    ("Granite", {"embedding_multiplier": 2.0, "residual_multiplier": 0.5}),
+    ("Gemma3Text", {"head_dim": 8, "sliding_window": 5})])
+def test_other_architectures_packed(kind, settings):
+    """Sums of losses over documents equal those of each document alone by transformers' own forward."""
+    config = getattr(transformers, f"{kind}Config")(**GPT2 if settings is None else SIZES | settings)
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(config).eval()
+    ours = weights.empty_model(config, torch.float32, attention=packed_lm.ATTENTION).eval()
+    packed_lm.check_model(ours)
+    weights.give_memory(ours, "cpu")
+    same = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        same[name].data += 0.1 * torch.randn(parameter.shape)
+        parameter.data.copy_(same[name].data)
+    documents = [torch.randint(3, 90, (n,)) for n in (9, 31, 17)]
+    batch = collate([(i, ids.numpy(), np.ones(len(ids), bool)) for i, ids in enumerate(documents)])
+    with torch.no_grad():
+        alone = sum(F.cross_entropy(theirs(ids[None]).logits[0, :-1], ids[1:], reduction="sum").item()
+                    for ids in documents)
+        assert packed_lm.PackedLM(ours)(batch)[0].item() == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind, settings, part", [
+    ("Gemma2", {"head_dim": 8}, "final_logit_softcapping 30.0, which is not supported"),
+    ("Cohere", {}, "logit_scale 0.0625, which is not supported"),
+    ("Mamba", {}, "cannot be packed"), ("Qwen3Next", {"num_experts": 2, "moe_intermediate_size": 8}, "cannot be"),
+    ("GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}, "attention sinks"),
+    ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "carry state from one packed document into the next"),
+    ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 8}, "is a mixture of experts; only dense models can be"),
+    ("Mixtral", {"num_local_experts": 2}, "MixtralForCausalLM is a mixture of experts; only dense models can be"),
+    ("GPTJ", {}, "cannot be built with another attention"), ("Nemotron", {}, "is not told where documents end"),
+])
+def test_architectures_that_cannot_be_packed(kind, settings, part):
+    config = getattr(transformers, f"{kind}Config")(**SIZES | settings)
+    with pytest.raises(UserError, match=re.escape(part)):
+        model = weights.empty_model(config, torch.float32, attention=packed_lm.ATTENTION)
+        packed_lm.check_model(model)
+        weights.give_memory(model, "cpu")
+        packed_lm.PackedLM(model)(collate([(0, np.arange(5), np.ones(5, bool))]))

@@ -1,0 +1,75 @@
+"""Each trainer on 2 ranks: stopped and resumed it ends bit for bit like a run without a stop, and its numbers are those
+that were measured before (tests/losses.json; WRITE_LOSSES=1 pytest tests/test_reproducible.py measures them again).
+"""
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from common import checkpoint
+from tests.helpers import chats
+from tests.helpers.trainer import ROOT, Run
+
+LOSSES = ROOT / "tests" / "losses.json"
+STEPS, STOP = 6, 3
+COMMON = ("--report_to", "none", "--logging_steps", 1, "--num_workers", 1, "--gradient_accumulation_steps", 2,
+          "--eval_steps", 3, "--save_steps", 3, "--save_total_limit", 0, "--per_device_train_batch_size", 2)
+RUNS = {
+    "speech, lora, ddp": ("train_v2_ddp.main", ("--use_lora", "--warmup_steps", 2, "--validation_split", 0.2)),
+    "speech, full, fsdp": ("train_v2_ddp.main", ("--parallel", "fsdp", "--warmup_steps", 2, "--validation_split", 0.2)),
+    "chats, full, fsdp": ("distill.train_sft.main", ("--validation_split", 0.2)),
+    "chats, lora, ddp": ("distill.train_sft.main", ("--use_lora", "--lora_dropout", 0.1, "--parallel", "ddp")),
+    "blocks, ddp": ("diffusion.train_bd3lm.main", ("--eval_repeats", 1, "--warmup_steps", 2)),
+    "blocks, plans, fsdp": ("diffusion.train_bd3lm.main", ("--eval_repeats", 1, "--warmup_steps", 2, "--system", "hdp",
+                                                           "--parallel", "fsdp", "--clip_search_widths", 0.5)),
+}
+# Of a number's size. A rounding differs by 6e-8 of a value, sums of thousands of them by some 1e-6; six steps of AdamW
+# turn that into less than 1e-5 (seen: AVX-512, AVX2 and SSE of two makers).
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def inputs(tiny, tmp_path_factory):
+    """{main: flags that name its model and data}"""
+    folder = tmp_path_factory.mktemp("inputs")
+    student = chats.student(folder / "student")
+    return {"train_v2_ddp.main": ("--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec,
+                                  "--train_data_file", tiny.train_json, "--code_cache", tiny.codes),
+            "distill.train_sft.main": ("--model_path", student, "--train_data_file",
+                                       chats.write(folder / "chats.jsonl", chats.conversations(60))),
+            "diffusion.train_bd3lm.main": ("--demo", 100, "--model_size", "nano")}
+
+
+def train(pool, inputs, name, folder, *flags):
+    main, more = RUNS[name]
+    words = (*inputs[main], *COMMON, *more, "--output_dir", folder, "--logging_dir", f"{folder}-logs", *flags)
+    statuses, output = pool.run(2, main, [str(word) for word in words], cwd=folder.parent)
+    assert statuses == [0, 0], output[-4000:]
+    return Run(0, output, folder)
+
+
+def hashes(folder):
+    """{file: SHA-256} of the weights and moments of every checkpoint."""
+    return {str(path.relative_to(folder)): checkpoint.sha256_file(path)
+            for path in sorted(Path(folder).glob("checkpoint-*/**/*.safetensors"))}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_stop_changes_no_bit_and_losses_are_the_known_ones(pool, inputs, tmp_path, name):
+    whole = train(pool, inputs, name, tmp_path / "whole", "--max_steps", STEPS)
+    train(pool, inputs, name, tmp_path / "halves", "--max_steps", STOP)
+    halves = train(pool, inputs, name, tmp_path / "halves", "--max_steps", STEPS)
+    assert f"start      step {STOP}, resumed from" in halves.output
+    assert hashes(tmp_path / "whole") == hashes(tmp_path / "halves") and len(hashes(tmp_path / "whole")) >= 4
+    found = {metric: [whole.metrics(f"train/{metric}")[step] for step in range(1, STEPS + 1)]
+             for metric in ("loss", "grad_norm")}
+    for metric, numbers in found.items():
+        assert [halves.metrics(f"train/{metric}")[step] for step in range(1, STEPS + 1)] == numbers
+    if os.environ.get("WRITE_LOSSES"):
+        known = json.loads(LOSSES.read_text()) if LOSSES.exists() else {}
+        LOSSES.write_text(json.dumps(known | {name: found}, indent=1) + "\n")
+    known = json.loads(LOSSES.read_text())[name]
+    for metric, numbers in found.items():
+        torch.testing.assert_close(torch.tensor(numbers), torch.tensor(known[metric]), rtol=TOLERANCE, atol=0)
