@@ -93,7 +93,7 @@ if [ $demo = 1 ]; then      # everything small, so that two CPU cores show falli
     SAMPLE_FLAGS='--order confidence'
 else
     read -ra switches <<<"$SWITCHES"
-    settings=(--batch_preset "$PRESET" --train_data "$TRAIN_DATA" --tokenizer "$TOKENIZER" --model_size "$SIZE"
+    settings=(--batch_preset "$PRESET" --train_data_file "$TRAIN_DATA" --tokenizer "$TOKENIZER" --model_size "$SIZE"
         --block_size "$BLOCK_SIZE" --num_workers "$WORKERS" "${switches[@]}")
 fi
 
