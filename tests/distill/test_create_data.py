@@ -439,7 +439,8 @@ def launch(server, tmp_path):
             ["bash", str(LAUNCHER), "lines.txt", "labels.jsonl", tp, "--prompt_file", "prompt.txt", "--base_url",
              server.url, "--concurrency", "4", *more], cwd=tmp_path, stdout=log.open("w"), stderr=subprocess.STDOUT,
             process_group=0, env={**os.environ, "VENV": "none", "MARK": mark, "ENGINE": "openai", "MODEL": "teacher",
-                                  "GPUS": gpus, "MAX_MODEL_LEN": "0", "RESTART_S": "0", "CUDA_VISIBLE_DEVICES": "", **settings})
+                                  "GPUS": gpus, "MAX_MODEL_LEN": "0", "RESTART_S": "0", "CUDA_VISIBLE_DEVICES": "",
+                                  **settings})
         process.mark, process.log = mark, log
         started.append(process)
         return process

@@ -9,10 +9,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
-from test_launchers import environment
 
-pytestmark = pytest.mark.timeout(300)
+from tests.helpers.trainer import ROOT
+from tests.launch.test_launchers import environment
 
 
 def make_wheel(folder, name, version, files=()):
