@@ -7,7 +7,7 @@ import torch
 from common import recomputation
 from diffusion import dit
 from tests.diffusion import test_noise
-from tests.distill import test_sft_memory
+from tests.distill import test_plan as test_sft_plan
 from tests.speech import test_plan
 from tests.speech.test_plan import LiveBytes
 
@@ -38,8 +38,8 @@ def speech(mode, targets):
 
 
 def student(mode, lora):
-    _, model = test_sft_memory.built("qwen", lora, lora, False, mode, dropout=0.1)
-    batch = test_sft_memory.batch_of(2, 60, 10)
+    _, model = test_sft_plan.built("qwen", lora, lora, False, mode, dropout=0.1)
+    batch = test_sft_plan.batch_of(2, 60, 10)
     return model, batch, lambda: model(batch)[0]
 
 
