@@ -39,12 +39,19 @@ class Help(argparse.HelpFormatter):
 class Parser(argparse.ArgumentParser):
     """ArgumentParser without abbreviations, which change meaning with each new flag, and with one line for an error."""
 
-    def __init__(self, description):
+    def __init__(self, description=None, **more):
         super().__init__(description=description, usage="%(prog)s [--flag value ...]", allow_abbrev=False,
-                         formatter_class=Help)
+                         formatter_class=Help, **more)
 
     def error(self, message):
         raise UserError(message.removeprefix("argument "))
+
+
+def spellings(parser):
+    """Every flag, in all its spellings, of a parser and its subcommands."""
+    below = [command for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+             for command in action.choices.values()]
+    return {*parser._option_string_actions}.union(*map(spellings, below))
 
 
 def parse(parser, check=None, argv=None):
@@ -52,11 +59,11 @@ def parse(parser, check=None, argv=None):
 
     A mistake ends the process with one line, printed by rank 0: status 2 for a flag that is not one, 1 for a value.
     """
-    status = 2
+    status, known = 2, sorted(spellings(parser))
     try:
         for word in sys.argv[1:] if argv is None else argv:     # before argparse complains of what is missing
-            if word.startswith("--") and word.split("=")[0] not in parser._option_string_actions:
-                near = difflib.get_close_matches(word.split("=")[0], parser._option_string_actions, n=1, cutoff=0)[0]
+            if word.startswith("--") and word.split("=")[0] not in known:
+                near = difflib.get_close_matches(word.split("=")[0], known, n=1, cutoff=0)[0]
                 raise UserError(f"{word.split('=')[0]}: no such flag; the nearest one is {near}, --help shows all")
         args = parser.parse_args(argv)
         status = 1

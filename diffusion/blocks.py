@@ -23,71 +23,12 @@ from common.packing import best_fit
 from common.parallel import UserError, problem_text
 from common.watchdog import ignore_in_worker
 from diffusion import dit
+from diffusion.choices import EXECUTION, FILL, PLAN, QUESTION, Layout
 from diffusion.noise import Blocks, attended_pairs
 from diffusion.problems import read_problems
 
-QUESTION, PLAN, EXECUTION, FILL = 0, 1, 2, 3        # regions; gsm8k's answer is PLAN, FILL is what follows an end token
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Problems -> documents of numbered blocks
-
-
-@dataclass
-class Layout:
-    """How a problem becomes blocks; JSON-able through dataclasses.asdict. Lengths in tokens."""
-    system: str = "gsm8k"
-    hdp_layout: str = "hierarchical"    # or flat
-    block_size: int = 16
-    plan_block_size: int = 0            # 0: block_size; hierarchical only
-    execution_block_size: int = 0
-    question_budget: int = 128          # hdp: tokens a region may have, markers and end token included
-    plan_budget: int = 128
-    execution_budget: int = 256
-    max_length: int = 512               # gsm8k: tokens a problem may have
-    strip_calculator: bool = False      # remove <<48/2=24>>
-    loss_on_question: bool = False      # noise and train the question as well
-
-    @property
-    def flat(self):
-        return self.system == "hdp" and self.hdp_layout == "flat"
-
-    @property
-    def longest(self):
-        """Tokens of the longest possible document."""
-        budgets = self.question_budget + self.plan_budget + self.execution_budget
-        return budgets if self.system == "hdp" else self.max_length
-
-    def region_block(self, region):
-        """Block size of PLAN or EXECUTION."""
-        own = {PLAN: self.plan_block_size, EXECUTION: self.execution_block_size}[region]
-        return own if own and self.system == "hdp" else self.block_size
-
-    def start(self, region):
-        """Position of a region's first token, the same for every problem (hdp)."""
-        return (0, self.question_budget, self.question_budget + self.plan_budget)[region]
-
-    def check(self):
-        """Raise UserError for a layout that does not come out even, or settings that would do nothing."""
-        def need(good, message):
-            if not good:
-                raise UserError(message)
-
-        for flag in ("block_size", "question_budget", "plan_budget", "execution_budget", "max_length"):
-            need(getattr(self, flag) >= 1, f"--{flag} is {getattr(self, flag)}; it must be at least 1")
-        for flag in ("plan_block_size", "execution_block_size"):
-            need(getattr(self, flag) >= 0, f"--{flag} is {getattr(self, flag)}; it must be 0 or more")
-            need(not getattr(self, flag) or (self.system == "hdp" and not self.flat),
-                 f"--{flag} needs --system hdp and --hdp_layout hierarchical")
-        if self.system == "gsm8k":
-            even = [("block_size", self.block_size, "max_length", self.max_length)]
-        elif self.flat:
-            even = [("block_size", self.block_size, "question_budget + plan_budget + execution_budget", self.longest)]
-        else:
-            even = [("plan_block_size", self.region_block(PLAN), "plan_budget", self.plan_budget),
-                    ("execution_block_size", self.region_block(EXECUTION), "execution_budget", self.execution_budget)]
-        for flag, size, name, total in even:
-            need(total % size == 0, f"--{name} {total} is not a multiple of --{flag} {size}: a block would be cut")
 
 
 @dataclass

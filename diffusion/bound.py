@@ -11,6 +11,7 @@ import torch
 from common import parallel, watchdog
 from common.packing import PackOrder, rank_packs
 from diffusion import blocks, noise
+from diffusion.choices import FULL, bound_range, range_fits
 
 REGIONS = {"gsm8k": ("question", "answer", "execution", "fill"), "hdp": ("question", "plan", "execution", "fill")}
 PLACES = 32         # block numbers reported one by one; the last stands for all later ones
@@ -43,12 +44,6 @@ def weighted_losses(model, inputs, device, bf16):
     return losses.double() * inputs.weights
 
 
-def bound_range(layout):
-    """The range of t that makes the loss a bound: all of it, or, where blocks are single tokens, t = 1: exact."""
-    single = layout.region_block(blocks.PLAN) == layout.region_block(blocks.EXECUTION) == 1
-    return (1.0, 1.0) if single else noise.FULL
-
-
 @torch.no_grad()
 def bound(world, model, rows, mask_id, check, *, batch_rows, repeats, seed, bf16):
     """Bound on the negative log-likelihood of rows (blocks.Rows) -> {"eval/...": float}, or None when asked to stop.
@@ -58,7 +53,7 @@ def bound(world, model, rows, mask_id, check, *, batch_rows, repeats, seed, bf16
     eval/loss: nats per target. eval/nll: the same sum per token of text (targets without fill); eval/stderr: its
     standard error. eval/nll_REGION, eval/nll_block_NN: nats per target of one region or block number.
     Noise is loglinear whatever schedule is trained on. The bound is the same under every schedule, but under the others
-    more of it comes from levels below noise.FULL, which are never drawn. The standard error is that of the noise alone,
+    more of it comes from levels below FULL, which are never drawn. The standard error is that of the noise alone,
     from how the draws of each block differ; low levels are rare and weigh much (1/t), so with few blocks it is rough.
     """
     layout = rows.documents.layout
@@ -117,12 +112,12 @@ def candidates(widths, block_sizes):
 
     Ranges without a possible number of masked tokens in a full block are left out.
     """
-    found = [noise.FULL]
+    found = [FULL]
     for width in widths:
         steps = int(round((1 - width) / 0.05, 6)) + 1
-        found += [(max(round(0.05 * i, 2), noise.FULL[0]), round(0.05 * i + width, 6)) for i in range(steps)]
+        found += [(max(round(0.05 * i, 2), FULL[0]), round(0.05 * i + width, 6)) for i in range(steps)]
     return list(dict.fromkeys(t_range for t_range in found
-                              if all(noise.range_fits(t_range, size) for size in block_sizes)))
+                              if all(range_fits(t_range, size) for size in block_sizes)))
 
 
 @torch.no_grad()

@@ -18,14 +18,13 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from common import recomputation
+from diffusion.choices import SIZES
 
 HEAD_ROWS = 8192        # logits of so many rows at a time; of more, they are computed again in the backward pass
 TILE = 128              # queries and keys of a tile, flex_attention's unit of work
 NOTHING, SOME, ALL = 0, 1, 2        # how many pairs of a tile may attend
 THETA = 10_000.0        # base of the rotary frequencies
 FREQUENCIES = 256       # width of the sinusoid of the noise level
-# hidden size, layers, heads, width of the conditioning; nano is for demos and tests, the others are BD3-LM's
-SIZES = {"nano": (64, 2, 4, 16), "tiny": (256, 8, 8, 64), "small": (768, 12, 12, 128), "medium": (1024, 24, 16, 128)}
 
 compiled_flex = torch.compile(flex_attention, dynamic=False)        # uncompiled it would write out all scores
 

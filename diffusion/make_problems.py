@@ -13,13 +13,38 @@ Those (plan_source: "teacher") take three steps:
         --temperature 0.6 --top_p 0.9 --output_file plans.jsonl --model_name TEACHER
     python diffusion/make_problems.py plans --input train.jsonl --teacher plans.jsonl --output train_hdp.json
 """
-import argparse
-import json
-import re
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
+
+from common import flags
+
+
+def build_parser():
+    p = flags.Parser("Demo problems and rule-based plans for block diffusion.")
+    p.usage = "%(prog)s {demo,lines,plans} [--flag value ...]"
+    commands = p.add_subparsers(dest="command", required=True, prog=p.prog)
+    demo = commands.add_parser("demo", help="write arithmetic word problems for both systems and a tokenizer")
+    demo.add_argument("folder", help="where the five files go")
+    demo.add_argument("--problems", type=int, default=2000, help="training problems")
+    demo.add_argument("--test", type=int, default=200, help="test problems")
+    demo.add_argument("--seed", type=int, default=0, help="of the problems")
+    lines = commands.add_parser("lines", help="GSM8K -> one line a problem for create_data.py, to get plans")
+    plans = commands.add_parser("plans", help="GSM8K -> HDP JSON with plans by rule, or those of a teacher")
+    for command, what in ((lines, "text file to write"), (plans, "JSON file to write")):
+        command.add_argument("--input", required=True, help="GSM8K JSONL, dataset folder or hub name")
+        command.add_argument("--split", default="train", help="split of a dataset folder or hub name")
+        command.add_argument("--output", required=True, help=what)
+    plans.add_argument("--teacher", help="chat JSONL that create_data.py made of `lines`; default: plans by rule")
+    return p
+
+
+# parsed before anything else is imported: --help and a mistake in a flag answer at once
+ARGS = flags.parse(build_parser()) if __name__ == "__main__" else None
+
+import json
+import re
 
 from common import checkpoint, parallel
 from common.parallel import UserError
@@ -99,22 +124,7 @@ def make_plans(path, split="train", teacher=None):
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description="Demo problems and rule-based plans for block diffusion.",
-                                allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    commands = p.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser("demo", help="write arithmetic word problems for both systems and a tokenizer")
-    demo.add_argument("folder", help="where the five files go")
-    demo.add_argument("--problems", type=int, default=2000, help="training problems")
-    demo.add_argument("--test", type=int, default=200, help="test problems")
-    demo.add_argument("--seed", type=int, default=0, help="of the problems")
-    lines = commands.add_parser("lines", help="GSM8K -> one line a problem for create_data.py, to get plans")
-    plans = commands.add_parser("plans", help="GSM8K -> HDP JSON with plans by rule, or those of a teacher")
-    for command, what in ((lines, "text file to write"), (plans, "JSON file to write")):
-        command.add_argument("--input", required=True, help="GSM8K JSONL, dataset folder or hub name")
-        command.add_argument("--split", default="train", help="split of a dataset folder or hub name")
-        command.add_argument("--output", required=True, help=what)
-    plans.add_argument("--teacher", help="chat JSONL that create_data.py made of `lines`; default: plans by rule")
-    args = p.parse_args(argv)
+    args = ARGS or flags.parse(build_parser(), argv=argv)
     with parallel.one_clear_error():
         if args.command == "demo":
             write_demo(args.folder, args.problems, args.test, args.seed)

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 
 from common import loading
-from common.parallel import UserError
+from diffusion.choices import FULL, enforced
 
-FULL = (1e-3, 1.0)          # the range of t of the bound itself; an end of a range that equals its end is not enforced
 NOISE = {"train": 1, "validation": 2, "search": 3}      # purposes of random numbers
 COSINE_FLOOR = 1e-3         # masked share of the cosine schedule at t = 0
 
@@ -97,9 +96,6 @@ def draw(seed, purpose, number, groups, rows, length, permuted=True):
     return Draws((strata + rng.random(groups)) / max(1, groups), rng.random(groups), rng.random((rows, length)))
 
 
-SCHEDULES = ("loglinear", "square", "square_root", "log", "cosine")
-
-
 def mask_rate(t, schedule):
     """p(t), the probability that a token is masked: float64 tensors."""
     if schedule == "loglinear":
@@ -132,33 +128,10 @@ def bound_weight(t, schedule):
     return (1 - COSINE_FLOOR) * math.pi / 2 * torch.sin(math.pi / 2 * t) / mask_rate(t, schedule)
 
 
-def enforced(t_range):
-    """(low, high) share of masked tokens that a block must have under a clipped range, 0 and 1 where not enforced."""
-    low, high = t_range
-    clipped = tuple(t_range) != FULL
-    return (low if clipped and low > FULL[0] else 0.0), (high if clipped and high < FULL[1] else 1.0)
-
-
 def allowed_counts(n, t_range):
     """(fewest, most) masked tokens of blocks with n (G,) targets; fewest > most where no number lies in the range."""
     low, high = enforced(t_range)
     return torch.ceil(low * n - 1e-9).long(), torch.floor(high * n + 1e-9).long()
-
-
-def range_fits(t_range, block_size):
-    """Whether some number of masked tokens of a full block, not none, lies in the range."""
-    fewest, most = allowed_counts(torch.tensor([float(block_size)]), t_range)
-    return bool(fewest <= most) and bool(most > 0)
-
-
-def check_range(t_range, block_size):
-    """Raise UserError for a range that is none, or that no number of masked tokens of a full block lies in."""
-    low, high = t_range
-    if not 0 < low <= high <= 1:
-        raise UserError(f"noise range {low:g} to {high:g}: it must lie above 0, up to 1, lower end first")
-    if not range_fits(t_range, block_size):
-        raise UserError(f"noise range {low:g} to {high:g}: no number of masked tokens out of {block_size} lies in it; "
-                        "widen it")
 
 
 def truncated_counts(n, rate, t_range, uniform):

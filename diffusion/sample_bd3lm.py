@@ -10,30 +10,21 @@ behind #### (hdp: behind <|answer|>) and compares texts as openai/grade-school-m
 in the text and compares values. NFE is the mean number of network passes a problem needed.
 """
 import argparse
-import json
-import math
 import sys
-import time
 from pathlib import Path
-
-import numpy as np
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
-from common import checkpoint, parallel
-from common.parallel import UserError
-from diffusion import blocks, sampler, weights
-from diffusion.answers import execution_state, finish_region, question_state, region_text, room, score
-from diffusion.problems import load_tokenizer, read_problems
+from common import flags
+from common.flags import need
+from diffusion.choices import ORDERS
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags
 
 
 def build_parser():
-    p = argparse.ArgumentParser(description="Answer problems with a block-diffusion model.", allow_abbrev=False,
-                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p = flags.Parser("Answer problems with a block-diffusion model.")
     p.add_argument("--checkpoint", required=True, help="checkpoint folder, or the trainer's OUTPUT_DIR")
     p.add_argument("--pick", choices=("best", "newest"), default="best",
                    help="of an OUTPUT_DIR: the checkpoint with the lowest validation bound, or the newest one")
@@ -42,10 +33,10 @@ def build_parser():
                    help="problems in the form the model was trained on: JSONL, JSON, dataset folder, or hub name")
     p.add_argument("--split", default="test", help="split of a dataset folder or hub name")
     p.add_argument("--limit", type=int, default=0, help="answer only the first so many problems, 0 = all")
-    p.add_argument("--drop_too_long", action="store_true",
-                   help="count problems whose question does not fit as wrong instead of stopping")
+    flags.switch(p, "--drop_too_long",
+                 help="count problems whose question does not fit as wrong instead of stopping")
     p.add_argument("--batch_size", type=int, default=64, help="problems answered side by side")
-    p.add_argument("--order", choices=sampler.ORDERS, default="first_hitting",
+    p.add_argument("--order", choices=ORDERS, default="first_hitting",
                    help="which masked tokens a pass fills: one at random, the surest ones, or all that are sure enough")
     p.add_argument("--tokens_per_step", type=int, default=1, help="top_k: tokens a pass")
     p.add_argument("--threshold", type=float, default=0.9, help="confidence: probability a token must have, 0 to 1")
@@ -54,31 +45,40 @@ def build_parser():
     p.add_argument("--use_cache", action=argparse.BooleanOptionalAction, default=True,
                    help="keep keys and values of finished blocks; no-: compute them again in every pass")
     p.add_argument("--seed", type=int, default=0, help="of order and temperature")
-    p.add_argument("--bf16", action="store_true", help="bfloat16 compute")
+    flags.switch(p, "--bf16", help="bfloat16 compute")
     p.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     p.add_argument("--show", type=int, default=3, help="answers to print")
     p.add_argument("--output", help="JSON file for all answers (default: beside the checkpoint)")
     return p
 
 
-def check_flags(args):
+def check_flags(args, world_size):
     """Raise UserError for values that make no sense, or would do nothing."""
-    def need(good, message):
-        if not good:
-            raise UserError(message)
-
-    for flag in ("batch_size", "tokens_per_step"):
-        need(getattr(args, flag) >= 1, f"--{flag} is {getattr(args, flag)}; it must be at least 1")
-    for flag in ("limit", "show", "seed"):
-        need(getattr(args, flag) >= 0, f"--{flag} is {getattr(args, flag)}; it must be 0 or more")
-    need(0 <= args.temperature < math.inf, f"--temperature is {args.temperature}; it must be 0 or more and finite")
+    flags.at_least_one(args, "batch_size", "tokens_per_step")
+    flags.zero_or_more(args, "limit", "show", "seed", "temperature")
     for flag in ("top_p", "threshold"):
         need(0 < getattr(args, flag) <= 1, f"--{flag} is {getattr(args, flag)}; it must be above 0, up to 1")
     need(args.top_p == 1 or args.temperature > 0, "--top_p does nothing at --temperature 0; set --temperature 1")
     need(args.tokens_per_step == 1 or args.order == "top_k", "--tokens_per_step needs --order top_k")
     need(args.threshold == 0.9 or args.order == "confidence", "--threshold needs --order confidence")
     need(not args.output or not Path(args.output).is_dir(), f"--output {args.output} is a folder; give a file")
-    need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: torch sees no GPU here")
+
+
+# parsed before torch is imported: --help and a mistake in a flag answer at once
+ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+
+import json
+import math
+import time
+
+import numpy as np
+import torch
+
+from common import checkpoint, parallel
+from common.parallel import UserError
+from diffusion import blocks, sampler, weights
+from diffusion.answers import execution_state, finish_region, question_state, region_text, room, score
+from diffusion.problems import load_tokenizer, read_problems
 
 
 def find_checkpoint(name, pick):
@@ -192,14 +192,14 @@ def print_answer(answer):
 
 
 def main(argv=None):
-    args = build_parser().parse_args(argv)
+    args = ARGS or flags.parse(build_parser(), check_flags, argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     with parallel.one_clear_error():
         sample(args)
 
 
 def sample(args):
-    check_flags(args)
+    need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: torch sees no GPU here")
     folder = find_checkpoint(args.checkpoint, args.pick)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model, config = weights.load_checkpoint(folder, args.ema)

@@ -8,8 +8,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-ORDERS = ("first_hitting", "top_k", "confidence")
-
 
 class Generated(NamedTuple):
     """What generate wrote for one problem."""

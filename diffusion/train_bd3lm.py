@@ -1,7 +1,7 @@
 """Block diffusion on GSM8K: BD3-LM (question -> answer) and HDP (question -> plan -> execution), DDP or FSDP2.
 
-    python diffusion/train_bd3lm.py --train_data train.jsonl --tokenizer gpt2 --output_dir ./out --bf16 --compile
-    python diffusion/train_bd3lm.py --system hdp --train_data train_hdp.json --tokenizer gpt2 --output_dir ./out --bf16
+    python diffusion/train_bd3lm.py --train_data_file train.jsonl --tokenizer gpt2 --output_dir ./out --bf16 --compile
+    python diffusion/train_bd3lm.py --system hdp --train_data_file train_hdp.json --tokenizer gpt2 --output_dir ./out
     python diffusion/train_bd3lm.py --demo --model_size nano --max_steps 300 ...   # offline: small problems of its own
 
 Loss: a bound on the negative log-likelihood (noise.py), averaged over every target of the whole optimizer step, all
@@ -16,32 +16,26 @@ SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue
 """
 import argparse
 import dataclasses
-import json
-import math
 import os
 import sys
 from pathlib import Path
 
-import numpy as np
-import torch
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
-from common import checkpoint, flags, loading, metrics, optim, parallel, plan, recomputation, run, tensor_files
-from common.packing import PackOrder, rank_packs
-from common.parallel import UserError
-from diffusion import blocks, bound, demo_problems, dit, noise, weights
-from diffusion.plan import print_plan
-from diffusion.problems import SYSTEMS, load_tokenizer
-
-# problems per micro-step, micro-steps (on one GPU), learning rate, warm-up, steps. Rates of 256, 512 and 1024 problems
-# are from ngocbao220/hdp-diffusion's H200 guide, that of 768 follows the square root; source is what its scripts run.
-PRESETS = {"conservative": (64, 4, 4e-4, 5000, 50_000), "recommended": (128, 4, 5e-4, 5000, 50_000),
-           "aggressive": (192, 4, 6e-4, 5000, 50_000), "extreme": (256, 4, 7e-4, 10_000, 50_000),
-           "source": (16, 16, 1e-3, 1000, 10_000)}
-PRESET_FLAGS = ("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "warmup_steps",
-                "max_steps")
+from common import flags
+from common.flags import need
+from diffusion.choices import (
+    EXECUTION,
+    FULL,
+    PLAN,
+    PRESETS,
+    SCHEDULES,
+    SIZES,
+    SYSTEMS,
+    Layout,
+    bound_range,
+    check_range,
+)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags
@@ -49,22 +43,24 @@ PRESET_FLAGS = ("per_device_train_batch_size", "gradient_accumulation_steps", "l
 
 def default_workers():
     """Loader processes of this rank: its share of the CPUs it may use, 1 to 16."""
-    return min(16, max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return min(16, max(1, flags.usable_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def build_parser():
-    p = argparse.ArgumentParser(description="Train block diffusion on GSM8K.", allow_abbrev=False,
-                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p = flags.Parser("Train block diffusion on GSM8K.")
     flags.before_the_run(p)
     g = p.add_argument_group("data")
     g.add_argument("--system", choices=SYSTEMS, default="gsm8k",
                    help="gsm8k: question, answer; hdp: question, plan, execution")
-    g.add_argument("--train_data", help="JSONL or JSON file, dataset folder (its train split) or hub name")
-    g.add_argument("--eval_data", help="the same (test split) for validation; else --validation_split is held out")
+    g.add_argument("--train_data_file", "--train_data",
+                   help="JSONL or JSON file, dataset folder (its train split) or hub name")
+    g.add_argument("--eval_data_file", "--eval_data",
+                   help="the same (test split) for validation; else --validation_split is held out")
     g.add_argument("--validation_split", type=float, default=0.05, help="share of problems held out, 0 = no validation")
     g.add_argument("--tokenizer", default="gpt2", help="tokenizer.json, folder with it or with GPT-2's files, hub name")
     g.add_argument("--demo", nargs="?", type=int, const=2000, metavar="PROBLEMS",
-                   help="make so many arithmetic problems and a small tokenizer in OUTPUT_DIR/demo and train on them")
+                   help="make so many arithmetic problems and a small tokenizer in OUTPUT_DIR/demo and train on them; "
+                        "the flag alone: 2000")
     g.add_argument("--hdp_layout", choices=("hierarchical", "flat"), default="hierarchical",
                    help="hdp: flat is the source's padded form, for comparison")
     g.add_argument("--block_size", type=int, default=16, help="tokens of a block; 1 is autoregressive")
@@ -74,28 +70,26 @@ def build_parser():
     g.add_argument("--question_budget", type=int, default=128, help="hdp: tokens a question may have")
     g.add_argument("--plan_budget", type=int, default=128, help="hdp: tokens a plan may have, markers included")
     g.add_argument("--execution_budget", type=int, default=256, help="hdp: tokens an execution may have, with answer")
-    g.add_argument("--drop_too_long", action="store_true", help="drop and count longer problems instead of stopping")
-    g.add_argument("--strip_calculator", action="store_true", help="remove GSM8K's <<48/2=24>> marks")
-    g.add_argument("--loss_on_question", action="store_true", help="noise and train the question, too")
+    flags.switch(g, "--drop_too_long", help="drop and count longer problems instead of stopping")
+    flags.switch(g, "--strip_calculator", help="remove GSM8K's <<48/2=24>> marks")
+    flags.switch(g, "--loss_on_question", help="noise and train the question, too")
     g.add_argument("--pack", action=argparse.BooleanOptionalAction, default=True,
                    help="several problems in a row instead of padding; same loss")
     g.add_argument("--row_length", type=int, default=0, help="clean tokens of a row, 0 = the longest problem allowed")
-    g.add_argument("--num_workers", type=int, default=default_workers(),
-                   help="loader processes per rank, 0 = in the trainer")
-    g.add_argument("--prefetch_factor", type=int, default=4, help="batches each loader process prepares ahead")
+    flags.loading(g, num_workers=default_workers())
 
     g = p.add_argument_group("model and noise")
-    g.add_argument("--model_size", choices=tuple(dit.SIZES), default="small", help="nano is for demos and tests")
+    g.add_argument("--model_size", choices=tuple(SIZES), default="small", help="nano is for demos and tests")
     g.add_argument("--dropout", type=float, default=0.1, help="on the output of attention and MLP, 0 to 1")
-    g.add_argument("--noise_schedule", choices=noise.SCHEDULES, default="loglinear", help="masked share as t grows")
+    g.add_argument("--noise_schedule", choices=SCHEDULES, default="loglinear", help="masked share as t grows")
     g.add_argument("--t_range", type=float, nargs=2, metavar=("LOW", "HIGH"),
                    help="noise levels trained on; a clipped range also clips the masked share of every block (default: "
-                   f"{noise.FULL[0]:g} to 1; 1 where all blocks are single tokens: autoregressive)")
+                        f"{FULL[0]:g} to 1; 1 where all blocks are single tokens: autoregressive)")
     g.add_argument("--clip_search_widths", type=float, nargs="*", default=(), metavar="WIDTH",
                    help="after each validation train on the range of such a width whose loss varies least")
     g.add_argument("--clip_search_batches", type=int, default=4, help="validation batches that search may use")
     g.add_argument("--loss_weighting", choices=("elbo", "ce"), default="elbo", help="the bound's weights, or all 1")
-    g.add_argument("--official_t_order", action="store_true", help="strata of t in order of blocks, not permuted")
+    flags.switch(g, "--official_t_order", help="strata of t in order of blocks, not permuted")
     g.add_argument("--ema_decay", type=float, default=0.9999, help="of the averaged weights, after its warm-up")
 
     g = p.add_argument_group("batch and length of the run")
@@ -108,97 +102,72 @@ def build_parser():
     g.add_argument("--per_device_eval_batch_size", type=int, default=32, help="rows per validation batch")
     g.add_argument("--max_steps", type=int, help="optimizer steps (default: preset's)")
 
-    g = p.add_argument_group("optimisation")
-    g.add_argument("--learning_rate", type=float, help="peak learning rate (default: preset's)")
+    g = flags.optimisation(p, learning_rate=None, learning_rate_help="peak learning rate (default: preset's)",
+                           lr_scheduler="constant", min_lr_ratio=0.0, weight_decay=0.0, adam_beta2=0.999,
+                           decayed="matrices, not of the embedding")
+    g.add_argument("--warmup_steps", type=int, help="optimizer steps of linear warm-up (default: preset's)")
     g.add_argument("--scale_lr_from_batch", type=int, default=0, metavar="N",
                    help="multiply the rate by sqrt(problems per optimizer step / N), 0 = off")
-    g.add_argument("--lr_scheduler", choices=("cosine", "linear", "constant"), default="constant", help="after warm-up")
-    g.add_argument("--warmup_steps", type=int, help="optimizer steps of linear warm-up (default: preset's)")
-    g.add_argument("--min_lr_ratio", type=float, default=0.0, help="final rate as a share of the peak")
-    g.add_argument("--weight_decay", type=float, default=0.0, help="AdamW decay of matrices, not of the embedding")
-    g.add_argument("--adam_beta1", type=float, default=0.9, help="AdamW decay of the mean")
-    g.add_argument("--adam_beta2", type=float, default=0.999, help="AdamW decay of the variance")
-    g.add_argument("--max_grad_norm", type=float, default=1.0, help="clip the global gradient norm, 0 = off")
-    g.add_argument("--max_bad_steps", type=int, default=5, help="stop after this many non-finite steps in a row")
-    g.add_argument("--seed", type=int, default=42, help="of weights, data order, noise and dropout")
 
-    g = p.add_argument_group("speed and memory")
-    g.add_argument("--parallel", choices=("ddp", "fsdp"), default="ddp",
-                   help="a whole model on every GPU, or weights, gradients, optimizer and average sharded (FSDP2)")
-    g.add_argument("--bf16", action="store_true", help="bfloat16 compute, float32 weights")
-    g.add_argument("--tf32", action="store_true", help="TF32 for float32 matrix products on CUDA")
+    g = flags.speed(p, parallel="ddp", bf16_help="bfloat16 compute, float32 weights")
     g.add_argument("--attn_backend", choices=("flex", "sdpa"),
                    help="block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU)")
-    g.add_argument("--gradient_checkpointing", nargs="?", const="all", choices=recomputation.MODES,
-                   help=recomputation.HELP)
-    g.add_argument("--compile", action="store_true", help="torch.compile each layer")
-    g.add_argument("--collective_timeout", type=int, default=600,
-                   help="seconds a step may take before the rank that hangs is named and all stop")
-    g.add_argument("--wait_timeout", type=int, default=21600, help="seconds to wait for data, validation, saving")
 
-    g = p.add_argument_group("logging, validation, checkpoints")
-    g.add_argument("--output_dir", default="./output", help="everything written goes here; shared by all nodes")
-    g.add_argument("--logging_dir", default="./logs", help="TensorBoard files go to a folder in here")
-    g.add_argument("--logging_steps", type=int, default=50, help="optimizer steps between log lines")
-    g.add_argument("--report_to", choices=("tensorboard", "wandb", "none"), default="tensorboard",
-                   help="beside metrics.jsonl")
-    g.add_argument("--wandb_project", default="flat-trainers", help="W&B project")
-    g.add_argument("--eval_steps", type=int, default=500, help="optimizer steps between validations, 0 = at the end")
+    g = flags.logging(p, logging_steps=50, eval_steps=500, save_steps=2000, save_total_limit=3)
     g.add_argument("--eval_repeats", type=int, default=4, help="draws of the noise in a validation, for its error bar")
     g.add_argument("--early_stop_patience", type=int, default=10,
                    help="stop after this many validations without a better bound, 0 = never")
-    g.add_argument("--save_steps", type=int, default=2000, help="optimizer steps between checkpoints, 0 = at the end")
-    g.add_argument("--save_total_limit", type=int, default=3, help="newest checkpoints kept besides the best, 0 = all")
-    g.add_argument("--resume", default="auto", help="auto (newest whole checkpoint in OUTPUT_DIR), none, or a folder")
     return p
 
 
-def check_flags(args):
-    """Fill in the preset and return the blocks.Layout; UserError for what would fail, or do nothing, later."""
-    def need(good, message):
-        if not good:
-            raise UserError(message)
+def layout_of(args):
+    """The Layout that the flags name."""
+    return Layout(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Layout)})
 
-    for flag, value in zip(PRESET_FLAGS, PRESETS[args.batch_preset]):
+
+def check_flags(args, world_size):
+    """Raise UserError for values and combinations that would fail, or do nothing, later; fill in what derives."""
+    _, *preset = PRESETS[args.batch_preset]     # its problems become rows when the data is known
+    for flag, value in zip(("gradient_accumulation_steps", "learning_rate", "warmup_steps", "max_steps"), preset):
         if getattr(args, flag) is None:
             setattr(args, flag, value)
-    need((args.demo is not None) != bool(args.train_data), "give one of --train_data and --demo")
-    need(args.demo is None or not args.eval_data, "--demo makes its own validation problems: drop --eval_data")
-    for flag in ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size",
-                 "max_steps", "logging_steps", "max_bad_steps", "prefetch_factor", "collective_timeout",
-                 "wait_timeout", "eval_repeats", "clip_search_batches", "demo"):
-        value = getattr(args, flag)
-        need(value is None or value >= 1, f"--{flag} is {value}; it must be at least 1")
-    for flag in ("warmup_steps", "eval_steps", "save_steps", "save_total_limit", "num_workers", "row_length", "seed",
-                 "scale_lr_from_batch", "weight_decay", "max_grad_norm", "learning_rate", "early_stop_patience"):
-        need(0 <= getattr(args, flag) < math.inf, f"--{flag} is {getattr(args, flag)}; it must be 0 or more and finite")
-    for flag in ("dropout", "validation_split", "adam_beta1", "adam_beta2", "ema_decay"):
-        need(0 <= getattr(args, flag) < 1, f"--{flag} is {getattr(args, flag)}; it must be at least 0 and below 1")
-    flags.zero_or_more(args, "dry_run")
-    flags.above_zero(args, "gpu_memory", "host_memory")
-    need(args.dry_run is not None or not (args.gpu_memory or args.host_memory),
-         "--gpu_memory and --host_memory need --dry_run")
-    need(0 <= args.min_lr_ratio <= 1, f"--min_lr_ratio is {args.min_lr_ratio}; it must lie between 0 and 1")
+    flags.check_shared(args)
+    need((args.demo is not None) != bool(args.train_data_file), "give one of --train_data_file and --demo")
+    need(args.demo is None or not args.eval_data_file,
+         "--demo makes its own validation problems: drop --eval_data_file")
+    flags.at_least_one(args, "gradient_accumulation_steps", "max_steps", "eval_repeats", "clip_search_batches", "demo")
+    flags.zero_or_more(args, "row_length", "early_stop_patience")
+    flags.below_one(args, "ema_decay")
     need(all(0 < width < 1 for width in args.clip_search_widths),
          f"--clip_search_widths {args.clip_search_widths}: widths must lie between 0 and 1")
-    need(not args.clip_search_widths or args.eval_data or args.demo or args.validation_split,
+    need(not args.clip_search_widths or args.eval_data_file or args.demo or args.validation_split,
          "--clip_search_widths needs validation data")
-    need(not (args.compile and args.gradient_checkpointing == "selective"), recomputation.NOT_COMPILED)
     need(args.hdp_layout == "hierarchical" or args.system == "hdp", "--hdp_layout flat needs --system hdp")
     need(args.hdp_layout == "hierarchical" or not args.pack, "--hdp_layout flat pads each problem: add --no-pack")
-    layout = blocks.Layout(**{f.name: getattr(args, f.name) for f in dataclasses.fields(blocks.Layout)})
+    layout = layout_of(args)
     layout.check()
-    args.t_range = tuple(args.t_range or bound.bound_range(layout))
+    args.t_range = tuple(args.t_range or bound_range(layout))
     args.row_length = args.row_length or layout.longest
-    for size in {layout.region_block(blocks.PLAN), layout.region_block(blocks.EXECUTION)}:
-        noise.check_range(args.t_range, size)
-    if args.report_to != "none":
-        try:
-            __import__(args.report_to)
-        except ImportError:
-            raise UserError(f"--report_to {args.report_to}: pip install {args.report_to}, or --report_to none")
-    return layout
+    for size in {layout.region_block(PLAN), layout.region_block(EXECUTION)}:
+        check_range(args.t_range, size)
 
+
+# parsed before torch is imported: --help and a mistake in a flag answer at once
+ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+
+import json
+import math
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from common import checkpoint, loading, metrics, optim, parallel, plan, run, tensor_files
+from common.packing import PackOrder, rank_packs
+from common.parallel import UserError
+from diffusion import blocks, bound, demo_problems, dit, noise, weights
+from diffusion.plan import print_plan
+from diffusion.problems import load_tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Model and checkpoints
@@ -336,29 +305,28 @@ def print_start(device, ranks, config, rows, eval_rows, table, more, *, size_nam
 
 
 def main(argv=None):
-    args = build_parser().parse_args(argv)
+    args = ARGS or flags.parse(build_parser(), check_flags, argv)
     run.main(args, train)
 
 
 def train(args):
     # -- ranks, data --------------------------------------------------------------------------------------------------
-    given_rows = args.per_device_train_batch_size
-    layout = check_flags(args)
-    ranks, check = run.ranks(args), plan.Checks(args.dry_run is not None)
+    layout, ranks, check = layout_of(args), run.ranks(args), plan.Checks(args.dry_run is not None)
     world, watch = run.start(args, check)
     device, main_rank = world.device, world.is_main
     if args.demo is not None:
-        args.train_data, args.eval_data, args.tokenizer = parallel.rank0_first(
+        args.train_data_file, args.eval_data_file, args.tokenizer = parallel.rank0_first(
             world, demo_problems.prepare, Path(check.folder(args.output_dir)) / "demo", args.system, args.demo)
     # a run ends at the first mistake, a dry run names them all
     tokens = check(parallel.rank0_first, world, load_tokenizer, args.tokenizer, args.system)   # one download for all
-    rows, eval_rows = check(blocks.prepare_rows, world, layout, tokens, args.train_data, eval_data=args.eval_data,
-                            validation_split=args.validation_split, row_length=args.row_length, pack=args.pack,
-                            drop_too_long=args.drop_too_long, seed=args.seed) or (None, None)
+    rows, eval_rows = check(
+        blocks.prepare_rows, world, layout, tokens, args.train_data_file, eval_data=args.eval_data_file,
+        validation_split=args.validation_split, row_length=args.row_length, pack=args.pack,
+        drop_too_long=args.drop_too_long, seed=args.seed) or (None, None)
     check.settle()
     table, regions = blocks.row_table(rows), bound.REGIONS[args.system]
-    if given_rows is None:      # the preset means problems; a packed row holds several
-        args.per_device_train_batch_size = max(1, round(args.per_device_train_batch_size / table["samples"].mean()))
+    if not args.per_device_train_batch_size:        # the preset means problems; a packed row holds several
+        args.per_device_train_batch_size = max(1, round(PRESETS[args.batch_preset][0] / table["samples"].mean()))
     batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     identity = {"seed": args.seed, "model": [args.model_size, tokens.vocab_size], **dataclasses.asdict(layout),
                 "batch": [batch_rows, rows.length], "training data": rows.fingerprint()}

@@ -76,6 +76,8 @@ gpus=$(count_gpus)
 if [ $demo = 0 ]; then
     [ "$gpus" -ge "$MIN_GPUS" ] || die "$HOSTNAME has $gpus GPUs, $MIN_GPUS are needed (MIN_GPUS); --demo needs none"
     [ -n "$TRAIN_DATA" ] || die "TRAIN_DATA is not set: a file of training problems"
+elif [ "${DRY_RUN:-0}" != 1 ]; then
+    set_up torchrun torch transformers
 fi
 
 # -- commands ----------------------------------------------------------------------------------------------------------
@@ -91,7 +93,7 @@ if [ $demo = 1 ]; then      # everything small, so that two CPU cores show falli
     SAMPLE_FLAGS='--order confidence'
 else
     read -ra switches <<<"$SWITCHES"
-    settings=(--batch_preset "$PRESET" --train_data "$TRAIN_DATA" --tokenizer "$TOKENIZER" --model_size "$SIZE"
+    settings=(--batch_preset "$PRESET" --train_data_file "$TRAIN_DATA" --tokenizer "$TOKENIZER" --model_size "$SIZE"
         --block_size "$BLOCK_SIZE" --num_workers "$WORKERS" "${switches[@]}")
 fi
 

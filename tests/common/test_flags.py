@@ -1,4 +1,5 @@
 """Command lines that people already have: flags, defaults, what is refused and in which words."""
+import argparse
 import importlib
 import re
 import shlex
@@ -9,6 +10,7 @@ import pytest
 
 import train_v2_ddp
 from common import flags
+from diffusion import train_bd3lm
 from tests.helpers.trainer import ROOT
 
 LAUNCH = """torchrun --nproc_per_node=8 train_v2_ddp.py --model_path bosonai/higgs-audio-v2-generation-3B-base
@@ -106,6 +108,13 @@ def test_names_that_hugging_face_users_know(theirs, ours):
     assert {name: getattr(args, name) for name in ours} == ours
 
 
+def test_older_names_of_block_diffusion():
+    parser = train_bd3lm.build_parser()
+    args = parser.parse_args(["--train_data", "a", "--eval_data", "b", "--dry_run", "--drop_too_long"])
+    assert (args.train_data_file, args.eval_data_file, args.dry_run, args.drop_too_long) == ("a", "b", 0, True)
+    assert parser.parse_args(["--dry_run", "8"]).dry_run == 8
+
+
 @pytest.mark.parametrize("words, part", [
     (["--train_data_dir", "folder"], "give one of --train_data_file and --train_data_dir"),
     (["--global_batch_size", "12", "--per_device_train_batch_size", "8"], "is not a multiple of 8"),
@@ -130,7 +139,18 @@ def test_global_batch_size_counts_ranks():
 
 
 SCRIPTS = ["train_v2_ddp.py", "lora.py", "speech/generate_tts.py", "speech/evaluate_tts.py",
-           "speech/make_tiny.py"]
+           "speech/make_tiny.py",
+           "diffusion/train_bd3lm.py", "diffusion/sample_bd3lm.py", "diffusion/make_problems.py"]
+
+
+def actions(parser):
+    """Flags and arguments of a parser and of its subcommands."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from actions(command)
+        else:
+            yield action
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -147,5 +167,5 @@ def test_help_and_mistakes_come_before_torch(script):
     text = " ".join(asked.stdout.split())
     assert "(default: None)" not in text and not re.search(r"\(default: [^)]*\) \(default", text)
     parser = importlib.import_module(script.removesuffix(".py").replace("/", ".")).build_parser()
-    for action in parser._actions:
+    for action in actions(parser):
         assert action.help and len(action.help) > 8, f"{action.option_strings} has no help text"

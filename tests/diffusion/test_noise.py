@@ -7,10 +7,11 @@ import torch
 
 from common.parallel import UserError
 from diffusion import noise
+from diffusion.choices import FULL, SCHEDULES, check_range
 from tests.helpers.block_rows import MASK, MIXED, chi_square, document, make_blocks, noised, seen_by
 
 
-@pytest.mark.parametrize("schedule", noise.SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_weights_are_those_of_the_schedule(schedule):
     t = torch.linspace(0.05, 1, 40, dtype=torch.float64, requires_grad=True)
     rate = noise.mask_rate(t, schedule)
@@ -37,7 +38,7 @@ def test_strata_are_covered_and_unbiased_for_every_block():
 def test_any_split_of_the_rows_gets_the_same_noise():
     rows = [[document([4, 4, 3], given=5, seed=s)] for s in range(4)]
     draws = noise.draw(0, "train", 7, 8, 4, 12)             # two groups a row: the first block has no target
-    for t_range in (noise.FULL, (0.3, 0.8)):
+    for t_range in (FULL, (0.3, 0.8)):
         whole = noise.diffuse(make_blocks(rows, 12, 8), draws, MASK, t_range)
         parts = [noise.diffuse(make_blocks(rows[r:r + 2], 12, 8), draws.part(r, 2, 2 * r, 4), MASK, t_range)
                  for r in (0, 2)]
@@ -62,7 +63,7 @@ def test_clipped_masking_is_the_truncated_binomial(size, low, high, t):
 def test_unclipped_masking_is_independent_for_every_token():
     batch = make_blocks([[document([8] * 50)] for _ in range(20)], 400, 400)
     draws = noise.draw(0, "train", 0, 1000, 20, 400)
-    masked = noise.choose_masked(batch, torch.full((1000,), 0.3, dtype=torch.float64), draws, noise.FULL)
+    masked = noise.choose_masked(batch, torch.full((1000,), 0.3, dtype=torch.float64), draws, FULL)
     k = np.arange(9)
     pmf = np.array([math.comb(8, i) * 0.3**i * 0.7**(8 - i) for i in k])
     assert chi_square(np.bincount(masked.view(1000, 8).sum(1), minlength=9), pmf) < 0
@@ -70,12 +71,12 @@ def test_unclipped_masking_is_independent_for_every_token():
 
 def test_ranges_without_a_count_end_or_are_refused():
     with pytest.raises(UserError, match="no number of masked tokens out of 4 lies in it"):
-        noise.check_range((0.3, 0.45), 4)
+        check_range((0.3, 0.45), 4)
     for bad in ((0.8, 0.3), (0.0, 0.5), (0.5, 1.1)):
         with pytest.raises(UserError, match="lower end first"):
-            noise.check_range(bad, 4)
-    for good, size in (((0.3, 0.8), 16), ((0.45, 0.95), 4), ((1.0, 1.0), 1), (noise.FULL, 1), ((0.3, 0.5), 4)):
-        noise.check_range(good, size)
+            check_range(bad, 4)
+    for good, size in (((0.3, 0.8), 16), ((0.45, 0.95), 4), ((1.0, 1.0), 1), (FULL, 1), ((0.3, 0.5), 4)):
+        check_range(good, size)
     batch = make_blocks([[document([1, 2, 3])] for _ in range(200)], 6, 6)     # too short for any share in [0.4, 0.45]
     draws = noise.draw(0, "train", 0, batch.n_groups, 200, 6)
     masked = noise.choose_masked(batch, torch.full((600,), 0.42, dtype=torch.float64), draws, (0.4, 0.45)).view(200, 6)
@@ -90,7 +91,7 @@ def test_only_targets_are_masked_and_weighted():
     for options in ({}, {"t_range": (0.3, 0.8)}, {"t_range": (0.6, 1.0)}, {"weighting": "ce"}):
         draws = noise.draw(1, "train", 0, batch.n_groups, *batch.doc.shape)
         inputs = noise.diffuse(batch, draws, MASK, **options)
-        low, high = options.get("t_range", noise.FULL)
+        low, high = options.get("t_range", FULL)
         t = (low + (high - low) * draws.levels)[batch.group.flatten()[inputs.places]]
         assert batch.target.flatten()[inputs.places].all()
         assert torch.equal(batch.input_ids.flatten()[inputs.places], inputs.labels)

@@ -83,7 +83,9 @@ def run(folder, file, *flags, output=None):
     """Run the script in this process; the JSON it wrote."""
     output = output or folder / "answers.json"
     args = ["--checkpoint", folder, "--test_file", file, "--output", output, "--device", "cpu", *flags]
-    sample_bd3lm.sample(sample_bd3lm.build_parser().parse_args(list(map(str, args))))
+    args = sample_bd3lm.build_parser().parse_args(list(map(str, args)))
+    sample_bd3lm.check_flags(args, 1)
+    sample_bd3lm.sample(args)
     return json.loads(output.read_text())
 
 

@@ -58,8 +58,8 @@ def arguments(demo, output_dir, *flags):
     flags = [str(flag) for flag in flags]
     ending = "_hdp.json" if "hdp" in flags else ".jsonl"
     common = [str(part) for name, value in COMMON.items() for part in (f"--{name}", value)]
-    data = [] if "--demo" in flags else ["--train_data", str(demo / f"train{ending}"), "--tokenizer", str(demo),
-                                         "--eval_data", str(demo / f"test{ending}")]
+    data = [] if "--demo" in flags else ["--train_data_file", str(demo / f"train{ending}"), "--tokenizer",
+                                         str(demo), "--eval_data_file", str(demo / f"test{ending}")]
     return [*common, *data, "--output_dir", str(output_dir), "--logging_dir", str(output_dir) + "-logs", *flags]
 
 
@@ -448,7 +448,7 @@ def test_a_dry_run_finds_what_is_too_large_and_what_is_wrong(pool, demo, tmp_pat
 
 
 BAD = {
-    "--demo 8": "give one of --train_data and --demo",
+    "--demo 8": "give one of --train_data_file and --demo",
     "--block_size 7": "--max_length 96 is not a multiple of --block_size 7",
     "--block_size 0": "--block_size is 0; it must be at least 1",
     "--block_size 4 --t_range 0.3 0.45": "no number of masked tokens out of 4",
@@ -477,15 +477,15 @@ def test_bad_flags_are_refused_by_name(demo, flags):
         except ImportError:
             pass
     args = train_bd3lm.build_parser().parse_args([*arguments(demo, "out", *flags.split()),
-                                                  *(["--train_data", "x"] if "--demo" in flags else [])])
+                                                  *(["--train_data_file", "x"] if "--demo" in flags else [])])
     with pytest.raises(UserError, match=re.escape(BAD[flags])):
-        train_bd3lm.check_flags(args)
+        train_bd3lm.check_flags(args, 1)
 
 
 def test_single_tokens_train_autoregressively_unless_told(demo):
     def t_range(*flags):
         args = train_bd3lm.build_parser().parse_args(arguments(demo, "out", *flags))
-        train_bd3lm.check_flags(args)
+        train_bd3lm.check_flags(args, 1)
         return args.t_range
     assert t_range() == noise.FULL and t_range("--block_size", 1) == (1.0, 1.0)
     assert t_range("--block_size", 1, "--t_range", 0.5, 1.0) == (0.5, 1.0)
@@ -500,19 +500,19 @@ def test_loaders_share_the_cpus(monkeypatch):
 
 def test_presets_fill_what_the_command_line_leaves_open():
     def flags(*given):
-        args = train_bd3lm.build_parser().parse_args(["--train_data", "x", "--report_to", "none", *given])
-        train_bd3lm.check_flags(args)
-        return [getattr(args, flag) for flag in train_bd3lm.PRESET_FLAGS]
-    assert flags() == [128, 4, 5e-4, 5000, 50_000]
-    assert flags("--batch_preset", "source", "--learning_rate", "0.1") == [16, 16, 0.1, 1000, 10_000]
-    assert flags("--batch_preset", "extreme", "--warmup_steps", "0")[:4] == [256, 4, 7e-4, 0]
+        args = train_bd3lm.build_parser().parse_args(["--train_data_file", "x", "--report_to", "none", *given])
+        train_bd3lm.check_flags(args, 1)
+        return args.gradient_accumulation_steps, args.learning_rate, args.warmup_steps, args.max_steps
+    assert flags() == (4, 5e-4, 5000, 50_000)
+    assert flags("--batch_preset", "source", "--learning_rate", "0.1") == (16, 0.1, 1000, 10_000)
+    assert flags("--batch_preset", "extreme", "--warmup_steps", "0")[:3] == (4, 7e-4, 0)
 
 
 def test_a_preset_means_problems_packed_or_not(demo, tmp_path, capsys):
     """24 problems in rows of 96 or of 192 tokens: 64 x 4 problems a step, in fewer and fewer rows."""
     rows = {}
     for more in ("--no-pack", "--row_length 96", "--row_length 192"):
-        train_bd3lm.main(["--train_data", str(demo / "train.jsonl"), "--tokenizer", str(demo), "--output_dir",
+        train_bd3lm.main(["--train_data_file", str(demo / "train.jsonl"), "--tokenizer", str(demo), "--output_dir",
                           str(tmp_path), "--batch_preset", "conservative", "--max_length", "96", "--block_size", "8",
                           "--validation_split", "0", "--report_to", "none", "--dry_run", "--scale_lr_from_batch", "64",
                           *more.split()])

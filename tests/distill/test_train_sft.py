@@ -239,6 +239,7 @@ def test_distillation_is_the_same_for_any_split(shared):
     assert_same_run(shared(f"llama distill ddp 1x4x2 {packs}"), shared(f"llama distill fsdp 2x4x1 {packs}"))
 
 
+@pytest.mark.slow
 def test_float8_trains_nearly_what_bf16_does_and_the_same_on_two_ranks(shared):
     """Files as without it: only the frozen base is rounded, and only in memory."""
     plain, one, two = (shared(f"sixteen lora ddp {flags}") for flags in (

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from diffusion import sample_bd3lm, train_bd3lm
+from diffusion.choices import PRESETS
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT
 from tests.launch.test_launchers import alive, environment
@@ -41,7 +42,7 @@ def printed(done):
         check = ["python", f"{ROOT}/common/report.py", str(args.output_dir), "--check_fell"]
         assert sample[:-1] == [check] * (args.demo is not None)
         sample = sample_bd3lm.build_parser().parse_args(sample[-1][2:])
-        sample_bd3lm.check_flags(sample)
+        sample_bd3lm.check_flags(sample, 1)
     return train, args, sample or None
 
 
@@ -64,18 +65,21 @@ def script(tmp_path):
     ("hdp", "aggressive", (192, 4, 6e-4, 5000, 50_000)),
     ("hdp", "extreme", (256, 4, 7e-4, 10_000, 50_000)),
 ])
-def test_presets_are_the_guides(system, preset, wanted):
-    settings = {"PRESET": preset} if preset else {}
-    done = launch(LAUNCHERS[system], DRY_RUN="1", MIN_GPUS="0", TRAIN_DATA="t.json", TEST_DATA="e.json",
+def test_presets_are_the_guides(system, preset, wanted, tmp_path):
+    settings, data = {"PRESET": preset} if preset else {}, tmp_path / "t.json"
+    data.touch()
+    done = launch(LAUNCHERS[system], DRY_RUN="1", MIN_GPUS="0", TRAIN_DATA=str(data), TEST_DATA="e.json",
                   SLURM_CPUS_PER_TASK="18", OMP_NUM_THREADS="", **settings)
     words, args, sample = printed(done)
-    layout = train_bd3lm.check_flags(args)
-    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps, args.learning_rate, args.warmup_steps,
+    train_bd3lm.check_flags(args, 1)
+    layout = train_bd3lm.layout_of(args)
+    assert args.per_device_train_batch_size is None         # as many rows as hold the preset's problems
+    assert (PRESETS[args.batch_preset][0], args.gradient_accumulation_steps, args.learning_rate, args.warmup_steps,
             args.max_steps) == wanted
     assert (layout.system, layout.hdp_layout, layout.block_size) == (system, "hierarchical", 16)
     assert args.bf16 and args.tf32 and args.compile and args.pack and args.drop_too_long
     assert (args.num_workers, args.ema_decay, args.max_grad_norm) == (16, 0.9999, 1.0)
-    assert (args.train_data, args.model_size) == ("t.json", "small")
+    assert (args.train_data_file, args.model_size) == (str(data), "small")
     assert words[0] == "OMP_NUM_THREADS=18" and "--nproc-per-node=1" in words and "--rdzv-endpoint=127.0.0.1:0" in words
     assert args.output_dir == sample.checkpoint == f"outputs/{system}_h200" and sample.test_file == "e.json"
     assert sample.bf16 and sample.drop_too_long
@@ -83,19 +87,22 @@ def test_presets_are_the_guides(system, preset, wanted):
 
 def test_gsm8k_and_its_tokenizer_come_from_the_hub_by_default():
     _, args, sample = printed(launch(LAUNCHERS["gsm8k"], DRY_RUN="1", MIN_GPUS="0"))
-    assert (args.train_data, args.eval_data, args.tokenizer) == ("openai/gsm8k", None, "gpt2")
+    assert (args.train_data_file, args.eval_data_file, args.tokenizer) == ("openai/gsm8k", None, "gpt2")
     assert sample.test_file == "openai/gsm8k"       # the test split is for the accuracy, not for early stopping
     assert printed(launch(LAUNCHERS["gsm8k"], DRY_RUN="1", MIN_GPUS="0", TEST_DATA=""))[2] is None
 
 
-def test_settings_and_arguments_reach_the_trainer_and_the_last_word_is_the_users():
+def test_settings_and_arguments_reach_the_trainer_and_the_last_word_is_the_users(tmp_path):
+    data = tmp_path / "my data.json"
+    data.touch()
     done = launch(LAUNCHERS["hdp"], "--block_size", "8", "--max_steps", "7", *ODD, DRY_RUN="1", MIN_GPUS="0",
-                  SIZE="tiny", TRAIN_DATA="my data.json", TOKENIZER="tok", BLOCK_SIZE="32", WORKERS="3", SWITCHES="",
+                  SIZE="tiny", TRAIN_DATA=str(data), TOKENIZER="tok", BLOCK_SIZE="32", WORKERS="3", SWITCHES="",
                   GPUS="2", HDP_LAYOUT="flat", TEST_DATA="e.json", SAMPLE_FLAGS="--limit 5")
     words, args, sample = printed(done)
-    layout = train_bd3lm.check_flags(args)
+    train_bd3lm.check_flags(args, 1)
+    layout = train_bd3lm.layout_of(args)
     assert words[-len(ODD):] == ODD and "--nproc-per-node=2" in words
-    assert (args.train_data, args.tokenizer, args.model_size, args.num_workers) == ("my data.json", "tok", "tiny", 3)
+    assert (args.train_data_file, args.tokenizer, args.model_size, args.num_workers) == (str(data), "tok", "tiny", 3)
     assert (layout.block_size, args.max_steps, layout.hdp_layout, args.pack, args.bf16) == (8, 7, "flat", False, False)
     assert (sample.checkpoint, sample.limit, sample.bf16) == ("a folder", 5, False)
 
@@ -105,8 +112,9 @@ def test_settings_and_arguments_reach_the_trainer_and_the_last_word_is_the_users
 def test_the_demo_is_small_and_needs_neither_gpu_nor_files(system, demo):
     words, args, sample = printed(launch(LAUNCHERS[system], *demo, DRY_RUN="1", OMP_NUM_THREADS=""))
     assert words[0] == "OMP_NUM_THREADS=1"
-    layout = train_bd3lm.check_flags(args)
-    assert layout.system == system and args.model_size == "nano" and not args.bf16 and args.train_data is None
+    train_bd3lm.check_flags(args, 1)
+    layout = train_bd3lm.layout_of(args)
+    assert layout.system == system and args.model_size == "nano" and not args.bf16 and args.train_data_file is None
     assert args.attn_backend == "sdpa"      # flex has no backward pass for rows of under 128 noisy copies
     assert args.demo == (300 if len("".join(demo)) > 6 else 2000) and args.max_steps < 3000
     ending = "test.jsonl" if system == "gsm8k" else "test_hdp.json"
