@@ -132,8 +132,8 @@ def build_parser():
     g.add_argument("--tf32", action="store_true", help="TF32 for float32 matrix products on CUDA")
     g.add_argument("--gradient_checkpointing", nargs="?", const="all", choices=recomputation.MODES,
                    help=recomputation.HELP)
-    g.add_argument("--float8", action="store_true", help="lora: products with frozen weights in float8 (on a CPU slow, "
-                   "to try it)")
+    g.add_argument("--float8", action="store_true",
+                   help="lora with --compile: products with frozen weights in float8; not yet run on a GPU")
     g.add_argument("--compile", action="store_true", help="torch.compile each decoder layer")
     g.add_argument("--collective_timeout", type=int, default=600,
                    help="seconds a step may take before the rank that hangs is named and all stop")
@@ -185,9 +185,7 @@ def check_flags(args, world_size):
         need(args.use_lora or getattr(args, f"lora_{flag}") == default, f"--lora_{flag} needs --use_lora")
     need(not (args.eval_data_file and args.validation_split),
          "give one of --eval_data_file and --validation_split, not both")
-    need(args.parallel == "fsdp" or (args.reshard_after_forward and not args.cpu_offload),
-         "--no-reshard_after_forward and --cpu_offload need --parallel fsdp")
-    float8.check_flags(args, need)
+    flags.check_sharding(args)
     need(not (args.compile and args.gradient_checkpointing == "selective"), recomputation.NOT_COMPILED)
     need(not (args.global_batch_size and args.gradient_accumulation_steps),
          "give one of --global_batch_size and --gradient_accumulation_steps")
