@@ -208,13 +208,6 @@ def check_flags(args, world_size):
 # Model: empty, loaded, saved
 
 
-def check_device(args, device):
-    """Raise UserError when this GPU cannot do what the flags ask for."""
-    if args.bf16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        raise UserError(f"--bf16: {torch.cuda.get_device_name(device)} has no bfloat16; drop the flag")
-    float8.check_device(args, device)
-
-
 def empty_model(args, folder):
     """packed_lm.build_empty as the flags say: a frozen base in bfloat16 with --bf16, else fp32."""
     lora = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules, args.model_path)
@@ -350,7 +343,8 @@ def train(args):
     check_flags(args, ranks)
     world, watch = run.start(args, check, cpu_too=args.cpu_offload)
     device, main_rank = world.device, world.is_main
-    check(check_device, args, device)
+    check(parallel.check_bf16, device, args.bf16)
+    check(float8.check_device, device, args.float8)
     check(parallel.rank0_first, world, weights.find_model, args.model_path)       # downloads before the others look
     folder = check(weights.find_model, args.model_path)
     config, tokenizer = check(weights.load_config, folder), check(chat.load_tokenizer, folder,
