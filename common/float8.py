@@ -16,14 +16,6 @@ FLOAT8 = torch.float8_e4m3fn
 MULTIPLE = 16           # of a layer's width and height; the GPU's kernels know no others
 
 
-def check_flags(args, need):
-    """What --float8 asks of the other flags. need: function of (condition, message) that raises UserError."""
-    if args.float8:
-        need(args.use_lora, "--float8 needs --use_lora: only frozen weights are rounded")
-        need(args.bf16, "--float8 needs --bf16")
-        need(args.parallel == "ddp", "--float8 needs --parallel ddp: rounded weights cannot be sharded")
-
-
 def check_device(args, device):
     """Raise UserError when the GPU has no float8 products. A CPU computes them in float32: slow, to try it."""
     if args.float8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):

@@ -140,7 +140,9 @@ def test_global_batch_size_counts_ranks():
 
 SCRIPTS = ["train_v2_ddp.py", "lora.py", "speech/generate_tts.py", "speech/evaluate_tts.py",
            "speech/make_tiny.py",
-           "diffusion/train_bd3lm.py", "diffusion/sample_bd3lm.py", "diffusion/make_problems.py"]
+           "diffusion/train_bd3lm.py", "diffusion/sample_bd3lm.py", "diffusion/make_problems.py",
+           "distill/train_sft.py", "distill/create_data.py", "distill/evaluate_sft.py", "distill/demo/get_smollm2.py",
+           "distill/demo/langid_server.py", "common/report.py"]
 
 
 def actions(parser):

@@ -101,9 +101,10 @@ def test_compiled_in_one_graph():
 
 
 @pytest.mark.parametrize("trainer, flags, reason", [
-    (train_v2_ddp, "--bf16", "--use_lora"), (train_v2_ddp, "--use_lora", "--bf16"),
-    (train_v2_ddp, "--bf16 --use_lora --parallel fsdp", "--parallel ddp"),
-    (train_sft, "--bf16 --use_lora", "--parallel ddp")])
+    (train_v2_ddp, "--bf16 --use_lora", "--compile"), (train_v2_ddp, "--compile --bf16", "--use_lora"),
+    (train_v2_ddp, "--compile --use_lora", "--bf16"),
+    (train_v2_ddp, "--compile --bf16 --use_lora --parallel fsdp", "--parallel ddp"),
+    (train_sft, "--compile --bf16 --use_lora", "--parallel ddp")])
 def test_what_float8_needs(trainer, flags, reason):
     args = trainer.build_parser().parse_args(
         ["--model_path", "m", "--train_data_file", "d", "--report_to", "none", "--float8", *flags.split(),
