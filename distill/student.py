@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 import torch
-from peft import LoraConfig
 from transformers import GenerationConfig
 
 from common import adapters
@@ -44,15 +43,7 @@ def load_model(folder, adapter, dtype, device):
     weights.give_memory(model, device)
     weights.load_weights(dict(model.named_parameters()), parts)
     if adapter:
-        try:
-            saved = LoraConfig.from_pretrained(adapter)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{adapter}: its adapter_config.json cannot be used ({str(error).splitlines()[0]})")
-        if odd := [name for name in UNKNOWN if getattr(saved, name, None)]:
-            raise UserError(f"{adapter}: the adapter has {odd[0]}, which is not supported; merge it into its base")
-        names = [saved.target_modules] if isinstance(saved.target_modules, str) else sorted(saved.target_modules)
-        model = adapters.add_lora(model, weights.decoder_layers(model), saved.r, saved.lora_alpha, 0.0,
-                                  ",".join(names), str(folder))
+        model = adapters.add_saved(model, adapter, UNKNOWN)
         for parameter in adapters.adapter_weights(model).values():      # not buffers: rotary embeddings stay float32
             parameter.data = parameter.data.to(dtype)
         adapters.load_adapters(model, adapter)

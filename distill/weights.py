@@ -24,18 +24,8 @@ IGNORED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")      # buffer
 
 
 def find_model(name, flag="--model_path"):
-    """Local folder of a checkpoint given as a path or hub name. Raises UserError."""
-    folder = Path(name)
-    if not folder.is_dir():
-        if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
-            raise UserError(f"{flag} {name}: no such folder (nor a hub name of the form owner/name)")
-        from huggingface_hub import snapshot_download
-        try:
-            folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model",
-                                                                  "*.txt"]))
-        except Exception as error:      # a dozen kinds: no network, no such name, not allowed
-            raise UserError(f"{flag} {name}: neither a folder here nor to be had from the hub "
-                            f"({type(error).__name__}: {str(error).splitlines()[0]})")
+    """Local folder of a model given as a path or hub name, which is downloaded. Raises UserError."""
+    folder = tensor_files.find_folder(name, flag)
     if not (folder / "config.json").is_file():
         raise UserError(f"{flag} {name}: has no config.json"
                         + ("; this is an adapter, give its base model" if (folder / "adapter_config.json").is_file()

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Settings and checks shared by the launchers; sourced, not run. What is set already is kept: NCCL_DEBUG=INFO sbatch ...
 
-# shellcheck disable=SC2034     # the launchers use it
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)       # this repository; absolute, for other folders and nodes
 
 # -- what this node has ------------------------------------------------------------------------------------------------
@@ -64,10 +63,28 @@ flag_value() {
 
 # -- the Python environment --------------------------------------------------------------------------------------------
 
+# True if the PATH has this program, and its python these packages; none of them is imported: on_path PROGRAM PACKAGE...
+on_path() {
+    command -v "$1" >/dev/null &&
+        python -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' "${@:2}" 2>/dev/null
+}
+
 has_conda_env() { command -v conda >/dev/null && conda env list | grep "^$1 " >/dev/null; }
 
+# False if python's torch can use no GPU; prints torch's folder. Read from its files: an import would take seconds.
+torch_for_gpus() {
+    python -c 'import importlib.util as u, pathlib, runpy, sys
+spec = u.find_spec("torch")
+if not spec: sys.exit()
+folder = pathlib.Path(spec.origin).parent
+print(folder)
+built = runpy.run_path(folder / "version.py")
+sys.exit(not any(built.get(name) for name in ("cuda", "hip", "xpu")))'
+}
+
 # Activate what the run needs: use_environment PROGRAM PACKAGE... In every launcher VENV=FOLDER is a virtual environment,
-# VENV=none the environment this shell is in, as it is, and CONDA_ENV a conda environment.
+# VENV=none the environment this shell is in, as it is, and CONDA_ENV a conda environment. With none of them it is the
+# one this shell is in if it has all that is named, else the .venv that launch/setup.sh has made.
 use_environment() {
     local folder=${VENV:-}
     if [ -z "$folder" ] && [ -n "${CONDA_ENV:-}" ]; then
@@ -76,6 +93,9 @@ use_environment() {
         eval "$(conda shell.bash hook)"
         conda activate "$CONDA_ENV"
         set -u
+    elif [ -z "$folder" ] && ! on_path "$@" && [ -x "$REPO/.venv/bin/$1" ]; then
+        folder=$REPO/.venv
+        say "environment: $folder"
     fi
     case $folder in
     '' | none) ;;
@@ -85,7 +105,17 @@ use_environment() {
         source "$folder/bin/activate"
         ;;
     esac
-    command -v "$1" >/dev/null || die "no $1 on PATH: set VENV or CONDA_ENV"
+    command -v "$1" >/dev/null || die "no $1 on PATH: set VENV or CONDA_ENV, or run bash launch/setup.sh"
+}
+
+# For demos: what use_environment will look for is made, unless it is there: set_up PROGRAM PACKAGE...
+set_up() {
+    case ${VENV:-} in
+    none) return ;;
+    '') if [ -n "${CONDA_ENV:-}" ] || on_path "$@"; then return; fi ;;
+    *) if PATH=$VENV/bin on_path "$@"; then return; fi ;;
+    esac
+    bash "$REPO/launch/setup.sh"        # quick if an earlier one came to its end
 }
 
 # -- settings for torch ------------------------------------------------------------------------------------------------

@@ -1,36 +1,81 @@
 #!/usr/bin/env bash
-# Make a Python environment that works, then leave it active. Sourced by demo.sh and test.sh; run it alone to only set up.
+# Make a Python environment that works, then leave it active. Sourced by the demos and test.sh; run it alone to only set
+# up. Needs Python >= 3.11 and no root: where the distribution left out pip, its package of it is only unpacked.
 set -euo pipefail
 
 PYTHON=${PYTHON:-python3}                 # Python >= 3.11
-VENV=${VENV:-.venv}                       # "none": use the current environment as it is, install nothing
+VENV=${VENV:-}                            # folder of the environment; default .venv here. none: take the one we are in
 TORCH_VERSION=${TORCH_VERSION:-2.13.0}    # 2.11 to 2.14.1 fit torchaudio 2.11.0
+TORCH_CPU=${TORCH_CPU:-0}                 # 1: a new environment gets torch without CUDA
+TORCH_INDEX=${TORCH_INDEX-https://download.pytorch.org/whl/cpu}     # has that torch, if pip's own indexes do not
+PYTHON_WHEELS=${PYTHON_WHEELS:-/usr/share/python-wheels}            # where Debian's python3-pip-whl puts pip
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+setup_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+case $VENV in
+'') VENV=$setup_root/.venv ;;
+none | /*) ;;
+*) VENV=$PWD/$VENV ;;
+esac
+if [ "$VENV" = none ]; then PYTHON=python; fi
+cd "$setup_root"
 
-"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-    { echo "setup: $PYTHON is missing or older than 3.11; set PYTHON=python3.11" >&2; exit 1; }
+setup_error() { echo "setup: error: $*" >&2; exit 1; }
+
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+    setup_error "$PYTHON is missing or older than 3.11; set PYTHON=python3.11"
+
+get() { pip install --quiet --disable-pip-version-check "$@"; }
+
+# A wheel of pip, which python can run as it is: the distribution's, installed or fetched into this folder. $wheel, or
+# else $why.
+find_pip_wheel() {      # FOLDER
+    local own=(-o Dir::State="$1/state" -o Dir::State::status=/var/lib/dpkg/status -o Dir::Cache="$1/cache")
+    wheel=$(find "$PYTHON_WHEELS" -name 'pip-*.whl' 2>/dev/null | sort | tail -n 1)
+    [ -z "$wheel" ] || return 0
+    why="there is no apt-get"
+    command -v apt-get >/dev/null || return 1
+    echo "setup: $PYTHON has no pip: fetching python3-pip-whl with apt-get, for $VENV only"
+    mkdir -p "$1/state/lists/partial" "$1/cache/archives/partial"
+    # The machine's package lists may be empty or old: lists of our own then, which take no root either.
+    (cd "$1" && { apt-get download python3-pip-whl ||
+        { apt-get "${own[@]}" update; apt-get "${own[@]}" download python3-pip-whl; }; }) >"$1/log" 2>&1 ||
+        { why=$(grep '^W: Failed' "$1/log" || grep '^E:' "$1/log") || true; why=${why%%$'\n'*}; return 1; }
+    for package in "$1"/python3-pip-whl_*.deb; do dpkg -x "$package" "$1"; done
+    wheel=$(find "$1/usr/share/python-wheels" -name 'pip-*.whl' | sort | tail -n 1)
+}
 
 if [ "$VENV" != none ]; then
     if [ ! -x "$VENV/bin/pip" ]; then
-        # Debian and Ubuntu ship Python without venv; root can mend that, others are told how
-        if ! "$PYTHON" -c 'import ensurepip' 2>/dev/null; then
-            if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-                echo "setup: $PYTHON cannot make a venv; sudo apt-get install python3-venv" >&2
-                exit 1
-            fi
-            echo "setup: installing python3-venv"
-            apt-get update -qq && apt-get install -y -qq --no-install-recommends python3-venv >/dev/null
+        if "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null; then
+            "$PYTHON" -m venv "$VENV"
+        else
+            "$PYTHON" -m venv --without-pip "$VENV" ||
+                setup_error "$PYTHON cannot make a venv: install python3-venv (sudo apt-get install python3-venv)"
+            find_pip_wheel "$VENV/pip-package" ||
+                setup_error "$PYTHON has no pip and python3-pip-whl cannot be fetched (${why:-no reason given}):" \
+                    "install python3-venv (sudo apt-get install python3-venv), or set PYTHON to one with pip"
+            "$VENV/bin/python" "$wheel/pip" install --quiet --no-index --disable-pip-version-check "$wheel"
+            rm -rf "$VENV/pip-package"
         fi
-        "$PYTHON" -m venv "$VENV"
     fi
     # shellcheck disable=SC1091
     source "$VENV/bin/activate"
     stamp=$VENV/installed-torch-$TORCH_VERSION-$(cksum <requirements.txt | tr ' ' -)
     if [ ! -e "$stamp" ]; then
         echo "setup: installing torch $TORCH_VERSION and requirements.txt into $VENV (minutes the first time)"
-        pip install --quiet --disable-pip-version-check "torch==$TORCH_VERSION"
-        pip install --quiet --disable-pip-version-check -r requirements.txt
+        if [ "$TORCH_CPU" = 1 ]; then
+            echo "setup: torch without CUDA, so about 0.4 GB to download and 1.6 GB on disk"
+            torch=torch==$TORCH_VERSION+cpu
+            get "$torch" 2>/dev/null || get --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$torch" ||
+                setup_error "no $torch where pip looks, nor at TORCH_INDEX=$TORCH_INDEX;" \
+                    "TORCH_CPU=0 takes one with CUDA"
+        else
+            pip show --quiet torch 2>/dev/null ||
+                echo "setup: PyPI's torch for Linux has CUDA with it: about 3 GB to download, 6.5 GB on disk." \
+                    "TORCH_CPU=1 takes one without: 0.4 GB, 1.6 GB on disk"
+            get torch=="$TORCH_VERSION"
+        fi
+        get -r requirements.txt
         touch "$stamp"
     fi
 fi
@@ -38,15 +83,16 @@ fi
 # The newest torchaudio links CUDA libraries. Beside a CPU-only torch its import fails, and every transformers import
 # with it; its Python part, all that the codec uses, works once the extension is gone.
 if ! python -c 'import torchaudio' 2>/dev/null; then
-    folder=$(python -c 'import importlib.util as u; s = u.find_spec("torchaudio"); print(s.submodule_search_locations[0] if s else "")')
+    folder=$(python -c 'import importlib.util as u
+spec = u.find_spec("torchaudio")
+print(spec.submodule_search_locations[0] if spec else "")')
     if [ -z "$folder" ]; then
         echo "setup: torchaudio is not installed: training works from a filled --code_cache only"
     elif [ "$VENV" = none ]; then
-        echo "setup: torchaudio does not fit this torch; mend it with: rm $folder/lib/*.so" >&2
-        exit 1
+        setup_error "torchaudio does not fit this torch; mend it with: rm $folder/lib/*.so"
     else
         rm -f "$folder"/lib/*.so
-        python -c 'import torchaudio' || { echo "setup: torchaudio cannot be imported beside torch $TORCH_VERSION" >&2; exit 1; }
+        python -c 'import torchaudio' || setup_error "torchaudio cannot be imported beside torch $TORCH_VERSION"
         echo "setup: removed torchaudio's CUDA extension, which a CPU-only torch cannot load; the codec does not use it"
     fi
 fi

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run a trainer on this machine, or on all nodes of the Slurm job we are in; arguments go to the trainer. The launchers end
-# in this one; TRAINER=mine.py bash launch/slurm.sh ... runs another script.
+# Run a trainer on this machine, or on all nodes of the Slurm job we are in; arguments go to the trainer. The launchers
+# end in this one; TRAINER=mine.py bash launch/slurm.sh ... runs another script.
 #
 # DRY_RUN=1 prints the commands and ends. Slurm's warning before the time limit, SIGTERM and Ctrl-C let the trainers
 # finish their step and save; after the warning the job is queued again. A second Ctrl-C ends everything at once.
@@ -54,6 +54,8 @@ if [ "$gpus" = 0 ]; then
     say "no GPU on $HOSTNAME: trainers run on CPUs, $NPROC_PER_NODE a node (NPROC_PER_NODE)"
 else
     export NEED_GPUS=$NPROC_PER_NODE            # on every node
+    folder=$(torch_for_gpus) || die "$HOSTNAME has $gpus GPUs, but torch in $folder is built without CUDA: set VENV or" \
+        "CONDA_ENV; CUDA_VISIBLE_DEVICES= trains on CPUs"
 fi
 threads=$(($(count_cpus) / NPROC_PER_NODE))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}       # a trainer's share of the CPUs

@@ -8,5 +8,5 @@ here=$(dirname "${BASH_SOURCE[0]}")
 # shellcheck source=launch/setup.sh
 source "$here/setup.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
-export -n VENV      # the launchers under test have a VENV of their own
+export -n VENV      # the launchers under test find their own; this environment is active
 exec python -m pytest -q --durations=10 -n "$TEST_PROCESSES" --dist loadfile "$@"

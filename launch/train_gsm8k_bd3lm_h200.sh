@@ -76,6 +76,8 @@ gpus=$(count_gpus)
 if [ $demo = 0 ]; then
     [ "$gpus" -ge "$MIN_GPUS" ] || die "$HOSTNAME has $gpus GPUs, $MIN_GPUS are needed (MIN_GPUS); --demo needs none"
     [ -n "$TRAIN_DATA" ] || die "TRAIN_DATA is not set: a file of training problems"
+elif [ "${DRY_RUN:-0}" != 1 ]; then
+    set_up torchrun torch transformers
 fi
 
 # -- commands ----------------------------------------------------------------------------------------------------------

@@ -6,10 +6,9 @@ import torch
 
 from common import recomputation
 from diffusion import dit
-from tests.diffusion import test_noise
-from tests.distill import test_sft_memory
-from tests.speech import test_plan
-from tests.speech.test_plan import LiveBytes
+from tests.distill.test_plan import batch_of, built
+from tests.helpers import block_rows
+from tests.speech.test_plan import LiveBytes, pack_of, small_model
 
 
 class Executed(LiveBytes):
@@ -32,22 +31,22 @@ def fields(batch):
 
 
 def speech(mode, targets):
-    _, model = test_plan.small_model(targets, torch.bfloat16 if targets else torch.float32, mode)
-    batch = test_plan.pack_of(2, 20, 50, 20)
+    _, model = small_model(targets, torch.bfloat16 if targets else torch.float32, mode)
+    batch = pack_of(2, 20, 50, 20)
     return model, batch, lambda: sum(part.sum() for part in model(batch)[:2])
 
 
 def student(mode, lora):
-    _, model = test_sft_memory.built("qwen", lora, lora, False, mode, dropout=0.1)
-    batch = test_sft_memory.batch_of(2, 60, 10)
+    _, model = built("qwen", lora, lora, False, mode, dropout=0.1)
+    batch = batch_of(2, 60, 10)
     return model, batch, lambda: model(batch)[0]
 
 
 def blocks(mode):
-    config = dit.Config(test_noise.CONFIG.vocab_size, test_noise.MASK, 64, 4, 4, 16, dropout=0.1)
-    batch = test_noise.blocks(test_noise.MIXED * 3, 26, 24)
-    model, inputs = test_noise.network(config, recompute=mode), test_noise.noised(batch)
-    return model.train(), inputs, lambda: test_noise.loss_of(model, inputs, batch.n_targets)
+    config = dit.Config(block_rows.CONFIG.vocab_size, block_rows.MASK, 64, 4, 4, 16, dropout=0.1)
+    batch = block_rows.make_blocks(block_rows.MIXED * 3, 26, 24)
+    model, inputs = block_rows.network(config, recompute=mode), block_rows.noised(batch)
+    return model.train(), inputs, lambda: block_rows.loss_of(model, inputs, batch.n_targets)
 
 
 MODELS = {"speech, full": (speech, ""), "speech, LoRA in bf16": (speech, "all-linear"),

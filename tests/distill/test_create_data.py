@@ -437,8 +437,9 @@ def launch(server, tmp_path):
         process = subprocess.Popen(
             ["bash", str(LAUNCHER), "lines.txt", "labels.jsonl", tp, "--prompt_file", "prompt.txt", "--base_url",
              server.url, "--concurrency", "4", *more], cwd=tmp_path, stdout=log.open("w"), stderr=subprocess.STDOUT,
-            process_group=0, env={**os.environ, "MARK": mark, "ENGINE": "openai", "MODEL": "teacher", "GPUS": gpus,
-                                  "MAX_MODEL_LEN": "0", "RESTART_S": "0", "CUDA_VISIBLE_DEVICES": "", **settings})
+            process_group=0, env={**os.environ, "VENV": "none", "MARK": mark, "ENGINE": "openai", "MODEL": "teacher",
+                                  "GPUS": gpus, "MAX_MODEL_LEN": "0", "RESTART_S": "0", "CUDA_VISIBLE_DEVICES": "",
+                                  **settings})
         process.mark, process.log = mark, log
         started.append(process)
         return process
@@ -525,7 +526,7 @@ def test_launcher_dry_run(gpus, tp, pp, visible, slices, server, tmp_path):
     done = subprocess.run(["bash", str(LAUNCHER), "lines.txt", "my labels.jsonl", tp, "--seed", "3"], cwd=tmp_path,
                           capture_output=True, text=True, env={
                               **os.environ, "GPUS": gpus, "PP": pp, "CUDA_VISIBLE_DEVICES": visible, "DRY_RUN": "1",
-                              "PATH": path})
+                              "VENV": "none", "PATH": path})
     assert done.returncode == 0, done.stderr
     printed = done.stdout.splitlines()
     assert len(printed) == len(slices)
@@ -551,7 +552,7 @@ def test_launcher_dry_run(gpus, tp, pp, visible, slices, server, tmp_path):
 def test_launcher_errors_are_one_line(words, settings, message, tmp_path):
     files(tmp_path, make_lines(2))
     done = subprocess.run(["bash", str(LAUNCHER), *words], cwd=tmp_path, capture_output=True, text=True,
-                          env={**os.environ, "GPUS": "8", **settings})
+                          env={**os.environ, "GPUS": "8", "VENV": "none", **settings})
     assert done.returncode == 1 and done.stdout == ""
     assert re.fullmatch(f"create_data_h100x8: error: .*{re.escape(message)}.*\n", done.stderr), done.stderr
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -332,6 +333,100 @@ def test_nothing_comes_after_training_that_was_asked_to_stop(tmp_path, script, s
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 0, process.log.read_text()
     assert not (tmp_path / "after").exists() and alive(process.mark) == []
+
+
+# -- the Python environment --------------------------------------------------------------------------------------------
+
+STANDARD = "/usr/local/bin:/usr/bin:/bin"
+no_torchrun = pytest.mark.skipif(bool(shutil.which("torchrun", path=STANDARD)), reason=f"torchrun is in {STANDARD}")
+
+
+def make_environment(folder, name):
+    """A virtual environment's activate, python and a torchrun that says its name."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "activate").write_text(f'PATH="{folder}/bin:$PATH"\n')
+    (folder / "bin" / "python").symlink_to(sys.executable)
+    (folder / "bin" / "torchrun").write_text(f"#!/bin/bash\necho trained in {name}, VENV=${{VENV-}}\n")
+    (folder / "bin" / "torchrun").chmod(0o755)
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A copy of the launchers, of empty scripts, and of a set-up that only makes a .venv; nothing is set up."""
+    folder = tmp_path / "my clone"
+    shutil.copytree(ROOT / "launch", folder / "launch")
+    for name in {*ALL_LAUNCHERS.values(), "metrics.py", "sample_bd3lm.py"}:
+        (folder / name).write_text("")
+    make_environment(tmp_path / "made", "the new .venv")
+    (folder / "launch" / "setup.sh").write_text(
+        f'echo setting up "${{VENV:-.venv}}"\ncp -r "{tmp_path}/made" "${{VENV:-{folder}/.venv}}"\n'
+        f'sed -i "s|{tmp_path}/made|${{VENV:-{folder}/.venv}}|" "${{VENV:-{folder}/.venv}}/bin/activate"\n')
+    return folder
+
+
+def launch_from(clone, launcher, *args, path=STANDARD, **settings):
+    return subprocess.run(["bash", str(clone / "launch" / launcher), *args], text=True, capture_output=True, timeout=60,
+                          cwd=clone.parent, env=environment(**{"PATH": path, "VENV": "", "MIN_GPUS": "0", "TRAIN_FILE":
+                                                               __file__, "TRAIN_DATA": "t", **settings}))
+
+
+@no_torchrun
+@pytest.mark.parametrize("launcher", ALL_LAUNCHERS)
+def test_every_launcher_finds_what_set_up_has_made(launcher, clone):
+    args = ["out"] if "sft" in launcher else []
+    done = launch_from(clone, launcher, *args)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == (
+        f"{launcher[:-3]}: error: no torchrun on PATH: set VENV or CONDA_ENV, or run bash launch/setup.sh")
+    make_environment(clone / ".venv", "the .venv")
+    done = launch_from(clone, launcher, *args)
+    assert done.returncode == 0 and done.stdout == "trained in the .venv, VENV=\n", done.stderr
+    assert f"{launcher[:-3]}: environment: {clone}/.venv\n" in done.stderr
+    assert launch_from(clone, launcher, *args, VENV="none").returncode == 1     # as it is: without torchrun
+    make_environment(clone.parent / "mine", "mine")
+    done = launch_from(clone, launcher, *args, VENV="mine")
+    assert done.stdout == "trained in mine, VENV=mine\n" and "environment:" not in done.stderr
+
+
+def test_an_environment_that_has_all_is_not_left_for_set_ups(clone):
+    make_environment(clone / ".venv", "the .venv")
+    done = launch_from(clone, "train_tts.sh", path=os.environ["PATH"])
+    assert done.returncode == 0 and done.stdout == "" and "environment:" not in done.stderr
+    make_environment(clone.parent / "bare", "an environment without torch")
+    (clone.parent / "bare" / "bin" / "python").unlink()
+    (clone.parent / "bare" / "bin" / "python").write_text(f'#!/bin/bash\nexec "{sys.executable}" -I -S "$@"\n')
+    (clone.parent / "bare" / "bin" / "python").chmod(0o755)
+    path = f"{clone.parent}/bare/bin:{STANDARD}"
+    assert launch_from(clone, "train_tts.sh", path=path).stdout == "trained in the .venv, VENV=\n"
+    assert "an environment without torch" in launch_from(clone, "train_tts.sh", path=path, VENV="none").stdout
+
+
+@no_torchrun
+@pytest.mark.parametrize("launcher", ["train_gsm8k_bd3lm_h200.sh", "train_hdp_diffusion_h200.sh"])
+def test_a_demo_sets_up_what_is_not_there(launcher, clone):
+    done = launch_from(clone, launcher, "--demo")
+    assert done.returncode == 0 and "setting up .venv\n" in done.stdout, done.stderr
+    assert "trained in the new .venv" in done.stdout
+    done = launch_from(clone, launcher, "--demo", VENV=str(clone.parent / "mine"))
+    assert done.returncode == 0 and f"setting up {clone.parent}/mine\n" in done.stdout, done.stderr
+    for settings in ({"VENV": "none"}, {"VENV": "none", "DRY_RUN": "1"}):
+        done = launch_from(clone, launcher, "--demo", **settings)
+        assert done.returncode == 1 and "setting up" not in done.stdout
+    done = launch_from(clone, launcher, "--demo", path=os.environ["PATH"], DRY_RUN="1")
+    assert done.returncode == 0 and "setting up" not in done.stdout
+
+
+def test_a_torch_without_cuda_is_not_started_on_gpus(clone):
+    import torch
+    (clone / "nvidia-smi").write_text("#!/bin/bash\necho 'GPU 0: NVIDIA H200 (UUID: x)'\n")
+    (clone / "nvidia-smi").chmod(0o755)
+    settings = {"path": f"{clone}:{os.environ['PATH']}", "DRY_RUN": "1"}
+    done = launch_from(clone, "train_tts.sh", CUDA_VISIBLE_DEVICES="0", **settings)
+    if torch.version.cuda or torch.version.hip:
+        assert done.returncode == 0
+    else:
+        assert done.returncode == 1 and re.fullmatch(
+            r"train_tts: error: .* has 1 GPUs, but torch in .* is built without CUDA: .*\n", done.stderr), done.stderr
+    assert launch_from(clone, "train_tts.sh", **settings).returncode == 0       # CUDA_VISIBLE_DEVICES=
 
 
 # -- queueing again, with stand-ins for Slurm's commands; the real ones are in test_slurm.py ---------------------------

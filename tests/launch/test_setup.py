@@ -1,0 +1,178 @@
+"""launch/setup.sh: the real script, venv and pip; torch and the rest are wheels of one line."""
+import ensurepip
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.trainer import ROOT
+from tests.launch.test_launchers import environment
+
+
+def make_wheel(folder, name, version, files=()):
+    """A wheel of a package with __init__.py and these files {path: text}."""
+    package, info = name.replace("-", "_"), f"{name.replace('-', '_')}-{version}.dist-info"
+    texts = {f"{package}/__init__.py": f"version = '{version}'\n", **dict(files),
+             f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+             f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"}
+    with zipfile.ZipFile(folder / f"{package}-{version}-py3-none-any.whl", "w") as wheel:
+        for path, text in texts.items():
+            wheel.writestr(path, text)
+        wheel.writestr(f"{info}/RECORD", "".join(f"{path},,\n" for path in [*texts, f"{info}/RECORD"]))
+
+
+@pytest.fixture
+def new_machine(tmp_path):
+    """new_machine(*command, **settings) runs setup.sh, or a command, in a repository that nothing is installed for.
+
+    pip finds two builds of torch, a torchaudio whose import fails while it has its extension, and nothing else. Python
+    is the one below the virtual environment that the tests run in.
+    """
+    wheels, repository = tmp_path / "wheels", tmp_path / "repo"
+    wheels.mkdir()
+    make_wheel(wheels, "torch", "2.13.0+cpu")
+    (tmp_path / "cuda").mkdir()
+    make_wheel(tmp_path / "cuda", "torch", "2.13.0")
+    make_wheel(wheels, "torchaudio", "2.11.0", {
+        "torchaudio/__init__.py": "import pathlib\nif (pathlib.Path(__file__).parent / 'lib' / '_x.so').exists():\n"
+                                  "    raise OSError('libcudart.so.13: cannot open shared object file')\n",
+        "torchaudio/lib/_x.so": ""})
+    shutil.copytree(ROOT / "launch", repository / "launch")
+    (repository / "requirements.txt").write_text("torch>=2.11\ntorchaudio==2.11.0\n")
+    (tmp_path / "pip.conf").write_text("[global]\nno-index = true\n")
+    python = str(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
+
+    def run(*command, links=("wheels",), **settings):
+        kept = {name: value for name, value in environment().items()
+                if not name.startswith(("PIP_", "TORCH_", "PYTHON", "VIRTUAL_ENV"))}
+        return subprocess.run(command or ["bash", str(repository / "launch" / "setup.sh")], text=True,
+                              capture_output=True, timeout=200, cwd=tmp_path, env={
+                                  **kept, "PYTHON": python, "VENV": "", "PIP_CONFIG_FILE": str(tmp_path / "pip.conf"),
+                                  "PIP_FIND_LINKS": " ".join(str(tmp_path / name) for name in links), **settings})
+    run.folder, run.repository, run.python = tmp_path, repository, python
+    return run
+
+
+def test_set_up_installs_once_and_mends_torchaudio(new_machine):
+    done = new_machine()
+    assert done.returncode == 0, done.stderr
+    venv = new_machine.repository / ".venv"
+    assert f"installing torch 2.13.0 and requirements.txt into {venv}" in done.stdout
+    assert "CUDA with it: about 3 GB to download" in done.stdout and "TORCH_CPU=1 takes one without" in done.stdout
+    assert "removed torchaudio's CUDA extension" in done.stdout
+    again = new_machine()
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+    (new_machine.repository / "requirements.txt").write_text("torch>=2.11\n")
+    done = new_machine()
+    assert done.returncode == 0 and "installing" in done.stdout and "GB" not in done.stdout     # torch is there
+
+
+@pytest.mark.parametrize("cpu, version", [("0", "2.13.0"), ("1", "2.13.0+cpu")])
+def test_torch_cpu_chooses_the_build(new_machine, cpu, version):
+    """Of those that pip finds; installed into a folder named from where the command is typed."""
+    (new_machine.repository / "requirements.txt").write_text("torch>=2.11\n")
+    links = ("cuda",) if cpu == "0" else ("wheels", "cuda")
+    done = new_machine(TORCH_CPU=cpu, TORCH_INDEX="", VENV="mine", links=links)
+    assert done.returncode == 0, done.stderr
+    assert ("CUDA with it: about 3 GB" in done.stdout) == (cpu == "0")
+    assert ("torch without CUDA, so about 0.4 GB" in done.stdout) == (cpu == "1")
+    python = new_machine.folder / "mine" / "bin" / "python"
+    said = subprocess.run([python, "-c", "import torch; print(torch.version)"], text=True, capture_output=True).stdout
+    assert said == version + "\n"
+
+
+def test_torch_cpu_asks_its_own_index_for_torch_alone(new_machine):
+    """pip's own indexes have everything but torch; the other one has torch and a torchaudio that must not be taken."""
+    index = new_machine.folder / "index"
+    for name, version in (("torch", "2.13.0+cpu"), ("torchaudio", "2.11.0+cpu")):
+        (index / name).mkdir(parents=True)
+        make_wheel(index / name, name, version)
+        wheel = next((index / name).glob("*.whl"))
+        (index / name / "index.html").write_text(f'<a href="{wheel.name.replace("+", "%2B")}">{wheel.name}</a>')
+    (new_machine.folder / "pip.conf").write_text("")
+    (new_machine.folder / "wheels" / "torch-2.13.0+cpu-py3-none-any.whl").unlink()
+    done = new_machine(TORCH_CPU="1", TORCH_INDEX=f"file://{index}", PIP_INDEX_URL=f"file://{new_machine.folder}/empty")
+    assert done.returncode == 0, done.stderr
+    python = new_machine.repository / ".venv" / "bin" / "python"
+    said = subprocess.run([python, "-m", "pip", "list", "--format", "freeze"], text=True, capture_output=True).stdout
+    assert "torch==2.13.0+cpu\n" in said and "torchaudio==2.11.0\n" in said
+
+
+def test_torch_cpu_never_takes_the_build_with_cuda(new_machine):
+    index = f"file://{new_machine.folder}/none"
+    done = new_machine(TORCH_CPU="1", TORCH_INDEX=index, links=("cuda",))
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == (
+        f"setup: error: no torch==2.13.0+cpu where pip looks, nor at TORCH_INDEX={index}; "
+        "TORCH_CPU=0 takes one with CUDA")
+    assert not list((new_machine.repository / ".venv").glob("installed-*"))
+
+
+def debian_python(new_machine):
+    """A python without ensurepip, as Debian and Ubuntu have it; returns its PYTHON."""
+    (new_machine.folder / "no" / "ensurepip").mkdir(parents=True)
+    (new_machine.folder / "no" / "ensurepip" / "__init__.py").write_text("raise ImportError\n")
+    path = new_machine.folder / "python3"
+    path.write_text(f'#!/bin/bash\nPYTHONPATH="{new_machine.folder}/no" exec "{new_machine.python}" "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+APT = """#!/bin/bash
+echo "$@" >>"{folder}/asked"
+for word in "$@"; do case $word in
+    Dir::State=*) own=${{word#*=}} ;;
+    update) touch "$own/updated"; exit 100 ;;        # some list is always missing
+    download) [ -n "$own" ] && [ -e "$own/updated" ] && {deliver} && cp "{folder}"/*.deb . && exit
+              echo "E: Unable to locate package python3-pip-whl"; exit 100 ;;
+esac; done >&2
+"""
+
+
+@pytest.mark.skipif(not shutil.which("dpkg-deb"), reason="dpkg-deb is not installed: not a Debian")
+@pytest.mark.parametrize("deliver", [True, False])
+def test_set_up_without_venv_pip_and_root(new_machine, deliver):
+    """apt-get is a stand-in: the machine's package lists are empty, lists of one's own have Debian's package of pip."""
+    bundled = list((Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl")) or \
+        list(Path("/usr/share/python-wheels").glob("pip-*.whl"))
+    folder = new_machine.folder
+    (folder / "deb" / "usr" / "share" / "python-wheels").mkdir(parents=True)
+    shutil.copy(bundled[0], folder / "deb" / "usr" / "share" / "python-wheels")
+    (folder / "deb" / "DEBIAN").mkdir()
+    (folder / "deb" / "DEBIAN" / "control").write_text(
+        "Package: python3-pip-whl\nVersion: 1\nArchitecture: all\nMaintainer: x <x@y.z>\nDescription: pip\n")
+    subprocess.run(["dpkg-deb", "--build", folder / "deb", folder / "python3-pip-whl_1_all.deb"], check=True,
+                   stdout=subprocess.DEVNULL)
+    (folder / "apt").mkdir()
+    (folder / "apt" / "apt-get").write_text(APT.format(folder=folder, deliver="true" if deliver else "false"))
+    (folder / "apt" / "apt-get").chmod(0o755)
+    done = new_machine(PYTHON=debian_python(new_machine), PYTHON_WHEELS=str(folder / "none"),
+                       PATH=f"{folder}/apt:{os.environ['PATH']}")
+    asked = (folder / "asked").read_text().splitlines()
+    assert len(asked) == 3 and asked[0] == "download python3-pip-whl" and "install" not in " ".join(asked).split()
+    if deliver:
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "fetching python3-pip-whl with apt-get" in done.stdout
+        assert not (new_machine.repository / ".venv" / "pip-package").exists()
+        python = new_machine.repository / ".venv" / "bin" / "python"
+        assert subprocess.run([python, "-c", "import torch"]).returncode == 0
+    else:
+        assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+        assert re.fullmatch(r"setup: error: .*python3-pip-whl cannot be fetched \(E: Unable to locate package "
+                            r"python3-pip-whl\): install python3-venv \(sudo .*\n", done.stderr), done.stderr
+
+
+def test_a_missing_python_is_one_line(new_machine):
+    done = new_machine(PYTHON="/nowhere/python3")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        1, "", "setup: error: /nowhere/python3 is missing or older than 3.11; set PYTHON=python3.11\n")
+
+
+def test_venv_none_installs_nothing(new_machine):
+    done = new_machine(VENV="none")         # the environment that the tests run in
+    assert done.returncode == 0 and "installing" not in done.stdout, done.stderr
+    assert not (new_machine.repository / ".venv").exists() and not (new_machine.repository / "none").exists()
