@@ -93,7 +93,8 @@ def check_folder(folder, model=None):
 
 
 def main(argv=None):
-    out = (ARGS or flags.parse(build_parser(), argv=argv)).out_dir
+    args = ARGS or flags.parse(build_parser(), argv=argv)
+    out = args.out_dir
     sys.stdout.reconfigure(line_buffering=True)
     with parallel.one_clear_error():
         if out.exists():
