@@ -186,7 +186,7 @@ def row_bytes(model, layers, inputs, kinds=1, *, bf16, sharded, plain=(), kernel
 def kept_bytes(row, layers, recompute):
     """Of row_bytes' dict -> (kinds,) bytes (kept from forward to backward, that a layer at work adds to them).
 
-    layers: how many. recompute: of recomputation.MODES, or None.
+    layers: how many. recompute: of flags.MODES, or None.
     """
     selected = row["selected"] if recompute == "selective" else 0
     kept = row["inputs"] + selected if recompute else row["layers"]

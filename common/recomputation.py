@@ -11,12 +11,7 @@ import torch
 from torch.nn.attention import varlen  # noqa: F401  (registers the operator named below)
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-MODES = ("all", "selective")
-HELP = ("compute layers again in the backward pass: all of them, or (selective) all but attention and matrix products, "
-        "which costs less time and more memory; the flag alone means all")
 NOTES = {None: "", "all": ", recomputed by layer", "selective": ", all but products and attention recomputed"}
-NOT_COMPILED = ("--gradient_checkpointing selective does not go with --compile: inside a compiled layer "
-                "nothing can be picked out; drop one of the two")
 ATTENTION = {torch.ops.torch_attn._varlen_attn.default,
              *(getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default
                for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"))}
@@ -47,7 +42,7 @@ def leave_products(model, mode):
 
 
 def caller(mode):
-    """A function of (layer, its arguments) that calls the layer as a mode of MODES wants it, or plainly for None."""
+    """A function of (layer, its arguments) that calls the layer as `mode` of flags.MODES wants it; None: plainly."""
     if not mode:
         return lambda layer, *args, **kwargs: layer(*args, **kwargs)
     selective = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)}

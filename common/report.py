@@ -438,7 +438,7 @@ def write_report(runs, output, samples, sample_steps, sample_count, evaluations)
               f"{sample_steps}) or --sample_count (now {sample_count}) puts fewer samples into it, 0 = all")
 
 
-def main(argv=None):
+def build_parser():
     p = flags.Parser("Write one self-contained HTML page about a run, or several.")
     p.add_argument("output_dir", nargs="+", help="folder of a run; several are compared")
     p.add_argument("--output", metavar="FILE", help="the page (default: OUTPUT_DIR/report.html, or comparison.html)")
@@ -450,7 +450,11 @@ def main(argv=None):
     p.add_argument("--evaluations", nargs="+", default=[], metavar="FILE",
                    help="evaluation.json files beside those below OUTPUT_DIR")
     flags.switch(p, "--check_fell", help="print how the losses changed; exit status 1 unless the training loss fell")
-    args = flags.parse(p, lambda args, _: flags.zero_or_more(args, "sample_steps", "sample_count"), argv)
+    return p
+
+
+def main(argv=None):
+    args = flags.parse(build_parser(), lambda args, _: flags.zero_or_more(args, "sample_steps", "sample_count"), argv)
     try:
         runs = [report_files.read_run(folder) for folder in args.output_dir]
         write_report(runs, args.output, args.samples, args.sample_steps, args.sample_count, args.evaluations)

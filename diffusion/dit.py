@@ -206,7 +206,7 @@ class DiT(nn.Module):
     """The whole network. forward is what training wraps; extend and logits are what the sampler calls."""
 
     def __init__(self, config, backend="sdpa", recompute=None):
-        """backend: "flex" (on a CPU forward only) or "sdpa". recompute: of recomputation.MODES, or None."""
+        """backend: "flex" (on a CPU forward only) or "sdpa". recompute: of flags.MODES, or None."""
         super().__init__()
         self.config, self.backend, self.call = config, backend, recomputation.caller(recompute)
         size, cond = config.hidden_size, config.cond_size

@@ -17,8 +17,6 @@ from common.indexing import token_lists
 from common.parallel import UserError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-TOO_LONG = ("stop", "drop", "cut_left", "cut_right")
-THINKING = {"template": None, "true": True, "false": False}     # --enable_thinking -> Encoder's thinking
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -257,7 +255,7 @@ class Encoder:
 
 
 def cut(ids, mask, limit, policy):
-    """(ids, mask) of at most `limit` tokens by a policy of TOO_LONG, or None when the sample is to be dropped.
+    """(ids, mask) of at most `limit` tokens by a policy of choices.TOO_LONG, or None when the sample is to be dropped.
 
     Dropped are too long ones under "drop", and whatever a cut leaves nothing to train of. Raises ValueError under
     "stop". The first token of a sample is never trained: nothing predicts it.

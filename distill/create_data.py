@@ -12,23 +12,15 @@ The same command goes on after any end: finished lines are in labels.jsonl.work/
 matters is refused there. --shard I/N does every N-th line; the process that finds all lines finished writes the results
 (launch/create_data_h100x8.sh does that on 8 GPUs).
 """
-import argparse
-import hashlib
-import json
-import math
 import re
-import signal
 import sys
-import time
-from collections import deque
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
-from common import checkpoint, parallel
-from common.parallel import UserError
+from common import flags
+from common.flags import UserError, need
 from distill import teacher
-from distill.journal import Journal, read_journals, rejected_path, statistics, write_results
 from distill.labels import PARSERS, label_logprobs, make_parser, read_label
 
 LOG_S = 10                  # seconds between log lines
@@ -41,8 +33,7 @@ ENGINE_FLAGS = {
 
 
 def build_parser():
-    p = argparse.ArgumentParser(description="Label lines of text with a teacher.", allow_abbrev=False,
-                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p = flags.Parser("Label lines of text with a teacher.")
     g = p.add_argument_group("data")
     g.add_argument("--input_file", required=True, help="UTF-8 text, one line a sample")
     g.add_argument("--output_file", required=True, help="chat JSONL to write; .rejected.jsonl, .stats.json beside it")
@@ -52,7 +43,7 @@ def build_parser():
     g.add_argument("--pattern", help="--parser regex: form of the label's line, the label in its one group")
     g.add_argument("--labels", help="allowed labels, comma between them; default: any, or the 13 language codes")
     g.add_argument("--shard", default="0/1", help="I/N: only lines whose 0-based number leaves remainder I by N")
-    g.add_argument("--dry_run", action="store_true", help="check flags and files, say what there is to do, end")
+    flags.switch(g, "--dry_run", help="check flags and files, say what there is to do, end")
     g = p.add_argument_group("teacher")
     g.add_argument("--model_name", required=True, help="folder or hub name; with --base_url the server's name for it")
     g.add_argument("--engine", choices=("auto", "vllm", "openai", "transformers"), default="auto",
@@ -75,7 +66,7 @@ def build_parser():
     g.add_argument("--tensor_parallel_size", type=int, default=1, help="GPUs that share each layer")
     g.add_argument("--pipeline_parallel_size", type=int, default=1, help="groups of GPUs that share out the layers")
     g.add_argument("--gpu_memory_utilization", type=float, default=0.9, help="share of each GPU's memory, 0 to 1")
-    g.add_argument("--enforce_eager", action="store_true", help="no compilation, no CUDA graphs: starts sooner")
+    flags.switch(g, "--enforce_eager", help="no compilation, no CUDA graphs: starts sooner")
     g = p.add_argument_group("engine openai")
     g.add_argument("--base_url", help="of the server, e.g. http://localhost:8000/v1; key in OPENAI_API_KEY")
     g.add_argument("--concurrency", type=int, default=64, help="requests under way at once")
@@ -86,32 +77,44 @@ def build_parser():
     return p
 
 
-def check_flags(args, engine, defaults):
-    """Raise UserError for values and combinations that would fail, or do nothing, later."""
-    def need(good, message):
-        if not good:
-            raise UserError(message)
+def shard_of(text):
+    """(this shard, shards) of --shard I/N."""
+    shard = re.fullmatch(r"(\d+)/(\d+)", text)
+    need(shard and int(shard[1]) < int(shard[2]), f"--shard {text}: give I/N with I from 0 to N - 1")
+    return int(shard[1]), int(shard[2])
 
-    for flag in ("max_tokens", "chunk_size", "tensor_parallel_size", "pipeline_parallel_size", "concurrency",
-                 "batch_size"):
-        need(getattr(args, flag) >= 1, f"--{flag} is {getattr(args, flag)}; it must be at least 1")
-    for flag in ("temperature", "top_k", "max_retries", "max_model_len", "logprobs", "seed"):
-        need(0 <= getattr(args, flag) < math.inf, f"--{flag} is {getattr(args, flag)}; it must be 0 or more and finite")
-    for flag in ("request_timeout", "server_patience"):
-        need(0 < getattr(args, flag) < math.inf, f"--{flag} is {getattr(args, flag)}; it must be finite, more than 0")
+
+def check_flags(args, world_size):
+    """Raise UserError for values and combinations that would fail, or do nothing, later."""
+    engine, defaults = teacher.pick_engine(args.engine, args.base_url), build_parser()
+    flags.at_least_one(args, "max_tokens", "chunk_size", "tensor_parallel_size", "pipeline_parallel_size",
+                       "concurrency", "batch_size")
+    flags.zero_or_more(args, "temperature", "top_k", "max_retries", "max_model_len", "logprobs", "seed")
+    flags.above_zero(args, "request_timeout", "server_patience")
     for flag in ("top_p", "gpu_memory_utilization"):
         need(0 < getattr(args, flag) <= 1, f"--{flag} is {getattr(args, flag)}; it must be more than 0, at most 1")
     need(args.temperature or not args.max_retries,
          "--temperature 0 gives the same answer at every retry: add --max_retries 0")
     need(engine != "openai" or args.base_url, "--engine openai needs --base_url")
     need(engine != "transformers" or args.constrain == "never", "--constrain needs the engine vllm or a server")
-    for other, flags in ENGINE_FLAGS.items():
-        for flag in flags if other != engine else ():
-            need(getattr(args, flag) == getattr(defaults, flag), f"--{flag} is for the engine {other}, not {engine}")
+    for other, names in ENGINE_FLAGS.items():
+        for flag in names if other != engine else ():
+            need(getattr(args, flag) == defaults.get_default(flag), f"--{flag} is for the engine {other}, not {engine}")
     need(not (engine == "openai" and args.max_model_len), "--max_model_len is the server's own matter: set it there")
-    shard = re.fullmatch(r"(\d+)/(\d+)", args.shard)
-    need(shard and int(shard[1]) < int(shard[2]), f"--shard {args.shard}: give I/N with I from 0 to N - 1")
-    return int(shard[1]), int(shard[2])
+    shard_of(args.shard)
+
+
+# parsed before torch is imported: --help and a mistake in a flag answer at once
+ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+
+import hashlib
+import json
+import signal
+import time
+from collections import deque
+
+from common import checkpoint, parallel
+from distill.journal import Journal, read_journals, rejected_path, statistics, write_results
 
 
 def read_lines(path):
@@ -276,13 +279,12 @@ def leave_on_signals():
 
 
 def main(argv=None):
-    args = build_parser().parse_args(argv)
+    args = ARGS or flags.parse(build_parser(), check_flags, argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     with parallel.one_clear_error():
         leave_on_signals()
         engine = teacher.pick_engine(args.engine, args.base_url)
-        defaults = build_parser().parse_args(["--input_file", "", "--output_file", "", "--model_name", ""])
-        shard, shards = check_flags(args, engine, defaults)
+        shard, shards = shard_of(args.shard)
         parser = make_parser(args.parser, args.pattern, tuple(args.labels.split(",")) if args.labels else None)
         if args.constrain != "never":
             parser.constraint()

@@ -18,26 +18,14 @@ other is wrong in both and stands in the column "none". Written: evaluation.json
 all tables, confusion-NAME.png. Exit status 1 when the first checkpoint is below --min_agreement or --min_gain.
 """
 import argparse
-import dataclasses
-import gc
-import json
-import re
-import signal
-import statistics
 import sys
-import tempfile
-import time
-from collections import Counter
 from pathlib import Path
-
-import numpy as np
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
-from common import checkpoint, parallel
-from common.parallel import UserError
-from distill import chat, held_out, scores, student, weights
+from common import flags
+from common.flags import UserError, need
+from distill.choices import GROUP, THINKING
 from distill.labels import PARSERS, Parser, make_parser, read_label
 from distill.teacher import PLACE, read_prompt
 
@@ -50,15 +38,14 @@ VLLM_FLAGS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len",
 
 
 def build_parser():
-    p = argparse.ArgumentParser(description="Judge a student by lines it has not seen.", allow_abbrev=False,
-                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p = flags.Parser("Judge a student by lines it has not seen.")
     g = p.add_argument_group("models")
     g.add_argument("--checkpoint", action="append", required=True, metavar="FOLDER",
                    help="of train_sft.py, adapter or whole model; several are compared")
     g.add_argument("--model_path", help="base model the run started from (default: what the run's flags say)")
     g.add_argument("--base", action=argparse.BooleanOptionalAction, default=True,
                    help="ask the base model, before training, as well")
-    g.add_argument("--enable_thinking", choices=("template", "true", "false"),
+    g.add_argument("--enable_thinking", choices=tuple(THINKING),
                    help="as the student was trained; only for a checkpoint that does not say it")
     g = p.add_argument_group("data")
     g.add_argument("--data_file", metavar="LABELS", help="what the run trained on (default: what the run's flags say)")
@@ -66,9 +53,9 @@ def build_parser():
                    help="judge by these lines instead of those that the run held out")
     g.add_argument("--group_size", type=int, metavar="N",
                    help="ids of one group: with --eval_data_file no group may be in both files, 0 = not looked at "
-                        f"(default: the run's, or {held_out.GROUP} for a checkpoint that does not say it)")
-    g.add_argument("--drop_leaked", action="store_true",
-                   help="leave out lines whose text was trained as well, instead of stopping")
+                        f"(default: the run's, or {GROUP} for a checkpoint that does not say it)")
+    flags.switch(g, "--drop_leaked",
+                 help="leave out lines whose text was trained as well, instead of stopping")
     g.add_argument("--limit", type=int, default=0, help="judge by so many of the lines, drawn by --seed; 0 = all")
     g.add_argument("--seed", type=int, default=0, help="of the draw of --limit")
     g.add_argument("--truth_file", help='JSONL {"id": line, "label": label or null}, or a label a line')
@@ -96,35 +83,47 @@ def build_parser():
     g.add_argument("--tensor_parallel_size", type=int, default=1, help="GPUs that share each layer")
     g.add_argument("--gpu_memory_utilization", type=float, default=0.9, help="share of each GPU's memory, 0 to 1")
     g.add_argument("--max_model_len", type=int, default=0, help="tokens of prompt and answer; 0: the model's own limit")
-    g.add_argument("--enforce_eager", action="store_true", help="no compilation, no CUDA graphs: starts sooner")
+    flags.switch(g, "--enforce_eager", help="no compilation, no CUDA graphs: starts sooner")
     return p
 
 
-def check_flags(args):
+def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later."""
-    def need(good, message):
-        if not good:
-            raise UserError(message)
-
-    for flag in ("max_new_tokens", "prompt_max_new_tokens", "batch_size", "tensor_parallel_size"):
-        need(getattr(args, flag) >= 1, f"--{flag} is {getattr(args, flag)}; it must be at least 1")
-    for flag in ("limit", "seed", "max_model_len", "group_size"):
-        value = getattr(args, flag) or 0
-        need(value >= 0, f"--{flag} is {value}; it must be 0 or more")
-    for flag in ("min_agreement", "min_gain"):
-        need(0 <= getattr(args, flag) <= 1, f"--{flag} is {getattr(args, flag)}; it must lie between 0 and 1")
+    flags.at_least_one(args, "max_new_tokens", "prompt_max_new_tokens", "batch_size", "tensor_parallel_size")
+    flags.zero_or_more(args, "limit", "seed", "max_model_len", "group_size")
+    flags.share(args, "min_agreement", "min_gain")
     need(args.base or not args.min_gain, "--min_gain compares with the base model: drop it, or --no-base")
     need(0 < args.gpu_memory_utilization <= 1,
          f"--gpu_memory_utilization is {args.gpu_memory_utilization}; it must be more than 0, at most 1")
     need(args.base or not args.prompt_file, "--prompt_file is for the base model: drop it, or --no-base")
     need(len({Path(name).resolve() for name in args.checkpoint}) == len(args.checkpoint),
          "the same --checkpoint is given twice")
-    defaults = build_parser().parse_args(["--checkpoint", "x", "--output_dir", "x"])
-    need(args.prompt_file or args.prompt_max_new_tokens == defaults.prompt_max_new_tokens,
+    defaults = build_parser()
+    need(args.prompt_file or args.prompt_max_new_tokens == defaults.get_default("prompt_max_new_tokens"),
          "--prompt_max_new_tokens needs --prompt_file")
     other = VLLM_FLAGS if args.engine == "transformers" else ("dtype", "device", "batch_size")
     for flag in other:
-        need(getattr(args, flag) == getattr(defaults, flag), f"--{flag} is not for the engine {args.engine}")
+        need(getattr(args, flag) == defaults.get_default(flag), f"--{flag} is not for the engine {args.engine}")
+
+
+# parsed before torch is imported: --help and a mistake in a flag answer at once
+ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+
+import dataclasses
+import gc
+import json
+import re
+import signal
+import statistics
+import tempfile
+import time
+from collections import Counter
+
+import numpy as np
+import torch
+
+from common import checkpoint, parallel
+from distill import chat, held_out, scores, student, weights
 
 
 def pick_labels(parser, lines):
@@ -345,11 +344,10 @@ def prepare(args):
 
 
 def main(argv=None):
-    args = build_parser().parse_args(argv)
+    args = ARGS or flags.parse(build_parser(), check_flags, argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     with parallel.one_clear_error():
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # on an exit vLLM ends its own processes
-        check_flags(args)
         if args.engine == "transformers":
             args.device, args.dtype = student.pick_device(args.device, args.dtype)
         models, lines, parser, prompt, truth = prepare(args)

@@ -15,11 +15,11 @@ import numpy as np
 from common import checkpoint
 from common.parallel import UserError
 from distill import chat, weights
+from distill.choices import GROUP, THINKING
 from distill.journal import rejected_path
 from distill.table import ChatTable, build_table, group_numbers, split_groups, split_samples
 
 HOLD_OUT = "--validation_split 0.1 --group_size 15"
-GROUP = 15      # lines of one sentence in the language task: a sentence in so many languages
 RUN_FLAGS = ("train_data_file", "eval_data_file", "too_long", "enable_thinking", "train_turns", "max_length",
              "max_tokens_per_batch", "group_size", "validation_split", "seed", "model_path")
 
@@ -120,7 +120,7 @@ def read_lines(name, run, meta, folder, tokenizer, eval_data_file=None, group_si
     if not other and group_size not in (None, run.group_size):
         raise UserError(f"--group_size {group_size}: the run held out groups of {run.group_size}")
     paths = [path for path in (run.train_data_file, eval_data_file or run.eval_data_file) if path]
-    encoder = chat.Encoder(tokenizer, run.train_turns, chat.THINKING[run.enable_thinking])
+    encoder = chat.Encoder(tokenizer, run.train_turns, THINKING[run.enable_thinking])
     limit = weights.length_limit(weights.load_config(folder), run.max_length, run.max_tokens_per_batch)
     with tempfile.TemporaryDirectory() as scratch:
         n_train, found, ends = build_table(scratch, paths, encoder, limit, run.too_long)

@@ -8,7 +8,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from common.parallel import UserError
+from common.flags import UserError
 
 LANGUAGES = ("ar", "de", "el", "en", "es", "fr", "hi", "ru", "tr", "ur", "vi", "zh", "ot")
 PARSERS = ("language", "regex", "whole")

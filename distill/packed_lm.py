@@ -134,7 +134,7 @@ class PackedLM(nn.Module):
     """What DDP and FSDP2 wrap: forward(batch) -> sums, not means, so that any split over ranks and micro-steps adds up.
 
     net: a causal LM built with attention=ATTENTION, or the PeftModel around it. recompute: of
-    recomputation.MODES, or None. share: of the teacher's divergence in the loss, where batches have a teacher.
+    flags.MODES, or None. share: of the teacher's divergence in the loss, where batches have a teacher.
     """
 
     def __init__(self, net, recompute=None, logits=LOGITS, share=0.0):

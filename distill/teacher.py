@@ -21,7 +21,7 @@ import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.parallel import UserError
+from common.flags import UserError
 
 TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
 NOTICE_S = 10           # seconds between notices of calls that failed

@@ -11,36 +11,14 @@ trained is proven against the tokenizer's chat template (chat.py); a template wh
 
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
 """
-import argparse
-import math
 import sys
 from pathlib import Path
 
-import torch
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
-from common import (
-    adapters,
-    checkpoint,
-    flags,
-    float8,
-    loading,
-    metrics,
-    optim,
-    parallel,
-    recomputation,
-    run,
-    tensor_files,
-    watchdog,
-)
-from common.packing import PackOrder, pack_order, rank_packs, run_length
-from common.parallel import UserError
-from common.plan import Checks, start_text, steps_text
-from distill import chat, packed_lm, topk, weights
-from distill.plan import print_plan, samples_line
-from distill.table import make_loader, prepare_table, split_samples
+from common import flags
+from common.flags import need
+from distill.choices import THINKING, TOO_LONG
 
 # LoRA takes about ten times the rate of full fine-tuning (thinking-machines-lab/tinker-cookbook's rule).
 LORA_RATE, FULL_RATE = 2e-4, 2e-5
@@ -52,24 +30,13 @@ DISTILL_WEIGHT = 0.5
 
 
 def build_parser():
-    p = argparse.ArgumentParser(description="Fine-tune a causal language model on chats.", allow_abbrev=False,
-                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    g = p.add_argument_group("before the run")
-    g.add_argument("--dry_run", nargs="?", type=int, const=0, metavar="GPUS",
-                   help="check everything, print what the run will be and take, and stop; needs no GPU. GPUS: plan for "
-                        "so many (default: the processes of this launch)")
-    g.add_argument("--gpu_memory", type=float, metavar="GIB",
-                   help="dry run: memory of one GPU (default: of the GPU here, else 80)")
-    g.add_argument("--host_memory", type=float, metavar="GIB",
-                   help="dry run: free memory of a node (default: what is free here, or the Slurm job's share)")
+    p = flags.Parser("Fine-tune a causal language model on chats.")
+    flags.before_the_run(p)
     g = p.add_argument_group("model")
-    g.add_argument("--model_path", required=True, help="folder or hub name of a transformers causal LM, safetensors")
-    g.add_argument("--use_lora", action="store_true", help="train adapters on a frozen base instead of all weights")
-    g.add_argument("--lora_rank", type=int, default=32, help="adapter rank")
-    g.add_argument("--lora_alpha", type=int, default=32, help="adapter scale: the update is multiplied by alpha / rank")
-    g.add_argument("--lora_dropout", type=float, default=0.0, help="dropout on adapter inputs, 0 to 1")
-    g.add_argument("--lora_target_modules", default="all-linear",
-                   help="all-linear (of the layers), or comma-separated module name endings such as q_proj,v_proj")
+    g.add_argument("--model_path", "--model_name_or_path", required=True,
+                   help="folder or hub name of a transformers causal LM, safetensors")
+    flags.lora(g, rank=32, alpha=32, dropout=0.0, targets="all-linear",
+               targets_help="all-linear (of the layers), or comma-separated module name endings such as q_proj,v_proj")
 
     g = p.add_argument_group("data")
     g.add_argument("--train_data_file", required=True,
@@ -80,7 +47,7 @@ def build_parser():
     g.add_argument("--group_size", type=int, default=1,
                    help="neighbouring lines (or ids) that are held out or trained together, as translations should be")
     g.add_argument("--chat_template", metavar="FILE", help="Jinja file to use and save instead of the model's template")
-    g.add_argument("--enable_thinking", choices=("template", "true", "false"), default="template",
+    g.add_argument("--enable_thinking", choices=tuple(THINKING), default="template",
                    help="what the template gets under this name; generate with the same. template: nothing")
     g.add_argument("--train_turns", choices=("all", "last"), default="all", help="assistant turns that are trained")
     g.add_argument("--distill_topk", type=int, default=0, metavar="K",
@@ -91,11 +58,10 @@ def build_parser():
                    help="processes that read and tokenise large files, 0 = in the trainer; always so with "
                         "--distill_topk")
     g.add_argument("--max_length", type=int, default=0, help="tokens a sample may have, 0 = the model's positions")
-    g.add_argument("--too_long", choices=chat.TOO_LONG, default="stop",
+    g.add_argument("--too_long", choices=TOO_LONG, default="stop",
                    help="longer samples: stop and name them, drop and count them, or cut tokens off their left or "
                         "right end")
-    g.add_argument("--num_workers", type=int, default=2, help="loader processes per rank, 0 = in the trainer")
-    g.add_argument("--prefetch_factor", type=int, default=4, help="batches each loader process prepares ahead")
+    flags.loading(g, num_workers=2)
 
     g = p.add_argument_group("batch and length of the run")
     g.add_argument("--per_device_train_batch_size", type=int, default=16, help="samples per micro-step and rank")
@@ -109,84 +75,31 @@ def build_parser():
     g.add_argument("--num_train_epochs", type=int, default=4, help="passes over the training samples")
     g.add_argument("--max_steps", type=int, default=0, help="stop after this many optimizer steps, 0 = by epochs")
 
-    g = p.add_argument_group("optimisation")
-    g.add_argument("--learning_rate", type=float, help=f"peak learning rate (default: {LORA_RATE:g} with --use_lora, "
-                                                       f"else {FULL_RATE:g})")
-    g.add_argument("--lr_scheduler", choices=("cosine", "linear", "constant"), default="cosine", help="after warm-up")
+    g = flags.optimisation(p, learning_rate=None, learning_rate_help=f"peak learning rate (default: {LORA_RATE:g} with "
+                           f"--use_lora, else {FULL_RATE:g})", lr_scheduler="cosine", min_lr_ratio=0.1,
+                           weight_decay=0.01, adam_beta2=0.95)
     g.add_argument("--warmup_ratio", type=float, default=0.1, help="share of the run that is linear warm-up")
-    g.add_argument("--min_lr_ratio", type=float, default=0.1, help="final rate as a share of the peak")
-    g.add_argument("--weight_decay", type=float, default=0.01, help="AdamW decay of matrices, not embeddings")
-    g.add_argument("--adam_beta1", type=float, default=0.9, help="AdamW decay of the mean")
-    g.add_argument("--adam_beta2", type=float, default=0.95, help="AdamW decay of the variance")
-    g.add_argument("--max_grad_norm", type=float, default=1.0, help="clip the global gradient norm, 0 = off")
-    g.add_argument("--max_bad_steps", type=int, default=5, help="stop after this many non-finite steps in a row")
-    g.add_argument("--seed", type=int, default=42, help="of data order, hold-out, adapters and dropout")
 
-    g = p.add_argument_group("speed and memory")
-    g.add_argument("--parallel", choices=("fsdp", "ddp"), default="fsdp",
-                   help="weights, gradients and optimizer sharded (FSDP2), or a whole model on every GPU")
-    g.add_argument("--reshard_after_forward", action=argparse.BooleanOptionalAction, default=True,
-                   help="fsdp: free each layer's gathered weights until the backward pass; no-: faster, more memory")
-    g.add_argument("--cpu_offload", action="store_true", help="fsdp: keep shards and optimizer in host memory (slow)")
-    g.add_argument("--bf16", action="store_true", help="bfloat16 compute; a frozen base is stored in bfloat16")
-    g.add_argument("--tf32", action="store_true", help="TF32 for float32 matrix products on CUDA")
-    g.add_argument("--gradient_checkpointing", nargs="?", const="all", choices=recomputation.MODES,
-                   help=recomputation.HELP)
-    g.add_argument("--float8", action="store_true",
-                   help="lora with --compile: products with frozen weights in float8; not yet run on a GPU")
-    g.add_argument("--compile", action="store_true", help="torch.compile each decoder layer")
-    g.add_argument("--collective_timeout", type=int, default=600,
-                   help="seconds a step may take before the rank that hangs is named and all stop")
-    g.add_argument("--wait_timeout", type=int, default=21600, help="seconds to wait for tokenising, validation, saving")
+    g = flags.speed(p, parallel="fsdp", bf16_help="bfloat16 compute; a frozen base is stored in bfloat16")
+    flags.sharding(g)
 
-    g = p.add_argument_group("logging, validation, checkpoints")
-    g.add_argument("--output_dir", default="./output", help="everything written goes here; shared by all nodes")
-    g.add_argument("--logging_dir", default="./logs", help="TensorBoard files go to a folder in here")
-    g.add_argument("--logging_steps", type=int, default=10, help="optimizer steps between log lines")
-    g.add_argument("--report_to", choices=("tensorboard", "wandb", "none"), default="tensorboard",
-                   help="beside metrics.jsonl")
-    g.add_argument("--wandb_project", default="flat-trainers", help="W&B project")
-    g.add_argument("--eval_steps", type=int, default=0, help="optimizer steps between validations, 0 = at the end")
-    g.add_argument("--save_steps", type=int, default=500, help="optimizer steps between checkpoints, 0 = at the end")
-    g.add_argument("--save_total_limit", type=int, default=2, help="newest checkpoints kept besides the best, 0 = all")
-    g.add_argument("--resume", default="auto", help="auto (newest whole checkpoint in OUTPUT_DIR), none, or a folder")
+    flags.logging(p, logging_steps=10, eval_steps=0, save_steps=500, save_total_limit=2)
     return p
 
 
 def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later; fill in what derives."""
-    def need(good, message):
-        if not good:
-            raise UserError(message)
-
-    for flag in ("per_device_train_batch_size", "per_device_eval_batch_size", "num_train_epochs", "logging_steps",
-                 "max_bad_steps", "lora_rank", "lora_alpha", "prefetch_factor", "group_size", "collective_timeout",
-                 "wait_timeout"):
-        need(getattr(args, flag) >= 1, f"--{flag} is {getattr(args, flag)}; it must be at least 1")
     if args.learning_rate is None:
         args.learning_rate = LORA_RATE if args.use_lora else FULL_RATE
-    for flag in ("max_tokens_per_batch", "global_batch_size", "gradient_accumulation_steps", "max_steps", "eval_steps",
-                 "save_steps", "save_total_limit", "num_workers", "preprocess_num_proc", "max_length", "distill_topk",
-                 "weight_decay", "max_grad_norm", "learning_rate", "seed"):
-        need(0 <= getattr(args, flag) < math.inf, f"--{flag} is {getattr(args, flag)}; it must be 0 or more and finite")
-    for flag in ("lora_dropout", "validation_split", "adam_beta1", "adam_beta2"):
-        need(0 <= getattr(args, flag) < 1, f"--{flag} is {getattr(args, flag)}; it must be at least 0 and below 1")
-    for flag in ("min_lr_ratio", "warmup_ratio"):
-        need(0 <= getattr(args, flag) <= 1, f"--{flag} is {getattr(args, flag)}; it must lie between 0 and 1")
-    need(args.dry_run is None or args.dry_run >= 0, f"--dry_run is {args.dry_run}; it must be 0 or more")
-    for flag in ("gpu_memory", "host_memory"):
-        value = getattr(args, flag)
-        need(value is None or value > 0, f"--{flag} is {value}; it must be more than 0")
-        need(value is None or args.dry_run is not None, f"--{flag} needs --dry_run")
+    flags.check_shared(args)
+    flags.check_sharding(args)
+    flags.check_lora(args, build_parser())
+    flags.at_least_one(args, "group_size")
+    flags.zero_or_more(args, "gradient_accumulation_steps", "distill_topk")
     need(0 < args.distill_weight <= 1, f"--distill_weight is {args.distill_weight}; it must be above 0, at most 1")
     need(args.distill_topk or args.distill_weight == DISTILL_WEIGHT, "--distill_weight needs --distill_topk")
-    for flag in ("rank", "alpha", "dropout", "target_modules"):
-        default = build_parser().get_default(f"lora_{flag}")
-        need(args.use_lora or getattr(args, f"lora_{flag}") == default, f"--lora_{flag} needs --use_lora")
     need(not (args.eval_data_file and args.validation_split),
          "give one of --eval_data_file and --validation_split, not both")
-    flags.check_sharding(args)
-    need(not (args.compile and args.gradient_checkpointing == "selective"), recomputation.NOT_COMPILED)
     need(not (args.global_batch_size and args.gradient_accumulation_steps),
          "give one of --global_batch_size and --gradient_accumulation_steps")
     need(not (args.global_batch_size and args.max_tokens_per_batch),
@@ -197,12 +110,21 @@ def check_flags(args, world_size):
              f"--global_batch_size {samples} is not a multiple of {per_micro_step} (--per_device_train_batch_size "
              f"{args.per_device_train_batch_size} x {world_size} ranks); or give --gradient_accumulation_steps")
         args.gradient_accumulation_steps = 1 if args.max_tokens_per_batch else samples // per_micro_step
-    if args.report_to != "none":
-        try:
-            __import__(args.report_to)
-        except ImportError:
-            raise UserError(f"--report_to {args.report_to}: pip install {args.report_to}, or --report_to none")
 
+
+# parsed before torch is imported: --help and a mistake in a flag answer at once
+ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+
+import torch
+from tqdm import tqdm
+
+from common import adapters, checkpoint, float8, loading, metrics, optim, parallel, run, tensor_files, watchdog
+from common.packing import PackOrder, pack_order, rank_packs, run_length
+from common.parallel import UserError
+from common.plan import Checks, start_text, steps_text
+from distill import chat, packed_lm, topk, weights
+from distill.plan import print_plan, samples_line
+from distill.table import make_loader, prepare_table, split_samples
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Model: empty, loaded, saved
@@ -333,14 +255,13 @@ def print_start(world, args, model, table, train_ids, eval_ids, *more):
 
 
 def main(argv=None):
-    args = build_parser().parse_args(argv)
+    args = ARGS or flags.parse(build_parser(), check_flags, argv)
     run.main(args, train)
 
 
 def train(args):
     # -- ranks, data, empty model: a run ends at the first mistake, a dry run names them all -------------------------
     ranks, check = run.ranks(args), Checks(args.dry_run is not None)
-    check_flags(args, ranks)
     world, watch = run.start(args, check, cpu_too=args.cpu_offload)
     device, main_rank = world.device, world.is_main
     check(parallel.check_bf16, device, args.bf16)
@@ -350,7 +271,7 @@ def train(args):
     config, tokenizer = check(weights.load_config, folder), check(chat.load_tokenizer, folder,
                                                                   template=args.chat_template)
     check(weights.check_vocabulary, tokenizer, config)
-    encoder = check(chat.Encoder, tokenizer, args.train_turns, thinking=chat.THINKING[args.enable_thinking])
+    encoder = check(chat.Encoder, tokenizer, args.train_turns, thinking=THINKING[args.enable_thinking])
     teacher = check(topk.Alternatives, tokenizer, args.distill_topk) if args.distill_topk else None
     limit = check(weights.length_limit, config, args.max_length, args.max_tokens_per_batch)
     model, parts = check(empty_model, args, config and folder) or (None, None)

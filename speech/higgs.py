@@ -90,7 +90,7 @@ class PackedDecoderLayer(HiggsAudioV2DecoderLayer):
 class PackedHiggs(nn.Module):
     """What DDP wraps: forward(batch) -> sums, not means, so that any split over ranks and micro-steps adds up.
 
-    net: the native model, or the PeftModel around it. recompute: of recomputation.MODES, or None.
+    net: the native model, or the PeftModel around it. recompute: of flags.MODES, or None.
     """
 
     def __init__(self, net, recompute=None):

@@ -8,17 +8,30 @@ tokenizer, chat template and generation settings, so that from_pretrained, train
 stay what 4 bits left of them: a little worse than the published ones. OUT_DIR appears when every weight has been read
 back; one that is there already is checked instead.
 """
-import argparse
-import importlib.util
-import os
-import shutil
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))    # common/ and distill/ stand there
+
+from common import flags
+
+
+def build_parser():
+    p = flags.Parser(__doc__.split("\n")[0])
+    p.usage = "%(prog)s OUT_DIR"
+    p.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="folder to write")
+    return p
+
+
+# parsed before torch is imported: --help and a mistake in a flag answer at once
+ARGS = flags.parse(build_parser()) if __name__ == "__main__" else None
+
+import importlib.util
+import os
+import shutil
+
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))    # common/ and distill/ stand there
 
 from common import checkpoint, parallel
 from common.parallel import UserError
@@ -80,9 +93,8 @@ def check_folder(folder, model=None):
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    p.add_argument("out_dir", type=Path, help="folder to write")
-    out = p.parse_args(argv).out_dir
+    args = ARGS or flags.parse(build_parser(), argv=argv)
+    out = args.out_dir
     sys.stdout.reconfigure(line_buffering=True)
     with parallel.one_clear_error():
         if out.exists():

@@ -9,16 +9,30 @@ answers in the form that prompt demands. Of the prompt's rules it knows what the
 kept where they are labels, languages in Cyrillic letters become ru, all others ot. The same text always gets the same
 answer, whatever the seed.
 """
-import argparse
-import json
-import os
 import sys
-import threading
-import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))    # common/ and distill/ stand there
+
+from common import flags
+
+
+def build_parser():
+    p = flags.Parser(__doc__.split("\n")[0])
+    p.add_argument("--port", type=int, default=0, help="to listen on, 0: any free one")
+    p.add_argument("--port_file", type=Path, help="file to write the port to once it is served")
+    flags.switch(p, "--stay", help="go on when the process that started this one has ended")
+    return p
+
+
+# parsed before torch is imported: --help and a mistake in a flag answer at once
+ARGS = flags.parse(build_parser()) if __name__ == "__main__" else None
+
+import json
+import os
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from common import parallel
 from common.parallel import UserError
@@ -85,12 +99,7 @@ def leave_with(parent):
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False,
-                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("--port", type=int, default=0, help="to listen on, 0: any free one")
-    p.add_argument("--port_file", type=Path, help="file to write the port to once it is served")
-    p.add_argument("--stay", action="store_true", help="go on when the process that started this one has ended")
-    args, parent = p.parse_args(argv), os.getppid()
+    args, parent = ARGS or flags.parse(build_parser(), argv=argv), os.getppid()
     with parallel.one_clear_error():
         try:
             from py3langid import langid

@@ -1,5 +1,7 @@
 """Command lines that people already have: flags, defaults, what is refused and in which words."""
 import argparse
+import ast
+import dataclasses
 import importlib
 import re
 import shlex
@@ -10,7 +12,7 @@ import pytest
 
 import train_v2_ddp
 from common import flags
-from diffusion import train_bd3lm
+from diffusion import choices, train_bd3lm
 from tests.helpers.trainer import ROOT
 
 LAUNCH = """torchrun --nproc_per_node=8 train_v2_ddp.py --model_path bosonai/higgs-audio-v2-generation-3B-base
@@ -138,9 +140,12 @@ def test_global_batch_size_counts_ranks():
     assert args.gradient_accumulation_steps == 4
 
 
-SCRIPTS = ["train_v2_ddp.py", "lora.py", "speech/generate_tts.py", "speech/evaluate_tts.py",
-           "speech/make_tiny.py",
-           "diffusion/train_bd3lm.py", "diffusion/sample_bd3lm.py", "diffusion/make_problems.py"]
+FOLDERS = ".", "common", "speech", "diffusion", "distill", "distill/demo"
+SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).glob("*.py")
+                 if '\nif __name__ == "__main__":' in path.read_text())
+# for launch lines that people have (--optim names the only one there is), and what check_flags turns into another flag
+NO_EFFECT_OF_THEIR_OWN = {"help", "optim", "freeze_audio_tower", "freeze_audio_encoder_proj", "global_batch_size",
+                          "command"}
 
 
 def actions(parser):
@@ -169,3 +174,24 @@ def test_help_and_mistakes_come_before_torch(script):
     parser = importlib.import_module(script.removesuffix(".py").replace("/", ".")).build_parser()
     for action in actions(parser):
         assert action.help and len(action.help) > 8, f"{action.option_strings} has no help text"
+
+
+def used_names(script):
+    """Attributes of `args` that a script and the modules beside it read, but for its parser and checks."""
+    found = {field.name for field in dataclasses.fields(choices.Layout)} if script.startswith("diffusion") else set()
+    for path in [ROOT / script, *(ROOT / script).parent.glob("*.py"), *(ROOT / "common").glob("*.py")]:
+        name = path.relative_to(ROOT).as_posix()
+        if name in SCRIPTS and name != script and not script.endswith("train_v2_ddp.py"):
+            continue
+        tree = ast.parse(path.read_text())
+        own = [node for node in tree.body if getattr(node, "name", "") not in ("build_parser", "check_flags")]
+        found |= {node.attr for part in own if name != "common/flags.py" for node in ast.walk(part)
+                  if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] == "args"}
+    return found
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_flag_has_an_effect(script):
+    parser = importlib.import_module(script.removesuffix(".py").replace("/", ".")).build_parser()
+    unused = {action.dest for action in actions(parser)} - used_names(script) - NO_EFFECT_OF_THEIR_OWN
+    assert not unused

@@ -363,8 +363,7 @@ def test_bad_input_is_one_clear_line(break_it, more, message, server, tmp_path):
 
 def test_unknown_parser(capsys):
     with pytest.raises(SystemExit):
-        create_data.build_parser().parse_args(["--input_file", "a", "--output_file", "b", "--model_name", "c",
-                                               "--parser", "guess"])
+        create_data.main(["--input_file", "a", "--output_file", "b", "--model_name", "c", "--parser", "guess"])
     assert "--parser: invalid choice: 'guess'" in capsys.readouterr().err
 
 

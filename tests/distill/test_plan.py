@@ -141,6 +141,7 @@ def test_the_printed_table(tmp_path, capsys):
             "--model_path", tmp_path / "qwen", "--train_data_file", tmp_path / "chats.jsonl", "--output_dir",
             tmp_path / "out", "--report_to", "none", "--per_device_train_batch_size", 8, *flags,
             "--gradient_accumulation_steps", 1, "--dry_run", 2)])
+        train_sft.check_flags(args, 2)
         train_sft.train(args)
         return capsys.readouterr().out
 

@@ -1,4 +1,5 @@
 """Scores of labels: by hand, by brute force, by the definition of the interval; the picture of a confusion matrix."""
+import math
 import random
 
 import matplotlib.image
@@ -80,3 +81,7 @@ def test_the_picture_shows_the_matrix(tmp_path, given, dark):
         cells = [blue[top + row * height // 2:top + (row + 1) * height // 2,
                       left + column * width // 3:left + (column + 1) * width // 3].mean() for column in range(3)]
         assert np.argmax(cells) == dark[row] and max(cells) > 0.8 and sorted(cells)[1] < 0.05
+
+
+def test_a_95_percent_interval_is_so_wide():
+    assert math.isclose(scores.Z95, 1.959964, abs_tol=1e-6)

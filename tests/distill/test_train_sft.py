@@ -376,7 +376,9 @@ def test_a_loss_that_is_not_finite_is_named(pool, made, tmp_path):
 
 def planned(made, output_dir, *flags, student="qwen"):
     _, line = arguments(made, output_dir, f"{student} full fsdp 1x8x1", *flags)
-    train_sft.train(train_sft.build_parser().parse_args([*line, "--dry_run", "2"]))
+    args = train_sft.build_parser().parse_args([*line, "--dry_run", "2"])
+    train_sft.check_flags(args, 2)
+    train_sft.train(args)
 
 
 @pytest.mark.parametrize("flags, part", [
@@ -397,7 +399,7 @@ def planned(made, output_dir, *flags, student="qwen"):
     (["--warmup_ratio", "2"], "--warmup_ratio is 2.0; it must lie between 0 and 1"),
     (["--group_size", "24"], "all samples are one group"), (["--num_train_epochs", "0"], "must be at least 1"),
     (["--output_dir", "/proc/here"], "--output_dir /proc/here: cannot be written"),
-    (["--dry_run", "2", "--gpu_memory", "0"], "--gpu_memory is 0.0; it must be more than 0"),
+    (["--dry_run", "2", "--gpu_memory", "0"], "--gpu_memory is 0.0; it must be above 0"),
     (["--lora_rank", "4"], "--lora_rank needs --use_lora"),
     (["--dry_run", "2", "--gpu_memory", "1.01"], "memory: about 2.0"),
     (["--dry_run", "2", "--host_memory", "0.0001"], "host memory: about "),
@@ -410,7 +412,7 @@ def test_bad_flags(made, tmp_path, flags, part):
 def test_what_only_goes_with_a_dry_run(made, tmp_path):
     line = arguments(made, tmp_path, "qwen full fsdp 1x8x1", "--host_memory", "3")[1]
     with pytest.raises(UserError, match="--host_memory needs --dry_run"):
-        train_sft.train(train_sft.build_parser().parse_args(line))
+        train_sft.check_flags(train_sft.build_parser().parse_args(line), 1)
 
 
 def spoil(folder, kind):
@@ -463,7 +465,9 @@ def test_several_problems_at_once(made, tmp_path):
 def test_dry_run_foretells_the_run(made, shared, tmp_path, capsys):
     run = shared("qwen full fsdp 2x4x1")
     line = [*arguments(made, tmp_path / "none", "qwen full fsdp 2x4x1")[1], "--dry_run", "2"]
-    train_sft.train(train_sft.build_parser().parse_args(line))
+    args = train_sft.build_parser().parse_args(line)
+    train_sft.check_flags(args, 1)
+    train_sft.train(args)
     said = capsys.readouterr().out
     for line in ("samples ", "steps "):
         ours, = (row for row in said.splitlines() if row.startswith(line))
@@ -527,11 +531,3 @@ def test_a_log_line_fits_a_terminal():
     numbers = 12.3, 12.3, 12.3, 1, 1e-4, 123.4, 9_999_999, 10, 0.4, 0.5
     values = {f"train/{name}": number for name, number in zip(names, numbers, strict=True)}
     assert len(train_sft.console_line(50_000, 500_000, values)) <= 160
-
-
-def test_every_flag_is_explained_and_used():
-    files = ("distill/train_sft", "distill/plan", "common/run", "common/plan")
-    source = "".join((ROOT / f"{name}.py").read_text() for name in files)
-    for action in train_sft.build_parser()._actions:
-        assert action.help and len(action.help) > 8, f"{action.option_strings} has no help text"
-        assert action.dest == "help" or f"args.{action.dest}" in source
