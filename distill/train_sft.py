@@ -120,7 +120,6 @@ from tqdm import tqdm
 
 from common import adapters, checkpoint, float8, loading, metrics, optim, parallel, run, tensor_files, watchdog
 from common.packing import PackOrder, pack_order, rank_packs, run_length
-from common.parallel import UserError
 from common.plan import Checks, start_text, steps_text
 from distill import chat, packed_lm, topk, weights
 from distill.plan import print_plan, samples_line
