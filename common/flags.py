@@ -62,9 +62,11 @@ def parse(parser, check=None, argv=None):
     status, known = 2, sorted(spellings(parser))
     try:
         for word in sys.argv[1:] if argv is None else argv:     # before argparse complains of what is missing
-            if word.startswith("--") and word.split("=")[0] not in known:
-                near = difflib.get_close_matches(word.split("=")[0], known, n=1, cutoff=0)[0]
-                raise UserError(f"{word.split('=')[0]}: no such flag; the nearest one is {near}, --help shows all")
+            # to argparse "--" alone ends a list, and a word with a space is a value: --text "-- well, no"
+            name = word.split("=")[0]
+            if name.startswith("--") and name not in (*known, "--") and " " not in word:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+                raise UserError(f"{name}: no such flag; the nearest one is {near}, --help shows all")
         args = parser.parse_args(argv)
         status = 1
         if check:

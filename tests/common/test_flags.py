@@ -93,6 +93,18 @@ def test_what_is_missing_is_named_in_one_line(capsys):
     assert "--lerning_rate: no such flag" in first and "required: --model_path" in second
 
 
+def test_values_that_look_like_flags():
+    """A text that begins with dashes; "--" behind the last value of a list."""
+    generate = importlib.import_module("speech.generate_tts").build_parser()
+    text = "-- well, no"
+    words = ["--model_path", "a", "--audio_tokenizer_path", "b", "--text", text]
+    assert flags.parse(generate, None, words).text == [text]
+    parser = flags.Parser()
+    parser.add_argument("folder")
+    parser.add_argument("--samples", nargs="+")
+    assert flags.parse(parser, None, ["--samples", "a", "b", "--", "out"]).folder == "out"
+
+
 @pytest.mark.parametrize("theirs, ours", [
     ("--model_name_or_path other", {"model_path": "other"}), ("--lora_r 8", {"lora_rank": 8}),
     ("--lr_scheduler_type constant_with_warmup", {"lr_scheduler": "constant"}),
