@@ -96,7 +96,12 @@ def switch(group, *names, help):
 
 def recomputation(text):
     """Value of --gradient_checkpointing: a mode, or true or false as in Hugging Face's scripts -> mode or None."""
-    return text if text in MODES else "all" if boolean(text) else None
+    if text in MODES:
+        return text
+    try:
+        return "all" if boolean(text) else None
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither {', '.join(MODES)}, true nor false")
 
 
 def resumption(text):
