@@ -90,7 +90,9 @@ class Run:
             board = Path(args.logging_dir) / Path(args.output_dir).resolve().name
             self.log = metrics.MetricsLog(args.output_dir, board, args.report_to, vars(args), self.step,
                                           args.wandb_project)
-        self.bar = tqdm(total=total_steps, initial=self.step, unit="step", disable=None if world.is_main else True)
+        # delay: no bar before the first step, or the lines about the run that follow would stand behind it
+        self.bar = tqdm(total=total_steps, initial=self.step, unit="step", disable=None if world.is_main else True,
+                        delay=0.001)
         self.begin_line()
 
     @property
