@@ -244,8 +244,8 @@ def hosts_store(world):
     """True on the ranks whose end takes the run's store away.
 
     By default torchrun on the first node hosts it, and ends with the first of its ranks that fails: the other nodes
-    lose the store then; on a single node all ranks have ended before. With TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, as in
-    our launchers, rank 0 hosts it.
+    lose the store then; on a single node all ranks have ended before. With TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which
+    our launchers set beside MAX_RESTARTS, rank 0 hosts it.
     """
     if world is None or world.store is None:
         return False
