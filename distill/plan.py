@@ -3,9 +3,8 @@ import numpy as np
 import torch
 
 from common import memory, plan
-from distill import packed_lm
-from distill import table as chat_table
-from distill import weights as causal_lm
+from distill import packed_lm, weights
+from distill.table import PackedChats
 
 
 def samples_line(table, train_ids, eval_ids):
@@ -23,12 +22,12 @@ LOGIT_COPIES = {False: 3, True: 5}      # fp32: log-softmax and two gradients; w
 
 def row_bytes(model, bf16, sharded, gpu=True):
     """memory.row_bytes of a token of a PackedLM; bf16, sharded, gpu as there."""
-    layers = causal_lm.decoder_layers(model.native)
+    layers = weights.decoder_layers(model.native)
 
     def inputs(tokens):
         places, none = torch.zeros(tokens, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
         teacher = (torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0, 1)) if model.share else ()
-        return (chat_table.PackedChats(places, places, places[:2].int(), none, none, tokens, (), {}, *teacher),), {}
+        return (PackedChats(places, places, places[:2].int(), none, none, tokens, (), {}, *teacher),), {}
     return memory.row_bytes(model, layers, inputs, bf16=bf16, sharded=sharded, gpu=gpu,
                             plain=[(layer, "gradient_checkpointing", False) for layer in layers],
                             kernel=memory.Kernel(packed_lm, "_attention_by_document", packed_lm.VARLEN_GQA, True))
@@ -40,7 +39,7 @@ def memory_stages(args, ranks, model, tokens, rows):
     model: the empty PackedLM as trained. tokens, rows: (packs,) of each pack, padding included, and trained ones.
     """
     fsdp, recompute = args.parallel == "fsdp", args.gradient_checkpointing
-    native, layers = model.native, causal_lm.decoder_layers(model.native)
+    native, layers = model.native, weights.decoder_layers(model.native)
     casts = (0, 0) if fsdp or not args.bf16 else memory.cast_bytes(native, layers, recompute)
     parts = memory.memory_parts(memory.unit_sizes(native, layers), world=ranks, sharded=fsdp, offload=args.cpu_offload,
                                 reshard=args.reshard_after_forward, compute=2 if args.bf16 else 4,
@@ -70,7 +69,7 @@ def print_plan(check, args, ranks, model, table, train_ids, eval_ids, order, len
     parts, stages, worst = memory_stages(args, ranks, model, tokens, rows)
     average = (f"{len(train_ids) / order.packs_per_epoch:.1f} samples and "
                f"{lengths.sum() / order.packs_per_epoch:,.0f} tokens each on average")
-    units = memory.unit_sizes(model.native, causal_lm.decoder_layers(model.native))
+    units = memory.unit_sizes(model.native, weights.decoder_layers(model.native))
     print("\n".join([
         plan.head_text(args.parallel, args.bf16, ranks, units, args.use_lora), samples_line(table, train_ids, eval_ids),
         plan.lengths_text(lengths), plan.packs_text(order, lengths, ranks, accumulation, budget, average),

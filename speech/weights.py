@@ -165,12 +165,6 @@ def load_tokenizer(folder):
         raise UserError(f"{folder}: no tokenizer can be loaded from it ({str(error).splitlines()[0]})")
 
 
-def save_model(model, tokenizer, folder, source):
-    """Write a native checkpoint that from_pretrained, processor and generate can use; source: where it came from."""
-    model.save_pretrained(folder)
-    save_config(model, tokenizer, folder, source)
-
-
 def save_config(model, tokenizer, folder, source, codec=None):
     """The files of a native checkpoint beside its weights. -> {file that source did not have: what was made of it}.
 

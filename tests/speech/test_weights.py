@@ -9,7 +9,7 @@ from transformers import AutoProcessor, HiggsAudioV2ForConditionalGeneration
 
 from common.parallel import UserError
 from speech import higgs, layout_2025
-from speech.weights import find_model, load_model, load_tokenizer, native_config, save_model
+from speech.weights import find_model, load_model, load_tokenizer, native_config, save_config
 from tests.helpers import spoken
 from tests.helpers.checkpoints import (
     config_of,
@@ -161,13 +161,15 @@ def test_missing_or_damaged_weight_file_is_one_clear_line(tiny, tmp_path, conten
 
 @pytest.fixture(scope="module")
 def saved(tiny, tmp_path_factory):
-    """(folder written by save_model, the model that was saved)."""
+    """(folder with the weights and what save_config writes beside them, the model that was saved)."""
     folder = tmp_path_factory.mktemp("saved") / "model"
     model = load(tiny.model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.01 * torch.randn_like(parameter)
-    save_model(higgs.PackedHiggs(model).base_model, load_tokenizer(tiny.model), folder, tiny.model)
+    packed = higgs.PackedHiggs(model).base_model
+    packed.save_pretrained(folder)
+    save_config(packed, load_tokenizer(tiny.model), folder, tiny.model)
     return folder, model
 
 
