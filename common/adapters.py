@@ -1,5 +1,4 @@
-"""LoRA adapters in any model, plain or sharded: add, fill, save, load; the files are PEFT's own format.
-"""
+"""LoRA adapters in any model, plain or sharded: add, fill, save, load; the files are PEFT's own format."""
 import copy
 import json
 import math

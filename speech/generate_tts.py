@@ -1,7 +1,7 @@
 """Speak with Higgs-Audio V2: a base model, a fine-tuned checkpoint, or a base with a trained adapter.
 
     python speech/generate_tts.py --model_path bosonai/higgs-audio-v2-generation-3B-base --adapter out/checkpoint-500 \
-        --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --text "Good morning." --output_dir speech
+        --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --text "Good morning." --output_dir spoken
     torchrun --nproc_per_node=8 speech/generate_tts.py ... --prompts prompts.json   # every GPU takes its share
 
 For each prompt: <name>.wav (24 kHz), <name>.png (mel spectrogram) and <name>.json with text, seed, frames, seconds,
