@@ -1,7 +1,7 @@
 r"""Judge a student of train_sft.py by lines it has not seen: against its teacher, and against the truth.
 
     python distill/evaluate_sft.py --checkpoint out/checkpoint-48 --data_file labels.jsonl --output_dir out/evaluation \
-        --truth_file truth.jsonl --prompt_file prompts/language_id.txt
+        --truth_file truth.jsonl --prompt_file distill/prompts/language_id.txt
     python distill/evaluate_sft.py --checkpoint out/checkpoint-24 --checkpoint out/checkpoint-48 ...     # side by side
     python distill/evaluate_sft.py --checkpoint merged --model_path BASE --data_file seen.jsonl \
         --eval_data_file unseen.jsonl

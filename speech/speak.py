@@ -236,7 +236,7 @@ def generate(native, prompts, ids, settings, seed, device, moment=float("inf"), 
 def undelay(rows, ids, cut_by):
     """(R, 8) generated rows, the first all begin-of-stream -> (codes (T, 8), "eos" or cut_by).
 
-    The inverse of data.delay_rows. Codebook 0's end-of-stream decides the length; a stray special id inside becomes
+    The inverse of labels.delay_rows. Codebook 0's end-of-stream decides the length; a stray special id inside becomes
     the nearest code, as in transformers' processor.
     """
     ended = np.flatnonzero((rows == ids.stream_eos).all(axis=1))

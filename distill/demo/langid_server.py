@@ -4,10 +4,10 @@
     python distill/demo/langid_server.py --port_file port    # serves until it is ended; PORT goes to the file
 
 No language model: a naive Bayes classifier over byte n-grams, which stands in for a large teacher where none can run.
-It reads the last line of the message, so it fits prompts that end with the text, like prompts/language_id.txt, and
-answers in the form that prompt demands. Of the prompt's rules it knows what the labels are, nothing else: its codes are
-kept where they are labels, languages in Cyrillic letters become ru, all others ot. The same text always gets the same
-answer, whatever the seed.
+It reads the last line of the message, so it fits prompts that end with the text, like distill/prompts/language_id.txt,
+and answers in the form that prompt demands. Of the prompt's rules it knows what the labels are, nothing else: its codes
+are kept where they are labels, languages in Cyrillic letters become ru, all others ot. The same text always gets the
+same answer, whatever the seed.
 """
 import sys
 from pathlib import Path

@@ -1,6 +1,6 @@
 """A server with OpenAI's /v1/models and /v1/chat/completions, whose teacher tells the first word of a line.
 
-    python tests/label_server.py LOG
+    python tests/helpers/label_server.py LOG
 
 Prints its port, then appends each request body to LOG. An answer depends on the message and the seed alone: some seeds
 give answers that must not count. Words in a line ask for trouble: slow, flaky (HTTP 500 first), busy (429 first), drop
