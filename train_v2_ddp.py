@@ -152,13 +152,6 @@ from speech.table import samples_line, split_samples, usable_samples
 # Model: empty, loaded, saved
 
 
-def check_device(args, device):
-    """Raise UserError when this GPU cannot do what the flags ask for."""
-    if args.bf16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        raise UserError(f"--bf16: {torch.cuda.get_device_name(device)} has no bfloat16; drop the flag")
-    float8.check_device(args, device)
-
-
 def empty_trained_model(args, folder, config):
     """(PackedHiggs on the meta device, the native model in it, handles of that one's weights in the files).
 
@@ -203,9 +196,9 @@ def load_model(world, args, model, native, parts, resume):
     return model if args.parallel == "fsdp" else parallel.wrap_ddp(model, world)
 
 
-def check_resume(args, model, native, resume):
+def check_resume(model, native, resume):
     """Raise UserError when the checkpoint folder `resume` does not fit this (empty) model."""
-    if args.use_lora:
+    if model.has_adapters:
         adapters.load_adapters(model.net, resume)       # onto the meta device nothing is copied
     else:
         config = json.loads((Path(resume) / "config.json").read_text())
@@ -266,36 +259,37 @@ def code_cache(args):
     return args.code_cache or Path(args.output_dir) / "codes"
 
 
-def autocast(args, device):
-    return torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
+def autocast(bf16, device):
+    return torch.autocast(device.type, torch.bfloat16, enabled=bf16)
 
 
 @torch.no_grad()
-def evaluate(world, args, model, table, ids, held_out, check):
-    """Exact target-weighted validation losses {eval/...: float}, the same for --eval_ranks rank0 and all.
+def evaluate(world, model, table, ids, held_out, check, *, on_rank0, batch_size, num_workers, bf16, reduction,
+             text_weight):
+    """Exact target-weighted validation losses {eval/...: float}, the same whether rank 0 alone validates or all do.
 
     Now and then calls check(), which may raise, and looks for a request to stop: then it returns None, on all ranks.
     """
-    order = PackOrder(table.lengths[held_out], samples_per_pack=args.per_device_eval_batch_size, shuffle=False)
+    order = PackOrder(table.lengths[held_out], samples_per_pack=batch_size, shuffle=False)
     codebooks = ids.num_codebooks
 
     def share(rank, size):
         packs = [[int(held_out[i]) for i in pack] for pack in rank_packs(order, rank, size, 1, epochs=1)]
         sums = torch.zeros(codebooks + 6, dtype=torch.float64, device=world.device)
-        loader = make_loader(table, ids, packs, num_workers=min(1, args.num_workers), prefetch_factor=2)
+        loader = make_loader(table, ids, packs, num_workers=min(1, num_workers), prefetch_factor=2)
         for i, batch in enumerate(loader):
             if i % 16 == 0:
                 check()
                 stop = bool(watchdog.stop_requested())
                 if stop if size == 1 else parallel.any_rank(world, stop).item():
                     return None
-            with autocast(args, world.device):
+            with autocast(bf16, world.device):
                 audio, text, eos = model(batch.to(world.device))
             sums += torch.cat([audio, text[None], eos]).double()
         return sums.tolist()
 
     model.eval()
-    if args.eval_ranks == "rank0":
+    if on_rank0:
         sums = parallel.rank0_first(world, share, 0, 1)
     elif (sums := share(world.rank, world.size)) is not None:
         sums = parallel.all_sum(world, torch.tensor(sums, dtype=torch.float64, device=world.device)).tolist()
@@ -303,7 +297,7 @@ def evaluate(world, args, model, table, ids, held_out, check):
     if sums is None:
         return None
     counts = [int(table.audio_targets[held_out].sum()), int(table.text_targets[held_out].sum())]
-    return higgs.loss_report([*sums, *counts], args.audio_loss_reduction, args.text_loss_weight, "eval")
+    return higgs.loss_report([*sums, *counts], reduction, text_weight, "eval")
 
 
 def console_line(step, total_steps, v):
@@ -322,18 +316,6 @@ def eval_line(step, v):
             f"text {v['eval/text_loss']:6.3f} | eos {v['eval/eos_loss']:6.3f} stop {v['eval/stop_recall'] * 100:5.1f}%")
 
 
-def speak(world, watch, args, model, native, prompts, settings, ids, codec_dir, now):
-    """--sample_prompts: speak them on rank 0 while the others wait; what was measured, {name: float}, on every rank."""
-    watch.moved(f"sample prompts at step {now.step}", args.wait_timeout)
-    model.eval()
-    with parallel.gathered(model), autocast(args, world.device):
-        values = parallel.rank0_first(world, lambda: sample_prompts.speak_all(
-            native, prompts, settings, ids, codec_dir, world.device, seed=args.seed, time_limit=args.sample_time_limit,
-            output_dir=args.output_dir, step=now.step, log=now.log, asked=watchdog.stop_requested))
-    model.train()
-    return values
-
-
 def step_work(config, table, window, use_lora):
     """Totals over the samples of one optimizer step, from the plan: useful work of all ranks, python numbers."""
     lengths = table.lengths[window].astype(np.int64)
@@ -344,13 +326,13 @@ def step_work(config, table, window, use_lora):
             "frames": int(table.frames[window].sum()), "flops": flops}
 
 
-def print_start(world, args, model, table, train_ids, eval_ids, *more):
+def print_start(world, model, table, train_ids, eval_ids, bf16, *more):
     """What is about to run, before the first step."""
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     n, n_trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))
-    print(f"device     {world.size} x {where}, torch {torch.__version__}, {'bf16 autocast' if args.bf16 else 'fp32'}\n"
+    print(f"device     {world.size} x {where}, torch {torch.__version__}, {'bf16 autocast' if bf16 else 'fp32'}\n"
           f"model      {n / 1e6:,.1f} M parameters, {n_trained / 1e6:,.3f} M trainable "
-          f"({'LoRA' if args.use_lora else 'full'})\n"
+          f"({'LoRA' if model.has_adapters else 'full'})\n"
           f"{samples_line(table, train_ids, eval_ids)}", *more, sep="\n")
 
 
@@ -378,7 +360,8 @@ def train(args):
     ranks, check = run.ranks(args), Checks(args.dry_run is not None)
     world, watch = run.start(args, check, cpu_too=args.cpu_offload)
     device, main_rank = world.device, world.is_main
-    check(check_device, args, device)
+    check(parallel.check_bf16, device, args.bf16)
+    check(float8.check_device, device, args.float8)
     if check.dry:       # a run finds out when it encodes
         check(check_writable, code_cache(args), "--code_cache")
     for find, path in ((weights.find_model, args.model_path), (weights.find_codec, args.audio_tokenizer_path)):
@@ -420,7 +403,7 @@ def train(args):
 
     if check.dry:
         if resume:
-            check_resume(args, model, native, resume)
+            check_resume(model, native, resume)
         print_plan(check, args, ranks, model, table, ids, train_ids, eval_ids, order, (steps_per_epoch, total_steps),
                    at, resume)
         return check.finish()
@@ -445,7 +428,7 @@ def train(args):
                                         prefetch_factor=args.prefetch_factor, pad_to=args.max_tokens_per_batch), device)
     if main_rank:
         sample_prompts.forget_later(args.output_dir, now.step)
-        print_start(world, args, model, table, train_ids, eval_ids,
+        print_start(world, model, table, train_ids, eval_ids, args.bf16,
                     steps_text(total_steps, steps_per_epoch, ranks, accumulation,
                                f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}"), start_text(now.step, resume))
 
@@ -466,7 +449,7 @@ def train(args):
                     and now.step % args.strategic_logging_steps == 0:
                 print_sample(table, tokenizer, ids, batch)
             with parallel.gradient_sync(wrapped, micro == accumulation - 1):    # ranks exchange gradients once a step
-                with autocast(args, device):
+                with autocast(args.bf16, device):
                     audio, text, eos = wrapped(batch)       # sums over this batch's targets
                 loss = higgs.total_loss(audio, n_audio, text, n_text, args.audio_loss_reduction, args.text_loss_weight)
                 (loss * world.size).backward()          # gradients are averaged over ranks, the loss is a global mean
@@ -499,14 +482,24 @@ def train(args):
             better = False
             if evaluating and not stopping:
                 watch.moved(f"validation at step {now.step}", args.wait_timeout)
-                values = evaluate(world, args, model, table, ids, eval_ids, now.writer.check) if len(eval_ids) else {}
+                values = evaluate(
+                    world, model, table, ids, eval_ids, now.writer.check, on_rank0=args.eval_ranks == "rank0",
+                    batch_size=args.per_device_eval_batch_size, num_workers=args.num_workers, bf16=args.bf16,
+                    reduction=args.audio_loss_reduction, text_weight=args.text_loss_weight) if len(eval_ids) else {}
                 if values is None:              # asked to stop meanwhile
                     stopping = not now.last
                 else:
                     if values and main_rank:
                         tqdm.write(eval_line(now.step, values))
-                    if prompts:
-                        values |= speak(world, watch, args, model, native, prompts, settings, ids, codec_dir, now)
+                    if prompts:                 # rank 0 speaks while the others wait
+                        watch.moved(f"sample prompts at step {now.step}", args.wait_timeout)
+                        model.eval()
+                        with parallel.gathered(model), autocast(args.bf16, device):
+                            values |= parallel.rank0_first(world, lambda: sample_prompts.speak_all(
+                                native, prompts, settings, ids, codec_dir, device, seed=args.seed,
+                                time_limit=args.sample_time_limit, output_dir=args.output_dir, step=now.step,
+                                log=now.log, asked=watchdog.stop_requested))
+                        model.train()
                     if values and main_rank:
                         now.log.write(now.step, values)
                     better = now.better(values.get("eval/loss", math.nan))

@@ -16,9 +16,9 @@ FLOAT8 = torch.float8_e4m3fn
 MULTIPLE = 16           # of a layer's width and height; the GPU's kernels know no others
 
 
-def check_device(args, device):
+def check_device(device, wanted):
     """Raise UserError when the GPU has no float8 products. A CPU computes them in float32: slow, to try it."""
-    if args.float8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+    if wanted and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise UserError(f"--float8: {torch.cuda.get_device_name(device)} has no float8 products, Ada, Hopper and newer "
                         "GPUs have; drop the flag")
 

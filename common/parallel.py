@@ -96,6 +96,12 @@ def init(timeout_s=600, slow_timeout_s=6 * 3600, alone_too=False, cpu_too=False,
     return world
 
 
+def check_bf16(device, wanted):
+    """Raise UserError when bfloat16 is wanted and this GPU has none."""
+    if wanted and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        raise UserError(f"--bf16: {torch.cuda.get_device_name(device)} has no bfloat16; drop the flag")
+
+
 def finish():
     """Leave the process group; harmless when there is none."""
     if dist.is_initialized():

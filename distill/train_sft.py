@@ -126,7 +126,6 @@ from tqdm import tqdm
 
 from common import adapters, checkpoint, float8, loading, metrics, optim, parallel, run, tensor_files, watchdog
 from common.packing import PackOrder, pack_order, rank_packs, run_length
-from common.parallel import UserError
 from common.plan import Checks, start_text, steps_text
 from distill import chat, packed_lm, topk, weights
 from distill.plan import print_plan, samples_line
@@ -134,13 +133,6 @@ from distill.table import make_loader, prepare_table, split_samples
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Model: empty, loaded, saved
-
-
-def check_device(args, device):
-    """Raise UserError when this GPU cannot do what the flags ask for."""
-    if args.bf16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        raise UserError(f"--bf16: {torch.cuda.get_device_name(device)} has no bfloat16; drop the flag")
-    float8.check_device(args, device)
 
 
 def empty_model(args, folder):
@@ -277,7 +269,8 @@ def train(args):
     ranks, check = run.ranks(args), Checks(args.dry_run is not None)
     world, watch = run.start(args, check, cpu_too=args.cpu_offload)
     device, main_rank = world.device, world.is_main
-    check(check_device, args, device)
+    check(parallel.check_bf16, device, args.bf16)
+    check(float8.check_device, device, args.float8)
     check(parallel.rank0_first, world, weights.find_model, args.model_path)       # downloads before the others look
     folder = check(weights.find_model, args.model_path)
     config, tokenizer = check(weights.load_config, folder), check(chat.load_tokenizer, folder,

@@ -739,10 +739,10 @@ def test_last_good_checkpoint_stays_beside_a_damaged_newer_one(launch, whole, tm
 
 
 def test_best_checkpoint_stays_over_a_kill(launch, tmp_path):
-    """A rate far too high: the first validation is the best, and rotation after a resume must still know it."""
+    """A rate far too high that rises: the first validation is the best, and rotation after a resume must know it."""
     out = tmp_path / "out"
-    flags = ("--learning_rate", 0.3, "--lr_scheduler", "constant", "--validation_split", 0.2,
-             "--warmup_steps", 0, "--max_steps", 4, "--eval_steps", 1, "--save_steps", 1, "--save_total_limit", 1)
+    flags = ("--learning_rate", 1, "--lr_scheduler", "constant", "--validation_split", 0.2,
+             "--warmup_steps", 7, "--max_steps", 4, "--eval_steps", 1, "--save_steps", 1, "--save_total_limit", 1)
     job = launch(out, *flags, env={"SLOW_DISK_S": "0.1"})
     job.wait_for(lambda: newest(out) >= 2)
     job.kill_all()

@@ -267,7 +267,7 @@ def test_agreement_accuracy_and_the_teacher_stand_apart(whole):
     ours = found["systems"]["student"]
     assert ours["right_where_teacher_is_wrong"]["n"] == len(wrong)
     assert ours["agreement"]["right"] != ours["accuracy"]["right"]
-    assert ours["agreement"]["share"] > 0.8 > 0.2 > found["systems"]["base"]["agreement"]["share"], "it learnt"
+    assert ours["agreement"]["share"] > 0.6 > 0.2 > found["systems"]["base"]["agreement"]["share"], "it learnt"
     assert found["systems"]["base + prompt"]["speed"]["tokens_in"] > ours["speed"]["tokens_in"] + 20
     assert 1 <= ours["speed"]["tokens_out"] <= 10 and ours["speed"]["seconds_per_line_alone"] > 0
     head, agreement, accuracy = (line for line in printed.splitlines() if line.startswith((" " * 9, "agreem", "accur")))

@@ -341,7 +341,7 @@ def step_on_odd_batches(argv, folder):
         lambda module, _: computed_in.add(str(module.weight.dtype)))
     for number, pack in enumerate(mine):
         with parallel.gradient_sync(wrapped, number == len(mine) - 1):
-            with train_v2_ddp.autocast(args, world.device):
+            with train_v2_ddp.autocast(args.bf16, world.device):
                 audio, text, _ = wrapped(pack)
             loss = higgs.total_loss(audio, n_audio, text, n_text, "mean", 1.0)
             (loss * world.size).backward()

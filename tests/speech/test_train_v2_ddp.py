@@ -470,12 +470,12 @@ def test_tensorboard_has_the_same_numbers(watched):
 
 
 def test_rotation_keeps_the_newest_and_the_best(forked):
-    """A rate far too high: the loss is lowest at the first validation, so the best checkpoint is the oldest."""
-    run = forked("--learning_rate", 0.3, "--lr_scheduler", "constant", "--warmup_steps", 0, "--validation_split", 0.2,
+    """A rate far too high that rises: the best checkpoint is the first (losses of 10.6, then 26 to 76)."""
+    run = forked("--learning_rate", 1, "--lr_scheduler", "constant", "--warmup_steps", 7, "--validation_split", 0.2,
                  "--max_steps", 7, "--eval_steps", 1, "--save_steps", 2, "--save_total_limit", 2)
     losses = run.metrics("eval/loss")
     best = min(losses, key=losses.get)
-    assert sorted(losses) == [1, 2, 3, 4, 5, 6, 7] and best < 6
+    assert sorted(losses) == [1, 2, 3, 4, 5, 6, 7] and best == 1
     assert steps_of(run.output_dir) == [best, 6, 7]             # 7 is no multiple of 2: the final one is always saved
     assert f"best validation loss {losses[best]:.4f} at step {best}" in run.output
     meta = checkpoint.load_meta(run.output_dir / "checkpoint-7")
