@@ -5,8 +5,8 @@ takes the trainer milliseconds. Here the tensors of a batch lie one after the ot
 piece of memory, one copy to the GPU. A batch is a dataclass or a NamedTuple whose fields are CPU tensors or plain
 values. The classes use it so:
 
-    __reduce__ = handover.reduce        # how pickle, and with it a loader process, hands a batch over
-    to = handover.to
+    __reduce__ = loading.reduce     # how pickle, and with it a loader process, hands a batch over
+    to = loading.to
 
 For autograd the tensors of a batch are one: changing one in place would spoil what was saved of the others.
 """
