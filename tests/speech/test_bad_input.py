@@ -189,7 +189,7 @@ def test_twenty_five_bad_samples_are_one_message(run, tiny, data):
     assert message[0] == "error: 25 problems:" and len(message) == 22
     for number, line in enumerate(message[1:21]):
         assert f"sample {number} (s{number})" in line and f"gone{number}.wav" in line
-    assert message[21].strip() == "... and 5 more"
+    assert message[21].strip().startswith("... and 5 more; all are in ") and message[21].endswith("/out/problems.jsonl")
 
 
 def test_problems_of_training_and_validation_data_come_together(run, data, two_good):
