@@ -16,7 +16,7 @@ import sys
 
 from common import flags
 from common.flags import need
-from speech.choices import LORA_TARGETS, TASK_TYPES
+from speech.choices import CHECKS, LORA_TARGETS, TASK_TYPES
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags
@@ -49,7 +49,7 @@ def build_parser():
     g.add_argument("--preprocess_num_proc", type=int, default=min(8, flags.usable_cpus()),
                    help="processes that read and tokenise, or decode audio, per node; 0 = in the trainer")
     g.add_argument("--max_length", type=int, default=0, help="tokens a sample may have, 0 = the model's positions")
-    flags.switch(g, "--drop_too_long", help="drop and count longer samples instead of stopping")
+    flags.bad_samples(g, CHECKS)
     flags.loading(g, num_workers=2)
 
     g = p.add_argument_group("batch and length of the run")
@@ -93,6 +93,7 @@ def build_parser():
 def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later; fill in what derives."""
     flags.check_shared(args)
+    flags.check_bad_samples(args, CHECKS)
     flags.check_sharding(args)
     need(bool(args.train_data_file) != bool(args.train_data_dir), "give one of --train_data_file and --train_data_dir")
     need(not (args.eval_data_file and args.eval_data_dir), "give one of --eval_data_file and --eval_data_dir, not both")
@@ -248,7 +249,7 @@ def prepare_data(world, args, check, tokenizer, ids, codec_dir):
         world, args.train_data_file or args.train_data_dir, args.eval_data_file or args.eval_data_dir, tokenizer, ids,
         codec_dir, output_dir=check.folder(args.output_dir), encode=not check.dry, cache_dir=code_cache(args),
         task_type=args.task_type, ref_in_system=args.ref_audio_in_system_message, processes=args.preprocess_num_proc,
-        wait_limit_s=args.wait_timeout)
+        wait_limit_s=args.wait_timeout, drop=args.drop_bad, list_in=None if check.dry else args.output_dir)
     share = 0 if args.disable_eval else args.validation_split
     return table, *split_samples(n_train, len(table), share, args.seed)
 
@@ -378,7 +379,9 @@ def train(args):
     check.settle()
     train_ids, eval_ids = usable_samples(
         table, all_train, all_eval, max_length=args.max_length or config.max_position_embeddings,
-        max_tokens=args.max_tokens_per_batch, drop=args.drop_too_long, say=main_rank)
+        max_tokens=args.max_tokens_per_batch, drop="too_long" in args.drop_bad, say=main_rank,
+        files=(args.train_data_file or args.train_data_dir, args.eval_data_file or args.eval_data_dir),
+        output_dir=args.output_dir if main_rank and not check.dry else None)
     if args.tf32:       # only now: codes in the cache must not depend on it
         torch.set_float32_matmul_precision("high")
     books = ids.num_codebooks

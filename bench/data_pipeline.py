@@ -460,7 +460,7 @@ def wait_part(work, args):
     train_data, _, tokenizer = demo_problems.prepare(work / "demo", "gsm8k", 1500)
     gsm_rows, _ = blocks.prepare_rows(WORLD, blocks.Layout(max_length=512), problems.load_tokenizer(tokenizer, "gsm8k"),
                                       train_data, None, validation_split=0, row_length=512, pack=True,
-                                      drop_too_long=False, seed=42)
+                                      seed=42)
     sums = {name: int(values.sum()) for name, values in blocks.row_table(gsm_rows).items()}
     flops = dit.flops(dit.config_of("small", 50258, 50257), sums["noisy"] + sums["clean"], sums["targets"] / 2,
                       sums["pairs"])

@@ -142,6 +142,14 @@ def loading(group, num_workers):
                        help="batches each loader process prepares ahead")
 
 
+def bad_samples(group, checks):
+    """Flags about samples that cannot be used; checks: names of what finds them."""
+    group.add_argument("--drop_bad", nargs="*", metavar="CHECK",
+                       help="drop and count samples that cannot be used instead of stopping, or only those that these "
+                            f"checks find: {', '.join(checks)}; OUTPUT_DIR/problems.jsonl lists all")
+    switch(group, "--drop_too_long", help="the same as --drop_bad too_long")
+
+
 def optimisation(parser, learning_rate, learning_rate_help, lr_scheduler, min_lr_ratio, weight_decay, adam_beta2,
                  decayed="matrices, not embeddings"):
     """The group; the defaults are the script's. Returns it, for the script's own."""
@@ -267,6 +275,16 @@ def check_shared(args):
     if args.report_to != "none":
         need(importlib.util.find_spec(args.report_to),
              f"--report_to {args.report_to}: pip install {args.report_to}, or --report_to none")
+
+
+def check_bad_samples(args, checks):
+    """The flags of bad_samples(); makes args.drop_bad the tuple of checks whose samples are dropped."""
+    names = [name for word in args.drop_bad or () for name in word.split(",") if name]
+    for name in names:
+        need(name in checks, f"--drop_bad {name}: no such check; there are {', '.join(checks)}")
+    if args.drop_bad == []:
+        names = checks
+    args.drop_bad = tuple(name for name in checks if name in names or (name == "too_long" and args.drop_too_long))
 
 
 def check_sharding(args):

@@ -20,7 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from common import parallel
 from common.packing import best_fit
-from common.parallel import UserError, problem_text
+from common.parallel import UserError
+from common.problems import problem as bad_problem
+from common.problems import settle
 from common.watchdog import ignore_in_worker
 from diffusion import dit
 from diffusion.choices import EXECUTION, FILL, PLAN, QUESTION, Layout
@@ -45,7 +47,7 @@ class Documents:
     offsets: np.ndarray     # (n + 1,) int64
     problems: list          # Problem of each document
     pad: int                # id on padding, which `live` marks, and doc -1 in a batch
-    dropped: int            # problems left out as too long
+    dropped: int            # problems left out, as they are too long or hold a special token
 
     def __len__(self):
         return len(self.problems)
@@ -164,37 +166,45 @@ def region_slots(region, n, layout):
     return n + -n % size, -n % size
 
 
-def make_documents(problems, tokens, layout, drop_too_long=False):
-    """Documents of a list of Problems. Raises UserError with every problem that is too long or holds a special token.
+def hint(bad):
+    """What helps against problems of too many tokens."""
+    return "\nfix: shorten them, raise the limit, or pass --drop_too_long" \
+        if any(p.check == "too_long" for p in bad) else ""
 
-    drop_too_long: leave the long ones out and count them instead.
+
+def make_documents(problems, tokens, layout, bad=None, path=""):
+    """Documents of a list of Problems of the file `path`.
+
+    bad: a list that takes what is too long or holds a special token (common's problems.Problem); None: UserError with
+    all of them.
     """
     texts = [pieces(p, layout.system) for p in problems]
     encoded = iter(tokens.encode_all([text for group in texts for text in group]))
-    kept, parts, wrong, long = [], [], [], []
+    kept, parts, wrong = [], [], []
     for problem, group in zip(problems, texts):
         ids = [next(encoded) for _ in group]
         if smuggled := tokens.special.intersection(i for part in ids for i in part):
             token = tokens.decode([min(smuggled)])
-            wrong.append(f"{problem.name}: its text holds the special token {token}; remove it")
+            wrong.append(bad_problem(problem.name, "control_token", f"its text holds the special token {token}; remove "
+                                     "it", path))
             continue
         regions = regions_of(ids, tokens, layout)
         if excess := too_long(regions, layout):
-            long.append(f"{problem.name}: {excess}")
+            wrong.append(bad_problem(problem.name, "too_long", excess, path))
             continue
         kept.append(problem)
         parts.append(make_document(regions, tokens, layout))
-    if wrong:
-        raise UserError(problem_text(wrong))
-    if long and not drop_too_long:
-        raise UserError(problem_text(long) + "\nfix: shorten them, raise the limit, or pass --drop_too_long")
+    if bad is None:
+        settle(wrong, hint=hint(wrong))
+    else:
+        bad += wrong
     if not parts:
-        raise UserError(f"all {len(long)} problems are too long, the first one being {long[0]}")
+        raise UserError(f"none of {len(wrong)} problems can be used, the first one being {wrong[0]}")
     ids, position, block, target, region, live = np.concatenate(parts, axis=1)
     offsets = np.cumsum([0] + [part.shape[1] for part in parts])
     group = number_groups(block, target, live, offsets)
     return Documents(layout, ids, position, block, target > 0, region, live > 0, group, offsets, kept, tokens.pad,
-                     len(long))
+                     len(wrong))
 
 
 def number_groups(block, target, live, offsets):
@@ -290,23 +300,29 @@ def make_rows(documents, numbers, row_length, pack, seed=0):
     return Rows(documents, packings[best], row_length, best)
 
 
-def prepare_rows(world, layout, tokens, train_data, eval_data, *, validation_split, row_length, pack, drop_too_long,
-                 seed):
+def prepare_rows(world, layout, tokens, train_data, eval_data, *, validation_split, row_length, pack, seed,
+                 drop=(), output_dir=None):
     """(training Rows, validation Rows or None) of files, dataset folders or hub names; rank 0 reads them first.
 
     Without eval_data the share validation_split of the training problems is held out, none when it is 0. UserError when
-    a problem cannot be used; drop_too_long: longer ones than the layout allows are left out and counted instead.
+    a problem cannot be used; drop: checks (choices.CHECKS) whose problems are left out and counted instead. output_dir:
+    where rank 0 lists all that cannot be used, None: nowhere.
     """
+    bad = []
+
     def documents(path, split):
-        problems = parallel.rank0_first(world, read_problems, path, split, layout.system, layout.strip_calculator)
-        return make_documents(problems, tokens, layout, drop_too_long)
+        problems = parallel.rank0_first(world, read_problems, path, split, layout.system, layout.strip_calculator, bad)
+        return make_documents(problems, tokens, layout, bad, path)
 
     train = evaluation = documents(train_data, "train")
     numbers, held_out = np.arange(len(train)), []
     if eval_data:
         evaluation = documents(eval_data, "test")
         held_out = np.arange(len(evaluation))
-    elif validation_split:
+    said = settle(bad, drop, output_dir if world.is_main else None, hint(bad))
+    if said and world.is_main:
+        print(f"data       dropped: {said}", flush=True)
+    if validation_split and not eval_data:
         numbers, held_out = split_validation(len(train), validation_split, seed)
     rows = make_rows(train, numbers, row_length, pack, seed)
     return rows, make_rows(evaluation, held_out, row_length, pack, seed) if len(held_out) else None

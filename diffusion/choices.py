@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from common.flags import need
 
 SYSTEMS = ("gsm8k", "hdp")
+CHECKS = ("invalid", "control_token", "too_long")        # of problems, for --drop_bad
 ORDERS = ("first_hitting", "top_k", "confidence")
 SCHEDULES = ("loglinear", "square", "square_root", "log", "cosine")      # of noise
 # hidden size, layers, heads, width of the conditioning; nano is for demos and tests, the others are BD3-LM's

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from common.parallel import UserError, problem_text
+from common.parallel import UserError
+from common.problems import problem, settle
 
 END = "<|endoftext|>"
 MARKERS = {"gsm8k": ("<|mask|>",), "hdp": ("<|pad|>", "<|plan|>", "<|execution|>", "<|answer|>", "<|mask|>")}
@@ -36,19 +37,22 @@ class Problem:
     plan: str = ""          # hdp only
 
 
-def read_problems(path, split, system, strip_calculator=False):
+def read_problems(path, split, system, strip_calculator=False, bad=None):
     """List of Problems of a JSONL or JSON file, a dataset folder or a hub dataset (both: its `split`).
 
-    strip_calculator removes GSM8K's <<48/2=24>> marks. Raises UserError with every problem that cannot be used.
+    strip_calculator removes GSM8K's <<48/2=24>> marks. bad: a list that takes what cannot be used (problems.Problem of
+    common); None: UserError with all of them.
     """
     problems, wrong = [], []
     for name, entry in read_entries(path, split):
         try:
             problems.append(parse_problem(name, entry, system, strip_calculator))
         except ValueError as error:
-            wrong.append(f"{name}: {error}")
-    if wrong:
-        raise UserError(problem_text(wrong))
+            wrong.append(problem(name, "invalid", error, path))
+    if bad is None or not problems:
+        settle(wrong)
+    else:
+        bad += wrong
     if not problems:
         raise UserError(f"{path}: holds no problems")
     return problems

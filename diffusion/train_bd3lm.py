@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ sta
 from common import flags
 from common.flags import need
 from diffusion.choices import (
+    CHECKS,
     EXECUTION,
     FULL,
     PLAN,
@@ -70,7 +71,7 @@ def build_parser():
     g.add_argument("--question_budget", type=int, default=128, help="hdp: tokens a question may have")
     g.add_argument("--plan_budget", type=int, default=128, help="hdp: tokens a plan may have, markers included")
     g.add_argument("--execution_budget", type=int, default=256, help="hdp: tokens an execution may have, with answer")
-    flags.switch(g, "--drop_too_long", help="drop and count longer problems instead of stopping")
+    flags.bad_samples(g, CHECKS)
     flags.switch(g, "--strip_calculator", help="remove GSM8K's <<48/2=24>> marks")
     flags.switch(g, "--loss_on_question", help="noise and train the question, too")
     g.add_argument("--pack", action=argparse.BooleanOptionalAction, default=True,
@@ -132,6 +133,7 @@ def check_flags(args, world_size):
         if getattr(args, flag) is None:
             setattr(args, flag, value)
     flags.check_shared(args)
+    flags.check_bad_samples(args, CHECKS)
     need((args.demo is not None) != bool(args.train_data_file), "give one of --train_data_file and --demo")
     need(args.demo is None or not args.eval_data_file,
          "--demo makes its own validation problems: drop --eval_data_file")
@@ -286,7 +288,7 @@ def print_start(device, ranks, config, rows, eval_rows, table, more, *, size_nam
     with torch.device("meta"):
         size = sum(p.numel() for p in dit.DiT(config).parameters())
     held_out = sum(len(m) for m in eval_rows.members) if eval_rows else 0
-    dropped = f", {rows.documents.dropped} dropped as too long" if rows.documents.dropped else ""
+    dropped = f", {rows.documents.dropped} dropped" if rows.documents.dropped else ""
     share = ranks if fsdp else 1
     state = 20 * size / share       # fp32 weights, gradients, two moments, average
     lengths = np.concatenate([rows.documents.tokens[m] for m in rows.members])
@@ -322,7 +324,7 @@ def train(args):
     rows, eval_rows = check(
         blocks.prepare_rows, world, layout, tokens, args.train_data_file, eval_data=args.eval_data_file,
         validation_split=args.validation_split, row_length=args.row_length, pack=args.pack,
-        drop_too_long=args.drop_too_long, seed=args.seed) or (None, None)
+        drop=args.drop_bad, output_dir=None if check.dry else args.output_dir, seed=args.seed) or (None, None)
     check.settle()
     table, regions = blocks.row_table(rows), bound.REGIONS[args.system]
     if not args.per_device_train_batch_size:        # the preset means problems; a packed row holds several

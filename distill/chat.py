@@ -15,6 +15,7 @@ from pathlib import Path
 
 from common.indexing import token_lists
 from common.parallel import UserError
+from common.problems import problem
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -69,11 +70,12 @@ def read_chunks(path, size, first=0, step=1):
                         check_messages(record)
                         group_key(record)
                     except UnicodeDecodeError:
-                        problems.append(f"{path}:{number}: is not UTF-8 text")
+                        problems.append(problem(f"{path}:{number}", "unreadable", "is not UTF-8 text", path))
                     except json.JSONDecodeError as error:
-                        problems.append(f"{path}:{number}: is not JSON ({error.msg} at character {error.pos})")
+                        what = f"is not JSON ({error.msg} at character {error.pos})"
+                        problems.append(problem(f"{path}:{number}", "unreadable", what, path))
                     except ValueError as error:
-                        problems.append(f"{path}:{number}: {error}")
+                        problems.append(problem(f"{path}:{number}", "invalid", error, path))
                     else:
                         records.append((number, record))
                 yield records, problems

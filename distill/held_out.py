@@ -93,7 +93,7 @@ def run_flags(name, meta, data_file=None, eval_data_file=None, enable_thinking=N
     name: the checkpoint. meta: its state; without one both files must be given, and the other flags are assumed.
     """
     if meta:
-        flags = {flag: meta["args"][flag] for flag in RUN_FLAGS}
+        flags = {flag: meta["args"][flag] for flag in RUN_FLAGS} | {"drop_bad": meta["args"].get("drop_bad", ())}
         if enable_thinking:
             raise UserError("--enable_thinking: the checkpoint says how it was trained; drop the flag")
     else:
@@ -102,7 +102,8 @@ def run_flags(name, meta, data_file=None, eval_data_file=None, enable_thinking=N
                             "what it was trained on; give --eval_data_file, and --data_file with all that it has seen")
         flags = {"train_data_file": "", "eval_data_file": None, "too_long": "stop", "train_turns": "last",
                  "enable_thinking": enable_thinking or "template", "max_length": 0, "max_tokens_per_batch": 0,
-                 "group_size": GROUP, "validation_split": 0.0, "seed": 0, "model_path": None}
+                 "group_size": GROUP, "validation_split": 0.0, "seed": 0, "model_path": None,
+                 "drop_bad": ()}
     flags["train_data_file"] = data_file or flags["train_data_file"]
     return argparse.Namespace(**flags)
 
@@ -123,7 +124,7 @@ def read_lines(name, run, meta, folder, tokenizer, eval_data_file=None, group_si
     encoder = chat.Encoder(tokenizer, run.train_turns, THINKING[run.enable_thinking])
     limit = weights.length_limit(weights.load_config(folder), run.max_length, run.max_tokens_per_batch)
     with tempfile.TemporaryDirectory() as scratch:
-        n_train, found, ends = build_table(scratch, paths, encoder, limit, run.too_long)
+        n_train, found, ends = build_table(scratch, paths, encoder, limit, run.too_long, drop=run.drop_bad)
         table = ChatTable(scratch)
         train, held_out = split(run, table, n_train, other)
         check_fingerprints(name, run.train_data_file, meta, table, train, None if other else held_out)

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from common import loading, parallel
 from common.indexing import Column, in_order
 from common.parallel import UserError
+from common.problems import problem, settle
 from common.watchdog import ignore_in_worker
 from distill.chat import cut, group_key, read_chunks
 
@@ -34,24 +35,29 @@ CHUNK = 1024            # lines tokenised together
 def encode_chunk(records, path, encoder, limit, policy, problems, teacher=None):
     """[(line, record)] -> {column of the table: array; "ends": Counter; "long", "dropped": counts}.
 
-    Runs in several processes at once. A text for each record that cannot be used goes to the list `problems`.
+    Runs in several processes at once. A Problem for each record that cannot be used goes to the list `problems`.
     """
     kept, lines, keys, count, ends = [], [], [], Counter(), encoder.ends
     encoder.ends = Counter()
     for (line, record), result in zip(records, encoder.encode([record["messages"] for _, record in records])):
+        check = "template"
         try:
             if isinstance(result, ValueError):
                 raise result
-            count["long"] += len(result[0]) > limit
+            check, length = "too_long", len(result[0])
+            count["long"] += length > limit
             part = cut(*result, limit, policy)
+            check = "teacher"
             if teacher and part is not None:
                 shift = len(result[0]) - len(part[0]) if policy == "cut_left" else 0
                 teacher.add(record, *result, f"{path}:{line}", shift, shift + len(part[0]))
         except ValueError as error:
-            problems.append(f"{path}:{line}: {error}")
+            problems.append(problem(f"{path}:{line}", check, error, path))
             continue
         if part is None:
             count["dropped"] += 1
+            if policy == "drop":
+                problems.append(problem(f"{path}:{line}", "too_long", f"{length} tokens, more than {limit}", path))
             continue
         key = group_key(record)
         kept.append(part)
@@ -67,14 +73,17 @@ def encode_chunk(records, path, encoder, limit, policy, problems, teacher=None):
             "lines": np.array(lines, np.int64), "keys": np.array(keys, np.int64)}
 
 
-def write_table(folder, paths, encoder, limit, policy, teacher=None, processes=0):
-    """Tokenise files into a table in `folder` -> {"samples": [of each file], "long": [...], "dropped": [...]}.
+def write_table(folder, paths, encoder, limit, policy, teacher=None, processes=0, drop=(), output_dir=None):
+    """Tokenise files into a table in `folder` -> {"samples": [of each file], "long": [...], "dropped": [...]} and
+    "bad": how many each check of `drop` (choices.CHECKS) dropped, as text.
 
     long: samples above `limit` tokens; dropped: samples left out of the table. teacher: a new topk.Alternatives
     for a table with the teacher's; the samples are then read by this process alone. processes: how many tokenise
     beside this one, for large files.
-    Raises UserError with every sample that cannot be used, and leaves no new folder then.
+    Raises UserError with every sample that cannot be used and that is not dropped, and leaves no new folder then.
+    output_dir: where all of them are listed, None: nowhere.
     """
+    drop = {*drop, *(["too_long"] if policy == "drop" else [])}
     folder, problems, found = Path(folder), [], {"samples": [], "long": [], "dropped": []}
     new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,15 +112,16 @@ def write_table(folder, paths, encoder, limit, policy, teacher=None, processes=0
             whole = teacher or not Path(path).is_file()         # a pipe can be read only once
             in_order(chunks, 0 if whole else processes, take)
             samples = len(columns["lengths"]) - before
-            if not problems and not samples:
+            if not samples and all(p.check in drop for p in problems):
+                settle(problems, drop, output_dir)
                 raise UserError(f"{path}: holds no conversations"
-                                + (f" of at most {limit} tokens" if count["dropped"] else ""))
+                                + (f" of at most {limit} tokens" if count["dropped"] else
+                                   " that can be used" if problems else ""))
             for name, value in (("samples", samples), ("long", count["long"]), ("dropped", count["dropped"])):
                 found[name].append(value)
-        if problems:
-            hint = "\nfix: shorten them, raise --max_length, or choose another --too_long" \
-                if any("tokens, more than" in problem for problem in problems) else ""
-            raise UserError(parallel.problem_text(problems) + hint)
+        hint = "\nfix: shorten them, raise --max_length, or choose another --too_long" \
+            if any(p.check == "too_long" for p in problems) else ""
+        found["bad"] = settle(problems, drop, output_dir, hint)
         for column in columns.values():
             column.close()
         for name, values in (teacher.arrays(paths[0]) if teacher else {}).items():
@@ -203,34 +213,37 @@ def split_samples(table, n_train, group_size, share, seed):
     return split_groups(group_numbers(table.keys, table.lines, group_size), share, seed)
 
 
-def build_table(folder, paths, encoder, limit, policy, teacher=None, processes=0):
+def build_table(folder, paths, encoder, limit, policy, teacher=None, processes=0, drop=(), output_dir=None):
     """write_table -> (number of samples of the first file, summary to print, sorted ids that trained turns end with).
 
-    paths: the training file and, where there is one, the validation file.
+    paths: the training file and, where there is one, the validation file. drop, output_dir: of write_table.
     """
     start = time.monotonic()
-    found = write_table(folder, paths, encoder, limit, policy, teacher, processes)
+    found = write_table(folder, paths, encoder, limit, policy, teacher, processes, drop, output_dir)
     words = {"drop": "dropped", "cut_left": "cut on the left", "cut_right": "cut on the right"}
     about = f"data       read in {time.monotonic() - start:.1f} s"
     if sum(found["long"]):
         about += f"; {sum(found['long'])} samples are longer than {limit} tokens: {words[policy]}"
     if gone := sum(found["dropped"]) - sum(found["long"]) * (policy == "drop"):
         about += f"; {gone} left out, as the cut left nothing to train"
+    if found["bad"]:
+        about += f"\ndata       dropped: {found['bad']}"
     if teacher:
         about += f"\n{teacher.about()}"
     return found["samples"][0], about, sorted(encoder.ends)
 
 
-def prepare_table(world, output_dir, paths, encoder, limit, policy, teacher=None, processes=0):
+def prepare_table(world, output_dir, paths, encoder, limit, policy, teacher=None, processes=0, drop=(),
+                  list_in=None):
     """build_table on rank 0 in a folder of output_dir, mapped by every rank -> (ChatTable, n_train, turn ends).
 
-    Deletes the table of an earlier run there. The summary is printed.
+    Deletes the table of an earlier run there. The summary is printed. drop: of write_table; list_in: its output_dir.
     """
     def build():
         for old in Path(output_dir).glob("table-*"):        # a job that still runs keeps the files that it has mapped
             shutil.rmtree(old, ignore_errors=True)
         folder = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}"
-        n_train, about, ends = build_table(folder, paths, encoder, limit, policy, teacher, processes)
+        n_train, about, ends = build_table(folder, paths, encoder, limit, policy, teacher, processes, drop, list_in)
         print(about, flush=True)
         return folder, n_train, ends
 

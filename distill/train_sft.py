@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ sta
 
 from common import flags
 from common.flags import need
-from distill.choices import THINKING, TOO_LONG
+from distill.choices import CHECKS, THINKING, TOO_LONG
 
 # LoRA takes about ten times the rate of full fine-tuning (thinking-machines-lab/tinker-cookbook's rule).
 LORA_RATE, FULL_RATE = 2e-4, 2e-5
@@ -61,6 +61,7 @@ def build_parser():
     g.add_argument("--too_long", choices=TOO_LONG, default="stop",
                    help="longer samples: stop and name them, drop and count them, or cut tokens off their left or "
                         "right end")
+    flags.bad_samples(g, CHECKS)
     flags.loading(g, num_workers=2)
 
     g = p.add_argument_group("batch and length of the run")
@@ -92,6 +93,11 @@ def check_flags(args, world_size):
     if args.learning_rate is None:
         args.learning_rate = LORA_RATE if args.use_lora else FULL_RATE
     flags.check_shared(args)
+    flags.check_bad_samples(args, CHECKS)
+    need(args.too_long in ("stop", "drop") or not args.drop_too_long,
+         f"--drop_too_long and --too_long {args.too_long} exclude each other")
+    if "too_long" in args.drop_bad and args.too_long == "stop":
+        args.too_long = "drop"
     flags.check_sharding(args)
     flags.check_lora(args, build_parser())
     flags.at_least_one(args, "group_size")
@@ -277,7 +283,8 @@ def train(args):
     paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
     # rank 0 tokenises into a table on disk that all ranks map
     table, n_train, ends = check(prepare_table, world, check.folder(args.output_dir), paths, encoder, limit,
-                                 args.too_long, teacher=teacher, processes=args.preprocess_num_proc) or (None,) * 3
+                                 args.too_long, teacher=teacher, processes=args.preprocess_num_proc, drop=args.drop_bad,
+                                 list_in=None if check.dry else args.output_dir) or (None,) * 3
     train_ids, eval_ids = check(split_samples, table, n_train, args.group_size, args.validation_split,
                                 args.seed) or (None, None)
     check.settle()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.parallel import UserError
+from common.problems import problem
 from speech.choices import DEFAULT_SYSTEM, TASK_TYPES
 
 SCENE = "<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
@@ -148,7 +149,7 @@ def _numbered(path, wanted, task_type, ref_in_system, prompts):
                 name += f" ({label})" if label else ""
             sample = make(name, entry, paths)
         except BadSample as error:
-            yield number, f"{name}{error.place}: {error}"
+            yield number, problem(f"{name}{error.place}", "invalid", error, path)
         else:
             yield number, sample
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from common import parallel
 from common.indexing import Column, Lists, in_order, token_lists
 from common.parallel import UserError
+from common.problems import problem, settle
 from speech.codes import FRAME_RATE, CodeReader
 from speech.conversations import Clip, read_chunks
 from speech.labels import CONTROL_TOKENS, conversation_pieces
@@ -117,7 +117,8 @@ class TableBuilder:
         good = []
         for sample in samples:
             if token := self._control_token(sample):
-                problems.append(f"{sample.name}: text contains the control token {token}; remove it")
+                problems.append(problem(sample.name, "control_token", f"text contains the control token {token}; "
+                                                                                      "remove it"))
             else:
                 good.append(sample)
         streams = [conversation_pieces(sample) for sample in good]
@@ -266,11 +267,13 @@ class Table:
 # From the user's files to the samples of a run
 
 
-def read_all(train, held_out, tokenizer, ids, task_type, ref_in_system, folder=None, processes=0):
+def read_all(train, held_out, tokenizer, ids, task_type, ref_in_system, folder=None, processes=0, drop=(),
+             output_dir=None):
     """Read and tokenise the training and the (optional) validation source: (TableBuilder, number of training samples).
 
     folder: of TableBuilder. processes: beside this one, for sources of many samples. Raises UserError with every sample
-    that cannot be used, or when a source is empty.
+    that cannot be used, or when a source is empty. drop: checks (choices.CHECKS) whose samples are dropped and counted
+    instead. output_dir: where all that cannot be used are listed, None: nowhere.
     """
     builder, problems, counts = TableBuilder(tokenizer, ids, folder), [], []
     for source in (train, held_out):
@@ -280,17 +283,20 @@ def read_all(train, held_out, tokenizer, ids, task_type, ref_in_system, folder=N
             for samples, wrong in read_chunks(source, CHUNK, first, step, task_type, ref_in_system):
                 yield builder.chunk(samples, wrong), wrong
 
-        def take(part):
+        def take(part, source=source):
             builder.append(part[0])
-            problems.extend(part[1])
+            for wrong in part[1]:
+                wrong.file = str(source)
+                problems.append(wrong)
 
         if source:
             in_order(chunks, processes, take)
-            if not problems and len(builder) == before:
-                raise UserError(f"{source}: holds no samples")
+            if len(builder) == before and all(p.check in drop for p in problems):
+                settle(problems, drop, output_dir)
+                raise UserError(f"{source}: holds no samples" + (" that can be used" if problems else ""))
         counts.append(len(builder) - before)
-    if problems:
-        raise UserError(parallel.problem_text(problems))
+    if said := settle(problems, drop, output_dir):
+        print(f"data       dropped: {said}", flush=True)
     return builder, counts[0]
 
 
@@ -309,25 +315,26 @@ def split_samples(n_train, n, share, seed):
     return (np.arange(n_train), np.arange(n_train, n)) if n > n_train else split_validation(n_train, share, seed)
 
 
-def within_length(table, numbers, limits, drop):
-    """Sample numbers that fit every limit {flag: tokens}. Longer ones are dropped, or raise UserError naming them."""
-    flag, limit = min(limits.items(), key=lambda item: item[1])
-    long = numbers[table.lengths[numbers] > limit]
-    if len(long) and not drop:
-        lines = [f"{table.name(i)}: {table.lengths[i]} tokens ({table.frames[i] / FRAME_RATE:.1f} s of audio), more "
-                 f"than {flag} {limit}" for i in long]
-        raise UserError(parallel.problem_text(lines) + "\nfix: shorten them, raise the limit, or pass --drop_too_long")
-    return numbers[table.lengths[numbers] <= limit]
+def too_long(table, numbers, flag, limit, file):
+    """Problems of samples that have more tokens than a limit that a flag sets."""
+    return [problem(table.name(i), "too_long", f"{table.lengths[i]} tokens ({table.frames[i] / FRAME_RATE:.1f} s of "
+                    f"audio), more than {flag} {limit}", file) for i in numbers[table.lengths[numbers] > limit]]
 
 
-def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=True):
+def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=True, files=("", ""), output_dir=None):
     """(training, validation) sample numbers of those short enough. Raises UserError when none is left to train.
 
     max_length: tokens of --max_length or, without it, the model's positions. max_tokens: of --max_tokens_per_batch, 0 =
-    no limit. drop: leave out longer samples, and if `say` print how many, instead of raising UserError.
+    no limit. drop: leave out longer samples, and if `say` print how many, instead of raising UserError. output_dir:
+    where they are listed behind what read_all listed there, None: nowhere; files: of training and validation samples.
     """
     limits = {"--max_length": max_length} | ({"--max_tokens_per_batch": max_tokens} if max_tokens else {})
-    train_ids, eval_ids = (within_length(table, numbers, limits, drop) for numbers in (train, held_out))
+    flag, limit = min(limits.items(), key=lambda item: item[1])
+    problems = [p for numbers, file in zip((train, held_out), files)
+                for p in too_long(table, numbers, flag, limit, file or files[0])]
+    settle(problems, ("too_long",) if drop else (), output_dir if problems else None,
+           "\nfix: shorten them, raise the limit, or pass --drop_too_long", more=True)
+    train_ids, eval_ids = (numbers[table.lengths[numbers] <= limit] for numbers in (train, held_out))
     if say and len(train_ids) + len(eval_ids) < len(train) + len(held_out):
         print(f"data       dropped as too long: {len(train) - len(train_ids)} of {len(train)} training and "
               f"{len(held_out) - len(eval_ids)} of {len(held_out)} validation samples")

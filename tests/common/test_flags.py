@@ -158,7 +158,7 @@ SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for folder in FOLDERS for pat
                  if '\nif __name__ == "__main__":' in path.read_text())
 # for launch lines that people have (--optim names the only one there is), and what check_flags turns into another flag
 NO_EFFECT_OF_THEIR_OWN = {"help", "optim", "freeze_audio_tower", "freeze_audio_encoder_proj", "global_batch_size",
-                          "command"}
+                          "drop_too_long", "command"}
 
 
 def actions(parser):

@@ -104,11 +104,12 @@ def test_too_long_is_refused_naming_each_or_dropped_and_counted(demo):
     assert f"{found[long[0]].name}: it has {documents.tokens[long[0]]} tokens" in text
     assert f"more than --max_length {limit}" in text and "pass --drop_too_long" in text
     assert text.count("line ") == min(20, len(long))
-    kept = blocks.make_documents(found, tokens, layout, drop_too_long=True)
+    kept = blocks.make_documents(found, tokens, layout, bad := [])
+    assert [p.check for p in bad] == ["too_long"] * len(long)
     assert kept.dropped == len(long) and len(kept) == 60 - len(long)
     assert [p.name for p in kept.problems] == [p.name for i, p in enumerate(found) if i not in long]
-    with pytest.raises(UserError, match="all 60 problems are too long, the first one being"):
-        blocks.make_documents(found, tokens, replace(layout, max_length=4), drop_too_long=True)
+    with pytest.raises(UserError, match="none of 60 problems can be used, the first one being"):
+        blocks.make_documents(found, tokens, replace(layout, max_length=4), [])
     for flag, what in [("question_budget", "question"), ("plan_budget", "plan"), ("execution_budget", "execution")]:
         found, tokens, _ = load(demo, LAYOUTS["hdp"])
         with pytest.raises(UserError, match=rf"sample 0 \(demo_0\): its {what} has \d+ tokens.* more than --{flag} 8"):

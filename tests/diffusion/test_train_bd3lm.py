@@ -427,6 +427,32 @@ def test_one_bad_step_changes_nothing_and_is_told(pool, demo, tmp_path):
     assert checkpoint.load_meta(newest(run))["averaged"] == 3
 
 
+def test_bad_problems_are_listed_and_dropped(pool, demo, tmp_path):
+    """One of each kind: only those checks that are named drop, problems.jsonl lists all, and a resumed run goes on."""
+    lines = (demo / "train.jsonl").read_text().splitlines()
+    one = json.loads(lines[0])
+    bad = [one | {"answer": "no number"}, one | {"question": "<|mask|>?"}, one | {"question": "Why? " * 90}]
+    path = tmp_path / "train.jsonl"
+    path.write_text("\n".join([*map(json.dumps, bad), *lines]))
+
+    def train(*flags, ok=True):
+        return complete(pool, demo, tmp_path / "out", "--train_data_file", path, *flags, ranks=2, ok=ok)
+
+    def listed():
+        rows = [json.loads(line) for line in (tmp_path / "out/problems.jsonl").read_text().splitlines()]
+        assert {row["file"] for row in rows} == {str(path)}
+        return [(row["entry"], row["check"]) for row in rows]
+
+    everything = [("line 1", "invalid"), ("line 2", "control_token"), ("line 3", "too_long")]
+    stopped = train("--drop_bad", "invalid", ok=False)
+    assert stopped.status == 1 and "2 problems:" in stopped.output and "pass --drop_too_long" in stopped.output
+    assert listed() == everything
+    done = train("--drop_bad", "--max_steps", 2)
+    assert "data       dropped: 1 control_token, 1 invalid, 1 too_long; see" in done.output
+    assert "24 to train, 8 to validate" in done.output and listed() == everything
+    assert "resumed from" in train("--drop_bad", "--max_steps", 3).output
+
+
 def test_a_dry_run_trains_nothing(pool, demo, tmp_path):
     run = complete(pool, demo, tmp_path / "out", "--dry_run", "--model_size", "small")
     assert "24 to train, 8 to validate" in run.output and re.search(r"small, 9[0-9],\d{3},\d{3} parameters", run.output)

@@ -355,7 +355,8 @@ def clone(tmp_path):
     """A copy of the launchers, of empty scripts, and of a set-up that only makes a .venv; nothing is set up."""
     folder = tmp_path / "my clone"
     shutil.copytree(ROOT / "launch", folder / "launch")
-    for name in {*ALL_LAUNCHERS.values(), "metrics.py", "sample_bd3lm.py"}:
+    for name in {*ALL_LAUNCHERS.values(), "common/report.py", "diffusion/sample_bd3lm.py"}:
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("")
     make_environment(tmp_path / "made", "the new .venv")
     (folder / "launch" / "setup.sh").write_text(

@@ -189,7 +189,7 @@ def test_twenty_five_bad_samples_are_one_message(run, tiny, data):
     assert message[0] == "error: 25 problems:" and len(message) == 22
     for number, line in enumerate(message[1:21]):
         assert f"sample {number} (s{number})" in line and f"gone{number}.wav" in line
-    assert message[21].strip() == "... and 5 more"
+    assert message[21].strip().startswith("... and 5 more; all are in ") and message[21].endswith("/out/problems.jsonl")
 
 
 def test_problems_of_training_and_validation_data_come_together(run, data, two_good):
@@ -318,6 +318,31 @@ def test_samples_that_are_too_long(run, tiny, data):
     assert len(message) == 9
     complains(run("--train_data_file", path, "--max_length", 50, "--drop_too_long", name="other"),
               "no training samples are left")
+
+
+def test_bad_samples_are_listed_and_dropped(run, tiny, data, tmp_path):
+    """One of each kind: only those checks that are named drop, and problems.jsonl lists all."""
+    samples = json.loads(json.dumps(tiny.samples()[:8]))
+    samples[1]["messages"][1]["role"] = "nobody"
+    samples[3]["messages"][1]["content"][0]["text"] = "He said <|eot_id|> and left."
+    samples[5]["messages"][1]["content"][-1]["text"] = "And so on and on it went. " * 80
+    path = written(data, samples, "mixed.json")
+    flags = ("--train_data_file", path, "--max_length", 600)
+
+    def listed(name):
+        rows = [json.loads(line) for line in (tmp_path / name / "problems.jsonl").read_text().splitlines()]
+        assert {row["file"] for row in rows} == {str(path)}
+        return [(int(row["entry"].split()[1]), row["check"]) for row in rows]
+
+    complains(run(*flags, name="one"), "2 problems:", "sample 1", "unknown role 'nobody'", "sample 3", "control token")
+    assert listed("one") == [(1, "invalid"), (3, "control_token")]
+    complains(run(*flags, "--drop_bad", "invalid,too_long", name="one"), f"{path} sample 3 ", "control token")
+    done = run(*flags, "--drop_bad", name="two")
+    assert done.status == 0, done.output
+    assert "data       dropped: 1 control_token, 1 invalid; see" in done.output
+    assert "samples    5 to train" in done.output
+    assert "dropped as too long: 1 of 6 training" in done.output
+    assert listed("two") == [(1, "invalid"), (3, "control_token"), (5, "too_long")]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

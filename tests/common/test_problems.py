@@ -1,0 +1,54 @@
+"""Samples that cannot be used: what is shown, what is dropped, what is listed."""
+import json
+import pickle
+
+import pytest
+
+from common import flags
+from common.parallel import UserError
+from common.problems import LIST, problem, settle
+
+CHECKS = ("invalid", "too_long")
+BAD = [problem(f"a.jsonl:{i}", "too_long" if i % 2 else "invalid", f"is bad {i}", "a.jsonl") for i in range(1, 31)]
+
+
+def listed(folder):
+    return [json.loads(line) for line in (folder / LIST).read_text().splitlines()]
+
+
+def test_all_are_listed_and_twenty_shown(tmp_path):
+    with pytest.raises(UserError) as stopped:
+        settle(BAD, (), tmp_path, "\nfix: it")
+    lines = str(stopped.value).splitlines()
+    assert lines[0] == "30 problems:" and lines[1] == "  a.jsonl:1: is bad 1" and len(lines) == 23
+    assert lines[-2:] == [f"  ... and 10 more; all are in {tmp_path / LIST}", "fix: it"]
+    assert listed(tmp_path) == [{"file": "a.jsonl", "entry": str(i), "check": "too_long" if i % 2 else "invalid",
+                                 "problem": f"is bad {i}"} for i in range(1, 31)]
+
+
+def test_checks_that_are_named_drop_and_others_stop(tmp_path):
+    with pytest.raises(UserError, match="15 problems:\n  a.jsonl:2: is bad 2\n"):
+        settle(BAD, ("too_long",), tmp_path)
+    assert settle(BAD, CHECKS, tmp_path) == f"15 invalid, 15 too_long; see {tmp_path / LIST}"
+    assert settle(BAD[:1], CHECKS, tmp_path, more=True).startswith("1 too_long") and len(listed(tmp_path)) == 31
+    assert settle([], (), tmp_path) == "" and not (tmp_path / LIST).exists()       # of an earlier run
+    assert settle(BAD, CHECKS) == "15 invalid, 15 too_long" and not list(tmp_path.iterdir())
+
+
+def test_a_problem_comes_from_another_process_whole():
+    other = pickle.loads(pickle.dumps(BAD[0]))
+    assert other == BAD[0] and vars(other) == vars(BAD[0])
+
+
+@pytest.mark.parametrize("words, dropped", [
+    ("", ()), ("--drop_bad", CHECKS), ("--drop_bad too_long", ("too_long",)), ("--drop_too_long", ("too_long",)),
+    ("--drop_bad too_long,invalid", CHECKS), ("--drop_bad too_long invalid", CHECKS),
+    ("--drop_bad invalid --drop_too_long", CHECKS)])
+def test_the_flag(words, dropped):
+    parser = flags.Parser("test")
+    flags.bad_samples(parser, CHECKS)
+    args = parser.parse_args(words.split())
+    flags.check_bad_samples(args, CHECKS)
+    assert args.drop_bad == dropped
+    with pytest.raises(UserError, match="--drop_bad long: no such check; there are invalid, too_long"):
+        flags.check_bad_samples(parser.parse_args(["--drop_bad", "long"]), CHECKS)
