@@ -199,7 +199,7 @@ def make_documents(problems, tokens, layout, bad=None, path=""):
     else:
         bad += wrong
     if not parts:
-        raise UserError(f"none of {len(wrong)} problems can be used, the first one being {wrong[0]}")
+        raise UserError(f"none of {len(wrong)} problems can be used, the first one being {wrong[0]}{hint(wrong)}")
     ids, position, block, target, region, live = np.concatenate(parts, axis=1)
     offsets = np.cumsum([0] + [part.shape[1] for part in parts])
     group = number_groups(block, target, live, offsets)
