@@ -277,7 +277,7 @@ def evaluate(world, model, table, ids, held_out, check, *, on_rank0, batch_size,
         packs = [[int(held_out[i]) for i in pack] for pack in rank_packs(order, rank, size, 1, epochs=1)]
         sums = torch.zeros(codebooks + 6, dtype=torch.float64, device=world.device)
         loader = make_loader(table, ids, packs, num_workers=min(1, num_workers), prefetch_factor=2)
-        for i, batch in enumerate(loader):
+        for i, batch in enumerate(loading.each(loader)):
             if i % 16 == 0:
                 check()
                 stop = bool(watchdog.stop_requested())

@@ -210,7 +210,8 @@ def evaluate(world, model, table, held_out, batch_size, num_workers, bf16, check
     packs = [[int(held_out[i]) for i in pack] for pack in rank_packs(order, world.rank, world.size, 1, epochs=1)]
     sums = torch.zeros(model.sums, dtype=torch.float64, device=world.device)
     model.eval()
-    for i, batch in enumerate(make_loader(table, packs, num_workers=min(1, num_workers), prefetch_factor=2)):
+    loader = make_loader(table, packs, num_workers=min(1, num_workers), prefetch_factor=2)
+    for i, batch in enumerate(loading.each(loader)):
         if i % 16 == 0:
             check()
             if parallel.any_rank(world, watchdog.stop_requested()).item():
