@@ -368,7 +368,7 @@ def clone(tmp_path):
 def launch_from(clone, launcher, *args, path=STANDARD, **settings):
     return subprocess.run(["bash", str(clone / "launch" / launcher), *args], text=True, capture_output=True, timeout=60,
                           cwd=clone.parent, env=environment(**{"PATH": path, "VENV": "", "MIN_GPUS": "0", "TRAIN_FILE":
-                                                               __file__, "TRAIN_DATA": "t", **settings}))
+                                                               __file__, "TRAIN_DATA": __file__, **settings}))
 
 
 @no_torchrun
