@@ -246,12 +246,17 @@ def prepare_data(world, args, check, tokenizer, ids, codec_dir):
     check: plan.Checks; a dry run writes a table in a temporary folder, and encodes nothing.
     """
     table, n_train = prepare_table(
-        world, args.train_data_file or args.train_data_dir, args.eval_data_file or args.eval_data_dir, tokenizer, ids,
-        codec_dir, output_dir=check.folder(args.output_dir), encode=not check.dry, cache_dir=code_cache(args),
+        world, *data_files(args), tokenizer, ids, codec_dir,
+        output_dir=check.folder(args.output_dir), encode=not check.dry, cache_dir=code_cache(args),
         task_type=args.task_type, ref_in_system=args.ref_audio_in_system_message, processes=args.preprocess_num_proc,
         wait_limit_s=args.wait_timeout, drop=args.drop_bad, list_in=None if check.dry else args.output_dir)
     share = 0 if args.disable_eval else args.validation_split
     return table, *split_samples(n_train, len(table), share, args.seed)
+
+
+def data_files(args):
+    """(training file or folder, validation file or folder or None)."""
+    return args.train_data_file or args.train_data_dir, args.eval_data_file or args.eval_data_dir
 
 
 def code_cache(args):
@@ -379,8 +384,7 @@ def train(args):
     check.settle()
     train_ids, eval_ids = usable_samples(
         table, all_train, all_eval, max_length=args.max_length or config.max_position_embeddings,
-        max_tokens=args.max_tokens_per_batch, drop="too_long" in args.drop_bad, say=main_rank,
-        files=(args.train_data_file or args.train_data_dir, args.eval_data_file or args.eval_data_dir),
+        max_tokens=args.max_tokens_per_batch, drop="too_long" in args.drop_bad, say=main_rank, files=data_files(args),
         output_dir=args.output_dir if main_rank and not check.dry else None)
     if args.tf32:       # only now: codes in the cache must not depend on it
         torch.set_float32_matmul_precision("high")

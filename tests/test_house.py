@@ -67,6 +67,14 @@ def test_no_import_goes_round():
     assert not left
 
 
+@pytest.mark.parametrize("script", ["train_v2_ddp.py", "distill/train_sft.py", "diffusion/train_bd3lm.py"])
+def test_a_training_loop_fits_into_150_lines(script):
+    """From top to bottom: no function inside train() that another part of it has to be read for."""
+    train, = (node for node in ast.parse((ROOT / script).read_text()).body if getattr(node, "name", "") == "train")
+    assert train.end_lineno - train.lineno + 1 <= 150
+    assert not [node for node in ast.walk(train) if isinstance(node, ast.FunctionDef) and node is not train]
+
+
 def test_packages_come_from_the_root():
     """Not from a package of the same name that is installed, or stands beside the tests."""
     import common
