@@ -107,7 +107,7 @@ def check_flags(args, world_size):
              f"--{flag} needs --sample_prompts")
     need(args.sample_time_limit < args.wait_timeout, f"--sample_time_limit {args.sample_time_limit:g} must be below "
          f"--wait_timeout {args.wait_timeout}")
-    need(args.use_lora or args.lora_target_modules == "attention", "--lora_target_modules needs --use_lora")
+    flags.check_lora(args, build_parser())
     need(not (args.use_lora and args.freeze_llm), "--use_lora freezes the whole base already: drop --freeze_llm")
     need(args.parallel == "ddp" or args.eval_ranks != "rank0",
          "--eval_ranks rank0 does not go with --parallel fsdp: every forward there needs all ranks; drop it")

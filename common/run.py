@@ -86,10 +86,6 @@ class Run:
         if meta and world.is_main and len(meta["unlogged"]) == sums:        # an older checkpoint's has other numbers
             self.sums += torch.tensor(meta["unlogged"], dtype=torch.float64, device=world.device)
         self.finite, self.log, self.norm, self.lr = [], None, None, 0.0
-        if world.is_main:
-            board = Path(args.logging_dir) / Path(args.output_dir).resolve().name
-            self.log = metrics.MetricsLog(args.output_dir, board, args.report_to, vars(args), self.step,
-                                          args.wandb_project)
         # delay: no bar before the first step, or the lines about the run that follow would stand behind it
         self.bar = tqdm(total=total_steps, initial=self.step, unit="step", disable=None if world.is_main else True,
                         delay=0.001)
@@ -106,10 +102,15 @@ class Run:
         return self.step == self.total_steps
 
     def restore(self, model, optimizer):
-        """Put back the checkpoint's moments and random states, if the run resumes."""
+        """Put back the checkpoint's moments and random states, if the run resumes; then open the log, on rank 0."""
         if self.resume:
             checkpoint.load_optimizer(self.resume, optim.state_tensors(optimizer, model.named_parameters()))
             checkpoint.load_rng(self.resume, self.world.rank, self.world.device)
+        if self.world.is_main:      # its later lines are dropped, so not before the checkpoint has proven to fit
+            args = self.args
+            board = Path(args.logging_dir) / Path(args.output_dir).resolve().name
+            self.log = metrics.MetricsLog(args.output_dir, board, args.report_to, vars(args), self.step,
+                                          args.wandb_project)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from common.problems import problem as bad_problem
 from common.problems import settle
 from common.watchdog import ignore_in_worker
 from diffusion import dit
-from diffusion.choices import EXECUTION, FILL, PLAN, QUESTION, Layout
+from diffusion.choices import CHECKS, EXECUTION, FILL, PLAN, QUESTION, Layout
 from diffusion.noise import Blocks, attended_pairs
 from diffusion.problems import read_problems
 
@@ -310,9 +310,18 @@ def prepare_rows(world, layout, tokens, train_data, eval_data, *, validation_spl
     """
     bad = []
 
+    def read(path, split):
+        found = []
+        return read_problems(path, split, layout.system, layout.strip_calculator, found), found
+
     def documents(path, split):
-        problems = parallel.rank0_first(world, read_problems, path, split, layout.system, layout.strip_calculator, bad)
-        return make_documents(problems, tokens, layout, bad, path)
+        problems, found = parallel.rank0_first(world, read, path, split)
+        bad.extend(found)           # on every rank, so that all end alike
+        try:
+            return make_documents(problems, tokens, layout, bad, path)
+        except UserError:           # none is left; the list is written all the same
+            settle(bad, CHECKS, output_dir if world.is_main else None)
+            raise
 
     train = evaluation = documents(train_data, "train")
     numbers, held_out = np.arange(len(train)), []

@@ -320,6 +320,7 @@ def train(args):
         args.train_data_file, args.eval_data_file, args.tokenizer = parallel.rank0_first(
             world, demo_problems.prepare, Path(check.folder(args.output_dir)) / "demo", args.system, args.demo)
     # a run ends at the first mistake, a dry run names them all
+    check(parallel.check_bf16, device, args.bf16)
     tokens = check(parallel.rank0_first, world, load_tokenizer, args.tokenizer, args.system)   # one download for all
     rows, eval_rows = check(
         blocks.prepare_rows, world, layout, tokens, args.train_data_file, eval_data=args.eval_data_file,

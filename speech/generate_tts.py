@@ -50,8 +50,8 @@ def build_parser():
     g.add_argument("--batch_size", type=int, default=4, help="prompts generated together on each device")
     g = p.add_argument_group("output")
     g.add_argument("--output_dir", default="./spoken", help="folder for the results; shared by all nodes")
-    g.add_argument("--overwrite", action="store_true", help="delete results of an earlier run in there first")
-    g.add_argument("--save_codes", action="store_true", help="also write <name>.npy, the codec codes (frames, 8) int16")
+    flags.switch(g, "--overwrite", help="delete results of an earlier run in there first")
+    flags.switch(g, "--save_codes", help="also write <name>.npy, the codec codes (frames, 8) int16")
     return p
 
 

@@ -97,7 +97,8 @@ class Job:
     def end(self, seconds=PATIENCE_S):
         """Wait through requeues for the end; returns (state, restarts)."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        state = wait_until(lambda: (now := self.show("JobState")) in ended and now, f"end of job {self.id}", seconds)
+        state = wait_until(lambda: (now := self.show("JobState")) in ended and now, f"end of job {self.id}",
+                           seconds=seconds)
         return state, int(self.show("Restarts"))
 
 
