@@ -29,18 +29,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.flags import UserError
 
-GRACE_S = 5     # seconds a rank lets the one with the message speak first
-# How an ending goes: the first rank to fail claims the last word in the store and speaks; the others see that within a
-# second, stay silent and end GRACE_S later. Ranks that take the store with them (hosts_store) end 3 s later still, so
-# every rank that runs has seen the claim before the store goes. A rank that finds the store gone without a claim
-# therefore knows that nobody has spoken, unless it stood still itself for GRACE_S or longer (stood_still).
+GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
+# How a run fails: the first rank to fail claims the right to print the one error message, in the store. The others see
+# the claim within a second, print nothing and end GRACE_S later. Ranks whose end takes the store away (hosts_store) end
+# 3 s later still, so every rank that runs has seen the claim before the store goes. A rank that finds the store gone
+# without a claim knows that no message was printed, unless its own process had stopped for GRACE_S (stood_still).
 COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset", "Broken pipe", "TCPStore")
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 LATER_S = 30    # a collective may outlive its time limit by this, so that the watchdog can name who hangs
-LAST_WORD = "last word"     # key in the store: a rank has failed and says why
+CLAIM = "error message"     # key in the store: a rank has failed and prints why
 
-_world = None   # this process's World, for the last words
-_claimed = threading.Event()        # the last word is taken, as far as this process knows
+_world = None   # this process's World, for the error message
+_claimed = threading.Event()        # a rank has claimed the error message, as far as this process knows
 _claiming = threading.Lock()        # its main thread and its watchdog may both want it
 _stood_still = [0.0, 0.0]           # this process's last pause: how many seconds, and when it ended (monotonic)
 
@@ -120,7 +120,7 @@ def seed_everything(seed, rank=0):
 def one_clear_error():
     """Run a trainer's main: UserError becomes its text and status 1; anything else one traceback that names the rank.
 
-    The first rank to fail has the last word; ranks whose collectives break because of it stay silent.
+    The first rank to fail prints; ranks whose collectives break because of it print nothing.
     """
     rank = int(os.environ.get("RANK", "0"))
     try:
@@ -128,7 +128,7 @@ def one_clear_error():
     except UserError as error:
         stop(error)
     except KeyboardInterrupt:
-        claim_last_word(_world.store if _world else None)       # the others shall not say that this rank is gone
+        claim_message(_world.store if _world else None)       # or the others would print that this rank is gone
         leave(130)
     except Exception as error:
         _ignore_loaders()
@@ -136,27 +136,30 @@ def one_clear_error():
             stop(f"{error.filename or 'a file of this run'} cannot be written ({error.strerror})")
         broken = isinstance(error, dist.DistError) or any(word in str(error) for word in COLLECTIVE_ERRORS)
         if broken:
-            _give_way()         # a peer is gone: it, or torchrun, which ends this process, says more
+            _give_way()         # a peer is gone: its own message, or torchrun's, says more
         paused = stood_still() if broken else 0
-        mine = claim_last_word(_world.store if _world else None, unheard=not broken)
+        mine = claim_message(_world.store if _world else None, alone=not broken)
         if broken and not mine and not _claimed.is_set():       # the store is gone as well: the watchdog finds that,
-            _give_way(2 * GRACE_S)                              # says so and ends this process
-            mine = claim_last_word(None)                        # or there is none yet
+            _give_way(2 * GRACE_S)                              # prints it and ends this process
+            mine = claim_message(None)                        # or there is none yet
         if mine:
             print(f"rank {rank} stood still for {paused:.0f} s; the other ranks have ended meanwhile" if paused else
                   f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         leave(1)
 
 
-def claim_last_word(store, unheard=True):
-    """True for the first failing rank of the run (store: World.store). `unheard`: what a store without answer means."""
+def claim_message(store, alone=True):
+    """True for the rank that shall print the run's error: the first to ask the store (World.store) for it.
+
+    alone: what counts when the store does not answer, that this rank prints, or that it does not.
+    """
     if _claimed.is_set():
         return False
     answers = []
 
     def ask():
         with contextlib.suppress(Exception):        # the store's host is gone
-            answers.append(store.add(LAST_WORD, 1) == 1)
+            answers.append(store.add(CLAIM, 1) == 1)
     if store is not None:       # in a thread: a host that stands still would hold this call for ever
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
@@ -165,15 +168,15 @@ def claim_last_word(store, unheard=True):
         _claimed.set()
         return answers[0]
     with _claiming:
-        if _claimed.is_set() or store is not None and not unheard:
+        if _claimed.is_set() or store is not None and not alone:
             return False
         _claimed.set()
         return True
 
 
 def has_failed(store):
-    """True once a rank has claimed the last word; from then on this process has none."""
-    failed = store.check([LAST_WORD])
+    """True once a rank has claimed the error message; from then on this process claims none."""
+    failed = store.check([CLAIM])
     if failed:
         _claimed.set()
     return failed
@@ -185,22 +188,22 @@ def note_pause(seconds):
 
 
 def woke():
-    """When this process's last pause ended (monotonic seconds); what it missed before is no other's fault."""
+    """When this process's last pause ended (monotonic seconds); what it missed before, no other rank has caused."""
     return _stood_still[1]
 
 
 def stood_still():
-    """Seconds of a pause just over, in which others may have ended the run, unheard by this process; 0 if none was."""
+    """Seconds of a pause that is just over, in which the other ranks may have ended the run; 0 if there was none."""
     seconds, end = _stood_still
     return seconds if seconds > GRACE_S and time.monotonic() - end < LATER_S else 0
 
 
 def stop(message):
-    """End this process with one line. Mostly all ranks do so alike: rank 0 speaks, torchrun ends the others unheard."""
+    """End this process with one line. Mostly all ranks come here alike: rank 0 prints, torchrun ends the others."""
     _ignore_loaders()
     if int(os.environ.get("RANK", "0")) != 0:
         _give_way()
-    if claim_last_word(_world.store if _world else None):
+    if claim_message(_world.store if _world else None):
         print(f"error: {message}", file=sys.stderr, flush=True)
     leave(1)
 
@@ -209,7 +212,7 @@ def leave(status):
     """End the process at once: a clean interpreter exit could wait for peers that are gone."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if hosts_store(_world):     # the others learn from it that all has been said, and end in that time
+    if hosts_store(_world):     # the others read in it that the error is printed, and end in that time
         _give_way(GRACE_S + 3)
     if dist.is_initialized():
         os._exit(status)
@@ -227,7 +230,7 @@ def _ignore_loaders():
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def leave_quietly():
+def leave_silently():
     """End a process that another one's error stops, after giving that one the time to say why."""
     _give_way()
     leave(1)
@@ -272,7 +275,7 @@ def rank0_first(world, work, *args):
         dist.broadcast_object_list(box, src=0, group=world.slow_group)
         result, failed = box[0]
         if failed and not world.is_main:
-            leave_quietly()
+            leave_silently()
     if error is not None:
         raise error
     return result
@@ -292,7 +295,7 @@ def all_ranks_ok(world, problems):
     lines = list(dict.fromkeys(line for rank_lines in gather_objects(world, problems) for line in rank_lines))
     if lines:
         if not world.is_main:
-            leave_quietly()
+            leave_silently()
         raise UserError(problem_text(lines))
 
 

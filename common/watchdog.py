@@ -19,7 +19,7 @@ from pathlib import Path
 from common.checkpoint import write_atomically
 from common.parallel import (
     GRACE_S,
-    claim_last_word,
+    claim_message,
     has_failed,
     hosts_store,
     note_pause,
@@ -104,7 +104,9 @@ class Watchdog:
         self.state = (self.state[0] + 1, where, time.monotonic(), limit_s or self.limit_s)
 
     def _watch(self):
-        """Healthy -> suspicious (before: all ranks' beats then) -> judged, or a failure elsewhere -> leaving."""
+        """Beat. When the main thread does not move for its limit, note all ranks' beats, and some beats later name the
+        ranks that have not moved since. When another rank has failed, end this process after grace_s.
+        """
         before, decide, leave = None, None, None
         try:
             for beat in itertools.count():
@@ -116,12 +118,12 @@ class Watchdog:
                 stuck = time.monotonic() - max(since, woke())
                 self.answered = time.monotonic()
                 failed = has_failed(self.world.store)       # at every beat: see "How an ending goes" in parallel.py
-                if leave is not None:           # beats on, or a slower judge would take this rank for silent
+                if leave is not None:           # beats go on until then: a rank without beats would be named
                     if time.monotonic() > leave:
                         os._exit(1)
                 elif stuck <= limit_s:
                     before = None
-                    if failed:      # this rank may wait for the one that did
+                    if failed:      # the main thread may wait for the rank that did
                         leave = time.monotonic() + self.grace_s
                 elif before is None:
                     before, decide = self._states(), beat + SILENT_BEATS
@@ -132,16 +134,19 @@ class Watchdog:
         except Exception as error:      # the store is gone: its host is
             time.sleep(GRACE_S)         # torchrun, when it noticed too, ends this process meanwhile
             if not _at_rest.is_set():
-                # Silent: a rank that knows of a claim, that is asked to stop, or whose node has another voice. After a
-                # pause nobody knows: either the others ended the run for it and have said so, or the host died alone.
-                if not _requested and self._is_voice() and claim_last_word(None):
+                # Nothing is printed by a rank that knows of a claim, that is asked to stop, or that is not its node's
+                # printing rank. After a pause of this process the run may have ended with a message or without one.
+                if not _requested and self._prints_for_node() and claim_message(None):
                     print(f"rank {self.world.rank} stood still for {stood_still():.0f} s; the run has ended meanwhile"
                           if stood_still() else "error: rank 0 or its node is gone: the store of the run does not "
                           f"answer ({str(error).splitlines()[0]})", file=sys.stderr, flush=True)
                 os._exit(1)
 
-    def _is_voice(self):
-        """True on one rank per node: without a store, ranks cannot agree on who speaks. Rank 0 cannot miss its own."""
+    def _prints_for_node(self):
+        """True on one rank per node: without a store, ranks cannot agree on which one prints.
+
+        It is not rank 0 where rank 0 hosts the store: that rank is the one that is missed.
+        """
         return self.world.local_rank == (0 if torchrun_has_store() or self.world.rank >= self.world.local_size else 1)
 
     def _watch_store(self):
@@ -150,13 +155,13 @@ class Watchdog:
             before = time.monotonic()
             time.sleep(self.beat_s)
             pause = time.monotonic() - before
-            if pause > self.limit_s / 2:        # this process stood still itself: no reason to blame
+            if pause > self.limit_s / 2:        # this process did not run; the store may have answered
                 self.answered = time.monotonic()
             if pause > GRACE_S:
                 note_pause(pause)
             silent = time.monotonic() - self.answered
             if silent > self.limit_s + GRACE_S:
-                if self._is_voice() and claim_last_word(None):
+                if self._prints_for_node() and claim_message(None):
                     print(f"error: no answer from rank 0 for {silent:.0f} s: its process, which hosts the run's store, "
                           "or torchrun, or its node stands still", file=sys.stderr, flush=True)
                 os._exit(1)
@@ -167,7 +172,7 @@ class Watchdog:
         return {rank: json.loads(store.get(f"watch/{rank}")) for rank in ranks if store.check([f"watch/{rank}"])}
 
     def _judge(self, before, now, stuck):
-        """Name who is to blame: ranks whose thread does not answer, else those furthest behind, else nobody."""
+        """Name the ranks that hang: those whose thread does not beat, else those furthest behind, else none."""
         silent = [rank for rank in now if rank in before and now[rank][0] == before[rank][0]]
         slowest = min(state[1] for state in now.values())
         behind = silent or [rank for rank in now if now[rank][1] == slowest]
@@ -176,7 +181,7 @@ class Watchdog:
             text = f"no rank moved for {stuck:.0f} s, all are in: {now[behind[0]][2]}; the network or a GPU hangs"
         else:
             text = f"{'no answer from' if silent else 'hangs:'} {names}; the other ranks have waited for {stuck:.0f} s"
-        if claim_last_word(self.world.store):
+        if claim_message(self.world.store):
             print(f"error: {text}", file=sys.stderr, flush=True)
         if self.world.rank in behind:
             stack = "".join(traceback.format_stack(sys._current_frames()[self.main]))

@@ -56,7 +56,7 @@ default_signals()
 
 @pytest.fixture(autouse=True)
 def as_a_fresh_process():
-    """A script's main run in this process leaves its last word said and signals ignored; the next test starts anew."""
+    """A script's main run in this process leaves its error printed and signals ignored; the next test starts anew."""
     default_signals()
     yield
     if "common.parallel" in sys.modules:
