@@ -249,15 +249,34 @@ def delete(path):
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def damage(path):
-    """What is wrong with a checkpoint folder, in words, or "" when every file has its size and checksum."""
-    path = Path(path)
+STATE = {"step": int, "epoch": int, "first": int, "identity": dict, "skipped": int, "unlogged": list}   # of state.json
+
+
+def read_json(path, kinds):
+    """A JSON object from a file, or None where it is none, or lacks one of {key: type} `kinds`."""
     try:
-        files = json.loads((path / MANIFEST).read_text())["files"]
-    except FileNotFoundError:
+        found = json.loads(path.read_text())
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(found, dict) and all(type(found.get(key)) is kind for key, kind in kinds.items())
+    return found if whole else None
+
+
+def damage(path):
+    """What is wrong with a checkpoint folder, in words, or "" when every file has its size and checksum.
+
+    The manifest must list state.json, and that one must say where the run stood.
+    """
+    path = Path(path)
+    if not (path / MANIFEST).is_file():
         return f"no {MANIFEST}"
-    except (ValueError, KeyError, TypeError):
+    files = (read_json(path / MANIFEST, {"files": dict}) or {}).get("files")
+    facts = {"bytes": int, "sha256": str}
+    if files is None or not all(isinstance(entry, dict) and all(type(entry.get(key)) is kind for key, kind in
+                                                                facts.items()) for entry in files.values()):
         return f"unreadable {MANIFEST}"
+    if f"{STATE_DIR}/state.json" not in files:
+        return f"{MANIFEST} does not list {STATE_DIR}/state.json"
     for name, facts in files.items():
         file = path / name
         if not file.is_file():
@@ -266,6 +285,8 @@ def damage(path):
             return f"{name} has {file.stat().st_size} bytes instead of {facts['bytes']}"
         if sha256_file(file) != facts["sha256"]:
             return f"{name} has another checksum than when it was written"
+    if read_json(path / STATE_DIR / "state.json", STATE) is None:
+        return f"{STATE_DIR}/state.json does not say where the run stood"
     return ""
 
 

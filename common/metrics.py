@@ -58,22 +58,32 @@ class MetricsLog:
     """Rank 0's record of a run. Make it on rank 0 only. report_to: "tensorboard", "wandb" or "none".
 
     Lines of metrics.jsonl and TensorBoard points later than resumed_step (work lost in a crash) are dropped first, so
-    no step stands there twice. Every start adds a line to starts.jsonl: when, where, from which step, how configured.
+    no step stands there twice. A metrics.jsonl with other lines than ours is moved aside whole, its good lines go on in
+    a new one. Every start adds a line to starts.jsonl: when, where, from which step, how configured.
     """
 
     def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, wandb_project=None):
         self.path = Path(output_dir) / "metrics.jsonl"
-        if self.path.exists():
-            kept = [line for line in read_metrics(self.path) if line["step"] <= resumed_step]
+        rows, bad = read_rows(self.path)
+        if bad:
+            move_aside(self.path, bad)
+        if rows:
+            kept = [row for row in rows if row["step"] <= resumed_step]
             temporary = self.path.with_suffix(".tmp")
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
             os.replace(temporary, self.path)
+        elif self.path.exists():        # nothing but the beginning of a line
+            self.path.write_bytes(b"")
         start = {"time": time.time(), "step": resumed_step, "ranks": int(os.environ.get("WORLD_SIZE", "1")),
                  "host": socket.gethostname(), "config": config}
         starts = self.path.with_name("starts.jsonl")
-        earlier = starts.read_text() if starts.exists() else ""
+        if starts.exists() and not starts.is_file():
+            move_aside(starts, "it is no file")
+        earlier = starts.read_bytes() if starts.exists() else b""
+        if earlier and not earlier.endswith(b"\n"):
+            earlier += b"\n"
         temporary = starts.with_suffix(".tmp")
-        temporary.write_text(earlier + json.dumps(start, default=str) + "\n")
+        temporary.write_bytes(earlier + json.dumps(start, default=str).encode() + b"\n")
         os.replace(temporary, starts)
         self.file = open(self.path, "a", buffering=1)
         self.board = self.wandb = None
@@ -124,12 +134,36 @@ class MetricsLog:
             self.wandb.finish()
 
 
-def read_metrics(path):
-    """Lines of a metrics.jsonl as dicts; a last line cut off by a kill is left out."""
-    rows = []
-    for line in Path(path).read_text().splitlines():
+def read_rows(path):
+    """(rows of a metrics.jsonl, what is wrong with it or ""). A last line that a kill cut off is no fault.
+
+    A row is a JSON object with an integer "step"; all there are come back, also those behind a line that is none.
+    """
+    path, rows, wrong = Path(path), [], []
+    if not path.exists():
+        return [], ""
+    if not path.is_file():
+        return [], "it is no file"
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            rows.append(row)
+        elif line.strip() and number < len(lines):      # behind the last line feed: a line that was being written
+            wrong.append(number)
+    return rows, f"{len(wrong)} lines are no metrics, line {wrong[0]} first" if wrong else ""
+
+
+def read_metrics(path):
+    """Rows of a metrics.jsonl as dicts."""
+    return read_rows(path)[0]
+
+
+def move_aside(path, why):
+    """Rename a damaged file, or whatever stands in its place; it is kept, and the user told where."""
+    aside = path.with_name(f"{path.name}.damaged-{time.time_ns()}")
+    os.replace(path, aside)
+    print(f"{path} is damaged ({why}); it is kept as {aside.name}", flush=True)

@@ -54,6 +54,39 @@ def test_line_cut_off_by_a_kill(tmp_path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("bad", [b"not json", b"\xff\xfe", b'[1, 2]', b'{"train/loss": 1.0}', b'{"step": "3"}',
+                                 b"[" * 100_000, b'{"step": ' + b"9" * 5000 + b"}"])
+@pytest.mark.parametrize("place", ["first", "middle"])
+def test_a_damaged_log_is_moved_aside_whole(tmp_path, capsys, bad, place):
+    """One bad line costs no other one: good rows on both sides of it go on in a new file."""
+    path, good = tmp_path / "metrics.jsonl", [json.dumps({"step": n, "train/loss": 1.0}).encode() for n in (1, 2, 3, 4)]
+    damaged = b"\n".join([bad, *good] if place == "first" else [*good[:2], bad, *good[2:]]) + b"\n"
+    path.write_bytes(damaged)
+    log(tmp_path, resumed_step=3).close()
+    assert steps(tmp_path) == [1, 2, 3]
+    (aside,) = tmp_path.glob("metrics.jsonl.damaged-*")
+    said = capsys.readouterr().out
+    assert aside.read_bytes() == damaged and aside.name in said and "1 lines are no metrics" in said
+    log(tmp_path, resumed_step=3).close()
+    assert len(list(tmp_path.glob("*damaged*"))) == 1       # the new one is whole
+
+
+def test_folders_in_place_of_the_logs_stop_nothing(tmp_path):
+    for name in ("metrics.jsonl", "starts.jsonl"):
+        (tmp_path / name).mkdir()
+    record = log(tmp_path)
+    record.write(1, {"train/loss": 3.0})
+    record.close()
+    assert steps(tmp_path) == [1] and len(list(tmp_path.glob("*.damaged-*"))) == 2
+
+
+def test_odd_bytes_in_the_list_of_starts_stay(tmp_path):
+    (tmp_path / "starts.jsonl").write_bytes(b"\xff no json, no end")
+    log(tmp_path).close()
+    lines = (tmp_path / "starts.jsonl").read_bytes().split(b"\n")
+    assert lines[0] == b"\xff no json, no end" and json.loads(lines[1])["step"] == 0
+
+
 def test_every_line_is_on_disk_at_once(tmp_path):
     """A kill loses no line that was written: nothing waits in a buffer of the process."""
     record = log(tmp_path)
