@@ -79,10 +79,18 @@ def save(folder, step, model, layout, tokens):
     save_file({name: torch.randn_like(p) for name, p in state.items()}, path / "model.safetensors")
     tokens.save(path)
     (path / "trainer_state").mkdir()
-    (path / "trainer_state" / "state.json").write_text(json.dumps({"step": step, "best_step": None}))
-    files = {f.name: {"bytes": f.stat().st_size, "sha256": checkpoint.sha256_file(f)} for f in path.glob("*.*")}
-    (path / "manifest.json").write_text(json.dumps({"step": step, "files": files}))
+    seal(path, step, None)
     return path
+
+
+def seal(path, step, best_step):
+    """Write a checkpoint's state and its manifest."""
+    (path / "trainer_state" / "state.json").write_text(json.dumps(
+        {"step": step, "epoch": 0, "first": 0, "identity": {}, "skipped": 0, "unlogged": [], "best_step": best_step}))
+    (path / "manifest.json").unlink(missing_ok=True)
+    files = {str(f.relative_to(path)): {"bytes": f.stat().st_size, "sha256": checkpoint.sha256_file(f)}
+             for f in path.rglob("*.*") if f.is_file()}
+    (path / "manifest.json").write_text(json.dumps({"step": step, "files": files}))
 
 
 @pytest.fixture(scope="module", params=["gsm8k", "hdp"])
@@ -267,7 +275,7 @@ def test_the_best_or_the_newest_whole_checkpoint_is_found(trained, tmp_path, cap
     def found(*flags):
         return run(tmp_path, file, "--limit", 1, *flags)["checkpoint"].rpartition("/")[2]
     assert found() == found("--pick", "newest") == "checkpoint-12"      # nothing was validated
-    (tmp_path / "checkpoint-12" / "trainer_state" / "state.json").write_text('{"step": 12, "best_step": 5}')
+    seal(tmp_path / "checkpoint-12", 12, best_step=5)
     assert (found(), found("--pick", "newest")) == ("checkpoint-5", "checkpoint-12")
     (tmp_path / "checkpoint-12" / "ema.safetensors").write_bytes(b"half")
     assert found("--pick", "newest") == "checkpoint-5"
