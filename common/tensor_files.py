@@ -20,6 +20,19 @@ from common.parallel import UserError
 WINDOW = 256 * 2**20        # bytes a rank gathers for itself before it copies them to the CPU
 
 
+UMASK = os.umask(0)     # read once, at the start: reading it sets it for a moment, for other threads as well
+os.umask(UMASK)
+
+
+def save(tensors, path, about=None, write=save_file):
+    """Write a safetensors file with the mode that the umask leaves; the library lets only its owner read it.
+
+    about: {str: str} for its header. write: safetensors' function for the kind of tensors.
+    """
+    write(tensors, path, about or {"format": "pt"})
+    os.chmod(path, 0o666 & ~UMASK)
+
+
 def find_folder(name, flag):
     """Local folder of a checkpoint given as a path or hub name, which is downloaded. Raises UserError."""
     folder = Path(name)
@@ -150,7 +163,7 @@ def stage(world, stem, named, spread=True):
     files = max(owners.values(), default=0) + 1
     writes = {}
     if share:
-        writes[file_name(stem, world.rank, files)] = lambda path: save_file(share, path, {"format": "pt"})
+        writes[file_name(stem, world.rank, files)] = lambda path: save(share, path)
     if files > 1 and world.is_main:
         size = sum(tensor.numel() * tensor.element_size() for tensor in named.values())
         places = {name: Path(file_name(stem, owner, files)).name for name, owner in owners.items()}

@@ -17,6 +17,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from common import tensor_files
 from common.checkpoint import write_atomically
 from common.indexing import in_order
 from common.parallel import UserError
@@ -209,7 +210,7 @@ class Batch:
         about = {"clips": str(len(self.keys)), "files": str(len(self.files))}
         try:
             write_atomically(self.folder / f"codes-{uuid.uuid4().hex}.safetensors",
-                             lambda temporary: save_file(tensors, temporary, about))
+                             lambda temporary: tensor_files.save(tensors, temporary, about, save_file))
         except Exception as error:
             raise UserError(f"{self.folder}: code cache shard cannot be written ({error}); free disk space")
         self.codes, self.keys, self.files, self.file_keys = [], [], [], []

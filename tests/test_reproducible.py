@@ -3,6 +3,7 @@ that were measured before (tests/losses.json; WRITE_LOSSES=1 pytest tests/test_r
 """
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -59,12 +60,16 @@ def hashes(folder):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_stop_changes_no_bit_and_losses_are_the_known_ones(pool, inputs, tmp_path, name):
+def test_a_stop_changes_no_bit_and_losses_are_the_known_ones(pool, inputs, tiny, tmp_path, name):
     whole = train(pool, inputs, name, tmp_path / "whole", "--max_steps", STEPS)
     train(pool, inputs, name, tmp_path / "halves", "--max_steps", STOP)
     halves = train(pool, inputs, name, tmp_path / "halves", "--max_steps", STEPS)
     assert f"start      step {STOP}, resumed from" in halves.output
     assert hashes(tmp_path / "whole") == hashes(tmp_path / "halves") and len(hashes(tmp_path / "whole")) >= 4
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in [*(tmp_path / "whole").glob("checkpoint-*/**/*.*"), *tiny.codes.rglob("*.safetensors")]:
+        assert not path.is_file() or stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask, path    # colleagues may read
     found = {metric: [whole.metrics(f"train/{metric}")[step] for step in range(1, STEPS + 1)]
              for metric in ("loss", "grad_norm")}
     for metric, numbers in found.items():
