@@ -41,7 +41,13 @@ def build_parser():
 
 
 # parsed before anything else is imported: --help and a mistake in a flag answer at once
-ARGS = flags.parse(build_parser()) if __name__ == "__main__" else None
+def check_flags(args, world_size):
+    """Raise UserError for counts that make no data."""
+    flags.at_least_one(args, "problems", "test")
+    flags.zero_or_more(args, "seed")
+
+
+ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import json
 import re
@@ -124,7 +130,7 @@ def make_plans(path, split="train", teacher=None):
 
 
 def main(argv=None):
-    args = ARGS or flags.parse(build_parser(), argv=argv)
+    args = ARGS or flags.parse(build_parser(), check_flags, argv)
     with parallel.one_clear_error():
         if args.command == "demo":
             write_demo(args.folder, args.problems, args.test, args.seed)

@@ -32,7 +32,15 @@ def build_parser():
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
-ARGS = flags.parse(build_parser()) if __name__ == "__main__" else None
+def check_flags(args, world_size):
+    """Raise UserError for counts that make no data."""
+    flags.at_least_one(args, "speakers")
+    flags.zero_or_more(args, "seed")
+    flags.need(args.clips >= 2 * args.speakers,
+               f"--clips is {args.clips}; it must be at least 2 a speaker, {2 * args.speakers}: one is a reference")
+
+
+ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import json
 import re
@@ -371,7 +379,7 @@ def voice_cloning_sample(name, reference, target):
 
 
 def main(argv=None):
-    args = ARGS or flags.parse(build_parser(), None, argv)
+    args = ARGS or flags.parse(build_parser(), check_flags, argv)
     disable_progress_bar()
 
     speech = make_speech(args.out_dir, args.clips, args.speakers, args.seed, args.voice)

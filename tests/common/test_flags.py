@@ -171,6 +171,21 @@ def actions(parser):
             yield action
 
 
+@pytest.mark.parametrize("words, said", [
+    ("speech/make_tiny.py out --clips -1", "--clips is -1; it must be at least 2 a speaker"),
+    ("speech/make_tiny.py out --clips 3 --speakers 2", "--clips is 3; it must be at least 2 a speaker, 4"),
+    ("speech/make_tiny.py out --speakers 0", "--speakers is 0"), ("speech/make_tiny.py out --seed -1", "--seed is -1"),
+    ("diffusion/make_problems.py demo out --problems -3", "--problems is -3"),
+    ("diffusion/make_problems.py demo out --test 0", "--test is 0"),
+    ("common/report.py out --sample_count -1", "--sample_count is -1"),
+])
+def test_counts_that_make_nothing_are_one_line(words, said, tmp_path):
+    script, *more = words.split()
+    done = subprocess.run([sys.executable, ROOT / script, *more], cwd=tmp_path, text=True, capture_output=True)
+    assert done.returncode == 1 and done.stderr.startswith(f"error: {said}") and done.stderr.count("\n") == 1, done
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_and_mistakes_come_before_torch(script):
     """--help explains each flag, says no default twice, and like a mistake imports neither torch nor transformers."""
