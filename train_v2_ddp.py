@@ -140,7 +140,7 @@ import lora  # first: it explains a torchaudio that breaks every transformers im
 from common import adapters, checkpoint, float8, loading, metrics, optim, parallel, run, tensor_files, watchdog
 from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.parallel import UserError
-from common.plan import Checks, check_writable, start_text, steps_text
+from common.plan import Checks, Room, Setup, check_writable, start_text, steps_text
 from data import make_loader, prepare_table
 from speech import higgs, sample_prompts, weights
 from speech.codes import FRAME_RATE
@@ -351,6 +351,20 @@ def print_sample(table, tokenizer, ids, batch):
                f"{batch.counts['audio_targets']} codes and {batch.counts['text_targets']} text tokens; text {text!r}")
 
 
+def planned(args, ranks):
+    """What print_plan needs of the flags, by name. ranks: how many processes train."""
+    setup = Setup(
+        ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
+        accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size,
+        budget=args.max_tokens_per_batch, reshard=args.reshard_after_forward, offload=args.cpu_offload,
+        adapters=args.use_lora)
+    room = Room(
+        output_dir=args.output_dir, save_steps=args.save_steps, eval_steps=args.eval_steps,
+        save_total_limit=args.save_total_limit, gpu_memory=args.gpu_memory, host_memory=args.host_memory)
+    return {"setup": setup, "room": room, "eval_batch_size": args.per_device_eval_batch_size,
+            "warmup_steps": args.warmup_steps, "speaks": bool(args.sample_prompts), "code_cache": code_cache(args)}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Main
 
@@ -408,8 +422,8 @@ def train(args):
     if check.dry:
         if resume:
             check_resume(model, native, resume)
-        print_plan(check, args, ranks, model, table, ids, train_ids, eval_ids, order, (steps_per_epoch, total_steps),
-                   at, resume)
+        print_plan(check, model, table, ids, train_ids, eval_ids, order, (steps_per_epoch, total_steps), at, resume,
+                   **planned(args, ranks))
         return check.finish()
 
     # -- model, optimizer, resume -------------------------------------------------------------------------------------

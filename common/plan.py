@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,36 @@ from common.parallel import UserError, problem_text
 USABLE = 0.95               # of a GPU's memory, as long as no estimate has been compared with a GPU
 MARGIN = "5 % of it left for fragmentation"
 INDENT = "\n           "
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a run computes, as its flags say; None where the trainer has no such flag."""
+    ranks: int
+    parallel: str               # ddp or fsdp
+    bf16: bool
+    recompute: str | None       # of flags.MODES, or None
+    accumulation: int           # micro-steps of an optimizer step
+    batch_size: int             # samples or rows of a micro-step, without a budget
+    budget: int = 0             # tokens that every pack is filled to, 0: none
+    reshard: bool | None = None     # fsdp: a layer is freed after its forward
+    offload: bool | None = None     # fsdp: shards and moments are in host memory
+    adapters: bool | None = None    # only they are trained
+
+    @property
+    def fsdp(self):
+        return self.parallel == "fsdp"
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a run has to fit into, and the checkpoints that it leaves there, as its flags say."""
+    output_dir: str
+    save_steps: int             # optimizer steps between checkpoints, 0: at the end
+    eval_steps: int             # and between validations
+    save_total_limit: int       # newest checkpoints kept, 0: all
+    gpu_memory: float | None = None         # GiB of one GPU, None: what it has here
+    host_memory: float | None = None        # GiB of a node, None: what is free here
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -160,9 +191,9 @@ def lengths_text(lengths):
             + INDENT.join(histogram(np.asarray(lengths))))
 
 
-def packs_text(order, lengths, ranks, accumulation, budget, about):
+def packs_text(setup, order, lengths, about):
     """How many packs an epoch has, how full and how even they are. about: what an average one holds."""
-    report = packing_report(pack_sums(order.epoch(0), lengths), ranks, accumulation, budget)
+    report = packing_report(pack_sums(order.epoch(0), lengths), setup.ranks, setup.accumulation, setup.budget)
     return (f"packs      {order.packs_per_epoch:,} an epoch; {about}{INDENT}"
             f"{report['useful'] * 100:.1f}% of slots hold tokens; balance of the ranks (mean over max of their slots) "
             f"{report['balance'] * 100:.0f}%")
@@ -200,19 +231,16 @@ def check_memory(peak, limit, helps):
                     f"{MARGIN}; what helps: {left}")
 
 
-def helps(args):
-    """check_memory's {flag: whether it would help} for a trainer's flags, which may lack some."""
-    def off(flag):
-        return not getattr(args, flag, True)
-    fsdp, budget = args.parallel == "fsdp", getattr(args, "max_tokens_per_batch", 0)
-    return {"--gradient_checkpointing": not args.gradient_checkpointing,
-            "--gradient_checkpointing all": args.gradient_checkpointing == "selective", "--bf16": not args.bf16,
-            "a smaller --max_tokens_per_batch": budget > 0,
-            "a smaller --per_device_train_batch_size": not budget and args.per_device_train_batch_size > 1,
-            "--parallel fsdp": not fsdp,
-            "--gradient_accumulation_steps 1": fsdp and args.gradient_accumulation_steps > 1,
-            "--reshard_after_forward": off("reshard_after_forward"), "--cpu_offload": fsdp and off("cpu_offload"),
-            "--use_lora": off("use_lora")}
+def helps(setup):
+    """check_memory's {flag: whether it would help} for a Setup; a flag that the trainer lacks would not."""
+    return {"--gradient_checkpointing": not setup.recompute,
+            "--gradient_checkpointing all": setup.recompute == "selective", "--bf16": not setup.bf16,
+            "a smaller --max_tokens_per_batch": setup.budget > 0,
+            "a smaller --per_device_train_batch_size": not setup.budget and setup.batch_size > 1,
+            "--parallel fsdp": not setup.fsdp,
+            "--gradient_accumulation_steps 1": setup.fsdp and setup.accumulation > 1,
+            "--reshard_after_forward": setup.reshard is False, "--cpu_offload": setup.fsdp and setup.offload is False,
+            "--use_lora": setup.adapters is False}
 
 
 def host_parts(parallel, ranks, offloaded, weights, moments, adapters=False):
@@ -246,16 +274,16 @@ def size(n):
     return f"{n / GIB:,.2f} GiB" if n >= GIB / 10 else f"{n / 2**20:,.2f} MiB"
 
 
-def memory_text(parts, stages, pack, parallel, bf16, recompute, accumulation=1, logits="worst pack, at their peak"):
+def memory_text(setup, parts, stages, pack, logits="worst pack, at their peak"):
     """The table of one GPU's memory. parts, stages: of memory.worst_pack. pack: how large the worst one is."""
-    fsdp = parallel == "fsdp"
+    fsdp = setup.fsdp
     where = "on the host" if parts["host"] else "a shard" if fsdp else "whole on every GPU"
-    spread = ", not sharded between micro-steps" * (fsdp and accumulation > 1)
+    spread = ", not sharded between micro-steps" * (fsdp and setup.accumulation > 1)
     notes = {"weights": where, "gradients": f"fp32{spread}", "optimizer": "two fp32 moments",
              "average": "averaged weights in fp32",
-             "copies": f"gathered in {'bf16' if bf16 else 'fp32'}" if fsdp else "bf16 casts of fp32 weights",
+             "copies": f"gathered in {'bf16' if setup.bf16 else 'fp32'}" if fsdp else "bf16 casts of fp32 weights",
              "reduction": "gradients being summed over the GPUs",
-             "activations": f"worst pack, {pack}{recomputation.NOTES[recompute]}", "logits": logits,
+             "activations": f"worst pack, {pack}{recomputation.NOTES[setup.recompute]}", "logits": logits,
              "fixed": "CUDA context and libraries: a guess", "peak estimate":
              f"reached in {max(stages, key=stages.get)}; parts come and go"}
     found = parts | {"copies": parts["copies"] + parts["forward copies"],
@@ -265,37 +293,37 @@ def memory_text(parts, stages, pack, parallel, bf16, recompute, accumulation=1, 
                        if found[name])
 
 
-def print_room(check, args, ranks, table, parts, stages, checkpoint_size, steps, validates):
+def print_room(check, setup, room, table, parts, stages, checkpoint_size, steps, validates):
     """Print what a run takes of GPU, host and disk; what it will not fit into is a problem of `check`.
 
-    args: a trainer's flags. table: of memory_text. checkpoint_size: of memory.checkpoint_bytes. steps: still to go.
+    setup, room: Setup, Room. table: of memory_text. checkpoint_size: of memory.checkpoint_bytes. steps: still to go.
     """
-    offload, adapters = getattr(args, "cpu_offload", False), getattr(args, "use_lora", None)
-    offloaded, staged, local = host_parts(args.parallel, ranks, parts["host"], *checkpoint_size, adapters)
-    limit, host_limit = gpu_memory(args.gpu_memory), args.host_memory * GIB if args.host_memory else host_memory()
-    one, have = sum(checkpoint_size), sum(folder_bytes(path) for _, path in checkpoint.checkpoints(args.output_dir))
-    most = checkpoints_at_once(max(0, steps), args.save_steps, args.eval_steps if validates else None,
-                               args.save_total_limit)
+    offloaded, staged, local = host_parts(setup.parallel, setup.ranks, parts["host"], *checkpoint_size, setup.adapters)
+    limit, host_limit = gpu_memory(room.gpu_memory), room.host_memory * GIB if room.host_memory else host_memory()
+    one, have = sum(checkpoint_size), sum(folder_bytes(path) for _, path in checkpoint.checkpoints(room.output_dir))
+    most = checkpoints_at_once(max(0, steps), room.save_steps, room.eval_steps if validates else None,
+                               room.save_total_limit)
     print(f"memory     estimate for one GPU; it has {size(limit)}, {MARGIN}{INDENT}{table}\n"
           f"host       {size(offloaded + staged)} for the {local} ranks of a node: {size(offloaded)} offloaded, "
           f"{size(staged)} copied by a save; it has {size(host_limit)}\n"
           f"disk       {size(one)} a checkpoint, at most {most} at once: {size(one * most)}; "
-          f"{size(free_disk(args.output_dir))} free for --output_dir")
-    check(check_memory, max(stages.values()), limit, helps(args))
-    check(check_host, offloaded + staged, host_limit, local, args.parallel, offload=offload, adapters=adapters)
-    check(check_disk, args.output_dir, one * most - have, f"{most} checkpoints")
+          f"{size(free_disk(room.output_dir))} free for --output_dir")
+    check(check_memory, max(stages.values()), limit, helps(setup))
+    check(check_host, offloaded + staged, host_limit, local, setup.parallel, offload=setup.offload,
+          adapters=setup.adapters)
+    check(check_disk, room.output_dir, one * most - have, f"{most} checkpoints")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The printed plan
 
 
-def head_text(parallel, bf16, ranks, units, adapters):
+def head_text(setup, units):
     """What runs where, and the model. units: of memory.unit_sizes."""
     values, _, trained = (sum(column) for column in zip(*units))
-    return (f"plan       {ranks} GPUs, {parallel}, {'bf16' if bf16 else 'fp32'}\n"
+    return (f"plan       {setup.ranks} GPUs, {setup.parallel}, {'bf16' if setup.bf16 else 'fp32'}\n"
             f"model      {values / 1e6:,.1f} M parameters, {trained / 1e6:,.3f} M trainable "
-            f"({'LoRA' if adapters else 'full'}); the weight files have them all")
+            f"({'LoRA' if setup.adapters else 'full'}); the weight files have them all")
 
 
 def steps_text(total, per_epoch, ranks, accumulation, about):

@@ -66,27 +66,27 @@ def presets_text(peak_of, per_row):
     return plan.INDENT.join(lines)
 
 
-def print_plan(check, args, ranks, config, table, rows, eval_rows, order, masked_share, steps):
+def print_plan(check, config, table, rows, eval_rows, order, masked_share, steps, *, setup, room, backend,
+               eval_batch_size):
     """Print what a run takes; what it will not fit into is a problem of `check`.
 
     config: dit.Config. table: blocks.row_table of rows. order: PackOrder of them. masked_share: of the targets, on
-    average; noise is spread evenly over a step. steps: still to go.
+    average; noise is spread evenly over a step. steps: still to go. setup, room: plan.Setup, plan.Room. backend:
+    --attn_backend, None for that of GPUs.
     """
     with torch.device("meta"):
-        model = dit.DiT(config, args.attn_backend or "flex", args.gradient_checkpointing)
-    sharded = args.parallel == "fsdp"
-    row = row_bytes(model, rows.length, rows.noisy_length, args.bf16, sharded)
+        model = dit.DiT(config, backend or "flex", setup.recompute)
+    row = row_bytes(model, rows.length, rows.noisy_length, setup.bf16, setup.fsdp)
 
     def stages_of(batch_rows, masked):
-        return memory_stages(model, row, batch_rows, masked, ranks=ranks, sharded=sharded, bf16=args.bf16,
-                             recompute=args.gradient_checkpointing, accumulation=args.gradient_accumulation_steps,
-                             eval_rows=args.per_device_eval_batch_size if eval_rows else 0)
-    batch_rows = args.per_device_train_batch_size
-    parts, stages = stages_of(batch_rows, masked_share * plan.epoch_sums(order, [0], table["targets"]).max())
-    text = plan.memory_text(parts, stages, f"{batch_rows} rows", args.parallel, args.bf16, args.gradient_checkpointing,
-                            args.gradient_accumulation_steps, "of a piece of the masked tokens, at their peak")
+        return memory_stages(model, row, batch_rows, masked, ranks=setup.ranks, sharded=setup.fsdp, bf16=setup.bf16,
+                             recompute=setup.recompute, accumulation=setup.accumulation,
+                             eval_rows=eval_batch_size if eval_rows else 0)
+    parts, stages = stages_of(setup.batch_size, masked_share * plan.epoch_sums(order, [0], table["targets"]).max())
+    text = plan.memory_text(setup, parts, stages, f"{setup.batch_size} rows",
+                            "of a piece of the masked tokens, at their peak")
     print(plan.lengths_text(np.concatenate([rows.documents.tokens[m] for m in rows.members])))
-    plan.print_room(check, args, ranks, text, parts, stages, memory.checkpoint_bytes(model, False, average=True), steps,
+    plan.print_room(check, setup, room, text, parts, stages, memory.checkpoint_bytes(model, False, average=True), steps,
                     bool(eval_rows))
     print(presets_text(lambda n: max(stages_of(n, masked_share * n * table["targets"].mean())[1].values()),
                        table["samples"].mean()))

@@ -302,6 +302,18 @@ def print_start(device, ranks, config, rows, eval_rows, table, more, *, size_nam
           f"{table['samples'].mean():.2f} problems each\n{more}")
 
 
+def planned(args, ranks):
+    """What print_plan needs of the flags, by name. ranks: how many processes train."""
+    setup = plan.Setup(
+        ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
+        accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size)
+    room = plan.Room(
+        output_dir=args.output_dir, save_steps=args.save_steps, eval_steps=args.eval_steps,
+        save_total_limit=args.save_total_limit, gpu_memory=args.gpu_memory, host_memory=args.host_memory)
+    return {"setup": setup, "room": room, "backend": args.attn_backend,
+            "eval_batch_size": args.per_device_eval_batch_size}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Main
 
@@ -353,8 +365,8 @@ def train(args):
                     f"{plan.start_text(at['step'], resume, 'new weights')}",
                     size_name=args.model_size, fsdp=args.parallel == "fsdp", bf16=args.bf16)
     if check.dry:
-        print_plan(check, args, ranks, config, table, rows, eval_rows, order,
-                   noise.mean_rate(args.t_range, args.noise_schedule), total_steps - at["step"])
+        print_plan(check, config, table, rows, eval_rows, order, noise.mean_rate(args.t_range, args.noise_schedule),
+                   total_steps - at["step"], **planned(args, ranks))
         return check.finish()
 
     # -- model, optimizer, resume -------------------------------------------------------------------------------------

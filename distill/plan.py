@@ -33,21 +33,21 @@ def row_bytes(model, bf16, sharded, gpu=True):
                             kernel=memory.Kernel(packed_lm, "_attention_by_document", packed_lm.VARLEN_GQA, True))
 
 
-def memory_stages(args, ranks, model, tokens, rows):
+def memory_stages(setup, model, tokens, rows):
     """(parts, stages, number of the worst pack): bytes of one GPU, as memory has them, at the worst pack.
 
-    model: the empty PackedLM as trained. tokens, rows: (packs,) of each pack, padding included, and trained ones.
+    setup: plan.Setup. model: the empty PackedLM as trained. tokens, rows: (packs,) of each pack, padding included, and
+    trained ones.
     """
-    fsdp, recompute = args.parallel == "fsdp", args.gradient_checkpointing
+    fsdp, recompute = setup.fsdp, setup.recompute
     native, layers = model.native, weights.decoder_layers(model.native)
-    casts = (0, 0) if fsdp or not args.bf16 else memory.cast_bytes(native, layers, recompute)
-    parts = memory.memory_parts(memory.unit_sizes(native, layers), world=ranks, sharded=fsdp, offload=args.cpu_offload,
-                                reshard=args.reshard_after_forward, compute=2 if args.bf16 else 4,
-                                casts=casts,
-                                accumulation=args.gradient_accumulation_steps)
-    kept, layer = memory.kept_bytes(row_bytes(model, args.bf16, fsdp), len(layers), recompute)
-    activations = tokens * kept + rows * native.config.hidden_size * (2 if fsdp and args.bf16 else 4)     # of the head
-    logits = LOGIT_COPIES[bool(args.distill_topk)] * 4 * np.minimum(rows, model.chunk) * native.config.vocab_size
+    casts = (0, 0) if fsdp or not setup.bf16 else memory.cast_bytes(native, layers, recompute)
+    parts = memory.memory_parts(memory.unit_sizes(native, layers), world=setup.ranks, sharded=fsdp,
+                                offload=setup.offload, reshard=setup.reshard, compute=2 if setup.bf16 else 4,
+                                casts=casts, accumulation=setup.accumulation)
+    kept, layer = memory.kept_bytes(row_bytes(model, setup.bf16, fsdp), len(layers), recompute)
+    activations = tokens * kept + rows * native.config.hidden_size * (2 if fsdp and setup.bf16 else 4)     # of the head
+    logits = LOGIT_COPIES[bool(model.share)] * 4 * np.minimum(rows, model.chunk) * native.config.vocab_size
     worst, parts, stages = memory.worst_pack(parts, activations, tokens * layer, logits, recompute)
     return parts, stages, worst
 
@@ -56,27 +56,27 @@ def memory_stages(args, ranks, model, tokens, rows):
 # The dry run
 
 
-def print_plan(check, args, ranks, model, table, train_ids, eval_ids, order, lengths_of_run, at, resume):
-    """Print all that a run with these flags comes to; what it will not fit into is a problem of `check`.
+def print_plan(check, model, table, train_ids, eval_ids, order, lengths_of_run, at, resume, *, setup, room, epochs,
+               peak_lr):
+    """Print all that a run comes to; what it will not fit into is a problem of `check`.
 
     model: the empty PackedLM as trained. order: PackOrder. lengths_of_run: of packing.run_length. at: run.position.
+    setup, room: plan.Setup, plan.Room. epochs: how many, of which the first 20 are looked at.
     """
-    lengths, accumulation = table.lengths[train_ids], args.gradient_accumulation_steps
-    budget, (steps_per_epoch, total_steps) = args.max_tokens_per_batch, lengths_of_run
-    epochs = range(min(20, args.num_train_epochs))
-    tokens = np.maximum(plan.epoch_sums(order, epochs, lengths), budget)
+    lengths, (steps_per_epoch, total_steps) = table.lengths[train_ids], lengths_of_run
+    epochs = range(min(20, epochs))
+    tokens = np.maximum(plan.epoch_sums(order, epochs, lengths), setup.budget)
     rows = plan.epoch_sums(order, epochs, table.targets[train_ids])
-    parts, stages, worst = memory_stages(args, ranks, model, tokens, rows)
+    parts, stages, worst = memory_stages(setup, model, tokens, rows)
     average = (f"{len(train_ids) / order.packs_per_epoch:.1f} samples and "
                f"{lengths.sum() / order.packs_per_epoch:,.0f} tokens each on average")
     units = memory.unit_sizes(model.native, weights.decoder_layers(model.native))
     print("\n".join([
-        plan.head_text(args.parallel, args.bf16, ranks, units, args.use_lora), samples_line(table, train_ids, eval_ids),
-        plan.lengths_text(lengths), plan.packs_text(order, lengths, ranks, accumulation, budget, average),
-        plan.steps_text(total_steps, steps_per_epoch, ranks, accumulation, f"peak lr {args.learning_rate:.2e}"),
+        plan.head_text(setup, units), samples_line(table, train_ids, eval_ids), plan.lengths_text(lengths),
+        plan.packs_text(setup, order, lengths, average),
+        plan.steps_text(total_steps, steps_per_epoch, setup.ranks, setup.accumulation, f"peak lr {peak_lr:.2e}"),
         plan.start_text(at["step"], resume)]))
-    text = plan.memory_text(parts, stages, f"{tokens[worst]:,} tokens", args.parallel, args.bf16,
-                            args.gradient_checkpointing, accumulation,
+    text = plan.memory_text(setup, parts, stages, f"{tokens[worst]:,} tokens",
                             f"one piece of its {rows[worst]:,} trained tokens, at their peak")
-    plan.print_room(check, args, ranks, text, parts, stages, memory.checkpoint_bytes(model.native, args.use_lora),
+    plan.print_room(check, setup, room, text, parts, stages, memory.checkpoint_bytes(model.native, setup.adapters),
                     total_steps - at["step"], len(eval_ids))

@@ -126,7 +126,7 @@ from tqdm import tqdm
 
 from common import adapters, checkpoint, float8, loading, metrics, optim, parallel, run, tensor_files, watchdog
 from common.packing import PackOrder, pack_order, rank_packs, run_length
-from common.plan import Checks, start_text, steps_text
+from common.plan import Checks, Room, Setup, start_text, steps_text
 from distill import chat, packed_lm, topk, weights
 from distill.plan import print_plan, samples_line
 from distill.table import make_loader, prepare_table, split_samples
@@ -256,6 +256,19 @@ def print_start(world, args, model, table, train_ids, eval_ids, *more):
           f"{samples_line(table, train_ids, eval_ids)}", *more, sep="\n")
 
 
+def planned(args, ranks):
+    """What print_plan needs of the flags, by name. ranks: how many processes train."""
+    setup = Setup(
+        ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
+        accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size,
+        budget=args.max_tokens_per_batch, reshard=args.reshard_after_forward, offload=args.cpu_offload,
+        adapters=args.use_lora)
+    room = Room(
+        output_dir=args.output_dir, save_steps=args.save_steps, eval_steps=args.eval_steps,
+        save_total_limit=args.save_total_limit, gpu_memory=args.gpu_memory, host_memory=args.host_memory)
+    return {"setup": setup, "room": room, "epochs": args.num_train_epochs, "peak_lr": args.learning_rate}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Main
 
@@ -308,8 +321,8 @@ def train(args):
     if check.dry:
         if resume:
             packed_lm.check_resume(model, resume)
-        print_plan(check, args, ranks, model, table, train_ids, eval_ids, order, (steps_per_epoch, total_steps), at,
-                   resume)
+        print_plan(check, model, table, train_ids, eval_ids, order, (steps_per_epoch, total_steps), at, resume,
+                   **planned(args, ranks))
         return check.finish()
 
     # -- model, optimizer, resume -------------------------------------------------------------------------------------

@@ -1,6 +1,4 @@
 """--dry_run of the speech trainer: what a run will be and take, no weights loaded and nothing encoded."""
-from pathlib import Path
-
 import numpy as np
 import torch
 
@@ -70,20 +68,19 @@ def packs_of(order, epochs, rows, budget):
     return packs
 
 
-def memory_stages(args, model, ranks, packs, eval_packs):
+def memory_stages(setup, model, packs, eval_packs, speaks):
     """(parts, stages, tokens of the worst pack): bytes of one GPU, as memory has them, at the worst pack.
 
-    model: the empty PackedHiggs as trained. packs, eval_packs: of packs_of. parts holds activations and logits as well.
+    setup: plan.Setup. model: the empty PackedHiggs as trained. packs, eval_packs: of packs_of. speaks: whether sample
+    prompts are spoken. parts holds activations and logits as well.
     """
     native, layers = model.base_model, model.base_model.model.layers
-    fsdp, recompute, compute = args.parallel == "fsdp", args.gradient_checkpointing, 2 if args.bf16 else 4
+    fsdp, recompute, compute = setup.fsdp, setup.recompute, 2 if setup.bf16 else 4
     units = memory.unit_sizes(native, layers)
-    casts = (0, 0) if fsdp or not args.bf16 else memory.cast_bytes(native, layers, recompute)
-    parts = memory.memory_parts(units, world=ranks, sharded=fsdp, offload=args.cpu_offload, compute=compute,
-                                reshard=args.reshard_after_forward,
-                                casts=casts,
-                                accumulation=args.gradient_accumulation_steps)
-    row = row_bytes(model, args.bf16, fsdp)
+    casts = (0, 0) if fsdp or not setup.bf16 else memory.cast_bytes(native, layers, recompute)
+    parts = memory.memory_parts(units, world=setup.ranks, sharded=fsdp, offload=setup.offload, reshard=setup.reshard,
+                                compute=compute, casts=casts, accumulation=setup.accumulation)
+    row = row_bytes(model, setup.bf16, fsdp)
     rows, (kept, layer) = np.stack([packs["text"], packs["audio"]], axis=-1), memory.kept_bytes(
         row, len(layers), recompute)
     logits = logit_bytes(native.config, packs["audio_rows"], packs["text_rows"])[1]
@@ -92,7 +89,7 @@ def memory_stages(args, model, ranks, packs, eval_packs):
         one = np.stack([eval_packs["text"], eval_packs["audio"]], axis=-1) @ row["layer"]
         kept = logit_bytes(native.config, eval_packs["audio_rows"], eval_packs["text_rows"])[0]
         stages["validation"] = stages["the heads"] - parts["activations"] - parts["logits"] + (one + 2 * kept).max()
-    if args.sample_prompts:         # whole weights, whoever has shards of them, and the cache of a batch of prompts
+    if speaks:      # whole weights, whoever has shards of them, and the cache of a batch of prompts
         config = native.config
         cache = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers * compute
         whole = compute * sum(values for values, _, _ in units) if fsdp else 0
@@ -105,41 +102,41 @@ def memory_stages(args, model, ranks, packs, eval_packs):
 # The report of a dry run
 
 
-def print_plan(check, args, ranks, model, table, ids, train_ids, eval_ids, order, lengths_of_run, at, resume):
-    """Print all that a run with these flags comes to; what it will not fit into is a problem of `check`.
+def print_plan(check, model, table, ids, train_ids, eval_ids, order, lengths_of_run, at, resume, *, setup, room,
+               eval_batch_size, warmup_steps, speaks, code_cache):
+    """Print all that a run comes to; what it will not fit into is a problem of `check`.
 
     model: the empty PackedHiggs as trained. table: whose new clips are not encoded. order: PackOrder. lengths_of_run:
-    of packing.run_length. at: run.position.
+    of packing.run_length. at: run.position. setup, room: plan.Setup, plan.Room. speaks: whether sample prompts are
+    spoken. code_cache: folder of encoded audio.
     """
-    lengths, accumulation, native = table.lengths[train_ids], args.gradient_accumulation_steps, model.base_model
-    budget, (steps_per_epoch, total_steps) = args.max_tokens_per_batch, lengths_of_run
-    left, per_step = max(0, total_steps - at["step"]), ranks * accumulation
+    lengths, native = table.lengths[train_ids], model.base_model
+    budget, (steps_per_epoch, total_steps) = setup.budget, lengths_of_run
+    left, per_step = max(0, total_steps - at["step"]), setup.ranks * setup.accumulation
     epochs = range(at["epoch"], at["epoch"] + min(20, -(-max(1, left) // steps_per_epoch)))
     rows = rows_by_kind(table, ids)
-    eval_order = PackOrder(table.lengths[eval_ids], samples_per_pack=args.per_device_eval_batch_size, shuffle=False)
+    eval_order = PackOrder(table.lengths[eval_ids], samples_per_pack=eval_batch_size, shuffle=False)
     packs = packs_of(order, epochs, {k: v[train_ids] for k, v in rows.items()}, budget)
     eval_packs = packs_of(eval_order, [0], {k: v[eval_ids] for k, v in rows.items()}, 0)
-    parts, stages, tokens = memory_stages(args, model, ranks, packs, eval_packs)
+    parts, stages, tokens = memory_stages(setup, model, packs, eval_packs, speaks)
     new = table.where[:, 0] < 0
     new_frames = int(table.where[new, 2].sum())
     per_pack = len(train_ids) / order.packs_per_epoch
-    samples = per_step * (per_pack if budget else args.per_device_train_batch_size)
+    samples = per_step * (per_pack if budget else setup.batch_size)
     seconds = table.frames[train_ids].sum() / FRAME_RATE / steps_per_epoch
     average = (f"a pack has on average {per_pack:.1f} samples, {packs['text'].mean():,.0f} text and "
                f"{packs['audio'].mean():,.0f} audio rows")
-    warmup = f"warm-up {args.warmup_steps} steps, {args.warmup_steps / max(1, total_steps) * 100:.0f}% of the run"
+    warmup = f"warm-up {warmup_steps} steps, {warmup_steps / max(1, total_steps) * 100:.0f}% of the run"
     units = memory.unit_sizes(native, native.model.layers)
     print("\n".join([
-        plan.head_text(args.parallel, args.bf16, ranks, units, args.use_lora), samples_line(table, train_ids, eval_ids),
+        plan.head_text(setup, units), samples_line(table, train_ids, eval_ids),
         f"audio      {len(table.where):,} distinct clips, {new.sum():,} still to be encoded "
         f"({new_frames / FRAME_RATE / 3600:.2f} h)", plan.lengths_text(lengths),
-        plan.packs_text(order, lengths, ranks, accumulation, budget, average),
-        plan.steps_text(total_steps, steps_per_epoch, ranks, accumulation, warmup),
+        plan.packs_text(setup, order, lengths, average),
+        plan.steps_text(total_steps, steps_per_epoch, setup.ranks, setup.accumulation, warmup),
         f"batch      {samples:,.1f} samples a step, about {lengths.sum() / steps_per_epoch:,.0f} tokens, "
         f"{seconds:,.0f} s of audio", plan.start_text(at["step"], resume)]))
-    text = plan.memory_text(parts, stages, f"{tokens:,} tokens", args.parallel, args.bf16, args.gradient_checkpointing,
-                            accumulation)
-    plan.print_room(check, args, ranks, text, parts, stages, memory.checkpoint_bytes(native, args.use_lora), left,
+    text = plan.memory_text(setup, parts, stages, f"{tokens:,} tokens")
+    plan.print_room(check, setup, room, text, parts, stages, memory.checkpoint_bytes(native, setup.adapters), left,
                     len(eval_ids))
-    check(plan.check_disk, args.code_cache or Path(args.output_dir) / "codes", new_frames * 2 * ids.num_codebooks,
-          "codes of new clips")
+    check(plan.check_disk, code_cache, new_frames * 2 * ids.num_codebooks, "codes of new clips")
