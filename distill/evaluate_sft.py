@@ -316,7 +316,7 @@ def check_single(lines, flag):
 def open_students(names, *, model_path, with_base, data_file, eval_data_file, enable_thinking):
     """(models for ask_models, run: held_out.run_flags of the checkpoints `names`, state of the first one or None).
 
-    with_base: their base model comes first; model_path is it, where the run's flags are not to say so.
+    with_base: whether their base model comes first. model_path: that model, or None: as the run's flags say.
     """
     opened = [held_out.open_checkpoint(name) for name in names]
     metas = [meta for _, _, meta in opened]
