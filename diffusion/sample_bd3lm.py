@@ -187,6 +187,16 @@ def print_answer(answer):
             print(f"   {part:<9} {answer[part]!r}")
 
 
+def print_summary(total, output):
+    """The last lines. total: of summarise; output: the file that holds the answers."""
+    if total["too_long"]:
+        print(f"too long   {total['too_long']} questions do not fit and count as wrong")
+    rates = [f"{rule} {total[rule]:.2%} +- {total[f'{rule}_stderr']:.2%}" for rule in ("strict", "flexible")]
+    print(f"accuracy   {', '.join(rates)} of {total['problems']} problems; {total['ended']:.1%} ended by themselves\n"
+          f"speed      NFE {total['nfe']:.1f}, {total['tokens_per_forward']:.2f} tokens a pass, "
+          f"{total['tokens_per_second']:,.1f} tok/s, {total['seconds']:.1f} s\nanswers    {output}")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Main
 
@@ -195,41 +205,32 @@ def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     with parallel.one_clear_error():
-        sample(args)
-
-
-def sample(args):
-    need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: torch sees no GPU here")
-    folder = find_checkpoint(args.checkpoint, args.pick)
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model, config = weights.load_checkpoint(folder, args.ema)
-    layout = blocks.Layout(**config["layout"])
-    tokens = load_tokenizer(folder, layout.system)
-    problems = read_problems(args.test_file, args.split, layout.system, layout.strip_calculator)
-    problems = problems[:args.limit or len(problems)]
-    output = Path(args.output or folder.parent / f"answers-{folder.name}.json")
-    checkpoint.prepare_output(output.parent, "--output")
-    how = {"first_hitting": "one random token a pass", "top_k": f"the {args.tokens_per_step} surest tokens a pass",
-           "confidence": f"all tokens from probability {args.threshold:g} on"}[args.order]
-    print(f"model      {folder}, {'averaged' if args.ema else 'last'} weights, {layout.system}, on {device}\n"
-          f"problems   {len(problems)} from {args.test_file}\n"
-          f"sampling   {how}; temperature {args.temperature:g}, top_p {args.top_p:g}")
-    answers, seconds = answer_all(
-        model.to(device), problems, tokens, layout, device, batch_size=args.batch_size, seed=args.seed, bf16=args.bf16,
-        drop_too_long=args.drop_too_long, order=args.order, tokens_per_step=args.tokens_per_step,
-        threshold=args.threshold, temperature=args.temperature, top_p=args.top_p, use_cache=args.use_cache)
-    total = summarise(answers, seconds)
-    result = json.dumps({"checkpoint": str(folder), "settings": vars(args), "summary": total, "answers": answers},
-                        indent=1, ensure_ascii=False)
-    checkpoint.write_atomically(output, lambda path: path.write_text(result + "\n", encoding="utf-8"))
-    for answer in answers[:args.show]:
-        print_answer(answer)
-    if total["too_long"]:
-        print(f"too long   {total['too_long']} questions do not fit and count as wrong")
-    rates = [f"{rule} {total[rule]:.2%} +- {total[f'{rule}_stderr']:.2%}" for rule in ("strict", "flexible")]
-    print(f"accuracy   {', '.join(rates)} of {total['problems']} problems; {total['ended']:.1%} ended by themselves\n"
-          f"speed      NFE {total['nfe']:.1f}, {total['tokens_per_forward']:.2f} tokens a pass, "
-          f"{total['tokens_per_second']:,.1f} tok/s, {seconds:.1f} s\nanswers    {output}")
+        need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: torch sees no GPU here")
+        folder = find_checkpoint(args.checkpoint, args.pick)
+        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        model, config = weights.load_checkpoint(folder, args.ema)
+        layout = blocks.Layout(**config["layout"])
+        tokens = load_tokenizer(folder, layout.system)
+        problems = read_problems(args.test_file, args.split, layout.system, layout.strip_calculator)
+        problems = problems[:args.limit or len(problems)]
+        output = Path(args.output or folder.parent / f"answers-{folder.name}.json")
+        checkpoint.prepare_output(output.parent, "--output")
+        how = {"first_hitting": "one random token a pass", "top_k": f"the {args.tokens_per_step} surest tokens a pass",
+               "confidence": f"all tokens from probability {args.threshold:g} on"}[args.order]
+        print(f"model      {folder}, {'averaged' if args.ema else 'last'} weights, {layout.system}, on {device}\n"
+              f"problems   {len(problems)} from {args.test_file}\n"
+              f"sampling   {how}; temperature {args.temperature:g}, top_p {args.top_p:g}")
+        answers, seconds = answer_all(
+            model.to(device), problems, tokens, layout, device, batch_size=args.batch_size, seed=args.seed,
+            bf16=args.bf16, drop_too_long=args.drop_too_long, order=args.order, tokens_per_step=args.tokens_per_step,
+            threshold=args.threshold, temperature=args.temperature, top_p=args.top_p, use_cache=args.use_cache)
+        total = summarise(answers, seconds)
+        result = json.dumps({"checkpoint": str(folder), "settings": vars(args), "summary": total, "answers": answers},
+                            indent=1, ensure_ascii=False)
+        checkpoint.write_atomically(output, lambda path: path.write_text(result + "\n", encoding="utf-8"))
+        for answer in answers[:args.show]:
+            print_answer(answer)
+        print_summary(total, output)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,9 @@ from distill.labels import PARSERS, label_logprobs, make_parser, read_label
 
 LOG_S = 10                  # seconds between log lines
 PROMPT = Path(__file__).resolve().parent / "prompts" / "language_id.txt"
+# flags that a label depends on, beside those that name the lines, the prompt and the teacher
+LABEL_FLAGS = ("parser", "pattern", "labels", "thinking", "max_tokens", "max_model_len", "temperature", "top_p",
+               "top_k", "max_retries", "constrain", "logprobs", "seed")
 ENGINE_FLAGS = {
     "vllm": ("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "enforce_eager"),
     "openai": ("base_url", "concurrency", "request_timeout", "server_patience"),
@@ -146,27 +149,11 @@ def model_digest(name):
     return digest(*parts)
 
 
-def describe(args, engine, lines, prompt):
-    """The header of the journals: all that a label depends on."""
-    names = ("parser", "pattern", "labels", "thinking", "max_tokens", "max_model_len", "temperature", "top_p", "top_k",
-             "max_retries", "constrain", "logprobs", "seed")
+def describe(lines, prompt, model_name, engine, settings):
+    """The header of the journals: all that a label depends on. settings: {flag: value} of LABEL_FLAGS."""
     return {"input_file": f"{len(lines)} lines {digest(*lines)}", "prompt_file": digest(*prompt),
-            "model_name": args.model_name, "model": model_digest(args.model_name) if engine != "openai" else None,
-            "engine": engine, **{name: getattr(args, name) for name in names}}
-
-
-def open_teacher(args, engine):
-    """answers(requests) of the teacher that the flags name; see teacher.py."""
-    draw = teacher.Sampling(args.max_tokens, args.temperature, args.top_p, args.top_k, args.logprobs, args.thinking)
-    if engine == "openai":
-        return teacher.open_server(args.model_name, draw, args.base_url, args.concurrency, args.request_timeout,
-                                   args.server_patience)
-    if engine == "transformers":
-        return teacher.open_transformers(args.model_name, draw, args.max_model_len, args.batch_size)
-    return teacher.open_vllm(
-        args.model_name, draw, tensor_parallel_size=args.tensor_parallel_size,
-        pipeline_parallel_size=args.pipeline_parallel_size, gpu_memory_utilization=args.gpu_memory_utilization,
-        max_model_len=args.max_model_len, enforce_eager=args.enforce_eager, seed=args.seed)
+            "model_name": model_name, "model": model_digest(model_name) if engine != "openai" else None,
+            "engine": engine, **settings}
 
 
 def draw_seed(seed, number, attempt):
@@ -174,34 +161,38 @@ def draw_seed(seed, number, attempt):
     return int(digest(f"{seed}/{number}/{attempt}")[:8], 16) >> 1
 
 
-def label_lines(args, answers, parser, prompt, lines, todo, journal):
-    """Ask until every line of `todo` has a label or no attempts left; note each in the journal as it is finished."""
+def label_lines(answers, draw, parser, prompt, lines, todo, journal, *, seed, chunk_size, max_retries, constrain):
+    """Ask until every line of `todo` has a label or no attempts left; note each in the journal as it is finished.
+
+    answers: what teacher.py opened, with the Sampling `draw`. chunk_size: lines given to it together. constrain: the
+    attempts that are held to the parser's form: never, last or always.
+    """
     asked = {number: [] for number in todo}         # line: [(Answer, Found)]
     waiting, start, logged = deque(todo), time.monotonic(), time.monotonic()
     count = {"lines": 0, "labelled": 0, "answers": 0, "in": 0, "out": 0}
     began = time.time()
     try:
         while waiting:
-            chunk = [waiting.popleft() for _ in range(min(len(waiting), args.chunk_size))]
+            chunk = [waiting.popleft() for _ in range(min(len(waiting), chunk_size))]
             requests = []
             for number in chunk:
                 attempt = len(asked[number])
-                forced = args.constrain == "always" or (args.constrain == "last" and attempt == args.max_retries)
+                forced = constrain == "always" or (constrain == "last" and attempt == max_retries)
                 requests.append(teacher.Request(number, prompt[0] + lines[number] + prompt[1],
-                                                draw_seed(args.seed, number, attempt),
+                                                draw_seed(seed, number, attempt),
                                                 parser.constraint() if forced else None))
             for request, answer in answers(requests):
                 tries = asked[request.id]
                 found = read_label(parser, answer.text, answer.finish_reason,
-                                   must_think=args.thinking == "on" and not answer.thought)
+                                   must_think=draw.thinking == "on" and not answer.thought)
                 tries.append((answer, found, request.constraint is not None))
                 count["answers"] += 1
                 count["in"] += answer.prompt_tokens
                 count["out"] += answer.completion_tokens
-                if found.label is None and len(tries) <= args.max_retries and answer.finish_reason != "too_long":
+                if found.label is None and len(tries) <= max_retries and answer.finish_reason != "too_long":
                     waiting.append(request.id)
                 else:
-                    journal.add(finished(request.id, tries, began, args.logprobs > 0))
+                    journal.add(finished(request.id, tries, began, draw.logprobs > 0))
                     count["lines"] += 1
                     count["labelled"] += found.label is not None
                     del asked[request.id]
@@ -289,7 +280,7 @@ def main(argv=None):
         if args.constrain != "never":
             parser.constraint()
         lines, prompt = read_lines(args.input_file), teacher.read_prompt(args.prompt_file)
-        header = describe(args, engine, lines, prompt)
+        header = describe(lines, prompt, args.model_name, engine, {name: getattr(args, name) for name in LABEL_FLAGS})
 
         work, output = Path(args.output_file + ".work"), Path(args.output_file)
         if output.exists() and not work.is_dir():
@@ -308,7 +299,19 @@ def main(argv=None):
             return
         if todo:
             journal = Journal(work, shard, shards, header)
-            label_lines(args, open_teacher(args, engine), parser, prompt, lines, todo, journal)
+            draw = teacher.Sampling(args.max_tokens, args.temperature, args.top_p, args.top_k, args.logprobs,
+                                    args.thinking)
+            if engine == "openai":
+                answers = teacher.open_server(args.model_name, draw, args.base_url, args.concurrency,
+                                              args.request_timeout, args.server_patience)
+            elif engine == "transformers":
+                answers = teacher.open_transformers(args.model_name, draw, args.max_model_len, args.batch_size)
+            else:
+                own = {name: getattr(args, name) for name in ENGINE_FLAGS["vllm"]}
+                answers = teacher.open_vllm(args.model_name, draw, max_model_len=args.max_model_len, seed=args.seed,
+                                            **own)
+            label_lines(answers, draw, parser, prompt, lines, todo, journal, seed=args.seed,
+                        chunk_size=args.chunk_size, max_retries=args.max_retries, constrain=args.constrain)
         records = read_journals(work, header)
         if left := len(lines) - len(records):
             print(f"done       {len(todo):,} lines; {left:,} of other shards are not finished yet")

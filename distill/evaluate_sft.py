@@ -185,29 +185,32 @@ def with_prompt(prompt, chats):
     return [[{"role": "user", "content": prompt[0] + messages[-1]["content"] + prompt[1]}] for messages in chats]
 
 
-def open_model(args, folder, adapter, tokenizer, lines, scratch):
-    """student's ask for a model folder with an adapter folder or None on top."""
-    if args.engine == "vllm":
-        return student.open_vllm(
-            folder, adapter, tokenizer, lines.ends, lines.thinking, scratch, seed=args.seed,
-            tensor_parallel_size=args.tensor_parallel_size, gpu_memory_utilization=args.gpu_memory_utilization,
-            max_model_len=args.max_model_len, enforce_eager=args.enforce_eager)
-    model = student.load_model(folder, adapter, getattr(torch, args.dtype), torch.device(args.device))
+def open_model(folder, adapter, tokenizer, lines, scratch, *, dtype, device, vllm):
+    """student's ask for a model folder with an adapter folder or None on top.
+
+    vllm: options of teacher.open_vllm, or None: transformers, in dtype (a name of torch's) on the device.
+    """
+    if vllm:
+        return student.open_vllm(folder, adapter, tokenizer, lines.ends, lines.thinking, scratch, **vllm)
+    model = student.load_model(folder, adapter, getattr(torch, dtype), torch.device(device))
     return student.open_transformers(model, tokenizer, lines.ends, lines.thinking)
 
 
-def ask_models(args, models, lines, prompt):
-    """{column: ([Answer], speed)}. models: [(column, model folder, adapter or None, tokenizer)], the base first."""
+def ask_models(models, lines, prompt, output_dir, *, max_new_tokens, prompt_max_new_tokens, batch_size, **engine):
+    """{column: ([Answer], speed)}. models: [(column, model folder, adapter or None, tokenizer)], the base first.
+
+    output_dir: where vLLM gets its scratch folder. engine: options of open_model.
+    """
     found = {}
     for name, folder, adapter, tokenizer in models:
-        with tempfile.TemporaryDirectory(dir=args.output_dir, prefix=".serve-") as scratch:
-            ask = open_model(args, folder, adapter, tokenizer, lines, scratch)
+        with tempfile.TemporaryDirectory(dir=output_dir, prefix=".serve-") as scratch:
+            ask = open_model(folder, adapter, tokenizer, lines, scratch, **engine)
             print(f"asking     {name}: {len(lines.ids):,} lines")
-            found[name] = ask_all(ask, lines.chats, args.max_new_tokens, args.batch_size)
+            found[name] = ask_all(ask, lines.chats, max_new_tokens, batch_size)
             if name == "base" and prompt:
                 print(f"asking     base + prompt: {len(lines.ids):,} lines")
-                found["base + prompt"] = ask_all(ask, with_prompt(prompt, lines.chats), args.prompt_max_new_tokens,
-                                                 args.batch_size)
+                found["base + prompt"] = ask_all(ask, with_prompt(prompt, lines.chats), prompt_max_new_tokens,
+                                                 batch_size)
             del ask         # its memory, and vLLM's processes, make room for the next
             gc.collect()
             if torch.cuda.is_available():
@@ -310,37 +313,28 @@ def check_single(lines, flag):
 # Main
 
 
-def prepare(args):
-    """(models for ask_models, Lines, Parser, prompt, truth): everything read and checked, nothing asked yet."""
-    parser = make_parser(args.parser, args.pattern, tuple(args.labels.split(",")) if args.labels else None)
-    prompt = read_prompt(args.prompt_file) if args.prompt_file else None
-    opened = [held_out.open_checkpoint(name) for name in args.checkpoint]
+def open_students(names, *, model_path, with_base, data_file, eval_data_file, enable_thinking):
+    """(models for ask_models, run: held_out.run_flags of the checkpoints `names`, state of the first one or None).
+
+    with_base: whether their base model comes first. model_path: that model, or None: as the run's flags say.
+    """
+    opened = [held_out.open_checkpoint(name) for name in names]
     metas = [meta for _, _, meta in opened]
-    held_out.check_same_split(args.checkpoint, metas)
-    run = held_out.run_flags(args.checkpoint[0], metas[0], args.data_file, args.eval_data_file, args.enable_thinking)
-    base = args.model_path or run.model_path
-    if args.base or any(adapter for _, adapter, _ in opened):
+    held_out.check_same_split(names, metas)
+    run = held_out.run_flags(names[0], metas[0], data_file, eval_data_file, enable_thinking)
+    base = model_path or run.model_path
+    if with_base or any(adapter for _, adapter, _ in opened):
         if not base:
-            raise UserError(f"--checkpoint {args.checkpoint[0]}: does not say what it was trained from; give "
+            raise UserError(f"--checkpoint {names[0]}: does not say what it was trained from; give "
                             "--model_path" + ("" if opened[0][1] else ", or --no-base"))
         base = weights.find_model(base)
-        for name, meta in zip(args.checkpoint, metas):
+        for name, meta in zip(names, metas):
             held_out.check_base(name, base, meta)
     tokenizers = [chat.load_tokenizer(folder) for folder, _, _ in opened]
-    lines = held_out.read_lines(args.checkpoint[0], run, metas[0], base if opened[0][1] else opened[0][0],
-                                tokenizers[0], args.eval_data_file, args.group_size, args.drop_leaked)
-    parser = dataclasses.replace(parser, labels=pick_labels(parser, lines))
-    truth = held_out.read_truth(args.truth_file, lines.ids, parser.labels) if args.truth_file else None
-    if args.limit:
-        draw_lines(lines, args.limit, args.seed)
-    if prompt:
-        check_single(lines, "--prompt_file")
-    if args.engine == "vllm":
-        check_single(lines, "--engine vllm")
-    models = [("base", base, None, tokenizers[0])] if args.base else []
-    for name, (folder, adapter, _), tokenizer in zip(student_names(args.checkpoint), opened, tokenizers):
+    models = [("base", base, None, tokenizers[0])] if with_base else []
+    for name, (folder, adapter, _), tokenizer in zip(student_names(names), opened, tokenizers):
         models.append((name, base if adapter else folder, folder if adapter else None, tokenizer))
-    return models, lines, parser, prompt, truth
+    return models, run, metas[0]
 
 
 def main(argv=None):
@@ -350,8 +344,24 @@ def main(argv=None):
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # on an exit vLLM ends its own processes
         if args.engine == "transformers":
             args.device, args.dtype = student.pick_device(args.device, args.dtype)
-        models, lines, parser, prompt, truth = prepare(args)
-        labels = parser.labels
+        # everything is read and checked before the first question
+        parser = make_parser(args.parser, args.pattern, tuple(args.labels.split(",")) if args.labels else None)
+        prompt = read_prompt(args.prompt_file) if args.prompt_file else None
+        models, run, meta = open_students(
+            args.checkpoint, model_path=args.model_path, with_base=args.base, data_file=args.data_file,
+            eval_data_file=args.eval_data_file, enable_thinking=args.enable_thinking)
+        _, folder, _, tokenizer = models[1 if args.base else 0]     # of the first checkpoint
+        lines = held_out.read_lines(args.checkpoint[0], run, meta, folder, tokenizer, args.eval_data_file,
+                                    args.group_size, args.drop_leaked)
+        labels = pick_labels(parser, lines)
+        parser = dataclasses.replace(parser, labels=labels)
+        truth = held_out.read_truth(args.truth_file, lines.ids, labels) if args.truth_file else None
+        if args.limit:
+            draw_lines(lines, args.limit, args.seed)
+        if prompt:
+            check_single(lines, "--prompt_file")
+        if args.engine == "vllm":
+            check_single(lines, "--engine vllm")
         checkpoint.prepare_output(args.output_dir)
         about = lines.about
         print(f"data       {about['training_lines']:,} trained, {about['held_out_lines']:,} to judge "
@@ -361,7 +371,10 @@ def main(argv=None):
             print(note)
         print(f"engine     {args.engine}" + (f", {args.device}, {args.dtype}" if args.engine == "transformers" else ""))
 
-        answers = ask_models(args, models, lines, prompt)
+        vllm = {name: getattr(args, name) for name in (*VLLM_FLAGS, "seed")} if args.engine == "vllm" else None
+        answers = ask_models(models, lines, prompt, args.output_dir, max_new_tokens=args.max_new_tokens,
+                             prompt_max_new_tokens=args.prompt_max_new_tokens, batch_size=args.batch_size,
+                             dtype=args.dtype, device=args.device, vllm=vllm)
         systems, columns = {}, {}
         for name, (column, speed) in answers.items():
             systems[name], found = judge(parser, lines, truth, column, speed)

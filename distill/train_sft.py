@@ -135,35 +135,37 @@ from distill.table import make_loader, prepare_table, split_samples
 # Model: empty, loaded, saved
 
 
-def empty_model(args, folder):
-    """packed_lm.build_empty as the flags say: a frozen base in bfloat16 with --bf16, else fp32."""
-    lora = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules, args.model_path)
-    return packed_lm.build_empty(folder, torch.bfloat16 if args.bf16 and args.use_lora else torch.float32,
-                                 lora if args.use_lora else None, args.gradient_checkpointing,
-                                 args.distill_weight if args.distill_topk else 0.0)
+def empty_model(folder, *, lora, bf16, recompute, share):
+    """packed_lm.build_empty, with its lora, recompute and share: a frozen base in bfloat16 with bf16, else fp32."""
+    return packed_lm.build_empty(folder, torch.bfloat16 if bf16 and lora else torch.float32, lora, recompute, share)
 
 
-def load_model(world, args, model, parts, resume):
-    """Load empty_model's model -> what to call in training: itself under FSDP2, or DDP around it."""
-    packed_lm.load(model, parts, world, sharded=args.parallel == "fsdp", bf16=args.bf16,
-                   reshard=args.reshard_after_forward, offload=args.cpu_offload, compiled=args.compile)
-    if args.use_lora and resume:
+def load_model(world, model, parts, resume, *, seed, fp8, fsdp, bf16, reshard, offload, compiled):
+    """Load empty_model's model -> what to call in training: itself under FSDP2, or DDP around it.
+
+    resume: checkpoint folder, or None: then adapters are drawn by the seed. fp8: the layers' products in float8.
+    bf16, reshard, offload, compiled: of packed_lm.load.
+    """
+    packed_lm.load(model, parts, world, sharded=fsdp, bf16=bf16, reshard=reshard, offload=offload, compiled=compiled)
+    if model.lora and resume:
         adapters.load_adapters(model.net, resume)
-    elif args.use_lora:
-        adapters.init_adapters(model.net, args.seed)
-    if args.float8:
+    elif model.lora:
+        adapters.init_adapters(model.net, seed)
+    if fp8:
         float8.convert(weights.decoder_layers(model.native))
     model.train()
-    return model if args.parallel == "fsdp" else parallel.wrap_ddp(model, world)
+    return model if fsdp else parallel.wrap_ddp(model, world)
 
 
-def run_identity(args, folder, table, train):
-    """What a checkpoint must share with the run that resumes it, {name: value}; JSON-able."""
-    batch = f"{args.max_tokens_per_batch} tokens" if args.max_tokens_per_batch else \
-        f"{args.per_device_train_batch_size} samples"
-    return {"set of trained weights": "lora" if args.use_lora else "full",
+def run_identity(folder, table, train, *, lora, tokens_per_pack, samples_per_pack, seed):
+    """What a checkpoint must share with the run that resumes it, {name: value}; JSON-able.
+
+    folder: the base model's. train: ids of the samples trained. lora: whether only adapters are trained.
+    """
+    pack = f"{tokens_per_pack} tokens" if tokens_per_pack else f"{samples_per_pack} samples"
+    return {"set of trained weights": "lora" if lora else "full",
             "base model": weights.fingerprint_weights(folder), "training data": table.fingerprint(train),
-            "teacher": table.teacher_fingerprint(train), "pack": batch, "seed": args.seed}
+            "teacher": table.teacher_fingerprint(train), "pack": pack, "seed": seed}
 
 
 def save_checkpoint(world, writer, model, tokenizer, optimizer, meta):
@@ -245,14 +247,14 @@ def console_line(step, total_steps, v):
             f"eta {metrics.duration((total_steps - step) * v['train/step_seconds'])}")
 
 
-def print_start(world, args, model, table, train_ids, eval_ids, *more):
-    """What is about to run, before the first step."""
+def print_start(world, model, table, train_ids, eval_ids, *more, fsdp, bf16):
+    """What is about to run, before the first step. more: lines."""
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     n, n_trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))
-    print(f"device     {world.size} x {where}, torch {torch.__version__}, {args.parallel}, "
-          f"{'bf16' if args.bf16 else 'fp32'}\n"
+    print(f"device     {world.size} x {where}, torch {torch.__version__}, {'fsdp' if fsdp else 'ddp'}, "
+          f"{'bf16' if bf16 else 'fp32'}\n"
           f"model      {n / 1e6:,.1f} M parameters, {n_trained / 1e6:,.3f} M trainable "
-          f"({'LoRA' if args.use_lora else 'full'})\n"
+          f"({'LoRA' if model.lora else 'full'})\n"
           f"{samples_line(table, train_ids, eval_ids)}", *more, sep="\n")
 
 
@@ -282,7 +284,7 @@ def train(args):
     # -- ranks, data, empty model: a run ends at the first mistake, a dry run names them all -------------------------
     ranks, check = run.ranks(args), Checks(args.dry_run is not None)
     world, watch = run.start(args, check, cpu_too=args.cpu_offload)
-    device, main_rank = world.device, world.is_main
+    device, main_rank, fsdp = world.device, world.is_main, args.parallel == "fsdp"
     check(parallel.check_bf16, device, args.bf16)
     check(float8.check_device, device, args.float8)
     check(parallel.rank0_first, world, weights.find_model, args.model_path)       # downloads before the others look
@@ -293,7 +295,11 @@ def train(args):
     encoder = check(chat.Encoder, tokenizer, args.train_turns, thinking=THINKING[args.enable_thinking])
     teacher = check(topk.Alternatives, tokenizer, args.distill_topk) if args.distill_topk else None
     limit = check(weights.length_limit, config, args.max_length, args.max_tokens_per_batch)
-    model, parts = check(empty_model, args, config and folder) or (None, None)
+    lora = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules,
+            args.model_path) if args.use_lora else None
+    kind = {"lora": lora, "bf16": args.bf16, "recompute": args.gradient_checkpointing,
+            "share": args.distill_weight if args.distill_topk else 0.0}
+    model, parts = check(empty_model, config and folder, **kind) or (None, None)
     paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
     # rank 0 tokenises into a table on disk that all ranks map
     table, n_train, ends = check(prepare_table, world, check.folder(args.output_dir), paths, encoder, limit,
@@ -305,7 +311,9 @@ def train(args):
     if args.tf32:
         torch.set_float32_matmul_precision("high")
     # a checkpoint of a run with another identity is refused; validation losses on other data do not compare
-    identity = run_identity(args, folder, table, train_ids) if main_rank else None
+    identity = run_identity(
+        folder, table, train_ids, lora=args.use_lora, tokens_per_pack=args.max_tokens_per_batch,
+        samples_per_pack=args.per_device_train_batch_size, seed=args.seed) if main_rank else None
     validation = table.fingerprint(eval_ids)
     resume, meta = parallel.rank0_first(world, checkpoint.find_resume, args.output_dir, args.resume, identity)
 
@@ -328,8 +336,9 @@ def train(args):
     # -- model, optimizer, resume -------------------------------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)
     if resume and not args.use_lora:        # a full checkpoint replaces the base; adapters are loaded on top of it
-        model, parts = empty_model(args, resume)
-    wrapped = load_model(world, args, model, parts, resume)
+        model, parts = empty_model(resume, **kind)
+    wrapped = load_model(world, model, parts, resume, seed=args.seed, fp8=args.float8, fsdp=fsdp, bf16=args.bf16,
+                         reshard=args.reshard_after_forward, offload=args.cpu_offload, compiled=args.compile)
     unknown_ends = weights.stop_at(model.native, ends)      # so that generate stops where trained answers end
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
@@ -345,9 +354,10 @@ def train(args):
                                         prefetch_factor=args.prefetch_factor, pad_to=args.max_tokens_per_batch), device)
     matrix_weights = packed_lm.layer_weights(model.native)
     if main_rank:
-        print_start(world, args, model, table, train_ids, eval_ids,
+        print_start(world, model, table, train_ids, eval_ids,
                     steps_text(total_steps, steps_per_epoch, ranks, accumulation,
-                               f"peak lr {peak_lr:.2e}, warm-up {warmup}"), start_text(now.step, resume))
+                               f"peak lr {peak_lr:.2e}, warm-up {warmup}"), start_text(now.step, resume),
+                    fsdp=fsdp, bf16=args.bf16)
         if unknown_ends:
             names = ", ".join(tokenizer.convert_ids_to_tokens(unknown_ends))
             print(f"note       answers end with {names}, at which the base model's generation_config does not stop"

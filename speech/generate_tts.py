@@ -89,13 +89,15 @@ from speech.labels import token_ids
 from common import adapters  # isort: skip      # after weights, which explains a broken torchaudio
 
 
-def read_texts(args):
-    """The Samples to speak; raises UserError."""
-    if args.prompts and args.prompts.lower().endswith((".json", ".jsonl")):
-        return speak.read_prompts(args.prompts)
-    lines = speak.read_lines(args.prompts) if args.prompts else [(f"--text {t!r}", t) for t in args.text]
-    return speak.text_prompts(lines, args.reference_audio, args.reference_text, args.system_prompt or DEFAULT_SYSTEM,
-                              args.scene)
+def read_texts(texts, prompts, *, reference_audio, reference_text, system, scene):
+    """The Samples to speak; raises UserError. prompts: file to take instead of the texts, or None.
+
+    reference_audio, reference_text, system, scene: of speak.text_prompts, for texts and lines.
+    """
+    if prompts and prompts.lower().endswith((".json", ".jsonl")):
+        return speak.read_prompts(prompts)
+    lines = speak.read_lines(prompts) if prompts else [(f"--text {t!r}", t) for t in texts]
+    return speak.text_prompts(lines, reference_audio, reference_text, system, scene)
 
 
 def earlier_results(output_dir, overwrite):
@@ -189,7 +191,9 @@ def main(argv=None):
     with parallel.one_clear_error():
         need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
         world = parallel.init(device=None if args.device == "auto" else args.device)
-        samples = read_texts(args)
+        samples = read_texts(args.text, args.prompts, reference_audio=args.reference_audio,
+                             reference_text=args.reference_text, system=args.system_prompt or DEFAULT_SYSTEM,
+                             scene=args.scene)
         old = parallel.rank0_first(world, earlier_results, args.output_dir, args.overwrite)
         # hub names are downloaded once, before the other ranks look
         paths = args.model_path, args.audio_tokenizer_path
