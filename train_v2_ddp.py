@@ -152,52 +152,58 @@ from speech.table import samples_line, split_samples, usable_samples
 # Model: empty, loaded, saved
 
 
-def empty_trained_model(args, folder, config):
+def empty_trained_model(folder, config, *, adapter, bf16, freeze_llm, text_loss_weight, recompute):
     """(PackedHiggs on the meta device, the native model in it, handles of that one's weights in the files).
 
-    folder, config: of the model to train, and its config.json dict. With LoRA the native model has the adapters inside.
-    Only the weights that shall be trained require gradients. Raises UserError when the folder does not hold exactly the
-    model's weights, or the flags leave none to train.
+    folder, config: of the model to train, and its config.json dict. adapter: lora.add_lora's arguments behind the
+    model, or None; the native model then has the adapters inside. freeze_llm: train the audio embedding and head only.
+    recompute: of flags.MODES, or None. Only the weights that shall be trained require gradients. Raises UserError when
+    the folder does not hold exactly the model's weights, or nothing is left to train.
     """
-    dtype = torch.bfloat16 if args.bf16 and args.use_lora else torch.float32
+    dtype = torch.bfloat16 if bf16 and adapter else torch.float32
     native = net = weights.empty_model(weights.native_config(config), dtype, folder)
     parts = weights.weight_parts(folder, config)
     weights.check_weights(native, parts, folder)
-    if args.use_lora:
-        net = lora.add_lora(native, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules,
-                            args.model_path)
-    elif args.freeze_llm:
+    if adapter:
+        net = lora.add_lora(native, *adapter)
+    elif freeze_llm:
         for name, parameter in native.named_parameters():
             parameter.requires_grad_("embed_audio_tokens" in name or "audio_lm_head" in name)
-    higgs.freeze_unreachable(native, args.text_loss_weight)
-    model = higgs.PackedHiggs(net, args.gradient_checkpointing)
+    higgs.freeze_unreachable(native, text_loss_weight)
+    model = higgs.PackedHiggs(net, recompute)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("these flags leave no weight to train")
     return model, native, parts
 
 
-def load_model(world, args, model, native, parts, resume):
-    """Load empty_trained_model's model on this rank's device, sharded or not -> what to call in training."""
+def load_model(world, model, native, parts, resume, *, seed, fp8, fsdp, bf16, reshard, offload, compiled):
+    """Load empty_trained_model's model on this rank's device -> what to call: itself under FSDP2, or DDP around it.
+
+    resume: checkpoint folder, or None: then adapters are drawn by the seed. fp8: the layers' products in float8.
+    bf16, reshard, offload: of parallel.shard. compiled: torch.compile each layer.
+    """
     net = model.net
-    if args.compile:
+    if compiled:
         parallel.compile_layers(native.model.layers)
-    if args.parallel == "fsdp":
-        parallel.shard(model, native.model.layers, world, args.bf16, args.reshard_after_forward, args.cpu_offload)
-    model.to_empty(device="cpu" if args.cpu_offload else world.device)      # from here on there is memory, still unset
+    if fsdp:
+        parallel.shard(model, native.model.layers, world, bf16, reshard, offload)
+    model.to_empty(device="cpu" if offload else world.device)       # from here on there is memory, still unset
     weights.reset_buffers(native, world.device)
-    weights.load_weights(adapters.base_weights(net) if args.use_lora else dict(native.named_parameters()), parts)
-    if args.use_lora and resume:
+    weights.load_weights(adapters.base_weights(net) if model.has_adapters else dict(native.named_parameters()), parts)
+    if model.has_adapters and resume:
         adapters.load_adapters(net, resume)
-    elif args.use_lora:
-        adapters.init_adapters(net, args.seed)
-    if args.float8:
+    elif model.has_adapters:
+        adapters.init_adapters(net, seed)
+    if fp8:
         float8.convert(native.model.layers)
     model.train()
-    return model if args.parallel == "fsdp" else parallel.wrap_ddp(model, world)
+    return model if fsdp else parallel.wrap_ddp(model, world)
 
 
 def check_resume(model, native, resume):
-    """Raise UserError when the checkpoint folder `resume` does not fit this (empty) model."""
+    """Raise UserError when the checkpoint folder `resume` does not fit this (empty) model. None: there is none."""
+    if not resume:
+        return
     if model.has_adapters:
         adapters.load_adapters(model.net, resume)       # onto the meta device nothing is copied
     else:
@@ -205,14 +211,18 @@ def check_resume(model, native, resume):
         weights.check_weights(native, weights.weight_parts(resume, config), resume)
 
 
-def run_identity(args, folder, table, train):
-    """What a checkpoint must share with the run that resumes it, {name: value}; JSON-able."""
-    batch = (f"{args.max_tokens_per_batch} tokens" if args.max_tokens_per_batch else
-             f"{args.per_device_train_batch_size} samples") + (" by length" if args.group_by_length else "")
-    trained = "lora" if args.use_lora else "audio embedding and head" if args.freeze_llm else "full"
-    return {"set of trained weights": trained if args.text_loss_weight else f"{trained} without text",
+def run_identity(folder, table, train, *, adapters_only, freeze_llm, text_loss_weight, tokens_per_pack,
+                 samples_per_pack, by_length, seed):
+    """What a checkpoint must share with the run that resumes it, {name: value}; JSON-able.
+
+    folder: the base model's. train: numbers of the samples trained.
+    """
+    batch = (f"{tokens_per_pack} tokens" if tokens_per_pack else f"{samples_per_pack} samples") \
+        + (" by length" if by_length else "")
+    trained = "lora" if adapters_only else "audio embedding and head" if freeze_llm else "full"
+    return {"set of trained weights": trained if text_loss_weight else f"{trained} without text",
             "base model": tensor_files.fingerprint_weights(folder), "codec": Path(table.reader.folder).name,
-            "training data": table.fingerprint(train), "pack": batch, "seed": args.seed}
+            "training data": table.fingerprint(train), "pack": batch, "seed": seed}
 
 
 def save_checkpoint(world, writer, model, tokenizer, source, optimizer, meta):
@@ -237,31 +247,7 @@ def save_checkpoint(world, writer, model, tokenizer, source, optimizer, meta):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Data, validation, reports
-
-
-def prepare_data(world, args, check, tokenizer, ids, codec_dir):
-    """(Table, numbers of its training samples, of its validation samples) of the files that the flags name.
-
-    check: plan.Checks; a dry run writes a table in a temporary folder, and encodes nothing.
-    """
-    table, n_train = prepare_table(
-        world, *data_files(args), tokenizer, ids, codec_dir,
-        output_dir=check.folder(args.output_dir), encode=not check.dry, cache_dir=code_cache(args),
-        task_type=args.task_type, ref_in_system=args.ref_audio_in_system_message, processes=args.preprocess_num_proc,
-        wait_limit_s=args.wait_timeout, drop=args.drop_bad, list_in=None if check.dry else args.output_dir)
-    share = 0 if args.disable_eval else args.validation_split
-    return table, *split_samples(n_train, len(table), share, args.seed)
-
-
-def data_files(args):
-    """(training file or folder, validation file or folder or None)."""
-    return args.train_data_file or args.train_data_dir, args.eval_data_file or args.eval_data_dir
-
-
-def code_cache(args):
-    """Folder of encoded audio."""
-    return args.code_cache or Path(args.output_dir) / "codes"
+# Validation, reports
 
 
 def autocast(bf16, device):
@@ -351,8 +337,50 @@ def print_sample(table, tokenizer, ids, batch):
                f"{batch.counts['audio_targets']} codes and {batch.counts['text_targets']} text tokens; text {text!r}")
 
 
-def planned(args, ranks):
-    """What print_plan needs of the flags, by name. ranks: how many processes train."""
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags as what functions take
+
+
+def data_files(args):
+    """(training file or folder, validation file or folder or None)."""
+    return args.train_data_file or args.train_data_dir, args.eval_data_file or args.eval_data_dir
+
+
+def for_model(args):
+    """What empty_trained_model takes of the flags, by name."""
+    adapter = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules, args.model_path)
+    return {"adapter": adapter if args.use_lora else None, "bf16": args.bf16, "freeze_llm": args.freeze_llm,
+            "text_loss_weight": args.text_loss_weight, "recompute": args.gradient_checkpointing}
+
+
+def for_loading(args):
+    """What load_model takes of the flags, by name."""
+    return {"seed": args.seed, "fp8": args.float8, "fsdp": args.parallel == "fsdp", "bf16": args.bf16,
+            "reshard": args.reshard_after_forward, "offload": args.cpu_offload, "compiled": args.compile}
+
+
+def for_identity(args):
+    """What run_identity takes of the flags, by name."""
+    return {"adapters_only": args.use_lora, "freeze_llm": args.freeze_llm, "text_loss_weight": args.text_loss_weight,
+            "tokens_per_pack": args.max_tokens_per_batch, "samples_per_pack": args.per_device_train_batch_size,
+            "by_length": args.group_by_length, "seed": args.seed}
+
+
+def for_table(args, check):
+    """What prepare_table takes of the flags, by name. A dry run writes into a temporary folder and encodes nothing."""
+    return {"output_dir": check.folder(args.output_dir), "encode": not check.dry, "cache_dir": code_cache(args),
+            "task_type": args.task_type, "ref_in_system": args.ref_audio_in_system_message,
+            "processes": args.preprocess_num_proc, "wait_limit_s": args.wait_timeout, "drop": args.drop_bad,
+            "list_in": None if check.dry else args.output_dir}
+
+
+def code_cache(args):
+    """Folder of encoded audio."""
+    return args.code_cache or Path(args.output_dir) / "codes"
+
+
+def for_plan(args, ranks):
+    """What print_plan takes of the flags, by name. ranks: how many processes train."""
     setup = Setup(
         ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
         accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size,
@@ -389,13 +417,16 @@ def train(args):
     codec_dir, _ = check(weights.find_codec, args.audio_tokenizer_path) or (None, None)
     config, tokenizer = check(weights.native_config, config_dict), check(weights.load_tokenizer, folder)
     ids = check(token_ids, tokenizer, config)
-    model, native, parts = check(empty_trained_model, args, folder, config_dict) or (None,) * 3
-    table, all_train, all_eval = check(prepare_data, world, args, check, tokenizer, ids, codec_dir) or (None,) * 3
+    model, native, parts = check(empty_trained_model, folder, config_dict, **for_model(args)) or (None,) * 3
+    table, n_train = check(prepare_table, world, *data_files(args), tokenizer, ids, codec_dir,
+                           **for_table(args, check)) or (None, None)
     prompts, settings = [], None
     if args.sample_prompts:
         prompts, settings = check(parallel.rank0_first, world, sample_prompts.load, args.sample_prompts,
                                   args.sample_seconds, tokenizer, ids, config, codec_dir, device) or (None, None)
     check.settle()
+    all_train, all_eval = split_samples(n_train, len(table), 0 if args.disable_eval else args.validation_split,
+                                        args.seed)
     train_ids, eval_ids = usable_samples(
         table, all_train, all_eval, max_length=args.max_length or config.max_position_embeddings,
         max_tokens=args.max_tokens_per_batch, drop="too_long" in args.drop_bad, say=main_rank, files=data_files(args),
@@ -403,7 +434,7 @@ def train(args):
     if args.tf32:       # only now: codes in the cache must not depend on it
         torch.set_float32_matmul_precision("high")
     books = ids.num_codebooks
-    identity = run_identity(args, folder, table, train_ids) if main_rank else None
+    identity = run_identity(folder, table, train_ids, **for_identity(args)) if main_rank else None
     validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
     resume, meta = parallel.rank0_first(world, checkpoint.find_resume, args.output_dir, args.resume, identity)
 
@@ -415,23 +446,21 @@ def train(args):
     per_step = ranks * accumulation
     steps_per_epoch, total_steps = run_length(order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps,
                                               at)
-    peak_lr = args.learning_rate
-    if args.scale_lr_from_batch:
-        peak_lr = optim.sqrt_lr(peak_lr, per_step * args.per_device_train_batch_size, args.scale_lr_from_batch)
+    peak_lr = args.learning_rate if not args.scale_lr_from_batch else optim.sqrt_lr(
+        args.learning_rate, per_step * args.per_device_train_batch_size, args.scale_lr_from_batch)
 
     if check.dry:
-        if resume:
-            check_resume(model, native, resume)
+        check_resume(model, native, resume)
         print_plan(check, model, table, ids, train_ids, eval_ids, order, (steps_per_epoch, total_steps), at, resume,
-                   **planned(args, ranks))
+                   **for_plan(args, ranks))
         return check.finish()
 
     # -- model, optimizer, resume -------------------------------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)
     if resume and not args.use_lora:        # a full checkpoint replaces the base; adapters are loaded on top of it
         config_dict = json.loads((Path(resume) / "config.json").read_text())
-        model, native, parts = empty_trained_model(args, resume, config_dict)
-    wrapped = load_model(world, args, model, native, parts, resume)
+        model, native, parts = empty_trained_model(resume, config_dict, **for_model(args))
+    wrapped = load_model(world, model, native, parts, resume, **for_loading(args))
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
                                   (args.adam_beta1, args.adam_beta2), higgs.decays)
@@ -463,8 +492,7 @@ def train(args):
             # a batch that differs from the plan would divide the loss by another count than the other ranks'
             assert batch.counts["audio_targets"] == table.audio_targets[mine].sum(), "loader and plan disagree"
             assert args.max_tokens_per_batch in (0, len(batch.input_ids)), "the pack is not filled to its budget"
-            if main_rank and args.enable_strategic_logging and micro == 0 \
-                    and now.step % args.strategic_logging_steps == 0:
+            if args.enable_strategic_logging and main_rank and micro == now.step % args.strategic_logging_steps == 0:
                 print_sample(table, tokenizer, ids, batch)
             with parallel.gradient_sync(wrapped, micro == accumulation - 1):    # ranks exchange gradients once a step
                 with autocast(args.bf16, device):

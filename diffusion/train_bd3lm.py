@@ -302,7 +302,7 @@ def print_start(device, ranks, config, rows, eval_rows, table, more, *, size_nam
           f"{table['samples'].mean():.2f} problems each\n{more}")
 
 
-def planned(args, ranks):
+def for_plan(args, ranks):
     """What print_plan needs of the flags, by name. ranks: how many processes train."""
     setup = plan.Setup(
         ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
@@ -366,7 +366,7 @@ def train(args):
                     size_name=args.model_size, fsdp=args.parallel == "fsdp", bf16=args.bf16)
     if check.dry:
         print_plan(check, config, table, rows, eval_rows, order, noise.mean_rate(args.t_range, args.noise_schedule),
-                   total_steps - at["step"], **planned(args, ranks))
+                   total_steps - at["step"], **for_plan(args, ranks))
         return check.finish()
 
     # -- model, optimizer, resume -------------------------------------------------------------------------------------

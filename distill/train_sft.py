@@ -258,7 +258,7 @@ def print_start(world, model, table, train_ids, eval_ids, *more, fsdp, bf16):
           f"{samples_line(table, train_ids, eval_ids)}", *more, sep="\n")
 
 
-def planned(args, ranks):
+def for_plan(args, ranks):
     """What print_plan needs of the flags, by name. ranks: how many processes train."""
     setup = Setup(
         ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
@@ -330,7 +330,7 @@ def train(args):
         if resume:
             packed_lm.check_resume(model, resume)
         print_plan(check, model, table, train_ids, eval_ids, order, (steps_per_epoch, total_steps), at, resume,
-                   **planned(args, ranks))
+                   **for_plan(args, ranks))
         return check.finish()
 
     # -- model, optimizer, resume -------------------------------------------------------------------------------------

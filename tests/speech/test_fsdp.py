@@ -359,8 +359,9 @@ def start(argv):
     train_v2_ddp.check_flags(args, int(os.environ["WORLD_SIZE"]))
     world = parallel.init(60, 60, alone_too=args.parallel == "fsdp")
     folder, config = find_model(args.model_path)
-    model, native, parts = train_v2_ddp.empty_trained_model(args, folder, config)
-    return world, args, model, train_v2_ddp.load_model(world, args, model, native, parts, None), native
+    model, native, parts = train_v2_ddp.empty_trained_model(folder, config, **train_v2_ddp.for_model(args))
+    wrapped = train_v2_ddp.load_model(world, model, native, parts, None, **train_v2_ddp.for_loading(args))
+    return world, args, model, wrapped, native
 
 
 def whole(tensor):
