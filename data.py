@@ -23,11 +23,11 @@ from speech.table import Table, read_all
 PAD_LENGTH = 128        # padding comes in samples this short: attention costs the square of a sample's length
 
 
-def prepare_table(world, train, held_out, tokenizer, ids, codec_dir, *, output_dir, cache_dir, task_type, ref_in_system,
+def prepare_table(world, tokenizer, ids, codec_dir, *, train, held_out, output_dir, cache_dir, task_type, ref_in_system,
                   processes, wait_limit_s, encode=True, drop=(), list_in=None):
     """All between the user's files and training, on every rank: read, encode what is new, write and map the table.
 
-    train, held_out, task_type, ref_in_system, processes: of read_all; the last three as keywords, like the rest.
+    train, held_out, task_type, ref_in_system, processes: of read_all.
     ids: TokenIds. codec_dir: native codec folder. output_dir: where the table is written. cache_dir: of encoded audio.
     wait_limit_s: seconds to wait for another run that fills the same cache, and for a rank that encodes.
     drop: of read_all; list_in: its output_dir.

@@ -368,7 +368,9 @@ def for_identity(args):
 
 def for_table(args, check):
     """What prepare_table takes of the flags, by name. A dry run writes into a temporary folder and encodes nothing."""
-    return {"output_dir": check.folder(args.output_dir), "encode": not check.dry, "cache_dir": code_cache(args),
+    train, held_out = data_files(args)
+    return {"train": train, "held_out": held_out, "output_dir": check.folder(args.output_dir), "encode": not check.dry,
+            "cache_dir": code_cache(args),
             "task_type": args.task_type, "ref_in_system": args.ref_audio_in_system_message,
             "processes": args.preprocess_num_proc, "wait_limit_s": args.wait_timeout, "drop": args.drop_bad,
             "list_in": None if check.dry else args.output_dir}
@@ -418,8 +420,7 @@ def train(args):
     config, tokenizer = check(weights.native_config, config_dict), check(weights.load_tokenizer, folder)
     ids = check(token_ids, tokenizer, config)
     model, native, parts = check(empty_trained_model, folder, config_dict, **for_model(args)) or (None,) * 3
-    table, n_train = check(prepare_table, world, *data_files(args), tokenizer, ids, codec_dir,
-                           **for_table(args, check)) or (None, None)
+    table, n_train = check(prepare_table, world, tokenizer, ids, codec_dir, **for_table(args, check)) or (None, None)
     prompts, settings = [], None
     if args.sample_prompts:
         prompts, settings = check(parallel.rank0_first, world, sample_prompts.load, args.sample_prompts,

@@ -222,7 +222,7 @@ def speech_tools(work):
 
 def make_table(folder, tokenizer, ids, codec_dir):
     """Table of a folder's train.json, its audio encoded once, as train_v2_ddp.py makes it."""
-    table, _ = data.prepare_table(WORLD, folder / "train.json", None, tokenizer, ids, codec_dir,
+    table, _ = data.prepare_table(WORLD, tokenizer, ids, codec_dir, train=folder / "train.json", held_out=None,
                                   output_dir=folder / "out", cache_dir=folder / "codes", task_type=None,
                                   ref_in_system=False, processes=len(os.sched_getaffinity(0)), wait_limit_s=3600)
     return table

@@ -35,11 +35,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import data
 from bench import block_steps, measure
 from common import optim
 from diffusion import blocks, dit, noise
 from distill import packed_lm, weights
-from distill.table import collate
+from distill import table as chat_table
 from speech import higgs
 from speech.labels import TokenIds, assemble
 from tests.helpers import chats
@@ -95,7 +96,7 @@ def speech(device, size, layers, documents):
         text[20] = ids.audio
         codes = rng.integers(0, 1024, (DOCUMENT - 40 - 9, 8))
         samples.append({"number": number, **assemble(text, np.arange(41) >= 20, [codes], ids)})
-    batch = collate(samples, ids)
+    batch = data.collate(samples, ids)
     assert batch.counts["tokens"] == documents * DOCUMENT
     on_device, counts = batch.to(device), batch.counts
 
@@ -112,7 +113,7 @@ def chat(device, size, layers, documents):
     native = weights.AutoModelForCausalLM.from_config(config, attn_implementation=packed_lm.ATTENTION)
     model = packed_lm.PackedLM(native.to(device).train(), logits=WHOLE)
     rng, trained = np.random.default_rng(0), np.arange(DOCUMENT) >= DOCUMENT // 2
-    batch = collate([(i, rng.integers(0, VOCABULARY, DOCUMENT), trained) for i in range(documents)])
+    batch = chat_table.collate([(i, rng.integers(0, VOCABULARY, DOCUMENT), trained) for i in range(documents)])
     on_device, targets = batch.to(device), batch.counts["targets"]
     return train_step(device, list(model.named_parameters()), packed_lm.decays,
                       lambda: model(on_device)[0] / targets)

@@ -289,7 +289,7 @@ def test_block_diffusion_is_queued_again_while_training_and_while_answering(clus
     folder = tmp_path / "job"
     job = Job(folder, "--output_dir", folder / "out", launcher=str(ROOT / "launch" / "train_hdp_diffusion_h200.sh"),
               TRAINER=str(tmp_path / "train.py"), SAMPLER=str(tmp_path / "answer.py"), MIN_GPUS="0",
-              TRAIN_DATA="t.json", TEST_DATA="e.json", SAMPLE_FLAGS="--order confidence")
+              TRAIN_DATA=str(tmp_path / "train.py"), TEST_DATA="e.json", SAMPLE_FLAGS="--order confidence")
     try:
         for sign in ("start-0", "answering"):
             wait_until((job.out / sign).exists, sign)

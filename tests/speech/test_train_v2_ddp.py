@@ -487,7 +487,8 @@ def test_rotation_spares_the_new_checkpoint_beside_a_damaged_newer_one(tmp_path)
     def save(step):
         writer = checkpoint.Writer(World(), tmp_path, keep=1)
         writer.begin(step)
-        writer.save(step, {"weights": lambda path: path.write_text(str(step))}, {})
+        writer.save(step, {"weights": lambda path: path.write_text(str(step))},
+                    {"step": step, "epoch": 0, "first": 0, "identity": {}, "skipped": 0, "unlogged": []})
         writer.wait()
     save(8)
     (tmp_path / "checkpoint-8" / "weights").write_text("?")
