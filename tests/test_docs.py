@@ -51,7 +51,7 @@ LAUNCHERS = {
     "launch/train_hdp_diffusion_h200.sh": ["diffusion/train_bd3lm.py", "diffusion/sample_bd3lm.py"]}
 # Whole jobs: these tests run them, demo.sh the last one here. test.sh is run with pytest's --version.
 ELSEWHERE = {"launch/distill_demo.sh": "tests/launch/test_distill_demo.py", "launch/demo.sh": "tests/test_docs.py"}
-# What stands for models of the hub; whatever else the documents name lies in the workplace under that very name.
+# What stands for models of the hub; whatever else the documents name lies in the workshop under that very name.
 HUB = {"bosonai/higgs-audio-v2-generation-3B-base": "BASE", "bosonai/higgs-audio-v2-tokenizer": "CODEC",
        "Qwen/Qwen3-4B-Instruct-2507": "STUDENT", "Qwen/Qwen3-30B-A3B-Instruct-2507": "STUDENT"}
 REST = "--model_path BASE --audio_tokenizer_path CODEC --train_data_file train.json --output_dir fresh"  # for "..."
@@ -265,7 +265,7 @@ def write_speech(path, pitch):
 
 
 @pytest.fixture
-def workplace(shelf, tmp_path):
+def workshop(shelf, tmp_path):
     """A fresh folder where the repository's files and the shelf's lie under their own names; new files stay in it."""
     for source in (*(ROOT / name for name in ("launch", "speech", "diffusion", "distill", "common", "tests")),
                    *shelf.iterdir(), *ROOT.glob("*.py"), ROOT / "README.md"):
@@ -293,7 +293,7 @@ def environment(**settings):
                    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | settings
 
 
-def check_python(command, pool, workplace):
+def check_python(command, pool, workshop):
     """Run or parse a command that starts a Python script."""
     script, flags, ranks = script_of(command.words)
     assert script in SCRIPTS, f"{command}: no rule for {script}; add one to SCRIPTS"
@@ -307,13 +307,13 @@ def check_python(command, pool, workplace):
     if how == "dry" and "--dry_run" not in flags:
         quick = ["--dry_run", str(ranks)] if script != "distill/create_data.py" else ["--dry_run"]
     main = script.removesuffix(".py").replace("/", ".") + ".main"
-    statuses, output = pool.run(min(ranks, 2) if how == "run" else 1, main, [*flags, *quick], cwd=workplace)
+    statuses, output = pool.run(min(ranks, 2) if how == "run" else 1, main, [*flags, *quick], cwd=workshop)
     assert not any(statuses), f"{command}: {command.text}\n{output[-3000:]}"
     if how == "dry":
         assert "dry run ok" in output or script == "distill/create_data.py", output
 
 
-def check_launcher(command, workplace):
+def check_launcher(command, workshop):
     """Let a launcher print what it would run, and parse that."""
     launcher, arguments = launcher_of(command.words)
     if launcher == "launch/test.sh":
@@ -329,7 +329,7 @@ def check_launcher(command, workplace):
         if launcher == "launch/create_data_h100x8.sh":
             settings["GPUS"] = "8"
             arguments = ["fresh" if word == "labels.jsonl" else word for word in arguments]
-    done = subprocess.run(["bash", launcher, *tame(arguments)], cwd=workplace, text=True, capture_output=True,
+    done = subprocess.run(["bash", launcher, *tame(arguments)], cwd=workshop, text=True, capture_output=True,
                           env=environment(**command.settings | settings), timeout=200)
     assert done.returncode == 0, f"{command}: {command.text}\n{done.stdout[-1000:]}{done.stderr[-2000:]}"
     lines = [shlex.split(line) for line in done.stdout.splitlines()]
@@ -349,9 +349,9 @@ BLOCKS, SENTENCES = block_commands(), sentence_commands()
 @pytest.mark.parametrize("command", BLOCKS, ids=str)
 def test_command_of_a_block(command, request, tmp_path):
     if script_of(command.words):
-        check_python(command, request.getfixturevalue("pool"), request.getfixturevalue("workplace"))
+        check_python(command, request.getfixturevalue("pool"), request.getfixturevalue("workshop"))
     elif launcher_of(command.words):
-        check_launcher(command, request.getfixturevalue("workplace"))
+        check_launcher(command, request.getfixturevalue("workshop"))
     elif command.words[:2] == ["mkdir", "-p"]:
         subprocess.run(["bash", "-ec", command.text], cwd=ROOT, env=os.environ | {"HOME": str(tmp_path)}, check=True)
         folder = Path(command.words[2].replace("~", str(tmp_path)))
