@@ -215,6 +215,11 @@ def used_names(script):
         own = [node for node in tree.body if getattr(node, "name", "") not in ("build_parser", "check_flags")]
         found |= {node.attr for part in own if name != "common/flags.py" for node in ast.walk(part)
                   if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] == "args"}
+        named = [node for part in own if name == script for node in ast.walk(part)
+                 if isinstance(node, ast.DictComp) and ast.unparse(node.value) == "getattr(args, name)"]
+        for node in named:      # {name: getattr(args, name) for name in NAMES}
+            module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+            found |= set(eval(ast.unparse(node.generators[0].iter), vars(module).copy()))
     return found
 
 
