@@ -134,8 +134,8 @@ PAUSE = (500, 1500, 2500, 0.0, 0.0)
 ESPEAK_VOICES = ("en-us+m3", "en-gb+f2", "en-gb-scotland+m1", "en-029+f4", "en-gb-x-rp+m5", "en-us+f5")
 
 
-def make_tokenizer(out_dir):
-    """Trains a byte-level BPE tokenizer of 600 ids on SENTENCES, saves it in OUT_DIR/model and returns it.
+def make_tokenizer(out_dir, sentences=SENTENCES):
+    """Trains a byte-level BPE tokenizer of at most 600 ids on sentences, saves it in OUT_DIR/model and returns it.
 
     The special tokens come last, as in the real one. It adds no begin-of-text token by itself.
     """
@@ -150,7 +150,7 @@ def make_tokenizer(out_dir):
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator(SENTENCES, trainer)
+    bpe.train_from_iterator(sentences, trainer)
     bpe.add_special_tokens(SPECIAL_TOKENS)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,

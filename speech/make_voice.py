@@ -1,0 +1,570 @@
+"""Makes launch/voice, the demo's base that speaks: digits in one voice of flite, and clips of another voice to learn.
+
+    apt-get install flite
+    python speech/make_voice.py work --product_dir launch/voice     # on two cores, no GPU, about an hour
+
+Stages, each of them kept in OUT_DIR; the same command again goes on where it was ended:
+
+    OUT_DIR/texts.json      digit sequences: for the base, for the new voice, and held out from both
+    OUT_DIR/clips/VOICE     flite's speech as wav files: 24 kHz, whole codec frames
+    OUT_DIR/encoder         the codec with its encoder and codebooks trained, its decoder not yet
+    OUT_DIR/codec           the codec with both
+    OUT_DIR/base            the language model, random
+    OUT_DIR/run             train_v2_ddp.py's run that teaches it to speak, beside the decoder's training
+    PRODUCT_DIR             model and codec as float16, clips as ogg, train.json, held.json, about.json
+
+The codec is transformers' HiggsAudioV2TokenizerModel, of 8 codebooks of 1024. It has no training of its own, so latents
+are set instead of learnt: per frame a log-mel envelope, normalised per voice and reduced by PCA, then pitch relative to
+the voice's, then the voice. The encoder learns to hear them, k-means makes the codebooks, the decoder learns to speak
+from them. Codebooks 0 and 1 hold the envelope (256 live codes each), 2 the pitch (24), 3 the voice; the others always
+give code 0. So words have the same codes in both voices.
+"""
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
+
+from common import flags
+
+
+def build_parser():
+    p = flags.Parser(__doc__.partition("\n")[0])
+    p.usage = "%(prog)s OUT_DIR [--flag value ...]"
+    p.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder for all stages")
+    p.add_argument("--product_dir", type=Path, help="where the product is put (default: OUT_DIR/voice)")
+    p.add_argument("--texts", type=int, default=9000, help="texts that the base learns from")
+    p.add_argument("--clips", type=int, default=400, help="clips of the new voice to fine-tune on")
+    p.add_argument("--held_out", type=int, default=40, help="texts of 3 to 5 words that are in no training list")
+    p.add_argument("--encoder_steps", type=int, default=900, help="steps of the codec's encoder, 4 crops of 0.8 s each")
+    p.add_argument("--decoder_steps", type=int, default=1600, help="steps of the codec's decoder, likewise")
+    p.add_argument("--base_steps", type=int, default=4500, help="steps of the base, 16 clips each")
+    p.add_argument("--seed", type=int, default=0, help="of texts, weights and order")
+    p.add_argument("--flite", default="flite", help="the program; not needed for clips that are there already")
+    return p
+
+
+# parsed before torch is imported: --help and a mistake in a flag answer at once
+def check_flags(args, world_size):
+    """Raise UserError for counts that make no voice."""
+    flags.at_least_one(args, "texts", "clips", "held_out", "encoder_steps", "decoder_steps", "base_steps")
+    flags.zero_or_more(args, "seed")
+    flags.need(args.texts <= 50_000, f"--texts is {args.texts}; there are not many more than 100000 of so few words")
+
+
+ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+
+import itertools
+import json
+import math
+import platform
+import random
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import soundfile
+import soxr
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.checkpoint import sha256_file, write_atomically
+from common.parallel import UserError, one_clear_error
+from speech import make_tiny
+from speech.choices import DEFAULT_SYSTEM
+from speech.codes import SAMPLE_RATE
+
+from transformers import (  # isort: skip      # after make_tiny, which explains a broken torchaudio
+    DacConfig,
+    HiggsAudioV2TokenizerConfig,
+    HiggsAudioV2TokenizerModel,
+    HubertConfig,
+)
+from transformers.audio_utils import mel_filter_bank  # isort: skip
+
+WORDS = "zero one two three four five six seven eight nine".split()
+BASE, NEW = "slt", "rms"        # flite's voices: of the base, and the one to be learnt
+VOICES = BASE, NEW
+FRAME = 960                     # samples at 24 kHz
+PEAK = 0.6                      # of every clip
+CODEC_CLIPS = 450               # of each voice, at most, that the codec learns from
+CROP, CROPS = 20, 4             # frames of a crop, crops of a step
+
+# Latents of a frame: envelope, two pitches, one number per voice
+BANDS, ENVELOPE = 32, 32        # log-mel bands every 10 ms; PCA components of the frame's 4 x 32
+PITCH = slice(ENVELOPE, ENVELOPE + 2)
+VOICE = slice(ENVELOPE + 2, ENVELOPE + 2 + len(VOICES))
+LATENTS = VOICE.stop
+BOOKS = [(slice(0, ENVELOPE), 256), (slice(0, ENVELOPE), 256), (PITCH, 24), (VOICE, len(VOICES))]   # dims, live codes
+FAR = 30.0                      # where codes lie that are never the nearest
+SPECTRA = [(256, 20), (512, 40), (1024, 80), (2048, 80)]        # the decoder's loss: FFT size, mel bands up to 8 kHz
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Texts and clips
+
+
+def choose_texts(seed, base, new, held_out):
+    """{"held_out", BASE, NEW: [digits]}: texts such as "314", distinct within a list; held-out ones are in no other.
+
+    The base hears every text of one and two words, then longer ones.
+    """
+    draw = random.Random(seed)
+
+    def distinct(count, lengths, taken=()):
+        found = {}
+        while len(found) < count:
+            text = "".join(draw.choices("0123456789", k=draw.choice(lengths)))
+            if text not in taken:
+                found[text] = None
+        return list(found)
+    quarter = held_out // 4
+    held = distinct(quarter, [3]) + distinct(held_out - 2 * quarter, [4]) + distinct(quarter, [5])
+    short = ["".join(digits) for n in (1, 2) for digits in itertools.product("0123456789", repeat=n)][:base // 4]
+    longer = distinct(base - len(short), [3, 4, 4, 4, 4, 5, 5, 5, 5, 5], {*held, *short})
+    return {"held_out": held, BASE: short + longer, NEW: distinct(new, [2, 3, 4, 4, 5, 5], set(held))}
+
+
+def spoken(digits):
+    """"314" -> "three one four"."""
+    return " ".join(WORDS[int(digit)] for digit in digits)
+
+
+def make_clips(flite, folder, voice, texts):
+    """Speaks each text into FOLDER/VOICE/DIGITS.wav, unless it is there. Raises UserError without flite."""
+    (folder / voice).mkdir(parents=True, exist_ok=True)
+    missing = [text for text in texts if not (folder / voice / f"{text}.wav").exists()]
+    if missing and not shutil.which(flite):
+        raise UserError(f"{len(missing)} clips are to be spoken and there is no {flite}: apt-get install flite")
+
+    def make(text):
+        with tempfile.NamedTemporaryFile(suffix=".wav") as file:
+            subprocess.run([flite, "-voice", voice, "-t", spoken(text), "-o", file.name], check=True)
+            wave, rate = soundfile.read(file.name, dtype="float32")
+        wave = tidy(soxr.resample(wave, rate, SAMPLE_RATE))
+        write_atomically(folder / voice / f"{text}.wav", lambda path: soundfile.write(
+            path, wave, SAMPLE_RATE, subtype="PCM_16", format="WAV"))
+
+    with ThreadPoolExecutor(flags.usable_cpus()) as pool:
+        for count, _ in enumerate(pool.map(make, missing), 1):
+            if count % 1000 == 0 or count == len(missing):
+                say(f"{voice}: {count} of {len(missing)} clips spoken")
+
+
+def tidy(wave):
+    """Peak at PEAK, silence cut to 40 ms before and 80 ms behind, padded to whole frames: the codec adds no padding."""
+    wave = wave * (PEAK / max(np.abs(wave).max(), 1e-6))
+    loud = np.flatnonzero(np.abs(wave) > 0.01)
+    wave = wave[max(0, loud[0] - FRAME):loud[-1] + 2 * FRAME]
+    return np.pad(wave, (0, -len(wave) % FRAME))
+
+
+def read_clips(folder, voice, texts):
+    """[(n,) float32 tensor at 24 kHz]."""
+    return [torch.from_numpy(soundfile.read(folder / voice / f"{text}.wav", dtype="float32")[0]) for text in texts]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Latents that the encoder shall give
+
+
+def windows(wave, size, hop):
+    """(n,) -> (n // hop, size): stretches centred on the middle of each hop."""
+    before = (size - hop) // 2
+    return torch.nn.functional.pad(wave, (before, size)).unfold(-1, size, hop)[:len(wave) // hop]
+
+
+def mel_filters(fft, bands, low, high):
+    """(fft // 2 + 1, bands) float32 triangles of peak 1."""
+    filters = mel_filter_bank(fft // 2 + 1, bands, low, high, SAMPLE_RATE, norm=None, mel_scale="htk")
+    return torch.tensor(filters, dtype=torch.float32)
+
+
+def envelope(wave, filters):
+    """(T * 960,) -> (T, 4 * BANDS) log-mel, every 10 ms."""
+    spectrum = torch.fft.rfft(windows(wave, 720, 240) * torch.hann_window(720), 1024).abs() * (4 / 720)
+    return torch.log(spectrum @ filters + 1e-3).reshape(-1, 4 * BANDS)
+
+
+def pitch(wave, low=70, high=300):
+    """(T * 960,) -> ((2 T,) log F0 in Hz, (2 T,) bool voiced), every 20 ms, by autocorrelation over 60 ms."""
+    size, hop, lags = 1440, 480, SAMPLE_RATE // low + 2
+    frames = windows(wave, size, hop)
+    frames = frames - frames.mean(1, keepdim=True)
+    product = torch.fft.irfft(torch.fft.rfft(frames, 4096).abs().square())[:, :lags]
+    energy = product[:, 0]
+    ratio = (product / (energy[:, None] + 1e-9) / (1 - torch.arange(lags) / size))[:, SAMPLE_RATE // high:]
+    best = ratio.max(1).values
+    # the shortest lag whose peak comes near the best one: longer ones are octaves below
+    peak = torch.zeros_like(ratio, dtype=torch.bool)
+    inner = ratio[:, 1:-1]
+    peak[:, 1:-1] = (inner > 0.9 * best[:, None]) & (inner >= ratio[:, :-2]) & (inner >= ratio[:, 2:])
+    lag = torch.where(peak.any(1), peak.float().argmax(1), ratio.argmax(1)) + SAMPLE_RATE // high
+    return torch.log(SAMPLE_RATE / lag), (best > 0.6) & (energy / size > 3e-4)
+
+
+def melody(log_f0, voiced, median):
+    """(2 T,) log F0: octave errors dropped, gaps filled in, smoothed over 100 ms."""
+    log_f0 = log_f0.numpy()
+    good = np.flatnonzero(voiced.numpy() & (np.abs(log_f0 - median) < 0.45))
+    if not len(good):
+        return np.full(len(log_f0), median, np.float32)
+    line = np.pad(np.interp(np.arange(len(log_f0)), good, log_f0[good]), 2, mode="edge")
+    return np.median(np.lib.stride_tricks.sliding_window_view(line, 5), axis=1).astype(np.float32)
+
+
+def make_targets(waves):
+    """{voice: [(n,) wave]} -> {voice: [(T, LATENTS) latents]}; the envelope's first component has deviation 1."""
+    filters = mel_filters(1024, BANDS, 60, 8000)
+    content, tunes = {}, {}
+    for voice, clips in waves.items():
+        bands = [envelope(wave, filters).reshape(-1, BANDS) for wave in clips]
+        together = torch.cat(bands)
+        mean, deviation = together.mean(0), together.std(0).clamp(min=0.05)
+        content[voice] = [((b - mean) / deviation).reshape(-1, 4 * BANDS) for b in bands]
+        pitches = [pitch(wave) for wave in clips]
+        median = float(torch.cat([log_f0[voiced] for log_f0, voiced in pitches]).median())
+        say(f"{voice}: {len(clips)} clips, {sum(map(len, clips)) / SAMPLE_RATE:.0f} s, median pitch "
+            f"{math.exp(median):.0f} Hz")
+        tunes[voice] = [torch.tensor(melody(*p, median) - median).reshape(-1, 2) / 0.15 for p in pitches]
+    together = torch.cat([frames for clips in content.values() for frames in clips])
+    mean = together.mean(0)
+    power, axes = torch.linalg.eigh(torch.cov((together - mean).T))
+    axes, scale = axes.flip(1)[:, :ENVELOPE], power[-1].sqrt()
+    say(f"PCA: {ENVELOPE} components keep {power[-ENVELOPE:].sum() / power.sum():.3f} of the envelope's variance")
+    return {voice: [torch.cat([(frames - mean) @ axes / scale, 0.4 * tune.clamp(-3, 3),
+                               torch.eye(len(VOICES))[VOICES.index(voice)].expand(len(frames), -1)], 1)
+                    for frames, tune in zip(content[voice], tunes[voice])] for voice in waves}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Codec
+
+
+def empty_codec(seed):
+    """The native codec, random but for its linear layers, which hand the encoder's LATENTS through."""
+    acoustic = DacConfig(downsampling_ratios=make_tiny.CODEC_STRIDES, upsampling_ratios=make_tiny.CODEC_STRIDES[::-1],
+                         encoder_hidden_size=8, decoder_hidden_size=256, hidden_size=LATENTS)
+    semantic = HubertConfig(conv_dim=(8,) * 7, mask_time_prob=0.0, num_hidden_layers=1, hidden_size=16,
+                            intermediate_size=16, num_attention_heads=2, num_conv_pos_embeddings=16,
+                            num_conv_pos_embedding_groups=2)
+    config = HiggsAudioV2TokenizerConfig(target_bandwidths=[0.5, 1, 1.5, 2], codebook_size=1024, codebook_dim=ENVELOPE,
+                                         acoustic_model_config=acoustic, semantic_model_config=semantic)
+    torch.manual_seed(seed)
+    codec = HiggsAudioV2TokenizerModel(config)
+    for part in (codec.acoustic_encoder, codec.acoustic_decoder):
+        for module in part.modules():
+            if isinstance(module, (torch.nn.Conv1d, torch.nn.ConvTranspose1d)):
+                module.reset_parameters()       # transformers' initial weights are too small to learn from
+    hand_through(codec.fc, slice(0, LATENTS), slice(0, LATENTS))
+    hand_through(codec.fc2, slice(0, LATENTS), slice(0, LATENTS))
+    for number, quantizer in enumerate(codec.quantizer.quantizers):
+        dims = BOOKS[number][0] if number < len(BOOKS) else slice(0, 0)
+        own = slice(0, dims.stop - dims.start)
+        hand_through(quantizer.project_in, own, dims)
+        hand_through(quantizer.project_out, dims, own)
+    return codec
+
+
+@torch.no_grad()
+def hand_through(linear, outputs, inputs):
+    """Make outputs equal to inputs (slices of one length), and all others 0."""
+    linear.weight.zero_()
+    linear.bias.zero_()
+    linear.weight[outputs, inputs] = torch.eye(inputs.stop - inputs.start)
+
+
+def fit(name, module, state, steps, rate, betas, seed, loss_of):
+    """Adam with warm-up and cosine decay, resumed from the file `state`; loss_of(numpy Generator) of each step."""
+    optimizer = torch.optim.AdamW(module.parameters(), rate, betas=betas)
+    done, loss_sum, start = 0, 0.0, time.monotonic()
+    if state.exists():
+        saved = torch.load(state)
+        module.load_state_dict(saved["module"])
+        optimizer.load_state_dict(saved["optimizer"])
+        done = saved["step"]
+    for step in range(done, steps):
+        optimizer.param_groups[0]["lr"] = rate * min(1, (step + 1) / 60) * (1 + math.cos(math.pi * step / steps)) / 2
+        optimizer.zero_grad()
+        loss = loss_of(np.random.default_rng([seed, step]))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 5.0)
+        optimizer.step()
+        loss_sum += loss.item()
+        if (step + 1) % 50 == 0 or step + 1 == steps:
+            saved = {"module": module.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+            write_atomically(state, lambda path, saved=saved: torch.save(saved, path))
+            say(f"{name}: step {step + 1} of {steps}, loss {loss_sum / (step % 50 + 1):.4f}, "
+                f"{time.monotonic() - start:.0f} s")
+            loss_sum = 0.0
+
+
+def crops(rng, waves, latents):
+    """CROPS random stretches of CROP frames, the voices taking turns -> (CROPS, samples), (CROPS, CROP, LATENTS)."""
+    heard, meant = [], []
+    for number in range(CROPS):
+        voice = VOICES[number % len(VOICES)]
+        clip = rng.integers(len(waves[voice]))
+        first = rng.integers(max(1, len(latents[voice][clip]) - CROP + 1))
+        wave, frames = waves[voice][clip], latents[voice][clip][first:first + CROP]
+        heard.append(torch.nn.functional.pad(wave[first * FRAME:(first + CROP) * FRAME],
+                                             (0, (CROP - len(frames)) * FRAME)))
+        meant.append(torch.nn.functional.pad(frames, (0, 0, 0, CROP - len(frames))))
+    return torch.stack(heard), torch.stack(meant)
+
+
+def train_encoder(codec, waves, targets, state, steps, seed):
+    """The encoder learns to give the targets; the outermost frames of a crop are not judged."""
+    def loss_of(rng):
+        heard, meant = crops(rng, waves, targets)
+        given = codec.acoustic_encoder(heard[:, None]).transpose(1, 2)
+        return (given - meant)[:, 2:-2].square().mean()
+    fit("encoder", codec.acoustic_encoder, state, steps, 1.5e-3, (0.9, 0.99), seed, loss_of)
+
+
+@torch.no_grad()
+def make_books(codec, latents, seed):
+    """Sets all codebooks by k-means over what the earlier ones leave of latents (n, LATENTS)."""
+    rest, bits = torch.nn.functional.pad(latents, (0, codec.config.hidden_size - LATENTS)), 0.0
+    for number, quantizer in enumerate(codec.quantizer.quantizers):
+        dims, live = BOOKS[number] if number < len(BOOKS) else (slice(0, 0), 1)
+        found = torch.eye(live) if dims == VOICE else k_means(rest[:, dims], live, seed)
+        book = torch.full_like(quantizer.codebook.embed, FAR)
+        book[:len(found)] = 0
+        book[:len(found), :found.shape[1]] = found
+        quantizer.codebook.embed.copy_(book.half())
+        codes = quantizer.encode(rest.T[None])[0]
+        rest = rest - quantizer.decode(codes[None])[0].T
+        share = torch.bincount(codes, minlength=1024) / len(codes)
+        entropy = float(-(share * share.clamp(min=1e-9).log2()).sum())
+        bits += entropy
+        if number < len(BOOKS):
+            say(f"codebook {number}: {int((share > 0).sum())} live codes, {entropy:.2f} bits a frame")
+    say(f"all codebooks: {bits:.1f} bits a frame, {25 * bits:.0f} bits a second")
+
+
+def k_means(points, count, seed, rounds=25):
+    """(n, d) -> (count, d) centres; one that has lost all points starts again at a random one."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def some(number):
+        return points[torch.randint(len(points), (number,), generator=generator)]
+    centres = some(count)
+    for _ in range(rounds):
+        nearest = torch.cdist(points, centres).argmin(1)
+        sizes = torch.bincount(nearest, minlength=count)[:, None]
+        sums = torch.zeros_like(centres).index_add_(0, nearest, points)
+        centres = torch.where(sizes > 0, sums / sizes.clamp(min=1), some(count))
+    return centres
+
+
+@torch.no_grad()
+def heard_latents(codec, waves):
+    """{voice: [wave]} -> {voice: [(T, LATENTS)]}: what the encoder makes of them."""
+    return {voice: [codec.acoustic_encoder(wave[None, None])[0].T for wave in clips] for voice, clips in waves.items()}
+
+
+@torch.no_grad()
+def through_books(codec, latents):
+    """Latents as heard_latents gives them -> the same as codes say."""
+    def one(frames):
+        padded = torch.nn.functional.pad(frames, (0, codec.config.hidden_size - LATENTS))
+        codes = codec.quantizer.encode(padded.T[None])
+        return codec.fc2(codec.quantizer.decode(codes).transpose(1, 2))[0]
+    return {voice: [one(frames) for frames in clips] for voice, clips in latents.items()}
+
+
+def train_decoder(codec, waves, latents, state, steps, seed):
+    """The decoder learns to speak from latents: mean difference of log-mel spectra of four sizes, no phase."""
+    filters = {fft: mel_filters(fft, bands, 0, 8000) for fft, bands in SPECTRA}
+
+    def spectra(wave):
+        for fft, _ in SPECTRA:
+            parts = torch.stft(wave, fft, fft // 4, window=torch.hann_window(fft), return_complex=True)
+            yield torch.log(parts.abs().transpose(1, 2) * (4 / fft) @ filters[fft] + 1e-3)
+
+    def loss_of(rng):
+        heard, meant = crops(rng, waves, latents)
+        given = codec.acoustic_decoder(meant.transpose(1, 2))[:, 0]
+        inner = slice(FRAME // 2, -FRAME // 2)
+        pairs = zip(spectra(given[:, inner]), spectra(heard[:, inner]))
+        return sum((a - b).abs().mean() for a, b in pairs) / len(SPECTRA)
+    fit("decoder", codec.acoustic_decoder, state, steps, 2e-3, (0.8, 0.99), seed, loss_of)
+
+
+def save_codec(codec, folder):
+    """The codec's folder, whole or not at all: float16 values, to be loaded as float32."""
+    building = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(building, ignore_errors=True)
+    codec.save_pretrained(building)
+    make_tiny.feature_extractor().save_pretrained(building)
+    weights = building / "model.safetensors"
+    save_file({name: t.half() for name, t in load_file(weights).items()}, weights, {"format": "pt"})
+    building.rename(folder)
+
+
+@torch.no_grad()
+def round_to_half(module):
+    """What is stored as float16 must give the same codes."""
+    for parameter in module.parameters():
+        parameter.copy_(parameter.half())
+
+
+def make_encoder(out_dir, waves, steps, seed):
+    """OUT_DIR/encoder, unless it is there."""
+    if (out_dir / "encoder").exists():
+        return
+    codec = empty_codec(seed)
+    targets = make_targets(waves)
+    train_encoder(codec, waves, targets, out_dir / "encoder.pt", steps, seed)
+    round_to_half(codec)
+    latents = heard_latents(codec, waves)
+    given, meant = (torch.cat([frames for voice in VOICES for frames in of[voice]]) for of in (latents, targets))
+    for what, dims in (("envelope", slice(0, ENVELOPE)), ("pitch", PITCH), ("voice", VOICE)):
+        error = (given - meant)[:, dims].square().sum() / (meant - meant.mean(0))[:, dims].square().sum()
+        say(f"encoder: {what}: {error:.3f} of the variance is missed")
+    make_books(codec, given, seed)
+    save_codec(codec, out_dir / "encoder")
+
+
+def make_codec(out_dir, waves, steps, seed):
+    """OUT_DIR/codec, unless it is there."""
+    if (out_dir / "codec").exists():
+        return
+    codec = HiggsAudioV2TokenizerModel.from_pretrained(out_dir / "encoder", dtype=torch.float32)
+    latents = through_books(codec, heard_latents(codec, waves))
+    train_decoder(codec, waves, latents, out_dir / "decoder.pt", steps, seed)
+    save_codec(codec, out_dir / "codec")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Language model
+
+
+def sample(text, **audio):
+    """ChatML sample: speak digits `text`. audio: where the clip is."""
+    return {"messages": [{"role": "system", "content": DEFAULT_SYSTEM}, {"role": "user", "content": spoken(text)},
+                         {"role": "assistant", "content": {"type": "audio", **audio}}], "start_index": 1}
+
+
+def start_base(out_dir, texts, steps, seed):
+    """Makes OUT_DIR/base, random, and starts train_v2_ddp.py on it; returns the process. It resumes by itself."""
+    folder = out_dir / "base"
+    if not (folder / "train.json").exists():
+        every = [f"{DEFAULT_SYSTEM} system user assistant", *(spoken(text) for text in texts[:500])]
+        tokenizer = make_tiny.make_tokenizer(folder, every * 4)
+        model = make_tiny.make_model(folder, tokenizer, seed, hidden_size=96, num_hidden_layers=4,
+                                      intermediate_size=192, num_attention_heads=3, num_key_value_heads=3,
+                                      initializer_range=0.05)
+        say(f"base: {model.num_parameters():,} parameters, {len(tokenizer)} token ids")
+        samples = [sample(text, audio_url=str(Path("..", "clips", BASE, f"{text}.wav"))) for text in texts]
+        write_atomically(folder / "train.json", lambda path: path.write_text(json.dumps(samples)))
+    command = [sys.executable, "train_v2_ddp.py", "--model_path", folder / "model", "--audio_tokenizer_path",
+               out_dir / "encoder", "--train_data_file", folder / "train.json", "--output_dir", out_dir / "run",
+               "--code_cache", out_dir / "codes", "--report_to", "none", "--max_steps", steps, "--seed", seed,
+               "--per_device_train_batch_size", 16, "--learning_rate", 2e-3, "--warmup_steps", 50, "--weight_decay",
+               0.1, "--adam_beta2", 0.99, "--text_loss_weight", 0, "--num_workers", 0, "--preprocess_num_proc", 0,
+               "--validation_split", 0.01, "--per_device_eval_batch_size", 16, "--logging_steps", 50, "--eval_steps",
+               min(500, steps), "--save_steps", min(250, steps), "--save_total_limit", 1]
+    say(f"base: training, see {out_dir / 'run.log'}")
+    log = open(out_dir / "run.log", "a")
+    return subprocess.Popen([str(word) for word in command], cwd=Path(__file__).resolve().parent.parent, stdout=log,
+                            stderr=log)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Product
+
+
+def write_ogg(path, waves):
+    """Waves one behind the other in an ogg file -> [{"offset", "duration"} in seconds] of each."""
+    soundfile.write(path, np.concatenate(waves), SAMPLE_RATE, format="OGG", subtype="VORBIS", compression_level=0.9)
+    ends = np.cumsum([len(wave) for wave in waves])
+    return [{"offset": round((end - len(wave)) / SAMPLE_RATE, 2), "duration": round(len(wave) / SAMPLE_RATE, 2)}
+            for end, wave in zip(ends.tolist(), waves)]
+
+
+def save_clips(product, stem, folder, voice, texts, per_file=100):
+    """Ogg files of a voice's texts -> their samples."""
+    samples = []
+    for first in range(0, len(texts), per_file):
+        part, name = texts[first:first + per_file], f"{stem}-{first // per_file}.ogg"
+        places = write_ogg(product / name, [wave.numpy() for wave in read_clips(folder, voice, part)])
+        samples += [sample(text, audio_url=name, **place) for text, place in zip(part, places)]
+    return samples
+
+
+def make_product(args, texts, product):
+    """Everything that the demo needs, as small as it goes, and where it came from."""
+    building = product.with_name(f".{product.name}.tmp")
+    shutil.rmtree(building, ignore_errors=True)
+    trained = args.out_dir / "run" / f"checkpoint-{args.base_steps}"
+    shutil.copytree(trained, building / "model", ignore=shutil.ignore_patterns("trainer_state", "manifest.json"))
+    weights = building / "model" / "model.safetensors"
+    save_file({name: t.half() for name, t in load_file(weights).items()}, weights, {"format": "pt"})
+    path = building / "model" / "processor_config.json"
+    config = json.loads(path.read_text())
+    config["audio_tokenizer"]["audio_tokenizer_name_or_path"] = str(product / "codec")
+    path.write_text(json.dumps(config, indent=2) + "\n")
+    shutil.copytree(args.out_dir / "codec", building / "codec")
+    clips = args.out_dir / "clips"
+    for name, made in (("train", save_clips(building, NEW, clips, NEW, texts[NEW])),
+                       ("held", save_clips(building, f"held-{NEW}", clips, NEW, texts["held_out"])),
+                       ("held_base", save_clips(building, f"held-{BASE}", clips, BASE, texts["held_out"]))):
+        (building / f"{name}.json").write_text(json.dumps(made, indent=1) + "\n")
+    write_about(args, building)
+    if product.exists():
+        for kept in product.glob("LICENSE*"):
+            shutil.copy(kept, building)
+        shutil.rmtree(product)
+    building.rename(product)
+
+
+def write_about(args, folder):
+    """about.json: the command, the versions, sizes and hashes of all files."""
+    flite = subprocess.run([args.flite, "--version"], text=True, capture_output=True).stdout if shutil.which(
+        args.flite) else ""
+    version = next((line for line in flite.splitlines() if "version" in line), "flite: not there")
+    import transformers
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    about = {"command": shlex.join(["python", "speech/make_voice.py", *sys.argv[1:]]),
+             "versions": {"python": platform.python_version(), "torch": torch.__version__,
+                          "transformers": transformers.__version__, "flite": version.strip()},
+             "voices": {"base": BASE, "new": NEW},
+             "sha256": {str(path.relative_to(folder)): sha256_file(path) for path in files}}
+    (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")
+    say(f"product: {sum(path.stat().st_size for path in files) / 1e6:.2f} MB in {len(files)} files")
+
+
+def say(text):
+    print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
+
+
+def main(argv=None):
+    args = ARGS or flags.parse(build_parser(), check_flags, argv)
+    with one_clear_error():
+        args.out_dir.mkdir(parents=True, exist_ok=True)
+        args.out_dir = args.out_dir.resolve()
+        texts = choose_texts(args.seed, args.texts, args.clips, args.held_out)
+        (args.out_dir / "texts.json").write_text(json.dumps(texts, indent=1) + "\n")
+        clips = args.out_dir / "clips"
+        make_clips(args.flite, clips, NEW, texts[NEW] + texts["held_out"])
+        make_clips(args.flite, clips, BASE, texts[BASE] + texts["held_out"])
+        longer = {voice: [text for text in texts[voice] if len(text) > 2][:CODEC_CLIPS] for voice in VOICES}
+        waves = {voice: read_clips(clips, voice, longer[voice]) for voice in VOICES}
+        make_encoder(args.out_dir, waves, args.encoder_steps, args.seed)
+        base = start_base(args.out_dir, texts[BASE], args.base_steps, args.seed)
+        try:
+            make_codec(args.out_dir, waves, args.decoder_steps, args.seed)
+            if base.wait():
+                raise UserError(f"train_v2_ddp.py ended with status {base.returncode}: see {args.out_dir / 'run.log'}")
+        finally:
+            base.terminate()
+        make_product(args, texts, args.product_dir or args.out_dir / "voice")
+
+
+if __name__ == "__main__":
+    main()
