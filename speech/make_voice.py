@@ -7,17 +7,18 @@ Stages, each of them kept in OUT_DIR; the same command again goes on where it wa
 
     OUT_DIR/texts.json      digit sequences: for the base, for the new voice, and held out from both
     OUT_DIR/clips/VOICE     flite's speech as wav files: 24 kHz, whole codec frames
-    OUT_DIR/encoder         the codec with its encoder and codebooks trained, its decoder not yet
-    OUT_DIR/codec           the codec with both
-    OUT_DIR/base            the language model, random
-    OUT_DIR/run             train_v2_ddp.py's run that teaches it to speak, beside the decoder's training
+    OUT_DIR/latents.pt      how latents are computed from a clip
+    OUT_DIR/books           the codec with its codebooks set, encoder and decoder still random
+    OUT_DIR/encoder.pt, decoder.pt      the codec's other parts, trained side by side
+    OUT_DIR/base, codes, run            the random language model, the base's codes, and train_v2_ddp.py's run
     PRODUCT_DIR             model and codec as float16, clips as ogg, train.json, held.json, about.json
 
-The codec is transformers' HiggsAudioV2TokenizerModel, of 8 codebooks of 1024. It has no training of its own, so latents
-are set instead of learnt: per frame a log-mel envelope, normalised per voice and reduced by PCA, then pitch relative to
-the voice's, then the voice. The encoder learns to hear them, k-means makes the codebooks, the decoder learns to speak
-from them. Codebooks 0 and 1 hold the envelope (256 live codes each), 2 the pitch (24), 3 the voice; the others always
-give code 0. So words have the same codes in both voices.
+The codec is transformers' HiggsAudioV2TokenizerModel, 8 codebooks of 1024. That class has no training, so its latents
+are given, not learnt: per frame a log-mel envelope, normalised per voice and reduced by PCA, then the pitch relative to
+the voice's, then the voice. k-means makes the codebooks, the encoder learns to hear the latents in a waveform, and the
+decoder learns to speak from their codes. Codebooks 0 and 1 hold the envelope (256 live codes each), 2 the pitch (24), 3
+the voice; the others always give code 0. So a word has about the same codes in both voices. The base learns from codes
+of the computed latents; every later clip is encoded by the codec itself.
 """
 import sys
 from pathlib import Path
@@ -32,13 +33,15 @@ def build_parser():
     p.usage = "%(prog)s OUT_DIR [--flag value ...]"
     p.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder for all stages")
     p.add_argument("--product_dir", type=Path, help="where the product is put (default: OUT_DIR/voice)")
-    p.add_argument("--texts", type=int, default=9000, help="texts that the base learns from")
+    p.add_argument("--texts", type=int, default=7000, help="texts that the base learns from")
     p.add_argument("--clips", type=int, default=400, help="clips of the new voice to fine-tune on")
     p.add_argument("--held_out", type=int, default=40, help="texts of 3 to 5 words that are in no training list")
-    p.add_argument("--encoder_steps", type=int, default=900, help="steps of the codec's encoder, 4 crops of 0.8 s each")
-    p.add_argument("--decoder_steps", type=int, default=1600, help="steps of the codec's decoder, likewise")
-    p.add_argument("--base_steps", type=int, default=4500, help="steps of the base, 16 clips each")
+    p.add_argument("--encoder_steps", type=int, default=800, help="steps of the codec's encoder, 4 crops of 0.8 s each")
+    p.add_argument("--decoder_steps", type=int, default=1300, help="steps of the codec's decoder, likewise")
+    p.add_argument("--base_steps", type=int, default=4000, help="steps of the base, 16 clips each")
+    p.add_argument("--ranks", type=int, default=2, help="processes that train the base; 16 is a multiple of it")
     p.add_argument("--seed", type=int, default=0, help="of texts, weights and order")
+    p.add_argument("--only", choices=("encoder", "decoder", "base"), help="of what is trained side by side, only this")
     p.add_argument("--flite", default="flite", help="the program; not needed for clips that are there already")
     return p
 
@@ -46,13 +49,15 @@ def build_parser():
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 def check_flags(args, world_size):
     """Raise UserError for counts that make no voice."""
-    flags.at_least_one(args, "texts", "clips", "held_out", "encoder_steps", "decoder_steps", "base_steps")
+    flags.at_least_one(args, "texts", "clips", "held_out", "encoder_steps", "decoder_steps", "base_steps", "ranks")
     flags.zero_or_more(args, "seed")
+    flags.need(16 % args.ranks == 0, f"--ranks is {args.ranks}; the 16 clips of a step cannot be shared by so many")
     flags.need(args.texts <= 50_000, f"--texts is {args.texts}; there are not many more than 100000 of so few words")
 
 
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
+import functools
 import itertools
 import json
 import math
@@ -73,9 +78,11 @@ from safetensors.torch import load_file, save_file
 
 from common.checkpoint import sha256_file, write_atomically
 from common.parallel import UserError, one_clear_error
-from speech import make_tiny
+from speech import codes, make_tiny
 from speech.choices import DEFAULT_SYSTEM
 from speech.codes import SAMPLE_RATE
+from speech.conversations import Clip
+from speech.encode import decode_audio
 
 from transformers import (  # isort: skip      # after make_tiny, which explains a broken torchaudio
     DacConfig,
@@ -124,8 +131,22 @@ def choose_texts(seed, base, new, held_out):
     quarter = held_out // 4
     held = distinct(quarter, [3]) + distinct(held_out - 2 * quarter, [4]) + distinct(quarter, [5])
     short = ["".join(digits) for n in (1, 2) for digits in itertools.product("0123456789", repeat=n)][:base // 4]
+    learnt = distinct(new, [2, 3, 4, 4, 5, 5], set(held))
     longer = distinct(base - len(short), [3, 4, 4, 4, 4, 5, 5, 5, 5, 5], {*held, *short})
-    return {"held_out": held, BASE: short + longer, NEW: distinct(new, [2, 3, 4, 4, 5, 5], set(held))}
+    return {"held_out": held, BASE: short + longer, NEW: learnt}
+
+
+def read_texts(path, seed, base, new, held_out):
+    """choose_texts, kept in a file. Raises UserError where that has other counts."""
+    if not path.exists():
+        texts = choose_texts(seed, base, new, held_out)
+        write_atomically(path, lambda temporary: temporary.write_text(json.dumps(texts, indent=1) + "\n"))
+    texts = json.loads(path.read_text())
+    counts = [len(texts[name]) for name in (BASE, NEW, "held_out")]
+    if counts != [base, new, held_out]:
+        raise UserError(f"{path} has {counts} texts of base, new voice and held out, the flags say "
+                        f"{[base, new, held_out]}: give another OUT_DIR")
+    return texts
 
 
 def spoken(digits):
@@ -150,7 +171,7 @@ def make_clips(flite, folder, voice, texts):
 
     with ThreadPoolExecutor(flags.usable_cpus()) as pool:
         for count, _ in enumerate(pool.map(make, missing), 1):
-            if count % 1000 == 0 or count == len(missing):
+            if count % 500 == 0 or count == len(missing):
                 say(f"{voice}: {count} of {len(missing)} clips spoken")
 
 
@@ -177,16 +198,17 @@ def windows(wave, size, hop):
     return torch.nn.functional.pad(wave, (before, size)).unfold(-1, size, hop)[:len(wave) // hop]
 
 
+@functools.cache
 def mel_filters(fft, bands, low, high):
     """(fft // 2 + 1, bands) float32 triangles of peak 1."""
     filters = mel_filter_bank(fft // 2 + 1, bands, low, high, SAMPLE_RATE, norm=None, mel_scale="htk")
     return torch.tensor(filters, dtype=torch.float32)
 
 
-def envelope(wave, filters):
-    """(T * 960,) -> (T, 4 * BANDS) log-mel, every 10 ms."""
+def envelope(wave):
+    """(T * 960,) -> (4 T, BANDS) log-mel, every 10 ms."""
     spectrum = torch.fft.rfft(windows(wave, 720, 240) * torch.hann_window(720), 1024).abs() * (4 / 720)
-    return torch.log(spectrum @ filters + 1e-3).reshape(-1, 4 * BANDS)
+    return torch.log(spectrum @ mel_filters(1024, BANDS, 60, 8000) + 1e-3)
 
 
 def pitch(wave, low=70, high=300):
@@ -216,28 +238,34 @@ def melody(log_f0, voiced, median):
     return np.median(np.lib.stride_tricks.sliding_window_view(line, 5), axis=1).astype(np.float32)
 
 
-def make_targets(waves):
-    """{voice: [(n,) wave]} -> {voice: [(T, LATENTS) latents]}; the envelope's first component has deviation 1."""
-    filters = mel_filters(1024, BANDS, 60, 8000)
-    content, tunes = {}, {}
+def measure(waves):
+    """{voice: [(n,) wave]} -> what latents() needs: per voice mean, deviation and pitch; the PCA of all envelopes."""
+    known, content = {}, []
     for voice, clips in waves.items():
-        bands = [envelope(wave, filters).reshape(-1, BANDS) for wave in clips]
-        together = torch.cat(bands)
-        mean, deviation = together.mean(0), together.std(0).clamp(min=0.05)
-        content[voice] = [((b - mean) / deviation).reshape(-1, 4 * BANDS) for b in bands]
-        pitches = [pitch(wave) for wave in clips]
-        median = float(torch.cat([log_f0[voiced] for log_f0, voiced in pitches]).median())
+        bands = torch.cat([envelope(wave) for wave in clips]).reshape(-1, BANDS)
+        pitches = torch.cat([log_f0[voiced] for log_f0, voiced in map(pitch, clips)])
+        known[voice] = {"mean": bands.mean(0), "deviation": bands.std(0).clamp(min=0.05), "pitch": pitches.median()}
+        content += [normalised(wave, known[voice]) for wave in clips]
         say(f"{voice}: {len(clips)} clips, {sum(map(len, clips)) / SAMPLE_RATE:.0f} s, median pitch "
-            f"{math.exp(median):.0f} Hz")
-        tunes[voice] = [torch.tensor(melody(*p, median) - median).reshape(-1, 2) / 0.15 for p in pitches]
-    together = torch.cat([frames for clips in content.values() for frames in clips])
-    mean = together.mean(0)
-    power, axes = torch.linalg.eigh(torch.cov((together - mean).T))
-    axes, scale = axes.flip(1)[:, :ENVELOPE], power[-1].sqrt()
+            f"{known[voice]['pitch'].exp():.0f} Hz")
+    together = torch.cat(content)
+    power, axes = torch.linalg.eigh(torch.cov(together.T))
     say(f"PCA: {ENVELOPE} components keep {power[-ENVELOPE:].sum() / power.sum():.3f} of the envelope's variance")
-    return {voice: [torch.cat([(frames - mean) @ axes / scale, 0.4 * tune.clamp(-3, 3),
-                               torch.eye(len(VOICES))[VOICES.index(voice)].expand(len(frames), -1)], 1)
-                    for frames, tune in zip(content[voice], tunes[voice])] for voice in waves}
+    return known | {"mean": together.mean(0), "axes": axes.flip(1)[:, :ENVELOPE] / power[-1].sqrt()}
+
+
+def normalised(wave, voice):
+    """(T * 960,) -> (T, 4 * BANDS): the envelope relative to the voice's."""
+    return ((envelope(wave).reshape(-1, BANDS) - voice["mean"]) / voice["deviation"]).reshape(-1, 4 * BANDS)
+
+
+def latents(wave, voice, known):
+    """(T * 960,) -> (T, LATENTS); the envelope's first component has deviation 1. known: of measure."""
+    median = known[voice]["pitch"]
+    tune = (torch.from_numpy(melody(*pitch(wave), float(median))) - median).reshape(-1, 2) / 0.15
+    content = (normalised(wave, known[voice]) - known["mean"]) @ known["axes"]
+    who = torch.eye(len(VOICES))[VOICES.index(voice)].expand(len(content), -1)
+    return torch.cat([content, 0.4 * tune.clamp(-3, 3), who], 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -362,29 +390,24 @@ def k_means(points, count, seed, rounds=25):
 
 
 @torch.no_grad()
-def heard_latents(codec, waves):
-    """{voice: [wave]} -> {voice: [(T, LATENTS)]}: what the encoder makes of them."""
-    return {voice: [codec.acoustic_encoder(wave[None, None])[0].T for wave in clips] for voice, clips in waves.items()}
+def encode(codec, frames):
+    """(T, LATENTS) -> (T, 8) codes."""
+    padded = torch.nn.functional.pad(frames, (0, codec.config.hidden_size - LATENTS))
+    return codec.quantizer.encode(padded.T[None])[:, 0].T
 
 
 @torch.no_grad()
-def through_books(codec, latents):
-    """Latents as heard_latents gives them -> the same as codes say."""
-    def one(frames):
-        padded = torch.nn.functional.pad(frames, (0, codec.config.hidden_size - LATENTS))
-        codes = codec.quantizer.encode(padded.T[None])
-        return codec.fc2(codec.quantizer.decode(codes).transpose(1, 2))[0]
-    return {voice: [one(frames) for frames in clips] for voice, clips in latents.items()}
+def decode(codec, codes):
+    """(T, 8) codes -> (T, LATENTS)."""
+    return codec.fc2(codec.quantizer.decode(codes.T[:, None]).transpose(1, 2))[0]
 
 
 def train_decoder(codec, waves, latents, state, steps, seed):
     """The decoder learns to speak from latents: mean difference of log-mel spectra of four sizes, no phase."""
-    filters = {fft: mel_filters(fft, bands, 0, 8000) for fft, bands in SPECTRA}
-
     def spectra(wave):
-        for fft, _ in SPECTRA:
+        for fft, bands in SPECTRA:
             parts = torch.stft(wave, fft, fft // 4, window=torch.hann_window(fft), return_complex=True)
-            yield torch.log(parts.abs().transpose(1, 2) * (4 / fft) @ filters[fft] + 1e-3)
+            yield torch.log(parts.abs().transpose(1, 2) * (4 / fft) @ mel_filters(fft, bands, 0, 8000) + 1e-3)
 
     def loss_of(rng):
         heard, meant = crops(rng, waves, latents)
@@ -406,38 +429,43 @@ def save_codec(codec, folder):
     building.rename(folder)
 
 
-@torch.no_grad()
-def round_to_half(module):
-    """What is stored as float16 must give the same codes."""
-    for parameter in module.parameters():
-        parameter.copy_(parameter.half())
+def load_codec(folder):
+    return HiggsAudioV2TokenizerModel.from_pretrained(folder, dtype=torch.float32)
+
+
+def make_latents(out_dir, waves, seed):
+    """OUT_DIR/latents.pt and OUT_DIR/books, unless they are there."""
+    if (out_dir / "books").exists():
+        return
+    known = measure(waves)
+    write_atomically(out_dir / "latents.pt", lambda path: torch.save(known, path))
+    codec = empty_codec(seed)
+    make_books(codec, torch.cat([latents(wave, voice, known) for voice in VOICES for wave in waves[voice]]), seed)
+    save_codec(codec, out_dir / "books")
 
 
 def make_encoder(out_dir, waves, steps, seed):
-    """OUT_DIR/encoder, unless it is there."""
-    if (out_dir / "encoder").exists():
-        return
-    codec = empty_codec(seed)
-    targets = make_targets(waves)
+    """OUT_DIR/encoder.pt: the acoustic encoder, trained."""
+    codec, known = load_codec(out_dir / "books"), torch.load(out_dir / "latents.pt")
+    targets = {voice: [latents(wave, voice, known) for wave in clips] for voice, clips in waves.items()}
     train_encoder(codec, waves, targets, out_dir / "encoder.pt", steps, seed)
-    round_to_half(codec)
-    latents = heard_latents(codec, waves)
-    given, meant = (torch.cat([frames for voice in VOICES for frames in of[voice]]) for of in (latents, targets))
+    wave, meant = ([x for voice in VOICES for x in of[voice][:50]] for of in (waves, targets))
+    with torch.no_grad():
+        given = torch.cat([codec.acoustic_encoder(clip[None, None])[0].T for clip in wave])
+    meant = torch.cat(meant)
     for what, dims in (("envelope", slice(0, ENVELOPE)), ("pitch", PITCH), ("voice", VOICE)):
         error = (given - meant)[:, dims].square().sum() / (meant - meant.mean(0))[:, dims].square().sum()
         say(f"encoder: {what}: {error:.3f} of the variance is missed")
-    make_books(codec, given, seed)
-    save_codec(codec, out_dir / "encoder")
+    same = (encode(codec, given) == encode(codec, meant)).float().mean(0)
+    say(f"encoder: share of codes as computed, by codebook: {[round(x, 2) for x in same[:len(BOOKS)].tolist()]}")
 
 
-def make_codec(out_dir, waves, steps, seed):
-    """OUT_DIR/codec, unless it is there."""
-    if (out_dir / "codec").exists():
-        return
-    codec = HiggsAudioV2TokenizerModel.from_pretrained(out_dir / "encoder", dtype=torch.float32)
-    latents = through_books(codec, heard_latents(codec, waves))
-    train_decoder(codec, waves, latents, out_dir / "decoder.pt", steps, seed)
-    save_codec(codec, out_dir / "codec")
+def make_decoder(out_dir, waves, steps, seed):
+    """OUT_DIR/decoder.pt: the acoustic decoder, trained."""
+    codec, known = load_codec(out_dir / "books"), torch.load(out_dir / "latents.pt")
+    coded = {voice: [decode(codec, encode(codec, latents(wave, voice, known))) for wave in clips]
+             for voice, clips in waves.items()}
+    train_decoder(codec, waves, coded, out_dir / "decoder.pt", steps, seed)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -450,8 +478,8 @@ def sample(text, **audio):
                          {"role": "assistant", "content": {"type": "audio", **audio}}], "start_index": 1}
 
 
-def start_base(out_dir, texts, steps, seed):
-    """Makes OUT_DIR/base, random, and starts train_v2_ddp.py on it; returns the process. It resumes by itself."""
+def train_base(out_dir, texts, steps, seed, ranks):
+    """Makes OUT_DIR/base, random, and OUT_DIR/codes, and runs train_v2_ddp.py on them, which resumes by itself."""
     folder = out_dir / "base"
     if not (folder / "train.json").exists():
         every = [f"{DEFAULT_SYSTEM} system user assistant", *(spoken(text) for text in texts[:500])]
@@ -460,19 +488,40 @@ def start_base(out_dir, texts, steps, seed):
                                       intermediate_size=192, num_attention_heads=3, num_key_value_heads=3,
                                       initializer_range=0.05)
         say(f"base: {model.num_parameters():,} parameters, {len(tokenizer)} token ids")
-        samples = [sample(text, audio_url=str(Path("..", "clips", BASE, f"{text}.wav"))) for text in texts]
+        samples = [sample(text, audio_url=str(out_dir / "clips" / BASE / f"{text}.wav")) for text in texts]
         write_atomically(folder / "train.json", lambda path: path.write_text(json.dumps(samples)))
-    command = [sys.executable, "train_v2_ddp.py", "--model_path", folder / "model", "--audio_tokenizer_path",
-               out_dir / "encoder", "--train_data_file", folder / "train.json", "--output_dir", out_dir / "run",
-               "--code_cache", out_dir / "codes", "--report_to", "none", "--max_steps", steps, "--seed", seed,
-               "--per_device_train_batch_size", 16, "--learning_rate", 2e-3, "--warmup_steps", 50, "--weight_decay",
-               0.1, "--adam_beta2", 0.99, "--text_loss_weight", 0, "--num_workers", 0, "--preprocess_num_proc", 0,
-               "--validation_split", 0.01, "--per_device_eval_batch_size", 16, "--logging_steps", 50, "--eval_steps",
-               min(500, steps), "--save_steps", min(250, steps), "--save_total_limit", 1]
-    say(f"base: training, see {out_dir / 'run.log'}")
-    log = open(out_dir / "run.log", "a")
-    return subprocess.Popen([str(word) for word in command], cwd=Path(__file__).resolve().parent.parent, stdout=log,
-                            stderr=log)
+    fill_cache(out_dir, [out_dir / "clips" / BASE / f"{text}.wav" for text in texts])
+    command = ["torchrun", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1",
+               f"--nproc-per-node={ranks}", "train_v2_ddp.py",
+               "--model_path", folder / "model", "--audio_tokenizer_path", out_dir / "books",
+               "--train_data_file", folder / "train.json", "--code_cache", out_dir / "codes",
+               "--output_dir", out_dir / "run", "--report_to", "none", "--seed", seed, "--max_steps", steps,
+               "--per_device_train_batch_size", 16 // ranks, "--num_workers", 0, "--preprocess_num_proc", 0,
+               "--learning_rate", 2e-3, "--warmup_steps", 50, "--weight_decay", 0.1, "--adam_beta2", 0.99,
+               "--text_loss_weight", 0, "--validation_split", 0.01, "--per_device_eval_batch_size", 16,
+               "--logging_steps", 50, "--eval_steps", min(500, steps), "--save_steps", min(250, steps),
+               "--save_total_limit", 1]
+    done = subprocess.run([str(word) for word in command], cwd=Path(__file__).resolve().parent.parent)
+    if done.returncode:
+        raise UserError(f"train_v2_ddp.py ended with status {done.returncode}; its last lines say why")
+
+
+def fill_cache(out_dir, paths):
+    """Writes the codes of the base's clips' computed latents where train_v2_ddp.py looks for them, unless there."""
+    folder = out_dir / "codes" / codes.codec_fingerprint(out_dir / "books")
+    folder.mkdir(parents=True, exist_ok=True)
+    clips = [Clip(str(path), None, None) for path in paths]
+    _, unknown = codes.CacheIndex(folder).find_clips(clips)
+    codec, known = load_codec(out_dir / "books"), torch.load(out_dir / "latents.pt")
+    batch = codes.Batch(folder, len(codec.quantizer.quantizers))
+    for number, size, modified in unknown.tolist():
+        clip = clips[number]
+        digest, (wave,) = decode_audio(clip.path, [(None, None)])
+        key = codes.content_key(digest, clip)
+        batch.add_codes(key, encode(codec, latents(torch.from_numpy(wave), BASE, known)).to(torch.int16).numpy())
+        batch.add_file(codes.file_key(clip, size, modified), key)
+    batch.write()
+    say(f"base: {len(unknown)} clips encoded")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -509,12 +558,16 @@ def make_product(args, texts, product):
     config = json.loads(path.read_text())
     config["audio_tokenizer"]["audio_tokenizer_name_or_path"] = str(product / "codec")
     path.write_text(json.dumps(config, indent=2) + "\n")
-    shutil.copytree(args.out_dir / "codec", building / "codec")
+    codec = load_codec(args.out_dir / "books")
+    codec.acoustic_encoder.load_state_dict(torch.load(args.out_dir / "encoder.pt")["module"])
+    codec.acoustic_decoder.load_state_dict(torch.load(args.out_dir / "decoder.pt")["module"])
+    save_codec(codec, building / "codec")
     clips = args.out_dir / "clips"
     for name, made in (("train", save_clips(building, NEW, clips, NEW, texts[NEW])),
                        ("held", save_clips(building, f"held-{NEW}", clips, NEW, texts["held_out"])),
                        ("held_base", save_clips(building, f"held-{BASE}", clips, BASE, texts["held_out"]))):
         (building / f"{name}.json").write_text(json.dumps(made, indent=1) + "\n")
+    shutil.copy(args.out_dir / "texts.json", building)
     write_about(args, building)
     if product.exists():
         for kept in product.glob("LICENSE*"):
@@ -548,22 +601,32 @@ def main(argv=None):
     with one_clear_error():
         args.out_dir.mkdir(parents=True, exist_ok=True)
         args.out_dir = args.out_dir.resolve()
-        texts = choose_texts(args.seed, args.texts, args.clips, args.held_out)
-        (args.out_dir / "texts.json").write_text(json.dumps(texts, indent=1) + "\n")
+        texts = read_texts(args.out_dir / "texts.json", args.seed, args.texts, args.clips, args.held_out)
         clips = args.out_dir / "clips"
-        make_clips(args.flite, clips, NEW, texts[NEW] + texts["held_out"])
-        make_clips(args.flite, clips, BASE, texts[BASE] + texts["held_out"])
         longer = {voice: [text for text in texts[voice] if len(text) > 2][:CODEC_CLIPS] for voice in VOICES}
+        if not args.only:
+            for voice in VOICES:
+                make_clips(args.flite, clips, voice, longer[voice] + texts["held_out"])
         waves = {voice: read_clips(clips, voice, longer[voice]) for voice in VOICES}
-        make_encoder(args.out_dir, waves, args.encoder_steps, args.seed)
-        base = start_base(args.out_dir, texts[BASE], args.base_steps, args.seed)
+        make_latents(args.out_dir, waves, args.seed)
+        beside = [] if args.only else [subprocess.Popen([sys.executable, *sys.argv, "--only", part])
+                                       for part in ("encoder", "decoder")]
         try:
-            make_codec(args.out_dir, waves, args.decoder_steps, args.seed)
-            if base.wait():
-                raise UserError(f"train_v2_ddp.py ended with status {base.returncode}: see {args.out_dir / 'run.log'}")
+            if args.only == "encoder":
+                make_encoder(args.out_dir, waves, args.encoder_steps, args.seed)
+            elif args.only == "decoder":
+                make_decoder(args.out_dir, waves, args.decoder_steps, args.seed)
+            else:
+                for voice in VOICES:
+                    make_clips(args.flite, clips, voice, texts[voice])
+                train_base(args.out_dir, texts[BASE], args.base_steps, args.seed, args.ranks)
+            if any([process.wait() for process in beside]):
+                raise UserError("the encoder's or the decoder's training failed; the lines above say why")
         finally:
-            base.terminate()
-        make_product(args, texts, args.product_dir or args.out_dir / "voice")
+            for process in beside:
+                process.terminate()
+        if not args.only:
+            make_product(args, texts, args.product_dir or args.out_dir / "voice")
 
 
 if __name__ == "__main__":
