@@ -36,7 +36,7 @@ def build_parser():
     p.add_argument("--texts", type=int, default=7000, help="texts that the base learns from")
     p.add_argument("--clips", type=int, default=400, help="clips of the new voice to fine-tune on")
     p.add_argument("--held_out", type=int, default=40, help="texts of 3 to 5 words that are in no training list")
-    p.add_argument("--encoder_steps", type=int, default=800, help="steps of the codec's encoder, 4 crops of 0.8 s each")
+    p.add_argument("--encoder_steps", type=int, default=2200, help="steps of the codec's encoder, 4 crops of 0.8 s")
     p.add_argument("--decoder_steps", type=int, default=1300, help="steps of the codec's decoder, likewise")
     p.add_argument("--base_steps", type=int, default=4000, help="steps of the base, 16 clips each")
     p.add_argument("--ranks", type=int, default=2, help="processes that train the base; 16 is a multiple of it")
@@ -331,25 +331,33 @@ def fit(name, module, state, steps, rate, betas, seed, loss_of):
 
 
 def crops(rng, waves, latents):
-    """CROPS random stretches of CROP frames, the voices taking turns -> (CROPS, samples), (CROPS, CROP, LATENTS)."""
-    heard, meant = [], []
+    """CROPS random stretches of CROP frames, the voices taking turns; zeros behind the end of a shorter clip.
+
+    (CROPS, samples) heard, (CROPS, CROP, LATENTS) meant, and (CROPS, CROP) bool judged: not the two outermost frames,
+    whose surroundings cannot be heard, but where the clip itself begins or ends.
+    """
+    heard, meant, judged = [], [], torch.ones(CROPS, CROP, dtype=torch.bool)
     for number in range(CROPS):
         voice = VOICES[number % len(VOICES)]
         clip = rng.integers(len(waves[voice]))
-        first = rng.integers(max(1, len(latents[voice][clip]) - CROP + 1))
-        wave, frames = waves[voice][clip], latents[voice][clip][first:first + CROP]
-        heard.append(torch.nn.functional.pad(wave[first * FRAME:(first + CROP) * FRAME],
-                                             (0, (CROP - len(frames)) * FRAME)))
-        meant.append(torch.nn.functional.pad(frames, (0, 0, 0, CROP - len(frames))))
-    return torch.stack(heard), torch.stack(meant)
+        frames = len(latents[voice][clip])
+        first = rng.integers(max(1, frames - CROP + 1))
+        missing = max(0, CROP - frames)
+        heard.append(torch.nn.functional.pad(waves[voice][clip][first * FRAME:(first + CROP) * FRAME],
+                                             (0, missing * FRAME)))
+        meant.append(torch.nn.functional.pad(latents[voice][clip][first:first + CROP], (0, 0, 0, missing)))
+        judged[number, :2] = first == 0
+        judged[number, CROP - 2:] = first + CROP == frames
+        judged[number, frames:] = False
+    return torch.stack(heard), torch.stack(meant), judged
 
 
 def train_encoder(codec, waves, targets, state, steps, seed):
-    """The encoder learns to give the targets; the outermost frames of a crop are not judged."""
+    """The encoder learns to give the targets."""
     def loss_of(rng):
-        heard, meant = crops(rng, waves, targets)
+        heard, meant, judged = crops(rng, waves, targets)
         given = codec.acoustic_encoder(heard[:, None]).transpose(1, 2)
-        return (given - meant)[:, 2:-2].square().mean()
+        return (given - meant)[judged].square().mean()
     fit("encoder", codec.acoustic_encoder, state, steps, 1.5e-3, (0.9, 0.99), seed, loss_of)
 
 
@@ -410,7 +418,7 @@ def train_decoder(codec, waves, latents, state, steps, seed):
             yield torch.log(parts.abs().transpose(1, 2) * (4 / fft) @ mel_filters(fft, bands, 0, 8000) + 1e-3)
 
     def loss_of(rng):
-        heard, meant = crops(rng, waves, latents)
+        heard, meant, _ = crops(rng, waves, latents)
         given = codec.acoustic_decoder(meant.transpose(1, 2))[:, 0]
         inner = slice(FRAME // 2, -FRAME // 2)
         pairs = zip(spectra(given[:, inner]), spectra(heard[:, inner]))
