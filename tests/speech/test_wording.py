@@ -1,4 +1,4 @@
-"""Text normalised as boson-ai's generation.py does, against its rules written once more; the setting of a checkpoint."""
+"""Text normalised as boson-ai's generation.py does, against its rules written once more; a checkpoint's setting."""
 import random
 
 import pytest
