@@ -228,11 +228,10 @@ def run_identity(folder, table, train, *, normalize_text, adapters_only, freeze_
             "training data": table.fingerprint(train), "pack": batch, "seed": seed}
 
 
-def save_checkpoint(world, writer, model, tokenizer, source, normalize, optimizer, meta):
+def save_checkpoint(world, writer, model, tokenizer, source, optimizer, meta):
     """Copy all of checkpoint-<meta["step"]> off the device and start writing it. On every rank.
 
-    source: folder of the model that was trained from, whose processor files a full checkpoint takes over. normalize:
-    whether its texts are.
+    source: folder of the model that was trained from, whose processor files a full checkpoint takes over.
     """
     writer.begin(meta["step"])
     parallel.reshard(model)
@@ -245,7 +244,7 @@ def save_checkpoint(world, writer, model, tokenizer, source, normalize, optimize
     files |= tensor_files.stage(world, f"{checkpoint.STATE_DIR}/optimizer", moments)
     if world.is_main:
         files[f"{checkpoint.STATE_DIR}/rng.pt"] = lambda path: torch.save(states, path)
-        files[wording.FILE] = lambda path: wording.save_setting(path, normalize)
+        files[wording.FILE] = lambda path: wording.save_setting(path, meta["args"]["normalize_text"])
         files["*"] = (lambda path: adapters.save_config(model.net, path)) if model.has_adapters else \
             (lambda path: weights.save_config(model.base_model, tokenizer, path, source))
     writer.save(meta["step"], files, meta)
@@ -382,6 +381,11 @@ def for_table(args, check):
             "list_in": None if check.dry else args.output_dir}
 
 
+def for_prompts(args):
+    """What sample_prompts.read takes of the flags, and the seconds of speech that a prompt may give."""
+    return args.sample_prompts, args.normalize_text == "on", args.sample_seconds
+
+
 def code_cache(args):
     """Folder of encoded audio."""
     return args.code_cache or Path(args.output_dir) / "codes"
@@ -429,9 +433,8 @@ def train(args):
     table, n_train = check(prepare_table, world, tokenizer, ids, codec_dir, **for_table(args, check)) or (None, None)
     prompts, settings = [], None
     if args.sample_prompts:
-        prompts, settings = check(parallel.rank0_first, world, sample_prompts.load, args.sample_prompts,
-                                  args.sample_seconds, args.normalize_text == "on", tokenizer, ids, config, codec_dir,
-                                  device) or (None, None)
+        prompts, settings = check(parallel.rank0_first, world, sample_prompts.load, for_prompts(args), tokenizer, ids,
+                                  config, codec_dir, device) or (None, None)
     check.settle()
     all_train, all_eval = split_samples(n_train, len(table), 0 if args.disable_eval else args.validation_split,
                                         args.seed)
@@ -558,8 +561,7 @@ def train(args):
                         now.log.write(now.step, values)
                     better = now.better(values.get("eval/loss", math.nan))
             if (better or saving or stopping) and now.saved_step != now.step:
-                save_checkpoint(world, now.writer, model, tokenizer, folder, args.normalize_text == "on", optimizer,
-                                now.state(identity))
+                save_checkpoint(world, now.writer, model, tokenizer, folder, optimizer, now.state(identity))
     now.finish(stopping)
 
 

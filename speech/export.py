@@ -51,7 +51,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
         else:
             made = layout_2025.save_original_config(model.config, tokenizer, building, folder, config)
         if setting := wording.saved_setting(trained or folder):
-            wording.save_setting(building / wording.FILE, setting == "on")
+            wording.save_setting(building / wording.FILE, setting)
     kinds = sorted({str(kind).removeprefix("torch.") for kind in dtypes.values()})
     total = sum(size for file in files for size in file.values())
     notes = [f"{len(shapes)} tensors, {len(folds)} of them with an adapter's update, {total / 1e9:.3f} GB of "

@@ -30,11 +30,12 @@ def read(path, normalize):
     return samples
 
 
-def load(path, seconds, normalize, tokenizer, ids, config, codec_dir, device):
+def load(source, tokenizer, ids, config, codec_dir, device):
     """(Prompts of --sample_prompts, GenerationConfig), checked and encoded before training starts. Raises UserError.
 
-    path: of the prompts. seconds: of speech that one of them may give. normalize: of speak.read_prompts.
+    source: (path of the prompts, normalize of speak.read_prompts, seconds of speech that one of them may give).
     """
+    path, normalize, seconds = source
     samples = read(path, normalize)
     try:
         speak.mel_picture(np.zeros(0, np.float32), "")

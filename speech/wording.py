@@ -118,9 +118,9 @@ def words_before(asked, answer):
 # The setting of a checkpoint
 
 
-def save_setting(path, normalize):
-    """Write a checkpoint's file FILE: whether its run normalised its texts."""
-    Path(path).write_text(json.dumps({"normalize_text": "on" if normalize else "off"}) + "\n")
+def save_setting(path, value):
+    """Write a checkpoint's file FILE: "on" if its run normalised its texts, else "off"."""
+    Path(path).write_text(json.dumps({"normalize_text": value}) + "\n")
 
 
 def saved_setting(folder):

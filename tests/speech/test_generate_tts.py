@@ -390,7 +390,7 @@ class Asked:
 def test_what_time_cut_off_did_not_stop_by_itself(tiny, voice, short, tmp_path, monkeypatch, capsys):
     """Rates of one that ended, one at its length and one out of time; after a request to stop there are none."""
     native, tokenizer, ids, codec, bandwidth = voice
-    prompts, settings = sample_prompts.load(str(short), 10.0, True, tokenizer, ids, native.config, tiny.codec, CPU)
+    prompts, settings = sample_prompts.load((str(short), True, 10.0), tokenizer, ids, native.config, tiny.codec, CPU)
     true = [round(prompt.target_seconds * 25) for prompt in prompts]
     ends = [(np.zeros((2 * true[0], 8), int), "eos"), (np.zeros((true[1], 8), int), "length"),
             (np.zeros((0, 8), int), "time")]

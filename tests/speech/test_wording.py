@@ -66,8 +66,8 @@ def test_speech_follows_the_checkpoint(tmp_path):
     base, on, off, old = (tmp_path / name for name in ("base", "on", "off", "old"))
     for folder in (base, on, off, old):
         folder.mkdir()
-    wording.save_setting(on / wording.FILE, True)
-    wording.save_setting(off / wording.FILE, False)
+    wording.save_setting(on / wording.FILE, "on")
+    wording.save_setting(off / wording.FILE, "off")
     told = {
         (None, base, None, False): (True, "boson-ai's inference"), (None, base, on, False): (True, f"as {on} was"),
         (None, base, off, False): (False, f"as {off} was"), (None, on, old, False): (False, f"{old} does not say"),
