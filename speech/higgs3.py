@@ -360,7 +360,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class State:
-    """Where a stream stands: rows so far, at most num_codebooks, and rows that still follow codebook 0's EOC, or None."""
+    """Where a stream stands: rows so far, up to num_codebooks; rows left after codebook 0's EOC, None before it."""
     rows: int = 0
     left: int | None = None
 
