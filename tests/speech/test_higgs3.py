@@ -105,7 +105,7 @@ class Reference(torch.nn.Module):
 
     def forward(self, before, reference, after, target):
         """before, after: token lists around the reference's rows (or None). -> (logits (L, 8, 1026), rows (L, 8))."""
-        parts = [self.lm.model.embed_tokens(torch.tensor(before))]
+        parts = [self.lm.model.embed_tokens(torch.tensor(before, dtype=torch.int64))]
         if reference is not None:
             parts.append(self.rows(higgs3.delay(reference)))
         parts.append(self.lm.model.embed_tokens(torch.tensor(after)))
@@ -247,7 +247,7 @@ def test_draws_are_what_top_k_and_top_p_leave():
                                ({"top_k": 0, "top_p": 0.5}, [1, 0, 0, 0])):
         found = shares(temperature=1.0, **settings)
         assert [share == 0 for share in found] == [share == 0 for share in expected]
-        torch.testing.assert_close(found, torch.tensor(expected), rtol=0, atol=5 * math.sqrt(0.25 / 4000))
+        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32), rtol=0, atol=5 * math.sqrt(0.25 / 4000))
 
 
 def steps_of(model, ids, clips, steps, change=lambda rows, mask: (rows, mask)):
@@ -281,17 +281,10 @@ def without_ends(rows, mask):
     return rows, mask & (rows != EOC)
 
 
-def undelayed(rows, mask):
-    codes = higgs3.undelay(rows)
-    flat = torch.full_like(rows, EOC)
-    flat[:len(codes)] = codes
-    return flat, torch.ones_like(mask)
-
-
-@pytest.mark.parametrize("change", [None, shifted, without_ends, undelayed])
+@pytest.mark.parametrize("change", [None, shifted, without_ends])
 def test_what_is_learnt_is_spoken_and_stops_by_itself(loaded, change):
     model, ids = loaded
-    clips = [codes_of(20, 7), codes_of(12, 8)]
+    clips = [codes_of(9, 7), codes_of(11, 8)]
     prompts = steps_of(model, ids, clips, 400, *[change] if change else [])
     spoken = higgs3.generate(model, prompts, higgs3.Sampling(temperature=0), 0, 60)
     right = all(torch.equal(codes, clip) and how == "eos" for (codes, how), clip in zip(spoken, clips))
