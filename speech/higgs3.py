@@ -1,16 +1,7 @@
 """Higgs TTS 3 (higgs-audio-v3-tts-4b, higgs-tts-3-4b): the model, its sequences, its loss and its step machine.
 
 The model is a plain Qwen3 body and one audio table of num_codebooks x codebook_size rows that is both the embedding and
-the head. A prompt has neither roles nor a system text:
-
-    plain             <|tts|> <|text|> text <|audio|>
-    clone             <|tts|> <|ref_text|> text <|ref_audio|> rows <|text|> text <|audio|>
-    clone, no text    <|tts|> <|ref_audio|> rows <|text|> text <|audio|>
-
-T frames of codes become T + 7 rows: codebook k holds k begin-of-codes (BOC), its T codes, 7 - k end-of-codes (EOC). The
-hidden state at <|audio|> predicts row 0, that of row r row r + 1. Trained are the codes and all EOC: a model that was
-not taught to fill the codebooks that have ended never stops, since nothing fills them for it when it speaks. The layout
-is what sglang-omni 0.1.9 and vllm-omni 0.30 serve.
+the head. labels3.py has the layout of its sequences.
 
 The weights are for research and non-commercial use (Boson Higgs TTS 3 licence); none are part of this project.
 """
@@ -27,15 +18,20 @@ from common.document_attention import ATTENTION
 from common.parallel import UserError
 from speech import weights  # noqa: F401  (first: it explains a torchaudio that breaks every transformers import)
 from speech.labels import IGNORE
+from speech.labels3 import (  # noqa: F401  (offered here, too)
+    TOKENS,
+    Ids,
+    delay,
+    label_mask,
+    prompt,
+    undelay,
+)
 
 from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3Config, Qwen3Model  # isort: skip
 
 MODEL_TYPE = "higgs_multimodal_qwen3"
 LICENCE = "Higgs TTS 3 weights and what is fine-tuned from them: research and non-commercial use (see their LICENSE)"
 ROPE_THETA = 1e6        # config.json may hold null, and transformers would then take another
-MIN_FRAMES = 8          # the servers look for the end from row 8 on: a shorter clip could not end
-TOKENS = {"tts": "<|tts|>", "text": "<|text|>", "audio": "<|audio|>", "ref_audio": "<|ref_audio|>",
-          "ref_text": "<|ref_text|>"}
 TEXT_TABLE = "tied.embedding.text_embedding.weight"
 AUDIO_TABLE = "tied.embedding.modality_embeddings.0.embedding.weight"
 OURS = {TEXT_TABLE: "body.embed_tokens.weight", AUDIO_TABLE: "audio_embedding.weight"}      # file's name: ours
@@ -44,20 +40,6 @@ CODEC = "tied.embedding.modality_embeddings.0.model."       # prefix of the code
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ids and configuration
-
-
-@dataclass(frozen=True)
-class Ids:
-    """Special token ids and codes. ref_text is None for a tokenizer without it: a reference then has no transcript."""
-    tts: int
-    text: int
-    audio: int
-    ref_audio: int
-    ref_text: int | None = None
-    pad: int = 0                # fills the places of audio rows in input_ids, and padding; never looked at
-    num_codebooks: int = 8
-    stream_bos: int = 1024      # BOC
-    stream_eos: int = 1025      # EOC
 
 
 def load_tokenizer(folder):
@@ -109,61 +91,6 @@ def read_config(config):
     native.num_codebooks, native.codebook_size = books, size
     native.audio_stream_bos_id, native.audio_stream_eos_id = size - 2, size - 1
     return native
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sequences: prompts, delay pattern, labels
-
-
-def prompt(ids, text_ids, ref_text_ids=None, ref_rows=None):
-    """(input_ids (S,) int64, is_audio (S,) bool) of what stands before the rows to be spoken.
-
-    text_ids, ref_text_ids: tokens of the text to speak and of the reference's. ref_rows: (R, 8) delayed rows of the
-    reference; where is_audio they take the place of ids.pad, one a position. Raises UserError for a reference's text
-    without its audio, or a tokenizer that cannot mark it.
-    """
-    def listed(values):
-        return torch.as_tensor(values).tolist()
-    if ref_text_ids is not None and ref_rows is None:
-        raise UserError("a reference's text without its audio has no place in a prompt of Higgs TTS 3")
-    if ref_text_ids is not None and ids.ref_text is None:
-        raise UserError(f"this tokenizer has no {TOKENS['ref_text']}: give the reference's audio without its text")
-    tokens = [ids.tts]
-    if ref_text_ids is not None:
-        tokens += [ids.ref_text, *listed(ref_text_ids)]
-    start = stop = 0
-    if ref_rows is not None:
-        tokens.append(ids.ref_audio)
-        start, stop = len(tokens), len(tokens) + len(ref_rows)
-        tokens += [ids.pad] * len(ref_rows)
-    tokens += [ids.text, *listed(text_ids), ids.audio]
-    place = torch.arange(len(tokens))
-    return torch.tensor(tokens), (place >= start) & (place < stop)
-
-
-def delay(codes, bos=1024, eos=1025):
-    """(T, K) codes -> (T + K - 1, K) int64 rows: codebook k is k BOC, its T codes, K - 1 - k EOC."""
-    codes = torch.as_tensor(codes).long()
-    frames, books = codes.shape
-    rows = torch.full((frames + books - 1, books), eos)
-    for k in range(books):
-        rows[:k, k] = bos
-        rows[k:k + frames, k] = codes[:, k]
-    return rows
-
-
-def undelay(rows):
-    """(T + K - 1, K) rows -> (T, K) codes, the inverse of delay; (0, K) for fewer rows than a frame takes."""
-    rows = torch.as_tensor(rows)
-    books = rows.shape[1]
-    frames = max(0, len(rows) - books + 1)
-    return torch.stack([rows[k:k + frames, k] for k in range(books)], dim=1)
-
-
-def label_mask(frames, books=8, bos=False):
-    """(T + 7, 8) bool, True where a cell of delay's rows is trained: codes and every EOC, and BOC where `bos`."""
-    row, book = torch.arange(frames + books - 1)[:, None], torch.arange(books)
-    return (row >= book) | bos
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -234,7 +161,8 @@ class PackedHiggs3(nn.Module):
         taken for EOC.
         """
         config, books = self.base_model.config, self.base_model.config.num_codebooks
-        hidden = self.hidden_states(batch).index_select(0, batch.audio_rows)
+        places = torch.cat([batch.text_pos, batch.audio_pos]).index_select(0, batch.audio_rows)
+        hidden = self.hidden_states(batch).index_select(0, places)
         logits, targets = self.base_model.logits(hidden).flatten(0, 1), batch.audio_targets.view(-1)
         losses = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
         with torch.no_grad():
@@ -401,7 +329,7 @@ def step(logits, state, sampling, generator=None):
 
 
 @torch.no_grad()
-def forced_logits(model, prompt, ref_rows, rows):
+def forced_logits(model, prompt, ref_rows, rows):      # noqa: F811
     """float32 (T + 7, 8, 1026) logits of every row, each from the prompt and the true rows before it.
 
     prompt: (input_ids, is_audio) of prompt(). ref_rows: (R, 8) or None. rows: (T + 7, 8) of delay().

@@ -160,10 +160,10 @@ def pack(ids, samples):
         start += lengths[-1]
     audio = torch.tensor(audio)
     text_pos, audio_pos = (~audio).nonzero()[:, 0], audio.nonzero()[:, 0]
-    none = torch.empty(0, dtype=torch.int64)
+    none, order = torch.empty(0, dtype=torch.int64), torch.cat([text_pos, audio_pos]).argsort()
     return PackedBatch(torch.tensor(tokens), torch.cat([torch.arange(n) for n in lengths]),
                        torch.tensor([0, *lengths]).cumsum(0).int(), torch.cat(inputs), audio_pos, text_pos,
-                       torch.cat([text_pos, audio_pos]).argsort(), torch.cat(at), torch.cat(targets), none, none,
+                       order, order[torch.cat(at)], torch.cat(targets), none, none,
                        max(lengths), tuple(lengths), (), {})
 
 
@@ -247,7 +247,8 @@ def test_draws_are_what_top_k_and_top_p_leave():
                                ({"top_k": 0, "top_p": 0.5}, [1, 0, 0, 0])):
         found = shares(temperature=1.0, **settings)
         assert [share == 0 for share in found] == [share == 0 for share in expected]
-        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32), rtol=0, atol=5 * math.sqrt(0.25 / 4000))
+        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32), rtol=0,
+                                   atol=5 * math.sqrt(0.25 / 4000))
 
 
 def steps_of(model, ids, clips, steps, change=lambda rows, mask: (rows, mask)):
