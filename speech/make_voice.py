@@ -346,8 +346,8 @@ def crops(rng, waves, latents):
         heard.append(torch.nn.functional.pad(waves[voice][clip][first * FRAME:(first + CROP) * FRAME],
                                              (0, missing * FRAME)))
         meant.append(torch.nn.functional.pad(latents[voice][clip][first:first + CROP], (0, 0, 0, missing)))
-        judged[number, :2] = first == 0
-        judged[number, CROP - 2:] = first + CROP == frames
+        judged[number, :2] = bool(first == 0)
+        judged[number, CROP - 2:] = bool(first + CROP == frames)
         judged[number, frames:] = False
     return torch.stack(heard), torch.stack(meant), judged
 
