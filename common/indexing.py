@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from common.loading import named
 from common.parallel import UserError
-from common.watchdog import ignore_in_worker
+from common.watchdog import init_loader
 
 HERE = 4            # parts made in this process before others are started: small files need none
 
@@ -108,7 +108,7 @@ def in_order(share, processes, take):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")        # its threads do not survive the fork
         others = iter(DataLoader(_Share(share, HERE, processes), batch_size=None, num_workers=processes,
                                  collate_fn=lambda part: part, multiprocessing_context="fork",
-                                 worker_init_fn=ignore_in_worker))
+                                 worker_init_fn=init_loader))
         for part in others:
             if isinstance(part, UserError):
                 raise part
