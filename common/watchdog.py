@@ -7,6 +7,7 @@ each of them prints where it stands, and all end with status 1, before the proce
 """
 import itertools
 import json
+import multiprocessing.queues
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from common import lifetime
 from common.checkpoint import write_atomically
+from common.loading import report_unsent
 from common.parallel import GRACE_S, claim_message, has_failed, hosts_store, note_pause, stood_still, woke
 
 MARKER = "requeue"
@@ -46,6 +48,7 @@ def init_loader(worker_id):
     a connection with a thread of theirs, whose traceback would hide what the trainer's peers say.
     """
     lifetime.end_with_trainer()
+    multiprocessing.queues.Queue._on_queue_feeder_error = report_unsent
     for number in (*SIGNALS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     show = sys.excepthook
@@ -125,7 +128,7 @@ class Watchdog:
                     leave = time.monotonic() + self.grace_s     # time for the stacks of other ranks
                 time.sleep(self.beat_s)
         except Exception as error:      # the store is gone: its host is
-            mine = lifetime.first_on_node()     # without a store, ranks of several nodes cannot agree on which one prints
+            mine = lifetime.first_on_node()     # one line a node: without a store they cannot agree on more
             time.sleep(GRACE_S)         # torchrun, when it noticed too, ends this process meanwhile
             if not _at_rest.is_set():
                 # A rank that knows of a claim prints nothing. After a pause of this process the run may have ended with
