@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from common.checkpoint import naming
 from common.loading import named
 from common.parallel import UserError
 from common.watchdog import init_loader
@@ -35,21 +36,24 @@ class Column:
     def append(self, values):
         """Add an array, or a list of numbers."""
         values = np.ascontiguousarray(values, self.dtype)
-        self.file.write(values.tobytes())
+        with naming(self.path):
+            self.file.write(values.tobytes())
         self.length, self._mapped = self.length + len(values), None
 
     def array(self):
         """All that is in it, mapped."""
         if self._mapped is None:
-            self._write_header()
-            self.file.flush()
+            with naming(self.path):
+                self._write_header()
+                self.file.flush()
             self._mapped = np.load(self.path, mmap_mode="r" if self.length else None)   # nothing cannot be mapped
         return self._mapped
 
     def close(self):
         """The file is whole from here on."""
-        self._write_header()
-        self.file.close()
+        with naming(self.path):
+            self._write_header()
+            self.file.close()
 
 
 class Lists:

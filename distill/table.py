@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from common import loading, parallel
+from common.checkpoint import naming
 from common.indexing import Column, in_order
 from common.parallel import UserError
 from common.problems import problem, settle
@@ -124,9 +125,10 @@ def write_table(folder, paths, encoder, limit, policy, teacher=None, processes=0
         found["bad"] = settle(problems, drop, output_dir, hint)
         for column in columns.values():
             column.close()
-        for name, values in (teacher.arrays(paths[0]) if teacher else {}).items():
-            np.save(folder / f"{name}.npy", values)
-        (folder / "sources.json").write_text(json.dumps([str(path) for path in paths]))
+        with naming(folder):
+            for name, values in (teacher.arrays(paths[0]) if teacher else {}).items():
+                np.save(folder / f"{name}.npy", values)
+            (folder / "sources.json").write_text(json.dumps([str(path) for path in paths]))
     except BaseException:
         if new:
             shutil.rmtree(folder, ignore_errors=True)
