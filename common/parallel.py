@@ -253,7 +253,11 @@ def leave(status):
 
 
 def _ignore_loaders():
-    """The end of a loader process raises nothing any more: torch's SIGCHLD handler would, amid an ending."""
+    """The end of a loader process raises nothing any more: torch's SIGCHLD handler would, amid an ending.
+
+    Nor is anything printed of loaders that could not be made whole, which cannot be deleted.
+    """
+    sys.unraisablehook = lambda found: None
     for _ in range(2):      # the first call may raise what has come already
         with contextlib.suppress(Exception):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -227,6 +227,9 @@ def encode_share(world, work, folder, codec_dir, num_codebooks, num_proc, wait_l
             _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progress, problems)
     except UserError as error:      # told to every rank by the caller
         problems.append(str(error))
+    except BaseException:
+        progress.close()        # the error's line begins behind it
+        raise
     progress.finish()
     return problems
 
@@ -303,6 +306,9 @@ class Progress:
                 self.bar.update(done - self.bar.n)
                 time.sleep(0.1)
             self.bar.update(self._count("clips") - self.bar.n)
+        self.close()
+
+    def close(self):
         if self.bar:
             self.bar.close()
 
