@@ -15,6 +15,7 @@ from pathlib import Path
 POLL_S = 0.5        # seconds between two looks at the parent
 
 _name = []          # the socket of first_on_node
+_asking = threading.Lock()
 
 
 def end_with(parent, words=""):
@@ -58,11 +59,13 @@ def is_adopted(parent):
 
 
 def first_on_node():
-    """True for the first of a run's ranks on this node that asks, as long as it lives. It needs no other process."""
-    name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    try:        # a name without a file, which Linux gives to one process at a time
-        name.bind("\0flat-trainers {MASTER_ADDR} {MASTER_PORT}".format(**os.environ))
-    except OSError:
-        return False
-    _name.append(name)
-    return True
+    """True in the first of a run's ranks on this node that asks, as long as it lives. It needs no other process."""
+    with _asking:
+        if not _name:
+            name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            try:        # a name without a file, which Linux gives to one process at a time
+                name.bind("\0flat-trainers {MASTER_ADDR} {MASTER_PORT}".format(**os.environ))
+            except OSError:
+                return False
+            _name.append(name)
+        return True

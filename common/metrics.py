@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import socket
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -91,6 +92,8 @@ class MetricsLog:
         self.board = self.wandb = None
         if report_to == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
+            show = threading.excepthook     # a full disk, which add_scalar raises, its thread would print as well
+            threading.excepthook = lambda found: None if issubclass(found.exc_type, OSError) else show(found)
             self.board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
             self.board.add_text("config", "```\n" + json.dumps(config, indent=1) + "\n```", resumed_step)
         if report_to == "wandb":
