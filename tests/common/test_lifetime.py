@@ -1,5 +1,6 @@
 """Processes end with the one that started them, and only then. Whole runs: test_recovery.py."""
 import ast
+import contextlib
 import fcntl
 import os
 import signal
@@ -126,13 +127,18 @@ def killed_with_full_pipes(lock):
     in_order(share, 3, take)
 
 
+def is_free(lock):
+    with open(lock) as file, contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+
+
 def test_processes_with_full_pipes_end_with_their_trainer(pool, tmp_path):
     statuses, output = pool.run(1, f"{__name__}.killed_with_full_pipes", str(tmp_path / "lock"))
     assert statuses == [-signal.SIGKILL], output
     session = int(output.split("session ")[1].split()[0])
     wait_until(lambda: not in_session(session), "end of all")
-    with open(tmp_path / "lock") as free:
-        fcntl.flock(free, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    wait_until(lambda: is_free(tmp_path / "lock"), "end of all threads of all")
 
 
 def test_every_loader_begins_with_what_ends_it():
