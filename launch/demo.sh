@@ -22,8 +22,8 @@ half=$((STEPS / 2))
 mkdir -p "$OUT"
 run=$(mktemp -d "$OUT/run-XXXX")
 
-train() {
-    torchrun "${one_machine[@]}" --nproc-per-node="$ranks" train_v2_ddp.py \
+train() {       # in a subshell: exec makes its process torchrun's
+    exec torchrun "${one_machine[@]}" --nproc-per-node="$ranks" train_v2_ddp.py \
         --model_path "$voice/model" --audio_tokenizer_path "$voice/codec" \
         --train_data_file "$voice/train.json" --code_cache "$OUT/codes" \
         --output_dir "$run" --logging_dir "$OUT/tensorboard" \
@@ -41,20 +41,20 @@ speak() {       # speak NAME [flags]: the held-out sentences
         --output_dir "$run/$1" "${@:2}"
 }
 
-printf '%s\n' "four two seven." "one nine three six." >"$run/prompts.txt"
+printf '%s\n' "seven four two." "six one two four seven." >"$run/prompts.txt"
 
 echo "== the base speaks, before training"
 speak before
 
-echo "== training to step $STEPS; after step $half one process is killed"
-train &
+echo "== training to step $STEPS; one process is killed after step $half"
+(train) &
 while kill -0 $! 2>/dev/null && [ ! -e "$run/checkpoint-$half/manifest.json" ]; do sleep 0.2; done
 read -r victim _ <"/proc/$!/task/$!/children" || die "training ended before step $half"
 kill -KILL "$victim"
-if wait $!; then die "training went on without a process"; fi
+if wait $!; then die "training ended well without one of its processes"; fi
 
 echo "== the same command again: it resumes from the newest checkpoint"
-train
+(train)
 
 echo "== the adapter speaks"
 speak after --adapter "$run/checkpoint-$STEPS"
@@ -62,6 +62,7 @@ speak after --adapter "$run/checkpoint-$STEPS"
 echo "== result"
 status=0
 python common/report.py "$run" --samples "$run/after" --check_fell || status=$?
+python speech/judge_demo.py "$run/before" "$run/after" --voice_dir "$voice" || status=$?
 cat <<END
 listen to:    $run/before/*.wav, $run/after/*.wav
 adapter:      $run/checkpoint-$STEPS   (PeftModel.from_pretrained loads it)

@@ -38,7 +38,7 @@ def build_parser():
     p.add_argument("--held_out", type=int, default=40, help="texts of 3 to 5 words that are in no training list")
     p.add_argument("--encoder_steps", type=int, default=2200, help="steps of the codec's encoder, 4 crops of 0.8 s")
     p.add_argument("--decoder_steps", type=int, default=1300, help="steps of the codec's decoder, likewise")
-    p.add_argument("--base_steps", type=int, default=4000, help="steps of the base, 16 clips each")
+    p.add_argument("--base_steps", type=int, default=2400, help="steps of the base, 16 clips each")
     p.add_argument("--ranks", type=int, default=2, help="processes that train the base; 16 is a multiple of it")
     p.add_argument("--seed", type=int, default=0, help="of texts, weights and order")
     p.add_argument("--only", choices=("encoder", "decoder", "base"), help="of what is trained side by side, only this")
@@ -140,7 +140,7 @@ def read_texts(path, seed, base, new, held_out):
     """choose_texts, kept in a file. Raises UserError where that has other counts."""
     if not path.exists():
         texts = choose_texts(seed, base, new, held_out)
-        write_atomically(path, lambda temporary: temporary.write_text(json.dumps(texts, indent=1) + "\n"))
+        write_atomically(path, lambda temporary: temporary.write_text(json.dumps(texts) + "\n"))
     texts = json.loads(path.read_text())
     counts = [len(texts[name]) for name in (BASE, NEW, "held_out")]
     if counts != [base, new, held_out]:
@@ -538,7 +538,9 @@ def fill_cache(out_dir, paths):
 
 def write_ogg(path, waves):
     """Waves one behind the other in an ogg file -> [{"offset", "duration"} in seconds] of each."""
-    soundfile.write(path, np.concatenate(waves), SAMPLE_RATE, format="OGG", subtype="VORBIS", compression_level=0.9)
+    with soundfile.SoundFile(path, "w", SAMPLE_RATE, 1, "OPUS", format="OGG", compression_level=0.95) as file:
+        for wave in waves:      # one by one: libsndfile 1.2.2 crashes where it gets minutes at once
+            file.write(wave)
     ends = np.cumsum([len(wave) for wave in waves])
     return [{"offset": round((end - len(wave)) / SAMPLE_RATE, 2), "duration": round(len(wave) / SAMPLE_RATE, 2)}
             for end, wave in zip(ends.tolist(), waves)]
@@ -574,7 +576,7 @@ def make_product(args, texts, product):
     for name, made in (("train", save_clips(building, NEW, clips, NEW, texts[NEW])),
                        ("held", save_clips(building, f"held-{NEW}", clips, NEW, texts["held_out"])),
                        ("held_base", save_clips(building, f"held-{BASE}", clips, BASE, texts["held_out"]))):
-        (building / f"{name}.json").write_text(json.dumps(made, indent=1) + "\n")
+        (building / f"{name}.json").write_text(json.dumps(made) + "\n")
     shutil.copy(args.out_dir / "texts.json", building)
     write_about(args, building)
     if product.exists():

@@ -30,7 +30,7 @@ def say(voices):
     config, tokenizer = weights.native_config(config_dict), weights.load_tokenizer(folder)
     ids = token_ids(tokenizer, config)
     codec, bandwidth = load_codec(VOICE / "codec", torch.device("cpu"), ids.num_codebooks)
-    samples = speak.read_prompts(VOICE / "held.json")[::4][:SENTENCES]
+    samples = speak.read_prompts(VOICE / "held.json", normalize=True)[::4][:SENTENCES]
     prompts = speak.prepare(samples, tokenizer, ids, codec, bandwidth, 1000)
 
     def run(model=VOICE / "model", adapter=None, **changed):
