@@ -6,7 +6,8 @@
 set -euo pipefail
 
 OUT=${OUT:-demo_out}          # everything is written below this folder
-STEPS=${STEPS:-700}           # optimizer steps
+STEPS=${STEPS:-500}           # optimizer steps, of 16 clips each
+RANKS=${RANKS:-}              # processes that train: 1, 2, 4, 8 or 16 (default: 1 on a machine with one GPU, else 2)
 
 here=$(dirname "${BASH_SOURCE[0]}")
 # shellcheck source=launch/env.sh
@@ -16,7 +17,7 @@ source "$REPO/launch/setup.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
-ranks=$((gpus == 1 ? 1 : 2))
+ranks=${RANKS:-$((gpus == 1 ? 1 : 2))}
 voice=launch/voice
 half=$((STEPS / 2))
 mkdir -p "$OUT"
@@ -49,7 +50,8 @@ speak before
 echo "== training to step $STEPS; one process is killed after step $half"
 (train) &
 while kill -0 $! 2>/dev/null && [ ! -e "$run/checkpoint-$half/manifest.json" ]; do sleep 0.2; done
-read -r victim _ <"/proc/$!/task/$!/children" || die "training ended before step $half"
+victim=$(grep -l "^PPid:[[:space:]]*$!\$" /proc/[0-9]*/status 2>/dev/null | head -n 1 | cut -d / -f 3 || true)
+[ -n "$victim" ] || die "training ended before step $half"
 kill -KILL "$victim"
 if wait $!; then die "training ended well without one of its processes"; fi
 

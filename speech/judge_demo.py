@@ -54,6 +54,7 @@ from speech.speech_metrics import RATE
 
 DIGITS = "zero one two three four five six seven eight nine".split()
 GRAMMAR = f"#JSGF V1.0; grammar digits; public <sentence> = ({' | '.join(DIGITS)})+;"
+LOW_HZ = 80     # below is no pitch of these voices, but at 75 Hz a hum of the small codec: its first upsampling step
 SHIFT = 7       # how far texts are moved along the clips for the shuffled comparison
 
 
@@ -92,10 +93,12 @@ def plain_likeness(wave, reference):
     """Minus the distance of two voices: octaves between median pitches, plus mean spectra's distance in 10 dB."""
     if not len(wave):
         return -np.inf
-    (pitch_a, mean_a), (pitch_b, mean_b) = ((np.log2(np.median(f[f > 0]) if (f > 0).any() else 1.0), c.mean(0))
-                                            for f, c in ((speech_metrics.pitch(x), speech_metrics.cepstra(
-                                                speech_metrics.mel_energies(x))) for x in (wave, reference)))
-    return -abs(pitch_a - pitch_b) - speech_metrics.cepstral_distances(mean_a[None], mean_b[None])[0, 0] / 10
+    pitches, means = [], []
+    for heard in (wave, reference):
+        pitch = speech_metrics.pitch(heard)
+        pitches.append(np.log2(np.median(pitch[pitch > LOW_HZ]) if (pitch > LOW_HZ).any() else LOW_HZ))
+        means.append(speech_metrics.cepstra(speech_metrics.mel_energies(heard)).mean(0, keepdims=True))
+    return -abs(pitches[0] - pitches[1]) - float(speech_metrics.cepstral_distances(*means)[0, 0]) / 10
 
 
 def likenesses(waves, references):
