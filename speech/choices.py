@@ -9,7 +9,7 @@ LORA_TARGETS = {        # endings of module names
     "all-linear": [*ATTENTION, "gate_proj", "up_proj", "down_proj"],        # both FFNs, no head, no embedding
 }
 
-CHECKS = ("invalid", "control_token", "too_long")        # of samples, for --drop_bad
+CHECKS = ("invalid", "control_token", "audio", "too_long")       # of samples, for --drop_bad
 
 LAYOUTS = ("native", "2025")            # of a checkpoint
 DTYPES = ("float32", "bfloat16")        # of its weights

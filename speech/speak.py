@@ -115,15 +115,20 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
     """
     builder, problems, codes = TableBuilder(tokenizer, ids), [], {}
     builder.add(samples, problems)
-    for number in sorted({c for i in range(len(builder)) for c in builder.clips_of(i)[:-1]}):
-        clip = builder.clips[number]
+    users = {}      # clip: the prompts that it is heard in
+    for i in range(len(builder)):
+        for number in builder.clips_of(i)[:-1]:
+            users.setdefault(number, {})[builder.names[i].tobytes().decode()] = True
+    for number in sorted(users):
+        clip, why = builder.clips[number], ""
         try:
             wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
             codes[number] = encode_clip(codec, wave, bandwidth, ids.num_codebooks)
         except ValueError as error:
-            problems.append(f"{clip.path}: {error}")
+            why = str(error)
         except torch.OutOfMemoryError:
-            problems.append(f"{clip.path}: {len(wave) / SAMPLE_RATE:.0f} s are too long to encode on this device")
+            why = f"{len(wave) / SAMPLE_RATE:.0f} s are too long to encode on this device"
+        problems += [f"{name}: its audio {clip.path}: {why}" for name in users[number] if why]
     if problems:
         raise UserError(parallel.problem_text(problems))
     prompts = []
