@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
+from common import tensor_files
 from common.loading import each
 from common.parallel import UserError, all_ranks_ok, gather_objects, problem_text, rank0_first
 from common.watchdog import Stopped, ignore_in_worker, stop_requested
@@ -198,6 +199,7 @@ def load_codec(codec_dir, device, num_codebooks):
     lost = sorted(info["missing_keys"]) + sorted(info["unexpected_keys"])
     if lost:
         raise UserError(f"{codec_dir}: {len(lost)} missing or unexpected codec weights, first {lost[:5]}")
+    tensor_files.check_finite(dict(codec.named_parameters()), codec_dir)
     return codec.to(device).eval(), bandwidth
 
 
