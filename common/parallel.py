@@ -300,12 +300,13 @@ def all_ranks_ok(world, problems):
         raise UserError(problem_text(lines))
 
 
-def problem_text(lines, shown=20):
-    """Many problems as one message: the first `shown`, then how many more there are."""
-    if len(lines) == 1:
+def problem_text(lines, shown=20, total=None):
+    """Many problems as one message: the first `shown`, then how many more there are of `total` (default: all given)."""
+    total = total or len(lines)
+    if total == 1:
         return lines[0]
-    more = [f"  ... and {len(lines) - shown} more"] if len(lines) > shown else []
-    return "\n".join([f"{len(lines)} problems:"] + [f"  {line}" for line in lines[:shown]] + more)
+    more = [f"  ... and {total - shown} more"] if total > shown else []
+    return "\n".join([f"{total} problems:"] + [f"  {line}" for line in lines[:shown]] + more)
 
 
 def all_sum(world, tensor):

@@ -17,7 +17,7 @@ import numpy as np
 
 from common.indexing import Column, Lists, in_order, token_lists
 from common.parallel import UserError
-from common.problems import problem, settle
+from common.problems import Problems, problem, settle
 from speech.codes import FRAME_RATE, CodeReader
 from speech.conversations import Clip
 from speech.labels import CONTROL_TOKENS, conversation_pieces
@@ -290,7 +290,7 @@ def read_all(train, held_out, tokenizer, ids, task_type, ref_in_system, folder=N
     that cannot be used, or when a source is empty. drop: checks (choices.CHECKS) whose samples are dropped and counted
     instead. output_dir: where all that cannot be used are listed, None: nowhere.
     """
-    builder, problems, counts = TableBuilder(tokenizer, ids, folder), [], []
+    builder, problems, counts = TableBuilder(tokenizer, ids, folder), Problems(drop, output_dir), []
     for source in (train, held_out):
         before = len(builder)
 
@@ -302,15 +302,15 @@ def read_all(train, held_out, tokenizer, ids, task_type, ref_in_system, folder=N
             builder.append(part[0])
             for wrong in part[1]:
                 wrong.file = str(source)
-                problems.append(wrong)
+            problems.add(part[1])
 
         if source:
             in_order(chunks, processes, take)
-            if len(builder) == before and all(p.check in drop for p in problems):
-                settle(problems, drop, output_dir)
-                raise UserError(f"{source}: holds no samples" + (" that can be used" if problems else ""))
+            if len(builder) == before and not problems.stopping:
+                problems.settle()
+                raise UserError(f"{source}: holds no samples" + (" that can be used" if problems.counts else ""))
         counts.append(len(builder) - before)
-    if said := settle(problems, drop, output_dir):
+    if said := problems.settle():
         print(f"data       dropped: {said}", flush=True)
     return builder, counts[0]
 
@@ -331,9 +331,9 @@ def split_samples(n_train, n, share, seed):
 
 
 def too_long(table, numbers, flag, limit, file):
-    """Problems of samples that have more tokens than a limit that a flag sets."""
-    return [problem(table.name(i), "too_long", f"{table.lengths[i]} tokens ({table.frames[i] / FRAME_RATE:.1f} s of "
-                    f"audio), more than {flag} {limit}", file) for i in numbers[table.lengths[numbers] > limit]]
+    """Iterator over the Problems of samples that have more tokens than a limit that a flag sets."""
+    return (problem(table.name(i), "too_long", f"{table.lengths[i]} tokens ({table.frames[i] / FRAME_RATE:.1f} s of "
+                    f"audio), more than {flag} {limit}", file) for i in numbers[table.lengths[numbers] > limit])
 
 
 def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=True, files=("", ""), output_dir=None):
@@ -346,9 +346,9 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
     train, held_out = (numbers[table.audible[numbers]] for numbers in (train, held_out))
     limits = {"--max_length": max_length} | ({"--max_tokens_per_batch": max_tokens} if max_tokens else {})
     flag, limit = min(limits.items(), key=lambda item: item[1])
-    problems = [p for numbers, file in zip((train, held_out), files)
-                for p in too_long(table, numbers, flag, limit, file or files[0])]
-    settle(problems, ("too_long",) if drop else (), output_dir if problems else None,
+    problems = (p for numbers, file in zip((train, held_out), files)
+                for p in too_long(table, numbers, flag, limit, file or files[0]))
+    settle(problems, ("too_long",) if drop else (), output_dir,
            "\nfix: shorten them, raise the limit, or pass --drop_too_long", more=True)
     train_ids, eval_ids = (numbers[table.lengths[numbers] <= limit] for numbers in (train, held_out))
     if say and len(train_ids) + len(eval_ids) < len(train) + len(held_out):
