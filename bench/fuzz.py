@@ -152,7 +152,7 @@ def server(folder, data):
     try:
         answer = teacher.read_answer(json_files.loads(data))
         json.dumps(answer.text, ensure_ascii=False).encode()
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except teacher.MALFORMED as error:
         check_said(error_text(teacher.explain(error)))
 
 
