@@ -1,31 +1,22 @@
-"""Speech datasets of every known shape -> one canonical conversation per sample.
+"""A raw sample of any known shape -> one canonical conversation.
 
-Reads a ChatML JSON list or JSONL (the community's "reference + 'Please generate speech ...'" form, the canonical
-zero-shot form, samples without a reference, several speakers) and the metadata.json folder. The canonical form is the
+Takes ChatML (the community's "reference + 'Please generate speech ...'" form, the canonical zero-shot form, samples
+without a reference, several speakers), into which speech/sources.py turns every other format. The canonical form is the
 one Higgs-Audio's own inference builds (boson-ai/higgs-audio examples/generation.py): a system turn, a user turn with
 each reference's transcript answered by an assistant turn with its clip, then the target text answered by the target
 clip. Text is never cut or normalised (only the folder format is normalised, as its original trainer did).
 """
-import json
-import math
 import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.parallel import UserError
-from common.problems import problem
-from speech.choices import DEFAULT_SYSTEM, TASK_TYPES
+from speech.choices import DEFAULT_SYSTEM
 
 SCENE = "<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
-AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg")
 # the instruction the community form puts before the target text; only this prefix is removed, never text after a colon
 INSTRUCTION = re.compile(r"^\s*please generate speech\b[^:]*:\s*", re.IGNORECASE)
-DECODER = json.JSONDecoder(parse_constant={"Infinity": math.inf, "-Infinity": -math.inf}.get)       # NaN: None
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
-WHITE = re.compile(r"[ \t\n\r]*")
-PIECE = 2**20           # characters of a JSON list in memory at a time
-SKIPPED = object()      # stands for an entry that was asked to be left out
 KNOWN = 100_000         # audio files remembered by name: references come again, targets mostly do not
 
 
@@ -92,173 +83,6 @@ class Paths:
         return next((os.path.abspath(t) for t in tried if os.path.isfile(t)), tried)
 
 
-def read_samples(path, problems, task_type="single_speaker_smart_voice", ref_in_system=False, prompts=False):
-    """Yield the Samples of a data file (JSON, JSONL) or folder (metadata.json or audio + .txt pairs).
-
-    A sample that cannot be used appends one line to the list `problems` (file, sample, reason) and is not yielded; the
-    caller decides. task_type and ref_in_system shape the folder format only. prompts: as canonical_prompt makes them.
-    Raises UserError when the file itself cannot be read.
-    """
-    for _, found in _numbered(path, lambda number: True, task_type, ref_in_system, prompts):
-        if isinstance(found, Sample):
-            yield found
-        else:
-            problems.append(found)
-
-
-def read_chunks(path, size, first=0, step=1, task_type="single_speaker_smart_voice", ref_in_system=False):
-    """Yield (Samples, problems) of every `step`-th chunk of `size` entries from chunk `first` on; see read_samples.
-
-    So several processes can share the work: what is not asked for is passed over, lines even unread.
-    """
-    def wanted(number):
-        chunk = number // size
-        return chunk >= first and (chunk - first) % step == 0
-
-    stop, samples, problems = (first + 1) * size, [], []
-    for number, found in _numbered(path, wanted, task_type, ref_in_system, False):
-        if number >= stop:
-            yield samples, problems
-            stop, samples, problems = stop + step * size, [], []
-        if found is not None:
-            (samples if isinstance(found, Sample) else problems).append(found)
-    if samples or problems:
-        yield samples, problems
-
-
-def _numbered(path, wanted, task_type, ref_in_system, prompts):
-    """Yield (number, found) of every entry: its Sample, a line on what is wrong with it, or None if it is left out."""
-    path = Path(path)
-    if path.is_dir():
-        paths, entries = Paths(path.resolve()), folder_entries(path, task_type, ref_in_system, wanted)
-    else:
-        paths, entries = Paths(path.resolve().parent), enumerate(json_entries(path, wanted))
-    make, place = canonical_prompt if prompts else canonical_sample, f"{path} sample"
-    for number, entry in entries:
-        if entry is SKIPPED or not wanted(number):
-            yield number, None
-            continue
-        name = f"{place} {number}"
-        try:
-            if isinstance(entry, BadSample):
-                name = f"{path / 'metadata.json'} sample {number}"
-                raise entry
-            if isinstance(entry, dict):
-                misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
-                label = misc.get("sample_id") or entry.get("id") or entry.get("speaker")
-                name += f" ({label})" if label else ""
-            sample = make(name, entry, paths)
-        except BadSample as error:
-            yield number, problem(f"{name}{error.place}", "invalid", error, path)
-        else:
-            yield number, sample
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Files -> raw entries
-
-
-def json_entries(path, wanted=lambda number: True):
-    """Yield the raw samples of a JSON list, one JSON object, or JSONL. Raises UserError naming line and column.
-
-    wanted(number): whether the entry is read; else SKIPPED is yielded in its place.
-    """
-    try:
-        with open(path, encoding="utf-8-sig") as f:
-            head = f.read(1)
-            while head[-1:].isspace() and (more := f.read(1)):
-                head += more
-            if head.endswith("["):
-                yield from _list_entries(f, path, head)
-                return
-            f.seek(0)
-            first_line = next((line for line in f if line.strip()), "")
-            f.seek(0)
-            if head.endswith("{") and (_is_json(first_line) or str(path).endswith(".jsonl")):
-                entry = 0
-                for number, line in enumerate(f, 1):
-                    if not line.isspace():
-                        yield _loads(line, path, number) if wanted(entry) else SKIPPED
-                        entry += 1
-                return
-            data = _loads(f.read(), path, 1)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a ChatML JSON or JSONL file")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: is not UTF-8 text ({error.reason}, line {_bad_line(path)})")
-    if not isinstance(data, dict) or "messages" not in data:
-        raise UserError(f"{path}: holds a JSON {type(data).__name__}, not a list of samples with 'messages'")
-    yield data
-
-
-def _list_entries(f, path, text):
-    """Yield the entries of the JSON list that goes on in file f after `text`, its beginning up to the bracket.
-
-    One at a time: a list of millions as Python objects takes several times the memory of its text.
-    """
-    at, first, line, column = len(text), True, 1, 1         # line and column of the beginning of text
-    while True:
-        try:
-            end = WHITE.match(text, at).end()
-            empty = first and text[end:end + 1] == "]"
-            if not empty:
-                entry, end = DECODER.raw_decode(text, end)
-                end = WHITE.match(text, end).end()
-                if text[end:end + 1] not in (",", "]"):
-                    raise json.JSONDecodeError("Expecting ',' delimiter", text, end)
-        except json.JSONDecodeError as error:               # wrong, or goes on in the next piece
-            if not (more := f.read(max(PIECE, len(text)))):
-                raise _not_json(error, path, line, column)
-            line, column = line + text.count("\n", 0, at), at - text.rfind("\n", 0, at) + (
-                column - 1) * ("\n" not in text[:at])
-            text, at = text[at:] + more, 0
-            continue
-        if not empty:
-            yield entry
-        if text[end] == "]":
-            break
-        at, first = end + 1, False
-    text += f.read()
-    if (end := WHITE.match(text, end + 1).end()) < len(text):
-        raise _not_json(json.JSONDecodeError("Extra data", text, end), path, line, column)
-
-
-def _is_json(line):
-    try:
-        json.loads(line)
-        return True
-    except ValueError:
-        return False
-
-
-def _bad_line(path):
-    """Number of the first line that is not UTF-8; the reader's own error counts from its last buffer, not the start."""
-    with open(path, "rb") as f:
-        for number, line in enumerate(f, 1):
-            try:
-                line.decode()
-            except UnicodeDecodeError:
-                return number
-
-
-def _loads(text, path, line):
-    if not text.strip():
-        raise UserError(f"{path}: is empty")
-    try:
-        return DECODER.decode(text)
-    except json.JSONDecodeError as error:
-        raise _not_json(error, path, line)
-
-
-def _not_json(error, path, line, column=1):
-    """UserError of a JSONDecodeError in a text that begins at this line and column of the file."""
-    whole = error.doc.rstrip()
-    cut = error.pos >= len(whole) - 1 or whole[-1] not in "]}"
-    return UserError(f"{path}: not valid JSON at line {line + error.lineno - 1} "
-                     f"column {error.colno + (column - 1) * (error.lineno == 1)}: "
-                     f"{'the file looks truncated' if cut else error.msg}")
-
-
 def normalise_text(text):
     """Text as the folder format's trainer and Higgs' own inference feed it: ASCII punctuation, sound tags, final stop.
 
@@ -275,100 +99,6 @@ def _sound_tag(match):
     name = {"laugh": "Laughter", "sing": "Singing"}.get(match[1], match[1].capitalize())
     kind = {" start": "SE_s", " end": "SE_e"}.get(match[2], "SE")
     return f"<{kind}>[{name}]</{kind}>"
-
-
-def folder_entries(folder, task_type, ref_in_system, wanted):
-    """Yield (number, raw sample) of a folder: metadata.json, or every audio file with a .txt beside it.
-
-    Instead of a raw sample: SKIPPED where it is not wanted(number), the BadSample that says why it cannot be used.
-    """
-    meta = folder / "metadata.json"
-    if meta.is_file():
-        data = json_value(meta)
-        samples = data.get("samples") if isinstance(data, dict) else None
-        if not isinstance(samples, list):
-            raise UserError(f"{meta}: has no list 'samples'")
-    else:
-        audio = sorted(p for p in folder.iterdir() if p.suffix.lower() in AUDIO_FILES)
-        samples = [{"id": p.stem, "audio_file": p.name, "transcript_file": p.with_suffix(".txt").name} for p in audio]
-        if not samples:
-            raise UserError(f"{folder}: has neither metadata.json nor audio files ({', '.join(AUDIO_FILES)})")
-    unused = 0
-    for number, raw in enumerate(samples):
-        try:
-            if not isinstance(raw, dict):
-                raise BadSample(f"is a {type(raw).__name__}, not an object")
-            task = raw.get("task_type") or task_type
-            unused += bool(raw.get("ref_audio_file") or raw.get("ref_speakers")) and not str(task).endswith("cloning")
-            yield number, folder_sample(folder, raw, task, ref_in_system) if wanted(number) else SKIPPED
-        except BadSample as error:
-            error.place = f" ({raw.get('id', '?') if isinstance(raw, dict) else '?'})"
-            yield number, error
-    if unused and wanted(len(samples) - 1):     # of several readers one says it
-        print(f"{meta}: {unused} samples have reference clips that their task type does not use; "
-              f"--task_type zero_shot_voice_cloning trains with them", flush=True)
-
-
-def json_value(path):
-    """The one JSON value of a file, whatever its type."""
-    try:
-        return _loads(path.read_text(encoding="utf-8-sig"), path, 1)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error})")
-
-
-def _filled(raw, *keys):
-    return isinstance(raw, dict) and all(isinstance(raw.get(key), str) and raw[key] for key in keys)
-
-
-def folder_sample(folder, raw, task, ref_in_system):
-    """One metadata.json entry -> a raw ChatML sample."""
-    if task not in TASK_TYPES:
-        raise BadSample(f"unknown task_type {task!r}; known: {', '.join(TASK_TYPES)}")
-
-    def read(key):
-        if not _filled(raw, key):
-            raise BadSample(f"has no {key!r}")
-        try:
-            return normalise_text((folder / raw[key]).read_text(encoding="utf-8-sig"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadSample(f"{key} {raw[key]!r} cannot be read ({error})")
-
-    if not _filled(raw, "audio_file"):
-        raise BadSample("has no 'audio_file'")
-    references = []                                             # (speaker tag, transcript, audio)
-    if task == "zero_shot_voice_cloning":
-        if not _filled(raw, "ref_audio_file", "ref_transcript"):
-            raise BadSample("zero_shot_voice_cloning needs 'ref_audio_file' and 'ref_transcript'")
-        references = [("", raw["ref_transcript"], raw["ref_audio_file"])]
-    elif task == "multi_speaker_voice_cloning":
-        for speaker in raw.get("ref_speakers") or []:
-            if not _filled(speaker, "ref_audio_file", "ref_transcript"):
-                raise BadSample("every ref_speakers entry needs 'ref_audio_file' and 'ref_transcript'")
-            tag = str(speaker.get("speaker_tag") or f"SPEAKER{len(references)}").strip("[]")
-            references.append((f"[{tag}] ", speaker["ref_transcript"], speaker["ref_audio_file"]))
-        if not references:
-            raise BadSample("multi_speaker_voice_cloning needs 'ref_speakers'")
-    scene = f"Audio is recorded from {str(raw['scene']).replace('_', ' ')}." if raw.get("scene") else ""
-    system, turns = [{"type": "text", "text": DEFAULT_SYSTEM}], []
-    if ref_in_system and references:
-        scene_parts = [{"type": "text", "text": "\n\n<|scene_desc_start|>\n" + (scene + "\n\n" if scene else "")}]
-        for i, (tag, _, audio) in enumerate(references):
-            label = tag.strip("[] ") or "SPEAKER0"
-            scene_parts += [{"type": "text", "text": ("\n" if i else "") + f"{label}:"},
-                            {"type": "audio", "audio_url": audio}]
-        system += scene_parts + [{"type": "text", "text": "\n<|scene_desc_end|>"}]
-    else:
-        if scene:
-            system.append({"type": "text", "text": "\n\n" + SCENE.format(scene)})
-        for tag, transcript, audio in references:
-            turns += [{"role": "user", "content": tag + normalise_text(transcript)},
-                      {"role": "assistant", "content": {"type": "audio", "audio_url": audio}}]
-    return {"messages": [{"role": "system", "content": system}, *turns,
-                         {"role": "user", "content": read("transcript_file")},
-                         {"role": "assistant", "content": {"type": "audio", "audio_url": raw["audio_file"],
-                                                           "duration": raw.get("duration")}}],
-            "speaker": raw.get("speaker_id") or raw.get("speaker_name"), "misc": {"sample_id": raw.get("id")}}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -28,11 +28,11 @@ from speech.conversations import (
     Clip,
     Paths,
     canonical_prompt,
-    read_samples,
     spoken_text,
 )
 from speech.encode import decode_audio, encode_clip
 from speech.labels import assemble
+from speech.sources import read_samples
 from speech.table import TableBuilder
 
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList  # isort: skip

@@ -19,8 +19,9 @@ from common.indexing import Column, Lists, in_order, token_lists
 from common.parallel import UserError
 from common.problems import problem, settle
 from speech.codes import FRAME_RATE, CodeReader
-from speech.conversations import Clip, read_chunks
+from speech.conversations import Clip
 from speech.labels import CONTROL_TOKENS, conversation_pieces
+from speech.sources import read_chunks
 
 CHUNK = 2048            # entries of a file that are tokenised together
 ROWS = 2**18            # samples whose columns are in memory together

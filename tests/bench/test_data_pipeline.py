@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from common.packing import PackOrder, best_fit
 from common.parallel import UserError
 from common.watchdog import ignore_in_worker
-from speech import conversations
+from speech import json_files
 from tests.helpers.trainer import ROOT
 
 
@@ -100,9 +100,9 @@ def test_a_list_read_in_pieces_is_the_list_and_its_errors_stand_where_they_are(t
     except json.JSONDecodeError as error:
         expected = f"line {error.lineno} column {error.colno}:"
     for piece in (1, 2, 3, 5, 1000):
-        monkeypatch.setattr(conversations, "PIECE", piece)
+        monkeypatch.setattr(json_files, "PIECE", piece)
         try:
-            assert list(conversations.json_entries(tmp_path / "data.json")) == expected
+            assert list(json_files.json_entries(tmp_path / "data.json")) == expected
         except UserError as error:
             assert isinstance(expected, str) and expected in str(error)
 
@@ -111,7 +111,7 @@ def test_a_list_is_never_whole_in_memory(tmp_path):
     path = tmp_path / "data.json"
     path.write_text("[" + ",\n".join([json.dumps({"text": "x" * 1000})] * 20_000) + "]")
     tracemalloc.start()
-    assert sum(1 for _ in conversations.json_entries(path)) == 20_000
+    assert sum(1 for _ in json_files.json_entries(path)) == 20_000
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < path.stat().st_size / 2

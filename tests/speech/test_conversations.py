@@ -3,7 +3,8 @@ import json
 
 import pytest
 
-from speech.conversations import DEFAULT_SYSTEM, Clip, normalise_text, read_samples
+from speech.conversations import DEFAULT_SYSTEM, Clip, normalise_text
+from speech.sources import read_samples
 
 REFERENCE, TARGET = "This is how I sound.", "He said: stop: now."
 CANONICAL_SYSTEM = (DEFAULT_SYSTEM + "\n\n<|scene_desc_start|>\nAudio is recorded from a quiet room.\n"

@@ -16,8 +16,9 @@ from safetensors.numpy import load_file
 
 from common.parallel import UserError, World
 from speech.codes import CodeReader, codec_fingerprint
-from speech.conversations import Clip, read_samples
+from speech.conversations import Clip
 from speech.encode import decode_audio, ensure_codes
+from speech.sources import read_samples
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from speech.conversations import Sample, read_samples
+from speech.conversations import Sample
 from speech.labels import IGNORE, conversation_pieces, delay_labels, delay_rows
+from speech.sources import read_samples
 from speech.table import TableBuilder
 from tests.helpers.dialogues import BOOKS, BOS, EOS, SYSTEM, TARGET, speaker, user
 
