@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
-from common import flags, report_files
+from common import flags, report_files, verdict
 
 NOTICE_BYTES = 30 * 2**20     # of a page, from which on it is slow to open and send
 POINTS = 2000       # of one curve; longer ones keep the smallest and the largest value of each bucket
@@ -225,7 +225,9 @@ def summary(run, now):
         tiles.append(("Model", "/".join(Path(str(model)).parts[-2:]), what))
     cells = "".join(f"<div><dt>{html(title)}</dt><dd>{html(value)}</dd><small>{html(note)}</small></div>"
                     for title, value, note in tiles)
-    return Raw(f'<p class="path">{html(run.folder.resolve())}</p><dl class="tiles">{cells}</dl>')
+    clauses = "".join(f"<li>{html(clause[0].upper() + clause[1:])}.</li>" for clause in verdict.verdict(run.rows))
+    return Raw(f'<p class="path">{html(run.folder.resolve())}</p><ul class="verdict">{clauses}</ul>'
+               f'<dl class="tiles">{cells}</dl>')
 
 
 def sample_cell(label, sample):
