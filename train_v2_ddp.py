@@ -480,10 +480,9 @@ def train(args):
                                         prefetch_factor=args.prefetch_factor, pad_to=args.max_tokens_per_batch), device)
     if main_rank:
         sample_prompts.forget_later(args.output_dir, now.step)
-        print_start(world, model, table, train_ids, eval_ids, args.bf16,
-                    steps_text(total_steps, steps_per_epoch, ranks, accumulation,
-                               f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}"), often,
-                    start_text(now.step, resume))
+        print_start(world, model, table, train_ids, eval_ids, args.bf16, steps_text(
+            total_steps, steps_per_epoch, ranks, accumulation, f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}"),
+            often, start_text(now.step, resume))
 
     # -- loop ---------------------------------------------------------------------------------------------------------
     stopping = False
