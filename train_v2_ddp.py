@@ -16,7 +16,7 @@ import sys
 
 from common import flags
 from common.flags import need
-from speech.choices import CHECKS, LORA_TARGETS, TASK_TYPES
+from speech.choices import CHECKS, LORA_TARGETS, TASK_TYPES, check_judges, for_judges, judges
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags
@@ -88,6 +88,7 @@ def build_parser():
     g.add_argument("--sample_seconds", type=float, default=10.0, help="seconds of speech a sample prompt may give")
     g.add_argument("--sample_time_limit", type=float, default=120.0,
                    help="seconds that generating all of them may take at one validation")
+    judges(p.add_argument_group("what judges the sample prompts, on rank 0"))
     return p
 
 
@@ -106,6 +107,9 @@ def check_flags(args, world_size):
     for flag in ("sample_seconds", "sample_time_limit"):
         need(args.sample_prompts or getattr(args, flag) == {"sample_seconds": 10, "sample_time_limit": 120}[flag],
              f"--{flag} needs --sample_prompts")
+    check_judges(args)
+    for flag, value in for_judges(args).items():
+        need(args.sample_prompts or not value, f"--{flag} needs --sample_prompts")
     need(args.sample_time_limit < args.wait_timeout, f"--sample_time_limit {args.sample_time_limit:g} must be below "
          f"--wait_timeout {args.wait_timeout}")
     flags.check_lora(args, build_parser())
@@ -382,6 +386,11 @@ def code_cache(args):
     return args.code_cache or Path(args.output_dir) / "codes"
 
 
+def for_samples(args):
+    """What sample_prompts.load takes of the flags, first."""
+    return args.sample_prompts, args.sample_seconds, for_judges(args)
+
+
 def for_plan(args, ranks, often):
     """What print_plan takes of the flags, by name. ranks: how many processes train. often: of run.intervals."""
     setup = Setup(
@@ -426,8 +435,8 @@ def train(args):
     table, n_train = check(prepare_table, world, tokenizer, ids, codec_dir, **for_table(args, check)) or (None, None)
     prompts, settings = [], None
     if args.sample_prompts:
-        prompts, settings = check(parallel.rank0_first, world, sample_prompts.load, args.sample_prompts,
-                                  args.sample_seconds, tokenizer, ids, config, codec_dir, device) or (None, None)
+        prompts, settings = check(parallel.rank0_first, world, sample_prompts.load, *for_samples(args), tokenizer, ids,
+                                  config, codec_dir, device) or (None, None)
     check.settle()
     all_train, all_eval = split_samples(n_train, len(table), 0 if args.disable_eval else args.validation_split,
                                         args.seed)
@@ -549,7 +558,7 @@ def train(args):
                             values |= parallel.rank0_first(world, lambda: sample_prompts.speak_all(
                                 native, prompts, settings, ids, codec_dir, device, seed=args.seed,
                                 time_limit=args.sample_time_limit, output_dir=args.output_dir, step=now.step,
-                                log=now.log, asked=watchdog.stop_requested))
+                                log=now.log, asked=watchdog.stop_requested, judging=for_judges(args)))
                         model.train()
                     if values and main_rank:
                         now.log.write(now.step, values)

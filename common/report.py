@@ -43,6 +43,11 @@ KNOWN = {
     "eos_accuracy": ("End of speech", "end-of-stream accuracy", "%"),
     "stop_rate": ("End of speech", "sample prompts that ended by themselves", "%"),
     "length_ratio": ("End of speech", "length of sample prompts", "1 = target"),
+    "wer": ("Speech", "word errors of sample prompts", "%"),
+    "cer": ("Speech", "character errors of sample prompts", "%"),
+    "speaker_similarity": ("Speech", "likeness to the reference voice", "cosine"),
+    "dnsmos": ("Speech", "naturalness by DNSMOS", "1 to 5"),
+    "real_time_factor": ("Speed and memory", "speaking sample prompts", "s per second of speech"),
     "learning_rate": ("Optimisation", "learning rate", ""),
     "grad_norm": ("Optimisation", "gradient norm", "before clipping"),
     "bad_steps": ("Optimisation", "steps skipped", "in all"),
@@ -59,8 +64,9 @@ KNOWN = {
 }
 GUESSES = ((r"loss|nll|perplexity|accuracy|bits|stderr", "Loss"), (r"lr|norm|skipped", "Optimisation"),
            (r"second|memory|tokens_per|flops", "Speed and memory"))
-FACTS = {"seconds": "{:.2f} s", "frames": "{} frames", "seed": "seed {}", "real_time_factor": "real-time factor {:.2f}"}
-SECTIONS = ("Loss", "End of speech", "Samples", "Evaluation", "Optimisation", "Speed and memory", "Other")
+FACTS = {"wer": "word errors {:.0%}", "speaker_similarity": "likeness {:.2f}", "dnsmos": "DNSMOS {:.1f}",
+         "seconds": "{:.2f} s", "frames": "{} frames", "seed": "seed {}", "real_time_factor": "real-time factor {:.2f}"}
+SECTIONS = ("Loss", "Speech", "End of speech", "Samples", "Evaluation", "Optimisation", "Speed and memory", "Other")
 
 
 class Raw(str):
@@ -240,7 +246,8 @@ def sample_cell(label, sample):
                f'src="{data_uri(sample.picture)}">' if sample.picture else "")
     return (f'<figure class="sample" data-name="{html(sample.name)}"><figcaption>{html(label)} {ended}</figcaption>'
             f'<audio controls preload="metadata" src="{data_uri(sample.audio)}"></audio>{picture}'
-            f"<small>{html(' · '.join(line))}</small></figure>")
+            f"<small>{html(' · '.join(line))}</small>"
+            + (f"<small><br>heard: {html(facts['heard'] or 'nothing')}</small>" if "heard" in facts else "") + "</figure>")
 
 
 def sample_rows(columns):
