@@ -247,7 +247,8 @@ def sample_cell(label, sample):
     return (f'<figure class="sample" data-name="{html(sample.name)}"><figcaption>{html(label)} {ended}</figcaption>'
             f'<audio controls preload="metadata" src="{data_uri(sample.audio)}"></audio>{picture}'
             f"<small>{html(' · '.join(line))}</small>"
-            + (f"<small><br>heard: {html(facts['heard'] or 'nothing')}</small>" if "heard" in facts else "") + "</figure>")
+            + (f"<small><br>heard: {html(facts['heard'] or 'nothing')}</small>" if "heard" in facts else "")
+            + "</figure>")
 
 
 def sample_rows(columns):
