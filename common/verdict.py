@@ -75,7 +75,7 @@ def verdict(rows):
     clauses = [loss_clause(rows), *speech_clauses(rows)]
     skipped = curve(rows, "train/bad_steps")
     if skipped and skipped[-1][1]:
-        clauses.append(f"{skipped[-1][1]:.0f} steps were skipped: their gradients were not finite")
+        clauses.append(f"steps skipped because their gradients were not finite: {skipped[-1][1]:.0f}")
     return clauses
 
 

@@ -50,5 +50,5 @@ def test_what_is_said_of_speech(values, expected):
 
 def test_skipped_steps_are_said_and_the_line_has_all():
     found = verdict.verdict(rows(FELL, **{"train/bad_steps": [0, 2]}))
-    assert found[-1] == "2 steps were skipped: their gradients were not finite"
+    assert found[-1] == "steps skipped because their gradients were not finite: 2"
     assert verdict.line(found) == f"verdict    {found[0]}; {found[1]}"
