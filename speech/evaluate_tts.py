@@ -11,8 +11,9 @@ maybe "reference_audio" (the voice to be cloned) and "target_audio" (the same te
 evaluation.png, the first one also comparison.png when there are several.
 
     wer, cer             errors against "text" over its words or characters, all samples together, as heard by
-                         --asr_model or --asr_command; texts are compared by whisper's rules (scores.normaliser). An
-                         error of the listener counts too, so judge the true recordings once as well and compare
+                         --asr_model or --asr_command; texts are compared by whisper's rules (scores.normaliser), "text"
+                         after wording.heard. An error of the listener counts too, so judge the true recordings once as
+                         well and compare
     wer_mean             mean of the samples' own wer, as Seed-TTS-eval counts
     speaker_similarity   cosine of --speaker_model's embeddings of the sample and of reference_audio, else the target
     dnsmos               naturalness from 1 to 5 as DNSMOS estimates it (--mos)
@@ -64,7 +65,7 @@ import torch
 
 from common.checkpoint import write_atomically
 from common.parallel import one_clear_error, problem_text
-from speech import scores, speech_metrics
+from speech import scores, speech_metrics, wording
 
 # name -> (unit, what is better: -1 less, 1 more, 0 near 1)
 METRICS = {"wer": ("errors/word", -1), "wer_mean": ("errors/word", -1), "cer": ("errors/char", -1),
@@ -183,7 +184,7 @@ def evaluate(folder, samples, judges, settings):
     if judges.hear:
         heard = judges.hear((speech_metrics.read_audio(sample.audio) for sample in samples), speech_metrics.RATE,
                             [sample.audio for sample in samples], notes)
-        rates, total = scores.word_rates([sample.text for sample in samples], heard, judges.language)
+        rates, total = scores.word_rates([wording.heard(sample.text) for sample in samples], heard, judges.language)
         for row, found in zip(rows, rates):
             row |= found | {"wer_mean": found["wer"]}
     metrics = {key: mean(row[key] for row in rows) for key in METRICS} | total
@@ -215,9 +216,12 @@ def better(key, a, b):
 
 def check_same_prompts(folders, found):
     """Raise UserError unless all folders hold the same prompts by name: else a difference would mean nothing."""
-    first = {sample.name: sample.text for sample in found[0]}
+    def texts_of(samples):      # normalised: with one checkpoint they may be, with the other not
+        return {sample.name: sample.text and wording.normalise(sample.text) for sample in samples}
+
+    first = texts_of(found[0])
     for folder, samples in zip(folders[1:], found[1:]):
-        texts = {sample.name: sample.text for sample in samples}
+        texts = texts_of(samples)
         if odd := first.keys() ^ texts.keys():
             there, lacks = (folders[0], folder) if min(odd) in first else (folder, folders[0])
             raise UserError(f"{min(odd)} is in {there}, but not in {lacks} ({len(odd)} such samples): only the same "

@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from common.parallel import UserError
-from speech import scores, speak, speech_metrics
+from speech import scores, speak, speech_metrics, wording
 from speech.codes import FRAME_RATE
 from speech.encode import load_codec
 
@@ -21,22 +21,23 @@ BATCH = 8           # prompts generated together
 MAX_PROMPTS = 64    # a few are meant; generate_tts.py speaks any number
 
 
-def read(path):
+def read(path, normalize):
     """Samples of the file --sample_prompts; raises UserError, also when they are more than a few."""
-    samples = speak.read_prompts(path)
+    samples = speak.read_prompts(path, normalize)
     if len(samples) > MAX_PROMPTS:
         raise UserError(f"--sample_prompts {path}: {len(samples)} prompts; each validation generates all of them, so "
                         f"at most {MAX_PROMPTS} are taken (generate_tts.py speaks any number)")
     return samples
 
 
-def load(path, seconds, judging, tokenizer, ids, config, codec_dir, device):
+def load(source, tokenizer, ids, config, codec_dir, device):
     """(Prompts of --sample_prompts, GenerationConfig), checked and encoded before training starts. Raises UserError.
 
-    path: of the prompts. seconds: of speech that one of them may give. judging: of choices.for_judges; those are loaded
-    here, so that a missing one is found now.
+    source: (path of the prompts, normalize of speak.read_prompts, seconds of speech that one of them may give, judging
+    of choices.for_judges); the judges are loaded here, so that a missing one is found now.
     """
-    samples = read(path)
+    path, normalize, seconds, judging = source
+    samples = read(path, normalize)
     try:
         speak.mel_picture(np.zeros(0, np.float32), "")
     except ImportError as error:
@@ -116,7 +117,7 @@ def judge(prompts, waves, judges, device):
         return facts, values
     with judges.on(device):
         if judges.hear:
-            names, texts = [prompt.name for prompt in prompts], [prompt.text for prompt in prompts]
+            names, texts = [prompt.name for prompt in prompts], [wording.heard(prompt.text) for prompt in prompts]
             heard = judges.hear(waves, speak.SAMPLE_RATE, names, [])
             rates, totals = scores.word_rates(texts, heard, judges.language)
             facts = [{"heard": text, **row} for text, row in zip(heard, rates)]

@@ -59,18 +59,18 @@ class Prompt:
     target_seconds: float | None = None
 
 
-def read_prompts(path):
+def read_prompts(path, normalize):
     """Samples of a prompt file: ChatML (.json, .jsonl; with or without the target clip), a list of Seed-TTS-eval
     (.lst), else one text a line.
 
-    Raises UserError with every prompt that cannot be used.
+    normalize: the texts to speak, by wording.normalise. Raises UserError with every prompt that cannot be used.
     """
     path, problems = Path(path), []
     if path.suffix.lower() == ".lst":
-        return list_prompts(path)
+        return list_prompts(path, normalize)
     if path.suffix.lower() not in (".json", ".jsonl"):
-        return text_prompts(read_lines(path))
-    samples = list(read_samples(path, problems, prompts=True))
+        return text_prompts(read_lines(path), normalize)
+    samples = list(read_samples(path, problems, prompts=True, normalize=normalize))
     if problems:
         raise UserError(parallel.problem_text(problems))
     if not samples:
@@ -92,8 +92,11 @@ def read_lines(path):
     return texts
 
 
-def text_prompts(named_texts, reference_audio=None, reference_text=None, system=DEFAULT_SYSTEM, scene=None):
-    """[(name, text)] -> Samples: plain, or in the voice of one reference clip with its transcript. Raises UserError."""
+def text_prompts(named_texts, normalize, reference_audio=None, reference_text=None, system=DEFAULT_SYSTEM, scene=None):
+    """[(name, text)] -> Samples: plain, or in the voice of one reference clip with its transcript. Raises UserError.
+
+    normalize: of read_prompts.
+    """
     content = system + ("\n\n" + SCENE.format(scene) if scene else "")
     before = [{"role": "system", "content": content}]
     if reference_audio:
@@ -102,7 +105,8 @@ def text_prompts(named_texts, reference_audio=None, reference_text=None, system=
     paths, samples, problems = Paths(Path.cwd()), [], []
     for name, text in named_texts:
         try:
-            samples.append(canonical_prompt(name, {"messages": [*before, {"role": "user", "content": text}]}, paths))
+            messages = [*before, {"role": "user", "content": text}]
+            samples.append(canonical_prompt(name, {"messages": messages}, paths, normalize))
         except BadSample as error:
             problems.append(f"{name}: {error}")
     if problems:
@@ -110,9 +114,9 @@ def text_prompts(named_texts, reference_audio=None, reference_text=None, system=
     return samples
 
 
-def list_prompts(path):
+def list_prompts(path, normalize):
     """Samples of a meta.lst of BytedanceSpeech/seed-tts-eval: `name|text of the voice|voice.wav|text[|truth.wav]` a
-    line; paths are relative to the list. Raises UserError.
+    line; paths are relative to the list. normalize: of read_prompts. Raises UserError.
     """
     paths, samples, problems = Paths(path.parent), [], []
     for where, line in read_lines(path):
@@ -125,7 +129,7 @@ def list_prompts(path):
             messages = [{"role": "system", "content": DEFAULT_SYSTEM}, {"role": "user", "content": said},
                         {"role": "assistant", "content": clip}, {"role": "user", "content": text}]
             messages += [{"role": "assistant", "content": clip | {"audio_url": url}} for url in truth]
-            samples.append(canonical_prompt(name, {"messages": messages}, paths))
+            samples.append(canonical_prompt(name, {"messages": messages}, paths, normalize))
         except BadSample as error:
             problems.append(f"{where}: {error}")
     if problems:

@@ -20,7 +20,7 @@ from transformers import AutoProcessor, AutoTokenizer
 
 import train_v2_ddp
 from common import parallel
-from speech import generate_tts, sample_prompts, scores, speak
+from speech import generate_tts, sample_prompts, scores, speak, wording
 from speech.conversations import Clip
 from speech.encode import decode_audio, load_codec
 from speech.labels import delay_rows, token_ids
@@ -53,13 +53,14 @@ def short(tiny, tmp_path_factory):
                 if item["type"] == "audio":
                     item |= {"audio_url": str(tiny.root / item["audio_url"]), "offset": 0.3,
                              "duration": 0.4 + 0.13 * number}
-    entries[2]["messages"][1]["content"] = entries[2]["misc"]["target_transcript"]
+    entries[2]["messages"][1]["content"] = entries[2]["misc"]["target_transcript"] = "Quiet，please（now）"
+    entries[2]["messages"][2]["content"][0]["text"] = "Quiet please, now"
     return written(tmp_path_factory.mktemp("short") / "short.json", entries)
 
 
 def prompts_of(voice, path, room=2000):
     _, tokenizer, ids, codec, bandwidth = voice
-    return speak.prepare(speak.read_prompts(path), tokenizer, ids, codec, bandwidth, room)
+    return speak.prepare(speak.read_prompts(path, False), tokenizer, ids, codec, bandwidth, room)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -116,8 +117,8 @@ def test_lines_and_reference_make_the_canonical_prompt(tiny, voice, tmp_path):
     _, tokenizer, ids, codec, bandwidth = voice
     lines = speak.read_lines(tmp_path / "lines.txt")
     assert [text for _, text in lines] == ["Good night.", "The map: where?"]
-    said = speak.prepare(speak.text_prompts(lines, clip, "My voice.", scene="A quiet room."), tokenizer, ids, codec,
-                         bandwidth, 2000)
+    said = speak.prepare(speak.text_prompts(lines, False, clip, "My voice.", scene="A quiet room."), tokenizer, ids,
+                         codec, bandwidth, 2000)
     text = tokenizer.decode(said[1].tokens[~np.isin(said[1].tokens, (ids.audio, ids.delay))])
     assert text == ("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nGenerate audio following "
                     "instruction.\n\n<|scene_desc_start|>\nA quiet room.\n<|scene_desc_end|><|eot_id|>"
@@ -293,11 +294,13 @@ def test_a_model_that_learnt_clips_by_heart_gives_back_their_codes(pool, tiny, s
                                          json.loads(short.read_text())):
         assert np.array_equal(said, true), record["name"]
         assert record["ended_by"] == "eos" and record["frames"] == len(true) and record["seconds"] == len(true) / 25
-        assert record["text"] == entry["misc"]["target_transcript"]
+        assert record["text"] == wording.normalise(entry["misc"]["target_transcript"])
         assert record["target_seconds"] == entry["messages"][2]["content"][1]["duration"]
         wave, rate = soundfile.read(tmp_path / "said" / f"{record['name']}.wav", dtype="float32")
         assert rate == 24000 and np.allclose(wave, speak.decode(voice[3], true).clip(-1, 1), atol=1e-4)
     assert len(records) == 3 and "3 ended by themselves" in output and "notice" not in output
+    assert records[2]["text"] == "Quiet, please now." and f"on, as {folder / 'checkpoint-100'} was trained" in output
+    assert records[2]["normalize_text"] == "on"
 
 
 def test_validation_hears_the_model_learn(learnt):
@@ -393,7 +396,8 @@ def test_what_time_cut_off_did_not_stop_by_itself(tiny, voice, short, tmp_path, 
     hear.write_text("import sys\nprint(sys.argv[1], *[''] * (len(sys.argv) - 3), sep='\\n')")
     texts = [entry["misc"]["target_transcript"] for entry in json.loads(short.read_text())]
     judging = {"asr_command": f"{sys.executable} {hear} {shlex.quote(texts[0].upper())}"}
-    prompts, settings = sample_prompts.load(str(short), 10.0, judging, tokenizer, ids, native.config, tiny.codec, CPU)
+    prompts, settings = sample_prompts.load((str(short), True, 10.0, judging), tokenizer, ids, native.config,
+                                            tiny.codec, CPU)
     true = [round(prompt.target_seconds * 25) for prompt in prompts]
     ends = [(np.zeros((2 * true[0], 8), int), "eos"), (np.zeros((true[1], 8), int), "length"),
             (np.zeros((0, 8), int), "time")]
@@ -420,14 +424,14 @@ def test_a_list_of_seed_tts_eval_is_read(tmp_path):
         soundfile.write(tmp_path / name, np.zeros(24000), 24000)
     path = tmp_path / "meta.lst"
     path.write_text("a-1|What it says.|voice.wav|Speak this.\nb|Hm.|voice.wav|And this.|truth.wav\n")
-    one, two = speak.read_prompts(path)
+    one, two = speak.read_prompts(path, False)
     assert [s.name for s in (one, two)] == ["a-1", "b"]
     assert [speak.spoken_text(s) for s in (one, two)] == ["Speak this.", "And this."]
     clips = [[part.path for turn in s.turns for part in turn.parts if isinstance(part, Clip)] for s in (one, two)]
     assert clips == [[str(tmp_path / "voice.wav"), ""], [str(tmp_path / "voice.wav"), str(tmp_path / "truth.wav")]]
     path.write_text("a|b|voice.wav\nc|d|gone.wav|text\n")
     with pytest.raises(parallel.UserError) as told:
-        speak.read_prompts(path)
+        speak.read_prompts(path, False)
     assert "2 problems" in str(told.value) and "line 1: 3 fields" in str(told.value) and "gone.wav" in str(told.value)
 
 
@@ -487,7 +491,7 @@ def refuse(tiny, tmp_path, capsys):
     (("--text", "a", "--temperature", -1), "--temperature is -1"),
     (("--text", "a", "--top_p", 0), "--top_p is 0.0"),
     (("--text", "a", "--max_seconds", 0), "--max_seconds is 0.0"),
-    (("--text", "a", "--max_seconds", 300), "--text 'a': 51 tokens"),
+    (("--text", "a", "--max_seconds", 300), "--text 'a': 52 tokens"),
     (("--text", "a", "--batch_size", 0), "--batch_size is 0"),
     (("--text", "a", "--seed", 10**20), "--seed is 1000"),
     (("--text", "a <|eot_id|>"), "text contains the control token <|eot_id|>"),
