@@ -18,9 +18,11 @@ def curve(rows, name):
 
 
 def percent(share):
-    """0.98 -> "98 %"; not "100 %" or "0 %" for what only rounds to it."""
-    text = f"{share * 100:.0f}"
-    return f"{share * 100:.1f} %" if text in ("0", "100") and share not in (0, 1) else f"{text} %"
+    """0.98 -> "98 %", 0.925 -> "92.5 %"; what only rounds to 0 or 100 is not called so."""
+    text = f"{share * 100:.1f}".removesuffix(".0")
+    if text in ("0", "100") and share not in (0, 1):
+        return "less than 0.1 %" if share < 0.5 else "more than 99.9 %" if share < 1 else "100 %"
+    return f"{text} %"
 
 
 def loss_clause(rows):

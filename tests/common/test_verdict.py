@@ -48,6 +48,12 @@ def test_what_is_said_of_speech(values, expected):
     assert verdict.verdict(rows(FELL, **{f"eval/{name}": found for name, found in values.items()}))[1:] == expected
 
 
+@pytest.mark.parametrize("share, text", [(0, "0 %"), (1, "100 %"), (0.925, "92.5 %"), (0.3, "30 %"), (1.2, "120 %"),
+                                         (0.9999, "more than 99.9 %"), (1e-4, "less than 0.1 %"), (1.0001, "100 %")])
+def test_shares_are_not_rounded_to_all_or_nothing(share, text):
+    assert verdict.percent(share) == text
+
+
 def test_skipped_steps_are_said_and_the_line_has_all():
     found = verdict.verdict(rows(FELL, **{"train/bad_steps": [0, 2]}))
     assert found[-1] == "steps skipped because their gradients were not finite: 2"
