@@ -71,6 +71,15 @@ def test_edit_distance_equals_the_recursive_definition():
         assert scores.edit_distance(a, b) == slow(a, b)
 
 
+@needs("jiwer")
+def test_errors_are_those_of_jiwer():
+    import jiwer
+    rng = np.random.default_rng(0)
+    said, heard = ([" ".join(rng.choice(["a", "b", "c"], rng.integers(1, 9))) for _ in range(40)] for _ in range(2))
+    errors, words = scores.word_errors(said, heard)
+    assert errors / words == pytest.approx(jiwer.wer(said, heard))
+
+
 @needs("pocketsphinx")
 def test_pocketsphinx_hears_nothing_in_silence_and_names_a_bad_grammar():
     grammar = "#JSGF V1.0; grammar g; public <s> = (one | two)+;"
