@@ -16,7 +16,7 @@ import sys
 
 from common import flags
 from common.flags import need
-from speech.choices import CHECKS, LORA_TARGETS, ON_OFF, TASK_TYPES, check_judges, for_judges, judges
+from speech.choices import CHECKS, LORA_TARGETS, ON_OFF, TASK_TYPES, check_judges, judges
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags
@@ -109,9 +109,7 @@ def check_flags(args, world_size):
     for flag in ("sample_seconds", "sample_time_limit"):
         need(args.sample_prompts or getattr(args, flag) == {"sample_seconds": 10, "sample_time_limit": 120}[flag],
              f"--{flag} needs --sample_prompts")
-    check_judges(args)
-    for flag, value in for_judges(args).items():
-        need(args.sample_prompts or not value, f"--{flag} needs --sample_prompts")
+    check_judges(args, bool(args.sample_prompts))
     need(args.sample_time_limit < args.wait_timeout, f"--sample_time_limit {args.sample_time_limit:g} must be below "
          f"--wait_timeout {args.wait_timeout}")
     flags.check_lora(args, build_parser())
@@ -384,6 +382,12 @@ def for_table(args, check):
             "normalize": args.normalize_text == "on",
             "processes": args.preprocess_num_proc, "wait_limit_s": args.wait_timeout, "drop": args.drop_bad,
             "list_in": None if check.dry else args.output_dir}
+
+
+def for_judges(args):
+    """What scores.load_judges takes of the flags, by name."""
+    return {"asr_model": args.asr_model, "asr_command": args.asr_command, "speaker_model": args.speaker_model,
+            "mos": args.mos, "language": args.language}
 
 
 def for_prompts(args):

@@ -37,13 +37,10 @@ def judges(group):
     flags.switch(group, "--mos", help="estimate naturalness by DNSMOS, of the package speechmos")
 
 
-def check_judges(args):
-    """The flags of judges()."""
+def check_judges(args, speaks=True):
+    """The flags of judges(). speaks: whether there will be anything to judge."""
     need(not (args.asr_model and args.asr_command), "give one of --asr_model and --asr_command")
     need(not args.language or args.asr_model or args.asr_command,
          "--language: only --asr_model and --asr_command make use of it")
-
-
-def for_judges(args):
-    """What scores.load_judges takes of the flags, by name."""
-    return {name: getattr(args, name) for name in ("asr_model", "asr_command", "speaker_model", "mos", "language")}
+    for name in ("asr_model", "asr_command", "speaker_model", "mos"):
+        need(speaks or not getattr(args, name), f"--{name} needs --sample_prompts")

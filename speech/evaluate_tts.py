@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ sta
 
 from common import flags
 from common.flags import UserError, need
-from speech.choices import check_judges, for_judges, judges
+from speech.choices import check_judges, judges
 
 
 def build_parser():
@@ -319,7 +319,9 @@ def main(argv=None):
         found = [read_samples(folder, args.reference_dir, bool(args.asr_model or args.asr_command))
                  for folder in args.folders]
         check_same_prompts(args.folders, found)
-        by = scores.load_judges(**for_judges(args), batch_size=args.batch_size)
+        by = scores.load_judges(
+            asr_model=args.asr_model, asr_command=args.asr_command, speaker_model=args.speaker_model, mos=args.mos,
+            language=args.language, batch_size=args.batch_size)
         settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()
                     if key != "folders"}
         with by.on(args.device):
