@@ -34,7 +34,7 @@ def load(source, tokenizer, ids, config, codec_dir, device):
     """(Prompts of --sample_prompts, GenerationConfig), checked and encoded before training starts. Raises UserError.
 
     source: (path of the prompts, normalize of speak.read_prompts, seconds of speech that one of them may give, judging
-    of the script's for_judges); the judges are loaded here, so that a missing one is found now.
+    of scores.load_judges, by name); the judges are loaded here, so that a missing one is found now.
     """
     path, normalize, seconds, judging = source
     samples = read(path, normalize)
@@ -63,7 +63,7 @@ def speak_all(native, prompts, settings, ids, codec_dir, device, *, seed, time_l
     native: the native model, adapters inside. seed: of the draws. asked: a request to stop; then, or after time_limit
     seconds, the prompts not yet spoken are left out, and the printed line tells so, as it does when the GPU's memory
     does not suffice. Speech that the time limit cut off did not stop by itself: it counts in the stop rate, but not in
-    the length ratio, nor is it judged. judging: of the script's for_judges.
+    the length ratio, nor is it judged. judging: of scores.load_judges, by name.
     """
     end, start, spoken = time.monotonic() + time_limit, time.monotonic(), []
     try:
