@@ -104,7 +104,7 @@ def plain_likeness(wave, reference):
 def likenesses(waves, references):
     """[likeness] of each wave and its reference, more is closer."""
     if importlib.util.find_spec("resemblyzer"):
-        found = scores.likeness(waves, references, RATE, scores.load_voices("resemblyzer"))
+        found = scores.likeness(waves, references, RATE, scores.load_voices())
         return [-1.0 if value is None else value for value in found]
     return [plain_likeness(*pair) for pair in zip(waves, references)]
 
