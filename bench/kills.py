@@ -16,6 +16,7 @@ file is left that the other run has not. Good chains stand in WORK_DIR/chains.js
 are.
 """
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -209,6 +210,7 @@ class Start:
         environment |= {"TMPDIR": str(folder / "tmp"), "KILLS_START": self.id}
         self.killed = None      # when
         self.record = {}        # of the kill: when the command returned, how long its last process lived on
+        self.watcher = threading.Thread(target=self.watch, daemon=True)
         with open(self.stdout, "wb") as out, open(self.stderr, "wb") as err:
             self.process = subprocess.Popen(argv, stdout=out, stderr=err, cwd=folder, start_new_session=True,
                                             env=os.environ | environment)
@@ -261,10 +263,17 @@ class Start:
 
     def kill(self, pid):
         """SIGKILL to one process. Meanwhile a thread notes when the last process of this start has ended."""
-        self.killed = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        self.watcher = threading.Thread(target=self.watch)
+        self.killed = time.monotonic()
         self.watcher.start()
+
+    def end(self):
+        """Kill what still runs of it; {pid: command line} of that."""
+        left = {pid: " ".join(arguments(pid))[:200] for pid in self.processes()}
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return left
 
     def watch(self):
         while self.processes():
@@ -281,19 +290,28 @@ class Start:
 REFUSED = re.compile(r"^error: .*(another run|is used by|is running)", re.M)
 
 
+def looks(start):
+    """The phase of a start, again and again until its command has ended. RuntimeError when it does not get on."""
+    before, since = None, time.monotonic()
+    while start.running():
+        phase, now = start.phase(), time.monotonic()
+        if (signs := (phase, start.stdout.stat().st_size, start.stderr.stat().st_size)) != before:
+            before, since = signs, now
+        if now > since + HANG_S:
+            raise RuntimeError(f"hangs in {phase}\n{start.said()}")
+        yield phase
+        time.sleep(LOOK_S)
+
+
 def observe(start):
     """Let a start come to its end; {"phase victim": mean seconds in a row that there was this victim in this phase}."""
-    spans, since, deadline = {}, {}, time.monotonic() + 5 * HANG_S
-    while start.running():
-        now, phase = time.monotonic(), start.phase()
-        here = {f"{phase} {victim}" for victim in VICTIMS if start.pids(victim)}
+    spans, since = {}, {}
+    for phase in looks(start):
+        here, now = {f"{phase} {victim}" for victim in VICTIMS if start.pids(victim)}, time.monotonic()
         for what in here - since.keys():
             since[what] = now
         for what in since.keys() - here:
             spans.setdefault(what, []).append(now - since.pop(what))
-        if now > deadline:
-            raise RuntimeError(f"does not end\n{start.said()}")
-        time.sleep(LOOK_S)
     if start.process.returncode:
         raise RuntimeError(f"ended with status {start.process.returncode}\n{start.said()}")
     for what, began in since.items():
@@ -308,9 +326,8 @@ def strike(start, kill, lengths):
     """
     length, seen, since = lengths.get(f"{kill.phase} {kill.victim}", 0.0), 0, None
     once, place = kill.phase in ("import", "reading", "encoding", "ending"), PHASES.index(kill.phase)
-    deadline = time.monotonic() + 5 * HANG_S
-    while start.running():
-        phase, pids, now = start.phase(), start.pids(kill.victim), time.monotonic()
+    for phase in looks(start):
+        pids, now = start.pids(kill.victim), time.monotonic()
         on = phase == kill.phase and bool(pids)
         if on and since is None:
             since, seen = now, seen + 1
@@ -321,12 +338,10 @@ def strike(start, kill, lengths):
         if due or late:
             if not pids:
                 kill.victim, pids = "rank", start.pids("rank")
-            if pids:
-                start.kill(pids[int(kill.which * len(pids))])
-                return phase
-        if now > deadline:
-            raise RuntimeError(f"hung before it was killed\n{start.said()}")
-        time.sleep(LOOK_S)
+            with contextlib.suppress(ProcessLookupError):       # ended by itself at this very moment
+                if pids:
+                    start.kill(pids[int(kill.which * len(pids))])
+                    return phase
     return None
 
 
@@ -340,7 +355,11 @@ def reference(chain, data, folder):
     lengths = folder / "lengths.json"
     if not lengths.exists():
         shutil.rmtree(folder, ignore_errors=True)
-        lengths.write_text(json.dumps(observe(Start(chain, data, folder)), indent=1))
+        start = Start(chain, data, folder)
+        try:
+            lengths.write_text(json.dumps(observe(start), indent=1))
+        finally:
+            start.end()
     return folder, json.loads(lengths.read_text())
 
 
@@ -348,39 +367,37 @@ def run_chain(chain, data, folder, references):
     """Kill a run as often as the chain says, let it end; {"ok", "why", "kills", ...}. Leaves `folder`, made anew."""
     whole, lengths = reference(chain, data, references)
     shutil.rmtree(folder, ignore_errors=True)
-    began, started, killed, refused, why = time.monotonic(), [], [], 0, []
-    waiting = list(chain.kills)
+    began, started, killed, waiting, refused, why = time.monotonic(), [], [], list(chain.kills), 0, []
     try:
         while True:
             start = Start(chain, data, folder)
             started.append(start)
-            hit = strike(start, waiting[0], lengths) if waiting else None
-            if hit:
+            if waiting and (hit := strike(start, waiting[0], lengths)):
                 start.record |= {**asdict(waiting.pop(0)), "hit": hit}
                 killed.append(start.record)
-            try:
-                status = start.process.wait(HANG_S if hit else 5 * HANG_S)
-            except subprocess.TimeoutExpired:
-                raise RuntimeError(f"hangs for {HANG_S} s after {killed[-1:]}\n{start.said()}")
-            if hit:
+                for _ in looks(start):
+                    pass
                 start.record["returned_s"] = time.monotonic() - start.killed
-            elif REFUSED.search(read(start.stderr)) and time.monotonic() < max(s.killed or 0 for s in started) + HANG_S:
+                continue
+            for _ in looks(start):
+                pass
+            last = max((s.killed for s in started if s.killed), default=began)
+            if REFUSED.search(read(start.stderr)) and time.monotonic() < last + HANG_S:
                 refused += 1
-            elif status:
-                raise RuntimeError(f"status {status} without a kill\n{start.said()}")
+            elif start.process.returncode:
+                raise RuntimeError(f"status {start.process.returncode} without a kill\n{start.said()}")
             elif waiting:
                 raise RuntimeError(f"ended before {waiting[0]} came")
             else:
                 break
+        for start in started:
+            if start.killed:
+                start.watcher.join()
     except RuntimeError as error:
         why.append(str(error))
-    for start in started:
-        if start.killed:
-            start.watcher.join()
-    left = {pid: " ".join(arguments(pid))[:200] for start in started for pid in start.processes()}
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    why += [f"process left: {words}" for words in left.values()]
+    finally:        # also when this script is stopped
+        left = [words for start in started for words in start.end().values()]
+    why += [f"process left: {words}" for words in left]
     files = sorted(left_over(folder, whole))
     if not why:
         why += differences(folder / "out", whole / "out")
@@ -474,6 +491,7 @@ def main(argv=None):
                         help="where the runs and chains.jsonl are")
     parser.add_argument("--results_dir", type=Path, default=measure.RESULTS, help="where the JSON goes")
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # the runs it has started end with it
     data = make_data(args.work_dir / "data")
     record, chains = args.work_dir / "chains.jsonl", plan(args.seed)
 
