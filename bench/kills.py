@@ -50,7 +50,7 @@ VICTIMS = ("rank", "torchrun", "loader", "decoder", "launcher")
 CHAINS = 18
 STEPS, SAVE_STEPS, EVAL_STEPS = 36, 3, 4
 SLOW_DISK_S = 0.04      # that each file of a checkpoint takes: a tiny one would be written between two looks
-LOOK_S = 0.005          # between two looks at a start
+LOOK_S = 0.01           # between two looks at a start
 HANG_S = 120            # a command and its processes must end, or get on, within so many seconds
 CLOCK = {"train/throughput", "train/audio_seconds_per_second", "train/samples_per_second", "train/step_seconds",
          "train/data_wait_seconds", "train/memory_gib"}     # what the time decides in metrics.jsonl
@@ -409,7 +409,7 @@ def run_chain(chain, data, folder, references):
 
 def names(folder):
     """Paths of all in a folder, with # for numbers and ids."""
-    return {re.sub(r"[0-9a-f]{16,}|\d+", "#", str(path.relative_to(folder))) for path in folder.rglob("*")}
+    return {re.sub(r"[0-9a-f]{8,}|\d+", "#", str(path.relative_to(folder))) for path in folder.rglob("*")}
 
 
 def left_over(folder, whole):
