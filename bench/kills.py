@@ -322,18 +322,19 @@ def observe(start):
 def strike(start, kill, lengths):
     """Wait for the instant of a Kill and do it; the phase it hit, or None when the start ended before.
 
-    A phase that is over sooner than usual is missed: then the kill comes at once, and counts for the phase that is.
+    A phase that is over sooner than usual is missed. If it comes again, half of the share is waited for; else the kill
+    comes at once, and counts for the phase that is.
     """
-    length, seen, since = lengths.get(f"{kill.phase} {kill.victim}", 0.0), 0, None
+    wait, seen, since = kill.share * lengths.get(f"{kill.phase} {kill.victim}", 0.0), 0, None
     once, place = kill.phase in ("import", "reading", "encoding", "ending"), PHASES.index(kill.phase)
     for phase in looks(start):
         pids, now = start.pids(kill.victim), time.monotonic()
         on = phase == kill.phase and bool(pids)
         if on and since is None:
             since, seen = now, seen + 1
-        elif not on:
-            since = None
-        due = on and seen >= kill.nth and now >= since + kill.share * length
+        elif since is not None and not on:
+            wait, since = wait / (2 if seen >= kill.nth else 1), None
+        due = on and seen >= kill.nth and now >= since + wait
         late = phase == "ending" != kill.phase or once and PHASES.index(phase) > place
         if due or late:
             if not pids:
@@ -402,9 +403,15 @@ def run_chain(chain, data, folder, references):
     if not why:
         why += differences(folder / "out", whole / "out")
         why += [f"file left: {name}" for name in files]
-    return {"name": chain.name, "trainer": chain.trainer, "way": chain.way, "ok": not why, "why": why, "kills": killed,
-            "refused": refused, "processes_left": len(left), "files_left": len(files),
+    return {"name": chain.name, "trainer": chain.trainer, "way": chain.way, "commit": commit(), "ok": not why,
+            "why": why, "kills": killed, "refused": refused, "processes_left": len(left), "files_left": len(files),
             "left_in_tmp": sorted(names(folder / "tmp")), "seconds": time.monotonic() - began}
+
+
+def commit():
+    """The commit that runs here, as far as git knows one."""
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def names(folder):
