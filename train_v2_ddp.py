@@ -16,7 +16,7 @@ import sys
 
 from common import flags
 from common.flags import need
-from speech.choices import CHECKS, LORA_TARGETS, TASK_TYPES
+from speech.choices import CHECKS, LORA_TARGETS, ON_OFF, TASK_TYPES
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags
@@ -45,6 +45,8 @@ def build_parser():
                    help="folder format: prompt shape of samples that name none themselves")
     flags.switch(g, "--ref_audio_in_system_message",
                  help="folder format: put reference clips into the scene description")
+    g.add_argument("--normalize_text", choices=ON_OFF, default="on", help="texts to speak: punctuation and sound tags "
+                   "as boson-ai's inference gives them to the model; the checkpoint keeps the setting for speaking")
     g.add_argument("--code_cache", help="folder of encoded audio, shareable between runs (default: OUTPUT_DIR/codes)")
     g.add_argument("--preprocess_num_proc", type=int, default=min(8, flags.usable_cpus()),
                    help="processes that read and tokenise, or decode audio, per node; 0 = in the trainer")
@@ -142,7 +144,7 @@ from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.parallel import UserError
 from common.plan import Checks, Room, Setup, check_writable, start_text, steps_text
 from data import make_loader, prepare_table
-from speech import higgs, sample_prompts, weights
+from speech import higgs, sample_prompts, weights, wording
 from speech.codes import FRAME_RATE
 from speech.labels import token_ids
 from speech.plan import print_plan
@@ -211,7 +213,7 @@ def check_resume(model, native, resume):
         weights.check_weights(native, weights.weight_parts(resume, config), resume)
 
 
-def run_identity(folder, table, train, *, adapters_only, freeze_llm, text_loss_weight, tokens_per_pack,
+def run_identity(folder, table, train, *, normalize_text, adapters_only, freeze_llm, text_loss_weight, tokens_per_pack,
                  samples_per_pack, by_length, seed):
     """What a checkpoint must share with the run that resumes it, {name: value}; JSON-able.
 
@@ -220,7 +222,8 @@ def run_identity(folder, table, train, *, adapters_only, freeze_llm, text_loss_w
     batch = (f"{tokens_per_pack} tokens" if tokens_per_pack else f"{samples_per_pack} samples") \
         + (" by length" if by_length else "")
     trained = "lora" if adapters_only else "audio embedding and head" if freeze_llm else "full"
-    return {"set of trained weights": trained if text_loss_weight else f"{trained} without text",
+    return {"--normalize_text": "on" if normalize_text == "on" else None,     # older checkpoints do not know it
+            "set of trained weights": trained if text_loss_weight else f"{trained} without text",
             "base model": tensor_files.fingerprint_weights(folder), "codec": Path(table.reader.folder).name,
             "training data": table.fingerprint(train), "pack": batch, "seed": seed}
 
@@ -241,6 +244,7 @@ def save_checkpoint(world, writer, model, tokenizer, source, optimizer, meta):
     files |= tensor_files.stage(world, f"{checkpoint.STATE_DIR}/optimizer", moments)
     if world.is_main:
         files[f"{checkpoint.STATE_DIR}/rng.pt"] = lambda path: torch.save(states, path)
+        files[wording.FILE] = lambda path: wording.save_setting(path, meta["args"]["normalize_text"])
         files["*"] = (lambda path: adapters.save_config(model.net, path)) if model.has_adapters else \
             (lambda path: weights.save_config(model.base_model, tokenizer, path, source))
     writer.save(meta["step"], files, meta)
@@ -363,7 +367,7 @@ def for_identity(args):
     """What run_identity takes of the flags, by name."""
     return {"adapters_only": args.use_lora, "freeze_llm": args.freeze_llm, "text_loss_weight": args.text_loss_weight,
             "tokens_per_pack": args.max_tokens_per_batch, "samples_per_pack": args.per_device_train_batch_size,
-            "by_length": args.group_by_length, "seed": args.seed}
+            "by_length": args.group_by_length, "seed": args.seed, "normalize_text": args.normalize_text}
 
 
 def for_table(args, check):
@@ -372,8 +376,14 @@ def for_table(args, check):
     return {"train": train, "held_out": held_out, "output_dir": check.folder(args.output_dir), "encode": not check.dry,
             "cache_dir": code_cache(args),
             "task_type": args.task_type, "ref_in_system": args.ref_audio_in_system_message,
+            "normalize": args.normalize_text == "on",
             "processes": args.preprocess_num_proc, "wait_limit_s": args.wait_timeout, "drop": args.drop_bad,
             "list_in": None if check.dry else args.output_dir}
+
+
+def for_prompts(args):
+    """What sample_prompts.read takes of the flags, and the seconds of speech that a prompt may give."""
+    return args.sample_prompts, args.normalize_text == "on", args.sample_seconds
 
 
 def code_cache(args):
@@ -423,8 +433,8 @@ def train(args):
     table, n_train = check(prepare_table, world, tokenizer, ids, codec_dir, **for_table(args, check)) or (None, None)
     prompts, settings = [], None
     if args.sample_prompts:
-        prompts, settings = check(parallel.rank0_first, world, sample_prompts.load, args.sample_prompts,
-                                  args.sample_seconds, tokenizer, ids, config, codec_dir, device) or (None, None)
+        prompts, settings = check(parallel.rank0_first, world, sample_prompts.load, for_prompts(args), tokenizer, ids,
+                                  config, codec_dir, device) or (None, None)
     check.settle()
     all_train, all_eval = split_samples(n_train, len(table), 0 if args.disable_eval else args.validation_split,
                                         args.seed)

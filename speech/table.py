@@ -11,17 +11,19 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
+from common.checkpoint import naming
 from common.indexing import Column, Lists, in_order, token_lists
 from common.parallel import UserError
 from common.problems import problem, settle
 from speech.codes import FRAME_RATE, CodeReader
-from speech.conversations import Clip
-from speech.labels import CONTROL_TOKENS, conversation_pieces
+from speech.conversations import BadSample, Clip
 from speech.sources import read_chunks
+from speech.wording import RECOGNISED
 
 CHUNK = 2048            # entries of a file that are tokenised together
 ROWS = 2**18            # samples whose columns are in memory together
@@ -88,9 +90,8 @@ class TableBuilder:
 
     def __init__(self, tokenizer, ids, folder=None):
         self.tokenizer, self.ids, self.lists = tokenizer, ids, token_lists(tokenizer)
-        self.control = {tokenizer.convert_tokens_to_ids(t): t for t in CONTROL_TOKENS}
-        self.control[ids.delay] = tokenizer.convert_ids_to_tokens(ids.delay)
-        self._known, self._spelled, self._clips = {}, {}, None
+        self.control = ids.forbidden(tokenizer)
+        self._known, self._spelled, self._clips, self.left_out = {}, {}, None, Counter()
         self.folder = Path(folder or tempfile.mkdtemp())
         if folder is None:
             weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
@@ -115,22 +116,28 @@ class TableBuilder:
 
     def chunk(self, samples, problems):
         """{name: array} of Samples, for `append`, which may be that of another process's builder."""
-        good = []
+        good, left_out = [], Counter()
         for sample in samples:
             if token := self._control_token(sample):
                 problems.append(problem(sample.name, "control_token", f"text contains the control token {token}; "
                                                                                       "remove it"))
-            else:
-                good.append(sample)
-        streams = [conversation_pieces(sample) for sample in good]
+                continue
+            try:
+                found, without = self.ids.streams(sample)
+            except BadSample as error:
+                problems.append(problem(sample.name, "invalid", str(error)))
+                continue
+            good += found
+            left_out.update(without)
+        streams = [stream for _, stream in good]
         pieces, labels = zip(*itertools.chain.from_iterable(streams)) if good else ((), ())
         starts = np.cumsum([0, *map(len, streams)])[:-1]
         new = list({text for text in pieces if type(text) is str and text not in self._known})
         known = {**self._known, **dict(zip(new, self.lists(new)))}
         for text in new:        # template pieces repeat in every sample, the samples' own text does not
-            if text.startswith("<|"):
+            if text.startswith("<|") and text.endswith(("|>", "\n\n")):
                 self._known[text] = known[text]
-        hole = [self.ids.audio]
+        hole = [self.ids.hole]
         parts = [known[piece] if type(piece) is str else hole for piece in pieces]
         lengths = np.fromiter(map(len, parts), np.int64, len(parts))
         spoken = np.array([type(piece) is Clip for piece in pieces], bool)
@@ -138,8 +145,8 @@ class TableBuilder:
         clips = {}
         entries = [clips.setdefault(clip, len(clips)) for clip in itertools.compress(pieces, spoken)]
         paths, cuts = [os.fsencode(clip.path) for clip in clips], [_packed(clip) for clip in clips]
-        digests, names = b"".join(map(_clip_digest, paths, cuts)), [s.name.encode("utf-8", "backslashreplace")
-                                                                    for s in good]
+        digests, names = b"".join(map(_clip_digest, paths, cuts)), [name.encode("utf-8", "backslashreplace")
+                                                                    for name, _ in good]
 
         def per_sample(values):
             return np.add.reduceat(values, starts, dtype=np.int64) if good else np.empty(0, np.int64)
@@ -150,7 +157,7 @@ class TableBuilder:
                 "entries": np.array(entries, np.int32), "entry_counts": per_sample(spoken), "trained": labels[spoken],
                 "names": _bytes(names), "name_counts": _sizes(names), "paths": _bytes(paths),
                 "path_counts": _sizes(paths), "cuts": np.array(cuts).reshape(-1, 4),
-                "digests": np.frombuffer(digests, np.uint64).reshape(-1, 2)}
+                "digests": np.frombuffer(digests, np.uint64).reshape(-1, 2), "left_out": left_out}
 
     def append(self, chunk):
         """Add a chunk to the columns."""
@@ -163,6 +170,7 @@ class TableBuilder:
         self.paths.append(chunk["paths"], chunk["path_counts"])
         self.cuts.append(chunk["cuts"])
         self.digests.append(chunk["digests"])
+        self.left_out.update(chunk["left_out"])
         self._clips = None
 
     def _control_token(self, sample):
@@ -195,7 +203,7 @@ class TableBuilder:
 
         cache_folder, shards, where: of speech.codes.ensure_codes; where is (n_clips, 3) int64, in the order of `clips`.
         """
-        folder, books, numbers = Path(folder), self.ids.num_codebooks, self.clips.numbers
+        folder, numbers = Path(folder), self.clips.numbers
         folder.mkdir(parents=True, exist_ok=True)
         entries, trained, offsets = self.entries.values.array(), self.trained.array(), self.entries.offsets.array()
         columns = {name: Column(self.folder / f"{name}.npy", kind) for name, kind in (
@@ -211,15 +219,17 @@ class TableBuilder:
                 return np.diff(np.concatenate([[0], np.cumsum(values)])[bounds])
 
             columns["clips"].append(clips)
-            columns["lengths"].append(np.diff(self.tokens.offsets.array()[start:stop + 1]) + per_sample(frames + books))
+            columns["lengths"].append(np.diff(self.tokens.offsets.array()[start:stop + 1])
+                                      + per_sample(self.ids.rows(frames, trained[part]) - 1))      # one token is there
             columns["frames"].append(per_sample(frames))
-            columns["audio_targets"].append(per_sample(np.where(trained[part], books * (frames + 1), 0)))
+            columns["audio_targets"].append(per_sample(np.where(trained[part], self.ids.targets(frames), 0)))
         for column in (*columns.values(), self.tokens.values, self.tokens.offsets, self.labelled, self.names.values,
                        self.names.offsets, self.text_targets):
             column.close()
         shutil.copyfile(self.entries.offsets.path, self.folder / "clip_offsets.npy")
-        np.save(self.folder / "where.npy", where)
-        (self.folder / "codes.json").write_text(json.dumps({"folder": str(cache_folder), "shards": shards}))
+        with naming(self.folder):
+            np.save(self.folder / "where.npy", where)
+            (self.folder / "codes.json").write_text(json.dumps({"folder": str(cache_folder), "shards": shards}))
         shutil.rmtree(self.folder / "clips", ignore_errors=True)        # still mapped, which NFS minds
         if folder != self.folder:
             for path in self.folder.iterdir():
@@ -269,26 +279,29 @@ class Table:
 
 
 def read_all(train, held_out, tokenizer, ids, task_type, ref_in_system, folder=None, processes=0, drop=(),
-             output_dir=None):
+             output_dir=None, normalize=False):
     """Read and tokenise the training and the (optional) validation source: (TableBuilder, number of training samples).
 
     folder: of TableBuilder. processes: beside this one, for sources of many samples. Raises UserError with every sample
     that cannot be used, or when a source is empty. drop: checks (choices.CHECKS) whose samples are dropped and counted
-    instead. output_dir: where all that cannot be used are listed, None: nowhere.
+    instead. output_dir: where all that cannot be used are listed, None: nowhere. normalize: of read_samples.
     """
     builder, problems, counts = TableBuilder(tokenizer, ids, folder), [], []
+    recognised = {}     # {key of text.RECOGNISED: [number of samples, the first one's words]}
     for source in (train, held_out):
         before = len(builder)
 
         def chunks(first, step, source=source):
-            for samples, wrong in read_chunks(source, CHUNK, first, step, task_type, ref_in_system):
-                yield builder.chunk(samples, wrong), wrong
+            for samples, wrong in read_chunks(source, CHUNK, first, step, task_type, ref_in_system, normalize):
+                yield builder.chunk(samples, wrong), wrong, [s.recognised for s in samples if s.recognised]
 
         def take(part, source=source):
             builder.append(part[0])
             for wrong in part[1]:
                 wrong.file = str(source)
                 problems.append(wrong)
+            for how, words in itertools.chain.from_iterable(map(dict.items, part[2])):
+                recognised.setdefault(how, [0, words])[0] += 1
 
         if source:
             in_order(chunks, processes, take)
@@ -298,6 +311,10 @@ def read_all(train, held_out, tokenizer, ids, task_type, ref_in_system, folder=N
         counts.append(len(builder) - before)
     if said := settle(problems, drop, output_dir):
         print(f"data       dropped: {said}", flush=True)
+    for how, (count, words) in sorted(recognised.items()):
+        print(f"data       {count} {RECOGNISED[how].format(words)}", flush=True)
+    for what, n in sorted(builder.left_out.items()):
+        print(f"data       {n} samples {what}", flush=True)
     return builder, counts[0]
 
 
