@@ -85,9 +85,10 @@ run_setting() {     # SETTING FILE...
         # shellcheck disable=SC2064     # these processes
         trap "kill ${busy[*]}" EXIT
     fi
-    python -c 'import json, platform, torch, transformers
-print(json.dumps({"python": platform.python_version(), "torch": torch.__version__,
-                  "transformers": transformers.__version__}))' >"$parts/$setting/versions"
+    python -c 'import json, platform
+from importlib.metadata import version
+print(json.dumps({"python": platform.python_version(), **{name: version(name) for name in ("torch", "transformers")}}))
+' >"$parts/$setting/versions"
     for run in "${runs[@]}"; do
         for file in "$@"; do printf '%s\0%s\0%s\0' "$setting" "$file" "$run"; done
     done | xargs -0 -r -n 3 -P "$JOBS" bash -c 'part "$@"' part
