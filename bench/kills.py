@@ -197,17 +197,19 @@ def marked(mark):
 class Start:
     """A chain's command, started in the background."""
 
-    def __init__(self, chain, data, folder):
-        """folder: the chain's; the run's output goes to its out/, what is printed to start-N.out and start-N.err."""
+    def __init__(self, chain, data, folder, tmp):
+        """folder: the chain's; the run's output goes to its out/, what is printed to start-N.out and start-N.err. tmp:
+        where Python and torch put their temporary files; its name must be short.
+        """
         self.trainer, self.way, self.folder, self.out = chain.trainer, chain.way, folder, folder / "out"
         self.id = uuid.uuid4().hex
         number = len(list(folder.glob("start-*.out")))
         self.stdout, self.stderr = folder / f"start-{number}.out", folder / f"start-{number}.err"
-        self.inodes = {path: path.stat().st_ino for path in self.out.glob("checkpoint-*.tmp")}
+        self.inodes = {path: path.stat().st_ino for path in self.growing()}
         self.starts = read(self.out / "starts.jsonl").count("\n")
-        (folder / "tmp").mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         argv, environment = command(self.trainer, self.way, data, self.out)
-        environment |= {"TMPDIR": str(folder / "tmp"), "KILLS_START": self.id}
+        environment |= {"TMPDIR": str(tmp), "KILLS_START": self.id}
         self.killed = None      # when
         self.record = {}        # of the kill: when the command returned, how long its last process lived on
         self.watcher = threading.Thread(target=self.watch, daemon=True)
@@ -252,7 +254,11 @@ class Start:
         step = max(map(int, re.findall(r"^step +(\d+)/", out, re.M)), default=0)
         if step and (step % EVAL_STEPS == 0 or step == STEPS) and f"\neval   step {step:>6} " not in out:
             return "validation"     # perhaps while the last checkpoint is still being written
-        return "saving" if any(map(self.is_new, self.out.glob("checkpoint-*.tmp"))) else "training"
+        return "saving" if any(map(self.is_new, self.growing())) else "training"
+
+    def growing(self):
+        """Folders of checkpoints that are not whole."""
+        return [path for path in self.out.glob("checkpoint-*.tmp*") if "deleted" not in path.name]
 
     def is_new(self, path):
         """Whether this start has made a file or folder, and not one before it."""
@@ -356,11 +362,12 @@ def reference(chain, data, folder):
     lengths = folder / "lengths.json"
     if not lengths.exists():
         shutil.rmtree(folder, ignore_errors=True)
-        start = Start(chain, data, folder)
-        try:
-            lengths.write_text(json.dumps(observe(start), indent=1))
-        finally:
-            start.end()
+        with tempfile.TemporaryDirectory() as tmp:
+            start = Start(chain, data, folder, tmp)
+            try:
+                lengths.write_text(json.dumps(observe(start), indent=1))
+            finally:
+                start.end()
     return folder, json.loads(lengths.read_text())
 
 
@@ -369,9 +376,10 @@ def run_chain(chain, data, folder, references):
     whole, lengths = reference(chain, data, references)
     shutil.rmtree(folder, ignore_errors=True)
     began, started, killed, waiting, refused, why = time.monotonic(), [], [], list(chain.kills), 0, []
+    tmp = Path(tempfile.mkdtemp())
     try:
         while True:
-            start = Start(chain, data, folder)
+            start = Start(chain, data, folder, tmp)
             started.append(start)
             if waiting and (hit := strike(start, waiting[0], lengths)):
                 start.record |= {**asdict(waiting.pop(0)), "hit": hit}
@@ -387,10 +395,12 @@ def run_chain(chain, data, folder, references):
                 refused += 1
             elif start.process.returncode:
                 raise RuntimeError(f"status {start.process.returncode} without a kill\n{start.said()}")
-            elif waiting:
-                raise RuntimeError(f"ended before {waiting[0]} came")
-            else:
+            elif not waiting:
                 break
+            elif waiting[0].share > 0.05:       # the run was over before: it is started again, and ends sooner
+                waiting[0].share /= 2
+            else:
+                raise RuntimeError(f"ended before {waiting[0]} came")
         for start in started:
             if start.killed:
                 start.watcher.join()
@@ -398,6 +408,8 @@ def run_chain(chain, data, folder, references):
         why.append(str(error))
     finally:        # also when this script is stopped
         left = [words for start in started for words in start.end().values()]
+        left_in_tmp = sorted(names(tmp))
+        shutil.rmtree(tmp)
     why += [f"process left: {words}" for words in left]
     files = sorted(left_over(folder, whole))
     if not why:
@@ -405,7 +417,7 @@ def run_chain(chain, data, folder, references):
         why += [f"file left: {name}" for name in files]
     return {"name": chain.name, "trainer": chain.trainer, "way": chain.way, "commit": commit(), "ok": not why,
             "why": why, "kills": killed, "refused": refused, "processes_left": len(left), "files_left": len(files),
-            "left_in_tmp": sorted(names(folder / "tmp")), "seconds": time.monotonic() - began}
+            "left_in_tmp": left_in_tmp, "seconds": time.monotonic() - began}
 
 
 def commit():
