@@ -24,10 +24,10 @@ PAD_LENGTH = 128        # padding comes in samples this short: attention costs t
 
 
 def prepare_table(world, tokenizer, ids, codec_dir, *, train, held_out, output_dir, cache_dir, task_type, ref_in_system,
-                  processes, wait_limit_s, encode=True, drop=(), list_in=None):
+                  processes, wait_limit_s, encode=True, drop=(), list_in=None, normalize=False):
     """All between the user's files and training, on every rank: read, encode what is new, write and map the table.
 
-    train, held_out, task_type, ref_in_system, processes: of read_all.
+    train, held_out, task_type, ref_in_system, processes, normalize: of read_all.
     ids: TokenIds. codec_dir: native codec folder. output_dir: where the table is written. cache_dir: of encoded audio.
     wait_limit_s: seconds to wait for another run that fills the same cache, and for a rank that encodes.
     drop: of read_all; list_in: its output_dir.
@@ -42,7 +42,7 @@ def prepare_table(world, tokenizer, ids, codec_dir, *, train, held_out, output_d
         for old in Path(output_dir).glob("table-*"):        # a running job keeps what it has mapped
             shutil.rmtree(old, ignore_errors=True)
         builder, n_train = read_all(train, held_out, tokenizer, ids, task_type, ref_in_system, folder, processes,
-                                    drop, list_in)
+                                    drop, list_in, normalize)
         print(f"data       {n_train} training samples, {len(builder) - n_train or 'no'} separate validation samples, "
               f"{len(builder.clips)} distinct clips (read in {time.monotonic() - start:.1f} s)", flush=True)
         return n_train

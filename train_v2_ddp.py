@@ -16,7 +16,7 @@ import sys
 
 from common import flags
 from common.flags import need
-from speech.choices import CHECKS, LORA_TARGETS, TASK_TYPES
+from speech.choices import CHECKS, LORA_TARGETS, ON_OFF, TASK_TYPES
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags
@@ -46,6 +46,9 @@ def build_parser():
                    help="folder format: prompt shape of samples that name none themselves")
     flags.switch(g, "--ref_audio_in_system_message",
                  help="folder format: put reference clips into the scene description")
+    g.add_argument("--normalize_text", choices=ON_OFF, help="texts to speak: punctuation and sound tags "
+                   "as boson-ai's inference gives them to the model; the checkpoint keeps the setting for speaking "
+                   "(default: on for Higgs-Audio V2, off for Higgs TTS 3)")
     g.add_argument("--code_cache", help="folder of encoded audio, shareable between runs (default: OUTPUT_DIR/codes)")
     g.add_argument("--preprocess_num_proc", type=int, default=min(8, flags.usable_cpus()),
                    help="processes that read and tokenise, or decode audio, per node; 0 = in the trainer")
@@ -143,7 +146,7 @@ from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.parallel import UserError
 from common.plan import Checks, Room, Setup, check_writable, start_text, steps_text
 from data import make_loader, prepare_table
-from speech import higgs, models, sample_prompts, weights
+from speech import higgs, models, sample_prompts, weights, wording
 from speech.codes import FRAME_RATE
 from speech.plan import print_plan
 from speech.table import samples_line, split_samples, usable_samples
@@ -152,6 +155,19 @@ AUDIO_WEIGHTS = ("embed_audio_tokens", "audio_lm_head", "audio_embedding")     #
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Model: empty, loaded, saved
+
+
+def find_files(check, world, model_path, codec_path, output_dir):
+    """(model folder, its config.json as a dict, codec folder), each None where a dry run's check failed.
+
+    codec_path None: the codec inside the checkpoint, unpacked in output_dir.
+    """
+    for find, path in ((weights.find_model, model_path), (weights.find_codec, codec_path)):
+        check(parallel.rank0_first, world, find, path) if path else None    # downloads before the others look
+    folder, config = check(weights.find_model, model_path) or (None, None)
+    if codec_path:
+        return folder, config, (check(weights.find_codec, codec_path) or (None, None))[0]
+    return folder, config, check(parallel.rank0_first, world, models.own_codec, folder, config, output_dir)
 
 
 def empty_trained_model(folder, config, *, adapter, bf16, freeze_llm, text_loss_weight, recompute):
@@ -213,7 +229,7 @@ def check_resume(model, native, resume):
         weights.check_weights(native, models.weight_parts(resume, config), resume)
 
 
-def run_identity(folder, table, train, *, adapters_only, freeze_llm, text_loss_weight, tokens_per_pack,
+def run_identity(folder, table, train, *, normalize_text, adapters_only, freeze_llm, text_loss_weight, tokens_per_pack,
                  samples_per_pack, by_length, seed):
     """What a checkpoint must share with the run that resumes it, {name: value}; JSON-able.
 
@@ -222,7 +238,8 @@ def run_identity(folder, table, train, *, adapters_only, freeze_llm, text_loss_w
     batch = (f"{tokens_per_pack} tokens" if tokens_per_pack else f"{samples_per_pack} samples") \
         + (" by length" if by_length else "")
     trained = "lora" if adapters_only else "audio embedding and head" if freeze_llm else "full"
-    return {"set of trained weights": trained if text_loss_weight else f"{trained} without text",
+    return {"--normalize_text": "on" if normalize_text == "on" else None,     # older checkpoints do not know it
+            "set of trained weights": trained if text_loss_weight else f"{trained} without text",
             "base model": tensor_files.fingerprint_weights(folder), "codec": Path(table.reader.folder).name,
             "training data": table.fingerprint(train), "pack": batch, "seed": seed}
 
@@ -243,6 +260,7 @@ def save_checkpoint(world, writer, model, tokenizer, source, optimizer, meta):
     files |= tensor_files.stage(world, f"{checkpoint.STATE_DIR}/optimizer", moments)
     if world.is_main:
         files[f"{checkpoint.STATE_DIR}/rng.pt"] = lambda path: torch.save(states, path)
+        files[wording.FILE] = lambda path: wording.save_setting(path, meta["args"]["normalize_text"])
         files["*"] = (lambda path: adapters.save_config(model.net, path)) if model.has_adapters else \
             (lambda path: models.save_config(model.base_model, tokenizer, path, source))
     writer.save(meta["step"], files, meta)
@@ -365,7 +383,7 @@ def for_identity(args):
     """What run_identity takes of the flags, by name."""
     return {"adapters_only": args.use_lora, "freeze_llm": args.freeze_llm, "text_loss_weight": args.text_loss_weight,
             "tokens_per_pack": args.max_tokens_per_batch, "samples_per_pack": args.per_device_train_batch_size,
-            "by_length": args.group_by_length, "seed": args.seed}
+            "by_length": args.group_by_length, "seed": args.seed, "normalize_text": args.normalize_text}
 
 
 def for_table(args, check):
@@ -374,8 +392,14 @@ def for_table(args, check):
     return {"train": train, "held_out": held_out, "output_dir": check.folder(args.output_dir), "encode": not check.dry,
             "cache_dir": code_cache(args),
             "task_type": args.task_type, "ref_in_system": args.ref_audio_in_system_message,
+            "normalize": args.normalize_text == "on",
             "processes": args.preprocess_num_proc, "wait_limit_s": args.wait_timeout, "drop": args.drop_bad,
             "list_in": None if check.dry else args.output_dir}
+
+
+def for_prompts(args):
+    """What sample_prompts.read takes of the flags, and the seconds of speech that a prompt may give."""
+    return args.sample_prompts, args.normalize_text == "on", args.sample_seconds
 
 
 def code_cache(args):
@@ -415,23 +439,17 @@ def train(args):
     check(float8.check_device, device, args.float8)
     if check.dry:       # a run finds out when it encodes
         check(check_writable, code_cache(args), "--code_cache")
-    given = [(weights.find_model, args.model_path), (weights.find_codec, args.audio_tokenizer_path)]
-    for find, path in given if args.audio_tokenizer_path else given[:1]:
-        check(parallel.rank0_first, world, find, path)          # downloads hub names before the others look
-    folder, config_dict = check(weights.find_model, args.model_path) or (None, None)
-    if args.audio_tokenizer_path:
-        codec_dir, _ = check(weights.find_codec, args.audio_tokenizer_path) or (None, None)
-    else:
-        codec_dir = check(parallel.rank0_first, world, models.own_codec, folder, config_dict,
-                          check.folder(args.output_dir))
+    folder, config_dict, codec_dir = find_files(check, world, args.model_path, args.audio_tokenizer_path,
+                                                check.folder(args.output_dir))
+    args.normalize_text = check(models.text_setting, config_dict, args.normalize_text or "")
     config, tokenizer = check(models.read_config, config_dict), check(models.load_tokenizer, folder, config_dict)
     ids = check(models.token_ids, tokenizer, config)
     model, native, parts = check(empty_trained_model, folder, config_dict, **for_model(args)) or (None,) * 3
     table, n_train = check(prepare_table, world, tokenizer, ids, codec_dir, **for_table(args, check)) or (None, None)
     prompts, settings = [], None
     if args.sample_prompts:
-        prompts, settings = check(parallel.rank0_first, world, sample_prompts.load, args.sample_prompts,
-                                  args.sample_seconds, tokenizer, ids, config, codec_dir, device) or (None, None)
+        prompts, settings = check(parallel.rank0_first, world, sample_prompts.load, for_prompts(args), tokenizer, ids,
+                                  config, codec_dir, device) or (None, None)
     check.settle()
     all_train, all_eval = split_samples(n_train, len(table), 0 if args.disable_eval else args.validation_split,
                                         args.seed)

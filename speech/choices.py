@@ -9,6 +9,8 @@ LORA_TARGETS = {        # endings of module names
     "all-linear": [*ATTENTION, "gate_proj", "up_proj", "down_proj"],        # both FFNs, no head, no embedding
 }
 
+ON_OFF = ("on", "off")
+
 CHECKS = ("invalid", "control_token", "too_long")        # of samples, for --drop_bad
 
 LAYOUTS = ("native", "2025")            # of a checkpoint

@@ -16,6 +16,16 @@ def read_config(config_dict):
     return higgs3.read_config(config_dict) if is_third(config_dict) else weights.native_config(config_dict)
 
 
+def text_setting(config_dict, wanted):
+    """--normalize_text as "on" or "off". wanted "": on for V2, off for Higgs TTS 3, whose servers leave texts as they are.
+
+    Raises UserError for what its servers would not do.
+    """
+    if is_third(config_dict) and wanted == "on":
+        raise UserError("--normalize_text on: Higgs TTS 3 is served texts as they are; leave it off")
+    return wanted or ("off" if is_third(config_dict) else "on")
+
+
 def load_tokenizer(folder, config_dict):
     """Tokenizer of a model folder. Raises UserError."""
     return higgs3.load_tokenizer(folder) if is_third(config_dict) else weights.load_tokenizer(folder)

@@ -4,27 +4,29 @@ from pathlib import Path
 from common.parallel import UserError
 from common.problems import problem
 from speech.choices import DEFAULT_SYSTEM, TASK_TYPES
-from speech.conversations import SCENE, BadSample, Paths, Sample, canonical_prompt, canonical_sample, normalise_text
+from speech.conversations import SCENE, BadSample, Paths, Sample, canonical_prompt, canonical_sample
 from speech.json_files import SKIPPED, json_entries, json_value
 
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg")
 
 
-def read_samples(path, problems, task_type="single_speaker_smart_voice", ref_in_system=False, prompts=False):
+def read_samples(path, problems, task_type="single_speaker_smart_voice", ref_in_system=False, prompts=False,
+                 normalize=False):
     """Yield the Samples of a data file (JSON, JSONL) or folder (metadata.json or audio + .txt pairs).
 
     A sample that cannot be used appends one line to the list `problems` (file, sample, reason) and is not yielded; the
     caller decides. task_type and ref_in_system shape the folder format only. prompts: as canonical_prompt makes them.
-    Raises UserError when the file itself cannot be read.
+    normalize: the texts to speak, by wording.normalise. Raises UserError when the file itself cannot be read.
     """
-    for _, found in _numbered(path, lambda number: True, task_type, ref_in_system, prompts):
+    for _, found in _numbered(path, lambda number: True, task_type, ref_in_system, prompts, normalize):
         if isinstance(found, Sample):
             yield found
         else:
             problems.append(found)
 
 
-def read_chunks(path, size, first=0, step=1, task_type="single_speaker_smart_voice", ref_in_system=False):
+def read_chunks(path, size, first=0, step=1, task_type="single_speaker_smart_voice", ref_in_system=False,
+                normalize=False):
     """Yield (Samples, problems) of every `step`-th chunk of `size` entries from chunk `first` on; see read_samples.
 
     So several processes can share the work: what is not asked for is passed over, lines even unread.
@@ -34,7 +36,7 @@ def read_chunks(path, size, first=0, step=1, task_type="single_speaker_smart_voi
         return chunk >= first and (chunk - first) % step == 0
 
     stop, samples, problems = (first + 1) * size, [], []
-    for number, found in _numbered(path, wanted, task_type, ref_in_system, False):
+    for number, found in _numbered(path, wanted, task_type, ref_in_system, False, normalize):
         if number >= stop:
             yield samples, problems
             stop, samples, problems = stop + step * size, [], []
@@ -44,7 +46,7 @@ def read_chunks(path, size, first=0, step=1, task_type="single_speaker_smart_voi
         yield samples, problems
 
 
-def _numbered(path, wanted, task_type, ref_in_system, prompts):
+def _numbered(path, wanted, task_type, ref_in_system, prompts, normalize):
     """Yield (number, found) of every entry: its Sample, a line on what is wrong with it, or None if it is left out."""
     path = Path(path)
     if path.is_dir():
@@ -65,7 +67,7 @@ def _numbered(path, wanted, task_type, ref_in_system, prompts):
                 misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
                 label = misc.get("sample_id") or entry.get("id") or entry.get("speaker")
                 name += f" ({label})" if label else ""
-            sample = make(name, entry, paths)
+            sample = make(name, entry, paths, normalize)
         except BadSample as error:
             yield number, problem(f"{name}{error.place}", "invalid", error, path)
         else:
@@ -121,7 +123,7 @@ def folder_sample(folder, raw, task, ref_in_system):
         if not _filled(raw, key):
             raise BadSample(f"has no {key!r}")
         try:
-            return normalise_text((folder / raw[key]).read_text(encoding="utf-8-sig"))
+            return (folder / raw[key]).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise BadSample(f"{key} {raw[key]!r} cannot be read ({error})")
 
@@ -153,7 +155,7 @@ def folder_sample(folder, raw, task, ref_in_system):
         if scene:
             system.append({"type": "text", "text": "\n\n" + SCENE.format(scene)})
         for tag, transcript, audio in references:
-            turns += [{"role": "user", "content": tag + normalise_text(transcript)},
+            turns += [{"role": "user", "content": tag + transcript.strip()},
                       {"role": "assistant", "content": {"type": "audio", "audio_url": audio}}]
     return {"messages": [{"role": "system", "content": system}, *turns,
                          {"role": "user", "content": read("transcript_file")},

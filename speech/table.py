@@ -22,6 +22,7 @@ from common.problems import problem, settle
 from speech.codes import FRAME_RATE, CodeReader
 from speech.conversations import BadSample, Clip
 from speech.sources import read_chunks
+from speech.wording import RECOGNISED
 
 CHUNK = 2048            # entries of a file that are tokenised together
 ROWS = 2**18            # samples whose columns are in memory together
@@ -276,26 +277,29 @@ class Table:
 
 
 def read_all(train, held_out, tokenizer, ids, task_type, ref_in_system, folder=None, processes=0, drop=(),
-             output_dir=None):
+             output_dir=None, normalize=False):
     """Read and tokenise the training and the (optional) validation source: (TableBuilder, number of training samples).
 
     folder: of TableBuilder. processes: beside this one, for sources of many samples. Raises UserError with every sample
     that cannot be used, or when a source is empty. drop: checks (choices.CHECKS) whose samples are dropped and counted
-    instead. output_dir: where all that cannot be used are listed, None: nowhere.
+    instead. output_dir: where all that cannot be used are listed, None: nowhere. normalize: of read_samples.
     """
     builder, problems, counts = TableBuilder(tokenizer, ids, folder), [], []
+    recognised = {}     # {key of text.RECOGNISED: [number of samples, the first one's words]}
     for source in (train, held_out):
         before = len(builder)
 
         def chunks(first, step, source=source):
-            for samples, wrong in read_chunks(source, CHUNK, first, step, task_type, ref_in_system):
-                yield builder.chunk(samples, wrong), wrong
+            for samples, wrong in read_chunks(source, CHUNK, first, step, task_type, ref_in_system, normalize):
+                yield builder.chunk(samples, wrong), wrong, [s.recognised for s in samples if s.recognised]
 
         def take(part, source=source):
             builder.append(part[0])
             for wrong in part[1]:
                 wrong.file = str(source)
                 problems.append(wrong)
+            for how, words in itertools.chain.from_iterable(map(dict.items, part[2])):
+                recognised.setdefault(how, [0, words])[0] += 1
 
         if source:
             in_order(chunks, processes, take)
@@ -305,6 +309,8 @@ def read_all(train, held_out, tokenizer, ids, task_type, ref_in_system, folder=N
         counts.append(len(builder) - before)
     if said := settle(problems, drop, output_dir):
         print(f"data       dropped: {said}", flush=True)
+    for how, (count, words) in sorted(recognised.items()):
+        print(f"data       {count} {RECOGNISED[how].format(words)}", flush=True)
     for what, n in sorted(builder.left_out.items()):
         print(f"data       {n} samples {what}", flush=True)
     return builder, counts[0]
