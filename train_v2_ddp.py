@@ -157,19 +157,6 @@ AUDIO_WEIGHTS = ("embed_audio_tokens", "audio_lm_head", "audio_embedding")     #
 # Model: empty, loaded, saved
 
 
-def find_files(check, world, model_path, codec_path, output_dir):
-    """(model folder, its config.json as a dict, codec folder), each None where a dry run's check failed.
-
-    codec_path None: the codec inside the checkpoint, unpacked in output_dir.
-    """
-    for find, path in ((weights.find_model, model_path), (weights.find_codec, codec_path)):
-        check(parallel.rank0_first, world, find, path) if path else None    # downloads before the others look
-    folder, config = check(weights.find_model, model_path) or (None, None)
-    if codec_path:
-        return folder, config, (check(weights.find_codec, codec_path) or (None, None))[0]
-    return folder, config, check(parallel.rank0_first, world, models.own_codec, folder, config, output_dir)
-
-
 def empty_trained_model(folder, config, *, adapter, bf16, freeze_llm, text_loss_weight, recompute):
     """(models.packed on the meta device, the native model in it, handles of that one's weights in the files).
 
@@ -439,8 +426,8 @@ def train(args):
     check(float8.check_device, device, args.float8)
     if check.dry:       # a run finds out when it encodes
         check(check_writable, code_cache(args), "--code_cache")
-    folder, config_dict, codec_dir = find_files(check, world, args.model_path, args.audio_tokenizer_path,
-                                                check.folder(args.output_dir))
+    folder, config_dict, codec_dir = models.find_files(world, args.model_path, args.audio_tokenizer_path,
+                                                       check.folder(args.output_dir), check)
     args.normalize_text = check(models.text_setting, config_dict, args.normalize_text or "")
     config, tokenizer = check(models.read_config, config_dict), check(models.load_tokenizer, folder, config_dict)
     ids = check(models.token_ids, tokenizer, config)

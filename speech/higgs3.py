@@ -309,11 +309,12 @@ def load(folder, dtype=torch.float32, device="cpu"):
 class Sampling:
     """How a code is drawn, by itself in each codebook; the defaults are those of sglang-omni's speech endpoint.
 
-    temperature 0: the likeliest. top_k 0 and top_p 1: off.
+    temperature 0: the likeliest. top_k 0 and top_p 1: off. max_new_tokens: rows that a prompt may take.
     """
     temperature: float = 0.8
     top_p: float = 0.8
     top_k: int = 30
+    max_new_tokens: int = 2048
 
 
 @dataclass(frozen=True)
@@ -384,11 +385,11 @@ def embed_prompt(model, input_ids, is_audio, ref_rows):
 
 
 @torch.no_grad()
-def generate(model, prompts, sampling, seed, max_rows, asked=lambda: False):
+def generate(model, prompts, sampling, seed, asked=lambda: False):
     """[(codes (T, 8) int64 on the CPU, ended_by "eos" | "length" | "time")] of a batch of prompts.
 
-    prompts: [(input_ids, is_audio, ref_rows or None)]. max_rows: rows that one may take. asked: asked once a row; True
-    ends all. The draws of a prompt depend on seed and its place in the batch, not on the other prompts.
+    prompts: [(input_ids, is_audio, ref_rows or None)]. asked: asked once a row; True ends all. The draws of a prompt
+    depend on seed and its place in the batch, not on the other prompts.
     """
     device, books = model.audio_embedding.weight.device, model.config.num_codebooks
     embedded = [embed_prompt(model, torch.as_tensor(i).to(device), torch.as_tensor(a).to(device), r)
@@ -403,7 +404,7 @@ def generate(model, prompts, sampling, seed, max_rows, asked=lambda: False):
     kept = model.body.config._attn_implementation
     model.body.set_attn_implementation("sdpa")          # the packed attention keeps no cache
     try:
-        for _ in range(max_rows):
+        for _ in range(sampling.max_new_tokens):
             hidden = model.body(inputs_embeds=inputs, attention_mask=mask, position_ids=positions, use_cache=True,
                                 past_key_values=cache).last_hidden_state[:, -1]
             logits, rows = model.logits(hidden).cpu(), torch.full((n, books), model.config.audio_stream_eos_id)
@@ -419,5 +420,5 @@ def generate(model, prompts, sampling, seed, max_rows, asked=lambda: False):
             positions = positions[:, -1:] + 1
     finally:
         model.body.set_attn_implementation(kept)
-    return [(undelay(torch.stack(rows)), how or ("length" if len(rows) == max_rows else "time"))
+    return [(undelay(torch.stack(rows)), how or ("length" if len(rows) == sampling.max_new_tokens else "time"))
             for rows, how in zip(spoken, ended)]

@@ -2,6 +2,7 @@
 import shutil
 from pathlib import Path
 
+from common import parallel
 from common.parallel import UserError
 from speech import higgs, higgs3, labels, labels3, weights
 
@@ -11,13 +12,28 @@ def is_third(config_dict):
     return config_dict["model_type"] == higgs3.MODEL_TYPE
 
 
+def find_files(world, model_path, codec_path, output_dir, check=lambda work, *args: work(*args)):
+    """(model folder, its config.json as a dict, codec folder). Raises UserError. Collective.
+
+    codec_path None: the codec inside the checkpoint, unpacked in output_dir. check: plan.Checks, of whose dry run each
+    result may be None.
+    """
+    for find, path in ((weights.find_model, model_path), (weights.find_codec, codec_path)):
+        if path:
+            check(parallel.rank0_first, world, find, path)      # hub names are downloaded before the others look
+    folder, config = check(weights.find_model, model_path) or (None, None)
+    if codec_path:
+        return folder, config, (check(weights.find_codec, codec_path) or (None, None))[0]
+    return folder, config, check(parallel.rank0_first, world, own_codec, folder, config, output_dir)
+
+
 def read_config(config_dict):
     """Config of a config.json dict: hidden_size, num_codebooks, codebook_size, ... Raises UserError."""
     return higgs3.read_config(config_dict) if is_third(config_dict) else weights.native_config(config_dict)
 
 
 def text_setting(config_dict, wanted):
-    """--normalize_text as "on" or "off". wanted "": on for V2, off for Higgs TTS 3, whose servers leave texts as they are.
+    """--normalize_text as "on" or "off". wanted "": on for V2, off for Higgs TTS 3, as its servers have it.
 
     Raises UserError for what its servers would not do.
     """
