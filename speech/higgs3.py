@@ -251,6 +251,25 @@ def published(named):
     return {names.get(name, name): value for name, value in named.items()}
 
 
+def whole_files(tensors, folder, codec=None):
+    """{name in the files: (slice handles, dtype, fold)} of a folder as servers want it, from that of our names.
+
+    Both heads beside their tables, and the codec: that of `codec`, a native folder, or the one inside `folder`. Raises
+    UserError without any: no server loads such a folder.
+    """
+    tensors = published(tensors)
+    for head, table in HEADS.items():
+        parts, dtype, fold = tensors[table]
+        tensors[head] = (parts, dtype, fold or torch.clone)     # its own memory: the file holds both
+    inside = tensor_files.open_tensors(tensor_files.files_in(weights.find_codec(codec)[0], "model")) if codec else \
+        codec_parts(folder)
+    if not inside:
+        raise UserError(f"{folder}: holds no codec, which the servers read from there; give --audio_tokenizer_path, or "
+                        "merge the adapter into the released folder")
+    return tensors | {CODEC + name: ([part], part[:1].dtype if part.get_shape() else part[...].dtype, None)
+                      for name, part in inside.items()}
+
+
 def codec_parts(folder):
     """{codec's own name: slice handle} of the codec that a folder's weights contain; {} if none. Raises UserError."""
     found = tensor_files.open_tensors(tensor_files.files_in(folder, "model"))

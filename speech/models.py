@@ -108,10 +108,13 @@ def weight_names(native):
 
 
 def save_config(native, tokenizer, folder, source):
-    """The files of a checkpoint beside its weights; source: the folder of the model that was trained from."""
+    """The files of a checkpoint beside its weights -> {file that source did not have: what was made of it}.
+
+    source: the folder of the model that was trained from.
+    """
     if not isinstance(native, higgs3.Higgs3):
-        weights.save_config(native, tokenizer, folder, source)
-        return
+        return weights.save_config(native, tokenizer, folder, source)
     for path in Path(source).iterdir():
         if path.name in higgs3.OWN_FILES:
             shutil.copyfile(path, Path(folder) / path.name)
+    return {}
