@@ -10,6 +10,8 @@ import os
 import sys
 import time
 
+from common import lifetime
+
 MODES = ("all", "selective")                                    # of --gradient_checkpointing
 SCHEDULERS = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
 GIVE_WAY_S = 5      # seconds other ranks leave rank 0 to say what is wrong, before torchrun ends it because of them
@@ -59,6 +61,7 @@ def parse(parser, check=None, argv=None):
 
     A mistake ends the process with one line, printed by rank 0: status 2 for a flag that is not one, 1 for a value.
     """
+    lifetime.end_with_torchrun()        # here, because every script parses before its imports, which take seconds
     status, known = 2, sorted(spellings(parser))
     try:
         for word in sys.argv[1:] if argv is None else argv:     # before argparse complains of what is missing

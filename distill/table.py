@@ -18,10 +18,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from common import loading, parallel
+from common.checkpoint import naming
 from common.indexing import Column, in_order
 from common.parallel import UserError
 from common.problems import problem, settle
-from common.watchdog import ignore_in_worker
+from common.watchdog import init_loader
 from distill.chat import cut, group_key, read_chunks
 
 PAD_LENGTH = 128        # padding comes in documents this short: attention costs the square of a document's length
@@ -124,9 +125,10 @@ def write_table(folder, paths, encoder, limit, policy, teacher=None, processes=0
         found["bad"] = settle(problems, drop, output_dir, hint)
         for column in columns.values():
             column.close()
-        for name, values in (teacher.arrays(paths[0]) if teacher else {}).items():
-            np.save(folder / f"{name}.npy", values)
-        (folder / "sources.json").write_text(json.dumps([str(path) for path in paths]))
+        with naming(folder):
+            for name, values in (teacher.arrays(paths[0]) if teacher else {}).items():
+                np.save(folder / f"{name}.npy", values)
+            (folder / "sources.json").write_text(json.dumps([str(path) for path in paths]))
     except BaseException:
         if new:
             shutil.rmtree(folder, ignore_errors=True)
@@ -330,5 +332,5 @@ def make_loader(table, packs, *, num_workers, prefetch_factor, pad_to=0, pad_id=
                       collate_fn=lambda samples: collate(samples, pad_to, pad_id, table.topk),
                       prefetch_factor=prefetch_factor if num_workers else None, persistent_workers=num_workers > 0,
                       multiprocessing_context="fork" if num_workers else None,      # workers share the mapped table
-                      worker_init_fn=ignore_in_worker,
+                      worker_init_fn=init_loader,
                       generator=torch.Generator())      # else each loader would draw from the generator of the dropout

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from common.checkpoint import naming
 from common.indexing import Column, Lists, in_order, token_lists
 from common.parallel import UserError
 from common.problems import problem, settle
@@ -226,8 +227,9 @@ class TableBuilder:
                        self.names.offsets, self.text_targets):
             column.close()
         shutil.copyfile(self.entries.offsets.path, self.folder / "clip_offsets.npy")
-        np.save(self.folder / "where.npy", where)
-        (self.folder / "codes.json").write_text(json.dumps({"folder": str(cache_folder), "shards": shards}))
+        with naming(self.folder):
+            np.save(self.folder / "where.npy", where)
+            (self.folder / "codes.json").write_text(json.dumps({"folder": str(cache_folder), "shards": shards}))
         shutil.rmtree(self.folder / "clips", ignore_errors=True)        # still mapped, which NFS minds
         if folder != self.folder:
             for path in self.folder.iterdir():
