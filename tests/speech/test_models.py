@@ -100,11 +100,9 @@ def test_merged_and_exported_folders_are_those_of_servers(runs, tiny3, tmp_path)
 
 
 def test_codec_inside_gives_the_codes_of_the_codec_beside(pool, runs, tiny3, tmp_path):
-    """Without --audio_tokenizer_path the checkpoint's own codec is used; the same weights find the same cache."""
-    cached = runs(1, "--per_device_train_batch_size", 4)        # they are encoded now
-    run = train_forked(pool, tiny3, tmp_path / "out", "--max_steps", 1, "--audio_tokenizer_path", "")
-    assert cached.status == 0 and "encoding audio" not in run.output
-    assert (run.output_dir / "codec" / "model.safetensors").is_file()
+    run = train_forked(pool, tiny3, tmp_path / "out", *LENGTH, "--max_steps", 1, "--audio_tokenizer_path", "")
+    assert "encoding audio" in run.output and (run.output_dir / "codec" / "model.safetensors").is_file()
+    assert run.metrics("train/loss")[1] == runs(1, "--per_device_train_batch_size", 4).metrics("train/loss")[1]
 
 
 def refusal(pool, tiny, output_dir, *flags):
