@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from common import json_files
 from common.checkpoint import naming
 
 # Dense bf16 tensor-core peak, FLOP/s, from the makers' datasheets; SXM parts unless the name says otherwise.
@@ -164,8 +165,8 @@ def read_rows(path):
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = json_files.loads(line)
+        except ValueError:
             row = None
         if isinstance(row, dict) and type(row.get("step")) is int:
             rows.append(row)

@@ -51,8 +51,9 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
 
     with new_folder(output_dir, sum(size for file in files for size in file.values())) as building:
         for number, file in enumerate(files):
-            tensor_files.save({name: read(*tensors[name]) for name in file},
-                              building / tensor_files.file_name("model", number, len(files)))
+            written = {name: read(*tensors[name]) for name in file}
+            tensor_files.check_finite(written, f"{source}, with its adapter," if folds else source)
+            tensor_files.save(written, building / tensor_files.file_name("model", number, len(files)))
         if len(files) > 1:
             write_index(building, files)
         if third:
