@@ -74,7 +74,7 @@ import time
 import numpy as np
 import torch
 
-from common import checkpoint, parallel
+from common import checkpoint, parallel, verdict
 from common.parallel import UserError
 from diffusion import blocks, sampler, weights
 from diffusion.answers import execution_state, finish_region, question_state, region_text, room, score
@@ -180,8 +180,8 @@ def summarise(answers, seconds):
 
 
 def print_answer(answer):
-    verdict = "right" if answer["strict"] else "right by the last number" if answer["flexible"] else "wrong"
-    print(f"-- {answer['name']}: {verdict}, the answer is {answer['answer']}\n   question  {answer['question']}")
+    word = "right" if answer["strict"] else "right by the last number" if answer["flexible"] else "wrong"
+    print(f"-- {answer['name']}: {word}, the answer is {answer['answer']}\n   question  {answer['question']}")
     for part in ("plan", "text"):
         if part in answer:
             print(f"   {part:<9} {answer[part]!r}")
@@ -195,6 +195,8 @@ def print_summary(total, output):
     print(f"accuracy   {', '.join(rates)} of {total['problems']} problems; {total['ended']:.1%} ended by themselves\n"
           f"speed      NFE {total['nfe']:.1f}, {total['tokens_per_forward']:.2f} tokens a pass, "
           f"{total['tokens_per_second']:,.1f} tok/s, {total['seconds']:.1f} s\nanswers    {output}")
+    print(verdict.line([f"{verdict.percent(total['strict'])} of {total['problems']} problems were answered right",
+                        f"{verdict.percent(total['ended'])} of the answers ended by themselves"]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

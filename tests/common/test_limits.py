@@ -9,10 +9,12 @@ import re
 import resource
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from tests.helpers import chats
+from tests.helpers.progress import wait_until
 from tests.helpers.trainer import trainer_arguments
 
 NO_NAMESPACE = 77       # exit status of a rank that may not have one
@@ -20,7 +22,7 @@ CLONE_NEWNS = 0x20000   # sched.h
 
 
 def own_mounts(*mounts):
-    """From now on this process sees mounts of its own; each of `mounts` is the arguments of a mount command."""
+    """From now on this thread sees mounts of its own; each of `mounts` is the arguments of a mount command."""
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS):
         print(f"no mount namespace: {os.strerror(ctypes.get_errno())}")
         sys.exit(NO_NAMESPACE)
@@ -33,6 +35,21 @@ def own_mounts(*mounts):
 
 def with_little_shared_memory(size, main, *argv):
     own_mounts(("-t", "tmpfs", "-o", f"size={size}k", "tmpfs", "/dev/shm"))
+    call(main, argv)
+
+
+def with_little_space(folder, main, *argv):
+    own_mounts(("-t", "tmpfs", "-o", "size=16k", "tmpfs", folder))
+    call(main, argv)
+
+
+def with_read_only(folder, main, *argv):
+    """The folder becomes read-only when there is something in it."""
+    def change():
+        wait_until(lambda: any(os.scandir(folder)), "files")
+        own_mounts(("--bind", folder, folder), ("-o", "remount,bind,ro", folder))
+    own_mounts()        # first in this thread, whose namespace the other inherits
+    threading.Thread(target=change, daemon=True).start()
     call(main, argv)
 
 
@@ -79,6 +96,21 @@ def test_a_full_dev_shm(pool, command, size, trainer):
     """Of so many KiB: there is no room for a semaphore, or none for a batch."""
     line = error_of(pool, "with_little_shared_memory", size, trainer, *command(trainer, 1))
     assert line.startswith("error: /dev/shm is full: ") and "--shm-size" in line and "--num_workers 0" in line
+
+
+def test_a_full_disk_of_tensorboard(pool, tiny, tmp_path):
+    """Its own thread writes, and would print a traceback."""
+    (tmp_path / "logs").mkdir()
+    line = error_of(pool, "with_little_space", str(tmp_path / "logs"), "train_v2_ddp", *trainer_arguments(
+        tiny, tmp_path / "out", "--use_lora", "--report_to", "tensorboard", "--logging_dir", tmp_path / "logs"))
+    assert line == f"error: {tmp_path}/logs/out cannot be written (No space left on device)"
+
+
+def test_a_code_cache_that_becomes_read_only(pool, tiny, tmp_path):
+    (tmp_path / "codes").mkdir()
+    line = error_of(pool, "with_read_only", str(tmp_path / "codes"), "train_v2_ddp", *trainer_arguments(
+        tiny, tmp_path / "out", "--use_lora", "--code_cache", tmp_path / "codes"))
+    assert str(tmp_path / "codes") in line and "Read-only file system" in line
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
