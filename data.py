@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from common import parallel
+from common.problems import settle
 from common.watchdog import init_loader
 from speech.encode import ensure_codes, plan_codes
 from speech.labels import IGNORE, PackedBatch, audio_targets
@@ -34,7 +35,7 @@ def prepare_table(world, tokenizer, ids, codec_dir, *, train, held_out, output_d
     encode=False: clips that the cache lacks get the number of their frames from their headers, and no codes.
     Returns (Table, number of its samples that came from `train`, which stand first).
     """
-    builder, start = None, time.monotonic()
+    builder, start, bad = None, time.monotonic(), {}      # bad: clips that cannot be used, on rank 0
     folder = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}"         # the other ranks learn rank 0's from write()
 
     def read():
@@ -48,6 +49,9 @@ def prepare_table(world, tokenizer, ids, codec_dir, *, train, held_out, output_d
         return n_train
 
     def write():
+        if bad:
+            said = settle(builder.without_audio(bad, n_train, (train, held_out)), drop, list_in, more=True)
+            print(f"data       dropped: {said}", flush=True)
         builder.write(folder, *codes)
         return folder
 
@@ -55,9 +59,9 @@ def prepare_table(world, tokenizer, ids, codec_dir, *, train, held_out, output_d
         n_train = parallel.rank0_first(world, read)
         if encode:
             codes = ensure_codes(world, builder.clips if builder else [], codec_dir, cache_dir, ids.num_codebooks,
-                                 processes, wait_limit_s)
+                                 processes, wait_limit_s, bad)
         else:
-            codes = plan_codes(builder.clips, codec_dir, cache_dir, ids.num_codebooks, processes)
+            codes = plan_codes(builder.clips, codec_dir, cache_dir, ids.num_codebooks, processes, bad)
         return Table(parallel.rank0_first(world, write)), n_train
     except BaseException:
         if world.is_main:

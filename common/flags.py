@@ -11,6 +11,7 @@ import sys
 import time
 
 from common import lifetime
+from common.text import error_text
 
 MODES = ("all", "selective")                                    # of --gradient_checkpointing
 SCHEDULERS = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
@@ -77,7 +78,7 @@ def parse(parser, check=None, argv=None):
         return args
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(error_text(f"error: {error}"), file=sys.stderr, flush=True)
         else:
             time.sleep(GIVE_WAY_S)
         sys.exit(status)

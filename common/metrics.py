@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from common import json_files
 from common.checkpoint import naming
 
 # Dense bf16 tensor-core peak, FLOP/s, from the makers' datasheets; SXM parts unless the name says otherwise.
@@ -58,7 +59,7 @@ def speed_report(totals, seconds, steps, slots, waited, device, world_size):
 
 
 # TensorBoard's custom scalars: {group: {chart: patterns of its curves}}, what is looked at first in front
-BOARD = {"Loss": {"loss": ["(train|eval)/loss$"], "bound": ["eval/nll$"], "audio": ["(train|eval)/audio_loss$"],
+BOARD = {"Loss": {"loss": ["(train|eval)/(loss|nll)$"], "audio": ["(train|eval)/audio_loss$"],
                   "text": ["(train|eval)/text_loss$"], "codebooks": ["train/audio_loss_codebook_\\d+$"]},
          "Speech": {"word errors": ["eval/(wer|cer)$"], "voice": ["eval/speaker_similarity$"],
                     "ended by themselves": ["eval/stop_rate$"], "length": ["eval/length_ratio$"],
@@ -164,8 +165,8 @@ def read_rows(path):
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = json_files.loads(line)
+        except ValueError:
             row = None
         if isinstance(row, dict) and type(row.get("step")) is int:
             rows.append(row)

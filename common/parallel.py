@@ -30,6 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from common.flags import UserError
+from common.text import error_text
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
 # How a run fails: the first rank to fail claims the right to print the one error message, in the store. The others see
@@ -148,7 +149,7 @@ def one_clear_error():
             mine = claim_message(None)                        # or there is none yet
         if mine:
             print(f"rank {rank} stood still for {paused:.0f} s; the other ranks have ended meanwhile" if paused else
-                  f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+                  error_text(f"rank {rank} failed:\n{traceback.format_exc()}", 400), file=sys.stderr, flush=True)
         leave(1)
 
 
@@ -234,7 +235,7 @@ def stop(message):
     if int(os.environ.get("RANK", "0")) != 0:
         _give_way()
     if claim_message(_world.store if _world else None):
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print(error_text(f"error: {message}"), file=sys.stderr, flush=True)
     leave(1)
 
 
@@ -333,12 +334,13 @@ def all_ranks_ok(world, problems):
         raise UserError(problem_text(lines))
 
 
-def problem_text(lines, shown=20):
-    """Many problems as one message: the first `shown`, then how many more there are."""
-    if len(lines) == 1:
+def problem_text(lines, shown=20, total=None):
+    """Many problems as one message: the first `shown`, then how many more there are of `total` (default: all given)."""
+    total = total or len(lines)
+    if total == 1:
         return lines[0]
-    more = [f"  ... and {len(lines) - shown} more"] if len(lines) > shown else []
-    return "\n".join([f"{len(lines)} problems:"] + [f"  {line}" for line in lines[:shown]] + more)
+    more = [f"  ... and {total - shown} more"] if total > shown else []
+    return "\n".join([f"{total} problems:"] + [f"  {line}" for line in lines[:shown]] + more)
 
 
 def all_sum(world, tensor):

@@ -21,7 +21,7 @@ from common import loading, parallel
 from common.checkpoint import naming
 from common.indexing import Column, in_order
 from common.parallel import UserError
-from common.problems import problem, settle
+from common.problems import Problems, problem
 from common.watchdog import init_loader
 from distill.chat import cut, group_key, read_chunks
 
@@ -85,7 +85,8 @@ def write_table(folder, paths, encoder, limit, policy, teacher=None, processes=0
     output_dir: where all of them are listed, None: nowhere.
     """
     drop = {*drop, *(["too_long"] if policy == "drop" else [])}
-    folder, problems, found = Path(folder), [], {"samples": [], "long": [], "dropped": []}
+    folder, found = Path(folder), {"samples": [], "long": [], "dropped": []}
+    problems = Problems(drop, output_dir)
     new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -102,7 +103,7 @@ def write_table(folder, paths, encoder, limit, policy, teacher=None, processes=0
 
             def take(part, source=source, count=count):
                 chunk, wrong = part
-                problems.extend(wrong)
+                problems.add(wrong)
                 encoder.ends.update(chunk["ends"])
                 count.update({name: chunk.get(name, 0) for name in ("long", "dropped")})
                 columns["offsets"].append(len(columns["tokens"]) + np.cumsum(chunk["lengths"]))
@@ -110,19 +111,18 @@ def write_table(folder, paths, encoder, limit, policy, teacher=None, processes=0
                 for name in ("tokens", "trained", "lengths", "targets", "lines", "keys"):
                     columns[name].append(chunk[name])
 
-            whole = teacher or not Path(path).is_file()         # a pipe can be read only once
-            in_order(chunks, 0 if whole else processes, take)
+            in_order(chunks, 0 if teacher else processes, take)
             samples = len(columns["lengths"]) - before
-            if not samples and all(p.check in drop for p in problems):
-                settle(problems, drop, output_dir)
+            if not samples and not problems.stopping:
+                problems.settle()
                 raise UserError(f"{path}: holds no conversations"
                                 + (f" of at most {limit} tokens" if count["dropped"] else
-                                   " that can be used" if problems else ""))
+                                   " that can be used" if problems.counts else ""))
             for name, value in (("samples", samples), ("long", count["long"]), ("dropped", count["dropped"])):
                 found[name].append(value)
         hint = "\nfix: shorten them, raise --max_length, or choose another --too_long" \
-            if any(p.check == "too_long" for p in problems) else ""
-        found["bad"] = settle(problems, drop, output_dir, hint)
+            if problems.counts["too_long"] else ""
+        found["bad"] = problems.settle(hint)
         for column in columns.values():
             column.close()
         with naming(folder):
@@ -222,9 +222,9 @@ def build_table(folder, paths, encoder, limit, policy, teacher=None, processes=0
     """
     start = time.monotonic()
     found = write_table(folder, paths, encoder, limit, policy, teacher, processes, drop, output_dir)
-    words = {"drop": "dropped", "cut_left": "cut on the left", "cut_right": "cut on the right"}
+    words = {"cut_left": "cut on the left", "cut_right": "cut on the right"}
     about = f"data       read in {time.monotonic() - start:.1f} s"
-    if sum(found["long"]):
+    if sum(found["long"]) and policy in words:
         about += f"; {sum(found['long'])} samples are longer than {limit} tokens: {words[policy]}"
     if gone := sum(found["dropped"]) - sum(found["long"]) * (policy == "drop"):
         about += f"; {gone} left out, as the cut left nothing to train"

@@ -14,7 +14,7 @@ LORA_TARGETS = {        # endings of module names
 
 ON_OFF = ("on", "off")
 
-CHECKS = ("invalid", "control_token", "too_long")        # of samples, for --drop_bad
+CHECKS = ("invalid", "control_token", "audio", "too_long")       # of samples, for --drop_bad
 
 LAYOUTS = ("native", "2025")            # of a checkpoint
 DTYPES = ("float32", "bfloat16")        # of its weights

@@ -1,11 +1,12 @@
 """Speech data as people have it -> Samples: a ChatML JSON list or JSONL, the metadata.json folder, audio with texts."""
 from pathlib import Path
 
+from common.json_files import SKIPPED, json_entries, json_value, read_text
 from common.parallel import UserError
 from common.problems import problem
+from common.text import NAME, printable
 from speech.choices import DEFAULT_SYSTEM, TASK_TYPES
 from speech.conversations import SCENE, BadSample, Paths, Sample, canonical_prompt, canonical_sample
-from speech.json_files import SKIPPED, json_entries, json_value
 
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg")
 
@@ -66,7 +67,7 @@ def _numbered(path, wanted, task_type, ref_in_system, prompts, normalize):
             if isinstance(entry, dict):
                 misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
                 label = misc.get("sample_id") or entry.get("id") or entry.get("speaker")
-                name += f" ({label})" if label else ""
+                name += f" ({printable(label, NAME)})" if label else ""
             sample = make(name, entry, paths, normalize)
         except BadSample as error:
             yield number, problem(f"{name}{error.place}", "invalid", error, path)
@@ -103,7 +104,7 @@ def folder_entries(folder, task_type, ref_in_system, wanted):
             unused += bool(raw.get("ref_audio_file") or raw.get("ref_speakers")) and not str(task).endswith("cloning")
             yield number, folder_sample(folder, raw, task, ref_in_system) if wanted(number) else SKIPPED
         except BadSample as error:
-            error.place = f" ({raw.get('id', '?') if isinstance(raw, dict) else '?'})"
+            error.place = f" ({printable(raw.get('id', '?') if isinstance(raw, dict) else '?', NAME)})"
             yield number, error
     if unused and wanted(len(samples) - 1):     # of several readers one says it
         print(f"{meta}: {unused} samples have reference clips that their task type does not use; "
@@ -123,9 +124,9 @@ def folder_sample(folder, raw, task, ref_in_system):
         if not _filled(raw, key):
             raise BadSample(f"has no {key!r}")
         try:
-            return (folder / raw[key]).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadSample(f"{key} {raw[key]!r} cannot be read ({error})")
+            return read_text(folder / raw[key], f"{key} ")
+        except UserError as error:
+            raise BadSample(error)
 
     if not _filled(raw, "audio_file"):
         raise BadSample("has no 'audio_file'")

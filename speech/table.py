@@ -19,7 +19,8 @@ import numpy as np
 from common.checkpoint import naming
 from common.indexing import Column, Lists, in_order, token_lists
 from common.parallel import UserError
-from common.problems import problem, settle
+from common.problems import Problems, problem, settle
+from common.text import NAME, printable
 from speech.codes import FRAME_RATE, CodeReader
 from speech.conversations import BadSample, Clip
 from speech.sources import read_chunks
@@ -198,16 +199,29 @@ class TableBuilder:
         """Numbers of sample i's clips."""
         return self.clips.numbers[self.entries[i]]
 
+    def without_audio(self, bad, n_train, files):
+        """Problems of the samples that use clips in bad, {clip number: file and reason}.
+
+        files: those of the first n_train samples, and of the others.
+        """
+        used, offsets = self.clips.numbers[self.entries.values.array()], self.entries.offsets.array()
+        at = np.flatnonzero(np.isin(used, list(bad)))
+        samples, first = np.unique(np.searchsorted(offsets, at, "right") - 1, return_index=True)
+        return [problem(self.names[i].tobytes().decode(), "audio", f"its audio {bad[clip]}", files[i >= n_train])
+                for i, clip in zip(samples.tolist(), used[at[first]].tolist())]
+
     def write(self, folder, cache_folder, shards, where):
         """Make the table in `folder`; ends the builder.
 
-        cache_folder, shards, where: of speech.codes.ensure_codes; where is (n_clips, 3) int64, in the order of `clips`.
+        cache_folder, shards, where: of speech.encode.ensure_codes; where is (n_clips, 3) int64, in the order of
+        `clips`. Samples with a clip of 0 frames, which has no codes, are not `audible`.
         """
         folder, numbers = Path(folder), self.clips.numbers
         folder.mkdir(parents=True, exist_ok=True)
         entries, trained, offsets = self.entries.values.array(), self.trained.array(), self.entries.offsets.array()
         columns = {name: Column(self.folder / f"{name}.npy", kind) for name, kind in (
-            ("clips", np.int32), ("lengths", np.int64), ("frames", np.int64), ("audio_targets", np.int64))}
+            ("clips", np.int32), ("lengths", np.int64), ("frames", np.int64), ("audio_targets", np.int64),
+            ("audible", bool))}
         for start in range(0, len(self), ROWS):
             stop = min(start + ROWS, len(self))
             bounds = offsets[start:stop + 1]
@@ -222,6 +236,7 @@ class TableBuilder:
             columns["lengths"].append(np.diff(self.tokens.offsets.array()[start:stop + 1])
                                       + per_sample(self.ids.rows(frames, trained[part]) - 1))      # one token is there
             columns["frames"].append(per_sample(frames))
+            columns["audible"].append(per_sample(frames == 0) == 0)
             columns["audio_targets"].append(per_sample(np.where(trained[part], self.ids.targets(frames), 0)))
         for column in (*columns.values(), self.tokens.values, self.tokens.offsets, self.labelled, self.names.values,
                        self.names.offsets, self.text_targets):
@@ -286,7 +301,7 @@ def read_all(train, held_out, tokenizer, ids, task_type, ref_in_system, folder=N
     that cannot be used, or when a source is empty. drop: checks (choices.CHECKS) whose samples are dropped and counted
     instead. output_dir: where all that cannot be used are listed, None: nowhere. normalize: of read_samples.
     """
-    builder, problems, counts = TableBuilder(tokenizer, ids, folder), [], []
+    builder, problems, counts = TableBuilder(tokenizer, ids, folder), Problems(drop, output_dir), []
     recognised = {}     # {key of text.RECOGNISED: [number of samples, the first one's words]}
     for source in (train, held_out):
         before = len(builder)
@@ -299,20 +314,20 @@ def read_all(train, held_out, tokenizer, ids, task_type, ref_in_system, folder=N
             builder.append(part[0])
             for wrong in part[1]:
                 wrong.file = str(source)
-                problems.append(wrong)
+            problems.add(part[1])
             for how, words in itertools.chain.from_iterable(map(dict.items, part[2])):
                 recognised.setdefault(how, [0, words])[0] += 1
 
         if source:
             in_order(chunks, processes, take)
-            if len(builder) == before and all(p.check in drop for p in problems):
-                settle(problems, drop, output_dir)
-                raise UserError(f"{source}: holds no samples" + (" that can be used" if problems else ""))
+            if len(builder) == before and not problems.stopping:
+                problems.settle()
+                raise UserError(f"{source}: holds no samples" + (" that can be used" if problems.counts else ""))
         counts.append(len(builder) - before)
-    if said := settle(problems, drop, output_dir):
+    if said := problems.settle():
         print(f"data       dropped: {said}", flush=True)
     for how, (count, words) in sorted(recognised.items()):
-        print(f"data       {count} {RECOGNISED[how].format(words)}", flush=True)
+        print(f"data       {count} {RECOGNISED[how].format(printable(words, NAME))}", flush=True)
     for what, n in sorted(builder.left_out.items()):
         print(f"data       {n} samples {what}", flush=True)
     return builder, counts[0]
@@ -334,30 +349,31 @@ def split_samples(n_train, n, share, seed):
 
 
 def too_long(table, numbers, flag, limit, file):
-    """Problems of samples that have more tokens than a limit that a flag sets."""
-    return [problem(table.name(i), "too_long", f"{table.lengths[i]} tokens ({table.frames[i] / FRAME_RATE:.1f} s of "
-                    f"audio), more than {flag} {limit}", file) for i in numbers[table.lengths[numbers] > limit]]
+    """Iterator over the Problems of samples that have more tokens than a limit that a flag sets."""
+    return (problem(table.name(i), "too_long", f"{table.lengths[i]} tokens ({table.frames[i] / FRAME_RATE:.1f} s of "
+                    f"audio), more than {flag} {limit}", file) for i in numbers[table.lengths[numbers] > limit])
 
 
 def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=True, files=("", ""), output_dir=None):
-    """(training, validation) sample numbers of those short enough. Raises UserError when none is left to train.
+    """(training, validation) sample numbers of those audible and short enough; UserError when none is left to train.
 
     max_length: tokens of --max_length or, without it, the model's positions. max_tokens: of --max_tokens_per_batch, 0 =
     no limit. drop: leave out longer samples, and if `say` print how many, instead of raising UserError. output_dir:
     where they are listed behind what read_all listed there, None: nowhere; files: of training and validation samples.
     """
+    train, held_out = (numbers[table.audible[numbers]] for numbers in (train, held_out))
     limits = {"--max_length": max_length} | ({"--max_tokens_per_batch": max_tokens} if max_tokens else {})
     flag, limit = min(limits.items(), key=lambda item: item[1])
-    problems = [p for numbers, file in zip((train, held_out), files)
-                for p in too_long(table, numbers, flag, limit, file or files[0])]
-    settle(problems, ("too_long",) if drop else (), output_dir if problems else None,
+    problems = (p for numbers, file in zip((train, held_out), files)
+                for p in too_long(table, numbers, flag, limit, file or files[0]))
+    settle(problems, ("too_long",) if drop else (), output_dir,
            "\nfix: shorten them, raise the limit, or pass --drop_too_long", more=True)
     train_ids, eval_ids = (numbers[table.lengths[numbers] <= limit] for numbers in (train, held_out))
     if say and len(train_ids) + len(eval_ids) < len(train) + len(held_out):
         print(f"data       dropped as too long: {len(train) - len(train_ids)} of {len(train)} training and "
               f"{len(held_out) - len(eval_ids)} of {len(held_out)} validation samples")
     if not len(train_ids):
-        raise UserError("no training samples are left after the length limit")
+        raise UserError("no training samples are left that can be used")
     return train_ids, eval_ids
 
 
