@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from common.problems import problem, settle
 from speech.codes import FRAME_RATE, CodeReader
 from speech.conversations import Clip
 from speech.labels import CONTROL_TOKENS, conversation_pieces
-from speech.sources import read_chunks
+from speech.sources import NOTES, open_source, read_chunks
 
 CHUNK = 2048            # entries of a file that are tokenised together
 ROWS = 2**18            # samples whose columns are in memory together
@@ -190,8 +191,8 @@ class TableBuilder:
         """Numbers of sample i's clips."""
         return self.clips.numbers[self.entries[i]]
 
-    def write(self, folder, cache_folder, shards, where):
-        """Make the table in `folder`; ends the builder.
+    def write(self, folder, cache_folder, shards, where, sources=()):
+        """Make the table in `folder`; ends the builder. sources: of read_all.
 
         cache_folder, shards, where: of speech.codes.ensure_codes; where is (n_clips, 3) int64, in the order of `clips`.
         """
@@ -219,7 +220,8 @@ class TableBuilder:
             column.close()
         shutil.copyfile(self.entries.offsets.path, self.folder / "clip_offsets.npy")
         np.save(self.folder / "where.npy", where)
-        (self.folder / "codes.json").write_text(json.dumps({"folder": str(cache_folder), "shards": shards}))
+        (self.folder / "codes.json").write_text(json.dumps({"folder": str(cache_folder), "shards": shards,
+                                                          "sources": list(sources)}))
         shutil.rmtree(self.folder / "clips", ignore_errors=True)        # still mapped, which NFS minds
         if folder != self.folder:
             for path in self.folder.iterdir():
@@ -235,7 +237,10 @@ def _sizes(texts):
 
 
 class Table:
-    """Memory-mapped sample table; every attribute is a numpy array named as in TableBuilder.write."""
+    """Memory-mapped sample table; every attribute is a numpy array named as in TableBuilder.write.
+
+    sources: [{path, weight, held_out, first, stop}], whose samples stand behind each other.
+    """
 
     def __init__(self, folder):
         for path in Path(folder).glob("*.npy"):
@@ -243,6 +248,7 @@ class Table:
             setattr(self, path.stem, np.load(path, mmap_mode=None if empty else "r"))
         codes = json.loads((Path(folder) / "codes.json").read_text())
         self.reader = CodeReader(codes["folder"], codes["shards"])
+        self.sources = codes["sources"]
 
     def __len__(self):
         return len(self.lengths)
@@ -259,6 +265,10 @@ class Table:
             digest.update(np.ascontiguousarray(values))
         return digest.hexdigest()[:16]
 
+    def file(self, i):
+        """The source of sample i."""
+        return next((s["path"] for s in self.sources if s["first"] <= i < s["stop"]), "")
+
     def name(self, i):
         """Where sample i stands in the user's files."""
         return bytes(self.names[self.name_offsets[i]:self.name_offsets[i + 1]]).decode()
@@ -268,37 +278,59 @@ class Table:
 # From the user's files to the samples of a run
 
 
-def read_all(train, held_out, tokenizer, ids, task_type, ref_in_system, folder=None, processes=0, drop=(),
-             output_dir=None):
-    """Read and tokenise the training and the (optional) validation source: (TableBuilder, number of training samples).
+def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0, drop=(), output_dir=None):
+    """Read and tokenise the training sources and the (optional) validation source: (TableBuilder, sources of Table).
 
-    folder: of TableBuilder. processes: beside this one, for sources of many samples. Raises UserError with every sample
-    that cannot be used, or when a source is empty. drop: checks (choices.CHECKS) whose samples are dropped and counted
-    instead. output_dir: where all that cannot be used are listed, None: nowhere.
+    train: [(path, weight)]. held_out: path or None. reading: sources.Reading. folder: of TableBuilder. processes: that
+    help this one with sources of many samples. Raises UserError with every sample that cannot be used, or when a source
+    is empty. drop: checks (choices.CHECKS) whose samples are dropped and counted instead. output_dir: where all that
+    cannot be used are listed, None: nowhere.
     """
-    builder, problems, counts = TableBuilder(tokenizer, ids, folder), [], []
-    for source in (train, held_out):
-        before = len(builder)
+    builder, problems, sources = TableBuilder(tokenizer, ids, folder), [], []
+    for path, weight in [*train, (held_out, 1.0)][:len(train) + bool(held_out)]:
+        before, opened, notes, refused, first = len(builder), open_source(path, reading), Counter(), Counter(), []
 
-        def chunks(first, step, source=source):
-            for samples, wrong in read_chunks(source, CHUNK, first, step, task_type, ref_in_system):
-                yield builder.chunk(samples, wrong), wrong
+        def chunks(start, step, opened=opened):
+            for samples, wrong in read_chunks(opened, CHUNK, start, step):
+                found = [check for sample in samples for check, _ in sample.notes]
+                shown = [sample_text(samples[0])] if samples and start == 0 else []
+                yield builder.chunk(samples, wrong), wrong, found, shown
 
-        def take(part, source=source):
+        def take(part, path=path, notes=notes, refused=refused, first=first):
             builder.append(part[0])
             for wrong in part[1]:
-                wrong.file = str(source)
+                wrong.file = str(path)
+                refused[wrong.check] += 1
                 problems.append(wrong)
+            notes.update(part[2])
+            first.extend(part[3])
 
-        if source:
-            in_order(chunks, processes, take)
-            if len(builder) == before and all(p.check in drop for p in problems):
-                settle(problems, drop, output_dir)
-                raise UserError(f"{source}: holds no samples" + (" that can be used" if problems else ""))
-        counts.append(len(builder) - before)
+        in_order(chunks, processes, take)
+        kept, lost = len(builder) - before, sum(refused.values())
+        counts = ", ".join(f"{n} {check}" for check, n in sorted(refused.items()))
+        print(f"source     {path}: {opened.source.format} ({opened.source.about}); {kept + lost} rows = {kept} kept + "
+              f"{lost} refused{' (' + counts + ')' if counts else ''}", flush=True)
+        for text in first[:1]:
+            print(f"           first: {text}", flush=True)
+        for check, n in sorted(notes.items()):
+            print(f"           {n} samples with {check}: {NOTES[check]}", flush=True)
+        if not kept and all(p.check in drop for p in problems):
+            settle(problems, drop, output_dir)
+            raise UserError(f"{path}: holds no samples" + (" that can be used" if lost else ""))
+        sources.append({"path": str(path), "weight": weight, "held_out": len(sources) >= len(train), "first": before,
+                        "stop": len(builder)})
     if said := settle(problems, drop, output_dir):
         print(f"data       dropped: {said}", flush=True)
-    return builder, counts[0]
+    return builder, sources
+
+
+def sample_text(sample):
+    """One line of what was understood of a sample: texts and clips in their order, and the speaker."""
+    parts = [f"text {part[:60]!r}" if isinstance(part, str) else f"audio {part.path}"
+             for turn in sample.turns if turn.role != "system" for part in turn.parts]
+    labels = {"speaker": sample.speaker, "language": sample.language}
+    labels = [f"{name} {value}" for name, value in labels.items() if value]
+    return ", ".join(parts + labels)
 
 
 def split_validation(n, share, seed):
@@ -308,31 +340,48 @@ def split_validation(n, share, seed):
     return np.sort(order[held_out:]), np.sort(order[:held_out])
 
 
-def split_samples(n_train, n, share, seed):
-    """(train, validation) sample numbers of n samples, of which those from n_train on came as validation data.
+def split_samples(table, share, seed):
+    """(train, validation) sample numbers, sorted. A training source of weight 2 has each of its numbers twice, one of
+    weight 0.3 a share of 0.3 of its numbers, drawn by the seed: so many times an epoch goes over it.
 
-    share, seed: of split_validation, when none came as validation data.
+    share, seed: of split_validation, when no samples came as validation data.
     """
-    return (np.arange(n_train), np.arange(n_train, n)) if n > n_train else split_validation(n_train, share, seed)
+    def numbers(held_out):
+        found = np.concatenate([np.arange(0), *(np.arange(s["first"], s["stop"]) for s in table.sources
+                                                if s["held_out"] == held_out)])
+        return found[table.kept[found]] if hasattr(table, "kept") else found
+
+    train, held_out = numbers(False), numbers(True)
+    if not len(held_out):
+        train, held_out = (train[part] for part in split_validation(len(train), share, seed))
+    mixed = [weighted(train[(train >= s["first"]) & (train < s["stop"])], s["weight"], (seed, 3, i))
+             for i, s in enumerate(table.sources) if not s["held_out"]]
+    return np.sort(np.concatenate(mixed)), held_out
 
 
-def too_long(table, numbers, flag, limit, file):
+def weighted(numbers, weight, seed):
+    """Each of the numbers int(weight) times, and once more a share of them, drawn by the seed, for what remains."""
+    more = round((weight - int(weight)) * len(numbers))
+    return np.concatenate([*[numbers] * int(weight), np.random.default_rng(seed).permutation(numbers)[:more]])
+
+
+def too_long(table, numbers, flag, limit):
     """Problems of samples that have more tokens than a limit that a flag sets."""
     return [problem(table.name(i), "too_long", f"{table.lengths[i]} tokens ({table.frames[i] / FRAME_RATE:.1f} s of "
-                    f"audio), more than {flag} {limit}", file) for i in numbers[table.lengths[numbers] > limit]]
+                    f"audio), more than {flag} {limit}", table.file(i))
+            for i in np.unique(numbers[table.lengths[numbers] > limit])]
 
 
-def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=True, files=("", ""), output_dir=None):
+def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=True, output_dir=None):
     """(training, validation) sample numbers of those short enough. Raises UserError when none is left to train.
 
     max_length: tokens of --max_length or, without it, the model's positions. max_tokens: of --max_tokens_per_batch, 0 =
     no limit. drop: leave out longer samples, and if `say` print how many, instead of raising UserError. output_dir:
-    where they are listed behind what read_all listed there, None: nowhere; files: of training and validation samples.
+    where they are listed behind what read_all listed there, None: nowhere.
     """
     limits = {"--max_length": max_length} | ({"--max_tokens_per_batch": max_tokens} if max_tokens else {})
     flag, limit = min(limits.items(), key=lambda item: item[1])
-    problems = [p for numbers, file in zip((train, held_out), files)
-                for p in too_long(table, numbers, flag, limit, file or files[0])]
+    problems = [p for numbers in (train, held_out) for p in too_long(table, numbers, flag, limit)]
     settle(problems, ("too_long",) if drop else (), output_dir if problems else None,
            "\nfix: shorten them, raise the limit, or pass --drop_too_long", more=True)
     train_ids, eval_ids = (numbers[table.lengths[numbers] <= limit] for numbers in (train, held_out))

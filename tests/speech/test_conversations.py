@@ -409,7 +409,7 @@ def test_folder_problems_carry_the_numbers_of_the_metadata(folder):
              {**base, "task_type": "multi_speaker_voice_cloning", "ref_speakers": ["anna"]},
              {**base, "transcript_file": 7}, {**base, "audio_file": "gone.wav"})
     samples, problems = folder_samples(folder)
-    assert [s.name for s in samples] == [f"{folder} sample 5 (s1)"]
+    assert [s.name for s in samples] == [f"{folder}/metadata.json sample 5 (s1)"]
     said = [(0, "is a str"), (1, "'audio_file'"), (2, "gone.txt"), (3, "unknown task_type 'singing'"),
             (4, "unknown task_type ['singing']"), (6, "'ref_audio_file'"),
             (7, "ref_speakers"), (8, "'transcript_file'"), (9, "gone.wav")]

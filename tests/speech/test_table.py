@@ -13,6 +13,7 @@ from data import SpeechSamples, collate
 from speech import table as speech_table
 from speech.conversations import Clip, Sample, Turn
 from speech.labels import token_ids
+from speech.sources import Reading
 from speech.table import TableBuilder, read_all
 from speech.weights import native_config
 from tests.helpers.dialogues import BOOKS, CONVERSATIONS, SYSTEM, TARGET, speaker, table_of, user
@@ -56,7 +57,9 @@ def write_entries(folder, kind, n, change=lambda i, raw: raw):
 
 def files_of(sources, tools, folder, processes, task="zero_shot_voice_cloning"):
     """{file name: bytes} of the table of (training source, validation source or None), its clips, training samples."""
-    builder, n_train = read_all(*sources, *tools, task, False, folder, processes)
+    train, held_out = sources
+    builder, found = read_all([(train, 1.0)], held_out, *tools, Reading(task), folder, processes)
+    n_train = found[0]["stop"]
     clips = builder.clips[:]
     frames = np.array([7 + len(clip.path) + i % 13 for i, clip in enumerate(clips)], np.int64)
     builder.write(folder, folder / "cache", ["shard"], np.stack([frames * 0, np.cumsum(frames), frames], axis=1))
