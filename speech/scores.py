@@ -1,0 +1,217 @@
+"""What a listener would say of speech: words understood, likeness of voices, naturalness. By models from outside.
+
+    heard = scores.recognise_pocketsphinx(waves, 24000, "#JSGF V1.0; grammar g; public <s> = (one | two)+;")
+    errors, words = scores.word_errors(["one two", "two"], heard)
+    cosines = scores.likeness(waves, reference_waves, 24000, scores.load_voices("resemblyzer"))
+
+Waves are (n,) float32 mono in -1..1. A model may be any of those named here; none is a requirement of training, and
+each is imported, or said to be missing, where it is used.
+"""
+import functools
+import importlib.util
+import re
+import shlex
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import soundfile
+
+from common.parallel import UserError
+from speech.speech_metrics import resample
+
+RATE = 16000                # Hz, of all models here
+SHORTEST_VOICE_S = 0.5      # a shorter clip says nothing about a voice, and may be too short for the model
+LETTERS_APART = ("zh", "yue", "ja", "th", "lo", "my")       # written without spaces: errors are counted by character
+INSTALL = {"pocketsphinx": "pip install pocketsphinx", "resemblyzer": "pip install --no-deps Resemblyzer",
+           "speechmos": "pip install speechmos onnxruntime"}
+
+
+def need_package(name, flag):
+    """Raise UserError that says how to install a package which is not there."""
+    if importlib.util.find_spec(name) is None:
+        raise UserError(f"{flag} {name}: {INSTALL[name]}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
+
+
+@functools.cache
+def normaliser(language):
+    """text -> text as it is compared, by whisper's own rules (Radford et al. 2022, appendix C), as papers do.
+
+    All lose case, signs and what stands in brackets. "en": numbers become digits (and a row of spoken digits one
+    number), contractions are written out, "uh" and "um" go; whisper's list of British spellings is not applied.
+    LETTERS_APART: every character is a word. None: of another, or an unknown, language.
+    """
+    from transformers.models.whisper.english_normalizer import BasicTextNormalizer, EnglishTextNormalizer
+    if language == "en":
+        return EnglishTextNormalizer({})
+    return BasicTextNormalizer(split_letters=language in LETTERS_APART)
+
+
+def edit_distance(a, b):
+    """Least number of insertions, deletions and replacements that turn sequence a into b (Levenshtein 1966)."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        before, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (x != y))
+    return row[-1]
+
+
+def pairs(references, hypotheses, language):
+    """[(what was to be heard, what was heard)], normalised; as many of one as of the other, or ValueError."""
+    clean = normaliser(language)
+    return [(clean(said).strip(), clean(heard).strip()) for said, heard in zip(references, hypotheses, strict=True)]
+
+
+def word_errors(references, hypotheses, language=None):
+    """(errors, words of the references) over all texts; errors / words is the word error rate.
+
+    language: of normaliser.
+    """
+    both = [(said.split(), heard.split()) for said, heard in pairs(references, hypotheses, language)]
+    return sum(edit_distance(*texts) for texts in both), sum(len(said) for said, _ in both)
+
+
+def character_errors(references, hypotheses, language=None):
+    """(errors, characters of the references) over all texts; spaces do not count."""
+    both = [(said.replace(" ", ""), heard.replace(" ", "")) for said, heard in pairs(references, hypotheses, language)]
+    return sum(edit_distance(*texts) for texts in both), sum(len(said) for said, _ in both)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Words
+
+
+def recognise_pocketsphinx(waves, rate, grammar=None):
+    """[text] by CMU Sphinx's US English model, which its package contains. Raises UserError.
+
+    grammar: JSGF text; None: its large vocabulary, which is weak on anything but clear sentences.
+    """
+    need_package("pocketsphinx", "--asr_model")
+    import pocketsphinx
+    with tempfile.NamedTemporaryFile("w", suffix=".gram") as file:
+        file.write(grammar or "")
+        file.flush()
+        try:
+            decoder = pocketsphinx.Decoder(samprate=RATE, loglevel="FATAL", **({"jsgf": file.name} if grammar else {}))
+        except RuntimeError as error:
+            raise UserError(f"pocketsphinx cannot be started: a word of the grammar may not be in its dictionary "
+                            f"({error})")
+    noise, heard = np.random.default_rng(0), []
+    for wave in waves:
+        wave = resample(np.asarray(wave, np.float32), rate, RATE)
+        quiet = np.zeros(3 * RATE // 10, np.float32)        # it misses words at the very ends
+        wave = np.concatenate([quiet, wave / max(1e-6, np.abs(wave).max(initial=0)) * 0.6, quiet])
+        wave = wave + noise.normal(0, 1e-3, len(wave))      # and stumbles over digital silence
+        decoder.start_utt()
+        decoder.process_raw((wave * 32767).astype(np.int16).tobytes(), full_utt=True)
+        decoder.end_utt()
+        found = decoder.hyp()
+        heard.append(re.sub(r"\(\d+\)", "", found.hypstr) if found else "")     # read(2): a second way to say it
+    return heard
+
+
+def recognise_command(waves, rate, command):
+    """[text] by a command that gets the paths of wav files as further arguments and prints a line for each.
+
+    Raises UserError with the last line that it printed when it fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [f"{folder}/{i:05d}.wav" for i in range(len(waves))]
+        for path, wave in zip(paths, waves):
+            soundfile.write(path, wave, rate, subtype="PCM_16")
+        try:
+            done = subprocess.run([*shlex.split(command), *paths], text=True, capture_output=True)
+        except (OSError, ValueError) as error:
+            raise UserError(f"--asr_command {command}: cannot be started ({error})")
+    lines = done.stdout.splitlines()
+    if done.returncode or len(lines) != len(waves):
+        last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
+        raise UserError(f"--asr_command {command}: status {done.returncode}, {len(lines)} lines for {len(waves)} "
+                        f"files; last message: {last}")
+    return [line.strip() for line in lines]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Voices
+
+
+def load_voices(name="resemblyzer", device="cpu"):
+    """embed(wave at RATE) -> unit (D,) float32: the encoder that the Resemblyzer package contains. Raises UserError.
+
+    The d-vectors of Wan et al., "Generalized end-to-end loss for speaker verification", 2018. Only the package's
+    weights are read: its own code needs packages that no longer install. It trims silence first; this does not.
+    """
+    import torch
+    from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
+    need_package(name, "--speaker_model")
+    folder = Path(importlib.util.find_spec(name).submodule_search_locations[0])
+    state = torch.load(folder / "pretrained.pt", map_location="cpu", weights_only=True)["model_state"]
+    lstm, linear = torch.nn.LSTM(40, 256, 3, batch_first=True), torch.nn.Linear(256, 256)
+    for part, module in (("lstm.", lstm), ("linear.", linear)):
+        module.load_state_dict({key.removeprefix(part): value for key, value in state.items() if key.startswith(part)})
+        module.to(device).eval()
+    filters = mel_filter_bank(201, 40, 0.0, RATE / 2, RATE, "slaney", "slaney")
+    window, size, step = window_function(400, "hann"), 160, 77      # frames of 10 ms: of a stretch, between two
+
+    @torch.inference_mode()
+    def embed(wave):
+        level = 10 * np.log10(max(1e-12, np.mean(np.square(wave))))
+        wave = wave * 10 ** (max(0, -30 - level) / 20)              # dBFS; louder ones stay
+        frames = -(-(len(wave) + 1) // 160)
+        starts = list(range(0, max(1, frames - size + step + 1), step))
+        if len(starts) > 1 and (len(wave) - 160 * starts[-1]) / (160 * size) < 0.75:
+            starts.pop()
+        wave = np.pad(wave, (0, max(0, 160 * (starts[-1] + size) - len(wave))))
+        mel = spectrogram(wave, window, 400, 160, power=2.0, mel_filters=filters, pad_mode="constant").T
+        parts = torch.from_numpy(np.stack([mel[i:i + size] for i in starts]).astype(np.float32)).to(device)
+        found = torch.relu(linear(lstm(parts)[1][0][-1]))
+        mean = torch.nn.functional.normalize(found, dim=1).mean(0)
+        return (mean / mean.norm()).cpu().numpy()
+    return embed
+
+
+def likeness(waves, reference_waves, rate, embed):
+    """[cosine or None] of each wave's voice and its reference's; None where one is shorter than SHORTEST_VOICE_S.
+
+    embed: of load_voices. With Resemblyzer's, one voice gives about 0.87 to 0.92, two give 0.46 to 0.69 (measured on
+    synthetic voices: take your own recordings' as the yardstick).
+    """
+    found, known = [], {}
+
+    def voice(wave):
+        if len(wave) < SHORTEST_VOICE_S * rate:
+            return None
+        if id(wave) not in known:       # one reference may serve all
+            known[id(wave)] = wave, embed(resample(np.asarray(wave, np.float32), rate, RATE))
+        return known[id(wave)][1]
+    for wave, reference in zip(waves, reference_waves, strict=True):
+        ours, theirs = voice(wave), voice(reference)
+        found.append(None if ours is None or theirs is None else float(ours @ theirs))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Naturalness
+
+
+def dnsmos(waves, rate):
+    """[overall quality, 1 to 5], estimated by DNSMOS P.835 (Reddy et al. 2022) of the speechmos package. UserError.
+
+    None for an empty wave. It judges noise and distortion, not words; short clips are repeated up to 9 s.
+    """
+    need_package("speechmos", "--mos")
+    try:
+        from speechmos import dnsmos as model
+    except ImportError as error:
+        raise UserError(f"--mos: {INSTALL['speechmos']} ({error})")
+    found = []
+    for wave in waves:
+        wave = resample(np.asarray(wave, np.float32), rate, RATE)
+        found.append(float(model.run(np.clip(wave, -1, 1), sr=RATE)["ovrl_mos"]) if len(wave) else None)
+    return found

@@ -1,0 +1,133 @@
+"""Words, voices and naturalness as others judge them: counted right, by the rules and models that are named."""
+import importlib.util
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from common.parallel import UserError
+from speech import make_tiny, scores
+
+RATE = 24000
+
+
+def needs(package):
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+
+
+def spoken(text="The river was calm.", speaker=0):
+    return make_tiny.synthesise(text, speaker, RATE, np.random.default_rng(0))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Words
+
+
+@pytest.mark.parametrize("text, heard, words, characters", [
+    ("the cat sat", "The cat sat.", (0, 3), (0, 9)), ("the cat sat", "the bat sat", (1, 3), (1, 9)),
+    ("the cat sat", "the cat", (1, 3), (3, 9)), ("the cat sat", "the the cat sat", (1, 3), (3, 9)),
+    ("the cat sat", "cat sat the", (2, 3), (6, 9)), ("the cat sat", "", (3, 3), (9, 9)),
+    ("one", "one two three", (2, 1), (8, 3)), ("", "noise", (1, 0), (5, 0)), ("notebook", "note book", (2, 1), (0, 8))])
+def test_error_counts_by_hand(text, heard, words, characters):
+    assert scores.word_errors([text], [heard]) == words
+    assert scores.character_errors([text], [heard]) == characters
+    again = scores.word_errors([text, "a b"], [heard, "a c"])       # summed, not averaged
+    assert again == (words[0] + 1, words[1] + 2)
+
+
+@pytest.mark.parametrize("language, text, expected", [
+    (None, "Hello, World!", "hello world"), (None, "[laughter] Straße, 3.5 <SE>", "straße 3 5"),
+    (None, "one two", "one two"), ("en", "one two", "12"),
+    ("en", "Mr. Smith's uh twenty-one cats", "mister smith is 21 cats"),
+    ("zh", "你好，世界。", "你 好 世 界"), ("de", "Äpfel für 3 Euro", "äpfel für 3 euro")])
+def test_text_is_compared_by_whispers_rules(language, text, expected):
+    assert scores.normaliser(language)(text).split() == expected.split()
+
+
+def test_as_many_texts_as_were_heard():
+    with pytest.raises(ValueError):
+        scores.word_errors(["a", "b"], ["a"])
+
+
+def test_edit_distance_equals_the_recursive_definition():
+    def slow(a, b):
+        if not a or not b:
+            return len(a) + len(b)
+        return min(slow(a[1:], b) + 1, slow(a, b[1:]) + 1, slow(a[1:], b[1:]) + (a[0] != b[0]))
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        a, b = (list(rng.integers(0, 3, rng.integers(0, 6))) for _ in range(2))
+        assert scores.edit_distance(a, b) == slow(a, b)
+
+
+@needs("pocketsphinx")
+def test_pocketsphinx_hears_nothing_in_silence_and_names_a_bad_grammar():
+    grammar = "#JSGF V1.0; grammar g; public <s> = (one | two)+;"
+    waves = [np.zeros(n, np.float32) for n in (0, RATE)]
+    assert scores.recognise_pocketsphinx(waves, RATE, grammar) == ["", ""]
+    with pytest.raises(UserError, match="a word of the grammar"):
+        scores.recognise_pocketsphinx([], RATE, grammar.replace("one", "qwrtz"))
+
+
+def test_a_command_hears_every_wave_in_order(tmp_path):
+    script = tmp_path / "asr.py"
+    script.write_text("import sys, soundfile\n"
+                      "for path in sys.argv[2:]: print(sys.argv[1], soundfile.info(path).frames)")
+    waves = [np.zeros(n, np.float32) for n in (30, 10, 20)]
+    assert scores.recognise_command(waves, RATE, f"{sys.executable} {script} 'a b'") == ["a b 30", "a b 10", "a b 20"]
+    for command, what in (("false", "status 1, 0 lines for 3 files"), ("no-such-program", "cannot be started"),
+                          ("echo", "status 0, 1 lines for 3 files")):
+        with pytest.raises(UserError, match=what):
+            scores.recognise_command(waves, RATE, command)
+
+
+def test_a_missing_package_is_named_with_how_to_install_it():
+    with pytest.raises(UserError, match="--asr_model pocketsphinx: pip install pocketsphinx"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(importlib.util, "find_spec", lambda name: None)
+            scores.recognise_pocketsphinx([], RATE)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Voices
+
+
+def test_likeness_is_the_cosine_of_pairs_and_short_clips_have_none():
+    def embed(wave):
+        found = np.array([np.mean(wave), 1.0])
+        return found / np.linalg.norm(found)
+    waves = [np.full(RATE, x, np.float32) for x in (0, 1, 0)]
+    reference = np.full(RATE, 1, np.float32)
+    found = scores.likeness([*waves, waves[0][:100]], [reference] * 4, scores.RATE, embed)
+    assert found == pytest.approx([0.5 ** 0.5, 1, 0.5 ** 0.5, None])
+
+
+@needs("resemblyzer")
+def test_the_voice_encoder_equals_the_packages_own(monkeypatch):
+    """Its code wants a scipy of old and a voice detector that is not used here."""
+    import scipy.ndimage
+    monkeypatch.setitem(sys.modules, "scipy.ndimage.morphology",
+                        types.SimpleNamespace(binary_dilation=scipy.ndimage.binary_dilation))
+    monkeypatch.setitem(sys.modules, "webrtcvad", types.SimpleNamespace())
+    resemblyzer = pytest.importorskip("resemblyzer", exc_type=ImportError)
+    theirs, ours = resemblyzer.VoiceEncoder("cpu", verbose=False), scores.load_voices()
+    for n in (9000, 25600, 26000, 61234):
+        wave = (0.05 * np.sin(np.arange(n) / 2000) * np.random.default_rng(n).standard_normal(n)).astype(np.float32)
+        expected = theirs.embed_utterance(resemblyzer.normalize_volume(wave, -30, increase_only=True))
+        assert np.abs(ours(wave) - expected).max() < 1e-5
+    same, other = (scores.likeness([spoken(speaker=0)], [spoken("Another text.", speaker)], RATE, ours)[0]
+                   for speaker in (0, 1))
+    assert same > other + 0.02
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Naturalness
+
+
+@needs("speechmos")
+def test_dnsmos_hears_noise():
+    wave = spoken()
+    noisy = wave + 0.1 * np.random.default_rng(0).standard_normal(len(wave)).astype(np.float32)
+    clean, worse, none = scores.dnsmos([wave, noisy, wave[:0]], RATE)
+    assert 1 <= worse < clean <= 5 and none is None
