@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from common import parallel
+from common.problems import settle
 from common.watchdog import ignore_in_worker
 from speech.encode import ensure_codes, plan_codes
 from speech.labels import IGNORE, PackedBatch, assemble
@@ -34,7 +35,7 @@ def prepare_table(world, tokenizer, ids, codec_dir, *, train, held_out, output_d
     encode=False: clips that the cache lacks get the number of their frames from their headers, and no codes.
     Returns the Table.
     """
-    builder, sources, start = None, [], time.monotonic()
+    builder, sources, start, bad = None, [], time.monotonic(), {}     # bad: clips that cannot be used, on rank 0
     folder = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}"         # the other ranks learn rank 0's from write()
 
     def read():
@@ -47,6 +48,9 @@ def prepare_table(world, tokenizer, ids, codec_dir, *, train, held_out, output_d
               f"{len(builder.clips)} distinct clips (read in {time.monotonic() - start:.1f} s)", flush=True)
 
     def write():
+        if bad:
+            said = settle(builder.without_audio(bad, sources), drop, list_in, more=True)
+            print(f"data       dropped: {said}", flush=True)
         builder.write(folder, *codes, sources)
         return folder
 
@@ -54,9 +58,9 @@ def prepare_table(world, tokenizer, ids, codec_dir, *, train, held_out, output_d
         parallel.rank0_first(world, read)
         if encode:
             codes = ensure_codes(world, builder.clips if builder else [], codec_dir, cache_dir, ids.num_codebooks,
-                                 processes, wait_limit_s)
+                                 processes, wait_limit_s, bad)
         else:
-            codes = plan_codes(builder.clips, codec_dir, cache_dir, ids.num_codebooks, processes)
+            codes = plan_codes(builder.clips, codec_dir, cache_dir, ids.num_codebooks, processes, bad)
         return Table(parallel.rank0_first(world, write))
     except BaseException:
         if world.is_main:

@@ -76,11 +76,12 @@ def folds(model, adapter):
     Raises UserError when the adapter's files and the model do not fit together exactly: PeftModel.from_pretrained would
     only warn about weights that are missing.
     """
-    net = adapters.add_saved(model, adapter)
+    net = adapters.add_saved(model, adapter, ("use_dora",))
     stored = tensor_files.open_tensors([Path(adapter) / "adapter_model.safetensors"])
     if other := [name for name in stored if not name.endswith((".lora_A.weight", ".lora_B.weight"))]:
         raise UserError(f"--adapter {adapter}: only plain LoRA can be folded in, this has {min(other)}")
     adapters.load_adapters(net, adapter)     # onto the meta device nothing is copied: names and shapes are compared
+    tensor_files.check_finite({name: part[:] for name, part in stored.items()}, f"--adapter {adapter}")
 
     def fold(name, scaling):
         a, b = (stored[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")

@@ -121,7 +121,6 @@ def check_flags(args, world_size):
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
-import json
 import math
 from pathlib import Path
 
@@ -131,6 +130,7 @@ from tqdm import tqdm
 
 import lora  # first: it explains a torchaudio that breaks every transformers import
 from common import adapters, checkpoint, float8, loading, metrics, optim, parallel, run, tensor_files, watchdog
+from common.json_files import read_object
 from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.parallel import UserError
 from common.plan import Checks, Room, Setup, check_writable, start_text, steps_text
@@ -201,7 +201,7 @@ def check_resume(model, native, resume):
     if model.has_adapters:
         adapters.load_adapters(model.net, resume)       # onto the meta device nothing is copied
     else:
-        config = json.loads((Path(resume) / "config.json").read_text())
+        config = read_object(Path(resume) / "config.json")
         weights.check_weights(native, weights.weight_parts(resume, config), resume)
 
 
@@ -446,7 +446,7 @@ def train(args):
     # -- model, optimizer, resume -------------------------------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)
     if resume and not args.use_lora:        # a full checkpoint replaces the base; adapters are loaded on top of it
-        config_dict = json.loads((Path(resume) / "config.json").read_text())
+        config_dict = read_object(Path(resume) / "config.json")
         model, native, parts = empty_trained_model(resume, config_dict, **for_model(args))
     wrapped = load_model(world, model, native, parts, resume, **for_loading(args))
     trainable = [p for p in model.parameters() if p.requires_grad]

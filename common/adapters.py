@@ -1,6 +1,5 @@
 """LoRA adapters in any model, plain or sharded: add, fill, save, load; the files are PEFT's own format."""
 import copy
-import json
 import math
 import warnings
 from pathlib import Path
@@ -9,8 +8,16 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import Linear
 
-from common import tensor_files
+from common import json_files, tensor_files
 from common.parallel import UserError
+
+# Fields of PEFT's LoraConfig that its layers compute with, or that matter in training alone. An adapter that sets any
+# other one (modules_to_save, bias, what a newer PEFT adds) would be computed wrongly here, or in part.
+FIELDS = {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "use_dora", "rank_pattern",
+          "alpha_pattern", "layers_to_transform", "layers_pattern", "init_lora_weights", "lora_dropout", "eva_config",
+          "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+          "inference_mode", "qalora_group_size", "megatron_core", "runtime_config"}
+INITS = (True, False, None, "gaussian", "eva", "orthogonal")        # of adapters alone; others change the base as well
 
 
 class AddingLinear(Linear):
@@ -70,29 +77,43 @@ def attach(model, config, base_name=None, autocast=True):
     return wrapped
 
 
-def add_saved(model, folder, refused=()):
-    """Wrap a model in the adapters of a PEFT folder, their weights not yet loaded. Raises UserError.
+def check_config(folder, refused=()):
+    """Raise UserError unless a folder has the configuration of a LoRA adapter of which nothing but FIELDS is set.
 
-    They are computed by PEFT's own forward, so what it knows beyond plain LoRA (rsLoRA, DoRA, ...) works. refused:
-    names in PEFT's LoraConfig that must not be set.
+    refused: those of FIELDS that must not be set either.
     """
     path = Path(folder) / "adapter_config.json"
     if not path.is_file():
         raise UserError(f"--adapter {folder}: no such folder, or no adapter_config.json in it")
+    saved, usual = json_files.read_object(path), LoraConfig()
+    if saved.get("peft_type") != "LORA":
+        raise UserError(f"{path}: is a {saved.get('peft_type')!r} adapter; only those of peft_type 'LORA' are read")
+    missing = [key for key in ("r", "lora_alpha", "target_modules") if key not in saved]
+    if missing:
+        raise UserError(f"{path}: has no {' and no '.join(missing)}")
+    odd = [name for name, value in saved.items() if (name not in FIELDS or name in refused) and value
+           and value != getattr(usual, name, None)]
+    if saved.get("init_lora_weights") not in INITS:
+        odd.append(f"init_lora_weights {saved['init_lora_weights']!r}")
+    if odd:
+        raise UserError(f"{path}: the adapter has {odd[0]}, which is not supported; merge it into its base with PEFT")
+
+
+def add_saved(model, folder, refused=()):
+    """Wrap a model in the adapters of a PEFT folder, their weights not yet loaded. Raises UserError.
+
+    They are computed by PEFT's own forward: plain LoRA, rsLoRA, DoRA, ranks and scales by layer. refused: of
+    check_config.
+    """
+    check_config(folder, refused)
     try:
-        saved = json.loads(path.read_text())
-        if saved["peft_type"] != "LORA":
-            raise UserError(f"{path}: is a {saved['peft_type']!r} adapter; only those of peft_type 'LORA' are read")
-        missing = [key for key in ("r", "lora_alpha", "target_modules") if key not in saved]
-        if missing:
-            raise UserError(f"{path}: has no {' and no '.join(missing)}")
-        if odd := [name for name in refused if saved.get(name)]:
-            raise UserError(f"{path}: the adapter has {odd[0]}, which is not supported; merge it into its base")
         config = LoraConfig.from_pretrained(folder)
         config.base_model_name_or_path = None       # peft would warn that this base has another name
+        config.init_lora_weights = True             # the weights come from the file
         return attach(model, config, autocast=False)
-    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: is no LoRA configuration for this model ({repr(error)[:200]})")
+    except Exception as error:      # PEFT's checks raise a dozen kinds
+        raise UserError(f"{Path(folder) / 'adapter_config.json'}: is no LoRA configuration for this model "
+                        f"({repr(error)[:200]})")
 
 
 def base_weights(model):
@@ -126,7 +147,7 @@ def save_config(model, folder):
 
 def load_adapters(model, folder):
     """Copy a saved adapter into a freshly wrapped model, sharded or not; raises UserError when it does not fit."""
-    saved = json.loads((Path(folder) / "adapter_config.json").read_text())
+    saved = json_files.read_object(Path(folder) / "adapter_config.json")
     ours = model.peft_config["default"]
     for key, value in (("r", ours.r), ("lora_alpha", ours.lora_alpha), ("target_modules", set(ours.target_modules))):
         stored = set(saved[key]) if key == "target_modules" else saved[key]

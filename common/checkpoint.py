@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import tensor_files
+from common import json_files, tensor_files
 from common.parallel import UserError
+from common.text import NAME, printable
 
 MANIFEST = "manifest.json"
 STATE_DIR = "trainer_state"
@@ -255,8 +256,8 @@ STATE = {"step": int, "epoch": int, "first": int, "identity": dict, "skipped": i
 def read_json(path, kinds):
     """A JSON object from a file, or None where it is none, or lacks one of {key: type} `kinds`."""
     try:
-        found = json.loads(path.read_text())
-    except (ValueError, RecursionError):
+        found = json_files.loads(path.read_bytes())
+    except ValueError:
         return None
     whole = isinstance(found, dict) and all(type(found.get(key)) is kind for key, kind in kinds.items())
     return found if whole else None
@@ -278,8 +279,8 @@ def damage(path):
     if f"{STATE_DIR}/state.json" not in files:
         return f"{MANIFEST} does not list {STATE_DIR}/state.json"
     for name, facts in files.items():
-        file = path / name
-        if not file.is_file():
+        file, name = path / name, printable(name, NAME)
+        if not os.path.isfile(file):        # Path's own raises for a name that is too long
             return f"{name} is missing"
         if file.stat().st_size != facts["bytes"]:
             return f"{name} has {file.stat().st_size} bytes instead of {facts['bytes']}"
@@ -302,7 +303,7 @@ def newest_whole(output_dir, report=print):
 
 def load_meta(path):
     """state.json of a checkpoint folder as a dict."""
-    return json.loads((Path(path) / STATE_DIR / "state.json").read_text())
+    return json_files.read_object(Path(path) / STATE_DIR / "state.json")
 
 
 def load_optimizer(path, tensors):

@@ -10,6 +10,8 @@ import os
 import sys
 import time
 
+from common.text import error_text
+
 MODES = ("all", "selective")                                    # of --gradient_checkpointing
 SCHEDULERS = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
 GIVE_WAY_S = 5      # seconds other ranks leave rank 0 to say what is wrong, before torchrun ends it because of them
@@ -74,7 +76,7 @@ def parse(parser, check=None, argv=None):
         return args
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(error_text(f"error: {error}"), file=sys.stderr, flush=True)
         else:
             time.sleep(GIVE_WAY_S)
         sys.exit(status)

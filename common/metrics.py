@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from common import json_files
+
 # Dense bf16 tensor-core peak, FLOP/s, from the makers' datasheets; SXM parts unless the name says otherwise.
 PEAK_BF16 = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12,
              "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10": 125e12, "RTX 4090": 165e12}
@@ -147,8 +149,8 @@ def read_rows(path):
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = json_files.loads(line)
+        except ValueError:
             row = None
         if isinstance(row, dict) and type(row.get("step")) is int:
             rows.append(row)

@@ -28,6 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from common.flags import UserError
+from common.text import error_text
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
 # How a run fails: the first rank to fail claims the right to print the one error message, in the store. The others see
@@ -144,7 +145,7 @@ def one_clear_error():
             mine = claim_message(None)                        # or there is none yet
         if mine:
             print(f"rank {rank} stood still for {paused:.0f} s; the other ranks have ended meanwhile" if paused else
-                  f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+                  error_text(f"rank {rank} failed:\n{traceback.format_exc()}", 400), file=sys.stderr, flush=True)
         leave(1)
 
 
@@ -204,7 +205,7 @@ def stop(message):
     if int(os.environ.get("RANK", "0")) != 0:
         _give_way()
     if claim_message(_world.store if _world else None):
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print(error_text(f"error: {message}"), file=sys.stderr, flush=True)
     leave(1)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from common import checkpoint
 from common.parallel import UserError, problem_text
+from common.text import printable
 
 LIST = "problems.jsonl"     # in OUTPUT_DIR
 SHOWN = 20                  # problems in an error
@@ -23,8 +24,9 @@ class Problem(str):
 
 
 def problem(name, check, what, file=""):
-    """Problem of the sample that stands at `name`."""
-    return Problem(f"{name}: {what}", name, str(what), check, str(file))
+    """Problem of the sample that stands at `name`; both texts made printable."""
+    name, what = printable(name), printable(what)
+    return Problem(f"{name}: {what}", name, what, check, str(file))
 
 
 def write(path, problems, more=False):

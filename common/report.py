@@ -24,6 +24,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
 from common import flags, report_files
+from common.flags import UserError
+from common.text import error_text
 
 NOTICE_BYTES = 30 * 2**20     # of a page, from which on it is slow to open and send
 POINTS = 2000       # of one curve; longer ones keep the smallest and the largest value of each bucket
@@ -385,12 +387,12 @@ def write_atomically(path, text):
 def check_fell(run):
     """Print how a run's training losses changed; True if train/loss fell.
 
-    Compared are means over the first and the last fifth of the logged steps that have a loss. Raises ValueError when
+    Compared are means over the first and the last fifth of the logged steps that have a loss. Raises UserError when
     fewer than two have one.
     """
     rows = [row for row in run.rows if row.get("train/loss") is not None]       # null: not finite, or no step counted
     if len(rows) < 2:
-        raise ValueError(f"{run.folder}/metrics.jsonl holds {len(rows)} training steps with a loss; two are needed")
+        raise UserError(f"{run.folder}/metrics.jsonl holds {len(rows)} training steps with a loss; two are needed")
     fifth, fell = max(1, len(rows) // 5), {}
     for name in ("train/loss", "train/audio_loss", "train/text_loss"):
         if all(row.get(name) is not None for row in rows):
@@ -403,7 +405,7 @@ def check_fell(run):
 def write_report(runs, output, samples, sample_steps, sample_count, evaluations):
     """Write the page and say what is in it. runs: report_files.Run; samples: folders; evaluations: files.
 
-    output: the page's path, or None: in the first run's folder. The other two: as the flags. Raises ValueError.
+    output: the page's path, or None: in the first run's folder. The other two: as the flags. Raises UserError.
     """
     for run in runs:        # names tell the runs apart
         if [other.name for other in runs].count(run.name) > 1:
@@ -414,7 +416,7 @@ def write_report(runs, output, samples, sample_steps, sample_count, evaluations)
                for step, folder in report_files.sample_steps(run.folder, sample_steps)]
     for folder in map(Path, samples):
         if not (clips := report_files.read_samples(folder)):
-            raise ValueError(f"--samples {folder}: no .wav file in it; give a folder that generate_tts.py wrote")
+            raise UserError(f"--samples {folder}: no .wav file in it; give a folder that generate_tts.py wrote")
         columns.append((0 if len(runs) == 1 else len(runs), folder.resolve().name, clips))
     found = sum(len(samples) for *_, samples in columns)
     if sample_count:       # the same prompts at every step: the first by name
@@ -428,7 +430,7 @@ def write_report(runs, output, samples, sample_steps, sample_count, evaluations)
     evaluations = [report_files.read_evaluation(path) for path in files]
     output = Path(output or runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html"))
     if not output.parent.is_dir():
-        raise ValueError(f"--output {output}: there is no folder {output.parent}")
+        raise UserError(f"--output {output}: there is no folder {output.parent}")
     text = page(runs, columns, evaluations, left_out)
     write_atomically(output, text)
     print(f"report     {output} ({size(output.stat().st_size)}): {sum(len(run.rows) for run in runs)} lines of "
@@ -461,9 +463,9 @@ def main(argv=None):
         if args.check_fell and not all([check_fell(run) for run in runs]):
             sys.exit(1)
     except OSError as error:
-        sys.exit(f"error: {error.filename}: {error.strerror}")
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(error_text(f"error: {error.filename}: {error.strerror}"))
+    except UserError as error:
+        sys.exit(error_text(f"error: {error}"))
 
 
 if __name__ == "__main__":

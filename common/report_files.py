@@ -1,16 +1,20 @@
 """What a run has left in its folder, read for a report: numbers, starts, checkpoints, samples, evaluations.
 
 Reads small text files and folder listings only, never weights, and may be used while the run goes on: a last line that
-is still being written is left out. Anything else that is wrong is a ValueError naming file and line.
+is still being written is left out. Anything else that is wrong is a UserError naming file and line.
 
-Used by report.py. Standard library only, so that it also runs where no torch is; imports nothing of ours.
+Used by report.py. Standard library only, so that it also runs where no torch is.
 """
 import json
 import math
+import os
 import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from common import json_files
+from common.flags import UserError
 
 MARKER = "requeue"          # left by a trainer that was asked to stop (watchdog.py)
 PLAYABLE = {".wav": "audio/wav", ".flac": "audio/flac", ".mp3": "audio/mpeg", ".ogg": "audio/ogg", ".opus": "audio/ogg",
@@ -42,7 +46,7 @@ class Run:
     def flag(self, name):
         """A flag's number; None where it has none."""
         value = self.args.get(name)
-        return value if isinstance(value, (int, float)) else None
+        return value if isinstance(value, (int, float)) and math.isfinite(value) else None
 
     @property
     def step(self):
@@ -60,29 +64,21 @@ class Sample:
     facts: dict = field(default_factory=dict)
 
 
-def load_json(path):
-    """A JSON file's content; ValueError names the file."""
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: is not JSON ({error})")
-
-
 def read_lines(path):
     """Objects of a JSONL file; a last line without its end is being written, or was cut off by a kill: left out."""
-    text = Path(path).read_bytes().decode("utf-8", errors="replace")
-    lines, rows = text.split("\n"), []
+    with json_files.open_file(path) as file:
+        lines, rows = file.read().decode("utf-8", errors="replace").split("\n"), []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json_files.loads(line)
             if not isinstance(row, dict):
                 raise ValueError("not an object")
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             if number == len(lines):
                 break
-            raise ValueError(f"{path}: line {number} cannot be read ({error}): {line[:60]!r}; mend or delete it")
+            raise UserError(f"{path}: line {number} cannot be read ({error}): {line[:60]!r}; mend or delete it")
         rows.append(row)
     return rows
 
@@ -92,23 +88,23 @@ def read_numbers(path):
     rows = read_lines(path)
     for row in rows:
         if type(row.get("step")) is not int:
-            raise ValueError(f"{path}: a line has no whole number as its step: {json.dumps(row)[:60]}")
+            raise UserError(f"{path}: a line has no whole number as its step: {json.dumps(row)[:60]}")
         for name, value in row.items():
             if value is not None and type(value) not in (int, float):
-                raise ValueError(f"{path}: step {row['step']}: {name} is {json.dumps(value)[:40]}, not a number")
+                raise UserError(f"{path}: step {row['step']}: {name} is {json.dumps(value)[:40]}, not a number")
             if type(value) is float and not math.isfinite(value):
                 row[name] = None
     return rows
 
 
 def read_run(folder):
-    """Run of an output_dir; ValueError when it is none."""
+    """Run of an output_dir; UserError when it is none."""
     folder = Path(folder)
     path = folder / "metrics.jsonl"
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder; give the --output_dir of a run")
+        raise UserError(f"{folder}: no such folder; give the --output_dir of a run")
     if not path.is_file():
-        raise ValueError(f"{folder}: no metrics.jsonl in it; give the --output_dir of a run that has started")
+        raise UserError(f"{folder}: no metrics.jsonl in it; give the --output_dir of a run that has started")
     run = Run(folder, folder.resolve().name, read_numbers(path), written=path.stat().st_mtime)
     if (folder / "starts.jsonl").is_file():
         run.starts = [start for start in read_lines(folder / "starts.jsonl") if isinstance(start.get("config"), dict)]
@@ -133,21 +129,19 @@ def read_checkpoints(folder):
             continue
         wrong, size = "", sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         try:
-            files = json.loads((path / "manifest.json").read_text())["files"]
-            sizes = {name: (path / name).stat().st_size if (path / name).is_file() else None for name in files}
+            files = json_files.read_object(path / "manifest.json")["files"]
+            sizes = {name: os.path.getsize(path / name) if os.path.isfile(path / name) else None for name in files}
             wrong = next((f"{name} is missing" if sizes[name] is None else
                           f"{name} has {sizes[name]} bytes instead of {facts['bytes']}"
                           for name, facts in files.items() if sizes[name] != facts["bytes"]), "")
-        except FileNotFoundError:
-            wrong = "no manifest.json"
-        except (ValueError, KeyError, TypeError, AttributeError):
-            wrong = "unreadable manifest.json"
+        except (UserError, KeyError, TypeError, AttributeError):
+            wrong = "unreadable manifest.json" if (path / "manifest.json").exists() else "no manifest.json"
         try:
-            meta = json.loads((path / "trainer_state" / "state.json").read_text())
-        except (OSError, ValueError):
+            meta = json_files.read_object(path / "trainer_state" / "state.json")
+        except UserError:
             meta = None
         found.append({"step": int(match[1]), "path": path, "bytes": size, "time": path.stat().st_mtime, "wrong": wrong,
-                      "meta": meta if isinstance(meta, dict) else None})
+                      "meta": meta})
     return sorted(found, key=lambda checkpoint: checkpoint["step"])
 
 
@@ -194,9 +188,7 @@ def read_samples(folder):
     samples = []
     for audio in sorted(Path(folder).glob("*.wav")):
         picture, notes = audio.with_suffix(".png"), audio.with_suffix(".json")
-        facts = load_json(notes) if notes.is_file() else {}
-        if not isinstance(facts, dict):
-            raise ValueError(f"{notes}: is not a JSON object")
+        facts = json_files.read_object(notes) if notes.exists() else {}
         given = facts.get("reference_audio")
         places = [Path(folder) / given, Path(given)] if isinstance(given, str) and given else []
         reference = next((path for path in places if path.is_file() and path.suffix.lower() in PLAYABLE), None)
@@ -222,16 +214,16 @@ def natural(text):
 
 def read_evaluation(path):
     """An evaluation.json: {"name": str, "metrics": {metric: number or None}, "samples": [...], "settings": {...}}."""
-    found = load_json(path)
-    if not isinstance(found, dict) or not isinstance(found.get("metrics"), dict):
-        raise ValueError(f"{path}: has no metrics; evaluate_tts.py writes such files")
+    found = json_files.read_object(path)
+    if not isinstance(found.get("metrics"), dict):
+        raise UserError(f"{path}: has no metrics; evaluate_tts.py writes such files")
     for name, value in found["metrics"].items():
         if value is not None and type(value) not in (int, float):
-            raise ValueError(f"{path}: {name} is {json.dumps(value)[:40]}, not a number")
+            raise UserError(f"{path}: {name} is {json.dumps(value)[:40]}, not a number")
     samples, settings = found.get("samples", []), found.get("settings", {})
     if not isinstance(samples, list) or not all(isinstance(row, dict) for row in samples):
-        raise ValueError(f"{path}: its samples are not a list of objects")
+        raise UserError(f"{path}: its samples are not a list of objects")
     if not isinstance(settings, dict):
-        raise ValueError(f"{path}: its settings are not an object")
+        raise UserError(f"{path}: its settings are not an object")
     return {"name": str(found.get("name", Path(path).parent.name)), "metrics": found["metrics"], "path": Path(path),
             "samples": samples, "settings": settings}

@@ -15,9 +15,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from common import json_files
 from common.parallel import UserError
 
 WINDOW = 256 * 2**20        # bytes a rank gathers for itself before it copies them to the CPU
+FLOATS = ("F64", "F32", "F16", "BF16")      # what weights are; integers and float8 would need scales that no file has
 
 
 UMASK = os.umask(0)     # read once, at the start: reading it sets it for a moment, for other threads as well
@@ -68,6 +70,7 @@ def open_tensors(paths):
     """
     found = {}
     for path in paths:
+        json_files.open_file(path).close()      # safe_open would wait for ever at a pipe
         try:
             file = safe_open(path, "pt")
             names = list(file.keys())
@@ -91,8 +94,18 @@ def compare(wanted, found):
         return [f"{len(names)} {what}, first {', '.join(sorted(names)[:20])}"] if names else []
     wrong = [f"{name} {shape_of(found[name])} instead of {tuple(shape)}" for name, shape in wanted.items()
              if name in found and shape_of(found[name]) != tuple(shape)]
+    odd = [f"{name} {kind}" for name in wanted.keys() & found.keys() for part in found[name]
+           if (kind := part.get_dtype()) not in FLOATS]
     return "; ".join(some("missing keys", wanted.keys() - found.keys()) +
-                     some("unexpected keys", found.keys() - wanted.keys()) + some("mismatched keys", wrong))
+                     some("unexpected keys", found.keys() - wanted.keys()) + some("mismatched keys", wrong) +
+                     some(f"tensors are none of {', '.join(FLOATS)}", odd))
+
+
+@torch.no_grad()
+def check_finite(tensors, where):
+    """Raise UserError when one of {name: tensor} holds NaN or infinity. where: their folder or file."""
+    if bad := [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
+        raise UserError(f"{where}: {len(bad)} of its tensors hold NaN or infinity, first {', '.join(sorted(bad)[:5])}")
 
 
 def local_rows(tensor):

@@ -52,7 +52,7 @@ ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else N
 import json
 import re
 
-from common import checkpoint, parallel
+from common import checkpoint, json_files, parallel
 from common.parallel import UserError
 from diffusion.demo_problems import write_demo, write_text
 from diffusion.problems import CALCULATOR, load_tokenizer, read_problems
@@ -91,17 +91,16 @@ def read_teacher(path, problems):
     Raises UserError when one has no plan, or the file was made from other problems.
     """
     plans = {}
-    try:
-        for number, text in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-            record = json.loads(text)
+    for number, text in enumerate(json_files.read_text(path, "--teacher ").removesuffix("\n").split("\n"), 1):
+        try:
+            record = json_files.loads(text)
             asked, said = (message["content"] for message in record["messages"])
-            if not 0 <= record["id"] < len(problems) or asked != teacher_line(problems[record["id"]]):
-                raise UserError(f"--teacher {path} line {number}: was not made from the lines of these problems")
+            known = 0 <= record["id"] < len(problems) and asked == teacher_line(problems[record["id"]])
             plans[record["id"]] = " ".join(said.split())
-    except OSError as error:
-        raise UserError(f"--teacher {path}: cannot be read ({error.strerror})")
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--teacher {path} line {number}: is no record of create_data.py ({error})")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"--teacher {path} line {number}: is no record of create_data.py ({error})")
+        if not known:
+            raise UserError(f"--teacher {path} line {number}: was not made from the lines of these problems")
     if without := [problem.name for number, problem in enumerate(problems) if number not in plans]:
         raise UserError(f"--teacher {path}: {len(without)} of {len(problems)} problems have no plan, the first is "
                         f"{without[0]}; see .rejected.jsonl, and ask again with more --max_retries")

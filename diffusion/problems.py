@@ -5,21 +5,21 @@ the file and the sample. Special tokens follow kuleshov-group/bd3lms (gsm8k: a m
 ngocbao220/hdp-diffusion (hdp: five tokens in that order), both Apache-2.0.
 """
 import functools
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from common import json_files
 from common.parallel import UserError
 from common.problems import problem, settle
+from common.text import NAME, printable
 
 END = "<|endoftext|>"
 MARKERS = {"gsm8k": ("<|mask|>",), "hdp": ("<|pad|>", "<|plan|>", "<|execution|>", "<|answer|>", "<|mask|>")}
 NUMBER = re.compile(r"(?:(?<![\d)])-)?\d[\d,]*(?:\.\d+)?")       # the minus of 5-3 is no sign
 HUB_NAME = re.compile(r"(?!.*\.jsonl?$)\w[\w.-]*(/[\w.-]+)?")      # openai/gsm8k, gpt2
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")     # json joins pairs, so that whatever is left stands alone
 CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
@@ -67,7 +67,7 @@ def parse_problem(name, entry, system, strip_calculator):
         if not isinstance(entry.get(key), str) or not entry[key].strip():
             hint = "; make plans with make_problems.py plans" if key in ("plan", "execution") else ""
             raise ValueError(f"has no {key!r} (a text that is not empty){hint}")
-        if LONE_SURROGATE.search(entry[key]):
+        if json_files.HALF_CHARACTER.search(entry[key]):
             raise ValueError(f"its {key!r} holds half of a surrogate pair (\\ud800 to \\udfff); write it whole")
     question, solution = entry["question"].strip(), entry[keys[-2] if system == "hdp" else "answer"].strip()
     if strip_calculator:
@@ -95,31 +95,17 @@ def read_entries(path, split):
     if isinstance(file, list):      # parquet or arrow
         yield from ((f"{file[0].parent} {split} sample {i}", entry) for i, entry in enumerate(arrow_entries(file)))
         return
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: cannot be read ({error}); give a JSONL or JSON file in UTF-8")
+    text = json_files.read_text(file)
     if not text.strip():
         raise UserError(f"{file}: is empty")
     if text.lstrip()[0] == "[":
-        for i, entry in enumerate(parse_json(text, file)):
+        for i, entry in enumerate(json_files.parse(text, file)):
             label = entry.get("id") if isinstance(entry, dict) else None
-            label = LONE_SURROGATE.sub("?", f" ({label})") if label else ""
-            yield f"{file} sample {i}{label}", entry
+            yield f"{file} sample {i}" + (f" ({printable(label, NAME)})" if label else ""), entry
         return
     for number, line in enumerate(text.split("\n"), 1):     # splitlines() would also cut at characters inside strings
         if line.strip():
-            yield f"{file} line {number}", parse_json(line, file, number)
-
-
-def parse_json(text, file, line=1):
-    """JSON text that starts at this line of a file -> value; UserError names the place."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file}: not valid JSON at line {line + error.lineno - 1} column {error.colno}: {error.msg}")
-    except (ValueError, RecursionError) as error:       # a number of thousands of digits, thousands of open brackets
-        raise UserError(f"{file}: JSON that cannot be read, from line {line} on: {error}")
+            yield f"{file} line {number}", json_files.parse(line, file, number)
 
 
 def find_split(folder, split):

@@ -76,6 +76,7 @@ import torch
 
 from common import checkpoint, parallel
 from common.parallel import UserError
+from common.text import LINE, printable
 from diffusion import blocks, sampler, weights
 from diffusion.answers import execution_state, finish_region, question_state, region_text, room, score
 from diffusion.problems import load_tokenizer, read_problems
@@ -181,7 +182,8 @@ def summarise(answers, seconds):
 
 def print_answer(answer):
     verdict = "right" if answer["strict"] else "right by the last number" if answer["flexible"] else "wrong"
-    print(f"-- {answer['name']}: {verdict}, the answer is {answer['answer']}\n   question  {answer['question']}")
+    print(f"-- {answer['name']}: {verdict}, the answer is {answer['answer']}\n"
+          f"   question  {printable(answer['question'], LINE)}")
     for part in ("plan", "text"):
         if part in answer:
             print(f"   {part:<9} {answer[part]!r}")

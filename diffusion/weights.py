@@ -1,11 +1,10 @@
 """Weights of block diffusion: their exponential moving average, and loading them from a checkpoint."""
-import json
 from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from common import tensor_files
+from common import json_files, tensor_files
 from common.parallel import UserError
 from diffusion import dit
 
@@ -54,11 +53,12 @@ def load_checkpoint(folder, ema=True, backend="sdpa"):
     """
     folder = Path(folder)
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = json_files.read_object(folder / "config.json")
         model = dit.DiT(dit.Config(**config["model"]), backend)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (UserError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: no checkpoint of train_bd3lm.py (config.json: {error})")
     load_weights(dict(model.named_parameters()), folder, "ema" if ema else "model")
+    tensor_files.check_finite(dict(model.named_parameters()), folder)
     return model.eval(), config
 
 

@@ -8,12 +8,12 @@ it will be given. A template for which this does not hold is refused. A turn end
 that a template writes behind it is not trained.
 """
 import itertools
-import json
 import re
 from collections import Counter
-from pathlib import Path
 
+from common import json_files
 from common.indexing import token_lists
+from common.json_files import HALF_CHARACTER
 from common.parallel import UserError
 from common.problems import problem
 
@@ -56,8 +56,8 @@ def read_records(path, problems):
 def read_chunks(path, size, first=0, step=1):
     """Yield (read_records' records, its problems) of every `step`-th chunk of `size` lines from chunk `first` on."""
     try:
-        with open(path, "rb") as file:
-            lines = enumerate(file, 1)
+        with json_files.open_file(path) as file:
+            lines = enumerate(json_files.lines(file, path), 1)
             for _ in itertools.islice(lines, first * size):
                 pass
             while chunk := list(itertools.islice(lines, size)):
@@ -65,17 +65,14 @@ def read_chunks(path, size, first=0, step=1):
                 for number, line in chunk:
                     if not line.strip():
                         continue
+                    check = "unreadable"
                     try:
-                        record = json.loads(line.decode())
+                        record = json_files.loads(line)
+                        check = "invalid"
                         check_messages(record)
                         group_key(record)
-                    except UnicodeDecodeError:
-                        problems.append(problem(f"{path}:{number}", "unreadable", "is not UTF-8 text", path))
-                    except json.JSONDecodeError as error:
-                        what = f"is not JSON ({error.msg} at character {error.pos})"
-                        problems.append(problem(f"{path}:{number}", "unreadable", what, path))
                     except ValueError as error:
-                        problems.append(problem(f"{path}:{number}", "invalid", error, path))
+                        problems.append(problem(f"{path}:{number}", check, error, path))
                     else:
                         records.append((number, record))
                 yield records, problems
@@ -96,6 +93,8 @@ def check_messages(record):
             raise ValueError(f"{where} has no role out of {', '.join(ROLES)}")
         if not isinstance(message.get("content"), str):
             raise ValueError(f"{where} has no text as its content; only text is trained")
+        if HALF_CHARACTER.search(message["content"] + str(message.get("reasoning_content") or "")):
+            raise ValueError(f"{where} holds half a character (\\ud800 to \\udfff)")
         if message["role"] == "assistant" and not message["content"].strip():
             raise ValueError(f"{where} is an empty answer; drop the line")
         if other := message.keys() - {"role", "content", "reasoning_content"}:
@@ -120,10 +119,7 @@ def load_tokenizer(folder, template=None):
     except Exception as error:      # of many kinds
         raise UserError(f"{folder}: no tokenizer can be loaded from it ({str(error).splitlines()[0]})")
     if template:
-        try:
-            tokenizer.chat_template = Path(template).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--chat_template {template}: cannot be read ({error})")
+        tokenizer.chat_template = json_files.read_text(template, "--chat_template ")
     if not isinstance(tokenizer.chat_template, str):
         raise UserError(f"{folder}: its tokenizer has no chat template; give one with --chat_template FILE")
     return tokenizer

@@ -116,13 +116,14 @@ import signal
 import time
 from collections import deque
 
-from common import checkpoint, parallel
+from common import checkpoint, json_files, parallel
+from common.text import printable
 from distill.journal import Journal, read_journals, rejected_path, statistics, write_results
 
 
 def read_lines(path):
     """List of the lines of a file; UserError for an empty file or line: each line becomes one record."""
-    text = teacher.read_text(path, "--input_file")
+    text = json_files.read_text(path, "--input_file ")
     lines = [line.strip() for line in text.split("\n")]        # not splitlines: U+2028 does not end a line
     if lines and not lines[-1]:
         lines.pop()
@@ -238,7 +239,7 @@ def report(output_file, stats):
         return "-" if value is None else f"{100 * value:.1f}%"
 
     print(f"labels     {stats['labelled']:,} of {stats['lines']:,} lines: "
-          + ", ".join(f"{label[:20]} {n:,}" for label, n in list(stats["labels"].items())[:20]))
+          + ", ".join(f"{printable(label, 40)} {n:,}" for label, n in list(stats["labels"].items())[:20]))
     print(f"answers    {share(stats['parse_rate'])} of the free ones had a label; {stats['retries']:,} retries, "
           f"{stats['labelled_by_constraint']:,} labels by constraint, {stats['rejected']:,} lines rejected")
     if stats["seconds"]:

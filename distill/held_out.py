@@ -5,14 +5,14 @@ with. The hashes of both parts must equal those in the checkpoint, so another fi
 to be judged may stand among the trained ones.
 """
 import argparse
-import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from common import checkpoint
+from common import checkpoint, json_files
+from common.json_files import read_text
 from common.parallel import UserError
 from distill import chat, weights
 from distill.choices import GROUP, THINKING
@@ -233,16 +233,6 @@ def rejected_ids(path, groups, group_size):
 # The truth
 
 
-def read_text(path, flag=""):
-    """A UTF-8 file's text; UserError names the flag that gave it."""
-    try:
-        return Path(path).read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{flag}{path}: is not UTF-8 (byte {error.start})")
-    except OSError as error:
-        raise UserError(f"{flag}{path}: cannot be read ({error.strerror})")
-
-
 def json_lines(path, *keys):
     """[(line number, object)] of a JSONL file whose objects have an integer "id" and these keys; UserError."""
     rows = []
@@ -250,7 +240,7 @@ def json_lines(path, *keys):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json_files.loads(line)
             if type(row["id"]) is not int or any(key not in row for key in keys):
                 raise KeyError
         except (ValueError, KeyError, TypeError):

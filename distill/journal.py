@@ -12,10 +12,14 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from common import json_files
 from common.checkpoint import fsync_path, write_atomically
 from common.parallel import UserError
+from common.text import printable
 
 SYNC_S = 5      # seconds of work that a kill may cost
+RECORD = {"id", "label", "by_constraint", "constrained", "began", "at", "prompt_tokens", "completion_tokens",
+          "cached_tokens", "answers"}       # of a finished line, at least
 
 
 class Journal:
@@ -60,17 +64,20 @@ def read_journals(folder, header):
     """{line id: record} of all journals; UserError for other headers."""
     records = {}
     for path in sorted(Path(folder).glob("shard-*.jsonl")):
-        data = path.read_bytes()
-        lines = data[:data.rfind(b"\n") + 1].decode().split("\n")[:-1]      # the last one may be half written
-        for number, line in enumerate(lines, 1):
+        with json_files.open_file(path) as file:
+            data = file.read()
+        for number, line in enumerate(data.split(b"\n")[:-1], 1):       # the last one may be half written
             try:
-                entry = json.loads(line)
+                entry = json_files.loads(line)
                 if number == 1:
-                    compare(folder, entry["header"], header)
+                    compare(folder, dict(entry["header"]), header)
+                elif missing := RECORD - entry.keys():
+                    raise KeyError(min(missing))
                 else:
                     records.setdefault(entry["id"], entry)
-            except (ValueError, KeyError, TypeError) as error:
-                raise UserError(f"{path}: line {number} cannot be read ({error}); delete the line and those after it")
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(f"{path}: line {number} cannot be read ({printable(error, 200)}); delete the line and "
+                                "those after it")
     return records
 
 

@@ -9,6 +9,7 @@ import math
 import numpy as np
 
 from common import checkpoint
+from common.text import NAME, printable
 
 Z95 = 1.959963984540054     # of a normal distribution 95 % lie within so many standard deviations
 
@@ -170,8 +171,8 @@ def make_notes(report):
 
 def confused_lines(rows):
     """Lines on the most confused labels, a text each."""
-    return [f"{row['wanted']:>8} -> {row['given'] or 'none':<8} {row['lines']:>5,}   "
-            f"{' '.join(row['examples'][0]['text'].split())[:80]}" for row in rows]
+    return [f"{printable(row['wanted'], NAME):>8} -> {printable(row['given'] or 'none', NAME):<8} {row['lines']:>5,}   "
+            f"{printable(' '.join(row['examples'][0]['text'].split())[:80])}" for row in rows]
 
 
 def detail_lines(systems, labels, truth):

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
-from common import adapters
+from common import adapters, tensor_files
 from common.parallel import UserError
 from distill import teacher, weights
 
@@ -42,11 +42,13 @@ def load_model(folder, adapter, dtype, device):
     weights.check_weights(model, parts, folder)
     weights.give_memory(model, device)
     weights.load_weights(dict(model.named_parameters()), parts)
+    tensor_files.check_finite(dict(model.named_parameters()), folder)
     if adapter:
         model = adapters.add_saved(model, adapter, UNKNOWN)
         for parameter in adapters.adapter_weights(model).values():      # not buffers: rotary embeddings stay float32
             parameter.data = parameter.data.to(dtype)
         adapters.load_adapters(model, adapter)
+        tensor_files.check_finite(adapters.adapter_weights(model), adapter)
     return model.eval()
 
 

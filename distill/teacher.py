@@ -19,12 +19,14 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from common import json_files
 from common.flags import UserError
+from common.text import printable
 
 TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
 NOTICE_S = 10           # seconds between notices of calls that failed
+SAID = 2**16            # bytes read of what a server says about an error
 PLACE = "{text}"        # where the line goes in the prompt
 TOO_LONG = ("context length", "too long", "maximum model length", "max_model_len", "longer than")
 
@@ -82,21 +84,9 @@ def opens_thought(tokenizer, flags):
     return "<think>" if prompt.rstrip().endswith("<think>") else ""
 
 
-def read_text(path, flag):
-    """A UTF-8 file's text; UserError names the flag that gave it."""
-    try:
-        return Path(path).read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(f"{flag} {path}: no such file")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{flag} {path}: is not UTF-8 (byte {error.start}); convert it: iconv -t UTF-8")
-    except OSError as error:
-        raise UserError(f"{flag} {path}: cannot be read ({error.strerror})")
-
-
 def read_prompt(path):
     """The prompt as (text before the line, text behind it); other braces in it mean nothing. Raises UserError."""
-    parts = read_text(path, "--prompt_file").rstrip("\n").split(PLACE)
+    parts = json_files.read_text(path, "--prompt_file ").rstrip("\n").split(PLACE)
     if len(parts) != 2:
         raise UserError(f"--prompt_file {path}: has {PLACE} {len(parts) - 1} times; write it once, where the line goes")
     return parts
@@ -230,7 +220,7 @@ def tell(message, told=[float("-inf")]):        # noqa: B006  the time of the la
     """Print a notice, at most one in NOTICE_S: a server that is down fails for every line."""
     if time.monotonic() - told[0] > NOTICE_S:
         told[0] = time.monotonic()
-        print(message)
+        print(printable(message))
 
 
 def call(url, body, timeout):
@@ -240,20 +230,20 @@ def call(url, body, timeout):
         headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
     with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=timeout) as response:
-        return json.loads(response.read())
+        return json_files.loads(response.read(json_files.LONGEST))
 
 
 def explain(error):
     """A failed call in a few words; for an HTTP error what the server says about it."""
     if isinstance(error, urllib.error.HTTPError):
         try:
-            text = error.read().decode("utf-8", "replace")
-            found = json.loads(text)
+            text = error.read(SAID).decode("utf-8", "replace")
+            found = json_files.loads(text)
             found = found.get("error", found)
             text = found["message"] if isinstance(found, dict) and "message" in found else str(found)
         except (ValueError, AttributeError, OSError, http.client.HTTPException):
             text = error.reason
-        return f"HTTP {error.code} {' '.join(str(text).split())[:200]}"
+        return f"HTTP {error.code} {printable(' '.join(str(text).split()), 200)}"
     if isinstance(error, (OSError, http.client.HTTPException)):
         return str(getattr(error, "reason", None) or error or type(error).__name__)
     return f"its answer is not what OpenAI's API gives ({type(error).__name__} {str(error)[:80]})"
@@ -265,7 +255,8 @@ def read_answer(found):
     message, details = choice["message"], usage.get("prompt_tokens_details") or {}
     rows = (choice.get("logprobs") or {}).get("content") or []
     tokens = [(row["token"], [(top["token"], top["logprob"]) for top in row["top_logprobs"]]) for row in rows]
-    return Answer(message["content"] or "", choice["finish_reason"], usage.get("prompt_tokens", 0),
+    text = json_files.HALF_CHARACTER.sub("\ufffd", message["content"] or "")       # no file can hold halves
+    return Answer(text, choice["finish_reason"], usage.get("prompt_tokens", 0),
                   usage.get("completion_tokens", 0), details.get("cached_tokens"),
                   bool(message.get("reasoning_content") or message.get("reasoning")), tokens)
 

@@ -9,7 +9,7 @@ LORA_TARGETS = {        # endings of module names
     "all-linear": [*ATTENTION, "gate_proj", "up_proj", "down_proj"],        # both FFNs, no head, no embedding
 }
 
-CHECKS = ("invalid", "empty_text", "control_token", "too_long")        # of samples, for --drop_bad
+CHECKS = ("invalid", "empty_text", "control_token", "audio", "too_long")       # of samples, for --drop_bad
 FORMATS = ("chatml", "ms_swift", "manifest", "vibevoice", "metadata_json", "sidecar", "ljspeech", "piper", "list",
            "kaldi")        # of data (speech/formats.py)
 REFERENCES = ("given", "same_speaker", "none")      # which clip stands before a text

@@ -169,12 +169,16 @@ class CodeReader:
         return {**self.__dict__, "open_shards": {}}
 
 
-def locate(folder, clips, processes=0):
-    """Shard names and (n, 3) positions of clips that are all cached."""
+def locate(folder, clips, processes, bad):
+    """Shard names and (n, 3) positions of clips, which are all cached but those in bad, {number: why}: -1, -1, 0.
+
+    Others that are not cached are added to bad.
+    """
     index = CacheIndex(folder)
     found, unknown = index.find_clips(clips, processes)
-    if len(unknown):
-        raise UserError(f"{clips[unknown[0, 0]].path}: changed while it was being read; start again")
+    for i in unknown[:, 0].tolist():
+        bad.setdefault(i, f"{clips[i].path}: changed while it was being read, or is a copy of one that cannot be used")
+    found[unknown[:, 0], 2] = 0
     return index.shards, found
 
 

@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
+from common import tensor_files
 from common.loading import each
 from common.parallel import UserError, all_ranks_ok, gather_objects, problem_text, rank0_first
 from common.watchdog import Stopped, ignore_in_worker, stop_requested
@@ -37,18 +38,20 @@ from speech.codes import (
 )
 
 MIN_SAMPLES = 960               # one codec frame
+LOUDEST = 10.0                  # peak of a clip; full scale is 1, float files and mp3 may go a little beyond it
 SHARD_CLIPS, SHARD_SECONDS = 4096, 60.0     # a crash loses at most this much encoding
 BYTES_PER_SECOND = {".wav": 64_000, ".flac": 32_000, ".mp3": 12_000, ".ogg": 10_000}     # typical, to share out work
 
 
-def ensure_codes(world, clips, codec_dir, cache_dir, num_codebooks, num_proc, wait_limit_s=6 * 3600):
+def ensure_codes(world, clips, codec_dir, cache_dir, num_codebooks, num_proc, wait_limit_s=6 * 3600, bad=None):
     """Encode what is missing, all ranks together. Called by every rank; `clips` (unique Clips) matters on rank 0 only.
 
     Returns on rank 0 (folder, shard names, (n, 3) int64 of shard, first row, frames in the order of clips), else None.
-    codec_dir: native codec folder. num_proc: decoding processes on this node. Unreadable, empty or too short audio on
-    any rank ends all of them with one list of problems.
+    codec_dir: native codec folder. num_proc: decoding processes on this node. bad: a dict that on rank 0 takes {number
+    of a clip that cannot be decoded or encoded: file and reason}, whose row is -1, -1, 0; None: UserError with all.
     """
     positions = []      # rank 0's: shards and positions as they are at the start
+    unusable = {} if bad is None else bad
     with contextlib.ExitStack() as stack:
         def plan():
             folder = Path(cache_dir) / codec_fingerprint(codec_dir)
@@ -64,25 +67,30 @@ def ensure_codes(world, clips, codec_dir, cache_dir, num_codebooks, num_proc, wa
         folder, work = rank0_first(world, plan)
         if any(work):
             workers = max(1, num_proc // world.local_size) if num_proc else 0
-            all_ranks_ok(world, encode_share(world, work, folder, codec_dir, num_codebooks, workers, wait_limit_s))
+            problems, mine = encode_share(world, work, folder, codec_dir, num_codebooks, workers, wait_limit_s)
+            all_ranks_ok(world, problems)
+            for found in gather_objects(world, mine):
+                unusable.update(found)
             if any(gather_objects(world, stop_requested())):
                 raise Stopped("asked to stop while audio was being encoded; what is done stays in the code cache")
-            positions = locate(folder, clips, num_proc) if world.is_main else []
+            positions = locate(folder, clips, num_proc, unusable) if world.is_main else []
+    if bad is None and unusable and world.is_main:
+        raise UserError(problem_text(list(dict.fromkeys(unusable.values()))))
     return (folder, *positions) if world.is_main else None
 
 
 def share_work(clips, unknown, world_size):
-    """Per rank, the list of (path, (size, mtime), [clips]) to encode, balanced by estimated seconds.
+    """Per rank, the list of (path, (size, mtime), {number: clip}) to encode, balanced by estimated seconds.
 
     unknown: of CacheIndex.find_clips.
     """
     files = {}
     for i, *stat in unknown.tolist():
         clip = clips[i]
-        files.setdefault(clip.path, (tuple(stat), []))[1].append(clip)
+        files.setdefault(clip.path, (tuple(stat), {}))[1][i] = clip
 
     def seconds(path, stat, cuts):
-        claimed = max(c.seconds for c in cuts)
+        claimed = max(c.seconds for c in cuts.values())
         return claimed or stat[0] / BYTES_PER_SECOND.get(os.path.splitext(path)[1].lower(), 64_000)
 
     jobs = sorted(((seconds(path, *job), path, *job) for path, job in files.items()), key=lambda j: (-j[0], j[1]))
@@ -103,8 +111,13 @@ def decode_audio(path, cuts):
 
     cuts: [(offset seconds or None, duration seconds or None)]. Raises ValueError with the reason.
     """
+    digest, mono, rate = decode_file(path)
+    return digest, [cut_wave(mono, rate, *cut) for cut in cuts]
+
+
+def decode_file(path):
+    """A whole file -> (sha256 hex of its bytes, mono float32 waveform (n,), its rate in Hz). Raises ValueError."""
     import soundfile
-    import soxr
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -116,16 +129,26 @@ def decode_audio(path, cuts):
     except Exception as error:
         why = str(error).rpartition(": ")[2].strip().rstrip(".")        # without the name of a buffer in memory
         raise ValueError(f"is not readable audio ({why}); wav, flac, mp3 and ogg are read")
-    mono, waves = audio.mean(axis=1), []
-    if not np.isfinite(mono).all():
-        raise ValueError("contains samples that are not finite numbers")
-    for offset, length in cuts:
-        start = round((offset or 0) * rate)
-        part = mono[start:start + round(length * rate)] if length else mono[start:]
-        wave = soxr.resample(part, rate, SAMPLE_RATE, quality="HQ") if len(part) else part
-        check_length(len(wave), offset)
-        waves.append(np.ascontiguousarray(wave, np.float32))
-    return hashlib.sha256(data).hexdigest(), waves
+    with np.errstate(over="ignore", invalid="ignore"):      # what is not finite then, cut_wave refuses
+        return hashlib.sha256(data).hexdigest(), audio.mean(axis=1), rate
+
+
+def cut_wave(mono, rate, offset, length):
+    """Waveform at 24 kHz (m,) float32 of one cut of decode_file's; ValueError when nobody can be heard in it."""
+    import soxr
+    start = round((offset or 0) * rate)
+    part = mono[start:start + round(length * rate)] if length else mono[start:]
+    where = f" from offset {offset} s" if offset else ""
+    if not np.isfinite(part).all():
+        raise ValueError(f"contains samples that are not finite numbers{where}")
+    low, high = (float(part.min()), float(part.max())) if len(part) else (0.0, 0.0)
+    if max(-low, high) > LOUDEST:
+        raise ValueError(f"peaks at {max(-low, high):.3g}{where}; full scale is 1, so its samples have another scale")
+    wave = soxr.resample(part, rate, SAMPLE_RATE, quality="HQ") if len(part) else part
+    check_length(len(wave), offset)
+    if low == high:
+        raise ValueError(f"is silent: every sample{where} is {low:g}")
+    return np.ascontiguousarray(wave, np.float32)
 
 
 def check_length(samples, offset):
@@ -176,6 +199,7 @@ def load_codec(codec_dir, device, num_codebooks):
     lost = sorted(info["missing_keys"]) + sorted(info["unexpected_keys"])
     if lost:
         raise UserError(f"{codec_dir}: {len(lost)} missing or unexpected codec weights, first {lost[:5]}")
+    tensor_files.check_finite(dict(codec.named_parameters()), codec_dir)
     return codec.to(device).eval(), bandwidth
 
 
@@ -183,12 +207,16 @@ def load_codec(codec_dir, device, num_codebooks):
 def encode_clip(codec, wave, bandwidth, num_codebooks):
     """Mono float32 waveform (n,) at 24 kHz, numpy -> (T, num_codebooks) int16 codes on the CPU.
 
-    Never in TF32: a cached code must not depend on the first run's speed flags.
+    Never in TF32: a cached code must not depend on the first run's speed flags. Raises ValueError for codes that the
+    codec's codebooks do not have.
     """
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         wave = torch.from_numpy(wave)[None, None].to(codec.device)
         codes = codec.encode(wave, bandwidth=bandwidth).audio_codes[0]
     assert codes.shape[0] == num_codebooks, f"codec gave {codes.shape[0]} codebooks, the model has {num_codebooks}"
+    low, high = codes.min().item(), codes.max().item()
+    if low < 0 or high >= codec.config.codebook_size:
+        raise ValueError(f"the codec gives codes from {low} to {high}, its codebooks have {codec.config.codebook_size}")
     return codes.T.to(torch.int16).contiguous().cpu().numpy()     # safetensors writes memory as it lies
 
 
@@ -206,48 +234,59 @@ class _Decode(Dataset):
         return len(self.work)
 
     def __getitem__(self, i):
+        """(i, digest of the file, [waveform of each cut, or text of why there is none])."""
         path, _, cuts = self.work[i]
         try:
-            digest, waves = decode_audio(path, [(c.offset, c.duration) for c in cuts])
-            return i, digest, waves, ""     # numpy: tensors would travel through /dev/shm, which containers keep small
+            digest, mono, rate = decode_file(path)
         except ValueError as error:
-            return i, "", [], f"{path}: {error}"
+            return i, "", [str(error)] * len(cuts)
+
+        def wave(clip):
+            try:        # numpy: tensors would travel through /dev/shm, which containers keep small
+                return cut_wave(mono, rate, clip.offset, clip.duration)
+            except ValueError as error:
+                return str(error)
+        return i, digest, list(map(wave, cuts.values()))
 
 
 def encode_share(world, work, folder, codec_dir, num_codebooks, num_proc, wait_limit_s):
-    """Decode and encode this rank's share of `work`, writing shards; returns problem lines. Ends together on all ranks.
+    """Decode and encode this rank's share of `work`, writing shards. Ends together on all ranks.
 
-    The same content under two paths is encoded by whichever rank claims it first.
+    Returns (problem lines that end the run, {clip number: file and reason} of clips that cannot be used). The same
+    content under two paths is encoded by whichever rank claims it first.
     """
     mine, total = work[world.rank], sum(len(cuts) for share in work for _, _, cuts in share)
     progress = Progress(world, total, "encoding audio", wait_limit_s)
-    problems = []
+    problems, bad = [], {}
     try:
         if mine:
-            _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progress, problems)
+            _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progress, bad)
     except UserError as error:      # told to every rank by the caller
         problems.append(str(error))
     progress.finish()
-    return problems
+    return problems, bad
 
 
-def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progress, problems):
+def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progress, bad):
     index, seen, batch, flushed = CacheIndex(folder), set(), Batch(folder, num_codebooks), time.monotonic()
     codec, bandwidth = load_codec(codec_dir, world.device, num_codebooks)
     workers = min(num_proc, len(mine))
     loader = DataLoader(_Decode(mine), batch_size=None, num_workers=workers, collate_fn=lambda item: item,
                         multiprocessing_context="fork" if workers else None, worker_init_fn=ignore_in_worker)
-    for i, digest, waves, problem in each(loader):
+    for i, digest, waves in each(loader):
         path, stat, cuts = mine[i]
-        if problem:
-            problems.append(problem)
-        for clip, wave in zip(cuts, waves):
+        for (number, clip), wave in zip(cuts.items(), waves):
+            if isinstance(wave, str):
+                bad[number] = f"{path}: {wave}"
+                continue
             key = content_key(digest, clip)
             if key not in seen and not index.has(key) and _claim(world, key):
                 try:
                     batch.add_codes(key, encode_clip(codec, wave, bandwidth, num_codebooks))
                 except torch.OutOfMemoryError:
-                    problems.append(f"{path}: {len(wave) / SAMPLE_RATE:.0f} s are too long to encode on this device")
+                    bad[number] = f"{path}: {len(wave) / SAMPLE_RATE:.0f} s are too long to encode on this device"
+                except ValueError as error:
+                    bad[number] = f"{path}: {error}"
             seen.add(key)
             batch.add_file(file_key(clip, *stat), key)
         progress.add(len(cuts))
@@ -353,27 +392,34 @@ def header_frames(path, cuts, config):
     return found
 
 
-def plan_codes(clips, codec_dir, cache_dir, num_codebooks, processes=0):
+def plan_codes(clips, codec_dir, cache_dir, num_codebooks, processes=0, bad=None):
     """What ensure_codes would return for clips, without encoding, writing or locking: -1, -1, frames for a clip that is
-    not in the cache yet. Raises UserError with all that cannot be encoded, or where nothing can.
+    not in the cache yet. bad: of ensure_codes. Raises UserError where nothing can be encoded.
     """
     config, _ = codec_config(codec_dir, num_codebooks)
     folder = Path(cache_dir) / codec_fingerprint(codec_dir)
     where, unknown = CacheIndex(folder).find_clips(clips, processes)
-    files, problems = {}, []
+    files, unusable = {}, {} if bad is None else bad
     for i in unknown[:, 0].tolist():
-        files.setdefault(clips[i].path, []).append(i)
+        files.setdefault(clips[i].path, {})[i] = (clips[i].offset, clips[i].duration)
 
     def frames(path):
         try:
-            return header_frames(path, [(clips[i].offset, clips[i].duration) for i in files[path]], config)
+            return header_frames(path, files[path].values(), config)
+        except ValueError:
+            return [one_by_one(path, i, cut) for i, cut in files[path].items()]
+
+    def one_by_one(path, i, cut):
+        try:
+            return header_frames(path, [cut], config)[0]
         except ValueError as error:
-            problems.append(f"{path}: {error}")
+            unusable[i] = f"{path}: {error}"
             return 0
 
     with ThreadPoolExecutor(16) as pool:        # waits for the file system, not for the processor
         for numbers, values in zip(files.values(), pool.map(frames, files)):
-            where[numbers, 2] = values
+            where[list(numbers), 2] = values
+    problems = list(dict.fromkeys(unusable.values())) if bad is None else []
     if len(unknown):
         try:
             check_encoder()

@@ -59,6 +59,7 @@ from dataclasses import dataclass
 
 import torch
 
+from common import json_files
 from common.checkpoint import write_atomically
 from common.parallel import one_clear_error, problem_text
 from speech import speech_metrics
@@ -108,11 +109,9 @@ def read_sample(audio, reference_dir, needs_text):
     """The Sample of one NAME.wav. Raises UserError."""
     path = audio.with_suffix(".json")
     try:
-        facts = json.loads(path.read_text())
-        if not isinstance(facts, dict):
-            raise ValueError("no object")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); every .wav needs the .json that generate_tts.py writes")
+        facts = json_files.read_object(path)
+    except UserError as error:
+        raise UserError(f"{error}; every .wav needs the .json that generate_tts.py writes")
     text, ended_by = facts.get("text"), facts.get("ended_by")
     if not isinstance(text, str) and (needs_text or text is not None):
         raise UserError(f'{path}: "text" is {text!r}; --asr_model needs the text that was to be spoken')

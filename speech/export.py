@@ -41,6 +41,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     with new_folder(output_dir, sum(size for file in files for size in file.values())) as building:
         for number, file in enumerate(files):
             tensors = {names[name]: read(parts[name], dtypes[name], folds.get(name)) for name in file}
+            tensor_files.check_finite(tensors, f"{source}, with its adapter," if folds else source)
             tensor_files.save(tensors, building / tensor_files.file_name("model", number, len(files)))
         if len(files) > 1:
             write_index(building, [{names[name]: size for name, size in file.items()} for file in files])

@@ -7,16 +7,17 @@ means is decided elsewhere (speech/sources.py).
 import csv
 import glob
 import itertools
-import json
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import json_files
+from common.json_files import SKIPPED, json_entries, json_value
 from common.parallel import UserError
+from common.text import NAME, printable
 from speech.choices import FORMATS
 from speech.conversations import BadSample, Paths
-from speech.json_files import SKIPPED, json_entries, json_value
 
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aiff", ".aif", ".au", ".caf", ".w64", ".rf64")
 OTHER_AUDIO = (".m4a", ".aac", ".mp4", ".webm", ".wma", ".amr")     # libsndfile does not read them
@@ -118,11 +119,8 @@ def _shard_formats(path, shards):
 
 def _file_formats(path):
     """{format: Source} of all that fit a file."""
-    try:
-        with open(path, "rb") as f:
-            head = f.read(2**16)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give a data file or folder")
+    with json_files.open_file(path) as f:
+        head = f.read(2**16)
     kind = next((kind for at, magic, kind in MAGIC if head[at:at + len(magic)] == magic), "")
     if kind == "gzip":
         raise UserError(f"{path}: is compressed; unpack it first (gunzip, tar xzf)")
@@ -202,10 +200,10 @@ def _metadata_row(raw, folder):
         row = {"audio": found("audio_file"), "text_file": folder / found("transcript_file"),
                "ref_audio": found("ref_audio_file") if raw.get("ref_audio_file") else None}
     except BadSample as error:
-        error.place = f" ({raw.get('id', '?')})"
+        error.place = f" ({printable(raw.get('id', '?'), NAME)})"
         return error
     return row | {
-        "id": raw.get("id"), "text_name": f"transcript_file {raw['transcript_file']!r}", "scene": raw.get("scene"),
+        "id": raw.get("id"), "text_name": "transcript_file", "scene": raw.get("scene"),
         "speaker": raw.get("speaker_id") or raw.get("speaker_name"), "language": raw.get("language"),
         "duration": raw.get("duration"), "task_type": raw.get("training_task_type") or raw.get("task_type"),
         "ref_text": raw.get("ref_transcript"), "ref_speakers": raw.get("ref_speakers") or [],
@@ -284,8 +282,8 @@ def audio_paths(folder):
 
 def _lines(path):
     """Lines of a text file without their ends. Raises UserError naming the first line that is not UTF-8."""
-    with open(path, "rb") as f:
-        for number, line in enumerate(f, 1):
+    with json_files.open_file(path) as f:
+        for number, line in enumerate(json_files.lines(f, path), 1):
             try:
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
             except UnicodeDecodeError as error:
@@ -441,20 +439,20 @@ def read_sidecar(folder, wanted):
             else:
                 row["text_file"] = place / texts[0]
             if isinstance(row, BadSample):
-                row.place = f" ({os.path.join(inside, name)})"
+                row.place = f" ({printable(os.path.join(inside, name), NAME)})"
             yield number, row
 
 
 def read_text(path, name=""):
-    """Text of a file of its own, or of the JSON beside an audio file. name: in the BadSample, if it cannot be read."""
+    """Text of a file of its own, or of the JSON beside an audio file. name: of what names it, for the BadSample."""
     try:
-        text = path.read_text(encoding="utf-8-sig").strip()
         if path.suffix != ".json":
-            return text
-        data = json.loads(text)
-        names = {key.lower(): key for key in data} if isinstance(data, dict) else {}
-        return str(next(data[names[key]] for key in ("text", "transcript", "reference_text") if key in names))
-    except StopIteration:
-        raise BadSample(f"{name or path.name} has none of text, transcript, reference_text", "empty_text")
-    except (OSError, ValueError) as error:
-        raise BadSample(f"{name or path.name} cannot be read ({error})")
+            return json_files.read_text(path, name and f"{name} ").strip()
+        data = json_files.read_object(path)
+    except UserError as error:
+        raise BadSample(error)
+    names = {key.lower(): key for key in data}
+    found = [data[names[key]] for key in ("text", "transcript", "reference_text") if key in names]
+    if not found:
+        raise BadSample(f"{path.name} has none of text, transcript, reference_text", "empty_text")
+    return str(found[0])

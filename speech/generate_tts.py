@@ -79,7 +79,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, parallel
+from common import checkpoint, parallel, tensor_files
 from common.parallel import UserError
 from speech import speak, weights
 from speech.codes import FRAME_RATE
@@ -179,9 +179,12 @@ def load_to_speak(folder, config, adapter, dtype, device):
         net = adapters.add_saved(native, adapter)
     net.to_empty(device=device)
     weights.reset_buffers(native, device)
-    weights.load_weights(adapters.base_weights(net) if adapter else dict(native.named_parameters()), parts)
+    loaded = adapters.base_weights(net) if adapter else dict(native.named_parameters())
+    weights.load_weights(loaded, parts)
+    tensor_files.check_finite(loaded, folder)
     if adapter:
         adapters.load_adapters(net, adapter)
+        tensor_files.check_finite(adapters.adapter_weights(net), adapter)
     return native.eval()
 
 

@@ -10,11 +10,12 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.json_files import SKIPPED
 from common.problems import problem
+from common.text import NAME, printable
 from speech.choices import DEFAULT_SYSTEM, TASK_TYPES
 from speech.conversations import SCENE, BadSample, Paths, Sample, canonical_prompt, canonical_sample, normalise_text
 from speech.formats import Source, audio_paths, find_source, read_text
-from speech.json_files import SKIPPED
 
 MULTISPEAKER_SYSTEM = (     # boson-ai/higgs-audio examples/generation.py, which uses it for texts of several speakers
     "You are an AI assistant designed to convert text into speech.\n"
@@ -109,7 +110,7 @@ def _numbered(opened, wanted, prompts=False):
             if isinstance(entry, dict):
                 misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
                 label = misc.get("sample_id") or entry.get("id") or entry.get("speaker")
-                name += f" ({label})" if label else ""
+                name += f" ({printable(label, NAME)})" if label else ""
                 if "messages" not in entry and "audio" in entry:
                     entry, notes = row_entry(entry, opened, paths)
             sample = make(name, entry, paths)

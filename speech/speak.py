@@ -18,6 +18,7 @@ import torch
 
 from common import parallel
 from common.checkpoint import write_atomically
+from common.json_files import read_text
 from common.parallel import UserError
 from speech import weights  # noqa: F401  (first: it explains a torchaudio that breaks every transformers import)
 from speech.codes import FRAME_RATE, SAMPLE_RATE
@@ -77,13 +78,8 @@ def read_prompts(path):
 
 def read_lines(path):
     """[(name, text)] of a file with one text a line; empty lines are left out. Raises UserError."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give a file with one text a line, or ChatML")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})")
-    texts = [(f"{path} line {number}", line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    lines = enumerate(read_text(path).splitlines(), 1)
+    texts = [(f"{path} line {number}", line.strip()) for number, line in lines if line.strip()]
     if not texts:
         raise UserError(f"{path}: holds no text")
     return texts
@@ -115,15 +111,20 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
     """
     builder, problems, codes = TableBuilder(tokenizer, ids), [], {}
     builder.add(samples, problems)
-    for number in sorted({c for i in range(len(builder)) for c in builder.clips_of(i)[:-1]}):
-        clip = builder.clips[number]
+    users = {}      # clip: the prompts that it is heard in
+    for i in range(len(builder)):
+        for number in builder.clips_of(i)[:-1]:
+            users.setdefault(number, {})[builder.names[i].tobytes().decode()] = True
+    for number in sorted(users):
+        clip, why = builder.clips[number], ""
         try:
             wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
             codes[number] = encode_clip(codec, wave, bandwidth, ids.num_codebooks)
         except ValueError as error:
-            problems.append(f"{clip.path}: {error}")
+            why = str(error)
         except torch.OutOfMemoryError:
-            problems.append(f"{clip.path}: {len(wave) / SAMPLE_RATE:.0f} s are too long to encode on this device")
+            why = f"{len(wave) / SAMPLE_RATE:.0f} s are too long to encode on this device"
+        problems += [f"{name}: its audio {clip.path}: {why}" for name in users[number] if why]
     if problems:
         raise UserError(parallel.problem_text(problems))
     prompts = []

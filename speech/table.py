@@ -191,16 +191,26 @@ class TableBuilder:
         """Numbers of sample i's clips."""
         return self.clips.numbers[self.entries[i]]
 
+    def without_audio(self, bad, sources):
+        """Problems of the samples that use clips in bad, {clip number: file and reason}. sources: of read_all."""
+        used, offsets = self.clips.numbers[self.entries.values.array()], self.entries.offsets.array()
+        at = np.flatnonzero(np.isin(used, list(bad)))
+        samples, first = np.unique(np.searchsorted(offsets, at, "right") - 1, return_index=True)
+        return [problem(self.names[i].tobytes().decode(), "audio", f"its audio {bad[clip]}", file_of(sources, i))
+                for i, clip in zip(samples.tolist(), used[at[first]].tolist())]
+
     def write(self, folder, cache_folder, shards, where, sources=()):
         """Make the table in `folder`; ends the builder. sources: of read_all.
 
-        cache_folder, shards, where: of speech.codes.ensure_codes; where is (n_clips, 3) int64, in the order of `clips`.
+        cache_folder, shards, where: of speech.encode.ensure_codes; where is (n_clips, 3) int64, in the order of
+        `clips`. Samples with a clip of 0 frames, which has no codes, are not `audible`.
         """
         folder, books, numbers = Path(folder), self.ids.num_codebooks, self.clips.numbers
         folder.mkdir(parents=True, exist_ok=True)
         entries, trained, offsets = self.entries.values.array(), self.trained.array(), self.entries.offsets.array()
         columns = {name: Column(self.folder / f"{name}.npy", kind) for name, kind in (
-            ("clips", np.int32), ("lengths", np.int64), ("frames", np.int64), ("audio_targets", np.int64))}
+            ("clips", np.int32), ("lengths", np.int64), ("frames", np.int64), ("audio_targets", np.int64),
+            ("audible", bool))}
         for start in range(0, len(self), ROWS):
             stop = min(start + ROWS, len(self))
             bounds = offsets[start:stop + 1]
@@ -214,6 +224,7 @@ class TableBuilder:
             columns["clips"].append(clips)
             columns["lengths"].append(np.diff(self.tokens.offsets.array()[start:stop + 1]) + per_sample(frames + books))
             columns["frames"].append(per_sample(frames))
+            columns["audible"].append(per_sample(frames == 0) == 0)
             columns["audio_targets"].append(per_sample(np.where(trained[part], books * (frames + 1), 0)))
         for column in (*columns.values(), self.tokens.values, self.tokens.offsets, self.labelled, self.names.values,
                        self.names.offsets, self.text_targets):
@@ -267,7 +278,7 @@ class Table:
 
     def file(self, i):
         """The source of sample i."""
-        return next((s["path"] for s in self.sources if s["first"] <= i < s["stop"]), "")
+        return file_of(self.sources, i)
 
     def name(self, i):
         """Where sample i stands in the user's files."""
@@ -324,6 +335,11 @@ def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0,
     return builder, sources
 
 
+def file_of(sources, i):
+    """Path of the source of sample i."""
+    return next((s["path"] for s in sources if s["first"] <= i < s["stop"]), "")
+
+
 def sample_text(sample):
     """One line of what was understood of a sample: texts and clips in their order, and the speaker."""
     parts = [f"text {part[:60]!r}" if isinstance(part, str) else f"audio {part.path}"
@@ -349,7 +365,7 @@ def split_samples(table, share, seed):
     def numbers(held_out):
         found = np.concatenate([np.arange(0), *(np.arange(s["first"], s["stop"]) for s in table.sources
                                                 if s["held_out"] == held_out)])
-        return found[table.kept[found]] if hasattr(table, "kept") else found
+        return found[table.audible[found]]
 
     train, held_out = numbers(False), numbers(True)
     if not len(held_out):
@@ -373,7 +389,7 @@ def too_long(table, numbers, flag, limit):
 
 
 def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=True, output_dir=None):
-    """(training, validation) sample numbers of those short enough. Raises UserError when none is left to train.
+    """(training, validation) sample numbers of those short enough; UserError when none is left to train.
 
     max_length: tokens of --max_length or, without it, the model's positions. max_tokens: of --max_tokens_per_batch, 0 =
     no limit. drop: leave out longer samples, and if `say` print how many, instead of raising UserError. output_dir:
@@ -389,7 +405,7 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
         print(f"data       dropped as too long: {len(train) - len(train_ids)} of {len(train)} training and "
               f"{len(held_out) - len(eval_ids)} of {len(held_out)} validation samples")
     if not len(train_ids):
-        raise UserError("no training samples are left after the length limit")
+        raise UserError("no training samples are left that can be used")
     return train_ids, eval_ids
 
 

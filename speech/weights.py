@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from common import parallel, tensor_files
+from common import json_files, parallel, tensor_files
 from common.parallel import UserError
 from speech import layout_2025
 from speech.choices import HUB_CODEC
@@ -45,8 +45,8 @@ def find_checkpoint(name, flag, model_types, advice):
     """
     folder = tensor_files.find_folder(name, flag)
     try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        config = json_files.read_object(folder / "config.json")
+    except UserError as error:
         if (folder / "adapter_config.json").is_file():
             raise UserError(f"{flag} {name}: is an adapter; give the base as --model_path and this folder as --adapter "
                             "(generate_tts.py, lora.py)")
@@ -97,7 +97,7 @@ def empty_model(config, dtype, folder=None):
         model = HiggsAudioV2ForConditionalGeneration(config, use_text_head=True).to(dtype)
     config.architectures, config.dtype = [type(model).__name__], dtype
     stored = Path(folder or "") / "generation_config.json"
-    if folder and stored.is_file() and "ras_win_len" in json.loads(stored.read_text()):
+    if folder and stored.is_file() and "ras_win_len" in json_files.read_object(stored):
         model.generation_config = GenerationConfig.from_pretrained(folder)
     else:
         model.generation_config = released_generation(config)

@@ -221,11 +221,14 @@ def spoilt_audio(folder):
     soundfile.write(folder / "short.wav", tone[:480], 24000)
     soundfile.write(folder / "nothing.wav", tone[:0], 24000)
     soundfile.write(folder / "nan.wav", np.where(np.arange(24000) == 12345, np.nan, tone), 24000, subtype="FLOAT")
+    soundfile.write(folder / "silent.wav", 0 * tone, 24000)
+    soundfile.write(folder / "loud.wav", 3e38 * tone, 24000, subtype="FLOAT")
     return {"empty.wav": "is an empty file",
             "text.wav": "is not readable audio (Format not recognised); wav, flac, mp3 and ogg are read",
             "noise.mp3": "is not readable audio",
             "short.wav": "is too short: 0.020 s; a clip needs 0.04 s", "nothing.wav": "is too short: 0.000 s",
-            "nan.wav": "contains samples that are not finite numbers"}
+            "nan.wav": "contains samples that are not finite numbers", "silent.wav": "is silent: every sample is 0",
+            "loud.wav": "peaks at 9e+37; full scale is 1, so its samples have another scale"}
 
 
 def with_audio(tiny, names):
@@ -240,9 +243,10 @@ def test_bad_audio_is_listed_together(run, tiny, data):
     said = spoilt_audio(data / "spoilt")
     path = written(data, with_audio(tiny, [f"spoilt/{name}" for name in said]) + tiny.samples()[:2], "odd.json")
     message = complains(run("--train_data_file", path, "--code_cache", data / "codes"))
-    assert message[0] == "error: 6 problems:" and len(message) == 7
-    for name, why in said.items():
-        assert [why in line for line in message if str(data / "spoilt" / name) in line] == [True]
+    assert message[0] == "error: 8 problems:" and len(message) == 9
+    for number, (name, why) in enumerate(said.items()):
+        line, = (line for line in message if f"its audio {data / 'spoilt' / name}: {why}" in line)
+        assert line.startswith(f"  {path} sample {number} (")
 
 
 def test_an_offset_behind_the_end(run, tiny, data):
@@ -523,8 +527,29 @@ def test_bad_audio_of_two_ranks_is_one_list(forked, tiny, data, tmp_path):
     said = spoilt_audio(data / "spoilt")
     path = written(data, with_audio(tiny, [f"spoilt/{name}" for name in said]), "two.json")
     done = forked("--train_data_file", path, "--code_cache", tmp_path / "codes", ranks=2, ok=False)
-    message = complains(done, "error: 6 problems:", *[data / "spoilt" / name for name in said])
-    assert len([line for line in message if "spoilt" in line]) == 6
+    message = complains(done, "error: 8 problems:", *[data / "spoilt" / name for name in said])
+    assert len([line for line in message if "spoilt" in line]) == 8
+
+
+def test_dropped_audio_is_the_same_on_any_number_of_ranks(forked, tiny, data, tmp_path):
+    """Samples whose target, or whose reference, cannot be used are left out, counted, listed; the run goes on."""
+    said, good = spoilt_audio(data / "spoilt"), tiny.samples()[:6]
+    mixed = [sample for pair in zip(with_audio(tiny, [f"spoilt/{name}" for name in said]), good) for sample in pair]
+    mixed[1]["messages"][1]["content"][1]["audio_url"] = "spoilt/silent.wav"      # a reference
+    path, losses, lists = written(data, mixed, "mixed.json"), [], []
+    for ranks in (1, 2):
+        done = forked("--train_data_file", path, "--code_cache", tmp_path / "codes", "--disable_eval", "--use_lora",
+                      "--per_device_train_batch_size", 2 // ranks, "--max_steps", 2, "--drop_bad", "audio",
+                      "--lora_dropout", 0, ranks=ranks, name=f"out{ranks}")
+        listed = [json.loads(line) for line in (done.output_dir / "problems.jsonl").read_text().splitlines()]
+        assert f"data       dropped: 7 audio; see {done.output_dir}" in done.output, done.output
+        assert "samples    5 to train" in done.output
+        losses.append(list(done.metrics("train/loss").values()))
+        lists.append(listed)
+    assert lists[0] == lists[1] and [row["check"] for row in listed] == ["audio"] * 7
+    assert [row["entry"].split()[1] for row in listed] == ["0", "1", "2", "4", "6", "8", "10"]
+    assert f"its audio {data / 'spoilt' / 'silent.wav'}: is silent" in listed[1]["problem"]
+    assert np.allclose(losses[0], losses[1], rtol=1e-5) and np.isfinite(losses).all() and len(losses[0]) == 2
 
 
 def test_fewer_samples_than_ranks_trains(forked, tiny, data):

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from common.parallel import UserError, World
 from speech.codes import CodeReader, codec_fingerprint
 from speech.conversations import Clip
-from speech.encode import decode_audio, ensure_codes
+from speech.encode import decode_audio, encode_clip, ensure_codes, plan_codes
 from speech.sources import read_samples
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT
@@ -141,6 +141,11 @@ def test_cuts_are_taken_from_one_decoding(tmp_path):
     (np.array([0.1, np.inf] * 4800), (None, None), "not finite"),
     (np.zeros(24000), (1.5, None), "is too short: 0.000 s from offset 1.5 s"),
     (np.zeros(24000), (0.5, 0.03), "is too short: 0.030 s from offset 0.5 s"),
+    (np.zeros(24000), (None, None), "is silent: every sample is 0"),
+    (np.r_[sine(440, 24000), np.full(24000, -0.25)], (1.0, None), "is silent: every sample from offset 1.0 s is -0.25"),
+    (1e38 * sine(440, 24000), (None, None), "peaks at 5e+37; full scale is 1, so its samples have another scale"),
+    (32768 * sine(440, 24000), (0.5, 0.2), "peaks at 1.64e+04 from offset 0.5 s"),
+    (np.stack([3e38 * np.ones(9600)] * 2, 1), (None, None), "not finite"),      # their sum is not, in float32
 ])
 def test_what_cannot_be_decoded_says_why(tmp_path, content, cut, said):
     path = tmp_path / "a.wav"
@@ -263,6 +268,32 @@ def test_bad_audio_is_listed_together_and_good_audio_is_kept(filled, tiny, tmp_p
         assert any("noise.ogg: is not readable audio" in line for line in lines)
     codes, folder = fill(clips, tiny.codec, tmp_path / "codes")
     assert len(encoded(folder)) == 3 and all((c == filled[2][k.path]).all() for c, k in zip(codes, clips))
+
+
+def test_a_clip_that_cannot_be_used_takes_no_other_with_it(filled, tiny, tmp_path):
+    """Not another cut of its file, and not what else is encoded: only its own row says that there are no codes."""
+    good, path = clips_of(tiny)[0], tmp_path / "a.wav"
+    soundfile.write(path, np.r_[sine(440, 24000), np.zeros(24000)], 24000)
+    clips = [Clip(str(path), 0.2, 0.5), Clip(str(path), 1.2, 0.5), good, Clip(str(path), 9.0, 1.0)]
+    said = {1: f"{path}: is silent: every sample from offset 1.2 s is 0",
+            3: f"{path}: is too short: 0.000 s from offset 9.0 s; a clip needs 0.04 s"}
+    for num_proc in (0, 2):
+        bad = {}
+        folder, shards, where = ensure_codes(World(device=torch.device("cpu")), clips, tiny.codec, tmp_path / "codes",
+                                             8, num_proc, bad=bad)
+        assert bad == said and where[[1, 3]].tolist() == [[-1, -1, 0]] * 2 and (where[[0, 2], 2] > 0).all()
+        assert (CodeReader(folder, shards).codes(*where[2].tolist()) == filled[2][good.path]).all()
+    bad = {}        # headers tell of lengths alone
+    _, _, planned = plan_codes(clips, tiny.codec, tmp_path / "codes", 8, bad=bad)
+    assert list(bad) == [3] and bad[3] == said[3] and (planned[[0, 2]] == where[[0, 2]]).all() and planned[1, 2] == 12
+
+
+def test_codes_that_the_codec_does_not_have_are_refused(codec, monkeypatch):
+    wave = sine(440, 24000).astype(np.float32)
+    highest = encode_clip(codec, wave, 2, 8).max().item()
+    monkeypatch.setattr(codec.config, "codebook_size", highest)
+    with pytest.raises(ValueError, match=f"codes from [0-9]+ to {highest}, its codebooks have {highest}"):
+        encode_clip(codec, wave, 2, 8)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

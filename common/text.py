@@ -1,0 +1,36 @@
+"""Text of users' files as it may be printed: one line, bounded, no control characters, no passwords.
+
+A name in a data file may hold line feeds and terminal escapes, and be megabytes long: printed as it is, it could pass
+for a line of ours. Standard library only.
+"""
+import re
+
+NAME = 80           # characters of a name or label
+WHAT = 500          # of what is wrong with one sample
+LINE = 2000         # of a line of an error, which may list paths or names of weights
+LINES = 60          # of an error
+
+# control characters, line and paragraph separators, marks that turn the direction of text, halves of characters
+HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+                    "\ud800-\udfff\U000e0000-\U000e007f]")
+PASSWORD = re.compile(r"(?<=://)[^/?#\s]*(?=@)")        # http://user:password@host
+
+
+def printable(text, limit=WHAT):
+    """str(text) as one line; of more than `limit` characters the beginning and the end, and how many are left out.
+
+    Characters of HIDDEN are spelled as Python spells them (\\n, \\x1b), which may make the line longer again.
+    """
+    text = str(text)
+    if len(text) > limit:
+        half = limit // 2
+        text = f"{text[:half]}[... {len(text) - 2 * half:,} characters ...]{text[-half:]}"
+    return HIDDEN.sub(lambda found: repr(found[0])[1:-1], PASSWORD.sub("***", text))
+
+
+def error_text(message, lines=LINES):
+    """A message of several lines for the terminal: each printable, and all but the first indented."""
+    first, *rest = str(message).split("\n")
+    left_out = [f"[... {len(rest) - lines:,} lines ...]"] if len(rest) > lines else []
+    rest = [printable(line, LINE) for line in rest[:lines] + left_out]
+    return "\n".join([printable(first, LINE), *(line if line.startswith("  ") else f"  {line}" for line in rest)])
