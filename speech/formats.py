@@ -138,7 +138,10 @@ def _json_formats(path, folder_like):
     if folder_like and isinstance(data := json_value(path), dict) and "samples" in data:
         return _metadata_json(path)
     first = list(itertools.islice(json_entries(path), LOOK))
-    kinds = {kind: i for i, entry in reversed(list(enumerate(first))) if (kind := _kind(entry))}
+    kinds = {}      # of which each is first seen at a sample
+    for i, entry in enumerate(first):
+        if kind := _kind(entry):
+            kinds.setdefault(kind, i)
     if len(kinds) > 1:
         (a, i), (b, j) = list(kinds.items())[:2]
         raise UserError(f"{path}: sample {i} is {a}, sample {j} is {b}; put them into files of their own")
@@ -187,7 +190,9 @@ def _metadata_json(path):
 def _metadata_row(raw, folder):
     """Row of one sample of a metadata.json, or the BadSample that says why there is none."""
     if not isinstance(raw, dict):
-        return BadSample(f"is a {type(raw).__name__}, not an object")
+        error = BadSample(f"is a {type(raw).__name__}, not an object")
+        error.place = " (?)"
+        return error
 
     def found(key):
         value = raw.get(key)

@@ -26,6 +26,7 @@ TAG = re.compile(r"\[(SPEAKER\d+)\]")
 SPOKEN_BY = re.compile(r"^\s*Speaker\s+(\d+)\s*:\s*", re.IGNORECASE | re.MULTILINE)     # as VibeVoice writes it
 NOTES = {       # of samples that are used all the same
     "no_second_clip": "their speakers have no other clip for reference; trained without one",
+    "unused_reference": "their task type uses no reference clips; --task_type zero_shot_voice_cloning trains with them",
     "no_reference_text": "what their reference clips say is not known (ref_text); trained without them"}
 CANDIDATES = 64             # clips of a speaker among which references are chosen
 GOOD_SECONDS = (3, 15)      # of a reference, where the data say how long clips are
@@ -93,12 +94,11 @@ def read_chunks(opened, size, first=0, step=1):
 
 def _numbered(opened, wanted, prompts=False):
     """Yield (number, found) of every entry: its Sample, a line on what is wrong with it, or None if it is left out."""
-    source, reading = opened.source, opened.reading
+    source = opened.source
     # samples that name their files in full are not looked for elsewhere
     paths = (Paths(source.base.resolve()) if source.format in ("chatml", "metadata_json") else audio_paths(source.base))
-    make, unused, number = canonical_prompt if prompts else canonical_sample, 0, -1
+    make = canonical_prompt if prompts else canonical_sample
     for number, entry in source.read(wanted):
-        unused += isinstance(entry, dict) and has_unused_reference(entry, reading)
         if entry is SKIPPED or not wanted(number):
             yield number, None
             continue
@@ -119,9 +119,6 @@ def _numbered(opened, wanted, prompts=False):
         else:
             sample.notes.extend(notes)
             yield number, sample
-    if unused and wanted(number):       # of several readers one says it
-        print(f"{source.path}: {unused} samples have reference clips that their task type does not use; "
-              f"--task_type zero_shot_voice_cloning trains with them", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -132,12 +129,6 @@ def task_of(row, reading):
     """Task type of a row: its own, or the flag's; JimmyMa99's converter writes "audio_generation" into every sample."""
     given = row.get("task_type")
     return reading.task_type if given in (None, "", "audio_generation") else given
-
-
-def has_unused_reference(row, reading):
-    """Whether a row of a metadata.json has a reference that its task type leaves aside."""
-    return ("ref_speakers" in row and reading.reference == "given" and bool(row["ref_audio"] or row["ref_speakers"])
-            and not str(task_of(row, reading)).endswith("cloning"))
 
 
 def row_entry(row, opened, paths):
@@ -244,6 +235,7 @@ def chosen_references(row, task, opened, paths, notes):
     audio, text = row.get("ref_audio"), row.get("ref_text")
     if "ref_speakers" in row:       # a metadata.json, where the task type decides
         if task != "zero_shot_voice_cloning":
+            notes += [("unused_reference", f"{task} uses no reference clips")] * bool(audio or row["ref_speakers"])
             return []
         if not (audio and text):
             raise BadSample("zero_shot_voice_cloning needs 'ref_audio_file' and 'ref_transcript'")

@@ -80,7 +80,7 @@ def test_several_processes_make_the_table_of_one(tmp_path, tools, kind, small_pa
     one, clips, n_train = files_of(sources, tools, tmp_path / "table", 0)
     assert n_train == 61 and set(one) == {f"{name}.npy" for name in (
         "tokens", "labelled", "token_offsets", "clips", "clip_offsets", "where", "lengths", "frames", "audio_targets",
-        "text_targets", "names", "name_offsets")} | {"codes.json"}
+        "text_targets", "names", "name_offsets", "audible")} | {"codes.json"}
     for processes in (1, 2):
         many, again, n = files_of(sources, tools, tmp_path / f"table{processes}", processes)
         assert n == n_train and again == clips and list(map(repr, again)) == list(map(repr, clips))
@@ -91,14 +91,14 @@ def test_several_processes_make_the_table_of_one(tmp_path, tools, kind, small_pa
         for name, more in ((f"r{i % 7}", {}), (f"{i % 29}", cut)):
             plain.setdefault(Clip(str(tmp_path / "train" / f"{name}.wav"), **more))
     assert clips[:len(plain)] == list(plain)
-    assert "reference clips" not in capfd.readouterr().out
+    assert "reference" not in capfd.readouterr().out
 
 
 def test_what_a_folder_says_is_said_once(tmp_path, tools, small_parts, capfd):
     source = write_entries(tmp_path / "train", "folder", 20)
     for processes in (0, 2):
         files_of((source, None), tools, tmp_path / f"table{processes}", processes, "single_speaker_smart_voice")
-        assert capfd.readouterr().out.count("20 samples have reference clips that their task type does not use") == 1
+        assert capfd.readouterr().out.count("20 samples with unused_reference: ") == 1
 
 
 @pytest.mark.parametrize("kind", ["list", "lines", "folder"])
