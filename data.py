@@ -19,6 +19,7 @@ from common.problems import settle
 from common.watchdog import ignore_in_worker
 from speech.encode import ensure_codes, plan_codes
 from speech.labels import IGNORE, PackedBatch, assemble
+from speech.prepared import is_prepared, open_prepared
 from speech.table import Table, read_all
 
 PAD_LENGTH = 128        # padding comes in samples this short: attention costs the square of a sample's length
@@ -27,6 +28,7 @@ PAD_LENGTH = 128        # padding comes in samples this short: attention costs t
 def prepare_table(world, tokenizer, ids, codec_dir, *, train, held_out, output_dir, cache_dir, reading, processes,
                   wait_limit_s, encode=True, drop=(), list_in=None):
     """All between the user's files and training, on every rank: read, encode what is new, write and map the table.
+    Folders of prepare_tts.py are only mapped.
 
     train, held_out, reading, processes: of read_all.
     ids: TokenIds. codec_dir: native codec folder. output_dir: where the table is written. cache_dir: of encoded audio.
@@ -35,6 +37,8 @@ def prepare_table(world, tokenizer, ids, codec_dir, *, train, held_out, output_d
     encode=False: clips that the cache lacks get the number of their frames from their headers, and no codes.
     Returns the Table.
     """
+    if any(map(is_prepared, [path for path, _ in train] + [held_out] * bool(held_out))):
+        return open_prepared(world, train, held_out, tokenizer, ids, codec_dir, reading, output_dir)
     builder, sources, start, bad = None, [], time.monotonic(), {}     # bad: clips that cannot be used, on rank 0
     folder = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}"         # the other ranks learn rank 0's from write()
 

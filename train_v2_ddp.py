@@ -12,6 +12,7 @@ from the plan that all ranks share, so no rank has to ask another.
 
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
 """
+import os
 import sys
 
 from common import flags
@@ -90,6 +91,9 @@ def check_flags(args, world_size):
     flags.check_bad_samples(args, CHECKS)
     flags.check_sharding(args)
     data_flags.check(args)
+    for path, _ in data_flags.sources(args)[0] if args.code_cache else ():
+        need(not os.path.exists(os.path.join(path, "prepared.json")),
+             f"--code_cache: {path} has its codes already; drop the flag")
     need(not (args.disable_eval and (args.eval_data_file or args.eval_data_dir)),
          "--disable_eval and validation data exclude each other")
     flags.at_least_one(args, "gradient_accumulation_steps", "strategic_logging_steps")

@@ -26,6 +26,7 @@ SAMPLE_RATE = 24_000
 FRAME_RATE = 25                 # codec frames per second: 24 kHz / hop 960
 PIPELINE = b"mono-mean soxr-HQ 24k v1"      # part of the fingerprint: change it when the waveform would change
 KEY = "S16"                     # 128 bits of SHA-256, compared as bytes
+MEASURES = ("seconds", "peak", "rms", "clipped", "dc")     # of a clip's sound: those of measure()
 BLOCK = 8192                    # clips whose file dates are asked for together
 
 
@@ -183,6 +184,35 @@ def locate(folder, clips, processes, bad):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Sound
+
+
+def measure(part, rate):
+    """(5,) float32 of MEASURES of mono samples (n,) at a rate in Hz: seconds; the largest and the root mean square
+    amplitude, full scale is 1; the share of samples at full scale; the mean.
+    """
+    if not len(part):
+        return np.zeros(len(MEASURES), np.float32)
+    loud = np.abs(part)
+    return np.array([len(part) / rate, loud.max(), np.sqrt(np.mean(np.square(part, dtype=np.float64))),
+                     np.mean(loud >= 0.999), part.mean(dtype=np.float64)], np.float32)
+
+
+def measures_of(folder, shards, where):
+    """(n, 5) float32 of MEASURES of clips whose codes lie at `where`, of locate; NaN where older code wrote them."""
+    found = np.full((len(where), len(MEASURES)), np.nan, np.float32)
+    for number, name in enumerate(shards):
+        mine = np.flatnonzero(where[:, 0] == number)
+        if len(mine):
+            with safe_open(os.path.join(folder, name), "np") as f:
+                if "measures" in f.keys():
+                    lengths = f.get_tensor("lengths").astype(np.int64)
+                    starts = np.cumsum(lengths) - lengths
+                    found[mine] = f.get_tensor("measures")[np.searchsorted(starts, where[mine, 1])]
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Writing
 
 
@@ -191,11 +221,13 @@ class Batch:
 
     def __init__(self, folder, num_codebooks):
         self.folder, self.num_codebooks = Path(folder), num_codebooks
-        self.codes, self.keys, self.files, self.file_keys = [], [], [], []
+        self.codes, self.keys, self.files, self.file_keys, self.measures = [], [], [], [], []
 
-    def add_codes(self, key, codes):
+    def add_codes(self, key, codes, measures=None):
+        """measures: of measure(), None where the sound is not at hand."""
         self.keys.append(key)
         self.codes.append(codes)
+        self.measures.append(np.full(len(MEASURES), np.nan) if measures is None else measures)
 
     def add_file(self, file, key):
         self.files.append(file)
@@ -210,14 +242,15 @@ class Batch:
         codes = np.concatenate(self.codes or [np.empty((0, self.num_codebooks), np.int16)])
         tensors = {"codes": np.ascontiguousarray(codes),        # safetensors writes raw memory, whatever the strides
                    "lengths": np.array([len(c) for c in self.codes], np.int32), "keys": raw(self.keys),
-                   "files": raw(self.files), "file_keys": raw(self.file_keys)}
+                   "files": raw(self.files), "file_keys": raw(self.file_keys),
+                   "measures": np.array(self.measures, np.float32).reshape(-1, len(MEASURES))}
         about = {"clips": str(len(self.keys)), "files": str(len(self.files))}
         try:
             write_atomically(self.folder / f"codes-{uuid.uuid4().hex}.safetensors",
                              lambda temporary: tensor_files.save(tensors, temporary, about, save_file))
         except Exception as error:
             raise UserError(f"{self.folder}: code cache shard cannot be written ({error}); free disk space")
-        self.codes, self.keys, self.files, self.file_keys = [], [], [], []
+        self.codes, self.keys, self.files, self.file_keys, self.measures = [], [], [], [], []
 
 
 @contextlib.contextmanager

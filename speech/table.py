@@ -25,6 +25,8 @@ from speech.labels import CONTROL_TOKENS, conversation_pieces
 from speech.sources import NOTES, open_source, read_chunks
 
 CHUNK = 2048            # entries of a file that are tokenised together
+# a sample's speaker and text, and the letters and digits of that text: 0 are no words
+FACTS = np.dtype([("said", np.uint64), ("letters", np.int32), ("speaker", np.uint64), ("language", np.uint64)])
 ROWS = 2**18            # samples whose columns are in memory together
 
 
@@ -84,10 +86,10 @@ def _clip_digest(path, cut):
 class TableBuilder:
     """Tokenised samples in columns on disk; clips holds each distinct clip once, in order of first use.
 
-    folder: an empty one, which write() makes the table; None: a temporary one.
+    folder: an empty one, which write() makes the table; None: a temporary one. facts: keep FACTS of the samples too.
     """
 
-    def __init__(self, tokenizer, ids, folder=None):
+    def __init__(self, tokenizer, ids, folder=None, facts=False):
         self.tokenizer, self.ids, self.lists = tokenizer, ids, token_lists(tokenizer)
         self.control = {tokenizer.convert_tokens_to_ids(t): t for t in CONTROL_TOKENS}
         self.control[ids.delay] = tokenizer.convert_ids_to_tokens(ids.delay)
@@ -106,6 +108,7 @@ class TableBuilder:
         self.paths = Lists(self.folder / "clips", "paths", "path_offsets", np.uint8)
         self.cuts = Column(self.folder / "clips" / "cuts.npy", np.float64, 4)
         self.digests = Column(self.folder / "clips" / "digests.npy", np.uint64, 2)
+        self.facts = Column(self.folder / "clips" / "facts.npy", FACTS) if facts else None
 
     def __len__(self):
         return len(self.tokens)
@@ -145,7 +148,8 @@ class TableBuilder:
         def per_sample(values):
             return np.add.reduceat(values, starts, dtype=np.int64) if good else np.empty(0, np.int64)
 
-        return {"tokens": np.fromiter(itertools.chain.from_iterable(parts), np.int32, lengths.sum()),
+        facts = np.array([facts_of(sample) for sample in good], FACTS) if self.facts is not None else None
+        return {"facts": facts, "tokens": np.fromiter(itertools.chain.from_iterable(parts), np.int32, lengths.sum()),
                 "token_counts": per_sample(lengths), "labelled": np.repeat(labels, lengths),
                 "text_targets": per_sample(lengths * (labels & ~spoken)),
                 "entries": np.array(entries, np.int32), "entry_counts": per_sample(spoken), "trained": labels[spoken],
@@ -164,6 +168,8 @@ class TableBuilder:
         self.paths.append(chunk["paths"], chunk["path_counts"])
         self.cuts.append(chunk["cuts"])
         self.digests.append(chunk["digests"])
+        if self.facts is not None:
+            self.facts.append(chunk["facts"])
         self._clips = None
 
     def _control_token(self, sample):
@@ -199,11 +205,11 @@ class TableBuilder:
         return [problem(self.names[i].tobytes().decode(), "audio", f"its audio {bad[clip]}", file_of(sources, i))
                 for i, clip in zip(samples.tolist(), used[at[first]].tolist())]
 
-    def write(self, folder, cache_folder, shards, where, sources=()):
-        """Make the table in `folder`; ends the builder. sources: of read_all.
+    def write(self, folder, cache_folder, shards, where, sources=(), left_out=None):
+        """Make the table in `folder`; ends the builder. sources: of read_all. left_out: (n,) bool, of samples not used.
 
         cache_folder, shards, where: of speech.encode.ensure_codes; where is (n_clips, 3) int64, in the order of
-        `clips`. Samples with a clip of 0 frames, which has no codes, are not `audible`.
+        `clips`. Samples with a clip of 0 frames, which has no codes, are not `audible`, nor are those left out.
         """
         folder, books, numbers = Path(folder), self.ids.num_codebooks, self.clips.numbers
         folder.mkdir(parents=True, exist_ok=True)
@@ -224,7 +230,8 @@ class TableBuilder:
             columns["clips"].append(clips)
             columns["lengths"].append(np.diff(self.tokens.offsets.array()[start:stop + 1]) + per_sample(frames + books))
             columns["frames"].append(per_sample(frames))
-            columns["audible"].append(per_sample(frames == 0) == 0)
+            heard = per_sample(frames == 0) == 0
+            columns["audible"].append(heard if left_out is None else heard & ~left_out[start:stop])
             columns["audio_targets"].append(per_sample(np.where(trained[part], books * (frames + 1), 0)))
         for column in (*columns.values(), self.tokens.values, self.tokens.offsets, self.labelled, self.names.values,
                        self.names.offsets, self.text_targets):
@@ -237,6 +244,18 @@ class TableBuilder:
         if folder != self.folder:
             for path in self.folder.iterdir():
                 shutil.move(path, folder / path.name)
+
+
+def facts_of(sample):
+    """FACTS of a Sample: what is spoken in its last clip, and by whom."""
+    said = next((turn.text for turn in reversed(sample.turns) if turn.text.strip()), "")
+    said = " ".join(said.split()).casefold()
+    return (_hash(sample.speaker, said), sum(map(str.isalnum, said)), _hash(sample.speaker), _hash(sample.language))
+
+
+def _hash(*parts):
+    text = "\0".join(parts).encode("utf-8", "backslashreplace")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
 
 
 def _bytes(texts):
@@ -258,7 +277,7 @@ class Table:
             empty = path.stat().st_size <= 128      # a header alone; an empty array cannot be mapped
             setattr(self, path.stem, np.load(path, mmap_mode=None if empty else "r"))
         codes = json.loads((Path(folder) / "codes.json").read_text())
-        self.reader = CodeReader(codes["folder"], codes["shards"])
+        self.reader = CodeReader(os.path.normpath(os.path.join(folder, codes["folder"])), codes["shards"])
         self.sources = codes["sources"]
 
     def __len__(self):
@@ -289,21 +308,23 @@ class Table:
 # From the user's files to the samples of a run
 
 
-def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0, drop=(), output_dir=None):
+def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0, drop=(), output_dir=None,
+             builder=None, noted=None):
     """Read and tokenise the training sources and the (optional) validation source: (TableBuilder, sources of Table).
 
     train: [(path, weight)]. held_out: path or None. reading: sources.Reading. folder: of TableBuilder. processes: that
     help this one with sources of many samples. Raises UserError with every sample that cannot be used, or when a source
     is empty. drop: checks (choices.CHECKS) whose samples are dropped and counted instead. output_dir: where all that
-    cannot be used are listed, None: nowhere.
+    cannot be used are listed, None: nowhere. builder: an empty TableBuilder to fill. noted: a list that takes what is
+    odd about samples that are used, as Problems.
     """
-    builder, problems, sources = TableBuilder(tokenizer, ids, folder), [], []
+    builder, problems, sources = TableBuilder(tokenizer, ids, folder) if builder is None else builder, [], []
     for path, weight in [*train, (held_out, 1.0)][:len(train) + bool(held_out)]:
         before, opened, notes, refused, first = len(builder), open_source(path, reading), Counter(), Counter(), []
 
-        def chunks(start, step, opened=opened):
+        def chunks(start, step, opened=opened, path=path):
             for samples, wrong in read_chunks(opened, CHUNK, start, step):
-                found = [check for sample in samples for check, _ in sample.notes]
+                found = [problem(sample.name, *note, path) for sample in samples for note in sample.notes]
                 shown = [sample_text(samples[0])] if samples and start == 0 else []
                 yield builder.chunk(samples, wrong), wrong, found, shown
 
@@ -313,7 +334,9 @@ def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0,
                 wrong.file = str(path)
                 refused[wrong.check] += 1
                 problems.append(wrong)
-            notes.update(part[2])
+            notes.update(p.check for p in part[2])
+            if noted is not None:
+                noted.extend(part[2])
             first.extend(part[3])
 
         in_order(chunks, processes, take)
