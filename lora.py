@@ -93,7 +93,7 @@ def folds(model, adapter):
 def merge(model_path, adapter, output_dir, dtype="float32", shard_bytes=5 * 10**9, layout="native", codec=None):
     """Fold an adapter, or none, into its base in fp32 and write a plain checkpoint; see speech/export.py."""
     return export.export(model_path, output_dir, layout, dtype, shard_bytes,
-                               (lambda model: folds(model, adapter)) if adapter else None, codec)
+                         (lambda model: folds(model, adapter)) if adapter else None, codec, adapter)
 
 
 def main(argv=None):

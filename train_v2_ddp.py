@@ -139,7 +139,7 @@ from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.parallel import UserError
 from common.plan import Checks, Room, Setup, check_writable, start_text, steps_text
 from data import make_loader, prepare_table
-from speech import higgs, sample_prompts, weights
+from speech import higgs, sample_prompts, weights, wording
 from speech.codes import FRAME_RATE
 from speech.labels import token_ids
 from speech.plan import print_plan
@@ -209,7 +209,7 @@ def check_resume(model, native, resume):
         weights.check_weights(native, weights.weight_parts(resume, config), resume)
 
 
-def run_identity(folder, table, train, *, adapters_only, freeze_llm, text_loss_weight, tokens_per_pack,
+def run_identity(folder, table, train, *, normalize_text, adapters_only, freeze_llm, text_loss_weight, tokens_per_pack,
                  samples_per_pack, by_length, seed):
     """What a checkpoint must share with the run that resumes it, {name: value}; JSON-able.
 
@@ -218,7 +218,8 @@ def run_identity(folder, table, train, *, adapters_only, freeze_llm, text_loss_w
     batch = (f"{tokens_per_pack} tokens" if tokens_per_pack else f"{samples_per_pack} samples") \
         + (" by length" if by_length else "")
     trained = "lora" if adapters_only else "audio embedding and head" if freeze_llm else "full"
-    return {"set of trained weights": trained if text_loss_weight else f"{trained} without text",
+    return {"--normalize_text": "on" if normalize_text == "on" else None,     # older checkpoints do not know it
+            "set of trained weights": trained if text_loss_weight else f"{trained} without text",
             "base model": tensor_files.fingerprint_weights(folder), "codec": Path(table.reader.folder).name,
             "training data": table.fingerprint(train), "pack": batch, "seed": seed}
 
@@ -239,6 +240,7 @@ def save_checkpoint(world, writer, model, tokenizer, source, optimizer, meta):
     files |= tensor_files.stage(world, f"{checkpoint.STATE_DIR}/optimizer", moments)
     if world.is_main:
         files[f"{checkpoint.STATE_DIR}/rng.pt"] = lambda path: torch.save(states, path)
+        files[wording.FILE] = lambda path: wording.save_setting(path, meta["args"]["normalize_text"])
         files["*"] = (lambda path: adapters.save_config(model.net, path)) if model.has_adapters else \
             (lambda path: weights.save_config(model.base_model, tokenizer, path, source))
     writer.save(meta["step"], files, meta)
@@ -356,7 +358,7 @@ def for_identity(args):
     """What run_identity takes of the flags, by name."""
     return {"adapters_only": args.use_lora, "freeze_llm": args.freeze_llm, "text_loss_weight": args.text_loss_weight,
             "tokens_per_pack": args.max_tokens_per_batch, "samples_per_pack": args.per_device_train_batch_size,
-            "by_length": args.group_by_length, "seed": args.seed}
+            "by_length": args.group_by_length, "seed": args.seed, "normalize_text": args.normalize_text}
 
 
 def for_table(args, check):
@@ -366,6 +368,11 @@ def for_table(args, check):
             "cache_dir": code_cache(args), "reading": Reading(**data_flags.reading(args)),
             "processes": args.preprocess_num_proc, "wait_limit_s": args.wait_timeout, "drop": args.drop_bad,
             "list_in": None if check.dry else args.output_dir}
+
+
+def for_prompts(args):
+    """What sample_prompts.read takes of the flags, and the seconds of speech that a prompt may give."""
+    return args.sample_prompts, args.normalize_text == "on", args.sample_seconds
 
 
 def code_cache(args):
@@ -415,8 +422,8 @@ def train(args):
     table = check(prepare_table, world, tokenizer, ids, codec_dir, **for_table(args, check))
     prompts, settings = [], None
     if args.sample_prompts:
-        prompts, settings = check(parallel.rank0_first, world, sample_prompts.load, args.sample_prompts,
-                                  args.sample_seconds, tokenizer, ids, config, codec_dir, device) or (None, None)
+        prompts, settings = check(parallel.rank0_first, world, sample_prompts.load, for_prompts(args), tokenizer, ids,
+                                  config, codec_dir, device) or (None, None)
     check.settle()
     all_train, all_eval = split_samples(table, 0 if args.disable_eval else args.validation_split, args.seed)
     train_ids, eval_ids = usable_samples(

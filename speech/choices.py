@@ -9,6 +9,8 @@ LORA_TARGETS = {        # endings of module names
     "all-linear": [*ATTENTION, "gate_proj", "up_proj", "down_proj"],        # both FFNs, no head, no embedding
 }
 
+ON_OFF = ("on", "off")
+
 CHECKS = ("invalid", "empty_text", "control_token", "audio", "too_long")       # of samples, for --drop_bad
 SOUND_ERRORS = ("too_short", "silence")                  # that prepare_tts.py finds beside them
 WARNINGS = ("clipping", "dc_offset", "no_words", "duplicate_audio", "duplicate_text", "in_validation", "text_rate",

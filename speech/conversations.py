@@ -4,18 +4,19 @@ Takes ChatML (the community's "reference + 'Please generate speech ...'" form, t
 without a reference, several speakers), into which speech/sources.py turns every other format. The canonical form is the
 one Higgs-Audio's own inference builds (boson-ai/higgs-audio examples/generation.py): a system turn, a user turn with
 each reference's transcript answered by an assistant turn with its clip, then the target text answered by the target
-clip. Text is never cut or normalised (only the folder format is normalised, as its original trainer did).
+clip. Text is never cut. The text to speak is normalised where the caller asks for it (speech/wording.py), a reference's
+transcript never, as in that code.
 """
+import contextlib
 import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from speech import wording
 from speech.choices import DEFAULT_SYSTEM
 
 SCENE = "<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
-# the instruction the community form puts before the target text; only this prefix is removed, never text after a colon
-INSTRUCTION = re.compile(r"^\s*please generate speech\b[^:]*:\s*", re.IGNORECASE)
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 MEMBER = "::"           # between the path of a container and what tells one clip in it (speech/containers.py)
 KNOWN = 100_000         # audio files remembered by name: references come again, targets mostly do not
@@ -49,12 +50,17 @@ class Turn:
 
 @dataclass
 class Sample:
-    """A canonical conversation. name: where it stands in the user's files; speaker, language: the dataset's labels."""
+    """A canonical conversation. name: where it stands in the user's files; speaker, language: the dataset's labels.
+
+    recognised: {a key of wording.RECOGNISED: the words it is about}. notes: (check, text) of what is odd about it, and
+    does not stop a run.
+    """
     name: str
     turns: list
     speaker: str = ""
+    recognised: dict = field(default_factory=dict)
     language: str = ""
-    notes: list = field(default_factory=list)       # (check, text): what is odd about it, and does not stop a run
+    notes: list = field(default_factory=list)
 
 
 class BadSample(Exception):
@@ -106,28 +112,6 @@ class Paths:
                      if os.path.isfile(t + ending)), tried)
 
 
-def normalise_text(text):
-    """Text as the folder format's trainer and Higgs' own inference feed it: ASCII punctuation, sound tags, final stop.
-
-    Rules from boson-ai/higgs-audio examples/generation.py.
-    """
-    text = text.translate(str.maketrans("，。：；？！（）【】《》“”‘’、", ",.:;?!()[]<>\"\"'',"))
-    text = re.sub(r"[()]", " ", text).replace("°F", " degrees Fahrenheit").replace("°C", " degrees Celsius")
-    text = re.sub(r"\[(laugh|cough|applause|cheering|humming|music|sing)( start| end)?\]", _sound_tag, text)
-    text = "\n".join(" ".join(line.split()) for line in text.splitlines() if line.strip()).strip()
-    return text if not text or text.endswith((".", "!", "?", ",", ";", '"', "'", "</SE>", "</SE_e>")) else text + "."
-
-
-def _sound_tag(match):
-    name = {"laugh": "Laughter", "sing": "Singing"}.get(match[1], match[1].capitalize())
-    kind = {" start": "SE_s", " end": "SE_e"}.get(match[2], "SE")
-    return f"<{kind}>[{name}]</{kind}>"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Raw entry -> canonical conversation
-
-
 def message_parts(message, paths):
     """(role, parts) of one raw message; parts are str or Clip. Raises BadSample on unknown roles and content types."""
     if not isinstance(message, dict):
@@ -170,26 +154,30 @@ def _clip(item, paths):
     return Clip(paths.find(str(name)), offset, duration if offset is not None else None, float(duration or 0))
 
 
-def canonical_sample(name, entry, paths):
+def canonical_sample(name, entry, paths, normalize=False):
     """One raw sample (a dict with 'messages') -> Sample. Raises BadSample saying what is wrong with it.
 
     Trained are the assistant turns from message index start_index on, as in the official collator; without start_index,
-    or with 0 in the community form, the last assistant turn with audio.
+    or with 0 in the community form, the last assistant turn with audio. normalize: the texts that those speak.
     """
-    turns, rewritten = _turns(entry, paths)
+    turns, rewritten, recognised = _turns(entry, paths)
     _mark_trained(turns, entry.get("start_index"), rewritten, len(entry["messages"]))
     for before, turn in zip(turns, turns[1:]):
         if turn.trained and not turn.text and not (before.role == "user" and before.text.strip()):
             raise BadSample("the trained clip has no text: no user text stands before it and the assistant has none")
-    return Sample(name, [_trimmed(t) for t in turns], str(entry.get("speaker") or ""), str(entry.get("language") or ""))
+    if normalize:
+        _normalise_requests(turns)
+    return Sample(name, [_trimmed(t) for t in turns], str(entry.get("speaker") or ""), recognised,
+                  str(entry.get("language") or ""))
 
 
-def canonical_prompt(name, entry, paths):
+def canonical_prompt(name, entry, paths, normalize=False):
     """One raw sample -> Sample to be spoken: its last turn is the assistant's and ends with the clip to generate.
 
-    The sample may hold that clip already, as training data does; else it is Clip(""). Raises BadSample.
+    The sample may hold that clip already, as training data does; else it is Clip(""). normalize: the text to speak, and
+    those before it that training on this sample would normalise. Raises BadSample.
     """
-    turns, _ = _turns(entry, paths)
+    turns, rewritten, recognised = _turns(entry, paths)
     asked = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=0)
     spoken = [i for i, turn in enumerate(turns) if i > asked and turn.role == "assistant" and turn.clips]
     if spoken:
@@ -197,9 +185,23 @@ def canonical_prompt(name, entry, paths):
         answer.parts = answer.parts[:1 + max(i for i, part in enumerate(answer.parts) if isinstance(part, Clip))]
     else:
         turns.append(Turn("assistant", [Clip("")], None))
-    if not spoken_text(sample := Sample(name, [_trimmed(t) for t in turns], str(entry.get("speaker") or ""))):
+    sample = Sample(name, [_trimmed(t) for t in turns], str(entry.get("speaker") or ""), recognised)
+    if not spoken_text(sample):
         raise BadSample("has no text to speak: no user text stands before the clip to generate")
+    if normalize:
+        if entry.get("start_index") is not None:
+            with contextlib.suppress(BadSample):        # the prompt may lack the clip that would be trained
+                _mark_trained(turns, entry["start_index"], rewritten, len(entry["messages"]))
+        turns[-1].trained = True
+        _normalise_requests(turns)
     return sample
+
+
+def _normalise_requests(turns):
+    """Normalise the texts that the trained clips speak."""
+    for before, turn in zip(turns, turns[1:]):
+        if turn.trained and turn.clips and before.role == "user" and before.text.strip():
+            before.parts = [wording.normalise(before.text)]
 
 
 def spoken_text(sample):
@@ -208,23 +210,26 @@ def spoken_text(sample):
 
 
 def _turns(entry, paths):
-    """(canonical turns of a raw sample, whether a user's reference audio was moved to turns of its own)."""
+    """(canonical turns of a raw sample, whether a user's reference audio was moved to turns of its own, what
+    Sample.recognised is).
+    """
     messages = entry.get("messages") if isinstance(entry, dict) else None
     if not isinstance(messages, list) or not messages:
         raise BadSample("has no list 'messages'")
     misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
     parsed = [message_parts(m, paths) for m in messages]
-    turns, scenes, rewritten = [], [], False
+    turns, scenes, rewritten, recognised = [], [], False, {}
     for index, (role, parts) in enumerate(parsed):
         if role == "scene":
             scenes.append(parts)
         elif role == "user" and any(isinstance(p, Clip) for p in parts):
             answer = next((Turn(r, p, 0).text for r, p in parsed[index + 1:] if r == "assistant"), "")
             turns += _reference_turns(parts, index, answer.strip() or _text(misc, "target_transcript"),
-                                      _text(misc, "ref_transcript"))
+                                      _text(misc, "ref_transcript"), recognised)
             rewritten = True
         elif role == "assistant":
-            turns.append(Turn("assistant", _without_repeated_text(parts, turns[-1] if turns else None), index))
+            turns.append(Turn("assistant", _without_repeated_text(parts, turns[-1] if turns else None, recognised),
+                              index))
         elif parts:
             turns.append(Turn(role, parts, index))
     if isinstance(entry.get("scene"), str) and entry["scene"].strip():
@@ -232,7 +237,7 @@ def _turns(entry, paths):
     if not turns or turns[0].role != "system":
         turns.insert(0, Turn("system", [DEFAULT_SYSTEM], None))
     _add_scenes(turns[0], scenes)
-    return turns, rewritten
+    return turns, rewritten, recognised
 
 
 def _text(misc, key):
@@ -250,21 +255,26 @@ def _add_scenes(system, scenes):
         system.parts.append("\n<|scene_desc_end|>")
 
 
-def _reference_turns(parts, index, answer, ref_transcript):
+def _reference_turns(parts, index, answer, ref_transcript, recognised):
     """A user message with reference audio -> [user transcript, assistant clip] for each clip, then the user's target.
 
     answer: the target text the assistant or the dataset repeats, "" if none. The text before a clip is its transcript;
     with one clip and two texts the first is the transcript wherever the clip stands, as community trainers read it.
+    recognised: takes up what _recognise finds.
     """
+    def is_target(words):
+        return wording.target_text(words, answer)[1] is not None
+
     clips = [p for p in parts if isinstance(p, Clip)]
     texts = [p.strip() for p in parts if isinstance(p, str)]
     if len(clips) == 1 and len(texts) == 2:
-        if INSTRUCTION.match(texts[0]) and not INSTRUCTION.match(texts[1]) and not _same(texts[1], answer):
+        instructs = [bool(wording.INSTRUCTION.match(words)) for words in texts]
+        if (instructs == [True, False] or is_target(texts[0])) and not is_target(texts[1]):
             texts.reverse()                                         # the instruction stands before the transcript
         pairs, target = [(texts[0], clips[0])], texts[1]
-    elif len(clips) == 1 and len(texts) == 1 and answer and _same(texts[0], ref_transcript):
+    elif len(clips) == 1 and len(texts) == 1 and answer and wording.same(texts[0], ref_transcript):
         pairs, target = [(texts[0], clips[0])], answer
-    elif len(clips) == 1 and len(texts) == 1 and _target_text(texts[0], answer) == answer and answer:
+    elif len(clips) == 1 and len(texts) == 1 and is_target(texts[0]):
         pairs, target = [(ref_transcript, clips[0])], texts[0]      # the one text is the target
     else:
         pairs, waiting = [], []
@@ -275,7 +285,7 @@ def _reference_turns(parts, index, answer, ref_transcript):
             else:
                 waiting.append(part)
         target = "".join(waiting).strip()
-    target = _target_text(target, answer) or answer
+    target = _recognise(target, answer, recognised)[0] or answer
     if not target:
         raise BadSample("no target text: the user message has none after its reference audio, nor has the assistant")
     turns = []
@@ -286,28 +296,27 @@ def _reference_turns(parts, index, answer, ref_transcript):
     return turns + [Turn("user", [target], index)]
 
 
-def _target_text(text, answer):
-    """The text to speak without the instruction before it; whole, colons included."""
-    return INSTRUCTION.sub("", text, count=1).strip() if not _same(text, answer) else text.strip()
+def _recognise(asked, answer, recognised):
+    """wording.target_text(asked, answer); recognised takes up what it found, with the words it is about."""
+    target, how = wording.target_text(asked, answer)
+    if how == "punctuation":
+        recognised[how] = target
+    elif how == "instruction":
+        recognised[how] = wording.words_before(asked.strip(), target)
+    return target, how
 
 
-def _same(a, b):
-    return a == b or " ".join(a.split()).casefold() == " ".join(b.split()).casefold()
-
-
-def _without_repeated_text(parts, before):
+def _without_repeated_text(parts, before, recognised):
     """Parts of an assistant message without the text that only repeats what the user asked to hear.
 
-    The user's turn `before` then loses the instruction that stood before that text.
+    The user's turn `before` then loses what stood before that text. recognised: takes up what _recognise finds.
     """
-    text = "".join(p for p in parts if isinstance(p, str)).strip()
-    if text and before is not None and before.role == "user":
-        asked = before.text.strip()
-        bare = _target_text(asked, text)
-        if _same(bare, text):
-            before.parts = [bare]
-        if _same(bare, text) or " ".join(asked.split()).casefold().endswith(" ".join(text.split()).casefold()):
-            return [p for p in parts if isinstance(p, Clip)]
+    answer, clips = "".join(p for p in parts if isinstance(p, str)).strip(), [p for p in parts if isinstance(p, Clip)]
+    if answer and clips and before is not None and before.role == "user":
+        target, how = _recognise(before.text, answer, recognised)
+        if how:
+            before.parts = [target]
+            return clips
     return parts
 
 

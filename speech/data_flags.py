@@ -4,7 +4,7 @@ import re
 
 from common import flags
 from common.flags import need
-from speech.choices import FORMATS, REFERENCES, TASK_TYPES
+from speech.choices import FORMATS, ON_OFF, REFERENCES, TASK_TYPES
 
 
 def add(group):
@@ -22,6 +22,8 @@ def add(group):
     g.add_argument("--task_type", choices=TASK_TYPES, default="single_speaker_smart_voice",
                    help="shape of the prompt, of samples that name none themselves; ChatML has its own")
     flags.switch(g, "--ref_audio_in_system_message", help="put reference clips into the scene description; not ChatML")
+    g.add_argument("--normalize_text", choices=ON_OFF, default="on", help="texts to speak: punctuation and sound tags "
+                   "as boson-ai's inference gives them to the model; the checkpoint keeps the setting for speaking")
     g.add_argument("--reference", choices=REFERENCES, default="given",
                    help="clip before the text, to clone: the one that the data give, another clip of the same speaker, "
                         "none; not ChatML")
@@ -54,4 +56,4 @@ def reading(args):
     """What sources.Reading takes of the flags, by name."""
     return {"task_type": args.task_type, "ref_in_system": args.ref_audio_in_system_message,
             "data_format": args.data_format, "reference": args.reference, "reference_share": args.reference_share,
-            "seed": args.seed}
+            "seed": args.seed, "normalize": args.normalize_text == "on"}

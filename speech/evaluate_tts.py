@@ -10,8 +10,8 @@ maybe "reference_audio" (the voice to be cloned) and "target_audio" (the same te
 evaluation.png, the first one also comparison.png when there are several.
 
     wer, cer             errors against "text" over its words or characters, all samples together, as heard by
-                         --asr_model; normalised as speech_metrics.normalise says. An error of the listener counts too,
-                         so judge the true recordings once as well and compare
+                         --asr_model; both normalised as speech_metrics.normalise says, "text" first by wording.heard.
+                         An error of the listener counts too, so judge the true recordings once as well and compare
     speaker_similarity   cosine of --speaker_model's embeddings of the sample and of reference_audio, else the target
     mcd, f0_correlation, voicing_agreement, length_ratio
                          against the target (--reference_dir, else target_audio): see speech_metrics.compare
@@ -62,7 +62,7 @@ import torch
 from common import json_files
 from common.checkpoint import write_atomically
 from common.parallel import one_clear_error, problem_text
-from speech import speech_metrics
+from speech import speech_metrics, wording
 
 # name -> (unit, what is better: -1 less, 1 more, 0 near 1)
 METRICS = {"wer": ("errors/word", -1), "cer": ("errors/char", -1), "speaker_similarity": ("cosine", 1),
@@ -241,8 +241,9 @@ def evaluate(folder, samples, listener, speaker, batch_size, language, settings)
         rows.append(row)
     heard = transcribe(listener, samples, batch_size, language, notes) if listener else []
     for row, sample, text in zip(rows, samples, heard):
-        for key, (errors, length), total in (("wer", speech_metrics.word_errors(sample.text, text), words),
-                                             ("cer", speech_metrics.character_errors(sample.text, text), characters)):
+        spoken = wording.heard(sample.text)
+        for key, (errors, length), total in (("wer", speech_metrics.word_errors(spoken, text), words),
+                                             ("cer", speech_metrics.character_errors(spoken, text), characters)):
             row[key] = errors / length if length else None
             total[0], total[1] = total[0] + errors, total[1] + length
     metrics = {key: mean(row[key] for row in rows) for key in METRICS}
@@ -267,9 +268,12 @@ def better(key, a, b):
 
 def check_same_prompts(folders, found):
     """Raise UserError unless all folders hold the same prompts by name: else a difference would mean nothing."""
-    first = {sample.name: sample.text for sample in found[0]}
+    def texts_of(samples):      # normalised: with one checkpoint they may be, with the other not
+        return {sample.name: sample.text and wording.normalise(sample.text) for sample in samples}
+
+    first = texts_of(found[0])
     for folder, samples in zip(folders[1:], found[1:]):
-        texts = {sample.name: sample.text for sample in samples}
+        texts = texts_of(samples)
         if odd := first.keys() ^ texts.keys():
             there, lacks = (folders[0], folder) if min(odd) in first else (folder, folders[0])
             raise UserError(f"{min(odd)} is in {there}, but not in {lacks} ({len(odd)} such samples): only the same "

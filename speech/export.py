@@ -15,16 +15,18 @@ from safetensors import SafetensorError
 from common import tensor_files
 from common.checkpoint import fsync_path
 from common.parallel import UserError
-from speech import layout_2025, weights
+from speech import layout_2025, weights, wording
 
 
-def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**9, find_folds=None, codec=None):
+def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**9, find_folds=None, codec=None,
+           trained=None):
     """Write the checkpoint `source` (folder or hub name, either layout) into output_dir; returns notes to print.
 
     layout: of choices.LAYOUTS. dtype: of choices.DTYPES, or None: as the files have it, but float32 where an adapter is
     folded in, since bf16 rounds away most of what a small update changed. shard_bytes: limit of one weight file.
     find_folds(model on the meta device) -> {weight name: fp32 tensor -> fp32 tensor}. codec: see weights.save_config.
-    Raises UserError, also when output_dir holds something.
+    trained: folder whose wording.FILE comes along, None: source's. Raises UserError, also when output_dir holds
+    something.
     """
     folder, config = weights.find_model(source)
     tokenizer, parts = weights.load_tokenizer(folder), weights.weight_parts(folder, config)
@@ -49,6 +51,8 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
             made = weights.save_config(model, tokenizer, building, folder, codec)
         else:
             made = layout_2025.save_original_config(model.config, tokenizer, building, folder, config)
+        if setting := wording.saved_setting(trained or folder):
+            wording.save_setting(building / wording.FILE, setting)
     kinds = sorted({str(kind).removeprefix("torch.") for kind in dtypes.values()})
     total = sum(size for file in files for size in file.values())
     notes = [f"{len(shapes)} tensors, {len(folds)} of them with an adapter's update, {total / 1e9:.3f} GB of "

@@ -16,10 +16,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ sta
 
 from common import flags
 from common.flags import need
-from speech.choices import DEFAULT_SYSTEM
+from speech.choices import DEFAULT_SYSTEM, ON_OFF
 
 # flags that a sample's sound depends on, noted in its JSON file
-SOUND = ("model_path", "adapter", "temperature", "top_k", "top_p", "ras_window", "ras_repeats", "batch_size")
+SOUND = ("model_path", "adapter", "temperature", "top_k", "top_p", "ras_window", "ras_repeats", "batch_size",
+         "normalize_text")
 
 
 def build_parser():
@@ -38,6 +39,8 @@ def build_parser():
     g.add_argument("--reference_text", help="what is said in --reference_audio")
     g.add_argument("--system_prompt", help=f"for texts and lines (default: {DEFAULT_SYSTEM!r})")
     g.add_argument("--scene", help="scene description for texts and lines, e.g. 'Audio is recorded from a quiet room.'")
+    g.add_argument("--normalize_text", choices=ON_OFF, help="punctuation and sound tags as boson-ai's inference gives "
+                   "them to the model (default: as the checkpoint was trained; on for a base model)")
     g = p.add_argument_group("how")
     g.add_argument("--temperature", type=float, default=1.0, help="of the draws; 0 = greedy")
     g.add_argument("--top_k", type=int, default=50, help="draw from so many likeliest codes, 0 = all")
@@ -81,7 +84,7 @@ from tqdm import tqdm
 
 from common import checkpoint, parallel, tensor_files
 from common.parallel import UserError
-from speech import speak, weights
+from speech import speak, weights, wording
 from speech.codes import FRAME_RATE
 from speech.encode import load_codec
 from speech.labels import token_ids
@@ -89,15 +92,16 @@ from speech.labels import token_ids
 from common import adapters  # isort: skip      # after weights, which explains a broken torchaudio
 
 
-def read_texts(texts, prompts, *, reference_audio, reference_text, system, scene):
+def read_texts(texts, prompts, normalize, *, reference_audio, reference_text, system, scene):
     """The Samples to speak; raises UserError. prompts: file to take instead of the texts, or None.
 
-    reference_audio, reference_text, system, scene: of speak.text_prompts, for texts and lines.
+    normalize: of speak.read_prompts. reference_audio, reference_text, system, scene: of speak.text_prompts, for texts
+    and lines.
     """
     if prompts and prompts.lower().endswith((".json", ".jsonl")):
-        return speak.read_prompts(prompts)
+        return speak.read_prompts(prompts, normalize)
     lines = speak.read_lines(prompts) if prompts else [(f"--text {t!r}", t) for t in texts]
-    return speak.text_prompts(lines, reference_audio, reference_text, system, scene)
+    return speak.text_prompts(lines, normalize, reference_audio, reference_text, system, scene)
 
 
 def earlier_results(output_dir, overwrite):
@@ -194,14 +198,16 @@ def main(argv=None):
     with parallel.one_clear_error():
         need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
         world = parallel.init(device=None if args.device == "auto" else args.device)
-        samples = read_texts(args.text, args.prompts, reference_audio=args.reference_audio,
-                             reference_text=args.reference_text, system=args.system_prompt or DEFAULT_SYSTEM,
-                             scene=args.scene)
         old = parallel.rank0_first(world, earlier_results, args.output_dir, args.overwrite)
         # hub names are downloaded once, before the other ranks look
         paths = args.model_path, args.audio_tokenizer_path
         parallel.rank0_first(world, weights.find_checkpoints, *paths)
         folder, config_dict, codec_dir = weights.find_checkpoints(*paths)
+        normalize, why = wording.setting_to_speak(args.normalize_text, folder, args.adapter,
+                                                  trained=(folder / checkpoint.STATE_DIR).is_dir())
+        samples = read_texts(args.text, args.prompts, normalize, reference_audio=args.reference_audio,
+                             reference_text=args.reference_text, system=args.system_prompt or DEFAULT_SYSTEM,
+                             scene=args.scene)
         config = weights.native_config(config_dict)
         tokenizer = weights.load_tokenizer(folder)
         ids = token_ids(tokenizer, config)
@@ -221,9 +227,10 @@ def main(argv=None):
         if world.is_main:
             what = f"{args.model_path} + {args.adapter}" if args.adapter else args.model_path
             print(f"model      {what}, {str(dtype).removeprefix('torch.')} on {world.size} x {world.device.type}\n"
+                  f"text       {why}\n"
                   f"prompts    {len(samples)} in batches of {args.batch_size}; at most {args.max_seconds:g} s each")
 
-        noted = {name: getattr(args, name) for name in SOUND}
+        noted = {name: getattr(args, name) for name in SOUND} | {"normalize_text": "on" if normalize else "off"}
         records = []
         for number in tqdm(mine, unit="batch", disable=None if world.is_main else True):
             records += speak_batch(native, codec, ids, settings, share[number], args.seed + number, args.output_dir,

@@ -56,7 +56,8 @@ def open_prepared(world, train, held_out, tokenizer, ids, codec_dir, reading, ou
                     raise UserError(f"{path}: was prepared with another {what} than that of {flag}; prepare it again")
             for name, default in asdict(type(reading)()).items():
                 value, was = getattr(reading, name), about["reading"].get(name, default)
-                if value not in (default, was) and name != "seed":      # the run's own, of other draws as well
+                # a default may stand for any value, but of the text's wording, which checkpoints keep
+                if value not in ((was,) if name == "normalize" else (default, was)) and name != "seed":
                     raise UserError(f"{path}: was prepared with {name} {was}, not {value}; drop the flag, or prepare "
                                     "it again")
         found = [str(Path(path) / about["table"]) for path, about in zip(paths, abouts)]

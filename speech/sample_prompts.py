@@ -21,21 +21,22 @@ BATCH = 8           # prompts generated together
 MAX_PROMPTS = 64    # a few are meant; generate_tts.py speaks any number
 
 
-def read(path):
+def read(path, normalize):
     """Samples of the file --sample_prompts; raises UserError, also when they are more than a few."""
-    samples = speak.read_prompts(path)
+    samples = speak.read_prompts(path, normalize)
     if len(samples) > MAX_PROMPTS:
         raise UserError(f"--sample_prompts {path}: {len(samples)} prompts; each validation generates all of them, so "
                         f"at most {MAX_PROMPTS} are taken (generate_tts.py speaks any number)")
     return samples
 
 
-def load(path, seconds, tokenizer, ids, config, codec_dir, device):
+def load(source, tokenizer, ids, config, codec_dir, device):
     """(Prompts of --sample_prompts, GenerationConfig), checked and encoded before training starts. Raises UserError.
 
-    path: of the prompts. seconds: of speech that one of them may give.
+    source: (path of the prompts, normalize of speak.read_prompts, seconds of speech that one of them may give).
     """
-    samples = read(path)
+    path, normalize, seconds = source
+    samples = read(path, normalize)
     try:
         speak.mel_picture(np.zeros(0, np.float32), "")
     except ImportError as error:

@@ -14,7 +14,7 @@ from common.json_files import SKIPPED
 from common.problems import problem
 from common.text import NAME, printable
 from speech.choices import DEFAULT_SYSTEM, TASK_TYPES
-from speech.conversations import SCENE, BadSample, Paths, Sample, canonical_prompt, canonical_sample, normalise_text
+from speech.conversations import SCENE, BadSample, Paths, Sample, canonical_prompt, canonical_sample
 from speech.formats import Source, audio_paths, find_source, read_text
 
 MULTISPEAKER_SYSTEM = (     # boson-ai/higgs-audio examples/generation.py, which uses it for texts of several speakers
@@ -34,13 +34,14 @@ GOOD_SECONDS = (3, 15)      # of a reference, where the data say how long clips 
 
 @dataclass(frozen=True)
 class Reading:
-    """How rows become conversations: what the flags of these names say."""
+    """How rows become conversations: what the flags of these names say. normalize: the texts to speak."""
     task_type: str = "single_speaker_smart_voice"
     ref_in_system: bool = False
     data_format: str = "auto"
     reference: str = "given"
     reference_share: float = 1.0
     seed: int = 42
+    normalize: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def _numbered(opened, wanted, prompts=False):
                 name += f" ({printable(label, NAME)})" if label else ""
                 if "messages" not in entry and "audio" in entry:
                     entry, notes = row_entry(entry, opened, paths)
-            sample = make(name, entry, paths)
+            sample = make(name, entry, paths, opened.reading.normalize)
         except BadSample as error:
             yield number, problem(name, error.check, error, source.path)
         else:
@@ -159,10 +160,9 @@ def row_entry(row, opened, paths):
         if scene:
             system.append({"type": "text", "text": "\n\n" + SCENE.format(scene)})
         for tag, transcript, audio in references:
-            turns += [{"role": "user", "content": tag + normalise_text(transcript)},
-                      {"role": "assistant", "content": audio}]
+            turns += [{"role": "user", "content": tag + transcript.strip()}, {"role": "assistant", "content": audio}]
     return {"messages": [{"role": "system", "content": system}, *turns,
-                         {"role": "user", "content": normalise_text(text)},
+                         {"role": "user", "content": text},
                          {"role": "assistant", "content": audio_item(row)}],
             "speaker": row.get("speaker"), "language": row.get("language"), "misc": {"sample_id": row.get("id")}}, notes
 

@@ -60,15 +60,15 @@ class Prompt:
     target_seconds: float | None = None
 
 
-def read_prompts(path):
+def read_prompts(path, normalize):
     """Samples of a prompt file: ChatML (.json, .jsonl; with or without the target clip), else one text a line.
 
-    Raises UserError with every prompt that cannot be used.
+    normalize: the texts to speak, by wording.normalise. Raises UserError with every prompt that cannot be used.
     """
     path, problems = Path(path), []
     if path.suffix.lower() not in (".json", ".jsonl"):
-        return text_prompts(read_lines(path))
-    samples = list(read_samples(path, problems, prompts=True))
+        return text_prompts(read_lines(path), normalize)
+    samples = list(read_samples(path, problems, prompts=True, normalize=normalize))
     if problems:
         raise UserError(parallel.problem_text(problems))
     if not samples:
@@ -85,8 +85,11 @@ def read_lines(path):
     return texts
 
 
-def text_prompts(named_texts, reference_audio=None, reference_text=None, system=DEFAULT_SYSTEM, scene=None):
-    """[(name, text)] -> Samples: plain, or in the voice of one reference clip with its transcript. Raises UserError."""
+def text_prompts(named_texts, normalize, reference_audio=None, reference_text=None, system=DEFAULT_SYSTEM, scene=None):
+    """[(name, text)] -> Samples: plain, or in the voice of one reference clip with its transcript. Raises UserError.
+
+    normalize: of read_prompts.
+    """
     content = system + ("\n\n" + SCENE.format(scene) if scene else "")
     before = [{"role": "system", "content": content}]
     if reference_audio:
@@ -95,7 +98,8 @@ def text_prompts(named_texts, reference_audio=None, reference_text=None, system=
     paths, samples, problems = Paths(Path.cwd()), [], []
     for name, text in named_texts:
         try:
-            samples.append(canonical_prompt(name, {"messages": [*before, {"role": "user", "content": text}]}, paths))
+            messages = [*before, {"role": "user", "content": text}]
+            samples.append(canonical_prompt(name, {"messages": messages}, paths, normalize))
         except BadSample as error:
             problems.append(f"{name}: {error}")
     if problems:

@@ -23,6 +23,7 @@ from speech.codes import FRAME_RATE, CodeReader
 from speech.conversations import Clip
 from speech.labels import CONTROL_TOKENS, conversation_pieces
 from speech.sources import NOTES, open_source, read_chunks
+from speech.wording import RECOGNISED
 
 CHUNK = 2048            # entries of a file that are tokenised together
 # a sample's speaker and text, and the letters and digits of that text: 0 are no words
@@ -319,6 +320,7 @@ def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0,
     odd about samples that are used, as Problems.
     """
     builder, problems, sources = TableBuilder(tokenizer, ids, folder) if builder is None else builder, [], []
+    recognised = {}     # {key of text.RECOGNISED: [number of samples, the first one's words]}
     for path, weight in [*train, (held_out, 1.0)][:len(train) + bool(held_out)]:
         before, opened, notes, refused, first = len(builder), open_source(path, reading), Counter(), Counter(), []
 
@@ -326,7 +328,8 @@ def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0,
             for samples, wrong in read_chunks(opened, CHUNK, start, step):
                 found = [problem(sample.name, *note, path) for sample in samples for note in sample.notes]
                 shown = [sample_text(samples[0])] if samples and start == 0 else []
-                yield builder.chunk(samples, wrong), wrong, found, shown
+                yield (builder.chunk(samples, wrong), wrong, found, shown,
+                       [s.recognised for s in samples if s.recognised])
 
         def take(part, path=path, notes=notes, refused=refused, first=first):
             builder.append(part[0])
@@ -338,6 +341,8 @@ def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0,
             if noted is not None:
                 noted.extend(part[2])
             first.extend(part[3])
+            for how, words in itertools.chain.from_iterable(map(dict.items, part[4])):
+                recognised.setdefault(how, [0, words])[0] += 1
 
         in_order(chunks, processes, take)
         kept, lost = len(builder) - before, sum(refused.values())
@@ -355,6 +360,8 @@ def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0,
                         "stop": len(builder)})
     if said := settle(problems, drop, output_dir):
         print(f"data       dropped: {said}", flush=True)
+    for how, (count, words) in sorted(recognised.items()):
+        print(f"data       {count} {RECOGNISED[how].format(words)}", flush=True)
     return builder, sources
 
 

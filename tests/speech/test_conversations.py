@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from speech.conversations import DEFAULT_SYSTEM, Clip, normalise_text
+from speech.conversations import DEFAULT_SYSTEM, Clip
 from speech.sources import read_samples
 
 REFERENCE, TARGET = "This is how I sound.", "He said: stop: now."
@@ -332,13 +332,13 @@ def metadata(folder, *samples):
     return {"id": "s1", "audio_file": "target.wav", "transcript_file": "t1.txt", "duration": 2.5, "speaker_id": "anna"}
 
 
-def folder_samples(folder, **options):
+def folder_samples(folder, normalize=True, **options):
     problems = []
-    samples = list(read_samples(folder, problems, **options))
+    samples = list(read_samples(folder, problems, normalize=normalize, **options))
     return samples, problems
 
 
-SPOKEN = "It is cold today ,isn't it <SE>[Laughter]</SE>"
+SPOKEN = "It is cold today , isn't it <SE>[Laughter]</SE>"
 
 
 def test_metadata_folder_smart_voice_and_scene(folder):
@@ -418,11 +418,52 @@ def test_folder_problems_carry_the_numbers_of_the_metadata(folder):
         assert f" sample {number} " in problem and what in problem
 
 
-@pytest.mark.parametrize("given, spoken", [
-    ("It is 20°C", "It is 20 degrees Celsius."), ("多い，少ない。", "多い,少ない."), ("Wait;", "Wait;"),
-    ("  a   b \n\n c ", "a b\nc."),
-    ("[cough] well", "<SE>[Cough]</SE> well."), ("[music start] la [music end]",
-                                                 "<SE_s>[Music]</SE_s> la <SE_e>[Music]</SE_e>"),
-    ("[hello]", "[hello]."), ("(quiet)", "quiet."), ("", "")])
-def test_folder_text_is_normalised_as_inference_does(given, spoken):
-    assert normalise_text(given) == spoken
+# ---------------------------------------------------------------------------------------------------------------------
+# Text to speak
+
+
+def test_folder_and_chatml_give_one_text_which_only_the_target_gets_normalised(folder):
+    """As in boson-ai's generation.py: the transcript of the speech to come, not that of a reference."""
+    rough = {"ref_audio_file": "ref.wav", "ref_transcript": " It is（me）"}
+    metadata(folder, {**metadata(folder), **rough})
+    target = (folder / "t1.txt").read_text()
+    chat = {"messages": [{"role": "system", "content": DEFAULT_SYSTEM}, {"role": "user", "content": " It is（me）"},
+                         {"role": "assistant", "content": audio("ref.wav")}, {"role": "user", "content": target},
+                         {"role": "assistant", "content": audio("target.wav")}]}
+    for on, spoken in ((True, SPOKEN), (False, target)):
+        (by_folder,), _ = folder_samples(folder, task_type="zero_shot_voice_cloning", normalize=on)
+        (by_chat,) = read(folder, [chat], normalize=on)
+        assert shape(by_folder) == shape(by_chat) == cloning(spoken, reference="It is（me）")
+        prompt, = read(folder, [{"messages": chat["messages"][:-1]}], normalize=on, prompts=True)
+        assert [t.parts for t in prompt.turns[:-1]] == [t.parts for t in by_chat.turns[:-1]]
+
+
+def test_every_trained_turn_is_normalised_and_so_in_the_prompt(folder):
+    entry = canonical(start_index=0)
+    for message in (entry["messages"][1], entry["messages"][3]):
+        message["content"] = message["content"].rstrip(".") + "（now）"
+    for prompts in (False, True):
+        sample, = read(folder, [entry], normalize=True, prompts=prompts)
+        assert [t.text for t in sample.turns if t.role == "user"] == ["This is how I sound now.",
+                                                                      "He said: stop: now now."]
+
+
+@pytest.mark.parametrize("asked, answer, spoken, recognised", [
+    ("Is it late - Anna", "is it late, Anna?", "Is it late - Anna", {"punctuation": "Is it late - Anna"}),
+    (INSTRUCTION + "你好,世界!", "你好，世界！", "你好,世界!", {"punctuation": "你好,世界!"}),
+    ("Read this: it is late", "It is late.", "It is late.", {"instruction": "Read this:"}),
+    ("请朗读：你好，世界", "你好，世界。", "你好，世界。", {"instruction": "请朗读："}),
+    (INSTRUCTION + "it is late", "it is late", "it is late", {}),
+    ("That is unkind", "kind", None, {}), ("...", "!", None, {}), ("की", "का", None, {})])
+def test_a_request_that_the_answer_repeats_is_recognised(folder, asked, answer, spoken, recognised):
+    """Then the target turn is speech alone, as in generation; other words of the answer stay and are trained."""
+    for user in ([text(REFERENCE), audio("ref.wav"), text(asked)], [text(asked), text(REFERENCE), audio("ref.wav")]):
+        if spoken is None and user[0] != text(REFERENCE):
+            continue        # nothing tells which of the two texts is the reference's
+        sample, = read(folder, [wild(*user, answer=answer)])
+        assert shape(sample) == cloning(spoken) if spoken else shape(sample)[3:] == [
+            ("user", asked, False), ("assistant", answer, "target.wav", True)]
+        assert sample.recognised == recognised
+    sample, = read(folder, [wild(text(asked), audio("ref.wav"), answer=answer, misc={"ref_transcript": REFERENCE})])
+    if spoken:      # the one text is the target, so it is not the reference's transcript
+        assert shape(sample) == cloning(spoken) and sample.recognised == recognised

@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from common import parallel
+from common.parallel import UserError
 from speech import evaluate_tts, make_tiny, speak
 from speech import speech_metrics as sm
 from speech.conversations import Clip
@@ -563,3 +564,12 @@ def test_the_command(waves, targets, tmp_path):
                           stderr=subprocess.STDOUT, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout
     assert "mcd                dB" in done.stdout and (folder / "evaluation.json").is_file()
+
+
+def test_texts_of_a_normalised_and_a_plain_folder_are_the_same_prompts(tmp_path):
+    """One checkpoint was spoken to in normalised text, the other was not: the same words were to be heard."""
+    def sample(words):
+        return evaluate_tts.Sample("0000", tmp_path / "0000.wav", words, "eos", None, (None, None), None)
+    evaluate_tts.check_same_prompts(["a", "b"], [[sample("多い，少ない")], [sample("多い, 少ない.")]])
+    with pytest.raises(UserError, match="another text"):
+        evaluate_tts.check_same_prompts(["a", "b"], [[sample("多い")], [sample("少ない")]])

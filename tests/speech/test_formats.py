@@ -165,11 +165,11 @@ def test_speech_to_understand_is_not_trained_as_speech(folder):
 
 def test_quotes_are_text_in_ljspeech_and_quotes_in_what_pandas_writes(folder):
     written(folder / "metadata.csv", 'a|"Go away!"|"Go away!"\nb|He said "no|He said "no\nc|Third|Third\n')
-    assert spoken(read(folder)[1]) == [("a.wav", '"Go away!"'), ("b.wav", 'He said "no.'), ("c.wav", "Third.")]
+    assert spoken(read(folder)[1]) == [("a.wav", '"Go away!"'), ("b.wav", 'He said "no'), ("c.wav", "Third")]
     path = written(folder / "m.csv", 'audio_file|text\na.wav|"He said ""no""."\nb.wav|"odd\nc.wav|Third\n')
-    assert spoken(read(path)[1]) == [("a.wav", 'He said "no".'), ("b.wav", '"odd.'), ("c.wav", "Third.")]
+    assert spoken(read(path)[1]) == [("a.wav", 'He said "no".'), ("b.wav", '"odd'), ("c.wav", "Third")]
     path = written(folder / "n.csv", 'path,text\na.wav,"one, ""two""\nthree"\nb.wav,four\n')
-    assert [s.turns[-2].text.split() for s in read(path)[1]] == [["one,", '"two"', "three."], ["four."]]
+    assert [s.turns[-2].text.split() for s in read(path)[1]] == [["one,", '"two"', "three"], ["four"]]
 
 
 def test_rows_in_are_rows_kept_and_rows_refused(folder):

@@ -18,7 +18,7 @@ from transformers import AutoProcessor, AutoTokenizer
 
 import train_v2_ddp
 from common import parallel
-from speech import generate_tts, sample_prompts, speak
+from speech import generate_tts, sample_prompts, speak, wording
 from speech.conversations import Clip
 from speech.encode import decode_audio, load_codec
 from speech.labels import delay_rows, token_ids
@@ -51,13 +51,14 @@ def short(tiny, tmp_path_factory):
                 if item["type"] == "audio":
                     item |= {"audio_url": str(tiny.root / item["audio_url"]), "offset": 0.3,
                              "duration": 0.4 + 0.13 * number}
-    entries[2]["messages"][1]["content"] = entries[2]["misc"]["target_transcript"]
+    entries[2]["messages"][1]["content"] = entries[2]["misc"]["target_transcript"] = "Quiet，please（now）"
+    entries[2]["messages"][2]["content"][0]["text"] = "Quiet please, now"
     return written(tmp_path_factory.mktemp("short") / "short.json", entries)
 
 
 def prompts_of(voice, path, room=2000):
     _, tokenizer, ids, codec, bandwidth = voice
-    return speak.prepare(speak.read_prompts(path), tokenizer, ids, codec, bandwidth, room)
+    return speak.prepare(speak.read_prompts(path, False), tokenizer, ids, codec, bandwidth, room)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -114,8 +115,8 @@ def test_lines_and_reference_make_the_canonical_prompt(tiny, voice, tmp_path):
     _, tokenizer, ids, codec, bandwidth = voice
     lines = speak.read_lines(tmp_path / "lines.txt")
     assert [text for _, text in lines] == ["Good night.", "The map: where?"]
-    said = speak.prepare(speak.text_prompts(lines, clip, "My voice.", scene="A quiet room."), tokenizer, ids, codec,
-                         bandwidth, 2000)
+    said = speak.prepare(speak.text_prompts(lines, False, clip, "My voice.", scene="A quiet room."), tokenizer, ids,
+                         codec, bandwidth, 2000)
     text = tokenizer.decode(said[1].tokens[~np.isin(said[1].tokens, (ids.audio, ids.delay))])
     assert text == ("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nGenerate audio following "
                     "instruction.\n\n<|scene_desc_start|>\nA quiet room.\n<|scene_desc_end|><|eot_id|>"
@@ -291,11 +292,13 @@ def test_a_model_that_learnt_clips_by_heart_gives_back_their_codes(pool, tiny, s
                                          json.loads(short.read_text())):
         assert np.array_equal(said, true), record["name"]
         assert record["ended_by"] == "eos" and record["frames"] == len(true) and record["seconds"] == len(true) / 25
-        assert record["text"] == entry["misc"]["target_transcript"]
+        assert record["text"] == wording.normalise(entry["misc"]["target_transcript"])
         assert record["target_seconds"] == entry["messages"][2]["content"][1]["duration"]
         wave, rate = soundfile.read(tmp_path / "said" / f"{record['name']}.wav", dtype="float32")
         assert rate == 24000 and np.allclose(wave, speak.decode(voice[3], true).clip(-1, 1), atol=1e-4)
     assert len(records) == 3 and "3 ended by themselves" in output and "notice" not in output
+    assert records[2]["text"] == "Quiet, please now." and f"on, as {folder / 'checkpoint-100'} was trained" in output
+    assert records[2]["normalize_text"] == "on"
 
 
 def test_validation_hears_the_model_learn(learnt):
@@ -387,7 +390,7 @@ class Asked:
 def test_what_time_cut_off_did_not_stop_by_itself(tiny, voice, short, tmp_path, monkeypatch, capsys):
     """Rates of one that ended, one at its length and one out of time; after a request to stop there are none."""
     native, tokenizer, ids, codec, bandwidth = voice
-    prompts, settings = sample_prompts.load(str(short), 10.0, tokenizer, ids, native.config, tiny.codec, CPU)
+    prompts, settings = sample_prompts.load((str(short), True, 10.0), tokenizer, ids, native.config, tiny.codec, CPU)
     true = [round(prompt.target_seconds * 25) for prompt in prompts]
     ends = [(np.zeros((2 * true[0], 8), int), "eos"), (np.zeros((true[1], 8), int), "length"),
             (np.zeros((0, 8), int), "time")]
@@ -459,7 +462,7 @@ def refuse(tiny, tmp_path, capsys):
     (("--text", "a", "--temperature", -1), "--temperature is -1"),
     (("--text", "a", "--top_p", 0), "--top_p is 0.0"),
     (("--text", "a", "--max_seconds", 0), "--max_seconds is 0.0"),
-    (("--text", "a", "--max_seconds", 300), "--text 'a': 51 tokens"),
+    (("--text", "a", "--max_seconds", 300), "--text 'a': 52 tokens"),
     (("--text", "a", "--batch_size", 0), "--batch_size is 0"),
     (("--text", "a", "--seed", 10**20), "--seed is 1000"),
     (("--text", "a <|eot_id|>"), "text contains the control token <|eot_id|>"),
