@@ -18,7 +18,7 @@ from common import parallel
 from common.problems import settle
 from common.watchdog import ignore_in_worker
 from speech.encode import ensure_codes, plan_codes
-from speech.labels import IGNORE, PackedBatch, assemble
+from speech.labels import IGNORE, PackedBatch, audio_targets
 from speech.prepared import is_prepared, open_prepared
 from speech.table import Table, read_all
 
@@ -86,12 +86,12 @@ class SpeechSamples(Dataset):
         return len(self.table)
 
     def __getitem__(self, i):
-        """The sample's number and what assemble makes of it."""
+        """The sample's number and what the layout of ids makes of it."""
         t = self.table
         tokens = slice(t.token_offsets[i], t.token_offsets[i + 1])
         clips = t.clips[t.clip_offsets[i]:t.clip_offsets[i + 1]]
         codes = [t.reader.codes(*t.where[clip].tolist()) for clip in clips]
-        return {"number": i, **assemble(t.tokens[tokens].astype(np.int64), t.labelled[tokens], codes, self.ids)}
+        return {"number": i, **self.ids.assemble(t.tokens[tokens].astype(np.int64), t.labelled[tokens], codes)}
 
 
 def collate(samples, ids, pad_to=0):
@@ -107,24 +107,23 @@ def collate(samples, ids, pad_to=0):
         samples = [*samples, {"number": None, "input_ids": np.full(n, ids.pad), "is_audio": np.zeros(n, bool),
                               "text_labels": np.full(n, IGNORE), "audio_ids": none, "audio_labels": none}]
     seqlens = [len(s["input_ids"]) for s in samples]
-    joined = {key: np.concatenate([s[key] for s in samples]) for key in samples[0] if key != "number"}
+    joined = {key: np.concatenate([s[key] for s in samples])
+              for key in ("input_ids", "is_audio", "text_labels", "audio_ids")}
     is_audio, next_text = joined["is_audio"], np.append(joined["text_labels"][1:], IGNORE)
     next_text[np.cumsum(seqlens) - 1] = IGNORE                          # a sample's last token predicts nothing
-    # row 0 of a clip is never a label, so shifting the joined rows cannot reach into the next clip
-    next_audio = np.concatenate([joined["audio_labels"][1:], np.full((1, ids.num_codebooks), IGNORE)])
-    next_audio = next_audio[:len(joined["audio_labels"])]
+    found, starts = [audio_targets(s) for s in samples], np.cumsum([0, *seqlens])
+    audio_at = np.concatenate([at + start for (at, _), start in zip(found, starts)])
+    targets = np.concatenate([rows for _, rows in found])
     text_pos, audio_pos = np.flatnonzero(~is_audio), np.flatnonzero(is_audio)
     seq_index = np.empty(len(is_audio), np.int64)
     seq_index[np.concatenate([text_pos, audio_pos])] = np.arange(len(is_audio))
-    text_at, audio_at = np.flatnonzero(next_text != IGNORE), np.flatnonzero((next_audio != IGNORE).any(axis=1))
+    text_at = np.flatnonzero(next_text != IGNORE)
     numbers = tuple(s["number"] for s in samples if s["number"] is not None)
-    clips = int((joined["audio_ids"] == ids.stream_bos).all(axis=1).sum())      # one all-BOS row opens each clip
     counts = {"tokens": total, "samples": len(numbers), "padding": padding,
-              "frames": len(audio_pos) - clips * (ids.num_codebooks + 1),
-              "audio_targets": int((next_audio != IGNORE).sum()), "text_targets": len(text_at)}
-    tensors = [joined["input_ids"], np.concatenate([np.arange(n) for n in seqlens]),
-               np.cumsum([0, *seqlens], dtype=np.int32), joined["audio_ids"], audio_pos, text_pos, seq_index,
-               audio_at + len(text_pos), next_audio[audio_at], seq_index[text_at], next_text[text_at]]
+              "audio_targets": int((targets != IGNORE).sum()), "text_targets": len(text_at)}
+    tensors = [joined["input_ids"], np.concatenate([np.arange(n) for n in seqlens]), starts.astype(np.int32),
+               joined["audio_ids"], audio_pos, text_pos, seq_index, seq_index[audio_at], targets, seq_index[text_at],
+               next_text[text_at]]
     return PackedBatch(*map(torch.from_numpy, tensors), -(-max(seqlens) // 128) * 128, tuple(seqlens), numbers, counts)
 
 

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import data
 from bench import block_steps, measure
-from common import optim
+from common import document_attention, optim
 from diffusion import blocks, dit, noise
 from distill import packed_lm, weights
 from distill import table as chat_table
@@ -110,7 +110,7 @@ def chat(device, size, layers, documents):
     """A step of train_sft.py: the second half of each document is trained."""
     config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=size, intermediate_size=2 * size, num_hidden_layers=layers,
                          num_attention_heads=heads(size), num_key_value_heads=2, head_dim=size // heads(size))
-    native = weights.AutoModelForCausalLM.from_config(config, attn_implementation=packed_lm.ATTENTION)
+    native = weights.AutoModelForCausalLM.from_config(config, attn_implementation=document_attention.ATTENTION)
     model = packed_lm.PackedLM(native.to(device).train(), logits=WHOLE)
     rng, trained = np.random.default_rng(0), np.arange(DOCUMENT) >= DOCUMENT // 2
     batch = chat_table.collate([(i, rng.integers(0, VOCABULARY, DOCUMENT), trained) for i in range(documents)])

@@ -248,7 +248,7 @@ def dense_mask(cu_seqlens, n):
 
 
 def dense_attention(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, **_):
-    """packed_lm.packed_attention with one (S, S) mask for all documents."""
+    """document_attention.packed_attention with one (S, S) mask for all documents."""
     out = F.scaled_dot_product_attention(query.to(value.dtype), key.to(value.dtype), value, scale=scaling,
                                          attn_mask=dense_mask(cu_seq_lens_q, query.shape[2]), enable_gqa=True)
     return out.transpose(1, 2), None

@@ -2,8 +2,8 @@
 import numpy as np
 import torch
 
-from common import memory, plan
-from distill import packed_lm, weights
+from common import document_attention, memory, plan
+from distill import weights
 from distill.table import PackedChats
 
 
@@ -30,7 +30,8 @@ def row_bytes(model, bf16, sharded, gpu=True):
         return (PackedChats(places, places, places[:2].int(), none, none, tokens, (), {}, *teacher),), {}
     return memory.row_bytes(model, layers, inputs, bf16=bf16, sharded=sharded, gpu=gpu,
                             plain=[(layer, "gradient_checkpointing", False) for layer in layers],
-                            kernel=memory.Kernel(packed_lm, "_attention_by_document", packed_lm.VARLEN_GQA, True))
+                            kernel=memory.Kernel(document_attention, "_attention_by_document",
+                                                 document_attention.VARLEN_GQA, True))
 
 
 def memory_stages(setup, model, tokens, rows):

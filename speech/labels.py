@@ -20,13 +20,46 @@ CONTROL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
 
 @dataclass
 class TokenIds:
-    """Ids the trainer needs, from the tokenizer and the model's config."""
+    """Ids the trainer needs, from the tokenizer and the model's config, and the layout that goes with them.
+
+    labels3.Ids has the same methods for Higgs TTS 3.
+    """
     audio: int              # <|AUDIO_OUT|>, stands for one row of codes
     delay: int              # marks the last num_codebooks - 1 rows of a clip
     pad: int
     num_codebooks: int
     stream_bos: int
     stream_eos: int
+
+    @property
+    def hole(self):
+        """What stands for a whole clip in a table's tokens."""
+        return self.audio
+
+    def forbidden(self, tokenizer):
+        """{id: token} of what no text may spell."""
+        return {tokenizer.convert_tokens_to_ids(t): t for t in CONTROL_TOKENS} | {
+            self.delay: tokenizer.convert_ids_to_tokens(self.delay)}
+
+    def streams(self, sample):
+        """[(name, conversation_pieces)] of a Sample, and what had to be left out: [] here."""
+        return [(sample.name, conversation_pieces(sample))], []
+
+    def rows(self, frames, trained):
+        """Rows that a clip of so many frames takes; ints or arrays."""
+        return frames + self.num_codebooks + 1 + 0 * trained
+
+    def targets(self, frames):
+        """Trained codes of a clip of so many frames."""
+        return self.num_codebooks * (frames + 1)
+
+    def predicting(self, frames):
+        """Rows that predict a trained clip of so many frames."""
+        return frames + self.num_codebooks
+
+    def assemble(self, tokens, labelled, codes):
+        """See assemble."""
+        return assemble(tokens, labelled, codes, self)
 
 
 def token_ids(tokenizer, config):
@@ -113,6 +146,18 @@ def assemble(tokens, labelled, codes, ids):
             "audio_ids": np.concatenate([empty, *rows]), "audio_labels": np.concatenate([empty, *labels])}
 
 
+def audio_targets(sample):
+    """(R,) positions in a sample that predict a row of codes, (R, 8) that row, IGNORE where not trained.
+
+    sample: of assemble, whose labels stand beside the rows they belong to, or of labels3.assemble.
+    """
+    if "audio_at" in sample:
+        return sample["audio_at"], sample["audio_targets"]
+    following = sample["audio_labels"][1:]      # row 0 of a clip is never a label, so none reaches into the next clip
+    trained = np.flatnonzero((following != IGNORE).any(axis=1))
+    return np.flatnonzero(sample["is_audio"])[trained], following[trained]
+
+
 @dataclass
 class PackedBatch:
     """B samples of S tokens in all, A of them audio rows, on one flat axis. All tensors int64 unless said.
@@ -134,7 +179,7 @@ class PackedBatch:
     longest: int                    # longest sample, rounded up to 128 so that compiled code sees few values
     seqlens: tuple                  # B python ints: sample lengths, for attention without a variable-length kernel
     samples: tuple                  # sample numbers in the table, for naming them in errors
-    counts: dict                    # python ints: tokens, frames, samples, padding, audio_targets, text_targets
+    counts: dict                    # python ints: tokens, samples, padding, audio_targets, text_targets
 
     __reduce__ = loading.reduce
     to = loading.to

@@ -1,6 +1,6 @@
 """Makes everything a test or a demo needs without a download: a tiny Higgs-Audio V2, its codec, and spoken clips.
 
-    python speech/make_tiny.py OUT_DIR [--clips 48] [--speakers 4] [--seed 0] [--voice auto|espeak|numpy]
+    python speech/make_tiny.py OUT_DIR [--clips 48] [--speakers 4] [--seed 0] [--voice auto|espeak|numpy] [--higgs3]
 
     OUT_DIR/model       a random two-layer language model in the native format, with tokenizer, template and processor
     OUT_DIR/codec       a random audio codec of the real geometry: 24 kHz, 25 frames per second, 8 codebooks of 1024
@@ -9,7 +9,8 @@
 
 The same seed writes the same files again. The weights are random, so the model cannot speak before it is trained:
 only file formats, shapes, token names and the codec's geometry are those of the real one. OUT_DIR/model names the
-codec by its absolute path, so make it again rather than move it.
+codec by its absolute path, so make it again rather than move it. With --higgs3 OUT_DIR/model is a Higgs TTS 3 in the
+published names instead, the codec's weights inside as there.
 """
 
 import sys
@@ -27,6 +28,7 @@ def build_parser():
     p.add_argument("--clips", type=int, default=48, help="wav files, and samples in train.json")
     p.add_argument("--speakers", type=int, default=4, help="voices that share the clips")
     p.add_argument("--seed", type=int, default=0, help="weights, codebooks and the numpy voice's noise")
+    flags.switch(p, "--higgs3", help="a model of Higgs TTS 3's form, not of V2's")
     p.add_argument("--voice", choices=("auto", "espeak", "numpy"), default="auto", help="auto: espeak-ng if there")
     return p
 
@@ -66,6 +68,9 @@ try:
 except (ImportError, OSError, RuntimeError) as broken:      # most often a torchaudio built for another torch
     sys.exit(f"error: transformers cannot be imported ({str(broken).splitlines()[0]}). Run launch/setup.sh")
 
+from common import tensor_files
+from speech import higgs3
+
 VOCAB_SIZE = 600
 CODEC_RATE = 24000  # Hz
 CODEC_STRIDES = [8, 5, 4, 2, 3]  # product: 960 samples a frame
@@ -80,6 +85,11 @@ SPECIAL_TOKENS = [
     "<|scene_desc_end|>", "<|reserved_special_token_3|>", "<|reserved_special_token_4|>",
     "<|reserved_special_token_5|>", "<|reserved_special_token_7|>",
 ]  # fmt: skip
+
+# Some of Higgs TTS 3's added tokens, in the order of their ids, and of its 43 control tags.
+SPECIAL_TOKENS_3 = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|tts|>", "<|audio|>", "<|audio_end|>", "<|text|>",
+                    "<|text_end|>", "<|eoc|>", "<|ref_audio|>", "<|ref_text|>", "<|emotion:elation|>",
+                    "<|style:whispering|>", "<|sfx:laughter|>", "<|prosody:pause|>"]
 
 # How the Llama 3 family cuts text before byte-pair merging: contractions, words, up to three digits, signs, space.
 WORD_PATTERN = (
@@ -139,21 +149,8 @@ def make_tokenizer(out_dir):
 
     The special tokens come last, as in the real one. It adds no begin-of-text token by itself.
     """
-    bpe = Tokenizer(models.BPE())
-    words = pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated")
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(SENTENCES, trainer)
-    bpe.add_special_tokens(SPECIAL_TOKENS)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
+        tokenizer_object=train_bpe(SPECIAL_TOKENS),
         bos_token="<|begin_of_text|>",
         eos_token="<|eot_id|>",
         pad_token="<|end_of_text|>",
@@ -163,6 +160,24 @@ def make_tokenizer(out_dir):
     )
     tokenizer.save_pretrained(Path(out_dir) / "model")
     return tokenizer
+
+
+def train_bpe(special_tokens):
+    """Returns a byte-level BPE Tokenizer of 600 ids, trained on SENTENCES; the special tokens come last."""
+    bpe = Tokenizer(models.BPE())
+    words = pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated")
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - len(special_tokens),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(SENTENCES, trainer)
+    bpe.add_special_tokens(special_tokens)
+    return bpe
 
 
 def make_model(out_dir, tokenizer, seed=0, **config_overrides):
@@ -255,6 +270,40 @@ def make_codec(out_dir, seed=0):
     codec.save_pretrained(folder)
     feature_extractor().save_pretrained(folder)
     return codec
+
+
+def make_model3(out_dir, codec, seed=0, **text_overrides):
+    """Saves a random Higgs TTS 3 of two layers in OUT_DIR/model, in the published names and files; returns its folder.
+
+    codec: of make_codec; its weights lie in the same file, as there. text_overrides are fields of text_config.
+    """
+    folder = Path(out_dir) / "model"
+    folder.mkdir(parents=True, exist_ok=True)
+    bpe = train_bpe(SPECIAL_TOKENS_3)
+    bpe.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>",
+                "pad_token": "<|endoftext|>", "model_max_length": 32768}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    text = {"model_type": "qwen3", "vocab_size": VOCAB_SIZE + 8, "hidden_size": 96, "intermediate_size": 192,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+            "rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "hidden_act": "silu", "attention_bias": False,
+            "attention_dropout": 0.0, "tie_word_embeddings": True, "rope_theta": None, "dtype": "float32",
+            "initializer_range": 0.06, **text_overrides}
+    audio = {"model_type": "higgs_audio_encoder", "encoder_type": "discrete", "num_codebooks": 8, "vocab_size": 1026,
+             "out_dim": text["hidden_size"], "use_delay_pattern": True, "tie_word_embeddings": True}
+    config = {"architectures": ["HiggsMultimodalQwen3ForConditionalGeneration"], "audio_token_id": -100,
+              "model_type": higgs3.MODEL_TYPE, "audio_encoder_config": audio, "text_config": text}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = higgs3.Higgs3(higgs3.read_config(config))
+        torch.nn.init.normal_(model.audio_embedding.weight, std=text["initializer_range"])
+    published = {ours: name for name, ours in higgs3.OURS.items()}
+    tensors = {published.get(name, name): value.detach() for name, value in model.named_parameters()}
+    tensors |= {head: tensors[table].clone() for head, table in higgs3.HEADS.items()}
+    tensors |= {higgs3.CODEC + name: value for name, value in codec.state_dict().items()}
+    tensor_files.save({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+    return folder
 
 
 def synthesise(text, speaker, sample_rate, rng):
@@ -384,13 +433,18 @@ def main(argv=None):
 
     speech = make_speech(args.out_dir, args.clips, args.speakers, args.seed, args.voice)
     dataset = make_dataset(args.out_dir, speech)
-    tokenizer = make_tokenizer(args.out_dir)
-    model = make_model(args.out_dir, tokenizer, args.seed)
     codec = make_codec(args.out_dir, args.seed)
+    if args.higgs3:
+        folder = make_model3(args.out_dir, codec, args.seed)
+        made = f"Higgs TTS 3 of {sum(p.numel() for p in higgs3.load(folder)[0].parameters()):,} parameters"
+    else:
+        tokenizer = make_tokenizer(args.out_dir)
+        model = make_model(args.out_dir, tokenizer, args.seed)
+        made = f"{model.num_parameters():,} parameters, {len(tokenizer)} token ids"
 
     print(f"{args.out_dir / 'speech'}: {len(speech)} clips, {sum(clip['seconds'] for clip in speech):.0f} s of speech")
     print(f"{dataset}: {len(speech)} samples, {args.speakers} speakers")
-    print(f"{args.out_dir / 'model'}: {model.num_parameters():,} parameters, {len(tokenizer)} token ids")
+    print(f"{args.out_dir / 'model'}: {made}")
     print(f"{args.out_dir / 'codec'}: {codec.num_parameters():,} parameters, {codec.config.num_quantizers} codebooks")
 
 

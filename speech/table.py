@@ -20,8 +20,7 @@ from common.indexing import Column, Lists, in_order, token_lists
 from common.parallel import UserError
 from common.problems import problem, settle
 from speech.codes import FRAME_RATE, CodeReader
-from speech.conversations import Clip
-from speech.labels import CONTROL_TOKENS, conversation_pieces
+from speech.conversations import BadSample, Clip
 from speech.sources import NOTES, open_source, read_chunks
 from speech.wording import RECOGNISED
 
@@ -92,9 +91,8 @@ class TableBuilder:
 
     def __init__(self, tokenizer, ids, folder=None, facts=False):
         self.tokenizer, self.ids, self.lists = tokenizer, ids, token_lists(tokenizer)
-        self.control = {tokenizer.convert_tokens_to_ids(t): t for t in CONTROL_TOKENS}
-        self.control[ids.delay] = tokenizer.convert_ids_to_tokens(ids.delay)
-        self._known, self._spelled, self._clips = {}, {}, None
+        self.control = ids.forbidden(tokenizer)
+        self._known, self._spelled, self._clips, self.left_out = {}, {}, None, Counter()
         self.folder = Path(folder or tempfile.mkdtemp())
         if folder is None:
             weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
@@ -120,22 +118,29 @@ class TableBuilder:
 
     def chunk(self, samples, problems):
         """{name: array} of Samples, for `append`, which may be that of another process's builder."""
-        good = []
+        good, facts, left_out = [], [], Counter()
         for sample in samples:
             if token := self._control_token(sample):
                 problems.append(problem(sample.name, "control_token", f"text contains the control token {token}; "
                                                                                       "remove it"))
-            else:
-                good.append(sample)
-        streams = [conversation_pieces(sample) for sample in good]
+                continue
+            try:
+                found, without = self.ids.streams(sample)
+            except BadSample as error:
+                problems.append(problem(sample.name, "invalid", str(error)))
+                continue
+            good += found
+            facts += [facts_of(sample)] * len(found) if self.facts is not None else []
+            left_out.update(without)
+        streams = [stream for _, stream in good]
         pieces, labels = zip(*itertools.chain.from_iterable(streams)) if good else ((), ())
         starts = np.cumsum([0, *map(len, streams)])[:-1]
         new = list({text for text in pieces if type(text) is str and text not in self._known})
         known = {**self._known, **dict(zip(new, self.lists(new)))}
         for text in new:        # template pieces repeat in every sample, the samples' own text does not
-            if text.startswith("<|"):
+            if text.startswith("<|") and text.endswith(("|>", "\n\n")):
                 self._known[text] = known[text]
-        hole = [self.ids.audio]
+        hole = [self.ids.hole]
         parts = [known[piece] if type(piece) is str else hole for piece in pieces]
         lengths = np.fromiter(map(len, parts), np.int64, len(parts))
         spoken = np.array([type(piece) is Clip for piece in pieces], bool)
@@ -143,20 +148,19 @@ class TableBuilder:
         clips = {}
         entries = [clips.setdefault(clip, len(clips)) for clip in itertools.compress(pieces, spoken)]
         paths, cuts = [os.fsencode(clip.path) for clip in clips], [_packed(clip) for clip in clips]
-        digests, names = b"".join(map(_clip_digest, paths, cuts)), [s.name.encode("utf-8", "backslashreplace")
-                                                                    for s in good]
+        digests, names = b"".join(map(_clip_digest, paths, cuts)), [name.encode("utf-8", "backslashreplace")
+                                                                    for name, _ in good]
 
         def per_sample(values):
             return np.add.reduceat(values, starts, dtype=np.int64) if good else np.empty(0, np.int64)
 
-        facts = np.array([facts_of(sample) for sample in good], FACTS) if self.facts is not None else None
-        return {"facts": facts, "tokens": np.fromiter(itertools.chain.from_iterable(parts), np.int32, lengths.sum()),
+        return {"facts": np.array(facts, FACTS), "tokens": np.fromiter(itertools.chain.from_iterable(parts), np.int32, lengths.sum()),
                 "token_counts": per_sample(lengths), "labelled": np.repeat(labels, lengths),
                 "text_targets": per_sample(lengths * (labels & ~spoken)),
                 "entries": np.array(entries, np.int32), "entry_counts": per_sample(spoken), "trained": labels[spoken],
                 "names": _bytes(names), "name_counts": _sizes(names), "paths": _bytes(paths),
                 "path_counts": _sizes(paths), "cuts": np.array(cuts).reshape(-1, 4),
-                "digests": np.frombuffer(digests, np.uint64).reshape(-1, 2)}
+                "digests": np.frombuffer(digests, np.uint64).reshape(-1, 2), "left_out": left_out}
 
     def append(self, chunk):
         """Add a chunk to the columns."""
@@ -169,6 +173,7 @@ class TableBuilder:
         self.paths.append(chunk["paths"], chunk["path_counts"])
         self.cuts.append(chunk["cuts"])
         self.digests.append(chunk["digests"])
+        self.left_out.update(chunk["left_out"])
         if self.facts is not None:
             self.facts.append(chunk["facts"])
         self._clips = None
@@ -212,7 +217,7 @@ class TableBuilder:
         cache_folder, shards, where: of speech.encode.ensure_codes; where is (n_clips, 3) int64, in the order of
         `clips`. Samples with a clip of 0 frames, which has no codes, are not `audible`, nor are those left out.
         """
-        folder, books, numbers = Path(folder), self.ids.num_codebooks, self.clips.numbers
+        folder, numbers = Path(folder), self.clips.numbers
         folder.mkdir(parents=True, exist_ok=True)
         entries, trained, offsets = self.entries.values.array(), self.trained.array(), self.entries.offsets.array()
         columns = {name: Column(self.folder / f"{name}.npy", kind) for name, kind in (
@@ -229,11 +234,12 @@ class TableBuilder:
                 return np.diff(np.concatenate([[0], np.cumsum(values)])[bounds])
 
             columns["clips"].append(clips)
-            columns["lengths"].append(np.diff(self.tokens.offsets.array()[start:stop + 1]) + per_sample(frames + books))
+            columns["lengths"].append(np.diff(self.tokens.offsets.array()[start:stop + 1])
+                                      + per_sample(self.ids.rows(frames, trained[part]) - 1))      # one token is there
             columns["frames"].append(per_sample(frames))
             heard = per_sample(frames == 0) == 0
             columns["audible"].append(heard if left_out is None else heard & ~left_out[start:stop])
-            columns["audio_targets"].append(per_sample(np.where(trained[part], books * (frames + 1), 0)))
+            columns["audio_targets"].append(per_sample(np.where(trained[part], self.ids.targets(frames), 0)))
         for column in (*columns.values(), self.tokens.values, self.tokens.offsets, self.labelled, self.names.values,
                        self.names.offsets, self.text_targets):
             column.close()
@@ -362,6 +368,8 @@ def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0,
         print(f"data       dropped: {said}", flush=True)
     for how, (count, words) in sorted(recognised.items()):
         print(f"data       {count} {RECOGNISED[how].format(words)}", flush=True)
+    for what, n in sorted(builder.left_out.items()):
+        print(f"data       {n} samples {what}", flush=True)
     return builder, sources
 
 

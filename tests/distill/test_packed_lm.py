@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import transformers
 from transformers import AutoModelForCausalLM
 
-from common import adapters
+from common import adapters, document_attention
 from common.packing import PackOrder
 from common.parallel import UserError
 from distill import packed_lm, weights
@@ -16,7 +16,7 @@ from distill.table import ChatSamples, collate
 from tests.helpers.students import sample_loss
 
 
-def packed_model(folder, recompute=None, attention=packed_lm.ATTENTION):
+def packed_model(folder, recompute=None, attention=document_attention.ATTENTION):
     """The model of a folder by our own loading, in a PackedLM."""
     native = weights.empty_model(weights.load_config(folder), torch.float32, folder, attention)
     parts = weights.weight_parts(folder, native)
@@ -155,7 +155,7 @@ def test_other_architectures_packed(kind, settings):
     config = getattr(transformers, f"{kind}Config")(**GPT2 if settings is None else SIZES | settings)
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(config).eval()
-    ours = weights.empty_model(config, torch.float32, attention=packed_lm.ATTENTION).eval()
+    ours = weights.empty_model(config, torch.float32, attention=document_attention.ATTENTION).eval()
     packed_lm.check_model(ours)
     weights.give_memory(ours, "cpu")
     same = dict(theirs.named_parameters())
@@ -183,7 +183,7 @@ def test_other_architectures_packed(kind, settings):
 def test_architectures_that_cannot_be_packed(kind, settings, part):
     config = getattr(transformers, f"{kind}Config")(**SIZES | settings)
     with pytest.raises(UserError, match=re.escape(part)):
-        model = weights.empty_model(config, torch.float32, attention=packed_lm.ATTENTION)
+        model = weights.empty_model(config, torch.float32, attention=document_attention.ATTENTION)
         packed_lm.check_model(model)
         weights.give_memory(model, "cpu")
         packed_lm.PackedLM(model)(collate([(0, np.arange(5), np.ones(5, bool))]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from common import adapters, memory
+from common import adapters, document_attention, memory
 from distill import packed_lm, plan, table, train_sft, weights
 from tests.helpers import chats
 from tests.helpers.live_bytes import LiveBytes
@@ -25,7 +25,7 @@ def built(kind, lora, bf16, sharded, recompute, dropout=0.0, **more):
     for _ in range(2):
         torch.manual_seed(0)
         native = net = weights.empty_model(MODELS[kind], torch.bfloat16 if lora and bf16 else torch.float32,
-                                             attention=packed_lm.ATTENTION)
+                                             attention=document_attention.ATTENTION)
         if lora:
             net = adapters.add_lora(native, weights.decoder_layers(native), 8, 16, dropout, "all-linear", "base")
         models.append(packed_lm.PackedLM(net, recompute, **more).train())
@@ -127,7 +127,7 @@ def test_flash_attention_keeps_less_than_the_cpu():
     """Grouped keys and values as they are where torch's kernel takes them, and no second output."""
     empty, _ = built("qwen", False, True, True, None)
     cpu, gpu = (plan.row_bytes(empty, True, True, gpu=gpu)["layer"] for gpu in (False, True))
-    repeated = 2 * 2 * (6 - 2) * 16 if packed_lm.VARLEN_GQA else 0
+    repeated = 2 * 2 * (6 - 2) * 16 if document_attention.VARLEN_GQA else 0
     assert cpu - gpu == repeated + 2 * 6 * 16
 
 

@@ -84,10 +84,9 @@ def check_against_slow(batch, numbers, tokenizer, ids, pad_to=0):
     assert len(batch.text_rows) == len(text_targets) and len(batch.audio_rows) == len(audio_targets)
     assert all(is_audio[p] for p in audio_targets)              # codes are predicted from audio positions only
 
-    clips = [c for i in numbers for t in CONVERSATIONS[i] for c in t.clips]
     trained = [c for i in numbers for t in CONVERSATIONS[i] if t.trained for c in t.clips]
     assert batch.counts == {
-        "tokens": total, "samples": len(numbers), "padding": padding, "frames": sum(int(c.seconds) for c in clips),
+        "tokens": total, "samples": len(numbers), "padding": padding,
         "audio_targets": sum(8 * (int(c.seconds) + 1) for c in trained), "text_targets": len(text_targets)}
 
 
@@ -113,8 +112,7 @@ def test_exactly_full_budget_needs_no_padding(table, tokenizer, ids):
 def test_empty_pack_weighs_nothing(ids):
     batch = collate([], ids, 256)
     assert len(batch.audio_rows) == len(batch.text_rows) == 0 and batch.samples == ()
-    assert batch.counts == {"tokens": 0, "samples": 0, "padding": 256, "frames": 0, "audio_targets": 0,
-                            "text_targets": 0}
+    assert batch.counts == {"tokens": 0, "samples": 0, "padding": 256, "audio_targets": 0, "text_targets": 0}
 
 
 def test_table_counts_are_those_of_the_batches(table, ids):
@@ -122,8 +120,8 @@ def test_table_counts_are_those_of_the_batches(table, ids):
     samples = SpeechSamples(table, ids)
     for i in ALL:
         counts = collate([samples[i]], ids).counts
-        assert {k: int(getattr(table, k)[i]) for k in ("frames", "audio_targets", "text_targets")} == \
-            {k: counts[k] for k in ("frames", "audio_targets", "text_targets")}
+        assert {k: int(getattr(table, k)[i]) for k in ("audio_targets", "text_targets")} == \
+            {k: counts[k] for k in ("audio_targets", "text_targets")}
         assert int(table.lengths[i]) == counts["tokens"] and table.name(i) == f"sample {i}"
 
 

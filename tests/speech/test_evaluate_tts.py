@@ -27,7 +27,6 @@ from transformers import (
 )
 
 from common import parallel
-from common.parallel import UserError
 from speech import evaluate_tts, make_tiny, speak
 from speech import speech_metrics as sm
 from speech.conversations import Clip
@@ -571,5 +570,5 @@ def test_texts_of_a_normalised_and_a_plain_folder_are_the_same_prompts(tmp_path)
     def sample(words):
         return evaluate_tts.Sample("0000", tmp_path / "0000.wav", words, "eos", None, (None, None), None)
     evaluate_tts.check_same_prompts(["a", "b"], [[sample("多い，少ない")], [sample("多い, 少ない.")]])
-    with pytest.raises(UserError, match="another text"):
+    with pytest.raises(parallel.UserError, match="another text"):
         evaluate_tts.check_same_prompts(["a", "b"], [[sample("多い")], [sample("少ない")]])
