@@ -154,7 +154,8 @@ class TableBuilder:
         def per_sample(values):
             return np.add.reduceat(values, starts, dtype=np.int64) if good else np.empty(0, np.int64)
 
-        return {"facts": np.array(facts, FACTS), "tokens": np.fromiter(itertools.chain.from_iterable(parts), np.int32, lengths.sum()),
+        return {"facts": np.array(facts, FACTS),
+                "tokens": np.fromiter(itertools.chain.from_iterable(parts), np.int32, lengths.sum()),
                 "token_counts": per_sample(lengths), "labelled": np.repeat(labels, lengths),
                 "text_targets": per_sample(lengths * (labels & ~spoken)),
                 "entries": np.array(entries, np.int32), "entry_counts": per_sample(spoken), "trained": labels[spoken],
