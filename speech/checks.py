@@ -12,7 +12,7 @@ from speech.table import file_of
 SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
 CLIPPED = 1e-3              # share of samples at full scale
 DC = 0.02                   # mean of the samples; full scale is 1
-SPREAD = 1.5                # interquartile ranges beyond the quartiles: Tukey's fences, as Emilia-Pipe cuts
+SPREAD = 1.5                # interquartile ranges beyond the quartiles of the logarithm: Tukey's fences
 ENOUGH = 20                 # samples of a language, for quartiles
 
 
@@ -71,16 +71,15 @@ def find_problems(builder, sources, where, measures, min_seconds, max_seconds):
     add("in_validation", samples[inside], lambda i: "its audio is in the validation data as well")
     again("duplicate_audio", place, samples, lambda earlier: f"has the same audio as {earlier}")
     again("duplicate_text", facts["said"][samples], samples, lambda earlier: f"has speaker and text of {earlier}")
-    with np.errstate(divide="ignore"):
-        pace = seconds[target] / facts["letters"]           # seconds a letter
+    with np.errstate(divide="ignore", invalid="ignore"):
+        pace = np.log(facts["letters"] / seconds[target])       # letters a second
     for language in np.unique(facts["language"]):
         mine = np.flatnonzero(usable & (facts["letters"] > 0) & (facts["language"] == language))
         if len(mine) >= ENOUGH:
             low, high = np.quantile(pace[mine], (0.25, 0.75))
             far = SPREAD * (high - low)
             odd = mine[(pace[mine] < low - far) | (pace[mine] > high + far)]
-            add("text_rate", odd, lambda i, low=low - far, high=high + far: (
-                f"{1 / pace[i]:.1f} letters a second; usual are {1 / high:.1f} to "
-                f"{f'{1 / low:.1f}' if low > 0 else 'any number'}"))
+            usual = f"usual are {np.exp(low - far):.1f} to {np.exp(high + far):.1f}"
+            add("text_rate", odd, lambda i, usual=usual: f"{np.exp(pace[i]):.1f} letters a second; {usual}")
     return found
 

@@ -150,9 +150,8 @@ def faulty(tmp_path_factory):
         "dots": tone(1.0, hertz=301), "fast": tone(1.0, hertz=302)}
     for name, wave in waves.items():
         soundfile.write(folder / f"{name}.wav", wave, 16000, subtype="FLOAT")
-        text = f"A {'very ' * (len(rows) % 5)}good text of {name.removeprefix('good')}."
-        text = {"again": rows[3:] and rows[3]["text"], "dots": "...", "fast": 9 * "Too much for so short a clip, "}.get(
-            name, text)
+        odd = {"again": rows[3]["text"] if rows[3:] else "", "dots": "...", "tiny": "Tin.", "fast": 9 * "Much too long, "}
+        text = odd.get(name, f"A {'very ' * (len(rows) % 5)}good text of {name.removeprefix('good')}.")
         rows.append({"audio": f"{name}.wav", "text": text, "speaker": "anna"})
     shutil.copy(folder / "good0.wav", folder / "copy.wav")
     (folder / "text.wav").write_text("no audio")
