@@ -21,6 +21,7 @@ from common import tensor_files
 from common.checkpoint import write_atomically
 from common.indexing import in_order
 from common.parallel import UserError
+from speech.containers import file_of
 
 SAMPLE_RATE = 24_000
 FRAME_RATE = 25                 # codec frames per second: 24 kHz / hop 960
@@ -68,7 +69,7 @@ def file_keys(clips):
     stats, keys = array("q"), bytearray()
     for clip in clips:
         try:
-            stat = os.stat(clip.path)
+            stat = os.stat(file_of(clip.path))
         except OSError as error:
             raise UserError(f"{error.filename}: cannot be read any more ({error.strerror})")
         stats.extend((stat.st_size, stat.st_mtime_ns))

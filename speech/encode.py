@@ -37,6 +37,8 @@ from speech.codes import (
     locked,
     measure,
 )
+from speech.containers import file_of, read_bytes, unit_of
+from speech.conversations import MEMBER
 
 MIN_SAMPLES = 960               # one codec frame
 LOUDEST = 10.0                  # peak of a clip; full scale is 1, float files and mp3 may go a little beyond it
@@ -92,13 +94,18 @@ def share_work(clips, unknown, world_size):
 
     def seconds(path, stat, cuts):
         claimed = max(c.seconds for c in cuts.values())
-        return claimed or stat[0] / BYTES_PER_SECOND.get(os.path.splitext(path)[1].lower(), 64_000)
+        size = stat[0] if MEMBER not in path else 64_000        # of a file that holds many: all the same
+        return claimed or size / BYTES_PER_SECOND.get(os.path.splitext(path)[1].lower(), 64_000)
 
-    jobs = sorted(((seconds(path, *job), path, *job) for path, job in files.items()), key=lambda j: (-j[0], j[1]))
+    units = {}      # what is read in one go stays with one rank, in its order
+    for path, job in files.items():
+        units.setdefault(unit_of(path), []).append((seconds(path, *job), path, *job))
+    jobs = sorted(((sum(job[0] for job in unit), name, unit) for name, unit in units.items()),
+                  key=lambda j: (-j[0], j[1]))
     loads, work = [(0.0, rank) for rank in range(world_size)], [[] for _ in range(world_size)]
-    for cost, path, stat, cuts in jobs:
+    for cost, _, unit in jobs:
         load, rank = heapq.heappop(loads)
-        work[rank].append((path, stat, cuts))
+        work[rank] += [(path, stat, cuts) for _, path, stat, cuts in unit]
         heapq.heappush(loads, (load + cost, rank))
     return work
 
@@ -120,7 +127,7 @@ def decode_file(path):
     """A whole file -> (sha256 hex of its bytes, mono float32 waveform (n,), its rate in Hz). Raises ValueError."""
     import soundfile
     try:
-        data = Path(path).read_bytes()
+        data = read_bytes(path)
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})")
     if not data:
@@ -390,9 +397,9 @@ def header_frames(path, cuts, config):
     """
     import soundfile
     try:
-        if not os.path.getsize(path):
+        if not os.path.getsize(file_of(path)):
             raise ValueError("is an empty file")
-        info = soundfile.info(path)
+        info = soundfile.info(path if MEMBER not in path else io.BytesIO(read_bytes(path)))
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})")
     except soundfile.SoundFileError as error:

@@ -16,26 +16,14 @@ from common import json_files
 from common.json_files import SKIPPED, json_entries, json_value
 from common.parallel import UserError
 from common.text import NAME, printable
+from speech import containers
 from speech.choices import FORMATS
+from speech.columns import AUDIO_FILES, OTHER_AUDIO, TEXTS, find_columns
 from speech.conversations import BadSample, Paths
 
-AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aiff", ".aif", ".au", ".caf", ".w64", ".rf64")
-OTHER_AUDIO = (".m4a", ".aac", ".mp4", ".webm", ".wma", ".amr")     # libsndfile does not read them
-TEXTS = (".txt", ".normalized.txt", ".lab")                         # beside an audio file
 MAGIC = ((0, b"PAR1", "parquet"), (0, b"ARROW1", "arrow"), (0, b"\xff\xff\xff\xff", "arrow"), (257, b"ustar", "tar"),
          (0, b"\x1f\x8b", "gzip"), (0, b"RIFF", "audio"), (0, b"fLaC", "audio"), (0, b"OggS", "audio"),
          (0, b"ID3", "audio"))
-COLUMNS = {     # what a column of a manifest means, by its name in lower case; the first name that is there counts
-    "audio": ("audio", "audio_file", "audio_path", "audio_filepath", "audio_filename", "audio_url", "wav", "wav_path",
-              "file_name", "filename", "path", "file"),
-    "text": ("text", "transcript", "transcription", "sentence", "normalized_text", "text_normalized", "target_text"),
-    "id": ("id", "_id", "utt", "utt_id", "sentence_id", "sid", "key"),
-    "speaker": ("speaker", "speaker_id", "speaker_name", "spk", "spk_id", "client_id"),
-    "language": ("language", "lang", "locale"), "scene": ("scene",),
-    "duration": ("duration", "seconds"), "offset": ("offset", "start", "start_time"), "end": ("end", "end_time"),
-    "ref_audio": ("ref_audio", "ref_audio_file", "ref_audio_path", "reference_audio", "prompt_audio"),
-    "ref_text": ("ref_text", "ref_transcript", "reference_text", "prompt_text"),
-    "voice_prompts": ("voice_prompts",)}
 LANGUAGES = {"zh", "ja", "jp", "en", "ko", "yue", "de", "fr", "es", "it", "pt", "ru", "ar", "vi", "th"}
 IPA = re.compile("[əɪʊɛɔæʌɑɹʃʒθðŋˈˌː]")
 NO_SPEAKER = {"wav", "wavs", "clips", "audio", "mp3", "flac", "train", "dev", "test", "eval", "valid", "val"}
@@ -87,6 +75,16 @@ def _folder_formats(folder):
     if "metadata.json" in names:
         return _metadata_json(folder / "metadata.json")
     fits = {}
+    if "state.json" in names and "dataset_info.json" in names:
+        fits |= _shard_formats(folder, _saved_shards(folder))
+    for place in (folder, folder / "data"):
+        for ending in (".parquet", ".tar"):
+            if shards := sorted(place.glob(f"*{ending}")):
+                splits = sorted({re.split("[-_]", shard.name)[0] for shard in shards}) if ending == ".parquet" else []
+                if len(splits) > 1:
+                    raise UserError(f"{folder}: holds the splits {', '.join(splits)}; give one: "
+                                    f"'{place}/{splits[-1]}-*.parquet'")
+                fits |= _shard_formats(folder, shards)
     if "wav.scp" in names and "text" in names:
         fits |= _one(folder, "kaldi", "wav.scp and text" + " and segments" * ("segments" in names), folder,
                      lambda wanted: read_kaldi(folder))
@@ -104,6 +102,14 @@ def _folder_formats(folder):
     return fits
 
 
+def _saved_shards(folder):
+    """Files of a folder that datasets' save_to_disk wrote, in their order."""
+    state = json_files.read_object(folder / "state.json")
+    if state.get("_indices_files"):
+        raise UserError(f"{folder}: its rows are in another order than saved; flatten_indices() before save_to_disk()")
+    return [folder / str(file.get("filename")) for file in state.get("_data_files") or [] if isinstance(file, dict)]
+
+
 def _one(path, kind, about, base, read):
     return {kind: Source(path, kind, about, base, read)}
 
@@ -114,14 +120,28 @@ def _first_audio(folder):
 
 
 def _shard_formats(path, shards):
-    raise UserError(f"{path}: shards of this kind are not read: {shards[0].name}")
+    """{format: Source} of files that hold audio and texts, all of one kind."""
+    kinds = {shard: _magic(shard)[0] for shard in shards}
+    kind = kinds[shards[0]]
+    if kind not in containers.READERS:
+        raise UserError(f"{path}: {shards[0].name} is neither parquet, arrow nor tar")
+    if others := [shard.name for shard in shards if kinds[shard] != kind]:
+        raise UserError(f"{path}: {shards[0].name} is {kind}, {others[0]} is not; give files of one kind")
+    names = [str(shard.resolve()) for shard in shards]
+    about = f"{len(names)} files, " + containers.about(kind, names[0])
+    return _one(path, kind, about, shards[0].parent, lambda wanted: containers.READERS[kind](names, wanted))
+
+
+def _magic(path):
+    """(kind that the first bytes of a file tell, "" for none; those bytes)."""
+    with json_files.open_file(path) as f:
+        head = f.read(2**16)
+    return next((kind for at, magic, kind in MAGIC if head[at:at + len(magic)] == magic), ""), head
 
 
 def _file_formats(path):
     """{format: Source} of all that fit a file."""
-    with json_files.open_file(path) as f:
-        head = f.read(2**16)
-    kind = next((kind for at, magic, kind in MAGIC if head[at:at + len(magic)] == magic), "")
+    kind, head = _magic(path)
     if kind == "gzip":
         raise UserError(f"{path}: is compressed; unpack it first (gunzip, tar xzf)")
     if kind == "audio":
@@ -213,15 +233,6 @@ def _metadata_row(raw, folder):
         "duration": raw.get("duration"), "task_type": raw.get("training_task_type") or raw.get("task_type"),
         "ref_text": raw.get("ref_transcript"), "ref_speakers": raw.get("ref_speakers") or [],
         "voices": raw.get("voices")}
-
-
-def find_columns(names):
-    """{meaning: column name} of a table's column names."""
-    lower = {}
-    for name in names:
-        lower.setdefault(str(name).strip().lower(), name)
-    return {meaning: lower[spelling] for meaning, spellings in COLUMNS.items()
-            for spelling in [next((s for s in spellings if s in lower), None)] if spelling}
 
 
 def _columns_text(kind, columns):

@@ -1,10 +1,21 @@
 """Every format is told from its neighbours by its content, and its rows become the samples that they are."""
 import csv
+import hashlib
+import io
 import json
+import tarfile
 
+import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+import soundfile
 
 from common.parallel import UserError
+from speech.codes import file_keys
+from speech.containers import unit_of
+from speech.conversations import Clip
+from speech.encode import decode_audio, share_work
 from speech.formats import find_source
 from speech.sources import MULTISPEAKER_SYSTEM, Reading, open_source, read_chunks, read_samples
 
@@ -307,3 +318,115 @@ def test_the_text_of_a_reference_may_stand_beside_it(folder):
     written(folder / "b.txt", "From beside.")
     _, samples, _ = read(path)
     assert references(samples) == {"Hi.": "From beside.", "Ho.": None} and samples[1].notes[0][0] == "no_reference_text"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Audio inside other files
+
+
+def waves(n):
+    """{name: bytes of a wav file}, each of another pitch."""
+    found = {}
+    for i in range(n):
+        file = io.BytesIO()
+        soundfile.write(file, 0.3 * np.sin(2 * np.pi * (200 + 20 * i) * np.arange(8000) / 16000), 16000, format="WAV")
+        found[f"c{i}.wav"] = file.getvalue()
+    return found
+
+
+def parquet_of(path, clips, kind, rows=3):
+    """As datasets.push_to_hub and CosyVoice write them, in row groups; kind: of the audio column."""
+    audio = {"struct": pyarrow.array([{"bytes": data, "path": name} for name, data in clips.items()]),
+             "bytes": pyarrow.array(list(clips.values())), "path": pyarrow.array(list(clips)),
+             "no bytes": pyarrow.array([{"bytes": None, "path": name} for name in clips], pyarrow.struct(
+                 {"bytes": pyarrow.binary(), "path": pyarrow.string()}))}[kind]
+    table = pyarrow.table({"audio" if kind != "bytes" else "audio_data": audio, "speaker_id": ["anna"] * len(clips),
+                           "text": [f"This is {name}." for name in clips]})
+    if path.suffix == ".arrow":
+        with pyarrow.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=rows)
+    else:
+        pyarrow.parquet.write_table(table, path, row_group_size=rows)
+    return path
+
+
+def tar_of(path, members):
+    with tarfile.open(path, "w") as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def tar_members(clips):
+    found = {}
+    for name, data in clips.items():
+        found |= {name: data, name.replace(".wav", ".json"): json.dumps(
+            {"text": f" This is {name}.", "speaker": "anna"}).encode()}
+    return found
+
+
+@pytest.mark.parametrize("kind", ["struct", "bytes", "path", "no bytes", "stream", "named tar", "tar"])
+def test_clips_inside_other_files_decode_to_their_own_sound(tmp_path, kind):
+    clips = waves(8)
+    if kind == "tar":
+        first, second = dict(list(clips.items())[:5]), dict(list(clips.items())[5:])
+        tar_of(tmp_path / "s-0.tar", tar_members(first)), tar_of(tmp_path / "s-1.tar", tar_members(second))
+        source = tmp_path / "s-*.tar"
+    else:
+        for name, data in clips.items() if kind in ("path", "no bytes") else ():
+            (tmp_path / name).write_bytes(data)
+        ending = {"stream": "arrow", "named tar": "tar"}.get(kind, "parquet")
+        column = kind if kind in ("bytes", "path", "no bytes") else "struct"
+        source = parquet_of(tmp_path / f"a.{ending}", clips, column)
+    found, samples, problems = read(source)
+    assert not problems and found == {"stream": "arrow", "tar": "tar"}.get(kind, "parquet")
+    assert [s.turns[-2].text for s in samples] == [f"This is {name}." for name in clips]
+    assert {s.speaker for s in samples} == {"anna"}
+    paths = [s.turns[-1].clips[0].path for s in samples]
+    for path, data in reversed(list(zip(paths, clips.values()))):       # as they come, or in any order
+        digest, (wave,) = decode_audio(path, [(None, None)])
+        assert digest == hashlib.sha256(data).hexdigest() and len(wave) == 12000
+    keys = {bytes(key) for key in file_keys([Clip(path) for path in paths])[1]}
+    assert len(keys) == 8
+    units = {unit_of(path) for path in paths}
+    assert len(units) == (3 if kind in ("struct", "bytes", "stream", "named tar") else 8)
+    work = share_work([Clip(path) for path in paths], np.array([[i, 1, 1] for i in range(8)]), 2)
+    assert sorted(i for share in work for _, _, cuts in share for i in cuts) == list(range(8))
+    assert not {unit_of(path) for path, *_ in work[0]} & {unit_of(path) for path, *_ in work[1]}
+
+
+def test_tars_with_dots_in_names_and_without_texts(tmp_path):
+    clips = waves(4)
+    members = {f"x/21.{i}.wav": data for i, data in enumerate(clips.values())}
+    members = dict(sorted((members | {f"x/21.{i}.txt": b"Dots." for i in range(3)} | {"x/._21.wav": b"junk"}).items()))
+    _, samples, problems = read(tar_of(tmp_path / "a.tar", members))
+    assert [s.turns[-2].text for s in samples] == ["Dots."] * 3 and [p.check for p in problems] == ["empty_text"]
+    for sample, data in zip(samples, clips.values()):
+        assert decode_audio(sample.turns[-1].clips[0].path, [(None, None)])[0] == hashlib.sha256(data).hexdigest()
+    with open(tmp_path / "a.tar", "r+b") as file:
+        file.truncate(20000)
+    with pytest.raises(UserError, match="cannot be read as a tar"):
+        read(tmp_path / "a.tar")
+
+
+def test_folders_of_shards(tmp_path):
+    clips = waves(4)
+    (tmp_path / "data").mkdir()
+    parquet_of(tmp_path / "data" / "train-00000-of-00001.parquet", clips, "struct")
+    assert len(read(tmp_path)[1]) == 4
+    parquet_of(tmp_path / "data" / "test-00000-of-00001.parquet", clips, "struct")
+    with pytest.raises(UserError, match="holds the splits test, train; give one: '.*/data/train-\\*.parquet'"):
+        read(tmp_path)
+    assert len(read(tmp_path / "data" / "train-*.parquet")[1]) == 4
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    parquet_of(saved / "data-00000-of-00001.arrow", clips, "struct")
+    written(saved / "dataset_info.json", "{}")
+    written(saved / "state.json", json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    found, samples, _ = read(saved)
+    assert found == "arrow" and len(samples) == 4
+    pyarrow.parquet.write_table(pyarrow.table({"audio": ["a"], "x": [1]}), tmp_path / "n.parquet")
+    with pytest.raises(UserError, match="has no column of text; its columns are audio, x"):
+        read(tmp_path / "n.parquet")

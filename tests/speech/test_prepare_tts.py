@@ -150,7 +150,7 @@ def faulty(tmp_path_factory):
         "dots": tone(1.0, hertz=301), "fast": tone(1.0, hertz=302)}
     for name, wave in waves.items():
         soundfile.write(folder / f"{name}.wav", wave, 16000, subtype="FLOAT")
-        odd = {"again": rows[3]["text"] if rows[3:] else "", "dots": "...", "tiny": "Tin.", "fast": 9 * "Much too long, "}
+        odd = {"again": rows[3]["text"] if rows[3:] else "", "dots": "...", "tiny": "Tin.", "fast": "Too much. " * 14}
         text = odd.get(name, f"A {'very ' * (len(rows) % 5)}good text of {name.removeprefix('good')}.")
         rows.append({"audio": f"{name}.wav", "text": text, "speaker": "anna"})
     shutil.copy(folder / "good0.wav", folder / "copy.wav")
