@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from common import parallel
 from common.problems import settle
-from common.watchdog import ignore_in_worker
+from common.watchdog import init_loader
 from speech.encode import ensure_codes, plan_codes
 from speech.labels import IGNORE, PackedBatch, audio_targets
 from speech.prepared import is_prepared, open_prepared
@@ -133,5 +133,5 @@ def make_loader(table, ids, packs, *, num_workers, prefetch_factor, pad_to=0):
                       collate_fn=lambda samples: collate(samples, ids, pad_to),
                       prefetch_factor=prefetch_factor if num_workers else None, persistent_workers=num_workers > 0,
                       multiprocessing_context="fork" if num_workers else None,      # workers share the mapped table
-                      worker_init_fn=ignore_in_worker,
+                      worker_init_fn=init_loader,
                       generator=torch.Generator())      # else each loader would draw from the generator of the dropout

@@ -5,6 +5,7 @@ states of every rank, position) and manifest.json, written last, with the size a
 built under a .tmp name, synced to disk and renamed, so a kill at any instant leaves the last whole one untouched. Each
 rank writes its own share from copies on the CPU and tells rank 0, which completes the folder.
 """
+import contextlib
 import hashlib
 import io
 import json
@@ -37,12 +38,25 @@ def fsync_path(path):
         os.close(fd)
 
 
+@contextlib.contextmanager
+def naming(path):
+    """An error of writing a file, as that of a full disk, comes without the file's name: it gets this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:     # numpy's: so many requested, so many written
+            raise UserError(f"{path} cannot be written ({error})")
+        error.filename = error.filename or str(path)
+        raise
+
+
 def write_atomically(path, write):
     """write(temporary_path), sync, rename onto path: readers see the old file or the new one, never half of one."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
     try:
-        write(temporary)
+        with naming(path):
+            write(temporary)
         fsync_path(temporary)
         os.replace(temporary, path)
     finally:

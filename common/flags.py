@@ -10,6 +10,7 @@ import os
 import sys
 import time
 
+from common import lifetime
 from common.text import error_text
 
 MODES = ("all", "selective")                                    # of --gradient_checkpointing
@@ -61,6 +62,7 @@ def parse(parser, check=None, argv=None):
 
     A mistake ends the process with one line, printed by rank 0: status 2 for a flag that is not one, 1 for a value.
     """
+    lifetime.end_with_torchrun()        # here, because every script parses before its imports, which take seconds
     status, known = 2, sorted(spellings(parser))
     try:
         for word in sys.argv[1:] if argv is None else argv:     # before argparse complains of what is missing

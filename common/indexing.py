@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from common.checkpoint import naming
 from common.loading import named
 from common.parallel import UserError
-from common.watchdog import ignore_in_worker
+from common.watchdog import init_loader
 
 HERE = 4            # parts made in this process before others are started: small files need none
 
@@ -35,21 +36,24 @@ class Column:
     def append(self, values):
         """Add an array, or a list of numbers."""
         values = np.ascontiguousarray(values, self.dtype)
-        self.file.write(values.tobytes())
+        with naming(self.path):
+            self.file.write(values.tobytes())
         self.length, self._mapped = self.length + len(values), None
 
     def array(self):
         """All that is in it, mapped."""
         if self._mapped is None:
-            self._write_header()
-            self.file.flush()
+            with naming(self.path):
+                self._write_header()
+                self.file.flush()
             self._mapped = np.load(self.path, mmap_mode="r" if self.length else None)   # nothing cannot be mapped
         return self._mapped
 
     def close(self):
         """The file is whole from here on."""
-        self._write_header()
-        self.file.close()
+        with naming(self.path):
+            self._write_header()
+            self.file.close()
 
 
 class Lists:
@@ -108,7 +112,7 @@ def in_order(share, processes, take):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")        # its threads do not survive the fork
         others = iter(DataLoader(_Share(share, HERE, processes), batch_size=None, num_workers=processes,
                                  collate_fn=lambda part: part, multiprocessing_context="fork",
-                                 worker_init_fn=ignore_in_worker))
+                                 worker_init_fn=init_loader))
         for part in others:
             if isinstance(part, UserError):
                 raise part

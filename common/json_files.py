@@ -4,6 +4,7 @@ Only regular files are read: a pipe may never end, and a run that resumes reads 
 no JSON are values that Python's own reader takes or fails on: whole numbers beyond 64 bits, whose use as a float may
 overflow, and nesting so deep that printing the value would fail. Standard library only.
 """
+import errno
 import io
 import json
 import math
@@ -42,6 +43,8 @@ def open_file(path, flag=""):
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)     # to open a pipe that nobody writes would hang
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):     # nothing is wrong with this file
+            raise
         raise UserError(f"{flag}{path}: cannot be read ({error.strerror})")
     except ValueError as error:     # a NUL in the name
         raise UserError(f"{flag}{path}: cannot be read ({error})")

@@ -18,6 +18,7 @@ import time
 from queue import SimpleQueue
 
 import torch
+from torch._utils import ExceptionWrapper
 
 ALIGNMENT = 64      # bytes; kernels may expect 16, views of other types 8
 DEPTH = 2           # batches that are read ahead
@@ -72,6 +73,15 @@ def to(batch, device):
         return batch
     buffer, layout = pack(tensors, pinned=device.type == "cuda")
     return type(batch)(**values_of(batch) | views(buffer.to(device, non_blocking=True), layout))
+
+
+def report_unsent(queue, error, item):
+    """What a loader process cannot hand over, because /dev/shm is full or no file can be opened, is its error instead.
+
+    multiprocessing's own hook of that name, _on_queue_feeder_error, prints a traceback, and the trainer would wait.
+    """
+    number, _ = item
+    queue.put((number, ExceptionWrapper((type(error), error, error.__traceback__), "in a loader process")))
 
 
 def named(error, batches):

@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import socket
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 
 from common import json_files
+from common.checkpoint import naming
 
 # Dense bf16 tensor-core peak, FLOP/s, from the makers' datasheets; SXM parts unless the name says otherwise.
 PEAK_BF16 = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12,
@@ -91,6 +93,8 @@ class MetricsLog:
         self.board = self.wandb = None
         if report_to == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
+            show = threading.excepthook     # a full disk, which add_scalar raises, its thread would print as well
+            threading.excepthook = lambda found: None if issubclass(found.exc_type, OSError) else show(found)
             self.board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
             self.board.add_text("config", "```\n" + json.dumps(config, indent=1) + "\n```", resumed_step)
         if report_to == "wandb":
@@ -104,14 +108,13 @@ class MetricsLog:
     def write(self, step, values):
         """Record {name: number} at an optimizer step everywhere; a number that is not finite becomes null in JSON."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        try:
+        with naming(self.path):
             self.file.write(json.dumps({"step": step, **finite}) + "\n")
-        except OSError as error:        # it does not say which file it is about
-            raise OSError(error.errno, error.strerror, str(self.path))
         if self.board:
-            for name, value in values.items():
-                self.board.add_scalar(name, value, step)
-            self.board.flush()
+            with naming(self.board.log_dir):
+                for name, value in values.items():
+                    self.board.add_scalar(name, value, step)
+                self.board.flush()
         if self.wandb:
             self.wandb.log(values, step=step)
 

@@ -11,6 +11,8 @@ import inspect
 import multiprocessing
 import os
 import random
+import resource
+import shutil
 import signal
 import sys
 import threading
@@ -37,6 +39,7 @@ GRACE_S = 5     # seconds between a rank's error message and the end of the othe
 # without a claim knows that no message was printed, unless its own process had stopped for GRACE_S (stood_still).
 COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset", "Broken pipe", "TCPStore")
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+SHARED = "/dev/shm"     # where processes of a node share memory
 LATER_S = 30    # a collective may outlive its time limit by this, so that the watchdog can name who hangs
 CLAIM = "error message"     # key in the store: a rank has failed and prints why
 
@@ -133,8 +136,8 @@ def one_clear_error():
         leave(130)
     except Exception as error:
         _ignore_loaders()
-        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-            stop(f"{error.filename or 'a file of this run'} cannot be written ({error.strerror})")
+        if lacking := what_is_lacking(error):
+            stop(lacking)
         broken = isinstance(error, dist.DistError) or any(word in str(error) for word in COLLECTIVE_ERRORS)
         if broken:
             _give_way()         # a peer is gone: its own message, or torchrun's, says more
@@ -147,6 +150,32 @@ def one_clear_error():
             print(f"rank {rank} stood still for {paused:.0f} s; the other ranks have ended meanwhile" if paused else
                   error_text(f"rank {rank} failed:\n{traceback.format_exc()}", 400), file=sys.stderr, flush=True)
         leave(1)
+
+
+def what_is_lacking(error):
+    """One line that names the disk, memory or limit of this machine that an error is due to, or None.
+
+    An error in a loader process comes with its text, but without its number.
+    """
+    text, number = str(error), getattr(error, "errno", None)
+    if number in (errno.EMFILE, errno.ENFILE) or "Too many open files" in text or "ancillary data" in text:
+        return (f"too many open files: a process may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} here "
+                "(ulimit -n); raise that, as with ulimit -n 4096, or give fewer --num_workers")
+    nameless = number == errno.ENOSPC and error.filename is None and not free_bytes(SHARED)     # a semaphore
+    if nameless or "shared memory" in text and "No space left" in text:
+        return (f"{SHARED} is full: processes that load data hand it over there; make it larger, as with docker run "
+                "--shm-size=8g, or do without them (--num_workers 0, --preprocess_num_proc 0)")
+    if number in DISK_ERRORS:
+        return f"{error.filename or 'a file of this run'} cannot be written ({error.strerror})"
+    return None
+
+
+def free_bytes(folder):
+    """Space left on a folder's disk; 0 where there is no such folder."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return 0
 
 
 def claim_message(store, alone=True):
@@ -225,7 +254,11 @@ def leave(status):
 
 
 def _ignore_loaders():
-    """The end of a loader process raises nothing any more: torch's SIGCHLD handler would, amid an ending."""
+    """The end of a loader process raises nothing any more: torch's SIGCHLD handler would, amid an ending.
+
+    Nor is anything printed of loaders that could not be made whole, which cannot be deleted.
+    """
+    sys.unraisablehook = lambda found: None
     for _ in range(2):      # the first call may raise what has come already
         with contextlib.suppress(Exception):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -300,12 +333,13 @@ def all_ranks_ok(world, problems):
         raise UserError(problem_text(lines))
 
 
-def problem_text(lines, shown=20):
-    """Many problems as one message: the first `shown`, then how many more there are."""
-    if len(lines) == 1:
+def problem_text(lines, shown=20, total=None):
+    """Many problems as one message: the first `shown`, then how many more there are of `total` (default: all given)."""
+    total = total or len(lines)
+    if total == 1:
         return lines[0]
-    more = [f"  ... and {len(lines) - shown} more"] if len(lines) > shown else []
-    return "\n".join([f"{len(lines)} problems:"] + [f"  {line}" for line in lines[:shown]] + more)
+    more = [f"  ... and {total - shown} more"] if total > shown else []
+    return "\n".join([f"{total} problems:"] + [f"  {line}" for line in lines[:shown]] + more)
 
 
 def all_sum(world, tensor):

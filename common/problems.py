@@ -1,5 +1,7 @@
 """Samples that cannot be used: which of them stop a run, which are dropped, and the list of all, problems.jsonl."""
 import json
+import shutil
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -29,33 +31,62 @@ def problem(name, check, what, file=""):
     return Problem(f"{name}: {what}", name, what, check, str(file))
 
 
-def write(path, problems, more=False):
-    """Write the list of problems, one JSON object a line {"file", "entry", "check", "problem"}; no problems: no list.
+class Problems:
+    """Problems as they are found: written to a file of no name, counted by check; the first SHOWN that stop the run are
+    kept, so that millions take no memory.
 
-    more: behind those that it has.
+    drop: checks whose samples are dropped. folder: where settle() writes LIST, None: nowhere. more: the list has
+    problems of this run already.
     """
-    lines = path.read_text(encoding="utf-8") if more and path.exists() else ""
-    for p in problems:
-        row = {"file": p.file, "entry": p.name.removeprefix(p.file).strip(" :"), "check": p.check, "problem": p.what}
-        lines += json.dumps(row) + "\n"
-    if lines:
-        checkpoint.write_atomically(path, lambda temporary: temporary.write_text(lines, encoding="utf-8"))
-    else:
-        path.unlink(missing_ok=True)
+
+    def __init__(self, drop=(), folder=None, more=False):
+        self.drop, self.path, self.more = drop, Path(folder) / LIST if folder else None, more
+        self.counts, self.shown, self.rows = Counter(), [], None
+
+    def add(self, problems):
+        """Note a list of problems."""
+        for p in problems:
+            self.counts[p.check] += 1
+            if p.check not in self.drop and len(self.shown) < SHOWN:
+                self.shown.append(p)
+            if self.path:
+                self.rows = self.rows or tempfile.TemporaryFile(dir=self.path.parent)
+                row = {"file": p.file, "entry": p.name.removeprefix(p.file).strip(" :"), "check": p.check,
+                       "problem": p.what}
+                self.rows.write(json.dumps(row).encode() + b"\n")
+
+    @property
+    def stopping(self):
+        """How many there are of checks that are not dropped."""
+        return sum(n for check, n in self.counts.items() if check not in self.drop)
+
+    def settle(self, hint=""):
+        """Text of how many samples each check drops, "" if none; UserError with the problems that stop the run.
+
+        LIST then has all of them, one JSON object a line {"file", "entry", "check", "problem"}; none: there is no list.
+        hint: what helps, the error's last line.
+        """
+        if self.rows:
+            checkpoint.write_atomically(self.path, self._write)
+            self.rows.close()
+        elif self.path and not self.more:
+            self.path.unlink(missing_ok=True)
+        if self.stopping:
+            where = f"; all are in {self.path}" if self.path and self.stopping > SHOWN else ""
+            raise UserError(problem_text(self.shown, SHOWN, self.stopping) + where + hint)
+        where = f"; see {self.path}" if self.path and self.counts else ""
+        return ", ".join(f"{n} {check}" for check, n in sorted(self.counts.items())) + where
+
+    def _write(self, temporary):
+        with open(temporary, "wb") as file:
+            if self.more and self.path.exists():
+                file.write(self.path.read_bytes())
+            self.rows.seek(0)
+            shutil.copyfileobj(self.rows, file)
 
 
 def settle(problems, drop=(), folder=None, hint="", more=False):
-    """Text of how many samples each check drops, "" if none; UserError with the problems of checks not in `drop`.
-
-    folder: where LIST is written, with those that are dropped; None: nowhere. hint: what helps, the error's last line.
-    more: the list has problems of this run already.
-    """
-    path = Path(folder) / LIST if folder else None
-    if path:
-        write(path, problems, more)
-    if left := [p for p in problems if p.check not in drop]:
-        where = f"; all are in {path}" if path and len(left) > SHOWN else ""
-        raise UserError(problem_text(left, SHOWN) + where + hint)
-    counts = Counter(p.check for p in problems)
-    where = f"; see {path}" if path and counts else ""
-    return ", ".join(f"{n} {check}" for check, n in sorted(counts.items())) + where
+    """Problems.settle of a list of them; the other arguments as there."""
+    found = Problems(drop, folder, more)
+    found.add(problems)
+    return found.settle(hint)

@@ -105,11 +105,17 @@ def size(count):
 
 def duration(seconds):
     """Seconds as 1:02:03."""
+    if not math.isfinite(seconds):
+        return "–"
     return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
 
 
 def moment(seconds):
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    """Seconds since 1970 as a date; of what is no time of this calendar a dash."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError, TypeError):
+        return "–"
 
 
 def data_uri(path):
@@ -326,7 +332,7 @@ def settings_table(runs):
 
 
 def starts_table(run):
-    rows = [[moment(start["time"]) if isinstance(start.get("time"), (int, float)) else "–",
+    rows = [[moment(start.get("time", "")),
              *(start.get(key, "–") for key in ("step", "ranks", "host"))] for start in run.starts]
     return table(["started", "from step", "ranks", "host"], rows, 'class="starts"') if rows else Raw()
 

@@ -107,11 +107,13 @@ def read_run(folder):
         raise UserError(f"{folder}: no metrics.jsonl in it; give the --output_dir of a run that has started")
     run = Run(folder, folder.resolve().name, read_numbers(path), written=path.stat().st_mtime)
     if (folder / "starts.jsonl").is_file():
-        run.starts = [start for start in read_lines(folder / "starts.jsonl") if isinstance(start.get("config"), dict)]
+        run.starts = [start for start in read_lines(folder / "starts.jsonl")
+                      if isinstance(start.get("config"), dict) and type(start.get("step")) is int]
     run.checkpoints = read_checkpoints(folder)
     metas = [found["meta"] for found in run.checkpoints if found["meta"]]
     if metas:
-        run.args, run.best_step = metas[-1].get("args") or {}, metas[-1].get("best_step")
+        args, run.best_step = metas[-1].get("args"), metas[-1].get("best_step")
+        run.args = args if isinstance(args, dict) else {}
     if run.starts:
         run.args = run.starts[-1]["config"]
     return run
@@ -151,7 +153,8 @@ def total_steps(run):
         return int(run.flag("max_steps"))
     steps, epochs = run.curve("train/epoch")
     if run.flag("num_train_epochs") and epochs and epochs[-1]:
-        return max(run.step, round(steps[-1] / epochs[-1] * run.flag("num_train_epochs")))
+        total = steps[-1] / epochs[-1] * run.flag("num_train_epochs")
+        return max(run.step, round(total)) if math.isfinite(total) else None
     return None
 
 

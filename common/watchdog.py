@@ -7,6 +7,7 @@ each of them prints where it stands, and all end with status 1, before the proce
 """
 import itertools
 import json
+import multiprocessing.queues
 import os
 import signal
 import socket
@@ -16,17 +17,10 @@ import time
 import traceback
 from pathlib import Path
 
+from common import lifetime
 from common.checkpoint import write_atomically
-from common.parallel import (
-    GRACE_S,
-    claim_message,
-    has_failed,
-    hosts_store,
-    note_pause,
-    stood_still,
-    torchrun_has_store,
-    woke,
-)
+from common.loading import report_unsent
+from common.parallel import GRACE_S, claim_message, has_failed, hosts_store, note_pause, stood_still, woke
 
 MARKER = "requeue"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -47,12 +41,14 @@ def catch_signals():
         signal.signal(number, lambda came, frame: _requested.append(signal.Signals(came).name))
 
 
-def ignore_in_worker(worker_id):
+def init_loader(worker_id):
     """worker_init_fn of every DataLoader: a signal sent to all processes must not take the trainer's data away.
 
-    Loader processes end when the trainer tells them to, or within seconds of its end. A trainer killed while it takes a
-    batch breaks off a connection with a thread of theirs, whose traceback would hide what the trainer's peers say.
+    Loader processes end when the trainer tells them to, or with it. A trainer killed while it takes a batch breaks off
+    a connection with a thread of theirs, whose traceback would hide what the trainer's peers say.
     """
+    lifetime.end_with_trainer()
+    multiprocessing.queues.Queue._on_queue_feeder_error = report_unsent
     for number in (*SIGNALS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     show = sys.excepthook
@@ -132,22 +128,17 @@ class Watchdog:
                     leave = time.monotonic() + self.grace_s     # time for the stacks of other ranks
                 time.sleep(self.beat_s)
         except Exception as error:      # the store is gone: its host is
+            mine = lifetime.first_on_node()     # one line a node: without a store they cannot agree on more
             time.sleep(GRACE_S)         # torchrun, when it noticed too, ends this process meanwhile
             if not _at_rest.is_set():
-                # Nothing is printed by a rank that knows of a claim, that is asked to stop, or that is not its node's
-                # printing rank. After a pause of this process the run may have ended with a message or without one.
-                if not _requested and self._prints_for_node() and claim_message(None):
+                # A rank that knows of a claim prints nothing. After a pause of this process the run may have ended with
+                # a message or without one.
+                if mine and claim_message(None):
+                    asked = f", after {stop_requested()}" if stop_requested() else ""   # by torchrun, or by the user
                     print(f"rank {self.world.rank} stood still for {stood_still():.0f} s; the run has ended meanwhile"
-                          if stood_still() else "error: rank 0 or its node is gone: the store of the run does not "
-                          f"answer ({str(error).splitlines()[0]})", file=sys.stderr, flush=True)
+                          if stood_still() else f"error: rank 0 or its node is gone{asked}: the store of the run does "
+                          f"not answer ({str(error).splitlines()[0]})", file=sys.stderr, flush=True)
                 os._exit(1)
-
-    def _prints_for_node(self):
-        """True on one rank per node: without a store, ranks cannot agree on which one prints.
-
-        It is not rank 0 where rank 0 hosts the store: that rank is the one that is missed.
-        """
-        return self.world.local_rank == (0 if torchrun_has_store() or self.world.rank >= self.world.local_size else 1)
 
     def _watch_store(self):
         """A store whose host stands still answers no call, and no call to it ends: that takes another thread to see."""
@@ -161,9 +152,10 @@ class Watchdog:
                 note_pause(pause)
             silent = time.monotonic() - self.answered
             if silent > self.limit_s + GRACE_S:
-                if self._prints_for_node() and claim_message(None):
+                if lifetime.first_on_node() and claim_message(None):
                     print(f"error: no answer from rank 0 for {silent:.0f} s: its process, which hosts the run's store, "
                           "or torchrun, or its node stands still", file=sys.stderr, flush=True)
+                    time.sleep(GRACE_S)         # the node's other ranks come here, too
                 os._exit(1)
 
     def _states(self):

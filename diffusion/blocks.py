@@ -23,7 +23,7 @@ from common.packing import best_fit
 from common.parallel import UserError
 from common.problems import problem as bad_problem
 from common.problems import settle
-from common.watchdog import ignore_in_worker
+from common.watchdog import init_loader
 from diffusion import dit
 from diffusion.choices import CHECKS, EXECUTION, FILL, PLAN, QUESTION, Layout
 from diffusion.noise import Blocks, attended_pairs
@@ -370,7 +370,7 @@ def make_loader(rows, packs, batch_rows, noisy_length, *, num_workers, prefetch_
     return DataLoader(rows, batch_sampler=packs, num_workers=num_workers,
                       collate_fn=lambda some: collate(some, batch_rows, rows.length, noisy_length, rows.documents.pad),
                       prefetch_factor=prefetch_factor if num_workers else None, persistent_workers=num_workers > 0,
-                      multiprocessing_context="fork" if num_workers else None, worker_init_fn=ignore_in_worker,
+                      multiprocessing_context="fork" if num_workers else None, worker_init_fn=init_loader,
                       generator=torch.Generator())      # else each loader would draw from the generator of the dropout
 
 

@@ -18,10 +18,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from common import loading, parallel
+from common.checkpoint import naming
 from common.indexing import Column, in_order
 from common.parallel import UserError
-from common.problems import problem, settle
-from common.watchdog import ignore_in_worker
+from common.problems import Problems, problem
+from common.watchdog import init_loader
 from distill.chat import cut, group_key, read_chunks
 
 PAD_LENGTH = 128        # padding comes in documents this short: attention costs the square of a document's length
@@ -84,7 +85,8 @@ def write_table(folder, paths, encoder, limit, policy, teacher=None, processes=0
     output_dir: where all of them are listed, None: nowhere.
     """
     drop = {*drop, *(["too_long"] if policy == "drop" else [])}
-    folder, problems, found = Path(folder), [], {"samples": [], "long": [], "dropped": []}
+    folder, found = Path(folder), {"samples": [], "long": [], "dropped": []}
+    problems = Problems(drop, output_dir)
     new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -101,7 +103,7 @@ def write_table(folder, paths, encoder, limit, policy, teacher=None, processes=0
 
             def take(part, source=source, count=count):
                 chunk, wrong = part
-                problems.extend(wrong)
+                problems.add(wrong)
                 encoder.ends.update(chunk["ends"])
                 count.update({name: chunk.get(name, 0) for name in ("long", "dropped")})
                 columns["offsets"].append(len(columns["tokens"]) + np.cumsum(chunk["lengths"]))
@@ -109,24 +111,24 @@ def write_table(folder, paths, encoder, limit, policy, teacher=None, processes=0
                 for name in ("tokens", "trained", "lengths", "targets", "lines", "keys"):
                     columns[name].append(chunk[name])
 
-            whole = teacher or not Path(path).is_file()         # a pipe can be read only once
-            in_order(chunks, 0 if whole else processes, take)
+            in_order(chunks, 0 if teacher else processes, take)
             samples = len(columns["lengths"]) - before
-            if not samples and all(p.check in drop for p in problems):
-                settle(problems, drop, output_dir)
+            if not samples and not problems.stopping:
+                problems.settle()
                 raise UserError(f"{path}: holds no conversations"
                                 + (f" of at most {limit} tokens" if count["dropped"] else
-                                   " that can be used" if problems else ""))
+                                   " that can be used" if problems.counts else ""))
             for name, value in (("samples", samples), ("long", count["long"]), ("dropped", count["dropped"])):
                 found[name].append(value)
         hint = "\nfix: shorten them, raise --max_length, or choose another --too_long" \
-            if any(p.check == "too_long" for p in problems) else ""
-        found["bad"] = settle(problems, drop, output_dir, hint)
+            if problems.counts["too_long"] else ""
+        found["bad"] = problems.settle(hint)
         for column in columns.values():
             column.close()
-        for name, values in (teacher.arrays(paths[0]) if teacher else {}).items():
-            np.save(folder / f"{name}.npy", values)
-        (folder / "sources.json").write_text(json.dumps([str(path) for path in paths]))
+        with naming(folder):
+            for name, values in (teacher.arrays(paths[0]) if teacher else {}).items():
+                np.save(folder / f"{name}.npy", values)
+            (folder / "sources.json").write_text(json.dumps([str(path) for path in paths]))
     except BaseException:
         if new:
             shutil.rmtree(folder, ignore_errors=True)
@@ -220,9 +222,9 @@ def build_table(folder, paths, encoder, limit, policy, teacher=None, processes=0
     """
     start = time.monotonic()
     found = write_table(folder, paths, encoder, limit, policy, teacher, processes, drop, output_dir)
-    words = {"drop": "dropped", "cut_left": "cut on the left", "cut_right": "cut on the right"}
+    words = {"cut_left": "cut on the left", "cut_right": "cut on the right"}
     about = f"data       read in {time.monotonic() - start:.1f} s"
-    if sum(found["long"]):
+    if sum(found["long"]) and policy in words:
         about += f"; {sum(found['long'])} samples are longer than {limit} tokens: {words[policy]}"
     if gone := sum(found["dropped"]) - sum(found["long"]) * (policy == "drop"):
         about += f"; {gone} left out, as the cut left nothing to train"
@@ -330,5 +332,5 @@ def make_loader(table, packs, *, num_workers, prefetch_factor, pad_to=0, pad_id=
                       collate_fn=lambda samples: collate(samples, pad_to, pad_id, table.topk),
                       prefetch_factor=prefetch_factor if num_workers else None, persistent_workers=num_workers > 0,
                       multiprocessing_context="fork" if num_workers else None,      # workers share the mapped table
-                      worker_init_fn=ignore_in_worker,
+                      worker_init_fn=init_loader,
                       generator=torch.Generator())      # else each loader would draw from the generator of the dropout

@@ -28,6 +28,8 @@ TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
 NOTICE_S = 10           # seconds between notices of calls that failed
 SAID = 2**16            # bytes read of what a server says about an error
 PLACE = "{text}"        # where the line goes in the prompt
+# what a failed call, or an answer of another form, raises
+MALFORMED = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, IndexError, AttributeError)
 TOO_LONG = ("context length", "too long", "maximum model length", "max_model_len", "longer than")
 
 
@@ -153,8 +155,8 @@ def open_server(name, draw, base_url, concurrency=64, timeout=600.0, patience=60
     """
     url = base_url.rstrip("/")
     try:
-        models = [model["id"] for model in call(url + "/models", None, timeout)["data"]]
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+        models = [str(model["id"]) for model in call(url + "/models", None, timeout)["data"]]
+    except MALFORMED as error:
         raise UserError(f"--base_url {base_url}: {explain(error)}; start the server, or mend the address "
                         "(it mostly ends in /v1)")
     if name not in models:
@@ -205,8 +207,8 @@ def ask_server(name, draw, url, request, timeout, patience):
                 return Answer(why, "too_long")
             if error.code not in TRANSIENT:
                 raise UserError(f"line {request.id + 1}: the server at {url} refuses it: {why}")
-            pause = max(pause, float(pause_asked) if pause_asked.isdigit() else 0)
-        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, IndexError) as error:
+            pause = max(pause, float(pause_asked) if pause_asked.isdecimal() else 0)
+        except MALFORMED as error:
             why = explain(error)
         if time.monotonic() + pause > end:
             raise UserError(f"line {request.id + 1}: no answer from {url} in {patience:g} s: "
@@ -250,7 +252,7 @@ def explain(error):
 
 
 def read_answer(found):
-    """Answer from the JSON of /chat/completions; KeyError, TypeError, IndexError where it has another form."""
+    """Answer from the JSON of /chat/completions; one of MALFORMED where it has another form."""
     choice, usage = found["choices"][0], found.get("usage") or {}
     message, details = choice["message"], usage.get("prompt_tokens_details") or {}
     rows = (choice.get("logprobs") or {}).get("content") or []

@@ -139,9 +139,10 @@ if [ "${MAX_RESTARTS:-0}" != 0 ]; then
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 fi
 
-# torchrun's rendezvous on one machine, on a free port: as --standalone, but no host name has to mean anything.
+# torchrun's rendezvous on one machine, on a free port unless MASTER_PORT says which: as --standalone, but no host name
+# has to mean anything.
 # shellcheck disable=SC2034     # the launchers use it
-one_machine=(--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --local-addr=127.0.0.1)
+one_machine=(--rdzv-backend=c10d --rdzv-endpoint="127.0.0.1:${MASTER_PORT:-0}" --local-addr=127.0.0.1)
 
 # Only errors of torch's C++ side: nodes that leave after the first one print a page of warnings about its store.
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}

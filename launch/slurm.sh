@@ -15,7 +15,8 @@ AFTER=${AFTER:-}                                # lines of bash that run once, h
 VENV=${VENV:-}                                  # a virtual environment; none: the one this shell is in; default: env.sh
 CONDA_ENV=${CONDA_ENV:-}                        # or a conda environment
 NPROC_PER_NODE=${NPROC_PER_NODE:-}              # trainers a node; default: one a GPU
-PORT_BASE=${PORT_BASE:-29500}                   # to which job id % 1000 is added; below 32768 the kernel takes no ports
+PORT_BASE=${PORT_BASE:-}                        # to which job id % 1000 is added, default 29500 if there are several
+                                                # nodes; below 32768 the kernel takes no ports
 MASTER_PORT=${MASTER_PORT:-}                    # rendezvous port on the first node, instead of that sum
 MAX_RESTARTS=${MAX_RESTARTS:-0}                 # torchrun's own restarts; 0: Slurm starts anew, on nodes that work
 MAX_REQUEUES=${MAX_REQUEUES:-100}               # starts over which a job may go on queueing itself
@@ -64,6 +65,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}       
 
 trainers=(--nproc-per-node="$NPROC_PER_NODE" --max-restarts="$MAX_RESTARTS")
 if [ -z "$job" ]; then
+    [ -z "$PORT_BASE" ] || die "PORT_BASE is added to a Slurm job's number, and this is no job: set MASTER_PORT instead"
+    rendezvous=${MASTER_PORT:+localhost:$MASTER_PORT}       # without it, a free port
     command=(bash "$REPO/launch/node.sh" "${LOG_DIR:+$LOG_DIR/local}" torchrun "${one_machine[@]}" "${trainers[@]}")
 else
     nodes=$SLURM_JOB_NUM_NODES
@@ -71,11 +74,11 @@ else
     # wait for ever for a node that died and came back before Slurm noticed.
     command=(srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpus-per-task="$(count_cpus)" --export=ALL
         --input=none --kill-on-bad-exit=1 --wait="$SRUN_WAIT" bash "$REPO/launch/node.sh" "$LOG_DIR/$job" torchrun)
-    if [ "$nodes" = 1 ] && [ -z "$MASTER_PORT" ]; then
+    if [ "$nodes" = 1 ] && [ -z "$MASTER_PORT$PORT_BASE" ]; then
         rendezvous='' command+=("${one_machine[@]}")    # a free port: jobs may share a node
     else
         first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)      # head could end scontrol, and with it us
-        rendezvous=$first:${MASTER_PORT:-$((PORT_BASE + job % 1000))}
+        rendezvous=$first:${MASTER_PORT:-$((${PORT_BASE:-29500} + job % 1000))}
         command+=(--nnodes="$nodes" --rdzv-backend=c10d --rdzv-id="$job.$restart" --rdzv-endpoint="$rendezvous")
     fi
     command+=("${trainers[@]}")
@@ -90,6 +93,7 @@ fi
 
 # -- training ----------------------------------------------------------------------------------------------------------
 
+[ -z "$rendezvous" ] || need_free_port "${rendezvous##*:}"
 if [ -n "$LOG_DIR" ]; then mkdir -p "$LOG_DIR" || die "$LOG_DIR cannot be made"; fi
 rm -f "$MARKER"
 if [ -z "$job" ] && [ -z "$AFTER" ]; then exec "${command[@]}"; fi      # node.sh does the rest
@@ -97,7 +101,6 @@ if [ -z "$job" ] && [ -z "$AFTER" ]; then exec "${command[@]}"; fi      # node.s
 if [ -z "$job" ]; then
     say "$NPROC_PER_NODE trainers, $gpus GPUs, $OMP_NUM_THREADS threads each; log $LOG_DIR/local-*.log"
 else
-    [ -z "$rendezvous" ] || need_free_port "${rendezvous##*:}"
     if [ "$restart" = 0 ]; then rm -f "$PROGRESS"; fi   # another cluster's job of the same number
     export TORCH_FR_DUMP_TEMP_FILE=${TORCH_FR_DUMP_TEMP_FILE:-$LOG_DIR/$job-flight-}    # and the rank, when one hangs
     say "job $job, start $((restart + 1)), on $SLURM_JOB_NODELIST: $nodes x $NPROC_PER_NODE trainers," \

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from common import tensor_files
 from common.loading import each
 from common.parallel import UserError, all_ranks_ok, gather_objects, problem_text, rank0_first
-from common.watchdog import Stopped, ignore_in_worker, stop_requested
+from common.watchdog import Stopped, init_loader, stop_requested
 from speech.codes import (
     FRAME_RATE,
     SAMPLE_RATE,
@@ -277,6 +277,9 @@ def encode_share(world, work, folder, codec_dir, num_codebooks, num_proc, wait_l
             _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progress, bad)
     except UserError as error:      # told to every rank by the caller
         problems.append(str(error))
+    except BaseException:
+        progress.close()        # the error's line begins behind it
+        raise
     progress.finish()
     return problems, bad
 
@@ -286,7 +289,7 @@ def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progr
     codec, bandwidth = load_codec(codec_dir, world.device, num_codebooks)
     workers = min(num_proc, len(mine))
     loader = DataLoader(_Decode(mine), batch_size=None, num_workers=workers, collate_fn=lambda item: item,
-                        multiprocessing_context="fork" if workers else None, worker_init_fn=ignore_in_worker)
+                        multiprocessing_context="fork" if workers else None, worker_init_fn=init_loader)
     for i, digest, waves in each(loader):
         path, stat, cuts = mine[i]
         heard = 0.0
@@ -365,6 +368,9 @@ class Progress:
                 self.bar.update(done - self.bar.n)
                 time.sleep(0.1)
             self.bar.update(self._count("clips") - self.bar.n)
+        self.close()
+
+    def close(self):
         if self.bar:
             self.bar.close()
 

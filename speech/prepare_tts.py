@@ -79,6 +79,7 @@ import torch
 from common import checkpoint, parallel, watchdog
 from common.parallel import UserError
 from common.problems import LIST, settle
+from common.text import printable
 from speech import checks, prepared, weights
 from speech.codes import FRAME_RATE, measures_of
 from speech.encode import ensure_codes
@@ -112,8 +113,9 @@ def prepare(world, tokenizer, ids, codec_dir, *, train, held_out, reading, outpu
         problems += noted + checks.find_problems(builder, sources, where, measures, min_seconds, max_seconds)
         settle(problems, (*drop, *WARNINGS), out, "\nfix: mend them, or drop them with --drop_bad", more=True)
         names = {p.name for p in problems if p.check in drop}
-        left_out = np.array([bool(names) and builder.names[i].tobytes().decode() in names for i in range(len(builder))],
-                            bool)
+        left_out = np.zeros(len(builder), bool)
+        for i in range(len(builder)) if names else ():
+            left_out[i] = printable(builder.names[i].tobytes().decode()) in names
         if left_out.all():
             raise UserError(f"no samples are left: all {len(builder)} are dropped; see {out / LIST}")
         report = make_report(builder, sources, where, left_out, Counter(p.check for p in problems), drop)

@@ -16,9 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
+from common.checkpoint import naming
 from common.indexing import Column, Lists, in_order, token_lists
 from common.parallel import UserError
-from common.problems import problem, settle
+from common.problems import Problems, problem, settle
+from common.text import NAME, printable
 from speech.codes import FRAME_RATE, CodeReader
 from speech.conversations import BadSample, Clip
 from speech.sources import NOTES, open_source, read_chunks
@@ -245,9 +247,10 @@ class TableBuilder:
                        self.names.offsets, self.text_targets):
             column.close()
         shutil.copyfile(self.entries.offsets.path, self.folder / "clip_offsets.npy")
-        np.save(self.folder / "where.npy", where)
-        (self.folder / "codes.json").write_text(json.dumps({"folder": str(cache_folder), "shards": shards,
-                                                          "sources": list(sources)}))
+        with naming(self.folder):
+            np.save(self.folder / "where.npy", where)
+            (self.folder / "codes.json").write_text(json.dumps({"folder": str(cache_folder), "shards": shards,
+                                                              "sources": list(sources)}))
         shutil.rmtree(self.folder / "clips", ignore_errors=True)        # still mapped, which NFS minds
         if folder != self.folder:
             for path in self.folder.iterdir():
@@ -326,7 +329,8 @@ def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0,
     cannot be used are listed, None: nowhere. builder: an empty TableBuilder to fill. noted: a list that takes what is
     odd about samples that are used, as Problems.
     """
-    builder, problems, sources = TableBuilder(tokenizer, ids, folder) if builder is None else builder, [], []
+    builder, sources = TableBuilder(tokenizer, ids, folder) if builder is None else builder, []
+    problems = Problems(drop, output_dir)
     recognised = {}     # {key of text.RECOGNISED: [number of samples, the first one's words]}
     for path, weight in [*train, (held_out, 1.0)][:len(train) + bool(held_out)]:
         before, opened, notes, refused, first = len(builder), open_source(path, reading), Counter(), Counter(), []
@@ -343,7 +347,7 @@ def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0,
             for wrong in part[1]:
                 wrong.file = str(path)
                 refused[wrong.check] += 1
-                problems.append(wrong)
+            problems.add(part[1])
             notes.update(p.check for p in part[2])
             if noted is not None:
                 noted.extend(part[2])
@@ -357,18 +361,18 @@ def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0,
         print(f"source     {path}: {opened.source.format} ({opened.source.about}); {kept + lost} rows = {kept} kept + "
               f"{lost} refused{' (' + counts + ')' if counts else ''}", flush=True)
         for text in first[:1]:
-            print(f"           first: {text}", flush=True)
+            print(f"           first: {printable(text)}", flush=True)
         for check, n in sorted(notes.items()):
             print(f"           {n} samples with {check}: {NOTES[check]}", flush=True)
-        if not kept and all(p.check in drop for p in problems):
-            settle(problems, drop, output_dir)
+        if not kept and not problems.stopping:
+            problems.settle()
             raise UserError(f"{path}: holds no samples" + (" that can be used" if lost else ""))
         sources.append({"path": str(path), "weight": weight, "held_out": len(sources) >= len(train), "first": before,
                         "stop": len(builder)})
-    if said := settle(problems, drop, output_dir):
+    if said := problems.settle():
         print(f"data       dropped: {said}", flush=True)
     for how, (count, words) in sorted(recognised.items()):
-        print(f"data       {count} {RECOGNISED[how].format(words)}", flush=True)
+        print(f"data       {count} {RECOGNISED[how].format(printable(words, NAME))}", flush=True)
     for what, n in sorted(builder.left_out.items()):
         print(f"data       {n} samples {what}", flush=True)
     return builder, sources
@@ -421,10 +425,10 @@ def weighted(numbers, weight, seed):
 
 
 def too_long(table, numbers, flag, limit):
-    """Problems of samples that have more tokens than a limit that a flag sets."""
-    return [problem(table.name(i), "too_long", f"{table.lengths[i]} tokens ({table.frames[i] / FRAME_RATE:.1f} s of "
+    """Iterator over the Problems of samples that have more tokens than a limit that a flag sets."""
+    return (problem(table.name(i), "too_long", f"{table.lengths[i]} tokens ({table.frames[i] / FRAME_RATE:.1f} s of "
                     f"audio), more than {flag} {limit}", table.file(i))
-            for i in np.unique(numbers[table.lengths[numbers] > limit])]
+            for i in np.unique(numbers[table.lengths[numbers] > limit]))
 
 
 def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=True, output_dir=None):
@@ -436,8 +440,8 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
     """
     limits = {"--max_length": max_length} | ({"--max_tokens_per_batch": max_tokens} if max_tokens else {})
     flag, limit = min(limits.items(), key=lambda item: item[1])
-    problems = [p for numbers in (train, held_out) for p in too_long(table, numbers, flag, limit)]
-    settle(problems, ("too_long",) if drop else (), output_dir if problems else None,
+    problems = (p for numbers in (train, held_out) for p in too_long(table, numbers, flag, limit))
+    settle(problems, ("too_long",) if drop else (), output_dir,
            "\nfix: shorten them, raise the limit, or pass --drop_too_long", more=True)
     train_ids, eval_ids = (numbers[table.lengths[numbers] <= limit] for numbers in (train, held_out))
     if say and len(train_ids) + len(eval_ids) < len(train) + len(held_out):

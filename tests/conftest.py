@@ -58,7 +58,9 @@ default_signals()
 def as_a_fresh_process():
     """A script's main run in this process leaves its error printed and signals ignored; the next test starts anew."""
     default_signals()
+    unraisable = sys.unraisablehook
     yield
+    sys.unraisablehook = unraisable
     if "common.parallel" in sys.modules:
         sys.modules["common.parallel"]._claimed.clear()
     if "common.watchdog" in sys.modules:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from common.packing import PackOrder, best_fit
 from common.parallel import UserError
-from common.watchdog import ignore_in_worker
+from common.watchdog import init_loader
 from speech import json_files
 from tests.helpers.trainer import ROOT
 
@@ -75,7 +75,7 @@ def test_the_numbers_follow_from_each_other(tmp_path):
 def test_a_failing_part_does_not_wait_for_its_loader():
     def broken():
         batches = iter(DataLoader(range(8), num_workers=1, multiprocessing_context="fork",
-                                  worker_init_fn=ignore_in_worker))
+                                  worker_init_fn=init_loader))
         raise ValueError(next(batches))
 
     with pytest.raises(SystemExit, match="broken ended with status 1"):

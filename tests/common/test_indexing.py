@@ -3,7 +3,6 @@ import json
 import multiprocessing
 import os
 import signal
-import threading
 import tracemalloc
 
 import numpy as np
@@ -127,16 +126,6 @@ def chat_table_of(paths, folder, processes, limit=60, policy="cut_left"):
 def small_chunks(monkeypatch):
     monkeypatch.setattr(chat_table, "CHUNK", 4)
     monkeypatch.setattr(indexing, "HERE", 1)
-
-
-def test_a_pipe_is_read_whole(tmp_path, small_chunks):
-    text, pipe = chat_lines(40), tmp_path / "pipe.jsonl"
-    os.mkfifo(pipe)
-    writer = threading.Thread(target=pipe.write_text, args=[text])
-    writer.start()
-    _, found, _ = chat_table_of([pipe], tmp_path / "table", 2)
-    writer.join(10)
-    assert sum(found["samples"]) == 40
 
 
 @pytest.mark.parametrize("policy", ["drop", "cut_left", "cut_right"])

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from common import loading
 from common.packing import PackOrder
 from common.parallel import UserError
-from common.watchdog import ignore_in_worker
+from common.watchdog import init_loader
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT
 
@@ -78,7 +78,7 @@ def loader(batches, make, workers=2, **options):
     """DataLoader of make(number) for each of the numbers."""
     return DataLoader(range(10**9), batch_sampler=([i] for i in batches), num_workers=workers,
                       collate_fn=lambda one: make(*one), multiprocessing_context="fork" if workers else None,
-                      worker_init_fn=ignore_in_worker, **options)
+                      worker_init_fn=init_loader, **options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -327,10 +327,10 @@ def test_other_settings_are_refused_not_mixed(change, name, server, tmp_path):
 
 
 @pytest.mark.parametrize("break_it, more, message", [
-    (lambda f: (f / "lines.txt").unlink(), [], "lines.txt: no such file"),
+    (lambda f: (f / "lines.txt").unlink(), [], "lines.txt: cannot be read (No such file"),
     (lambda f: (f / "lines.txt").write_text(""), [], "lines.txt: is empty"),
     (lambda f: (f / "lines.txt").write_text("a\n\nb\n"), [], "line 2 is empty (1 such lines); delete them"),
-    (lambda f: (f / "lines.txt").write_bytes(b"abc\xff\n"), [], "is not UTF-8 (byte 3); convert it"),
+    (lambda f: (f / "lines.txt").write_bytes(b"abc\xff\n"), [], "is not UTF-8 text (line 1); convert it"),
     (lambda f: (f / "prompt.txt").unlink(), [], "--prompt_file"),
     (lambda f: (f / "prompt.txt").write_text("no place"), [], "has {text} 0 times; write it once"),
     (lambda f: (f / "prompt.txt").write_text("{text} {text}"), [], "has {text} 2 times"),

@@ -475,7 +475,7 @@ def spoiled(made, full, tmp_path, kind):
     ("", ["--truth_file", "odd.jsonl"], "id 1 has the label 'es', which is not one of en, de, fr (1 such lines)"),
     ("", ["--truth_file", "twice.jsonl"], "twice.jsonl:2: has id 0 a second time"),
     ("", ["--truth_file", "broken.jsonl"], "broken.jsonl:2: is no JSON object with id, label"),
-    ("", ["--prompt_file", "nowhere.txt"], "--prompt_file nowhere.txt: no such file"),
+    ("", ["--prompt_file", "nowhere.txt"], "--prompt_file nowhere.txt: cannot be read (No such file"),
     ("", ["--prompt_file", "short.txt"], "has {text} 0 times; write it once"),
     ("", ["--prompt_file", "prompt.txt", "--no-base"], "--prompt_file is for the base model"),
     ("", ["--labels", "en,de"], "is labelled 'fr', which is not one of en, de; see --parser and --labels"),

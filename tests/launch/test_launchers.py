@@ -118,6 +118,20 @@ def test_dry_run_prints_the_command_with_every_argument_whole(tmp_path):
     assert not (tmp_path / "a folder").exists()
 
 
+@pytest.mark.parametrize("nodes, settings, endpoint", [
+    ("", {"MASTER_PORT": "4000"}, "127.0.0.1:4000"),
+    ("1", {}, "127.0.0.1:0"), ("1", {"PORT_BASE": "2000"}, "n1:2007"),
+    ("1", {"PORT_BASE": "2000", "MASTER_PORT": "4000"}, "n1:4000"),
+    ("2", {}, "n1:29507"), ("2", {"PORT_BASE": "2000"}, "n1:2007"),
+])
+def test_ports(tmp_path, nodes, settings, endpoint):
+    (tmp_path / "scontrol").write_text("#!/bin/bash\necho n1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    job = {"SLURM_JOB_ID": "3007", "SLURM_JOB_NUM_NODES": nodes, "SLURM_JOB_NODELIST": "n1"} if nodes else {}
+    done = launch("train_tts.sh", DRY_RUN="1", PATH=f"{tmp_path}:{os.environ['PATH']}", **job, **settings)
+    assert f"--rdzv-endpoint={endpoint}" in printed_command(done)[0]
+
+
 def test_arguments_reach_the_trainer_whole(tmp_path, script):
     trainer = script("import json, sys\nprint('GOT', json.dumps(sys.argv[1:]))")
     (tmp_path / "it's \"here\"").mkdir()
@@ -176,6 +190,7 @@ def test_h200_launcher_without_lora_is_full_fine_tuning_under_fsdp(switches):
     ("train_tts.sh", [], {"PATH": "/usr/bin:/bin"}, r"no torchrun on PATH"),
     ("train_tts.sh", [], {"VENV": "", "CONDA_ENV": "no-such-env"}, r"CONDA_ENV=no-such-env: no such conda environment"),
     ("train_tts_h200x8.sh", [], {"MIN_GPUS": "0", "LORA": "no"}, r"LORA=no: 1 or 0"),
+    ("train_tts.sh", [], {"PORT_BASE": "2000"}, r"PORT_BASE is added to a Slurm job's number, and this is no job"),
     ("train_tts.sh", [], {"REPO": "/nowhere"}, r"no launch/env.sh in '/nowhere'"),
     ("train_tts_h200x8.sh", [], {"REPO": "/nowhere"}, r"no launch/env.sh in '/nowhere'"),
 ])

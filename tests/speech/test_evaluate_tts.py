@@ -504,8 +504,8 @@ def spoil(folder, what):
 
 
 @pytest.mark.parametrize("what, parts", [
-    ("no json", ["0001.json: cannot be read", "generate_tts.py writes"]),
-    ("broken json", ["0001.json: cannot be read"]), ("list", ["0001.json: cannot be read (no object)"]),
+    ("no json", ["0001.json: cannot be read (No such file", "generate_tts.py writes"]),
+    ("broken json", ["0001.json: not valid JSON"]), ("list", ["0001.json: holds a JSON list, not an object"]),
     ("no audio", ["0001.wav: cannot be read as audio"]),
     ("not numbers", ["0001.wav: has samples that are not numbers"]),
     ({"text": 7}, ['0001.json: "text" is 7']), ({"ended_by": "tired"}, ["0001.json", "'tired'", '"eos" or "length"']),

@@ -3,8 +3,10 @@
 The expected 2025 names and config are written out by hand, from the published checkpoint's index and config.json.
 """
 import json
+import math
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import lora
 from common import parallel
 from common.parallel import UserError
 from speech import choices, export, layout_2025, weights
+from speech.generate_tts import load_to_speak
 from tests.helpers import spoken
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
@@ -311,13 +314,56 @@ def test_weights_are_those_of_pefts_own_merge(tiny, tmp_path, kind):
         torch.testing.assert_close(got[name], tensor, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind, said", [({"use_dora": True}, "lora_magnitude_vector"),
-                                        ({"modules_to_save": ["audio_lm_head"]}, "audio_lm_head")], ids=str)
-def test_adapters_that_are_more_than_lora_are_refused(tiny, tmp_path, kind, said):
+@pytest.mark.parametrize("kind, said", [
+    ({"use_dora": True}, "use_dora"), ({"modules_to_save": ["audio_lm_head"]}, "modules_to_save"),
+    ({"bias": "all"}, "bias"), ({"lora_bias": True}, "lora_bias"),
+    ({"init_lora_weights": "olora"}, "init_lora_weights 'olora'")], ids=str)
+def test_adapters_that_are_more_than_lora_are_refused_by_name(tiny, tmp_path, kind, said):
+    """Made by PEFT; its files, not its configuration alone, would be folded in wrongly or in part."""
     folder, _ = make_adapter(tiny, tmp_path / "adapter", **kind)
     with pytest.raises(UserError) as error:
         lora.merge(str(tiny.model), folder, tmp_path / "out")
-    assert str(folder) in str(error.value) and said in str(error.value)
+    assert str(error.value).startswith(f"{folder / 'adapter_config.json'}: the adapter has {said}, which is not supp")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", [{"use_rslora": True}, {"use_dora": True}], ids=str)
+def test_speech_from_an_adapter_is_pefts(tiny, data, tmp_path, kind):
+    """generate_tts.py's model: logits as by PeftModel.from_pretrained."""
+    folder, _ = make_adapter(tiny, tmp_path / "adapter", **kind)
+    config = json.loads((tiny.model / "config.json").read_text())
+    ours = load_to_speak(tiny.model, config, folder, torch.float32, torch.device("cpu"))
+    theirs = PeftModel.from_pretrained(load(tiny.model), folder)
+    torch.testing.assert_close(logits(ours, data), logits(theirs, data), rtol=1e-5, atol=1e-5)
+    assert (logits(ours, data) - logits(load(tiny.model), data)).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("where, value", [("base", math.nan), ("base", -math.inf), ("adapter", math.nan),
+                                          ("adapter", math.inf), ("update", 1e30), ("base", "int8"),
+                                          ("adapter", "int8")])
+def test_what_is_no_finite_weight_is_refused(tiny, adapter, tmp_path, where, value):
+    """By merge, export and generation, with the folder and the name of the tensor."""
+    name = f"model.layers.1.self_attn.{'k' if where == 'base' else 'q'}_proj.weight"
+    model, folder = shutil.copytree(tiny.model, tmp_path / "model"), shutil.copytree(adapter[0], tmp_path / "adapter")
+    path = model / "model.safetensors" if where == "base" else folder / "adapter_model.safetensors"
+    names = [name] if where == "base" else [f"base_model.model.{name[:-6]}lora_{half}.weight" for half in "AB"]
+    state = load_file(path)
+    for name in names[:1 if where == "adapter" else 2]:
+        if value == "int8":
+            state[name] = state[name].to(torch.int8)
+        else:
+            state[name][1, 1] = value
+    save_file(state, path, {"format": "pt"})
+    said = f"{names[0]} I8" if value == "int8" else "NaN or infinity"
+    with pytest.raises(UserError, match=said):
+        lora.merge(str(model), folder, tmp_path / "out")
+    if where == "base":
+        with pytest.raises(UserError, match=f"{model}.*{said}"):
+            lora.merge(str(model), None, tmp_path / "out", None, layout="2025")
+    if where != "update":
+        config = json.loads((model / "config.json").read_text())
+        with pytest.raises(UserError, match=f"{path.parent}.*{said}"):
+            load_to_speak(model, config, folder, torch.float32, torch.device("cpu"))
     assert not (tmp_path / "out").exists()
 
 

@@ -80,7 +80,7 @@ def test_several_processes_make_the_table_of_one(tmp_path, tools, kind, small_pa
     one, clips, n_train = files_of(sources, tools, tmp_path / "table", 0)
     assert n_train == 61 and set(one) == {f"{name}.npy" for name in (
         "tokens", "labelled", "token_offsets", "clips", "clip_offsets", "where", "lengths", "frames", "audio_targets",
-        "text_targets", "names", "name_offsets", "audible")} | {"codes.json"}
+        "audible", "text_targets", "names", "name_offsets")} | {"codes.json"}
     for processes in (1, 2):
         many, again, n = files_of(sources, tools, tmp_path / f"table{processes}", processes)
         assert n == n_train and again == clips and list(map(repr, again)) == list(map(repr, clips))

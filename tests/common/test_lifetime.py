@@ -1,0 +1,150 @@
+"""Processes end with the one that started them, and only then. Whole runs: test_recovery.py."""
+import ast
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common import lifetime
+from common.indexing import in_order
+from tests.helpers.progress import wait_until
+from tests.helpers.trainer import ROOT
+from tests.test_house import MODULES
+
+pytestmark = pytest.mark.race
+
+RANK = """
+import sys, time
+from common import lifetime
+lifetime.end_with_torchrun()
+print("here", flush=True)
+time.sleep(float(sys.argv[1]))
+print("to its end", flush=True)
+"""
+LAUNCHER = """
+import subprocess, sys, time
+for _ in range(3):
+    subprocess.Popen(sys.argv[1:])
+time.sleep(1000)
+"""
+LONG = "1000"       # seconds that a rank would live
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+def in_session(session):
+    """Processes of a session that are alive."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, number = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(number) == session and state != "Z":
+            found.append(int(folder.name))
+    return found
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(*command, **env) -> process in a session of its own, output in .log; the session is killed at the end."""
+    started = []
+
+    def run(*command, **env):
+        log = tmp_path / f"{len(started)}.txt"
+        process = subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True,
+                                   cwd=ROOT, env={**os.environ, **env})
+        process.log = log
+        started.append(process)
+        return process
+    yield run
+    for process in started:
+        for pid in in_session(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_ranks_end_with_torchrun_and_one_of_them_says_so(start):
+    """A parent that runs Python, as torchrun does; the whole thing is in test_recovery.py."""
+    parent = start(sys.executable, "-c", LAUNCHER, sys.executable, "-c", RANK, LONG, **TORCHRUN)
+    wait_until(lambda: parent.log.read_text().count("here") == 3, "ranks")
+    parent.kill()
+    wait_until(lambda: not in_session(parent.pid), "end of the ranks")
+    assert parent.log.read_text().splitlines()[3:] == ["error: torchrun has ended; its ranks end with it"]
+
+
+def test_a_torchrun_that_ended_before_its_rank_began(start):
+    """The rank finds itself with a parent that is none of torchrun's: here a shell that does not wait."""
+    parent = start("env", "-u", "TORCHELASTIC_RUN_ID", "sh", "-c",
+                   f'TORCHELASTIC_RUN_ID=none "{sys.executable}" -c "$0" {LONG}; echo ended $?', RANK, **TORCHRUN)
+    parent.wait()
+    assert "error: torchrun has ended; its ranks end with it" in parent.log.read_text()
+    assert parent.log.read_text().endswith("ended 1\n")
+
+
+@pytest.mark.parametrize("env", [{}, TORCHRUN], ids=["alone", "below a script"])
+def test_who_goes_on(start, env):
+    """Without torchrun a parent may end, as a shell does behind nohup; torchrun may start a script that starts us."""
+    text = f'"{sys.executable}" -c "$0" 2 {"; echo ended" if env else "&"}'
+    parent = start("sh", "-c", text, RANK, **env)
+    wait_until(lambda: "to its end" in parent.log.read_text(), "end", progress=lambda: in_session(parent.pid))
+    assert "error" not in parent.log.read_text()
+
+
+def test_parents_of_a_rank_that_is_on_its_own():
+    """Init and its like; Python and a script in torchrun's environment are torchrun's own."""
+    sleepers = [subprocess.Popen(["sleep", LONG], env=env) for env in ({}, TORCHRUN)]
+    try:
+        assert [lifetime.is_adopted(process.pid) for process in sleepers] == [True, False]
+        assert not lifetime.is_adopted(os.getpid())
+    finally:
+        for process in sleepers:
+            process.kill()
+            process.wait()
+
+
+def killed_with_full_pipes(lock):
+    """Body of a trainer: its processes hold a lock, as that of the code cache, and have more to hand over than fits."""
+    os.setsid()
+    held = open(lock, "w")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    print("session", os.getpid(), flush=True)
+
+    def share(first, step):
+        for number in range(first, 100, step):
+            yield number, np.zeros(2**20)
+
+    def take(part):
+        if part[0] == 8:
+            time.sleep(1)       # the others go on until they must wait
+            os.kill(os.getpid(), signal.SIGKILL)
+    in_order(share, 3, take)
+
+
+def is_free(lock):
+    with open(lock) as file, contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+
+
+def test_processes_with_full_pipes_end_with_their_trainer(pool, tmp_path):
+    statuses, output = pool.run(1, f"{__name__}.killed_with_full_pipes", str(tmp_path / "lock"))
+    assert statuses == [-signal.SIGKILL], output
+    session = int(output.split("session ")[1].split()[0])
+    wait_until(lambda: not in_session(session), "end of all")
+    wait_until(lambda: is_free(tmp_path / "lock"), "end of all threads of all")
+
+
+def test_every_loader_begins_with_what_ends_it():
+    """Whoever makes processes: a DataLoader without init_loader would leave them behind."""
+    calls = [node for path in MODULES.values() for node in ast.walk(ast.parse((ROOT / path).read_text()))
+             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "DataLoader"]
+    begun = [getattr(keyword.value, "id", "") for call in calls for keyword in call.keywords
+             if keyword.arg == "worker_init_fn"]
+    assert len(calls) >= 5 and begun == ["init_loader"] * len(calls)

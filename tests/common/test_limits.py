@@ -1,0 +1,87 @@
+"""What the machine lacks is one line that names it: full disks, a full /dev/shm, too few open files, read-only folders.
+
+The trainers run for real, in ranks of the pool; disks and folders are changed in a mount namespace of such a rank.
+"""
+import ctypes
+import importlib
+import os
+import re
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import chats
+from tests.helpers.trainer import trainer_arguments
+
+NO_NAMESPACE = 77       # exit status of a rank that may not have one
+CLONE_NEWNS = 0x20000   # sched.h
+
+
+def own_mounts(*mounts):
+    """From now on this process sees mounts of its own; each of `mounts` is the arguments of a mount command."""
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS):
+        print(f"no mount namespace: {os.strerror(ctypes.get_errno())}")
+        sys.exit(NO_NAMESPACE)
+    for words in (("--make-rprivate", "/"), *mounts):
+        done = subprocess.run(["mount", *words], text=True, capture_output=True)
+        if done.returncode:
+            print(f"no mount in a namespace: {done.stderr.strip()}")
+            sys.exit(NO_NAMESPACE)
+
+
+def with_little_shared_memory(size, main, *argv):
+    own_mounts(("-t", "tmpfs", "-o", f"size={size}k", "tmpfs", "/dev/shm"))
+    call(main, argv)
+
+
+def with_few_files(limit, main, *argv):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    call(main, argv)
+
+
+def call(main, argv):
+    importlib.import_module(main).main(list(argv))
+
+
+def error_of(pool, function, *args, ranks=1):
+    """The one line that a trainer ends with; nobody else prints an error, and no traceback is shown."""
+    statuses, output = pool.run(ranks, f"{__name__}.{function}", *args)
+    if NO_NAMESPACE in statuses:
+        pytest.skip(output.strip().splitlines()[-1])
+    assert set(statuses) == {1} and "Traceback" not in output, output
+    line, = re.findall("^error: .*", output, re.M)
+    return line
+
+
+@pytest.fixture(scope="module")
+def command(tiny, tmp_path_factory):
+    """command(trainer, loader processes) -> its arguments. A batch takes about a MiB."""
+    root = tmp_path_factory.mktemp("limits")
+    kinds = {
+        "train_v2_ddp": trainer_arguments(tiny, root / "speech", "--use_lora", "--max_tokens_per_batch", 32768),
+        "distill.train_sft": [
+            "--model_path", chats.student(root / "student"), "--train_data_file",
+            chats.write(root / "chats.jsonl", chats.conversations(24)), "--output_dir", root / "chats",
+            "--max_tokens_per_batch", 65536],
+        "diffusion.train_bd3lm": ["--demo", 300, "--model_size", "nano", "--output_dir", root / "blocks",
+                                  "--per_device_train_batch_size", 32]}
+    more = ("--report_to", "none", "--logging_dir", root / "logs", "--num_workers")
+    return lambda trainer, workers: [str(word) for word in (*kinds[trainer], *more, workers)]
+
+
+TRAINERS = ["train_v2_ddp", "distill.train_sft", "diffusion.train_bd3lm"]
+
+
+@pytest.mark.parametrize("size, trainer", [(4, "train_v2_ddp"), *((256, trainer) for trainer in TRAINERS)])
+def test_a_full_dev_shm(pool, command, size, trainer):
+    """Of so many KiB: there is no room for a semaphore, or none for a batch."""
+    line = error_of(pool, "with_little_shared_memory", size, trainer, *command(trainer, 1))
+    assert line.startswith("error: /dev/shm is full: ") and "--shm-size" in line and "--num_workers 0" in line
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_few_open_files(pool, command, trainer):
+    line = error_of(pool, "with_few_files", 32, trainer, *command(trainer, 6))
+    assert line.startswith("error: too many open files: a process may have 32 here (ulimit -n); ")
