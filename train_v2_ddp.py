@@ -18,7 +18,7 @@ import sys
 from common import flags
 from common.flags import need
 from speech import data_flags
-from speech.choices import CHECKS, LORA_TARGETS
+from speech.choices import CHECKS, LORA_TARGETS, check_judges, judges
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags
@@ -60,7 +60,8 @@ def build_parser():
 
     g = flags.optimisation(p, learning_rate=5e-5, learning_rate_help="peak learning rate", lr_scheduler="cosine",
                            min_lr_ratio=0.0, weight_decay=0.01, adam_beta2=0.999)
-    g.add_argument("--warmup_steps", type=int, default=100, help="optimizer steps of linear warm-up")
+    g.add_argument("--warmup_steps", type=int,
+                   help="optimizer steps of linear warm-up (default: 5 %% of the run, at most 100)")
     g.add_argument("--scale_lr_from_batch", type=int, default=0, metavar="N",
                    help="multiply the rate by sqrt(samples per optimizer step / N), 0 = off")
     g.add_argument("--audio_loss_reduction", choices=("mean", "sum"), default="mean",
@@ -70,7 +71,7 @@ def build_parser():
     g = flags.speed(p, parallel="ddp", bf16_help="bfloat16 compute; a frozen base is stored in bfloat16")
     flags.sharding(g)
 
-    g = flags.logging(p, logging_steps=10, eval_steps=5000, save_steps=7000, save_total_limit=3)
+    g = flags.logging(p, logging_steps=10, save_total_limit=3)
     flags.switch(g, "--enable_strategic_logging", help="now and then print one sample as trained")
     g.add_argument("--strategic_logging_steps", type=int, default=100, help="optimizer steps between printed samples")
     flags.switch(g, "--disable_eval", "--disable_evaluation", help="no validation, no hold-out")
@@ -82,6 +83,7 @@ def build_parser():
     g.add_argument("--sample_seconds", type=float, default=10.0, help="seconds of speech a sample prompt may give")
     g.add_argument("--sample_time_limit", type=float, default=120.0,
                    help="seconds that generating all of them may take at one validation")
+    judges(p.add_argument_group("what judges the sample prompts, on rank 0"))
     return p
 
 
@@ -102,6 +104,7 @@ def check_flags(args, world_size):
     for flag in ("sample_seconds", "sample_time_limit"):
         need(args.sample_prompts or getattr(args, flag) == {"sample_seconds": 10, "sample_time_limit": 120}[flag],
              f"--{flag} needs --sample_prompts")
+    check_judges(args, bool(args.sample_prompts))
     need(args.sample_time_limit < args.wait_timeout, f"--sample_time_limit {args.sample_time_limit:g} must be below "
          f"--wait_timeout {args.wait_timeout}")
     flags.check_lora(args, build_parser())
@@ -370,9 +373,15 @@ def for_table(args, check):
             "list_in": None if check.dry else args.output_dir}
 
 
+def for_judges(args):
+    """What scores.load_judges takes of the flags, by name."""
+    return {"asr_model": args.asr_model, "asr_command": args.asr_command, "speaker_model": args.speaker_model,
+            "mos": args.mos, "language": args.language}
+
+
 def for_prompts(args):
-    """What sample_prompts.read takes of the flags, and the seconds of speech that a prompt may give."""
-    return args.sample_prompts, args.normalize_text == "on", args.sample_seconds
+    """What sample_prompts.load takes of the flags, first."""
+    return args.sample_prompts, args.normalize_text == "on", args.sample_seconds, for_judges(args)
 
 
 def code_cache(args):
@@ -380,8 +389,8 @@ def code_cache(args):
     return args.code_cache or Path(args.output_dir) / "codes"
 
 
-def for_plan(args, ranks):
-    """What print_plan takes of the flags, by name. ranks: how many processes train."""
+def for_plan(args, ranks, often):
+    """What print_plan takes of the flags, by name. ranks: how many processes train. often: of run.intervals."""
     setup = Setup(
         ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
         accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size,
@@ -389,9 +398,11 @@ def for_plan(args, ranks):
         adapters=args.use_lora)
     room = Room(
         output_dir=args.output_dir, save_steps=args.save_steps, eval_steps=args.eval_steps,
-        save_total_limit=args.save_total_limit, gpu_memory=args.gpu_memory, host_memory=args.host_memory)
+        save_total_limit=args.save_total_limit, save_minutes=args.save_minutes, gpu_memory=args.gpu_memory,
+        host_memory=args.host_memory)
     return {"setup": setup, "room": room, "eval_batch_size": args.per_device_eval_batch_size,
-            "warmup_steps": args.warmup_steps, "speaks": bool(args.sample_prompts), "code_cache": code_cache(args)}
+            "warmup_steps": args.warmup_steps, "often": often, "speaks": bool(args.sample_prompts),
+            "code_cache": code_cache(args)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -445,13 +456,14 @@ def train(args):
     per_step = ranks * accumulation
     steps_per_epoch, total_steps = run_length(order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps,
                                               at)
+    often = run.intervals(args, total_steps, meta, bool(len(eval_ids) or prompts))
     peak_lr = args.learning_rate if not args.scale_lr_from_batch else optim.sqrt_lr(
         args.learning_rate, per_step * args.per_device_train_batch_size, args.scale_lr_from_batch)
 
     if check.dry:
         check_resume(model, native, resume)
         print_plan(check, model, table, ids, train_ids, eval_ids, order, (steps_per_epoch, total_steps), at, resume,
-                   **for_plan(args, ranks))
+                   **for_plan(args, ranks, often))
         return check.finish()
 
     # -- model, optimizer, resume -------------------------------------------------------------------------------------
@@ -474,9 +486,9 @@ def train(args):
                                         prefetch_factor=args.prefetch_factor, pad_to=args.max_tokens_per_batch), device)
     if main_rank:
         sample_prompts.forget_later(args.output_dir, now.step)
-        print_start(world, model, table, train_ids, eval_ids, args.bf16,
-                    steps_text(total_steps, steps_per_epoch, ranks, accumulation,
-                               f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}"), start_text(now.step, resume))
+        print_start(world, model, table, train_ids, eval_ids, args.bf16, steps_text(
+            total_steps, steps_per_epoch, ranks, accumulation, f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}"),
+            often, start_text(now.step, resume))
 
     # -- loop ---------------------------------------------------------------------------------------------------------
     stopping = False
@@ -507,7 +519,7 @@ def train(args):
         now.update(optimizer, trainable, peak_lr * factor, sums)
 
         # what comes now is the same on every rank; a request to stop counts one step late, so no step waits for it
-        evaluating, saving = (len(eval_ids) or prompts) and now.due(args.eval_steps), now.due(args.save_steps)
+        evaluating, saving = (len(eval_ids) or prompts) and now.due(args.eval_steps), now.save_due()
         stopping = now.stop_asked(evaluating or saving) and not now.last
 
         # -- log ------------------------------------------------------------------------------------------------------
@@ -543,7 +555,7 @@ def train(args):
                             values |= parallel.rank0_first(world, lambda: sample_prompts.speak_all(
                                 native, prompts, settings, ids, codec_dir, device, seed=args.seed,
                                 time_limit=args.sample_time_limit, output_dir=args.output_dir, step=now.step,
-                                log=now.log, asked=watchdog.stop_requested))
+                                log=now.log, asked=watchdog.stop_requested, judging=for_judges(args)))
                         model.train()
                     if values and main_rank:
                         now.log.write(now.step, values)

@@ -200,8 +200,10 @@ def sharding(group):
     switch(group, "--float8", help="lora with --compile: products with frozen weights in float8; not yet run on a GPU")
 
 
-def logging(parser, logging_steps, eval_steps, save_steps, save_total_limit):
-    """The group; the defaults are the script's. Returns it, for the script's own."""
+def logging(parser, logging_steps, save_total_limit, eval_steps="a fifth of the run", save_steps="a tenth of the run"):
+    """The group; the defaults are the script's. eval_steps, save_steps: theirs in words, see run.intervals. Returns it,
+    for the script's own.
+    """
     g = parser.add_argument_group("logging, validation, checkpoints")
     g.add_argument("--output_dir", default="./output", help="everything written goes here; shared by all nodes")
     g.add_argument("--logging_dir", default="./logs", help="TensorBoard files go to a folder in here")
@@ -209,10 +211,13 @@ def logging(parser, logging_steps, eval_steps, save_steps, save_total_limit):
     g.add_argument("--report_to", choices=("tensorboard", "wandb", "none"), default="tensorboard",
                    help="beside metrics.jsonl")
     g.add_argument("--wandb_project", default="flat-trainers", help="W&B project")
-    g.add_argument("--eval_steps", type=int, default=eval_steps,
-                   help="optimizer steps between validations, 0 = at the end")
-    g.add_argument("--save_steps", type=int, default=save_steps,
-                   help="optimizer steps between checkpoints, 0 = at the end")
+    g.add_argument("--eval_steps", type=int,
+                   help=f"optimizer steps between validations, 0 = at the end (default: {eval_steps})")
+    g.add_argument("--save_steps", type=int,
+                   help=f"optimizer steps between checkpoints, 0 = at the end (default: {save_steps})")
+    g.add_argument("--save_minutes", type=float,
+                   help="save as well when the last checkpoint is so many minutes old, 0 = never (default: 30 without "
+                        "--save_steps, never with it)")
     g.add_argument("--save_total_limit", type=int, default=save_total_limit,
                    help="newest checkpoints kept besides the best, 0 = all")
     g.add_argument("--resume", "--resume_from_checkpoint", type=resumption, default="auto",
@@ -265,8 +270,8 @@ def check_shared(args):
     at_least_one(args, "per_device_train_batch_size", "per_device_eval_batch_size", "num_train_epochs", "logging_steps",
                  "max_bad_steps", "prefetch_factor", "collective_timeout", "wait_timeout", "lora_rank", "lora_alpha")
     zero_or_more(args, "max_tokens_per_batch", "global_batch_size", "max_steps", "warmup_steps", "eval_steps",
-                 "dry_run", "save_steps", "save_total_limit", "num_workers", "preprocess_num_proc", "max_length",
-                 "scale_lr_from_batch", "weight_decay", "max_grad_norm", "learning_rate", "seed")
+                 "dry_run", "save_steps", "save_minutes", "save_total_limit", "num_workers", "preprocess_num_proc",
+                 "max_length", "scale_lr_from_batch", "weight_decay", "max_grad_norm", "learning_rate", "seed")
     below_one(args, "lora_dropout", "dropout", "validation_split", "adam_beta1", "adam_beta2")
     share(args, "min_lr_ratio", "warmup_ratio")
     above_zero(args, "gpu_memory", "host_memory")

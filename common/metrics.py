@@ -58,6 +58,17 @@ def speed_report(totals, seconds, steps, slots, waited, device, world_size):
     return values
 
 
+# TensorBoard's custom scalars: {group: {chart: patterns of its curves}}, what is looked at first in front
+BOARD = {"Loss": {"loss": ["(train|eval)/loss$"], "bound": ["eval/nll$"], "audio": ["(train|eval)/audio_loss$"],
+                  "text": ["(train|eval)/text_loss$"], "codebooks": ["train/audio_loss_codebook_\\d+$"]},
+         "Speech": {"word errors": ["eval/(wer|cer)$"], "voice": ["eval/speaker_similarity$"],
+                    "ended by themselves": ["eval/stop_rate$"], "length": ["eval/length_ratio$"],
+                    "end of stream": ["(train|eval)/(eos_accuracy|stop_recall)$"]},
+         "Optimisation": {"learning rate": ["train/learning_rate$"], "gradient norm": ["train/grad_norm$"]},
+         "Speed and memory": {"throughput": ["train/throughput$"], "seconds a step": ["train/step_seconds$"],
+                              "waiting for data": ["train/data_wait_seconds$"], "memory": ["train/memory_gib$"]}}
+
+
 class MetricsLog:
     """Rank 0's record of a run. Make it on rank 0 only. report_to: "tensorboard", "wandb" or "none".
 
@@ -96,6 +107,8 @@ class MetricsLog:
             show = threading.excepthook     # a full disk, which add_scalar raises, its thread would print as well
             threading.excepthook = lambda found: None if issubclass(found.exc_type, OSError) else show(found)
             self.board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
+            self.board.add_custom_scalars({group: {chart: ["Multiline", patterns] for chart, patterns in charts.items()}
+                                           for group, charts in BOARD.items()})
             self.board.add_text("config", "```\n" + json.dumps(config, indent=1) + "\n```", resumed_step)
         if report_to == "wandb":
             import wandb

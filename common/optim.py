@@ -4,6 +4,8 @@ import math
 import torch
 from torch.distributed.tensor import DTensor
 
+SAVE, STOP = 1, 2           # what a rank may ask of all; the larger one holds
+
 
 def build_adamw(named_parameters, lr, weight_decay, betas, decays):
     """Fused AdamW over the trainable parameters in two groups; fused, because guarded_step needs it.
@@ -80,7 +82,7 @@ def guarded_step(optimizer, bad):
 
 class StepFlags:
     """What the host has to know of each optimizer step, fetched one step late so that the device is never waited for:
-    was its gradient not finite, did any rank ask to stop.
+    was its gradient not finite, did any rank ask to save or to stop.
     """
 
     def __init__(self, device, bad_total=0):
@@ -88,11 +90,14 @@ class StepFlags:
         self.host = torch.zeros(2, pin_memory=cuda)
         self.event = torch.cuda.Event() if cuda else None
         self.pending = None         # what the caller wants back about the step whose flags are on their way
-        self.bad_in_a_row, self.bad_total, self.stop = 0, bad_total, False
+        self.bad_in_a_row, self.bad_total, self.save, self.stop = 0, bad_total, False, False
 
-    def push(self, bad, stop, about):
-        """Start fetching the flags (0-d tensors) of the step just queued; pop returns `about` when it was bad."""
-        self.host.copy_(torch.stack([bad, stop]), non_blocking=True)
+    def push(self, bad, asked, about):
+        """Start fetching the flags of the step just queued, 0-d tensors; pop returns `about` when it was bad.
+
+        asked: 0, SAVE or STOP, which a save goes with.
+        """
+        self.host.copy_(torch.stack([bad, asked]), non_blocking=True)
         if self.event:
             self.event.record()
         self.pending = (about,)
@@ -104,8 +109,9 @@ class StepFlags:
         if self.event:
             self.event.synchronize()
         (about,), self.pending = self.pending, None
-        bad, stop = (bool(flag) for flag in self.host.tolist())
+        bad, asked = (int(flag) for flag in self.host.tolist())
         self.bad_in_a_row = self.bad_in_a_row + 1 if bad else 0
         self.bad_total += bad
-        self.stop |= stop
+        self.save |= asked >= SAVE
+        self.stop |= asked >= STOP
         return about if bad else None

@@ -349,12 +349,17 @@ def all_sum(world, tensor):
     return tensor
 
 
+def largest(world, number):
+    """0-d float tensor on the device: the largest of all ranks' numbers. No host sync."""
+    found = torch.full((), float(number), device=world.device)
+    if world.size > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found
+
+
 def any_rank(world, yes):
     """0-d float tensor on the device, 1 where `yes` (bool) holds on any rank. No host sync."""
-    flag = torch.full((), float(bool(yes)), device=world.device)
-    if world.size > 1:
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return flag
+    return largest(world, bool(yes))
 
 
 def compile_layers(layers, **options):

@@ -48,6 +48,7 @@ class Room:
     save_steps: int             # optimizer steps between checkpoints, 0: at the end
     eval_steps: int             # and between validations
     save_total_limit: int       # newest checkpoints kept, 0: all
+    save_minutes: float = 0     # after which a checkpoint comes as well, 0: never
     gpu_memory: float | None = None         # GiB of one GPU, None: what it has here
     host_memory: float | None = None        # GiB of a node, None: what is free here
 
@@ -133,12 +134,13 @@ def folder_bytes(path):
     return sum(os.path.getsize(os.path.join(place, name)) for place, _, names in os.walk(path) for name in names)
 
 
-def checkpoints_at_once(steps, save_steps, eval_steps, limit):
+def checkpoints_at_once(steps, save_steps, eval_steps, limit, timed=False):
     """Most checkpoints that stand on disk together in a run of `steps` optimizer steps, one being written included.
 
-    limit: --save_total_limit. eval_steps: None without validation, which saves the best.
+    limit: --save_total_limit. eval_steps: None without validation, which saves the best. timed: more may come at any
+    step; without a limit they are not counted.
     """
-    saves = 1 + sum(steps // every for every in (save_steps, eval_steps) if every)
+    saves = steps + 1 if timed and limit else 1 + sum(steps // every for every in (save_steps, eval_steps) if every)
     return min(saves, limit + 1 + (eval_steps is not None)) if limit else saves
 
 
@@ -302,7 +304,7 @@ def print_room(check, setup, room, table, parts, stages, checkpoint_size, steps,
     limit, host_limit = gpu_memory(room.gpu_memory), room.host_memory * GIB if room.host_memory else host_memory()
     one, have = sum(checkpoint_size), sum(folder_bytes(path) for _, path in checkpoint.checkpoints(room.output_dir))
     most = checkpoints_at_once(max(0, steps), room.save_steps, room.eval_steps if validates else None,
-                               room.save_total_limit)
+                               room.save_total_limit, room.save_minutes > 0)
     print(f"memory     estimate for one GPU; it has {size(limit)}, {MARGIN}{INDENT}{table}\n"
           f"host       {size(offloaded + staged)} for the {local} ranks of a node: {size(offloaded)} offloaded, "
           f"{size(staged)} copied by a save; it has {size(host_limit)}\n"

@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
-from common import flags, report_files
+from common import flags, report_files, verdict
 from common.flags import UserError
 from common.text import error_text
 
@@ -45,6 +45,11 @@ KNOWN = {
     "eos_accuracy": ("End of speech", "end-of-stream accuracy", "%"),
     "stop_rate": ("End of speech", "sample prompts that ended by themselves", "%"),
     "length_ratio": ("End of speech", "length of sample prompts", "1 = target"),
+    "wer": ("Speech", "word errors of sample prompts", "%"),
+    "cer": ("Speech", "character errors of sample prompts", "%"),
+    "speaker_similarity": ("Speech", "likeness to the reference voice", "cosine"),
+    "dnsmos": ("Speech", "naturalness by DNSMOS", "1 to 5"),
+    "real_time_factor": ("Speed and memory", "speaking sample prompts", "s per second of speech"),
     "learning_rate": ("Optimisation", "learning rate", ""),
     "grad_norm": ("Optimisation", "gradient norm", "before clipping"),
     "bad_steps": ("Optimisation", "steps skipped", "in all"),
@@ -61,8 +66,9 @@ KNOWN = {
 }
 GUESSES = ((r"loss|nll|perplexity|accuracy|bits|stderr", "Loss"), (r"lr|norm|skipped", "Optimisation"),
            (r"second|memory|tokens_per|flops", "Speed and memory"))
-FACTS = {"seconds": "{:.2f} s", "frames": "{} frames", "seed": "seed {}", "real_time_factor": "real-time factor {:.2f}"}
-SECTIONS = ("Loss", "End of speech", "Samples", "Evaluation", "Optimisation", "Speed and memory", "Other")
+FACTS = {"wer": "word errors {:.0%}", "speaker_similarity": "likeness {:.2f}", "dnsmos": "DNSMOS {:.1f}",
+         "seconds": "{:.2f} s", "frames": "{} frames", "seed": "seed {}", "real_time_factor": "real-time factor {:.2f}"}
+SECTIONS = ("Loss", "Speech", "End of speech", "Samples", "Evaluation", "Optimisation", "Speed and memory", "Other")
 
 
 class Raw(str):
@@ -233,7 +239,9 @@ def summary(run, now):
         tiles.append(("Model", "/".join(Path(str(model)).parts[-2:]), what))
     cells = "".join(f"<div><dt>{html(title)}</dt><dd>{html(value)}</dd><small>{html(note)}</small></div>"
                     for title, value, note in tiles)
-    return Raw(f'<p class="path">{html(run.folder.resolve())}</p><dl class="tiles">{cells}</dl>')
+    clauses = "".join(f"<li>{html(clause[0].upper() + clause[1:])}.</li>" for clause in verdict.verdict(run.rows))
+    return Raw(f'<p class="path">{html(run.folder.resolve())}</p><ul class="verdict">{clauses}</ul>'
+               f'<dl class="tiles">{cells}</dl>')
 
 
 def sample_cell(label, sample):
@@ -246,7 +254,9 @@ def sample_cell(label, sample):
                f'src="{data_uri(sample.picture)}">' if sample.picture else "")
     return (f'<figure class="sample" data-name="{html(sample.name)}"><figcaption>{html(label)} {ended}</figcaption>'
             f'<audio controls preload="metadata" src="{data_uri(sample.audio)}"></audio>{picture}'
-            f"<small>{html(' · '.join(line))}</small></figure>")
+            f"<small>{html(' · '.join(line))}</small>"
+            + (f"<small><br>heard: {html(facts['heard'] or 'nothing')}</small>" if "heard" in facts else "")
+            + "</figure>")
 
 
 def sample_rows(columns):

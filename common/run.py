@@ -14,8 +14,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, metrics, optim, parallel, plan, watchdog
+from common import checkpoint, metrics, optim, parallel, plan, verdict, watchdog
 from common.parallel import UserError
+
+SAVE_MINUTES = 30           # a checkpoint at least so often, where --save_steps is not given
+INTERVALS = {"save_steps": lambda total: max(1, total // 10), "eval_steps": lambda total: max(1, total // 5),
+             "warmup_steps": lambda total: min(100, round(0.05 * total))}     # of runs whose flags do not say
 
 
 def main(args, train):
@@ -66,6 +70,31 @@ def position(meta):
     return {key: meta[key] if meta else 0 for key in ("step", "epoch", "first")}
 
 
+def intervals(args, total_steps, meta, validates, **own):
+    """Set the intervals that the flags leave open, by the length of the run -> lines that tell all of them.
+
+    args: its save_steps, eval_steps, save_minutes and, where the trainer has it, warmup_steps. validates: whether there
+    is anything to validate. own: {flag: steps} of a trainer with defaults of its own. meta: of the checkpoint to go on
+    from, or None: that run's steps hold on, however long this one is.
+    """
+    before = meta["args"] if meta else {}
+    if args.save_minutes is None:
+        args.save_minutes = SAVE_MINUTES if args.save_steps is None else 0
+    for flag, work in INTERVALS.items():
+        if getattr(args, flag, 0) is None:
+            setattr(args, flag, before.get(flag, own.get(flag, work(total_steps))))
+    saves, evals = (f"every {steps} steps" if steps else "at the end" for steps in (args.save_steps, args.eval_steps))
+    timed = f" and when the last one is {args.save_minutes:g} minutes old" if args.save_minutes else ""
+    lines = [f"intervals  checkpoints {saves}{timed}" + (f"; validation {evals}" if validates else "")]
+    late = {"warmup_steps": "the learning rate never reaches its peak",
+            "save_steps": f"no checkpoint before the end{', but by --save_minutes' if args.save_minutes else ''}",
+            "eval_steps": "no validation before the end"}
+    lines += [f"note       --{flag} {getattr(args, flag)} is longer than the run of {total_steps} steps: {what}"
+              for flag, what in late.items() if getattr(args, flag, 0) > total_steps and (
+                  validates or flag != "eval_steps")]
+    return "\n".join(lines)
+
+
 class Run:
     """Where a run stands: its position, the best validation loss, sums since the last log line, writer, log, clock."""
 
@@ -77,7 +106,7 @@ class Run:
         self.world, self.watch, self.args, self.order, self.total_steps = world, watch, args, order, total_steps
         self.per_step, self.name, self.validation = world.size * args.gradient_accumulation_steps, name, validation
         self.at, self.resume, self.start_step = position(meta), resume, meta["step"] if meta else 0
-        self.saved_step = self.step if resume else None
+        self.saved_step, self.saved_at, self.asked_to_save = self.step if resume else None, time.monotonic(), False
         same = bool(meta) and meta["validation"] == validation
         self.best_loss, self.best_step = (meta["best_loss"], meta["best_step"]) if same else (None, None)
         self.flags = optim.StepFlags(world.device, meta["skipped"] if meta else 0)
@@ -144,7 +173,7 @@ class Run:
         """
         self.norm = optim.clip_gradients(parameters, self.args.max_grad_norm)
         bad = 1 - torch.isfinite(self.norm).float()
-        stop = parallel.any_rank(self.world, watchdog.stop_requested())
+        asked = parallel.largest(self.world, self.wish())
         self.lr = lr
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -154,9 +183,18 @@ class Run:
         self.sums += torch.where(bad > 0, 0.0, sums)
         self.at["step"], self.at["first"] = self.step + 1, self.at["first"] + self.per_step
         self.report_bad()                               # of the step before: this one is still being computed
-        self.flags.push(bad, stop, (self.step, self.finite))
+        self.flags.push(bad, asked, (self.step, self.finite))
         self.finite = []
         return bad
+
+    def wish(self):
+        """What this rank asks of all: optim.STOP; on rank 0 optim.SAVE, once, when the last checkpoint is too old."""
+        if watchdog.stop_requested():
+            return optim.STOP
+        minutes = self.args.save_minutes
+        old = self.world.is_main and minutes and time.monotonic() - self.saved_at >= 60 * minutes
+        self.asked_to_save, wish = self.asked_to_save or old, optim.SAVE if old and not self.asked_to_save else 0
+        return wish
 
     def report_bad(self):
         """Name the samples of a skipped step whose flags have arrived; UserError after --max_bad_steps in a row."""
@@ -177,6 +215,10 @@ class Run:
     def due(self, steps):
         """Whether what comes every so many steps, and at the end, comes now. steps 0: at the end only."""
         return self.last or (steps > 0 and self.step % steps == 0)
+
+    def save_due(self):
+        """Whether a checkpoint comes now: by --save_steps, at the end, or because rank 0 asked for it by its clock."""
+        return self.due(self.args.save_steps) or self.flags.save
 
     def stop_asked(self, waits):
         """Whether any rank was asked to stop. waits: the host waits for this step anyway, so its flags can be read
@@ -233,7 +275,8 @@ class Run:
     def state(self, identity, **more):
         """state.json of a checkpoint made now. Collective. identity: checkpoint.find_resume's; more: the script's."""
         self.watch.moved(f"saving at step {self.step}", self.args.wait_timeout)
-        self.saved_step = self.step
+        self.saved_step, self.saved_at, self.asked_to_save = self.step, time.monotonic(), False
+        self.flags.save = False
         return {**self.at, "identity": identity, "validation": self.validation, "best_step": self.best_step,
                 "best_loss": self.best_loss, **more, "skipped": self.flags.bad_total, "args": vars(self.args),
                 "unlogged": parallel.all_sum(self.world, self.sums.clone()).tolist()}
@@ -257,3 +300,4 @@ class Run:
         best = f"; best {best.format(self.best_loss)} at step {self.best_step}" if self.best_step is not None else ""
         print(f"done       step {self.step}{note}; {self.flags.bad_total} steps skipped; final checkpoint "
               f"{Path(self.args.output_dir) / f'checkpoint-{self.step}'}{best}")
+        print(verdict.line(verdict.verdict(metrics.read_metrics(self.log.path))))

@@ -74,7 +74,7 @@ import time
 import numpy as np
 import torch
 
-from common import checkpoint, parallel
+from common import checkpoint, parallel, verdict
 from common.parallel import UserError
 from common.text import LINE, printable
 from diffusion import blocks, sampler, weights
@@ -181,8 +181,8 @@ def summarise(answers, seconds):
 
 
 def print_answer(answer):
-    verdict = "right" if answer["strict"] else "right by the last number" if answer["flexible"] else "wrong"
-    print(f"-- {answer['name']}: {verdict}, the answer is {answer['answer']}\n"
+    word = "right" if answer["strict"] else "right by the last number" if answer["flexible"] else "wrong"
+    print(f"-- {answer['name']}: {word}, the answer is {answer['answer']}\n"
           f"   question  {printable(answer['question'], LINE)}")
     for part in ("plan", "text"):
         if part in answer:
@@ -197,6 +197,8 @@ def print_summary(total, output):
     print(f"accuracy   {', '.join(rates)} of {total['problems']} problems; {total['ended']:.1%} ended by themselves\n"
           f"speed      NFE {total['nfe']:.1f}, {total['tokens_per_forward']:.2f} tokens a pass, "
           f"{total['tokens_per_second']:,.1f} tok/s, {total['seconds']:.1f} s\nanswers    {output}")
+    print(verdict.line([f"{verdict.percent(total['strict'])} of {total['problems']} problems were answered right",
+                        f"{verdict.percent(total['ended'])} of the answers ended by themselves"]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

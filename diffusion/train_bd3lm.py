@@ -47,6 +47,9 @@ def default_workers():
     return min(16, max(1, flags.usable_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
+OFTEN = {"eval_steps": 500, "save_steps": 2000}      # steps between validations and checkpoints, by default
+
+
 def build_parser():
     p = flags.Parser("Train block diffusion on GSM8K.")
     flags.before_the_run(p)
@@ -114,7 +117,7 @@ def build_parser():
     g.add_argument("--attn_backend", choices=("flex", "sdpa"),
                    help="block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU)")
 
-    g = flags.logging(p, logging_steps=50, eval_steps=500, save_steps=2000, save_total_limit=3)
+    g = flags.logging(p, logging_steps=50, save_total_limit=3, **OFTEN)
     g.add_argument("--eval_repeats", type=int, default=4, help="draws of the noise in a validation, for its error bar")
     g.add_argument("--early_stop_patience", type=int, default=10,
                    help="stop after this many validations without a better bound, 0 = never")
@@ -309,7 +312,8 @@ def for_plan(args, ranks):
         accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size)
     room = plan.Room(
         output_dir=args.output_dir, save_steps=args.save_steps, eval_steps=args.eval_steps,
-        save_total_limit=args.save_total_limit, gpu_memory=args.gpu_memory, host_memory=args.host_memory)
+        save_total_limit=args.save_total_limit, save_minutes=args.save_minutes, gpu_memory=args.gpu_memory,
+        host_memory=args.host_memory)
     return {"setup": setup, "room": room, "backend": args.attn_backend,
             "eval_batch_size": args.per_device_eval_batch_size}
 
@@ -356,12 +360,13 @@ def train(args):
     peak_lr = args.learning_rate
     if args.scale_lr_from_batch:
         peak_lr = optim.sqrt_lr(peak_lr, step_problems, args.scale_lr_from_batch)
+    often = run.intervals(args, total_steps, meta, bool(eval_rows), **OFTEN)
     config = dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout)
     if main_rank:
         print_start(device, ranks, config, rows, eval_rows, table,
                     f"steps      {total_steps} = {epochs:,.1f} epochs; a step is {step_rows} rows "
                     f"({step_problems:,.0f} problems) = {ranks} ranks x {accumulation} micro-steps x "
-                    f"{batch_rows}; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\n"
+                    f"{batch_rows}; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\n{often}\n"
                     f"{plan.start_text(at['step'], resume, 'new weights')}",
                     size_name=args.model_size, fsdp=args.parallel == "fsdp", bf16=args.bf16)
     if check.dry:
@@ -457,7 +462,7 @@ def train(args):
         average.update(now.update(optimizer, parameters, peak_lr * factor, sums))       # not by a skipped step
 
         # what comes now is the same on every rank; a request to stop counts one step late, so no step waits for it
-        owed, saving = bool(eval_rows) and now.due(args.eval_steps), now.due(args.save_steps)
+        owed, saving = bool(eval_rows) and now.due(args.eval_steps), now.save_due()
         stopping = now.stop_asked(owed or saving) and (owed or not now.last)
         now.count(step_rows * rows.length, work)
         if now.due(args.logging_steps):

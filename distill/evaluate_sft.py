@@ -122,7 +122,7 @@ from collections import Counter
 import numpy as np
 import torch
 
-from common import checkpoint, parallel
+from common import checkpoint, parallel, verdict
 from distill import chat, held_out, scores, student, weights
 
 
@@ -287,6 +287,17 @@ def check_learned(name, student, bases, min_agreement, min_gain):
 # Output
 
 
+def clauses(name, systems, lines):
+    """[clause] of the verdict: what the checkpoint `name` has learnt, beside its base model. lines: how many asked."""
+    def agrees(column):
+        return verdict.percent(systems[column]["agreement"]["share"] or 0)
+    found = [f"{name} agrees with its teacher on {agrees(name)} of {lines} lines that were not trained"]
+    found += [f"{column} on {agrees(column)}" for column in BASE if column in systems]
+    if accuracy := systems[name]["accuracy"]:
+        found.append(f"{verdict.percent(accuracy['share'] or 0)} of its answers are true")
+    return found
+
+
 def student_names(checkpoints):
     """A column's name for each: "student", or as many last parts of their paths as it takes to tell them apart."""
     if len(checkpoints) == 1:
@@ -391,6 +402,7 @@ def main(argv=None):
                   "settings": vars(args), "samples": sample_rows(lines, truth, columns)}
         how = "vLLM" if args.engine == "vllm" else f"batches of {args.batch_size}"
         table, notes = scores.side_by_side(systems, teacher, how), scores.make_notes(report)
+        notes.append(verdict.line(clauses(student_names(args.checkpoint)[0], systems, len(lines.ids))))
         out = Path(args.output_dir)
         text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
         tables = "\n".join([*table, *notes, *scores.detail_lines(systems, labels, truth)]) + "\n"

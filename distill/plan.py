@@ -57,12 +57,12 @@ def memory_stages(setup, model, tokens, rows):
 # The dry run
 
 
-def print_plan(check, model, table, train_ids, eval_ids, order, lengths_of_run, at, resume, *, setup, room, epochs,
-               peak_lr):
+def print_plan(check, model, table, train_ids, eval_ids, order, lengths_of_run, at, resume, *, setup, room, often,
+               epochs, peak_lr):
     """Print all that a run comes to; what it will not fit into is a problem of `check`.
 
     model: the empty PackedLM as trained. order: PackOrder. lengths_of_run: of packing.run_length. at: run.position.
-    setup, room: plan.Setup, plan.Room. epochs: how many, of which the first 20 are looked at.
+    setup, room: plan.Setup, plan.Room. often: of run.intervals. epochs: how many, of which the first 20 are looked at.
     """
     lengths, (steps_per_epoch, total_steps) = table.lengths[train_ids], lengths_of_run
     epochs = range(min(20, epochs))
@@ -75,7 +75,7 @@ def print_plan(check, model, table, train_ids, eval_ids, order, lengths_of_run, 
     print("\n".join([
         plan.head_text(setup, units), samples_line(table, train_ids, eval_ids), plan.lengths_text(lengths),
         plan.packs_text(setup, order, lengths, average),
-        plan.steps_text(total_steps, steps_per_epoch, setup.ranks, setup.accumulation, f"peak lr {peak_lr:.2e}"),
+        plan.steps_text(total_steps, steps_per_epoch, setup.ranks, setup.accumulation, f"peak lr {peak_lr:.2e}"), often,
         plan.start_text(at["step"], resume)]))
     text = plan.memory_text(setup, parts, stages, f"{tokens[worst]:,} tokens",
                             f"one piece of its {rows[worst]:,} trained tokens, at their peak")

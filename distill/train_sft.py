@@ -84,7 +84,7 @@ def build_parser():
     g = flags.speed(p, parallel="fsdp", bf16_help="bfloat16 compute; a frozen base is stored in bfloat16")
     flags.sharding(g)
 
-    flags.logging(p, logging_steps=10, eval_steps=0, save_steps=500, save_total_limit=2)
+    flags.logging(p, logging_steps=10, save_total_limit=2)
     return p
 
 
@@ -258,8 +258,8 @@ def print_start(world, model, table, train_ids, eval_ids, *more, fsdp, bf16):
           f"{samples_line(table, train_ids, eval_ids)}", *more, sep="\n")
 
 
-def for_plan(args, ranks):
-    """What print_plan needs of the flags, by name. ranks: how many processes train."""
+def for_plan(args, ranks, often):
+    """What print_plan needs of the flags, by name. ranks: how many processes train. often: of run.intervals."""
     setup = Setup(
         ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
         accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size,
@@ -267,8 +267,10 @@ def for_plan(args, ranks):
         adapters=args.use_lora)
     room = Room(
         output_dir=args.output_dir, save_steps=args.save_steps, eval_steps=args.eval_steps,
-        save_total_limit=args.save_total_limit, gpu_memory=args.gpu_memory, host_memory=args.host_memory)
-    return {"setup": setup, "room": room, "epochs": args.num_train_epochs, "peak_lr": args.learning_rate}
+        save_total_limit=args.save_total_limit, save_minutes=args.save_minutes, gpu_memory=args.gpu_memory,
+        host_memory=args.host_memory)
+    return {"setup": setup, "room": room, "often": often, "epochs": args.num_train_epochs,
+            "peak_lr": args.learning_rate}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -325,12 +327,13 @@ def train(args):
     steps_per_epoch, total_steps = run_length(order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps,
                                               at)
     peak_lr, warmup = args.learning_rate, round(args.warmup_ratio * total_steps)
+    often = run.intervals(args, total_steps, meta, len(eval_ids) > 0)
 
     if check.dry:
         if resume:
             packed_lm.check_resume(model, resume)
         print_plan(check, model, table, train_ids, eval_ids, order, (steps_per_epoch, total_steps), at, resume,
-                   **for_plan(args, ranks))
+                   **for_plan(args, ranks, often))
         return check.finish()
 
     # -- model, optimizer, resume -------------------------------------------------------------------------------------
@@ -356,7 +359,7 @@ def train(args):
     if main_rank:
         print_start(world, model, table, train_ids, eval_ids,
                     steps_text(total_steps, steps_per_epoch, ranks, accumulation,
-                               f"peak lr {peak_lr:.2e}, warm-up {warmup}"), start_text(now.step, resume),
+                               f"peak lr {peak_lr:.2e}, warm-up {warmup}"), often, start_text(now.step, resume),
                     fsdp=fsdp, bf16=args.bf16)
         if unknown_ends:
             names = ", ".join(tokenizer.convert_ids_to_tokens(unknown_ends))
@@ -388,7 +391,7 @@ def train(args):
         now.update(optimizer, trainable, peak_lr * factor, sums)
 
         # what comes now is the same on every rank; a request to stop counts one step late, so no step waits for it
-        evaluating, saving = len(eval_ids) and now.due(args.eval_steps), now.due(args.save_steps)
+        evaluating, saving = len(eval_ids) and now.due(args.eval_steps), now.save_due()
         stopping = now.stop_asked(evaluating or saving) and not now.last
 
         # -- log ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Values and defaults of the speech scripts' flags. Imports nothing: flags are parsed before torch is imported."""
+"""Values and defaults of the speech scripts' flags. Imports no torch: flags are parsed before it is."""
+from common import flags
+from common.flags import need
+
 TASK_TYPES = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker_smart_voice",
               "multi_speaker_voice_cloning")
 
@@ -22,4 +25,28 @@ REFERENCES = ("given", "same_speaker", "none")      # which clip stands before a
 LAYOUTS = ("native", "2025")            # of a checkpoint
 DTYPES = ("float32", "bfloat16")        # of its weights
 HUB_CODEC = "bosonai/higgs-audio-v2-tokenizer"      # what a processor names as its codec when the base names none
+CHATML = (".json", ".jsonl", ".lst")     # files whose prompts say themselves which voice is wanted; .lst: Seed-TTS-eval
 DEFAULT_SYSTEM = "Generate audio following instruction."
+
+
+def judges(group):
+    """Flags of what judges generated speech (scores.py)."""
+    group.add_argument("--asr_model", help="recogniser that gives word errors: folder or hub name of a transformers "
+                                           "model, or pocketsphinx")
+    group.add_argument("--asr_command", help="the same by a command that gets paths of wav files behind its own words "
+                                             "and prints a line of text for each")
+    group.add_argument("--language", help="language code, for Whisper and for the rules by which texts are compared; "
+                                          "en unifies numbers and contractions (default: Whisper finds out, plain "
+                                          "rules)")
+    group.add_argument("--speaker_model", help="encoder that gives the likeness of voices: resemblyzer, or folder or "
+                                               "hub name of a transformers x-vector model, such as WavLM's")
+    flags.switch(group, "--mos", help="estimate naturalness by DNSMOS, of the package speechmos")
+
+
+def check_judges(args, speaks=True):
+    """The flags of judges(). speaks: whether there will be anything to judge."""
+    need(not (args.asr_model and args.asr_command), "give one of --asr_model and --asr_command")
+    need(not args.language or args.asr_model or args.asr_command,
+         "--language: only --asr_model and --asr_command make use of it")
+    for name in ("asr_model", "asr_command", "speaker_model", "mos"):
+        need(speaks or not getattr(args, name), f"--{name} needs --sample_prompts")

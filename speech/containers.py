@@ -18,18 +18,18 @@ _group = {}         # the row group that this process read last, {(file, group):
 
 def file_of(path):
     """The file in which a clip's audio lies."""
-    return path.split(MEMBER)[0] if MEMBER in path else path
+    return os.fspath(path).split(MEMBER)[0]
 
 
 def unit_of(path):
     """Equal for clips that are read together: those of a row group."""
-    found = PLACE.match(path) if MEMBER in path else None
-    return f"{found[1]}::{int(found[4]):09}" if found and found[4] else path
+    found = PLACE.match(os.fspath(path))
+    return f"{found[1]}::{int(found[4]):09}" if found and found[4] else os.fspath(path)
 
 
 def read_bytes(path):
     """The bytes of an audio file, wherever it lies. Raises OSError and ValueError."""
-    found = PLACE.match(path) if MEMBER in path else None
+    found = PLACE.match(os.fspath(path))
     if not found:
         with open(path, "rb") as f:
             return f.read()

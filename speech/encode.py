@@ -94,7 +94,7 @@ def share_work(clips, unknown, world_size):
 
     def seconds(path, stat, cuts):
         claimed = max(c.seconds for c in cuts.values())
-        size = stat[0] if MEMBER not in path else 64_000        # of a file that holds many: all the same
+        size = stat[0] if MEMBER not in str(path) else 64_000        # of a file that holds many: all the same
         return claimed or size / BYTES_PER_SECOND.get(os.path.splitext(path)[1].lower(), 64_000)
 
     units = {}      # what is read in one go stays with one rank, in its order
@@ -405,7 +405,7 @@ def header_frames(path, cuts, config):
     try:
         if not os.path.getsize(file_of(path)):
             raise ValueError("is an empty file")
-        info = soundfile.info(path if MEMBER not in path else io.BytesIO(read_bytes(path)))
+        info = soundfile.info(path if MEMBER not in str(path) else io.BytesIO(read_bytes(path)))
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})")
     except soundfile.SoundFileError as error:

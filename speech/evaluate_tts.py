@@ -2,6 +2,7 @@
 
     python speech/evaluate_tts.py samples --reference_dir clips
     python speech/evaluate_tts.py samples --asr_model openai/whisper-small --speaker_model microsoft/wavlm-base-plus-sv
+    python speech/evaluate_tts.py samples --asr_model pocketsphinx --speaker_model resemblyzer --mos
     python speech/evaluate_tts.py samples_base samples_trained         # the same prompts from two checkpoints
 
 A folder holds what generate_tts.py writes: NAME.wav and NAME.json with "text", "ended_by" ("eos" or "length"), and
@@ -10,12 +11,16 @@ maybe "reference_audio" (the voice to be cloned) and "target_audio" (the same te
 evaluation.png, the first one also comparison.png when there are several.
 
     wer, cer             errors against "text" over its words or characters, all samples together, as heard by
-                         --asr_model; both normalised as speech_metrics.normalise says, "text" first by wording.heard.
-                         An error of the listener counts too, so judge the true recordings once as well and compare
+                         --asr_model or --asr_command; texts are compared by whisper's rules (scores.normaliser), "text"
+                         after wording.heard. An error of the listener counts too, so judge the true recordings once as
+                         well and compare
+    wer_mean             mean of the samples' own wer, as Seed-TTS-eval counts
     speaker_similarity   cosine of --speaker_model's embeddings of the sample and of reference_audio, else the target
+    dnsmos               naturalness from 1 to 5 as DNSMOS estimates it (--mos)
     mcd, f0_correlation, voicing_agreement, length_ratio
                          against the target (--reference_dir, else target_audio): see speech_metrics.compare
     stop_rate            share of samples that ended by themselves, not at the length limit
+    real_time_factor     seconds of computing a second of speech, as generate_tts.py noted it
 
 wer and similarity mean as much as the models do: with a model that cannot listen they are only arithmetic.
 """
@@ -26,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ sta
 
 from common import flags
 from common.flags import UserError, need
+from speech.choices import check_judges, judges
 
 
 def build_parser():
@@ -33,18 +39,16 @@ def build_parser():
     p.usage = "%(prog)s FOLDER [FOLDER ...] [--flag value ...]"
     p.add_argument("folders", nargs="+", metavar="FOLDER", help="what generate_tts.py wrote; several are compared")
     p.add_argument("--reference_dir", help="true recordings of the same names (default: each JSON's target_audio)")
-    p.add_argument("--asr_model", help="folder or hub name of a Whisper model: wer and cer")
-    p.add_argument("--language", help="language code for --asr_model (default: it finds out)")
-    p.add_argument("--speaker_model", help="folder or hub name of an x-vector model, such as WavLM's: similarity")
+    judges(p)
     p.add_argument("--device", help="where the models run (default: a GPU when there is one)")
-    p.add_argument("--batch_size", type=int, default=8, help="samples the ASR model hears at once")
+    p.add_argument("--batch_size", type=int, default=8, help="samples Whisper hears at once")
     return p
 
 
 def check_flags(args, world_size):
     """Raise UserError for flags that cannot work."""
     flags.at_least_one(args, "batch_size")
-    need(not args.language or args.asr_model, "--language: only --asr_model makes use of it")
+    check_judges(args)
     need(not args.reference_dir or Path(args.reference_dir).is_dir(),
          f"--reference_dir {args.reference_dir}: no such folder")
     need(len(set(map(str, map(Path, args.folders)))) == len(args.folders), "the same folder is given twice")
@@ -62,14 +66,14 @@ import torch
 from common import json_files
 from common.checkpoint import write_atomically
 from common.parallel import one_clear_error, problem_text
-from speech import speech_metrics, wording
+from speech import scores, speech_metrics, wording
 
 # name -> (unit, what is better: -1 less, 1 more, 0 near 1)
-METRICS = {"wer": ("errors/word", -1), "cer": ("errors/char", -1), "speaker_similarity": ("cosine", 1),
-           "mcd": ("dB", -1), "f0_correlation": ("Pearson", 1), "voicing_agreement": ("share", 1),
-           "length_ratio": ("1 = target", 0), "stop_rate": ("share", 1)}
+METRICS = {"wer": ("errors/word", -1), "wer_mean": ("errors/word", -1), "cer": ("errors/char", -1),
+           "speaker_similarity": ("cosine", 1), "dnsmos": ("1 to 5", 1), "mcd": ("dB", -1),
+           "f0_correlation": ("Pearson", 1), "voicing_agreement": ("share", 1),
+           "length_ratio": ("1 = target", 0), "stop_rate": ("share", 1), "real_time_factor": ("s/s", -1)}
 AUDIO = (".wav", ".flac", ".mp3", ".ogg")
-SHORTEST_VOICE_S = 0.5      # a shorter clip says nothing about a voice, and may be too short for the model
 
 
 @dataclass
@@ -82,6 +86,7 @@ class Sample:
     target: Path | None
     stretch: tuple          # what of the target: (offset, seconds); the offset is None for all of it
     voice: Path | None
+    real_time_factor: float | None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -114,7 +119,7 @@ def read_sample(audio, reference_dir, needs_text):
         raise UserError(f"{error}; every .wav needs the .json that generate_tts.py writes")
     text, ended_by = facts.get("text"), facts.get("ended_by")
     if not isinstance(text, str) and (needs_text or text is not None):
-        raise UserError(f'{path}: "text" is {text!r}; --asr_model needs the text that was to be spoken')
+        raise UserError(f'{path}: "text" is {text!r}; word errors need the text that was to be spoken')
     if ended_by not in ("eos", "length", None):
         raise UserError(f'{path}: "ended_by" is {ended_by!r}; it must be "eos" or "length"')
     stretch = (None, None) if reference_dir else (facts.get("target_offset"), facts.get("target_seconds"))
@@ -127,7 +132,8 @@ def read_sample(audio, reference_dir, needs_text):
                             f"for {audio}")
     else:
         target = find_audio(facts, "target_audio", path)
-    return Sample(audio.stem, audio, text, ended_by, target, stretch, find_audio(facts, "reference_audio", path))
+    return Sample(audio.stem, audio, text, ended_by, target, stretch, find_audio(facts, "reference_audio", path),
+                  facts.get("real_time_factor") if isinstance(facts.get("real_time_factor"), (int, float)) else None)
 
 
 def find_audio(facts, key, path):
@@ -145,84 +151,15 @@ def find_audio(facts, key, path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Models
-
-
-def load_model(flag, path, class_name, device, unused=()):
-    """(model, its feature extractor). unused: beginnings of weights that need not be there. Raises UserError."""
-    try:
-        import transformers
-        transformers.logging.disable_progress_bar()
-        transformers.logging.set_verbosity_error()      # missing weights are told below, in one line
-        model, info = getattr(transformers, class_name).from_pretrained(path, output_loading_info=True)
-        extractor = transformers.AutoFeatureExtractor.from_pretrained(path)
-    except Exception as error:
-        raise UserError(f"{flag} {path}: cannot be loaded as {class_name} ({type(error).__name__}: "
-                        f"{(str(error).splitlines() or [''])[0]})")
-    missing = sorted(name for name in info["missing_keys"] if not name.startswith(tuple(unused)))
-    if missing:     # transformers would go on with random ones
-        raise UserError(f"{flag} {path}: is no such model, {len(missing)} weights are missing, first {missing[0]}")
-    return model.to(device).eval(), extractor
-
-
-def load_listener(path, device):
-    """(Whisper model, feature extractor, tokenizer). Raises UserError."""
-    model, extractor = load_model("--asr_model", path, "WhisperForConditionalGeneration", device)
-    from transformers import AutoTokenizer
-    return model, extractor, AutoTokenizer.from_pretrained(path)
-
-
-@torch.inference_mode()
-def transcribe(listener, samples, batch_size, language, notes):
-    """[text heard] of samples; greedy. What lies beyond the model's window (30 s) is not heard, and noted."""
-    model, extractor, tokenizer = listener
-    heard = []
-    for first in range(0, len(samples), batch_size):
-        waves = []
-        for sample in samples[first:first + batch_size]:
-            wave = speech_metrics.resample(speech_metrics.read_audio(sample.audio), speech_metrics.RATE,
-                                           extractor.sampling_rate)
-            if len(wave) > extractor.n_samples:
-                notes.append(f"{sample.audio}: only the first {extractor.chunk_length} s of "
-                             f"{len(wave) / extractor.sampling_rate:.1f} s were heard")
-            waves.append(wave[:extractor.n_samples])
-        inputs = extractor(waves, sampling_rate=extractor.sampling_rate, return_tensors="pt",
-                           return_attention_mask=True).to(model.device)
-        options = {"language": language, "task": "transcribe"} if language else {}
-        try:
-            ids = model.generate(**inputs, do_sample=False, num_beams=1, **options)
-        except ValueError as error:
-            if not language:
-                raise
-            raise UserError(f"--language {language}: {str(error).splitlines()[0]}")
-        heard += tokenizer.batch_decode(ids, skip_special_tokens=True)
-    return heard
-
-
-@torch.inference_mode()
-def voice_of(speaker, clip, notes):
-    """Unit (D,) embedding of read_audio(*clip), or None. One at a time: padding would change what group norms see."""
-    model, extractor = speaker
-    wave = speech_metrics.read_audio(*clip)
-    if len(wave) < SHORTEST_VOICE_S * speech_metrics.RATE:
-        notes.append(f"{clip[0]}: shorter than {SHORTEST_VOICE_S} s, its voice is not judged")
-        return None
-    wave = speech_metrics.resample(wave, speech_metrics.RATE, extractor.sampling_rate)
-    inputs = extractor(wave, sampling_rate=extractor.sampling_rate, return_tensors="pt")
-    embedding = model(inputs.input_values.to(model.device)).embeddings[0].double().cpu()
-    return embedding / embedding.norm()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Judging
 
 
-def evaluate(folder, samples, listener, speaker, batch_size, language, settings):
+def evaluate(folder, samples, judges, settings):
     """The contents of evaluation.json for one folder and its [Sample].
 
-    listener, speaker: models, or None. batch_size, language: of transcribe. settings: {flag: value}, noted in the file.
+    judges: scores.Judges, on their device. settings: {flag: value}, noted in the file.
     """
-    rows, words, characters, voices, notes = [], [0, 0], [0, 0], {}, []
+    rows, voices, notes = [], {}, []
     for sample in samples:
         row = {"name": sample.name} | dict.fromkeys(METRICS)
         if sample.target:
@@ -232,26 +169,36 @@ def evaluate(folder, samples, listener, speaker, batch_size, language, settings)
                 notes.append(f"{sample.audio}: it or its target is silent, so mcd, pitch and voicing are not judged")
         if sample.ended_by:
             row["stop_rate"] = float(sample.ended_by == "eos")
+        row["real_time_factor"] = sample.real_time_factor
         like = (sample.voice,) if sample.voice else (sample.target, *sample.stretch) if sample.target else None
-        if speaker and like:
+        if judges.embed and like:
             for clip in {(sample.audio,), like} - voices.keys():
-                voices[clip] = voice_of(speaker, clip, notes)
+                voices[clip] = voice_of(judges.embed, clip, notes)
             a, b = voices[sample.audio,], voices[like]
             row["speaker_similarity"] = None if a is None or b is None else float(a @ b)
+        if judges.mos:
+            row["dnsmos"] = scores.dnsmos([speech_metrics.read_audio(sample.audio)], speech_metrics.RATE)[0]
         rows.append(row)
-    heard = transcribe(listener, samples, batch_size, language, notes) if listener else []
-    for row, sample, text in zip(rows, samples, heard):
-        spoken = wording.heard(sample.text)
-        for key, (errors, length), total in (("wer", speech_metrics.word_errors(spoken, text), words),
-                                             ("cer", speech_metrics.character_errors(spoken, text), characters)):
-            row[key] = errors / length if length else None
-            total[0], total[1] = total[0] + errors, total[1] + length
-    metrics = {key: mean(row[key] for row in rows) for key in METRICS}
-    for key, (errors, length) in (("wer", words), ("cer", characters)):
-        metrics[key] = errors / length if length else None
+    heard, total = [], {}
+    if judges.hear:
+        heard = judges.hear((speech_metrics.read_audio(sample.audio) for sample in samples), speech_metrics.RATE,
+                            [sample.audio for sample in samples], notes)
+        rates, total = scores.word_rates([wording.heard(sample.text) for sample in samples], heard, judges.language)
+        for row, found in zip(rows, rates):
+            row |= found | {"wer_mean": found["wer"]}
+    metrics = {key: mean(row[key] for row in rows) for key in METRICS} | total
     return {"name": str(folder), "metrics": metrics, "samples": rows,
             "settings": settings | {"samples": len(samples), "notes": notes},
             "heard": dict(zip((sample.name for sample in samples), heard))}
+
+
+def voice_of(embed, clip, notes):
+    """embed's vector of read_audio(*clip), or None when that is too short."""
+    wave = speech_metrics.read_audio(*clip)
+    if len(wave) < scores.SHORTEST_VOICE_S * speech_metrics.RATE:
+        notes.append(f"{clip[0]}: shorter than {scores.SHORTEST_VOICE_S} s, its voice is not judged")
+        return None
+    return embed(speech_metrics.resample(wave, speech_metrics.RATE, scores.RATE))
 
 
 def mean(values):
@@ -368,15 +315,16 @@ def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
     with one_clear_error():
         args.device = pick_device(args.device)
-        found = [read_samples(folder, args.reference_dir, bool(args.asr_model)) for folder in args.folders]
+        found = [read_samples(folder, args.reference_dir, bool(args.asr_model or args.asr_command))
+                 for folder in args.folders]
         check_same_prompts(args.folders, found)
-        listener = load_listener(args.asr_model, args.device) if args.asr_model else None
-        speaker = load_model("--speaker_model", args.speaker_model, "AutoModelForAudioXVector", args.device,
-                             ("classifier.", "objective.")) if args.speaker_model else None
+        by = scores.load_judges(
+            asr_model=args.asr_model, asr_command=args.asr_command, speaker_model=args.speaker_model, mos=args.mos,
+            language=args.language, batch_size=args.batch_size)
         settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()
                     if key != "folders"}
-        runs = [evaluate(folder, samples, listener, speaker, args.batch_size, args.language, settings)
-                for folder, samples in zip(args.folders, found)]
+        with by.on(args.device):
+            runs = [evaluate(folder, samples, by, settings) for folder, samples in zip(args.folders, found)]
         for folder, run in zip(args.folders, runs):
             text = json.dumps(run, indent=1, ensure_ascii=False)
             write_atomically(Path(folder) / "evaluation.json", lambda path, text=text: path.write_text(text + "\n"))

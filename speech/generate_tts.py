@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ sta
 
 from common import flags
 from common.flags import need
-from speech.choices import DEFAULT_SYSTEM, ON_OFF
+from speech.choices import CHATML, DEFAULT_SYSTEM, ON_OFF
 
 # flags that a sample's sound depends on, noted in its JSON file
 SOUND = ("model_path", "adapter", "temperature", "top_k", "top_p", "ras_window", "ras_repeats", "batch_size",
@@ -34,7 +34,8 @@ def build_parser():
                    help="of the base's weights; adapters stay float32; auto: bfloat16 on a GPU")
     g = p.add_argument_group("what to say")
     g.add_argument("--text", nargs="+", help="one or more texts")
-    g.add_argument("--prompts", help="file: one text a line, or ChatML .json/.jsonl with the voice to take in it")
+    g.add_argument("--prompts", help="file: one text a line, or with the voice to take in it ChatML .json/.jsonl or a "
+                                     "list of Seed-TTS-eval, .lst")
     g.add_argument("--reference_audio", help="clip whose voice is taken, for texts and lines")
     g.add_argument("--reference_text", help="what is said in --reference_audio")
     g.add_argument("--system_prompt", help=f"for texts and lines (default: {DEFAULT_SYSTEM!r})")
@@ -61,7 +62,7 @@ def build_parser():
 def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later."""
     need(bool(args.text) != bool(args.prompts), "give one of --text and --prompts")
-    chatml = bool(args.prompts) and args.prompts.lower().endswith((".json", ".jsonl"))
+    chatml = bool(args.prompts) and args.prompts.lower().endswith(CHATML)
     for flag in ("reference_audio", "reference_text", "system_prompt", "scene"):
         need(not (chatml and getattr(args, flag)), f"--{flag} is for texts and lines; a ChatML prompt says so itself")
     need(bool(args.reference_audio) == bool(args.reference_text),
@@ -98,7 +99,7 @@ def read_texts(texts, prompts, normalize, *, reference_audio, reference_text, sy
     normalize: of speak.read_prompts. reference_audio, reference_text, system, scene: of speak.text_prompts, for texts
     and lines.
     """
-    if prompts and prompts.lower().endswith((".json", ".jsonl")):
+    if prompts and prompts.lower().endswith(CHATML):
         return speak.read_prompts(prompts, normalize)
     lines = speak.read_lines(prompts) if prompts else [(f"--text {t!r}", t) for t in texts]
     return speak.text_prompts(lines, normalize, reference_audio, reference_text, system, scene)

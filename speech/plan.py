@@ -103,12 +103,12 @@ def memory_stages(setup, model, packs, eval_packs, speaks):
 
 
 def print_plan(check, model, table, ids, train_ids, eval_ids, order, lengths_of_run, at, resume, *, setup, room,
-               eval_batch_size, warmup_steps, speaks, code_cache):
+               eval_batch_size, warmup_steps, often, speaks, code_cache):
     """Print all that a run comes to; what it will not fit into is a problem of `check`.
 
     model: the empty PackedHiggs as trained. table: whose new clips are not encoded. order: PackOrder. lengths_of_run:
-    of packing.run_length. at: run.position. setup, room: plan.Setup, plan.Room. speaks: whether sample prompts are
-    spoken. code_cache: folder of encoded audio.
+    of packing.run_length. at: run.position. setup, room: plan.Setup, plan.Room. often: of run.intervals. speaks:
+    whether sample prompts are spoken. code_cache: folder of encoded audio.
     """
     lengths, native = table.lengths[train_ids], model.base_model
     budget, (steps_per_epoch, total_steps) = setup.budget, lengths_of_run
@@ -133,7 +133,7 @@ def print_plan(check, model, table, ids, train_ids, eval_ids, order, lengths_of_
         f"audio      {len(table.where):,} distinct clips, {new.sum():,} still to be encoded "
         f"({new_frames / FRAME_RATE / 3600:.2f} h)", plan.lengths_text(lengths),
         plan.packs_text(setup, order, lengths, average),
-        plan.steps_text(total_steps, steps_per_epoch, setup.ranks, setup.accumulation, warmup),
+        plan.steps_text(total_steps, steps_per_epoch, setup.ranks, setup.accumulation, warmup), often,
         f"batch      {samples:,.1f} samples a step, about {lengths.sum() / steps_per_epoch:,.0f} tokens, "
         f"{seconds:,.0f} s of audio", plan.start_text(at["step"], resume)]))
     text = plan.memory_text(setup, parts, stages, f"{tokens:,} tokens")

@@ -1,8 +1,8 @@
 """--sample_prompts: at every validation of a training run, hear a few prompts spoken by the model as it is.
 
 Rank 0 generates while the others wait; under FSDP2 the weights are gathered for that time. Speech goes to
-OUTPUT_DIR/samples/step-<N>/ and to TensorBoard or W&B, the stop rate and the length ratio to metrics.jsonl. The draws
-are seeded apart, so a run with samples trains exactly as one without.
+OUTPUT_DIR/samples/step-<N>/ and to TensorBoard or W&B, the stop rate, the length ratio and what judges find (scores.py)
+to metrics.jsonl. The draws are seeded apart, so a run with samples trains exactly as one without.
 """
 import shutil
 import time
@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from common.parallel import UserError
-from speech import speak
+from speech import scores, speak, speech_metrics, wording
 from speech.codes import FRAME_RATE
 from speech.encode import load_codec
 
@@ -33,14 +33,16 @@ def read(path, normalize):
 def load(source, tokenizer, ids, config, codec_dir, device):
     """(Prompts of --sample_prompts, GenerationConfig), checked and encoded before training starts. Raises UserError.
 
-    source: (path of the prompts, normalize of speak.read_prompts, seconds of speech that one of them may give).
+    source: (path of the prompts, normalize of speak.read_prompts, seconds of speech that one of them may give, judging
+    of scores.load_judges, by name); the judges are loaded here, so that a missing one is found now.
     """
-    path, normalize, seconds = source
+    path, normalize, seconds, judging = source
     samples = read(path, normalize)
     try:
         speak.mel_picture(np.zeros(0, np.float32), "")
     except ImportError as error:
         raise UserError(f"--sample_prompts draws spectrograms: pip install matplotlib ({error})")
+    scores.load_judges(**judging)
     settings = speak.sampling(config, seconds)
     codec, bandwidth = load_codec(codec_dir, device, ids.num_codebooks)
     room = config.max_position_embeddings - settings.max_new_tokens
@@ -54,13 +56,14 @@ def forget_later(output_dir, step):
             shutil.rmtree(folder)
 
 
-def speak_all(native, prompts, settings, ids, codec_dir, device, *, seed, time_limit, output_dir, step, log, asked):
-    """Speak and record every prompt -> {metric: float}. On one rank, with whole weights and the model in eval mode.
+def speak_all(native, prompts, settings, ids, codec_dir, device, *, seed, time_limit, output_dir, step, log, asked,
+              judging):
+    """Speak, judge and record every prompt -> {metric: float}. On one rank, with whole weights and in eval mode.
 
     native: the native model, adapters inside. seed: of the draws. asked: a request to stop; then, or after time_limit
     seconds, the prompts not yet spoken are left out, and the printed line tells so, as it does when the GPU's memory
     does not suffice. Speech that the time limit cut off did not stop by itself: it counts in the stop rate, but not in
-    the length ratio.
+    the length ratio, nor is it judged. judging: of scores.load_judges, by name.
     """
     end, start, spoken = time.monotonic() + time_limit, time.monotonic(), []
     try:
@@ -77,24 +80,58 @@ def speak_all(native, prompts, settings, ids, codec_dir, device, *, seed, time_l
                    "--sample_seconds")
         return {}
     took, total = time.monotonic() - start, sum(len(codes) for codes, _ in spoken) / FRAME_RATE
-    ratios = []
+    whole = [number for number, (_, ended_by) in enumerate(spoken) if ended_by != "time"]
+    found, values = judge([prompts[i] for i in whole], [waves[i] for i in whole], scores.load_judges(**judging), device)
+    facts, ratios = dict(zip(whole, found)), []
     for number, (prompt, (codes, ended_by), wave) in enumerate(zip(prompts, spoken, waves)):
         about = speak.record(prompt, codes, ended_by, seed + number // BATCH, took / total if total else None)
         picture = speak.mel_picture(wave, f"step {step}: {prompt.text}")
         speak.write_sample(Path(output_dir) / "samples" / f"step-{step}", prompt.name, wave, picture,
-                           {**about, "step": step})
+                           {**about, **facts.get(number, {}), "step": step})
         log.write_speech(step, f"samples/{prompt.name}", wave, speak.SAMPLE_RATE, picture)
         if about["target_seconds"] and ended_by != "time":
             ratios.append(about["seconds"] / about["target_seconds"])
     ends = [ended_by for _, ended_by in spoken]
-    whole = len(ends) - ends.count("time")
-    why = "" if whole == len(prompts) else " (asked to stop)" if asked() else " (--sample_time_limit)"
-    values = {}
+    why = "" if len(whole) == len(prompts) else " (asked to stop)" if asked() else " (--sample_time_limit)"
+    if total:
+        values["eval/real_time_factor"] = took / total
     if ends and not asked():
         values["eval/stop_rate"] = ends.count("eos") / len(ends)
     if ratios:
         values["eval/length_ratio"] = sum(ratios) / len(ratios)
-    tqdm.write(f"speech step {step:>6} | {whole} of {len(prompts)} prompts, {total:.1f} s in {took:.1f} s{why}" +
+    tqdm.write(f"speech step {step:>6} | {len(whole)} of {len(prompts)} prompts, {total:.1f} s in {took:.1f} s{why}" +
                (f" | stop rate {values['eval/stop_rate'] * 100:5.1f}%" if "eval/stop_rate" in values else "") +
-               (f" | length ratio {values['eval/length_ratio']:5.2f}" if ratios else ""))
+               (f" | length ratio {values['eval/length_ratio']:5.2f}" if ratios else "") +
+               (f" | word errors {values['eval/wer'] * 100:.1f}%" if "eval/wer" in values else "") +
+               (f" | likeness {values['eval/speaker_similarity']:.2f}" if "eval/speaker_similarity" in values else ""))
     return values
+
+
+def judge(prompts, waves, judges, device):
+    """([facts of each prompt], {metric: float}) of what scores.Judges find in waves at speak.SAMPLE_RATE.
+
+    Likeness is to the voice to be cloned, else to the true recording.
+    """
+    facts, values, likes = [{} for _ in prompts], {}, []
+    if not prompts:
+        return facts, values
+    with judges.on(device):
+        if judges.hear:
+            names, texts = [prompt.name for prompt in prompts], [wording.heard(prompt.text) for prompt in prompts]
+            heard = judges.hear(waves, speak.SAMPLE_RATE, names, [])
+            rates, totals = scores.word_rates(texts, heard, judges.language)
+            facts = [{"heard": text, **row} for text, row in zip(heard, rates)]
+            values |= {f"eval/{key}": value for key, value in totals.items() if value is not None}
+        if judges.embed:
+            paths = [prompt.references[-1] if prompt.references else prompt.target and prompt.target.path
+                     for prompt in prompts]
+            clips = {path: speech_metrics.read_audio(path) for path in paths if path}
+            references = [clips.get(path, np.zeros(0, np.float32)) for path in paths]
+            likes = scores.likeness(waves, references, speak.SAMPLE_RATE, judges.embed)
+    found = {"speaker_similarity": likes, "dnsmos": scores.dnsmos(waves, speak.SAMPLE_RATE) if judges.mos else []}
+    for key, numbers in found.items():
+        for about, number in zip(facts, numbers):
+            about[key] = number
+        if known := [number for number in numbers if number is not None]:
+            values[f"eval/{key}"] = sum(known) / len(known)
+    return facts, values

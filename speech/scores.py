@@ -2,21 +2,25 @@
 
     heard = scores.recognise_pocketsphinx(waves, 24000, "#JSGF V1.0; grammar g; public <s> = (one | two)+;")
     errors, words = scores.word_errors(["one two", "two"], heard)
-    cosines = scores.likeness(waves, reference_waves, 24000, scores.load_voices("resemblyzer"))
+    cosines = scores.likeness(waves, reference_waves, 24000, scores.load_voices())
 
 Waves are (n,) float32 mono in -1..1. A model may be any of those named here; none is a requirement of training, and
 each is imported, or said to be missing, where it is used.
 """
+import contextlib
 import functools
 import importlib.util
+import itertools
 import re
 import shlex
 import subprocess
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import soundfile
+import torch
 
 from common.parallel import UserError
 from speech.speech_metrics import resample
@@ -83,6 +87,17 @@ def character_errors(references, hypotheses, language=None):
     return sum(edit_distance(*texts) for texts in both), sum(len(said) for said, _ in both)
 
 
+def word_rates(references, hypotheses, language=None):
+    """([{"wer", "cer"} of each text], {"wer", "cer"} of all: errors of all over words of all), None without words."""
+    rows, totals = [], {"wer": np.zeros(2, int), "cer": np.zeros(2, int)}
+    for said, heard in zip(references, hypotheses, strict=True):
+        found = {"wer": word_errors([said], [heard], language), "cer": character_errors([said], [heard], language)}
+        rows.append({key: errors / length if length else None for key, (errors, length) in found.items()})
+        for key, counts in found.items():
+            totals[key] += counts
+    return rows, {key: float(errors / length) if length else None for key, (errors, length) in totals.items()}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Words
 
@@ -121,41 +136,122 @@ def recognise_command(waves, rate, command):
 
     Raises UserError with the last line that it printed when it fails.
     """
+    import soundfile
     with tempfile.TemporaryDirectory() as folder:
-        paths = [f"{folder}/{i:05d}.wav" for i in range(len(waves))]
-        for path, wave in zip(paths, waves):
-            soundfile.write(path, wave, rate, subtype="PCM_16")
+        paths = []
+        for wave in waves:
+            paths.append(f"{folder}/{len(paths):05d}.wav")
+            soundfile.write(paths[-1], wave, rate, subtype="PCM_16")
         try:
             done = subprocess.run([*shlex.split(command), *paths], text=True, capture_output=True)
         except (OSError, ValueError) as error:
             raise UserError(f"--asr_command {command}: cannot be started ({error})")
     lines = done.stdout.splitlines()
-    if done.returncode or len(lines) != len(waves):
+    if done.returncode or len(lines) != len(paths):
         last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
-        raise UserError(f"--asr_command {command}: status {done.returncode}, {len(lines)} lines for {len(waves)} "
+        raise UserError(f"--asr_command {command}: status {done.returncode}, {len(lines)} lines for {len(paths)} "
                         f"files; last message: {last}")
     return [line.strip() for line in lines]
+
+
+def load_model(flag, path, class_name, unused=()):
+    """(transformers model, its feature extractor). unused: beginnings of weights that need not be there. UserError."""
+    try:
+        import transformers
+        transformers.logging.disable_progress_bar()
+        transformers.logging.set_verbosity_error()      # missing weights are told below, in one line
+        if class_name is None:      # of a recogniser: it says itself how it writes
+            names = transformers.AutoConfig.from_pretrained(path).architectures or [""]
+            class_name = "AutoModelForCTC" if names[0].endswith("ForCTC") else "AutoModelForSpeechSeq2Seq"
+        model, info = getattr(transformers, class_name).from_pretrained(path, output_loading_info=True)
+        extractor = transformers.AutoFeatureExtractor.from_pretrained(path)
+    except Exception as error:
+        raise UserError(f"{flag} {path}: cannot be loaded as {class_name or 'a speech recogniser'} "
+                        f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]})")
+    missing = sorted(name for name in info["missing_keys"] if not name.startswith(tuple(unused)))
+    if missing:     # transformers would go on with random ones
+        raise UserError(f"{flag} {path}: is no such model, {len(missing)} weights are missing, first {missing[0]}")
+    return model.eval(), extractor
+
+
+def load_recogniser(path):
+    """(model, feature extractor, tokenizer) of any speech recogniser of transformers. Raises UserError."""
+    model, extractor = load_model("--asr_model", path, None)
+    from transformers import AutoTokenizer
+    return model, extractor, AutoTokenizer.from_pretrained(path)
+
+
+@torch.inference_mode()
+def recognise_transformers(waves, rate, recogniser, language=None, batch_size=8, names=None, notes=None):
+    """[text] by load_recogniser's, greedy. Raises UserError for a language that Whisper does not know.
+
+    language: for Whisper, None: it finds out. What lies beyond Whisper's window, 30 s, is not heard: notes gets a line
+    with the clip's name. Others hear one clip at a time: padding would change what group norms see.
+    """
+    model, extractor, tokenizer = recogniser
+    whisper = model.config.model_type == "whisper"
+    options = {"language": language, "task": "transcribe"} if language and whisper else {}
+    heard, waves = [], iter(waves)
+    while batch := list(itertools.islice(waves, batch_size if whisper else 1)):
+        batch = [resample(np.asarray(wave, np.float32), rate, extractor.sampling_rate) for wave in batch]
+        for number, wave in enumerate(batch, len(heard)):
+            if whisper and len(wave) > extractor.n_samples and notes is not None:
+                notes.append(f"{names[number]}: only the first {extractor.chunk_length} s of "
+                             f"{len(wave) / extractor.sampling_rate:.1f} s were heard")
+        least = 1 if whisper else int(SHORTEST_VOICE_S * extractor.sampling_rate)      # its first filters are as long
+        batch = [np.pad(wave, (0, max(0, least - len(wave)))) for wave in batch]
+        if whisper:
+            inputs = extractor([wave[:extractor.n_samples] for wave in batch], sampling_rate=extractor.sampling_rate,
+                               return_tensors="pt", return_attention_mask=True)
+        else:
+            inputs = extractor(batch[0], sampling_rate=extractor.sampling_rate, return_tensors="pt")
+        inputs = inputs.to(model.device)
+        if not model.can_generate():
+            heard += tokenizer.batch_decode(model(**inputs).logits.argmax(-1))
+            continue
+        try:
+            ids = model.generate(**inputs, do_sample=False, num_beams=1, **options)
+        except ValueError as error:
+            if not language:
+                raise
+            raise UserError(f"--language {language}: {str(error).splitlines()[0]}")
+        heard += tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return heard
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Voices
 
 
-def load_voices(name="resemblyzer", device="cpu"):
-    """embed(wave at RATE) -> unit (D,) float32: the encoder that the Resemblyzer package contains. Raises UserError.
+def load_x_vectors(path):
+    """(embed(wave at RATE) -> unit (D,) float64, its model) of a transformers x-vector model. Raises UserError.
+
+    One clip at a time: padding would change what group norms see.
+    """
+    model, extractor = load_model("--speaker_model", path, "AutoModelForAudioXVector", ("classifier.", "objective."))
+
+    @torch.inference_mode()
+    def embed(wave):
+        inputs = extractor(wave, sampling_rate=extractor.sampling_rate, return_tensors="pt")
+        found = model(inputs.input_values.to(model.device)).embeddings[0].double().cpu()
+        return (found / found.norm()).numpy()
+    return embed, model
+
+
+def load_voices():
+    """embed(wave at RATE) -> unit (256,) float32: the encoder that the Resemblyzer package contains. Raises UserError.
 
     The d-vectors of Wan et al., "Generalized end-to-end loss for speaker verification", 2018. Only the package's
     weights are read: its own code needs packages that no longer install. It trims silence first; this does not.
     """
-    import torch
+    need_package("resemblyzer", "--speaker_model")
     from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
-    need_package(name, "--speaker_model")
-    folder = Path(importlib.util.find_spec(name).submodule_search_locations[0])
+    folder = Path(importlib.util.find_spec("resemblyzer").submodule_search_locations[0])
     state = torch.load(folder / "pretrained.pt", map_location="cpu", weights_only=True)["model_state"]
     lstm, linear = torch.nn.LSTM(40, 256, 3, batch_first=True), torch.nn.Linear(256, 256)
     for part, module in (("lstm.", lstm), ("linear.", linear)):
         module.load_state_dict({key.removeprefix(part): value for key, value in state.items() if key.startswith(part)})
-        module.to(device).eval()
+        module.eval()
     filters = mel_filter_bank(201, 40, 0.0, RATE / 2, RATE, "slaney", "slaney")
     window, size, step = window_function(400, "hann"), 160, 77      # frames of 10 ms: of a stretch, between two
 
@@ -169,18 +265,18 @@ def load_voices(name="resemblyzer", device="cpu"):
             starts.pop()
         wave = np.pad(wave, (0, max(0, 160 * (starts[-1] + size) - len(wave))))
         mel = spectrogram(wave, window, 400, 160, power=2.0, mel_filters=filters, pad_mode="constant").T
-        parts = torch.from_numpy(np.stack([mel[i:i + size] for i in starts]).astype(np.float32)).to(device)
+        parts = torch.from_numpy(np.stack([mel[i:i + size] for i in starts]).astype(np.float32))
         found = torch.relu(linear(lstm(parts)[1][0][-1]))
         mean = torch.nn.functional.normalize(found, dim=1).mean(0)
-        return (mean / mean.norm()).cpu().numpy()
+        return (mean / mean.norm()).numpy()
     return embed
 
 
 def likeness(waves, reference_waves, rate, embed):
     """[cosine or None] of each wave's voice and its reference's; None where one is shorter than SHORTEST_VOICE_S.
 
-    embed: of load_voices. With Resemblyzer's, one voice gives about 0.87 to 0.92, two give 0.46 to 0.69 (measured on
-    synthetic voices: take your own recordings' as the yardstick).
+    embed: of load_voices or load_x_vectors. By the former one voice gives about 0.87 to 0.92, two give 0.46 to 0.69
+    (measured on synthetic voices: take your own recordings' as the yardstick).
     """
     found, known = [], {}
 
@@ -215,3 +311,56 @@ def dnsmos(waves, rate):
         wave = resample(np.asarray(wave, np.float32), rate, RATE)
         found.append(float(model.run(np.clip(wave, -1, 1), sr=RATE)["ovrl_mos"]) if len(wave) else None)
     return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All of them
+
+
+@dataclass
+class Judges:
+    """What judges speech; None, or False, where nothing does."""
+    hear: Callable | None       # hear(waves, rate, names, notes) -> [text]
+    embed: Callable | None      # of load_voices or load_x_vectors
+    mos: bool                   # DNSMOS
+    language: str | None        # of normaliser
+    models: list                # of transformers, on the host until they are needed
+
+    @contextlib.contextmanager
+    def on(self, device):
+        """Within this context the models are on a device."""
+        try:
+            for model in self.models:
+                model.to(device)
+            yield
+        finally:
+            for model in self.models:
+                model.to("cpu")
+
+
+@functools.cache
+def load_judges(asr_model=None, asr_command=None, speaker_model=None, mos=False, language=None, batch_size=8):
+    """Judges of the flags of choices.judges, loaded on the host, once in a process. Raises UserError."""
+    hear, embed, models = None, None, []
+    if asr_command:
+        def hear(waves, rate, names, notes):
+            return recognise_command(waves, rate, asr_command)
+    elif asr_model == "pocketsphinx":
+        need_package("pocketsphinx", "--asr_model")
+
+        def hear(waves, rate, names, notes):
+            return recognise_pocketsphinx(waves, rate)
+    elif asr_model:
+        recogniser = load_recogniser(asr_model)
+        models.append(recogniser[0])
+
+        def hear(waves, rate, names, notes):
+            return recognise_transformers(waves, rate, recogniser, language, batch_size, names, notes)
+    if speaker_model == "resemblyzer":
+        embed = load_voices()
+    elif speaker_model:
+        embed, model = load_x_vectors(speaker_model)
+        models.append(model)
+    if mos:
+        dnsmos([], RATE)        # is it there?
+    return Judges(hear, embed, mos, language, models)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import soundfile
 import torch
 
 from common import parallel
@@ -37,10 +36,11 @@ from speech.sources import read_samples
 from speech.table import TableBuilder
 
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList  # isort: skip
-from transformers.audio_utils import mel_filter_bank, spectrogram, window_function  # isort: skip
+from transformers.audio_utils import hertz_to_mel, mel_filter_bank, spectrogram, window_function  # isort: skip
 
 MIN_TOKENS = 8          # transformers' delay processor miscounts on shorter prompts
 MEL_BANDS, MEL_WINDOW, MEL_HOP = 80, 1024, 240      # 10 ms a column
+MEL_HERTZ = (500, 1000, 2000, 4000, 8000)           # marked in a picture
 UNDRAWN = re.compile("[\u0590-\u1dff\u2e80-\U0010ffff]")      # scripts that matplotlib's font would draw as boxes
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -61,11 +61,14 @@ class Prompt:
 
 
 def read_prompts(path, normalize):
-    """Samples of a prompt file: ChatML (.json, .jsonl; with or without the target clip), else one text a line.
+    """Samples of a prompt file: ChatML (.json, .jsonl; with or without the target clip), a list of Seed-TTS-eval
+    (.lst), else one text a line.
 
     normalize: the texts to speak, by wording.normalise. Raises UserError with every prompt that cannot be used.
     """
     path, problems = Path(path), []
+    if path.suffix.lower() == ".lst":
+        return list_prompts(path, normalize)
     if path.suffix.lower() not in (".json", ".jsonl"):
         return text_prompts(read_lines(path), normalize)
     samples = list(read_samples(path, problems, prompts=True, normalize=normalize))
@@ -102,6 +105,29 @@ def text_prompts(named_texts, normalize, reference_audio=None, reference_text=No
             samples.append(canonical_prompt(name, {"messages": messages}, paths, normalize))
         except BadSample as error:
             problems.append(f"{name}: {error}")
+    if problems:
+        raise UserError(parallel.problem_text(problems))
+    return samples
+
+
+def list_prompts(path, normalize):
+    """Samples of a meta.lst of BytedanceSpeech/seed-tts-eval: `name|text of the voice|voice.wav|text[|truth.wav]` a
+    line; paths are relative to the list. normalize: of read_prompts. Raises UserError.
+    """
+    paths, samples, problems = Paths(path.parent), [], []
+    for where, line in read_lines(path):
+        name, *fields = line.split("|")
+        try:
+            if len(fields) not in (3, 4):
+                raise BadSample(f"{len(fields) + 1} fields between |, not 4 or 5 as in Seed-TTS-eval's meta.lst")
+            said, voice, text, *truth = fields
+            clip = {"type": "audio", "audio_url": voice}
+            messages = [{"role": "system", "content": DEFAULT_SYSTEM}, {"role": "user", "content": said},
+                        {"role": "assistant", "content": clip}, {"role": "user", "content": text}]
+            messages += [{"role": "assistant", "content": clip | {"audio_url": url}} for url in truth]
+            samples.append(canonical_prompt(name, {"messages": messages}, paths, normalize))
+        except BadSample as error:
+            problems.append(f"{where}: {error}")
     if problems:
         raise UserError(parallel.problem_text(problems))
     return samples
@@ -154,6 +180,7 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
 
 def clip_seconds(clip):
     """Length of a Clip from its file's header; raises ValueError with the reason."""
+    import soundfile
     try:
         whole = soundfile.info(clip.path).duration
     except (soundfile.SoundFileError, OSError) as error:
@@ -274,17 +301,24 @@ def log_mel(wave):
                        mel_floor=1e-10, log_mel="dB")
 
 
+def mel_places(hertz):
+    """Where a frequency lies on log_mel's axis of bands: band i is drawn from i to i + 1, its peak in the middle."""
+    top = hertz_to_mel(SAMPLE_RATE / 2, mel_scale="slaney")
+    return [hertz_to_mel(float(f), mel_scale="slaney") / top * (MEL_BANDS + 1) - 0.5 for f in hertz]
+
+
 def mel_picture(wave, title):
-    """(H, W, 3) uint8 picture of a waveform's mel spectrogram."""
+    """(H, W, 3) uint8 picture of a waveform's mel spectrogram, made to be read when it is shown half as large."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    figure = Figure(figsize=(8, 2.6), dpi=100, layout="constrained")
+    figure = Figure(figsize=(4.4, 2.5), dpi=160, layout="constrained")
     canvas, axes = FigureCanvasAgg(figure), figure.subplots()
     mel = log_mel(wave)
     picture = axes.imshow(mel, origin="lower", aspect="auto", cmap="magma", vmin=mel.max() - 80, vmax=mel.max(),
                           extent=(0, mel.shape[1] * MEL_HOP / SAMPLE_RATE, 0, MEL_BANDS))
     title = UNDRAWN.sub("\N{MIDDLE DOT}", title)
-    axes.set(xlabel="seconds", ylabel="mel band", title=title if len(title) <= 90 else title[:87] + "...")
+    axes.set(xlabel="seconds", ylabel="Hz", title=title if len(title) <= 60 else title[:57] + "...")
+    axes.set_yticks(mel_places(MEL_HERTZ), MEL_HERTZ)
     axes.title.set(fontsize=9, parse_math=False)
     figure.colorbar(picture, label="dB")
     canvas.draw()
@@ -317,6 +351,7 @@ def save_codes(path, codes):
 
 def write_sample(folder, name, wave, picture, about):
     """Write <name>.wav (24 kHz, 16 bit), <name>.png and, when those stand, <name>.json; each appears whole."""
+    import soundfile
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / f"{name}.wav",

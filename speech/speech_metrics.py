@@ -1,16 +1,10 @@
-"""How close is one recording to another, or to a text: plain functions on numpy arrays, no trained model.
+"""How close is one recording to another: plain functions on numpy arrays, no trained model (scores.py has those).
 
-    word_errors("Hello, world", "hello word")   -> (1, 2): one error against two words
-    compare(generated, reference)               -> mel-cepstral distance, pitch and voicing along the best alignment
+    compare(generated, reference)   -> mel-cepstral distance, pitch and voicing along the best alignment
 
 Waves are (n,) float32 mono at RATE. Frames are 10 ms apart and centred, so pitch and cepstra of a wave line up.
 """
-import re
-import unicodedata
-
 import numpy as np
-import soundfile
-import soxr
 
 from common.parallel import UserError
 
@@ -25,6 +19,7 @@ VOICE_HZ = 2000                 # pitch sees nothing above: hiss would look like
 
 def read_audio(path, offset=None, seconds=None):
     """(n,) float32 mono at RATE: the file, or so many seconds of it from offset on. UserError names the file."""
+    import soundfile
     try:
         wave, rate = soundfile.read(path, dtype="float32", always_2d=True)
     except (OSError, RuntimeError) as error:        # soundfile's own errors are RuntimeErrors
@@ -38,44 +33,10 @@ def read_audio(path, offset=None, seconds=None):
 
 def resample(wave, rate, wanted):
     """(n,) at `rate` Hz -> (about n * wanted / rate,) at `wanted` Hz."""
-    return wave if rate == wanted or not len(wave) else soxr.resample(wave, rate, wanted, quality="HQ")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Text
-
-
-def normalise(text):
-    """Text as it is compared: Unicode NFKC, lower case, no <tags> or [tags], no signs but apostrophes inside words.
-
-    Numbers and abbreviations are not spelled out, and accents stay.
-    """
-    text = unicodedata.normalize("NFKC", text).casefold().replace("\u2019", "'")
-    text = re.sub(r"<[^>]*>|\[[^\]]*\]", " ", text)
-    text = "".join(c if c == "'" or unicodedata.category(c)[0] in "LMN" else " " for c in text)
-    return " ".join(word.strip("'") for word in text.split() if word.strip("'"))
-
-
-def edit_distance(a, b):
-    """Least number of insertions, deletions and replacements that turn sequence a into b (Levenshtein 1966)."""
-    row = list(range(len(b) + 1))
-    for i, x in enumerate(a, 1):
-        before, row[0] = row[0], i
-        for j, y in enumerate(b, 1):
-            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (x != y))
-    return row[-1]
-
-
-def word_errors(text, heard):
-    """(errors, words of text), both normalised."""
-    words = normalise(text).split()
-    return edit_distance(words, normalise(heard).split()), len(words)
-
-
-def character_errors(text, heard):
-    """(errors, characters of text), both normalised; spaces do not count, so it also serves text without them."""
-    text, heard = (normalise(t).replace(" ", "") for t in (text, heard))
-    return edit_distance(text, heard), len(text)
+    if rate == wanted or not len(wave):
+        return wave
+    import soxr
+    return soxr.resample(wave, rate, wanted, quality="HQ")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

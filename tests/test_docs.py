@@ -446,7 +446,7 @@ def test_readme_is_short_and_has_what_it_must():
     assert len(readme.splitlines()) <= 230
     assert COPY_OUT in readme
     assert set(TEXTS) == {"README.md", *(f"docs/{name}.md" for name in (
-        "speech", "diffusion", "distillation", "slurm", "reliability", "correctness", "speed", "flags",
+        "speech", "recipes", "diffusion", "distillation", "slurm", "reliability", "correctness", "speed", "flags",
         "troubleshooting"))}
     for page in set(TEXTS) - {"README.md"}:
         assert f"]({page}" in readme, f"README does not lead to {page}"

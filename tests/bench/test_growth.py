@@ -74,4 +74,4 @@ def test_the_report_holds_every_size_and_a_real_runs_saves(tmp_path, monkeypatch
     stopped = found["stopped a save, seconds"]
     assert 0 < stopped <= found["longest of them"]
     assert found["stopped, % of that interval"] == pytest.approx(
-        100 * stopped / found["save interval at the default of 500 steps, seconds"])
+        100 * stopped / found["save interval of 500 steps, seconds"])

@@ -1,6 +1,7 @@
 """metrics.jsonl, and the numbers of the learning-rate schedules."""
 import json
 import math
+import re
 
 import pytest
 
@@ -26,6 +27,20 @@ def test_numbers_that_are_not_finite(tmp_path):
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row.get("train/loss", "none") for row in rows] == [3.0, 2.0, None, None, "none"]
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_tensorboard_has_a_layout_with_the_loss_first(tmp_path):
+    """Every curve of the charts in front, written once; dict order is what TensorBoard shows."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+    log = MetricsLog(tmp_path, tmp_path / "board", "tensorboard", {})
+    log.write(1, {"train/loss": 2.0, "eval/loss": 3.0, "train/eos_loss": 1.0})
+    log.close()
+    board = EventAccumulator(str(tmp_path / "board")).Reload()
+    layout = Layout.FromString(board.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    assert layout.category[0].title == "Loss" and layout.category[0].chart[0].title == "loss"
+    first, = layout.category[0].chart[0].multiline.tag
+    assert [tag for tag in board.Tags()["scalars"] if re.search(first, tag)] == ["train/loss", "eval/loss"]
 
 
 def test_resumed_log_drops_what_a_crash_left_behind(tmp_path):

@@ -53,6 +53,7 @@ def test_checkpoints_at_once():
     """The newest, the best and the one being written; no more than there will be."""
     assert plan.checkpoints_at_once(100, 10, None, 3) == 4 and plan.checkpoints_at_once(100, 10, 20, 3) == 5
     assert plan.checkpoints_at_once(100, 10, None, 0) == 11 and plan.checkpoints_at_once(100, 10, 50, 0) == 13
+    assert plan.checkpoints_at_once(100, 50, None, 3, timed=True) == 4      # more may come than by steps
     assert plan.checkpoints_at_once(10, 0, 0, 3) == 1 and plan.checkpoints_at_once(10, 10, 0, 3) == 2
 
 

@@ -174,6 +174,9 @@ def test_page_has_every_number_and_stays_offline(page, run):
     assert tiles == {"State": "finished", "Step": "40", "Training loss": "3.175", "Validation loss": "4.2",
                      "Throughput": "9,020 tok/s", "Time in steps": "0:00:10", "Peak memory": "1.54 GiB", "Ranks": "1",
                      "Resumed at": "20", "Model": "voices/big-model"}
+    assert page.run("[...document.querySelectorAll('.verdict li')].map(one => one.textContent)") == [
+        "Validation loss was best at step 20 (4.0000) and 5.0 % higher at step 40 while the training loss fell: "
+        "overfitting, take checkpoint-20.", "Steps skipped because their gradients were not finite: 1."]
     notes = page.run("[...document.querySelectorAll('.tiles small')].map(note => note.textContent)")
     assert {"2.0% of it waiting for data", "of 40", "first 10", "best 4 at step 20", "2 starts", "LoRA"} <= set(notes)
     assert [cells[0:3:2] + cells[5:] for cells in rows_of(page, ".checkpoints")[1:]] == \
@@ -242,6 +245,20 @@ def test_hover_log_legend_smoothing_zoom(page, run):
         page.mouse(x, y, "mousePressed", button="left", clickCount=count)
         page.mouse(x, y, "mouseReleased", button="left", clickCount=count)
     assert shape() == plain and page.errors == []
+
+
+@needs_browser
+def test_first_values_do_not_crush_the_rest_and_what_is_steady_is_flat(page):
+    figure = "document.querySelector('[data-metric=\"{}\"]').closest('figure')"
+    loss, speed = figure.format("train/loss"), figure.format("train/throughput")
+    marks = "[...{}.querySelectorAll('svg text[text-anchor=end]')].map(text => Number(text.textContent))"
+    height = "{}.querySelector('.curve').getBBox().height"
+    assert max(page.run(marks.format(loss))) < 6 and page.run(f"{loss}.all.hidden") is False     # it begins at 10
+    assert page.run(height.format(loss)) > 220          # beyond the frame, which cuts it
+    page.run(f"{loss}.all.click()")
+    assert max(page.run(marks.format(loss))) >= 8 and page.run(height.format(loss)) < 220
+    page.run(f"{loss}.all.click()")
+    assert page.run(height.format(speed)) < 60 and page.run(f"{speed}.all.hidden") is True      # 9,001 to 9,040
 
 
 @needs_browser
@@ -329,8 +346,9 @@ def test_page_forbids_itself_network_and_foreign_scripts(browser, run, tmp_path)
 def test_phone_and_dark_scheme(browser, page, run):
     phone = browser.open(run / "report.html", width=390, height=800, dark=True)
     assert phone.run("document.documentElement.scrollWidth") <= 390 and phone.errors == []
-    assert phone.run("Math.max(...[...document.querySelectorAll('.chart, .tiles div, nav, h1')]"
-                     ".map(node => node.getBoundingClientRect().right))") <= 390
+    right = "Math.max(...[...document.querySelectorAll('.chart, .tiles div, .sample, .verdict, nav, h1')]" \
+            ".map(node => node.getBoundingClientRect().right))"
+    assert phone.run(right) <= 390 and page.run(right) <= 1280      # no card beyond the page
     assert page.run("document.documentElement.scrollWidth") <= 1280
     look = "getComputedStyle(document.body).backgroundColor + getComputedStyle(document.body).color"
     paper, ink, dark_paper, dark_ink = (sum(map(int, re.findall(r"\d+", color))) for one in (page, phone)

@@ -245,7 +245,7 @@ def test_too_long_questions_are_refused_or_counted_as_wrong(trained, tmp_path, c
     entries = entries[:3]
     entries[1]["question"] = "word " * 200
     (tmp_path / "long.json").write_text(json.dumps(entries))
-    assert re.search(r"long.json sample 1.*: its question has \d+ tokens.*\nfix: shorten them, or",
+    assert re.search(r"long.json sample 1.*: its question has \d+ tokens.*\n  fix: shorten them, or",
                      refusal(capsys, folder, tmp_path / "long.json"))
     result = run(folder, tmp_path / "long.json", "--drop_too_long")
     assert [a["strict"] for a in result["answers"]] == [True, False, True]

@@ -60,7 +60,8 @@ def trainer_arguments(tiny, output_dir, *flags):
     return ["--model_path", str(tiny.model), "--audio_tokenizer_path", str(tiny.codec), "--train_data_file",
             str(tiny.train_json), "--code_cache", str(tiny.codes), "--output_dir", str(output_dir), "--logging_dir",
             str(output_dir) + "-logs", "--report_to", "none", "--logging_steps", "1", "--warmup_steps", "2",
-            "--num_workers", "1", "--preprocess_num_proc", "1", *map(str, flags)]
+            "--eval_steps", "0", "--save_steps", "0", "--num_workers", "1", "--preprocess_num_proc", "1",
+            *map(str, flags)]
 
 
 def trainer_command(tiny, output_dir, *flags, ranks=1):

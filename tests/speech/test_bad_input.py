@@ -499,6 +499,8 @@ def test_resume_of_what_is_not_there_or_damaged(run, used_copy, tmp_path):
     (("--max_tokens_per_batch", 999, "--scale_lr_from_batch", 8), "count samples: not with --max_tokens_per_batch"),
     (("--global_batch_size", 6), "--global_batch_size 6 is not a multiple of 4 (--per_device_train_batch_size 4 x 1"),
     (("--global_batch_size", 8, "--gradient_accumulation_steps", 2), "give one of --global_batch_size and"),
+    (("--mos",), "--mos needs --sample_prompts"),
+    (("--asr_model", "pocketsphinx", "--asr_command", "x"), "give one of --asr_model and --asr_command"),
     (("--report_to", "wandb"), "--report_to wandb: pip install wandb, or --report_to none"),
 ])
 def test_flags(run, flags, said):

@@ -7,6 +7,8 @@ import copy
 import io
 import json
 import re
+import shlex
+import sys
 import warnings
 
 import matplotlib.image
@@ -18,7 +20,7 @@ from transformers import AutoProcessor, AutoTokenizer
 
 import train_v2_ddp
 from common import parallel
-from speech import generate_tts, sample_prompts, speak, wording
+from speech import generate_tts, sample_prompts, scores, speak, wording
 from speech.conversations import Clip
 from speech.encode import decode_audio, load_codec
 from speech.labels import delay_rows, token_ids
@@ -326,7 +328,7 @@ def test_validation_hears_the_model_learn(learnt):
 SMALL = ("--max_steps", 3, "--eval_steps", 2, "--save_steps", 2, "--save_total_limit", 0, "--learning_rate", 1e-3,
          "--per_device_train_batch_size", 1, "--per_device_eval_batch_size", 1)
 CLOCK = {"train/throughput", "train/audio_seconds_per_second", "train/samples_per_second", "train/step_seconds",
-         "train/data_wait_seconds", "train/memory_gib", "eval/stop_rate", "eval/length_ratio"}
+         "train/data_wait_seconds", "train/memory_gib", "eval/stop_rate", "eval/length_ratio", "eval/real_time_factor"}
 
 
 @pytest.mark.parametrize("how", [("--parallel", "ddp", "--use_lora"), ("--parallel", "fsdp"),
@@ -390,20 +392,47 @@ class Asked:
 def test_what_time_cut_off_did_not_stop_by_itself(tiny, voice, short, tmp_path, monkeypatch, capsys):
     """Rates of one that ended, one at its length and one out of time; after a request to stop there are none."""
     native, tokenizer, ids, codec, bandwidth = voice
-    prompts, settings = sample_prompts.load((str(short), True, 10.0), tokenizer, ids, native.config, tiny.codec, CPU)
+    hear = tmp_path / "hear.py"         # understands the first clip, and nothing of others
+    hear.write_text("import sys\nprint(sys.argv[1], *[''] * (len(sys.argv) - 3), sep='\\n')")
+    texts = [entry["misc"]["target_transcript"] for entry in json.loads(short.read_text())]
+    judging = {"asr_command": f"{sys.executable} {hear} {shlex.quote(texts[0].upper())}"}
+    prompts, settings = sample_prompts.load((str(short), True, 10.0, judging), tokenizer, ids, native.config,
+                                            tiny.codec, CPU)
     true = [round(prompt.target_seconds * 25) for prompt in prompts]
     ends = [(np.zeros((2 * true[0], 8), int), "eos"), (np.zeros((true[1], 8), int), "length"),
             (np.zeros((0, 8), int), "time")]
     monkeypatch.setattr(sample_prompts.speak, "generate", lambda *a: ends)
-    log, given = Asked(10**9), {"seed": 42, "time_limit": 120, "output_dir": tmp_path}
+    log, given = Asked(10**9), {"seed": 42, "time_limit": 120, "output_dir": tmp_path, "judging": judging}
     values = sample_prompts.speak_all(native, prompts, settings, ids, tiny.codec, CPU, step=5, log=log, asked=log,
                                       **given)
     assert values["eval/stop_rate"] == pytest.approx(1 / 3) and values["eval/length_ratio"] == pytest.approx(1.5, 0.02)
     assert log.heard == [("samples/0000", 1920 * true[0]), ("samples/0001", 960 * true[1]), ("samples/0002", 0)]
-    assert "2 of 3 prompts" in capsys.readouterr().out
+    words = [scores.word_errors([text], [""])[1] for text in texts]     # of the third, which was cut off, nobody judges
+    assert values["eval/wer"] == pytest.approx(words[1] / (words[0] + words[1]))
+    out = capsys.readouterr().out
+    assert f"word errors {values['eval/wer'] * 100:.1f}%" in out and "2 of 3 prompts" in out
+    facts = [json.loads((tmp_path / "samples" / "step-5" / f"000{i}.json").read_text()) for i in range(3)]
+    assert [found.get("wer") for found in facts] == [0, 1, None] and facts[0]["heard"] == texts[0].upper()
     values = sample_prompts.speak_all(native, prompts, settings, ids, tiny.codec, CPU, step=6, log=log, asked=Asked(1),
                                       **given)
     assert "eval/stop_rate" not in values and "(asked to stop)" in capsys.readouterr().out
+
+
+def test_a_list_of_seed_tts_eval_is_read(tmp_path):
+    """Name, text and clip of the voice, text to be spoken, and maybe its true recording; relative to the list."""
+    for name in ("voice.wav", "truth.wav"):
+        soundfile.write(tmp_path / name, np.zeros(24000), 24000)
+    path = tmp_path / "meta.lst"
+    path.write_text("a-1|What it says.|voice.wav|Speak this.\nb|Hm.|voice.wav|And this.|truth.wav\n")
+    one, two = speak.read_prompts(path, False)
+    assert [s.name for s in (one, two)] == ["a-1", "b"]
+    assert [speak.spoken_text(s) for s in (one, two)] == ["Speak this.", "And this."]
+    clips = [[part.path for turn in s.turns for part in turn.parts if isinstance(part, Clip)] for s in (one, two)]
+    assert clips == [[str(tmp_path / "voice.wav"), ""], [str(tmp_path / "voice.wav"), str(tmp_path / "truth.wav")]]
+    path.write_text("a|b|voice.wav\nc|d|gone.wav|text\n")
+    with pytest.raises(parallel.UserError) as told:
+        speak.read_prompts(path, False)
+    assert "2 problems" in str(told.value) and "line 1: 3 fields" in str(told.value) and "gone.wav" in str(told.value)
 
 
 def test_dry_run_counts_and_checks_the_prompts(tiny, short, tmp_path, capsys, monkeypatch):

@@ -1,10 +1,13 @@
 """Words, voices and naturalness as others judge them: counted right, by the rules and models that are named."""
 import importlib.util
+import json
 import sys
 import types
 
 import numpy as np
 import pytest
+import torch
+from transformers import Wav2Vec2Config, Wav2Vec2CTCTokenizer, Wav2Vec2FeatureExtractor, Wav2Vec2ForCTC
 
 from common.parallel import UserError
 from speech import make_tiny, scores
@@ -45,6 +48,13 @@ def test_text_is_compared_by_whispers_rules(language, text, expected):
     assert scores.normaliser(language)(text).split() == expected.split()
 
 
+def test_rates_of_each_text_and_of_all():
+    rows, total = scores.word_rates(["a b", "", "c d e f"], ["a x", "y", "c d e f"])
+    assert rows == [{"wer": 0.5, "cer": 0.5}, {"wer": None, "cer": None}, {"wer": 0, "cer": 0}]
+    assert total == pytest.approx({"wer": 2 / 6, "cer": 2 / 6})       # what is heard where nothing is said counts
+    assert scores.word_rates([""], ["x"])[1] == {"wer": None, "cer": None}
+
+
 def test_as_many_texts_as_were_heard():
     with pytest.raises(ValueError):
         scores.word_errors(["a", "b"], ["a"])
@@ -59,6 +69,15 @@ def test_edit_distance_equals_the_recursive_definition():
     for _ in range(60):
         a, b = (list(rng.integers(0, 3, rng.integers(0, 6))) for _ in range(2))
         assert scores.edit_distance(a, b) == slow(a, b)
+
+
+@needs("jiwer")
+def test_errors_are_those_of_jiwer():
+    import jiwer
+    rng = np.random.default_rng(0)
+    said, heard = ([" ".join(rng.choice(["a", "b", "c"], rng.integers(1, 9))) for _ in range(40)] for _ in range(2))
+    errors, words = scores.word_errors(said, heard)
+    assert errors / words == pytest.approx(jiwer.wer(said, heard))
 
 
 @needs("pocketsphinx")
@@ -80,6 +99,29 @@ def test_a_command_hears_every_wave_in_order(tmp_path):
                           ("echo", "status 0, 1 lines for 3 files")):
         with pytest.raises(UserError, match=what):
             scores.recognise_command(waves, RATE, command)
+
+
+@torch.no_grad()
+def test_a_ctc_model_hears_clips_one_by_one(tmp_path):
+    """Random weights: what it hears means nothing, but it is what transformers alone makes of it."""
+    (tmp_path / "vocab.json").write_text(json.dumps({letter: i for i, letter in enumerate("_|abcdefghijklmn")}))
+    tokenizer = Wav2Vec2CTCTokenizer(tmp_path / "vocab.json", unk_token="_", pad_token="_")
+    tokenizer.save_pretrained(tmp_path)
+    extractor = Wav2Vec2FeatureExtractor()
+    extractor.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    model = Wav2Vec2ForCTC(Wav2Vec2Config(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=16,
+        conv_dim=(8, 8), conv_stride=(16, 20), conv_kernel=(20, 20), num_feat_extract_layers=2, pad_token_id=0,
+        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2)).eval()
+    model.save_pretrained(tmp_path)
+    waves = [spoken(), spoken("Hello.", 1), np.zeros(0, np.float32)]
+    hear = scores.load_judges(asr_model=str(tmp_path)).hear
+    heard = hear(iter(waves), RATE, ["a", "b", "c"], [])
+    for wave, text in zip(waves[:2], heard):
+        inputs = extractor(scores.resample(wave, RATE, 16000), sampling_rate=16000, return_tensors="pt")
+        assert tokenizer.batch_decode(model(**inputs).logits.argmax(-1)) == [text] and text
+    assert len(heard) == 3 and heard[0] != heard[1]
 
 
 def test_a_missing_package_is_named_with_how_to_install_it():

@@ -211,6 +211,16 @@ def test_resumed_run_equals_uninterrupted(shared, stopped, complete, tmp_path):
     assert steps_of(output_dir) == [6, 8, 12]
 
 
+def test_timed_checkpoints_change_nothing(shared, complete, tmp_path):
+    """Rank 0's clock asks after every first step behind a checkpoint; all ranks save behind the next one, and go on."""
+    run = complete(tmp_path / "out", *SHARED["lora 2x2"][1], "--save_minutes", 1e-9, "--save_total_limit", 0, ranks=2)
+    assert steps_of(run.output_dir) == [2, 4, 6, 8, 10]
+    assert_same_bits(shared("lora 2x2"), run)
+    for step in (8, 10):
+        shutil.rmtree(run.output_dir / f"checkpoint-{step}")
+    assert_same_bits(shared("lora 2x2"), complete(run.output_dir, *SHARED["lora 2x2"][1], ranks=2))
+
+
 def test_damaged_checkpoint_is_passed_over(shared, stopped, complete, tmp_path):
     output_dir = shutil.copytree(stopped, tmp_path / "out")
     victim = output_dir / "checkpoint-8" / "adapter_model.safetensors"
