@@ -202,6 +202,9 @@ def _samples(tar, size):
             waiting = []
         waiting.append(member)
         last = key
+    tar.fileobj.seek(tar.offset)
+    if tar.fileobj.read(512).strip(b"\0") or size < tar.offset + 512:       # tarfile takes a cut header for the end
+        raise EOFError("its end is not there")
     if waiting:
         yield from _split(waiting)
 
