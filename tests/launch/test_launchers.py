@@ -23,7 +23,8 @@ LAUNCHERS = ("train_tts.sh", "train_tts_h200x8.sh")
 ALL_LAUNCHERS = {"train_tts.sh": "train_v2_ddp.py", "train_tts_h200x8.sh": "train_v2_ddp.py",     # and their trainers
                  "train_sft_h100x8.sh": "distill/train_sft.py", "train_gsm8k_bd3lm_h200.sh": "diffusion/train_bd3lm.py",
                  "train_hdp_diffusion_h200.sh": "diffusion/train_bd3lm.py"}
-SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("tests/helpers/slurm/*.sh"), ROOT / ".ci" / "run"])
+SCRIPTS = sorted([*(path for folder in ("launch", "bench", "tests/helpers/slurm")
+                    for path in (ROOT / folder).glob("*.sh")), ROOT / ".ci" / "run"])
 ODD = ["--output_dir", "a folder", "--train_data_dir", "it's \"here\"", "--model_path", "$HOME *", "--resume", ""]
 
 
