@@ -175,9 +175,8 @@ def state(folder, data):
     files = {"trainer_state/state.json": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
     (folder / "checkpoint-3" / "manifest.json").write_text(json.dumps({"step": 3, "files": files}))
     (folder / "metrics.jsonl").write_text('{"step": 3, "train/loss": 1.0}\n')
-    with contextlib.redirect_stdout(io.StringIO()):
-        report.page([report_files.read_run(folder)], [], [])
-        resume, meta = checkpoint.find_resume(folder, "auto", {"seed": 1})
+    report.page([report_files.read_run(folder)], [], [])
+    resume, meta = checkpoint.find_resume(folder, "auto", {"seed": 1})
     assert resume is None or run.position(meta)["step"] == meta["step"]
 
 
@@ -340,7 +339,8 @@ def check(name, data, endings):
         before = signal.signal(signal.SIGALRM, overdue)
         signal.alarm(SECONDS)
         try:
-            reader(Path(folder), data)
+            with contextlib.redirect_stdout(io.StringIO()):
+                reader(Path(folder), data)
             endings["read"] += 1
         except UserError as error:
             check_said(error_text(f"error: {error}"), folder)
@@ -372,8 +372,8 @@ def run_format(name, examples, number=None):
 
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    p.add_argument("--minutes", type=float, default=10.0)
-    p.add_argument("--format", choices=FORMATS, nargs="+", default=list(FORMATS))
+    p.add_argument("--minutes", type=float, default=10.0, help="a turn that has begun is finished")
+    p.add_argument("--format", choices=FORMATS, nargs="+", default=list(FORMATS), help="default: all")
     p.add_argument("--examples", type=int, default=300, help="files of a format before the next one's turn")
     p.add_argument("--seed", type=int, help="of the first turn (default: drawn)")
     p.add_argument("--results_dir", default=measure.RESULTS)
@@ -395,6 +395,7 @@ def main(argv=None):
     result = measure.new_report("Do the readers handle every broken file?", torch.device("cpu"),
                                 measure.command("fuzz", argv))
     result["seeds"], result["seconds"] = [first, number - 1], round(time.monotonic() - start)
+    result["cpu_seconds"] = round(time.process_time())
     rows = [[name, sum(totals[name].values()), totals[name]["read"], totals[name]["refused"], failed[name]]
             for name in args.format]
     rows.append(["all", *(sum(row[i] for row in rows) for i in range(1, 5))])

@@ -59,7 +59,7 @@ def speed_report(totals, seconds, steps, slots, waited, device, world_size):
 
 
 # TensorBoard's custom scalars: {group: {chart: patterns of its curves}}, what is looked at first in front
-BOARD = {"Loss": {"loss": ["(train|eval)/loss$"], "bound": ["eval/nll$"], "audio": ["(train|eval)/audio_loss$"],
+BOARD = {"Loss": {"loss": ["(train|eval)/(loss|nll)$"], "audio": ["(train|eval)/audio_loss$"],
                   "text": ["(train|eval)/text_loss$"], "codebooks": ["train/audio_loss_codebook_\\d+$"]},
          "Speech": {"word errors": ["eval/(wer|cer)$"], "voice": ["eval/speaker_similarity$"],
                     "ended by themselves": ["eval/stop_rate$"], "length": ["eval/length_ratio$"],

@@ -5,7 +5,6 @@ the head. labels3.py has the layout of its sequences.
 
 The weights are for research and non-commercial use (Boson Higgs TTS 3 licence); none are part of this project.
 """
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import adapters, recomputation, tensor_files
+from common import adapters, json_files, recomputation, tensor_files
 from common.document_attention import ATTENTION
 from common.parallel import UserError
 from speech import weights  # noqa: F401  (first: it explains a torchaudio that breaks every transformers import)
@@ -259,15 +258,13 @@ def codec_parts(folder):
 def load(folder, dtype=torch.float32, device="cpu"):
     """(Higgs3 in eval mode on the device, Ids) of a checkpoint folder. Raises UserError unless it is exactly that."""
     folder = Path(folder)
-    try:
-        config = read_config(json.loads((folder / "config.json").read_text()))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: has no readable config.json ({error})")
+    config = read_config(json_files.read_object(folder / "config.json"))
     ids, model, parts = token_ids(load_tokenizer(folder), config), empty_model(config, dtype), weight_parts(folder)
     weights.check_weights(model, parts, folder)
     model.to_empty(device=device)
     reset_buffers(model, device)
     weights.load_weights(dict(model.named_parameters()), parts)
+    tensor_files.check_finite(dict(model.named_parameters()), folder)
     return model.eval(), ids
 
 

@@ -350,9 +350,16 @@ def save_codes(path, codes):
 
 
 def write_sample(folder, name, wave, picture, about):
-    """Write <name>.wav (24 kHz, 16 bit), <name>.png and, when those stand, <name>.json; each appears whole."""
+    """Write <name>.wav (24 kHz, 16 bit), <name>.png and, when those stand, <name>.json; each appears whole.
+
+    The JSON file has `about` and "clipped": samples beyond full scale, which 16 bits cut off. Raises UserError for a
+    waveform that is not finite.
+    """
     import soundfile
     folder = Path(folder)
+    if not np.isfinite(wave).all():
+        raise UserError(f"{folder / name}.wav: the codec has made samples that are not finite numbers")
+    about = {**about, "clipped": int((np.abs(wave) > 1).sum())}
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / f"{name}.wav",
                      lambda path: soundfile.write(path, wave, SAMPLE_RATE, subtype="PCM_16", format="WAV"))

@@ -1,12 +1,13 @@
 """Samples that cannot be used: what is shown, what is dropped, what is listed."""
 import json
 import pickle
+import tracemalloc
 
 import pytest
 
 from common import flags
 from common.parallel import UserError
-from common.problems import LIST, problem, settle
+from common.problems import LIST, Problems, problem, settle
 
 CHECKS = ("invalid", "too_long")
 BAD = [problem(f"a.jsonl:{i}", "too_long" if i % 2 else "invalid", f"is bad {i}", "a.jsonl") for i in range(1, 31)]
@@ -33,6 +34,20 @@ def test_checks_that_are_named_drop_and_others_stop(tmp_path):
     assert settle(BAD[:1], CHECKS, tmp_path, more=True).startswith("1 too_long") and len(listed(tmp_path)) == 31
     assert settle([], (), tmp_path) == "" and not (tmp_path / LIST).exists()       # of an earlier run
     assert settle(BAD, CHECKS) == "15 invalid, 15 too_long" and not list(tmp_path.iterdir())
+
+
+def test_dropped_samples_take_no_memory(tmp_path):
+    """All are counted and listed; only those that stop the run, and of them the first 20, are kept."""
+    found = Problems(("too_long",), tmp_path)
+    tracemalloc.start()
+    for i in range(20_000):
+        found.add([problem(f"a.jsonl:{i}", "too_long", "900 tokens", "a.jsonl"), *BAD[1:2] * (i % 100 == 0)])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 200_000 and found.stopping == 200
+    with pytest.raises(UserError, match=f"200 problems:(\n  .*){{20}}\n  ... and 180 more; all are in {tmp_path}"):
+        found.settle()
+    assert len(listed(tmp_path)) == 20_200 and sorted(path.name for path in tmp_path.iterdir()) == [LIST]
 
 
 def test_a_problem_comes_from_another_process_whole():

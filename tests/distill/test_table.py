@@ -1,4 +1,6 @@
 """Tokenised conversations on disk: which lines are refused, what is cut, what is held out, and packed batches."""
+import json
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from common.parallel import UserError, World
 from distill import chat
 from distill.table import (
     ChatTable,
+    build_table,
     collate,
     group_numbers,
     make_loader,
@@ -111,6 +114,17 @@ def test_too_long_samples(made, tmp_path):
     (tmp_path / "all").mkdir()      # of a long prompt cut on the right no answer is left
     table, found = make_table(made, tmp_path / "all", [short, long], 30, "cut_right")
     assert len(table) == 1 and found == {"samples": [1], "long": [1], "dropped": [1], "bad": ""}
+
+
+def test_dropped_as_too_long_is_said_once(made, tmp_path):
+    """And every such sample is listed with its length; --drop_bad too_long and --too_long drop are the same."""
+    chats.write(tmp_path / "a.jsonl", [ask("a", "en"), *[ask("the quick brown fox " * 9, "de")] * 3])
+    _, about, _ = build_table(tmp_path / "table", [tmp_path / "a.jsonl"], encoder(made, QWEN), 30, "drop",
+                              output_dir=tmp_path)
+    assert about.splitlines()[1:] == [f"data       dropped: 3 too_long; see {tmp_path / 'problems.jsonl'}"]
+    assert about.splitlines()[0].endswith(" s")      # how long it took, and no second count
+    rows = [json.loads(line) for line in (tmp_path / "problems.jsonl").read_text().splitlines()]
+    assert [row["entry"] for row in rows] == ["2", "3", "4"] and "more than 30" in rows[0]["problem"]
 
 
 def test_hold_out_takes_whole_groups():

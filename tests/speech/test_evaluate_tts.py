@@ -344,6 +344,16 @@ def test_what_generate_tts_writes_is_read(waves, targets, speaker, tmp_path):
     assert list(by_name(found, "speaker_similarity").values()) == pytest.approx([1, 1, 1], abs=1e-4)
 
 
+def test_speech_beyond_full_scale_is_counted_and_what_is_no_speech_refused(tmp_path):
+    picture = np.zeros((8, 8, 3), np.uint8)
+    speak.write_sample(tmp_path, "0000", np.float32([0.5, 1.5, -2, 1, -1]), picture, {"text": "a"})
+    assert json.loads((tmp_path / "0000.json").read_text()) == {"text": "a", "clipped": 2}
+    assert np.abs(soundfile.read(tmp_path / "0000.wav")[0] - [0.5, 1, -1, 1, -1]).max() < 1e-4
+    with pytest.raises(parallel.UserError, match="0001.wav: the codec has made samples that are not finite"):
+        speak.write_sample(tmp_path, "0001", np.float32([0, np.nan]), picture, {})
+    assert not list(tmp_path.glob("0001*"))
+
+
 @torch.no_grad()
 def hear(folder, wave, **options):
     """What the model hears, by transformers alone, one clip at a time."""
