@@ -15,7 +15,7 @@ SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue
 import os
 import sys
 
-from common import flags
+from common import flags, ownership
 from common.flags import need
 from speech import data_flags
 from speech.choices import CHECKS, LORA_TARGETS, check_judges, judges
@@ -91,6 +91,8 @@ def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later; fill in what derives."""
     flags.check_shared(args)
     flags.check_bad_samples(args, CHECKS)
+    if args.dry_run is None:        # long before the imports are done
+        ownership.look(args.output_dir)
     flags.check_sharding(args)
     data_flags.check(args)
     for path, _ in data_flags.sources(args)[0] if args.code_cache else ():

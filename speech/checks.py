@@ -19,7 +19,7 @@ ENOUGH = 20                 # samples of a language, for quartiles
 def find_problems(builder, sources, where, measures, min_seconds, max_seconds):
     """[Problem] of samples, in the order of the checks. Those with a clip that has no codes are passed over.
 
-    builder: TableBuilder with facts. sources: of read_all. where: (n_clips, 3) of ensure_codes. measures: (n_clips, 5)
+    builder: TableBuilder with facts. sources: of read_all. where: (n_clips, 4) of ensure_codes. measures: (n_clips, 5)
     of measures_of. min_seconds, max_seconds: of a clip.
     """
     numbers, offsets = builder.clips.numbers[builder.entries.values.array()], builder.entries.offsets.array()

@@ -173,7 +173,7 @@ def main(argv=None):
         need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
         watchdog.catch_signals()
         world = parallel.init(600, args.wait_timeout, device=None if args.device == "auto" else args.device)
-        parallel.rank0_first(world, checkpoint.prepare_output, args.output_dir)
+        parallel.rank0_first(world, checkpoint.own_output, args.output_dir)
         paths = args.model_path, args.audio_tokenizer_path
         parallel.rank0_first(world, weights.find_checkpoints, *paths)       # downloads hub names before the others look
         folder, config_dict, codec_dir = weights.find_checkpoints(*paths)

@@ -96,7 +96,7 @@ def join(folders, folder):
         for i, table in enumerate(tables):
             part = getattr(table, name)
             if name == "where":
-                part = part + np.array([sum(map(len, shards[:i])), 0, 0])
+                part = part + np.array([sum(map(len, shards[:i])), 0, 0, 0])
             elif name in behind:
                 part = part[bool(i and name.endswith("offsets")):] + shift
                 shift += behind[name][i]
