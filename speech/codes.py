@@ -31,7 +31,8 @@ PIPELINE = b"mono-mean soxr-HQ 24k v1"      # part of the fingerprint: change it
 KEY = "S16"                     # 128 bits of SHA-256, compared as bytes
 MEASURES = ("seconds", "peak", "rms", "clipped", "dc")     # of a clip's sound: those of measure()
 BLOCK = 8192                    # clips whose file dates are asked for together
-COLUMNS = ("lengths", "keys", "files", "file_keys", "checksums")    # of a shard, beside the codes
+COLUMNS = ("lengths", "keys", "files", "file_keys", "checksums", "measures")    # of a shard, beside the codes
+OLDEST = COLUMNS[:4]            # those of every version
 
 
 def codec_fingerprint(codec_dir):
@@ -190,7 +191,7 @@ def _read(path, names):
 
 def _digest_columns(columns):
     digest = hashlib.sha256()
-    for name in COLUMNS:
+    for name in (name for name in COLUMNS if name in columns):
         digest.update(np.ascontiguousarray(columns[name]))
     return digest.hexdigest()
 
@@ -198,10 +199,11 @@ def _digest_columns(columns):
 def _read_index(path):
     columns, notes = _read(path, COLUMNS)
     checked = "sha256" in notes or "checksums" in columns       # neither in those of earlier versions
-    if missing := [name for name in COLUMNS[:len(COLUMNS) - (not checked)] if name not in columns]:
+    if missing := [name for name in (*OLDEST, *["checksums"] * checked) if name not in columns]:
         raise ValueError(f"it has no {missing[0]}")
     if checked and _digest_columns(columns) != notes.get("sha256"):
         raise ValueError("its columns have another checksum than when they were written")
+    columns.pop("measures", None)
     for name in ("keys", "files", "file_keys"):
         columns[name] = columns[name].view(KEY).reshape(-1)
     return {"checksums": np.full(len(columns["lengths"]), -1), "checked": checked, **columns}
@@ -350,11 +352,11 @@ class Batch:
         def raw(keys):
             return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)
         codes = np.concatenate(self.codes or [np.empty((0, self.num_codebooks), np.int16)])
-        columns = {"lengths": np.array([len(c) for c in self.codes], np.int32), "keys": raw(self.keys),
+        columns = {"measures": np.array(self.measures, np.float32).reshape(-1, len(MEASURES)),
+                   "lengths": np.array([len(c) for c in self.codes], np.int32), "keys": raw(self.keys),
                    "files": raw(self.files), "file_keys": raw(self.file_keys),
                    "checksums": np.array([zlib.crc32(np.ascontiguousarray(c)) for c in self.codes], np.uint32)}
-        tensors = {"codes": np.ascontiguousarray(codes), **columns,     # safetensors writes raw memory as it lies
-                   "measures": np.array(self.measures, np.float32).reshape(-1, len(MEASURES))}
+        tensors = {"codes": np.ascontiguousarray(codes), **columns}     # safetensors writes raw memory as it lies
         about = {"clips": str(len(self.keys)), "files": str(len(self.files)), "sha256": _digest_columns(columns)}
         try:
             write_atomically(self.folder / f"codes-{uuid.uuid4().hex}.safetensors",
