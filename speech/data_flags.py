@@ -22,8 +22,9 @@ def add(group):
     g.add_argument("--task_type", choices=TASK_TYPES, default="single_speaker_smart_voice",
                    help="shape of the prompt, of samples that name none themselves; ChatML has its own")
     flags.switch(g, "--ref_audio_in_system_message", help="put reference clips into the scene description; not ChatML")
-    g.add_argument("--normalize_text", choices=ON_OFF, default="on", help="texts to speak: punctuation and sound tags "
-                   "as boson-ai's inference gives them to the model; the checkpoint keeps the setting for speaking")
+    g.add_argument("--normalize_text", choices=ON_OFF, help="texts to speak: punctuation and sound tags "
+                   "as boson-ai's inference gives them to the model; the checkpoint keeps the setting for speaking "
+                   "(default: on for Higgs-Audio V2, off for Higgs TTS 3)")
     g.add_argument("--reference", choices=REFERENCES, default="given",
                    help="clip before the text, to clone: the one that the data give, another clip of the same speaker, "
                         "none; not ChatML")

@@ -27,7 +27,8 @@ def build_parser():
     g = p.add_argument_group("model")
     g.add_argument("--model_path", "--model_name_or_path", required=True,
                    help="Higgs-Audio V2 folder or hub name, native or 2025 format; its tokenizer is used")
-    g.add_argument("--audio_tokenizer_path", required=True, help="native audio tokenizer, folder or hub name")
+    g.add_argument("--audio_tokenizer_path", help="native audio tokenizer, folder or hub name (default: the codec "
+                   "inside a Higgs TTS 3 checkpoint)")
     g.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU when there is one")
     g = p.add_argument_group("data")
     data_flags.add(g)
@@ -78,12 +79,12 @@ import torch
 
 from common import checkpoint, parallel, watchdog
 from common.parallel import UserError
+from common.plan import Checks
 from common.problems import LIST, settle
 from common.text import printable
-from speech import checks, prepared, weights
+from speech import checks, models, prepared
 from speech.codes import FRAME_RATE, measures_of
 from speech.encode import ensure_codes
-from speech.labels import token_ids
 from speech.sources import Reading
 from speech.table import TableBuilder, read_all
 
@@ -174,11 +175,11 @@ def main(argv=None):
         watchdog.catch_signals()
         world = parallel.init(600, args.wait_timeout, device=None if args.device == "auto" else args.device)
         parallel.rank0_first(world, checkpoint.own_output, args.output_dir)
-        paths = args.model_path, args.audio_tokenizer_path
-        parallel.rank0_first(world, weights.find_checkpoints, *paths)       # downloads hub names before the others look
-        folder, config_dict, codec_dir = weights.find_checkpoints(*paths)
-        tokenizer = weights.load_tokenizer(folder)
-        ids = token_ids(tokenizer, weights.native_config(config_dict))
+        folder, config_dict, codec_dir = models.find_files(world, args.model_path, args.audio_tokenizer_path,
+                                                           args.output_dir, Checks(False))
+        args.normalize_text = models.text_setting(config_dict, args.normalize_text or "")
+        tokenizer = models.load_tokenizer(folder, config_dict)
+        ids = models.token_ids(tokenizer, models.read_config(config_dict))
         train, held_out = data_flags.sources(args)
         try:
             report = prepare(

@@ -224,13 +224,14 @@ def chosen_references(row, task, opened, paths, notes):
         return [("", row_text(chosen), audio_item(chosen))] if chosen else []
     if task == "multi_speaker_voice_cloning":
         found = []
-        for speaker in row.get("ref_speakers") or []:
+        speakers = row.get("ref_speakers")
+        for speaker in speakers if isinstance(speakers, list) else []:
             if not isinstance(speaker, dict) or not (speaker.get("ref_audio_file") and speaker.get("ref_transcript")):
                 raise BadSample("every ref_speakers entry needs 'ref_audio_file' and 'ref_transcript'")
             tag = str(speaker.get("speaker_tag") or f"SPEAKER{len(found)}").strip("[]")
             found.append((f"[{tag}] ", speaker["ref_transcript"], audio_item({"audio": speaker["ref_audio_file"]})))
         if not found:
-            raise BadSample("multi_speaker_voice_cloning needs 'ref_speakers'")
+            raise BadSample("multi_speaker_voice_cloning needs a list 'ref_speakers'")
         return found
     audio, text = row.get("ref_audio"), row.get("ref_text")
     if "ref_speakers" in row:       # a metadata.json, where the task type decides
