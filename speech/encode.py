@@ -21,7 +21,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from common import tensor_files
+from common import ownership, tensor_files
+from common.checkpoint import remove_temporary
 from common.loading import each
 from common.parallel import UserError, all_ranks_ok, gather_objects, problem_text, rank0_first
 from common.watchdog import Stopped, init_loader, stop_requested
@@ -34,8 +35,13 @@ from speech.codes import (
     content_key,
     file_key,
     locate,
-    locked,
+    look_up,
+    measure,
+    set_aside,
+    shard_names,
 )
+from speech.containers import file_of, read_bytes, unit_of
+from speech.conversations import MEMBER
 
 MIN_SAMPLES = 960               # one codec frame
 LOUDEST = 10.0                  # peak of a clip; full scale is 1, float files and mp3 may go a little beyond it
@@ -46,25 +52,39 @@ BYTES_PER_SECOND = {".wav": 64_000, ".flac": 32_000, ".mp3": 12_000, ".ogg": 10_
 def ensure_codes(world, clips, codec_dir, cache_dir, num_codebooks, num_proc, wait_limit_s=6 * 3600, bad=None):
     """Encode what is missing, all ranks together. Called by every rank; `clips` (unique Clips) matters on rank 0 only.
 
-    Returns on rank 0 (folder, shard names, (n, 3) int64 of shard, first row, frames in the order of clips), else None.
+    Returns on rank 0 (folder, shard names, (n, 4) int64 of CacheIndex.find_files in the order of clips), else None.
+    A cache that has all clips is only read. Damaged shards are set aside, and their clips encoded again.
     codec_dir: native codec folder. num_proc: decoding processes on this node. bad: a dict that on rank 0 takes {number
-    of a clip that cannot be decoded or encoded: file and reason}, whose row is -1, -1, 0; None: UserError with all.
+    of a clip that cannot be decoded or encoded: file and reason}, whose row says 0 frames; None: UserError with all.
     """
     positions = []      # rank 0's: shards and positions as they are at the start
     unusable = {} if bad is None else bad
     with contextlib.ExitStack() as stack:
         def plan():
             folder = Path(cache_dir) / codec_fingerprint(codec_dir)
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(locked(folder / "lock", 0.9 * wait_limit_s))
-            except OSError as error:
-                raise UserError(f"--code_cache {cache_dir}: cannot be written ({error.strerror})")
-            index = CacheIndex(folder)
-            found, unknown = index.find_clips(clips, num_proc)
+            index, found, unknown = look_up(folder, clips, num_proc)
+            if len(unknown) or index.damaged:
+                try:
+                    stack.enter_context(own_cache(folder, 0.9 * wait_limit_s))
+                except OSError as error:
+                    raise UserError(f"--code_cache {cache_dir}: lacks {len(unknown)} of {len(clips)} clips and cannot "
+                                    f"be written ({error.strerror})")
+                except Stopped:
+                    return folder, None
+                if shard_names(folder) != sorted([*index.shards, *index.damaged]):      # another run was filling it
+                    index, found, unknown = look_up(folder, clips, num_proc)
+                set_aside(folder, index.damaged)
             positions.extend([index.shards, found])
+            if index.damaged:
+                print(f"data       damaged shards of the code cache, now set aside: {len(index.damaged)}; clips to "
+                      f"encode: {len(unknown)}", flush=True)
+            if index.unchecked:
+                print(f"notice     {index.unchecked} of {len(index.shards)} shards of the code cache are of an earlier "
+                      "version and have no checksums: they are used unchecked", flush=True)
             return folder, share_work(clips, unknown, world.size)
         folder, work = rank0_first(world, plan)
+        if work is None:
+            raise Stopped("asked to stop while another run was filling the code cache")
         if any(work):
             workers = max(1, num_proc // world.local_size) if num_proc else 0
             problems, mine = encode_share(world, work, folder, codec_dir, num_codebooks, workers, wait_limit_s)
@@ -79,6 +99,17 @@ def ensure_codes(world, clips, codec_dir, cache_dir, num_codebooks, num_proc, wa
     return (folder, *positions) if world.is_main else None
 
 
+def own_cache(folder, wait_s):
+    """ownership.Owner of a cache folder, which is made if need be. OSError; Stopped when asked to stop meanwhile."""
+    def waiting():
+        if stop_requested():
+            raise Stopped("")
+    folder.mkdir(parents=True, exist_ok=True)
+    owner = ownership.claim(folder, "--code_cache", wait_s=wait_s, waiting=waiting)
+    remove_temporary(folder)
+    return owner
+
+
 def share_work(clips, unknown, world_size):
     """Per rank, the list of (path, (size, mtime), {number: clip}) to encode, balanced by estimated seconds.
 
@@ -91,13 +122,18 @@ def share_work(clips, unknown, world_size):
 
     def seconds(path, stat, cuts):
         claimed = max(c.seconds for c in cuts.values())
-        return claimed or stat[0] / BYTES_PER_SECOND.get(os.path.splitext(path)[1].lower(), 64_000)
+        size = stat[0] if MEMBER not in str(path) else 64_000        # of a file that holds many: all the same
+        return claimed or size / BYTES_PER_SECOND.get(os.path.splitext(path)[1].lower(), 64_000)
 
-    jobs = sorted(((seconds(path, *job), path, *job) for path, job in files.items()), key=lambda j: (-j[0], j[1]))
+    units = {}      # what is read in one go stays with one rank, in its order
+    for path, job in files.items():
+        units.setdefault(unit_of(path), []).append((seconds(path, *job), path, *job))
+    jobs = sorted(((sum(job[0] for job in unit), name, unit) for name, unit in units.items()),
+                  key=lambda j: (-j[0], j[1]))
     loads, work = [(0.0, rank) for rank in range(world_size)], [[] for _ in range(world_size)]
-    for cost, path, stat, cuts in jobs:
+    for cost, _, unit in jobs:
         load, rank = heapq.heappop(loads)
-        work[rank].append((path, stat, cuts))
+        work[rank] += [(path, stat, cuts) for _, path, stat, cuts in unit]
         heapq.heappush(loads, (load + cost, rank))
     return work
 
@@ -119,7 +155,7 @@ def decode_file(path):
     """A whole file -> (sha256 hex of its bytes, mono float32 waveform (n,), its rate in Hz). Raises ValueError."""
     import soundfile
     try:
-        data = Path(path).read_bytes()
+        data = read_bytes(path)
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})")
     if not data:
@@ -133,11 +169,16 @@ def decode_file(path):
         return hashlib.sha256(data).hexdigest(), audio.mean(axis=1), rate
 
 
+def part_of(mono, rate, offset, length):
+    """The samples of one cut of decode_file's."""
+    start = round((offset or 0) * rate)
+    return mono[start:start + round(length * rate)] if length else mono[start:]
+
+
 def cut_wave(mono, rate, offset, length):
     """Waveform at 24 kHz (m,) float32 of one cut of decode_file's; ValueError when nobody can be heard in it."""
     import soxr
-    start = round((offset or 0) * rate)
-    part = mono[start:start + round(length * rate)] if length else mono[start:]
+    part = part_of(mono, rate, offset, length)
     where = f" from offset {offset} s" if offset else ""
     if not np.isfinite(part).all():
         raise ValueError(f"contains samples that are not finite numbers{where}")
@@ -234,7 +275,7 @@ class _Decode(Dataset):
         return len(self.work)
 
     def __getitem__(self, i):
-        """(i, digest of the file, [waveform of each cut, or text of why there is none])."""
+        """(i, digest of the file, [(waveform of a cut, its measures), or text of why there is none])."""
         path, _, cuts = self.work[i]
         try:
             digest, mono, rate = decode_file(path)
@@ -243,7 +284,8 @@ class _Decode(Dataset):
 
         def wave(clip):
             try:        # numpy: tensors would travel through /dev/shm, which containers keep small
-                return cut_wave(mono, rate, clip.offset, clip.duration)
+                part = part_of(mono, rate, clip.offset, clip.duration)
+                return cut_wave(mono, rate, clip.offset, clip.duration), measure(part, rate)
             except ValueError as error:
                 return str(error)
         return i, digest, list(map(wave, cuts.values()))
@@ -278,21 +320,24 @@ def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progr
                         multiprocessing_context="fork" if workers else None, worker_init_fn=init_loader)
     for i, digest, waves in each(loader):
         path, stat, cuts = mine[i]
-        for (number, clip), wave in zip(cuts.items(), waves):
-            if isinstance(wave, str):
-                bad[number] = f"{path}: {wave}"
+        heard = 0.0
+        for (number, clip), found in zip(cuts.items(), waves):
+            if isinstance(found, str):
+                bad[number] = f"{path}: {found}"
                 continue
+            wave, measures = found
+            heard += float(measures[0])
             key = content_key(digest, clip)
             if key not in seen and not index.has(key) and _claim(world, key):
                 try:
-                    batch.add_codes(key, encode_clip(codec, wave, bandwidth, num_codebooks))
+                    batch.add_codes(key, encode_clip(codec, wave, bandwidth, num_codebooks), measures)
                 except torch.OutOfMemoryError:
                     bad[number] = f"{path}: {len(wave) / SAMPLE_RATE:.0f} s are too long to encode on this device"
                 except ValueError as error:
                     bad[number] = f"{path}: {error}"
             seen.add(key)
             batch.add_file(file_key(clip, *stat), key)
-        progress.add(len(cuts))
+        progress.add(len(cuts), heard)
         if progress.stopping():
             break
         if len(batch.files) >= SHARD_CLIPS or time.monotonic() - flushed > SHARD_SECONDS:
@@ -312,17 +357,23 @@ class Progress:
     """One progress bar on rank 0 for the work of all ranks, kept through the store's counters."""
 
     def __init__(self, world, total, label, limit_s):
-        self.world, self.total, self.limit_s, self.local = world, total, limit_s, 0
+        self.world, self.total, self.limit_s, self.local, self.seconds = world, total, limit_s, 0, 0.0
+        self.start = time.monotonic() - 1e-3
         self.bar = tqdm(total=total, desc=label, unit="clip", mininterval=0.1 if sys.stderr.isatty() else 30) \
             if world.is_main else None
 
     def _count(self, name, n=0):
         return self.world.store.add(f"progress/{name}", n)
 
-    def add(self, n):
-        self.local += n
+    def add(self, n, seconds):
+        """Count n clips and so many seconds of audio; the bar shows the audio of all ranks, and per second."""
+        self.local, self.seconds = self.local + n, self.seconds + seconds
         done = self._count("clips", n) if self.world.store else self.local
+        milliseconds = self._count("milliseconds", round(1000 * seconds)) if self.world.store else 1000 * self.seconds
         if self.bar:
+            hours = milliseconds / 3.6e6
+            self.bar.set_postfix_str(f"{hours:.2f} h of audio, {hours / (time.monotonic() - self.start):.2g} h/s",
+                                     refresh=False)
             self.bar.update(done - self.bar.n)
 
     def stopping(self):
@@ -380,9 +431,9 @@ def header_frames(path, cuts, config):
     """
     import soundfile
     try:
-        if not os.path.getsize(path):
+        if not os.path.getsize(file_of(path)):
             raise ValueError("is an empty file")
-        info = soundfile.info(path)
+        info = soundfile.info(path if MEMBER not in str(path) else io.BytesIO(read_bytes(path)))
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})")
     except soundfile.SoundFileError as error:
@@ -404,7 +455,10 @@ def plan_codes(clips, codec_dir, cache_dir, num_codebooks, processes=0, bad=None
     """
     config, _ = codec_config(codec_dir, num_codebooks)
     folder = Path(cache_dir) / codec_fingerprint(codec_dir)
-    where, unknown = CacheIndex(folder).find_clips(clips, processes)
+    index, where, unknown = look_up(folder, clips, processes)
+    if index.damaged:
+        print(f"notice     {len(index.damaged)} shards of the code cache are damaged: a run sets them aside and "
+              "encodes their clips again")
     files, unusable = {}, {} if bad is None else bad
     for i in unknown[:, 0].tolist():
         files.setdefault(clips[i].path, {})[i] = (clips[i].offset, clips[i].duration)

@@ -215,6 +215,7 @@ def make_model(out_dir, tokenizer, seed=0, **config_overrides):
     special = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.generation_config = GenerationConfig(**special, **sampling, **repetition)
     model.save_pretrained(Path(out_dir) / "model")
+    tensor_files.allow_others(Path(out_dir) / "model")
     save_processor(out_dir, tokenizer)
     return model
 
@@ -268,6 +269,7 @@ def make_codec(out_dir, seed=0):
             quantizer.codebook.embed.normal_(std=0.05)  # transformers leaves zeros, and then every code is 0
     folder = Path(out_dir) / "codec"
     codec.save_pretrained(folder)
+    tensor_files.allow_others(folder)
     feature_extractor().save_pretrained(folder)
     return codec
 
@@ -292,7 +294,8 @@ def make_model3(out_dir, codec, seed=0, **text_overrides):
     audio = {"model_type": "higgs_audio_encoder", "encoder_type": "discrete", "num_codebooks": 8, "vocab_size": 1026,
              "out_dim": text["hidden_size"], "use_delay_pattern": True, "tie_word_embeddings": True}
     config = {"architectures": ["HiggsMultimodalQwen3ForConditionalGeneration"], "audio_token_id": -100,
-              "model_type": higgs3.MODEL_TYPE, "audio_encoder_config": audio, "text_config": text}
+              "model_type": higgs3.MODEL_TYPE, "audio_encoder_config": audio, "text_config": text,
+              "audio_tokenizer_config": codec.config.to_dict()}     # the released one's is not the tiny one's
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

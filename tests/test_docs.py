@@ -40,7 +40,7 @@ mkdir -p ~/mine/distill && cp -r distill common                                 
 SCRIPTS = {
     "train_v2_ddp.py": ("dry",), "distill/train_sft.py": ("dry",), "distill/create_data.py": ("dry",),
     "speech/generate_tts.py": ("run", "--max_seconds", "0.2"), "speech/evaluate_tts.py": ("run",), "lora.py": ("run",),
-    "diffusion/make_problems.py": ("run",), "common/report.py": ("run",),
+    "diffusion/make_problems.py": ("run",), "common/report.py": ("run",), "speech/prepare_tts.py": ("parse",),
     "diffusion/train_bd3lm.py": ("parse",), "diffusion/sample_bd3lm.py": ("parse",),
     "distill/evaluate_sft.py": ("parse",), "bench/block_diffusion.py": ("parse",)}
 # Launchers that print what they would run with DRY_RUN=1, and which of our scripts are in it.
@@ -458,11 +458,11 @@ def test_readme_is_short_and_has_what_it_must():
 
 @pytest.mark.slow
 def test_the_demo_of_the_readme(tmp_path):
-    """Too few steps: a process is killed, the run resumes and leaves a page, and the judge is not content."""
+    """Fewer steps and clips; its end is a page and a loss that fell."""
     assert "bash launch/demo.sh " in TEXTS["README.md"]
     done = subprocess.run(["bash", ROOT / "launch" / "demo.sh"], text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, env=environment(VENV="none", OUT=str(tmp_path), STEPS="8"))
-    assert done.returncode == 1, done.stdout[-3000:]
-    assert re.search(r"^verdict .*FAILED: .*more like the new voice", done.stdout, re.MULTILINE)
-    assert "resumed from" in done.stdout
+                          stderr=subprocess.STDOUT,
+                          env=environment(VENV="none", OUT=str(tmp_path), STEPS="8", CLIPS="8"))
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert re.search(r"train/loss .* fell", done.stdout) and "resumed from" in done.stdout
     assert len(list(tmp_path.glob("run-*/report.html"))) == 1

@@ -1,11 +1,9 @@
-"""launch/voice and its judge: the base speaks, the committed adapter has another voice, and faults are heard."""
+"""launch/voice and its judge: the base, trained from random weights by train_v2_ddp.py, speaks and is understood."""
 import json
-import shutil
 
 import pytest
 import torch
 
-import lora
 from common.checkpoint import sha256_file
 from speech import generate_tts, judge_demo, speak, weights
 from speech.encode import load_codec
@@ -45,12 +43,6 @@ def say(voices):
     return run
 
 
-def passes(found):
-    """The demo's gates, wider by what ten sentences scatter."""
-    return (found["wer"] <= 0.3 and found["shuffled_wer"] >= 0.6 and found["likeness"] >= 0.9
-            and found["stop_rate"] == 1)
-
-
 def test_what_is_committed_is_what_was_made():
     about = json.loads((VOICE / "about.json").read_text())
     assert {name: sha256_file(VOICE / name) for name in about["sha256"]} == about["sha256"]
@@ -76,45 +68,10 @@ def test_recordings_are_understood(voices):
         assert judge_demo.word_error_rate(list(of), list(of.values())) <= 0.04
 
 
-def test_the_adapter_has_the_new_voice_and_the_base_the_old_one(say):
-    assert passes(say(adapter=VOICE / "adapter"))
+def test_the_base_speaks_with_the_old_voice(say):
     base = say()
-    assert base["likeness"] <= 0.1 and base["stop_rate"] == 1 and base["wer"] <= 0.4
-
-
-@pytest.mark.parametrize("factor", [0.25, 4])
-def test_a_wrong_scale_of_the_adapter_is_heard(say, tmp_path, factor):
-    wrong = shutil.copytree(VOICE / "adapter", tmp_path / "adapter")
-    config = json.loads((wrong / "adapter_config.json").read_text())
-    config["lora_alpha"] *= factor
-    (wrong / "adapter_config.json").write_text(json.dumps(config))
-    assert not passes(say(adapter=wrong))
+    assert base["wer"] <= 0.4 and base["shuffled_wer"] >= 0.7 and base["likeness"] <= 0.1 and base["stop_rate"] == 1
 
 
 def test_speech_without_an_end_is_heard(say):
-    assert say(adapter=VOICE / "adapter", eos_token_id=None)["stop_rate"] == 0
-
-
-@pytest.fixture(scope="module")
-def learnt(tmp_path_factory):
-    """The base with the committed adapter folded in, and a fifth of the new voice's clips."""
-    root = tmp_path_factory.mktemp("learnt")
-    lora.merge(VOICE / "model", VOICE / "adapter", root / "model")
-    samples = json.loads((VOICE / "train.json").read_text())[::5]
-    for sample in samples:
-        clip = sample["messages"][-1]["content"]
-        clip["audio_url"] = str(VOICE / clip["audio_url"])
-    (root / "train.json").write_text(json.dumps(samples))
-    return root
-
-
-@pytest.mark.parametrize("fault", ["nothing", "no_delay", "no_shift", "no_end"])
-def test_a_trainer_with_a_fault_unteaches_speech(pool, learnt, tmp_path, say, fault):
-    statuses, output = pool.run(1, f"tests.helpers.planted.{fault}", [
-        "--model_path", str(learnt / "model"), "--audio_tokenizer_path", str(VOICE / "codec"), "--train_data_file",
-        str(learnt / "train.json"), "--code_cache", str(learnt / "codes"), "--output_dir", str(tmp_path / "out"),
-        "--report_to", "none", "--disable_eval", "--max_steps", "30", "--per_device_train_batch_size", "8",
-        "--learning_rate", "1e-3", "--warmup_steps", "3", "--text_loss_weight", "0", "--num_workers", "0",
-        "--preprocess_num_proc", "0"])
-    assert not any(statuses), output[-3000:]
-    assert passes(say(model=tmp_path / "out" / "checkpoint-30")) == (fault == "nothing")
+    assert say(eos_token_id=None)["stop_rate"] == 0

@@ -50,7 +50,7 @@ def test_the_pieces_fit(made):
         spoken = codec.decode(coded).audio_values
     assert coded.shape == (1, 8, len(codes)) and spoken.shape[-1] == len(wave)
     subprocess.run([sys.executable, "speech/generate_tts.py", "--model_path", made / "voice" / "model",
-                    "--audio_tokenizer_path", made / "voice" / "codec", "--text", make_voice.spoken(text),
+                    "--audio_tokenizer_path", made / "voice" / "codec", "--text", text,
                     "--max_seconds", "0.4", "--output_dir", made / "spoken"], cwd=ROOT, check=True, capture_output=True)
     assert soundfile.info(made / "spoken" / "0000.wav").samplerate == 24000
 
