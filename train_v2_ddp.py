@@ -113,6 +113,7 @@ def check_flags(args, world_size):
     need(args.sample_time_limit < args.wait_timeout, f"--sample_time_limit {args.sample_time_limit:g} must be below "
          f"--wait_timeout {args.wait_timeout}")
     flags.check_lora(args, build_parser())
+    flags.check_loading(args, build_parser())
     need(not (args.use_lora and args.freeze_llm), "--use_lora freezes the whole base already: drop --freeze_llm")
     need(args.parallel == "ddp" or args.eval_ranks != "rank0",
          "--eval_ranks rank0 does not go with --parallel fsdp: every forward there needs all ranks; drop it")
@@ -151,7 +152,7 @@ from speech import higgs, sample_prompts, weights, wording
 from speech.codes import FRAME_RATE
 from speech.labels import token_ids
 from speech.plan import print_plan
-from speech.table import samples_line, split_samples, usable_samples
+from speech.table import data_facts, samples_line, split_samples, usable_samples
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Model: empty, loaded, saved
@@ -355,7 +356,8 @@ def data_files(args):
 
 def for_model(args):
     """What empty_trained_model takes of the flags, by name."""
-    adapter = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules, args.model_path)
+    adapter = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules, args.model_path,
+               args.use_rslora, args.use_dora)
     return {"adapter": adapter if args.use_lora else None, "bf16": args.bf16, "freeze_llm": args.freeze_llm,
             "text_loss_weight": args.text_loss_weight, "recompute": args.gradient_checkpointing}
 
@@ -442,10 +444,8 @@ def train(args):
     ids = check(token_ids, tokenizer, config)
     model, native, parts = check(empty_trained_model, folder, config_dict, **for_model(args)) or (None,) * 3
     table, n_train = check(prepare_table, world, tokenizer, ids, codec_dir, **for_table(args, check)) or (None, None)
-    prompts, settings = [], None
-    if args.sample_prompts:
-        prompts, settings = check(parallel.rank0_first, world, sample_prompts.load, for_prompts(args), tokenizer, ids,
-                                  config, codec_dir, device) or (None, None)
+    prompts, settings = check(parallel.rank0_first, world, sample_prompts.load, for_prompts(args), tokenizer, ids,
+                              config, codec_dir, device) or (None, None)
     check.settle()
     all_train, all_eval = split_samples(n_train, len(table), 0 if args.disable_eval else args.validation_split,
                                         args.seed)
@@ -573,7 +573,8 @@ def train(args):
                         now.log.write(now.step, values)
                     better = now.better(values.get("eval/loss", math.nan))
             if (better or saving or stopping) and now.saved_step != now.step:
-                save_checkpoint(world, now.writer, model, tokenizer, folder, optimizer, now.state(identity))
+                save_checkpoint(world, now.writer, model, tokenizer, folder, optimizer,
+                                now.state(identity, data=data_facts(table, train_ids)))
     now.finish(stopping)
 
 

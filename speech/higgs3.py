@@ -192,9 +192,9 @@ def loss_report(sums, prefix):
     return {f"{prefix}/{name}": value for name, value in values.items()}
 
 
-def add_lora(model, rank, alpha, dropout, targets, base_name):
-    """Wrap a Higgs3 in fp32 adapters; the base is frozen, its table with it. targets: as adapters.add_lora."""
-    return adapters.add_lora(model, model.body.layers, rank, alpha, dropout, targets, base_name)
+def add_lora(model, rank, alpha, dropout, targets, base_name, rslora=False, dora=False):
+    """Wrap a Higgs3 in fp32 adapters; the base is frozen, its table with it. targets and on: as adapters.add_lora."""
+    return adapters.add_lora(model, model.body.layers, rank, alpha, dropout, targets, base_name, rslora, dora)
 
 
 def decays(name, parameter):
