@@ -104,6 +104,7 @@ gsm8k) test_file=test.jsonl ;;
 hdp) test_file=test_hdp.json ;;
 *) die "SYSTEM=$SYSTEM: gsm8k or hdp" ;;
 esac
+# shellcheck disable=SC2153     # setting made it
 case $PRESET in
 conservative | recommended | aggressive | extreme) ;;
 *) die "PRESET=$PRESET: conservative, recommended, aggressive or extreme" ;;

@@ -76,6 +76,7 @@ for argument in "$@"; do
 done
 set -- "${words[@]}"
 
+# shellcheck disable=SC2153     # setting made it
 read -ra switches <<<"$SWITCHES"
 read -ra reports <<<"$REPORT_TO"
 if [ -n "$REPORT_TO" ]; then switches+=(--report_to "${reports[@]}"); fi

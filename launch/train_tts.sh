@@ -46,6 +46,7 @@ setting WARMUP_STEPS '' --warmup_steps                      # optimizer steps
 setting SAVE_STEPS '' --save_steps                          # optimizer steps between checkpoints
 setting EVAL_STEPS '' --eval_steps                          # optimizer steps between validations
 known_settings
+# shellcheck disable=SC2153     # setting made it
 read -ra switches <<<"$SWITCHES"
 case $LORA in
 1) switches+=(--use_lora) ;;

@@ -61,6 +61,7 @@ known_settings
 
 [ "$(count_gpus)" -ge "$MIN_GPUS" ] || die "$HOSTNAME has $(count_gpus) GPUs, $MIN_GPUS are needed (MIN_GPUS)"
 
+# shellcheck disable=SC2153     # setting made it
 read -ra switches <<<"$SWITCHES"
 read -ra reports <<<"$REPORT_TO"
 if [ -n "$REPORT_TO" ]; then switches+=(--report_to "${reports[@]}"); fi

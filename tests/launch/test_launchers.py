@@ -131,7 +131,8 @@ def test_ports(tmp_path, nodes, settings, endpoint):
     (tmp_path / "scontrol").write_text("#!/bin/bash\necho n1\n")
     (tmp_path / "scontrol").chmod(0o755)
     job = {"SLURM_JOB_ID": "3007", "SLURM_JOB_NUM_NODES": nodes, "SLURM_JOB_NODELIST": "n1"} if nodes else {}
-    done = launch("train_tts.sh", DRY_RUN="1", PATH=f"{tmp_path}:{os.environ['PATH']}", **job, **settings)
+    done = launch("train_tts.sh", DRY_RUN="1", TRAIN_DATA=__file__, PATH=f"{tmp_path}:{os.environ['PATH']}", **job,
+                  **settings)
     assert f"--rdzv-endpoint={endpoint}" in printed_command(done)[0]
 
 
@@ -150,13 +151,13 @@ def test_h200_launcher_sets_what_its_header_says():
                   SLURM_CPUS_PER_TASK="128", SLURM_MEM_PER_NODE="1000000", OMP_NUM_THREADS="")
     words, flags = printed_command(done)
     args = train_v2_ddp.build_parser().parse_args(flags)
-    train_v2_ddp.check_flags(args, world_size=8)
+    assert (args.num_workers, args.preprocess_num_proc, args.report_to) == (4, 32, ["tensorboard"])
+    train_v2_ddp.check_flags(args, world_size=8)        # which would give loaders no more CPUs than are here
     assert words[0] == "OMP_NUM_THREADS=16"
     assert "--nproc-per-node=8" in words
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 8)
     assert args.bf16 and args.tf32 and args.gradient_checkpointing and args.group_by_length and args.use_lora
     assert (args.lora_rank, args.lora_alpha, args.lora_target_modules) == (16, 64, "all-linear")
-    assert (args.num_workers, args.preprocess_num_proc, args.report_to) == (4, 32, "tensorboard")
     assert args.logging_steps == 7          # ours is 5; what the user gives comes last
 
 
@@ -194,7 +195,7 @@ def test_h200_launcher_without_lora_is_full_fine_tuning_under_fsdp(switches):
     ("train_tts.sh", [], {"PATH": "/usr/bin:/bin"}, r"no torchrun on PATH"),
     ("train_tts.sh", [], {"VENV": "", "CONDA_ENV": "no-such-env"}, r"CONDA_ENV=no-such-env: no such conda environment"),
     ("train_tts_h200x8.sh", [], {"MIN_GPUS": "0", "LORA": "no"}, r"LORA=no: 1 or 0"),
-    ("train_tts.sh", [], {"PORT_BASE": "2000"}, r"PORT_BASE is added to a Slurm job's number, and this is no job"),
+    ("train_tts.sh", [], {"PORT_BASE": "2000", "TRAIN_DATA": __file__}, r"PORT_BASE is added to a Slurm job's number, and this is no job"),
     ("train_tts.sh", [], {"REPO": "/nowhere"}, r"no launch/env.sh in '/nowhere'"),
     ("train_tts_h200x8.sh", [], {"REPO": "/nowhere"}, r"no launch/env.sh in '/nowhere'"),
 ])
