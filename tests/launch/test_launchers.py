@@ -195,7 +195,8 @@ def test_h200_launcher_without_lora_is_full_fine_tuning_under_fsdp(switches):
     ("train_tts.sh", [], {"PATH": "/usr/bin:/bin"}, r"no torchrun on PATH"),
     ("train_tts.sh", [], {"VENV": "", "CONDA_ENV": "no-such-env"}, r"CONDA_ENV=no-such-env: no such conda environment"),
     ("train_tts_h200x8.sh", [], {"MIN_GPUS": "0", "LORA": "no"}, r"LORA=no: 1 or 0"),
-    ("train_tts.sh", [], {"PORT_BASE": "2000", "TRAIN_DATA": __file__}, r"PORT_BASE is added to a Slurm job's number, and this is no job"),
+    ("train_tts.sh", [], {"PORT_BASE": "2000", "TRAIN_DATA": __file__},
+     r"PORT_BASE is added to a Slurm job's number, and this is no job"),
     ("train_tts.sh", [], {"REPO": "/nowhere"}, r"no launch/env.sh in '/nowhere'"),
     ("train_tts_h200x8.sh", [], {"REPO": "/nowhere"}, r"no launch/env.sh in '/nowhere'"),
 ])
