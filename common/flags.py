@@ -157,7 +157,7 @@ def config_words(parser, words):
 
 def write_config(path, given, script):
     """Write the flags `given` as the YAML file that --config of the script takes. JSON's values are YAML's."""
-    lines = [f"# {Path(script).name} --config {Path(path).name} repeats this run; flags behind it count more"]
+    lines = [f"# {Path(script).name} --config {CONFIG} repeats this run; flags behind it count more"]
     lines += [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in given.items()
               if value is not None and name not in ("config", "dry_run")]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

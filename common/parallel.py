@@ -153,7 +153,7 @@ def one_clear_error():
 
 
 def what_is_lacking(error):
-    """One line that names the disk, memory or limit of this machine that an error is due to, or None.
+    """One line that names the disk, memory, limit or right that an error is due to, or None.
 
     An error in a loader process comes with its text, but without its number.
     """
@@ -167,6 +167,9 @@ def what_is_lacking(error):
                 "--shm-size=8g, or do without them (--num_workers 0, --preprocess_num_proc 0)")
     if number in DISK_ERRORS:
         return f"{error.filename or 'a file of this run'} cannot be written ({error.strerror})"
+    if isinstance(error, PermissionError):      # says nothing about what is in the file
+        return (f"{error.filename or 'a file of this run'}: {error.strerror}: this user may not read or write it; its "
+                "owner can allow it (chmod)")
     return None
 
 

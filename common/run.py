@@ -44,8 +44,9 @@ def ranks(args):
 
 
 def start(args, check, cpu_too=False):
-    """(World, Watchdog) of this process. Signals are caught, output folders are proven writable, the marker that an
-    earlier run left for its launcher is removed. cpu_too: see parallel.init. Raises UserError.
+    """(World, Watchdog) of this process. Signals are caught, output folders are proven writable, --output_dir is this
+    run's from here on, the marker that an earlier run left for its launcher is removed. cpu_too: see parallel.init.
+    Raises UserError.
 
     check: plan.Checks; a dry run only looks at the folders, joins no other process, and has no Watchdog.
     """
@@ -58,7 +59,7 @@ def start(args, check, cpu_too=False):
     world = parallel.init(args.collective_timeout, args.wait_timeout, args.parallel == "fsdp", cpu_too)
     watch = watchdog.Watchdog(world, args.collective_timeout)
     watch.moved("data preparation", args.wait_timeout)
-    parallel.rank0_first(world, checkpoint.prepare_output, args.output_dir)
+    parallel.rank0_first(world, checkpoint.own_output, args.output_dir, lambda why: watchdog.end(world, why))
     parallel.rank0_first(world, watchdog.clear_marker, args.output_dir)
     if "tensorboard" in args.report_to:
         parallel.rank0_first(world, checkpoint.prepare_output, args.logging_dir, "--logging_dir")
@@ -138,7 +139,8 @@ class Run:
         if self.world.is_main:      # its later lines are dropped, so not before the checkpoint has proven to fit
             args = self.args
             board = Path(args.logging_dir) / Path(args.output_dir).resolve().name
-            flags.write_config(Path(args.output_dir) / flags.CONFIG, args.given, sys.argv[0])
+            checkpoint.write_atomically(Path(args.output_dir) / flags.CONFIG,
+                                        lambda path: flags.write_config(path, args.given, sys.argv[0]))
             self.log = metrics.MetricsLog(args.output_dir, board, args.report_to, vars(args), self.step,
                                           args.wandb_project)
 
