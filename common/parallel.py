@@ -36,7 +36,8 @@ GRACE_S = 5     # seconds between a rank's error message and the end of the othe
 # How a run fails: the first rank to fail claims the right to print the one error message, in the store. The others see
 # the claim within a second, print nothing and end GRACE_S later. Ranks whose end takes the store away (hosts_store) end
 # 3 s later still, so every rank that runs has seen the claim before the store goes. A rank that finds the store gone
-# without a claim knows that no message was printed, unless its own process had stopped for GRACE_S (stood_still).
+# without a claim knows that no message was printed, unless its own process had stopped for GRACE_S (stood_still). One
+# rank of its node prints that then (lifetime.first_on_node).
 COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset", "Broken pipe", "TCPStore")
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 SHARED = "/dev/shm"     # where processes of a node share memory
