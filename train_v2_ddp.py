@@ -14,7 +14,7 @@ SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue
 """
 import sys
 
-from common import flags
+from common import flags, ownership
 from common.flags import need
 from speech.choices import CHECKS, LORA_TARGETS, ON_OFF, TASK_TYPES, check_judges, judges
 
@@ -98,6 +98,8 @@ def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later; fill in what derives."""
     flags.check_shared(args)
     flags.check_bad_samples(args, CHECKS)
+    if args.dry_run is None:        # long before the imports are done
+        ownership.look(args.output_dir)
     flags.check_sharding(args)
     need(bool(args.train_data_file) != bool(args.train_data_dir), "give one of --train_data_file and --train_data_dir")
     need(not (args.eval_data_file and args.eval_data_dir), "give one of --eval_data_file and --eval_data_dir, not both")

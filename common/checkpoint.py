@@ -6,6 +6,7 @@ built under a .tmp name, synced to disk and renamed, so a kill at any instant le
 rank writes its own share from copies on the CPU and tells rank 0, which completes the folder.
 """
 import contextlib
+import errno
 import hashlib
 import io
 import json
@@ -13,15 +14,19 @@ import os
 import random
 import re
 import shutil
+import stat
+import tempfile
 import threading
 import time
+import uuid
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
-from common import json_files, tensor_files
-from common.parallel import UserError
+from common import json_files, ownership, tensor_files
+from common.parallel import UserError, rank0_first
 from common.text import NAME, printable
 
 MANIFEST = "manifest.json"
@@ -53,7 +58,7 @@ def naming(path):
 def write_atomically(path, write):
     """write(temporary_path), sync, rename onto path: readers see the old file or the new one, never half of one."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")
     try:
         with naming(path):
             write(temporary)
@@ -62,6 +67,38 @@ def write_atomically(path, write):
     finally:
         temporary.unlink(missing_ok=True)
     fsync_path(path.parent)
+
+
+@contextlib.contextmanager
+def new_folder(output_dir, size=0, flag="--output_dir"):
+    """A folder to fill; it gets the name output_dir once all is on disk. size: bytes it will take, about.
+
+    Raises UserError: for a folder that is there and not empty, or that another process is making, or for a full disk.
+    """
+    final = Path(os.path.abspath(output_dir))
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise UserError(f"{flag} {output_dir}: is there already and not empty; give another name or move it away")
+    building = final.with_name(f".{final.name}.tmp-{uuid.uuid4().hex}")
+    try:
+        for earlier in final.parent.glob(f".{final.name}.tmp*"):
+            with contextlib.suppress(FileNotFoundError), ownership.claim(earlier, flag):    # of one that was killed
+                shutil.rmtree(earlier)
+        building.mkdir(parents=True)
+        with ownership.claim(building, flag) as owner:
+            free = shutil.disk_usage(building).free
+            if free < size:
+                raise UserError(f"{flag} {output_dir}: {size / 1e9:.1f} GB are to be written, {free / 1e9:.1f} GB are "
+                                "free there")
+            yield building
+        owner.path.unlink()
+        for path in [*building.iterdir(), building]:
+            fsync_path(path)
+        os.rename(building, final)
+        fsync_path(final.parent)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{flag} {output_dir}: cannot be written ({error})")
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
 
 
 def sha256_file(path):
@@ -74,10 +111,42 @@ def prepare_output(output_dir, flag="--output_dir"):
     """Make a folder and prove that it can be written; raises UserError naming the flag that gave it."""
     try:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
-        write_atomically(Path(output_dir) / ".writable", lambda path: path.write_text("ok"))
-        (Path(output_dir) / ".writable").unlink()
+        with tempfile.TemporaryFile(dir=output_dir) as file:
+            file.write(b"ok")
+            file.flush()
     except OSError as error:
         raise UserError(f"{flag} {output_dir}: cannot be written ({error.strerror})")
+
+
+def own_output(output_dir, lost=None):
+    """prepare_output, and no other run's from here on: see ownership.claim. What a killed run left unfinished goes."""
+    prepare_output(output_dir)
+    try:
+        ownership.claim(output_dir, lost=lost)
+        remove_temporary(output_dir)
+        remove_unfinished(output_dir)
+    except OSError as error:
+        raise UserError(f"--output_dir {output_dir}: cannot be written ({error.strerror})")
+
+
+def remove_temporary(folder):
+    """Delete what a killed process has left of write_atomically in a folder that this one owns."""
+    for file in Path(folder).glob(".*.tmp-*"):
+        if file.is_file():      # not a folder that new_folder is making
+            file.unlink(missing_ok=True)
+
+
+def remove_unfinished(output_dir):
+    """Delete what is left of checkpoints that were being written, as far as that goes: NFS keeps what is open."""
+    for folder in Path(output_dir).glob("checkpoint-*.tmp*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def move_aside(path, why, what="damaged"):
+    """Rename a file or folder, NAME.what-<time>, and tell the user why; nothing is deleted that may be good."""
+    aside = path.with_name(f"{path.name}.{what}-{time.time_ns()}")
+    os.rename(path, aside)
+    print(f"{path} {why}; it is kept as {aside.name}", flush=True)
 
 
 def rng_state(device):
@@ -108,9 +177,12 @@ class Writer:
     """Writes checkpoints in a background thread of every rank, one at a time, while training goes on."""
 
     def __init__(self, world, output_dir, keep=0, limit_s=6 * 3600):
-        """keep: how many of the newest stay, beside the best (0 = all). limit_s: how long a rank waits for another."""
+        """On every rank. keep: how many of the newest stay, beside the best (0 = all). limit_s: how long a rank waits
+        for another.
+        """
         self.world, self.output_dir, self.keep, self.limit_s = world, Path(output_dir), keep, limit_s
         self.thread, self.error, self.saves = None, None, 0
+        self.run = rank0_first(world, lambda: uuid.uuid4().hex[:8])    # no other run's ranks write there
 
     def begin(self, step):
         """Before the files of checkpoint-<step> are put together: end the last write, make the folder. On every rank.
@@ -120,8 +192,7 @@ class Writer:
         self.wait()
         if self.world.is_main:
             try:
-                for stale in self.output_dir.glob("checkpoint-*.tmp*"):     # left by a kill, or still open somewhere
-                    shutil.rmtree(stale, ignore_errors=stale != self.building(step))
+                remove_unfinished(self.output_dir)
                 (self.building(step) / STATE_DIR).mkdir(parents=True)
             except OSError as error:
                 raise self.failed(step, error)
@@ -139,7 +210,7 @@ class Writer:
 
     def building(self, step):
         """Where checkpoint-<step> grows."""
-        return self.output_dir / f"checkpoint-{step}.tmp"
+        return self.output_dir / f"checkpoint-{step}.tmp-{self.run}"
 
     def check(self):
         """Raise UserError when the last write failed; rank 0 hears of every rank's failure. Cheap."""
@@ -201,11 +272,12 @@ class Writer:
             write_files(building, {MANIFEST: lambda path: path.write_text(manifest)})
             for folder in [p for p in building.rglob("*") if p.is_dir()] + [building]:
                 fsync_path(folder)
+            ownership.check(self.output_dir)
         except BaseException:
             shutil.rmtree(building, ignore_errors=True)
             raise
-        if final.exists():      # damaged, so passed over when resuming; now this step is reached again
-            delete(final)
+        if final.exists():      # passed over when resuming; now this step is reached again
+            move_aside(final, "was passed over when the run resumed", "passed-over")
         os.rename(building, final)
         fsync_path(final.parent)
         rotate(self.output_dir, step, self.keep, meta.get("best_step"))
@@ -233,9 +305,9 @@ def write_files(folder, files):
 
 
 def checkpoints(output_dir):
-    """[(step, path)] of the renamed, thus complete, checkpoint folders, oldest first."""
+    """[(step, path)] of the renamed, thus complete, checkpoint folders, oldest first. PermissionError as it comes."""
     found = []
-    for path in Path(output_dir).glob("checkpoint-*"):
+    for path in Path(output_dir).iterdir() if os.path.exists(output_dir) else ():
         match = re.fullmatch(r"checkpoint-(\d+)", path.name)
         if match and path.is_dir():
             found.append((int(match[1]), path))
@@ -277,13 +349,33 @@ def read_json(path, kinds):
     return found if whole else None
 
 
+def is_file(path):
+    """Path.is_file, but PermissionError where this user may not know."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except PermissionError:
+        raise
+    except (OSError, ValueError):       # gone, or no name at all
+        return False
+
+
 def damage(path):
     """What is wrong with a checkpoint folder, in words, or "" when every file has its size and checksum.
 
-    The manifest must list state.json, and that one must say where the run stood.
+    The manifest must list state.json, and that one must say where the run stood. Raises OSError where that cannot be
+    known: what this user may not read, say, is not damaged.
     """
-    path = Path(path)
-    if not (path / MANIFEST).is_file():
+    try:
+        return wrong_in(Path(path))
+    except OSError as error:
+        if error.errno != errno.EIO:        # of the disk
+            raise
+        return f"{error.filename or path} cannot be read ({error.strerror})"
+
+
+def wrong_in(path):
+    """damage(path), but OSError as it comes."""
+    if not is_file(path / MANIFEST):
         return f"no {MANIFEST}"
     files = (read_json(path / MANIFEST, {"files": dict}) or {}).get("files")
     facts = {"bytes": int, "sha256": str}
@@ -294,7 +386,7 @@ def damage(path):
         return f"{MANIFEST} does not list {STATE_DIR}/state.json"
     for name, facts in files.items():
         file, name = path / name, printable(name, NAME)
-        if not os.path.isfile(file):        # Path's own raises for a name that is too long
+        if not is_file(file):
             return f"{name} is missing"
         if file.stat().st_size != facts["bytes"]:
             return f"{name} has {file.stat().st_size} bytes instead of {facts['bytes']}"
@@ -346,22 +438,23 @@ def find_resume(output_dir, resume, identity):
     path = Path(resume)
     if resume == "none":
         if checkpoints(output_dir):
-            raise UserError(f"--resume none, but {output_dir} holds checkpoints: give another --output_dir, delete "
-                            "them, or use --resume auto")
+            raise UserError(f"--resume none, but {output_dir} holds checkpoints: give another --output_dir, move them "
+                            "away, or use --resume auto")
         return None, None
     if resume == "auto":
         path = newest_whole(output_dir)
         if path is None:
             if checkpoints(output_dir):
-                raise UserError(f"{output_dir}: every checkpoint is damaged; delete them to start anew")
+                raise UserError(f"{output_dir}: every checkpoint is damaged; to start anew, give another --output_dir "
+                                "or move them away")
             return None, None
-    elif wrong := damage(path) if path.is_dir() else "no such folder":
+    elif wrong := damage(path) if path.exists() else "no such folder":
         raise UserError(f"--resume {path}: {wrong}")
     meta = load_meta(path)
     later = [str(p) for step, p in checkpoints(output_dir) if step > meta["step"]]
     if later and resume != "auto":      # or the next --resume auto would take up the abandoned ones
-        raise UserError(f"--resume {path}: later checkpoints stand in --output_dir ({', '.join(later)}); delete them "
-                        "or give another --output_dir")
+        raise UserError(f"--resume {path}: later checkpoints stand in --output_dir ({', '.join(later)}); move them "
+                        "away or give another --output_dir")
     for name, value in identity.items():
         if meta["identity"].get(name) != value:
             raise UserError(f"{path}: was made with another {name} ({meta['identity'].get(name)}, this run {value}); "

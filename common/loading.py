@@ -20,6 +20,8 @@ from queue import SimpleQueue
 import torch
 from torch._utils import ExceptionWrapper
 
+from common.flags import UserError
+
 ALIGNMENT = 64      # bytes; kernels may expect 16, views of other types 8
 DEPTH = 2           # batches that are read ahead
 DEATH_S = 10        # a process that is killed closes its connections first; it is dead within this time
@@ -90,6 +92,8 @@ def named(error, batches):
     Torch names it only where its SIGCHLD handler comes first. A next() in another thread may find the process gone
     before ("exited unexpectedly"), or its connection broken off; the exit status says the same in every order.
     """
+    if isinstance(error, UserError):        # a loader process's has that one's traceback before it
+        return UserError(str(error).rpartition("UserError: ")[2].strip())
     broken = isinstance(error, (ConnectionError, EOFError))
     if not broken and not str(error).startswith("DataLoader worker"):
         return error

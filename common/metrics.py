@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from common import json_files
-from common.checkpoint import naming
+from common.checkpoint import move_aside, naming, write_atomically
 
 # Dense bf16 tensor-core peak, FLOP/s, from the makers' datasheets; SXM parts unless the name says otherwise.
 PEAK_BF16 = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12,
@@ -81,25 +81,23 @@ class MetricsLog:
         self.path = Path(output_dir) / "metrics.jsonl"
         rows, bad = read_rows(self.path)
         if bad:
-            move_aside(self.path, bad)
+            move_aside(self.path, f"is damaged ({bad})")
         if rows:
             kept = [row for row in rows if row["step"] <= resumed_step]
-            temporary = self.path.with_suffix(".tmp")
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
-            os.replace(temporary, self.path)
+            text = "".join(json.dumps(row) + "\n" for row in kept)
+            write_atomically(self.path, lambda path: path.write_text(text))
         elif self.path.exists():        # nothing but the beginning of a line
             self.path.write_bytes(b"")
         start = {"time": time.time(), "step": resumed_step, "ranks": int(os.environ.get("WORLD_SIZE", "1")),
                  "host": socket.gethostname(), "config": config}
         starts = self.path.with_name("starts.jsonl")
         if starts.exists() and not starts.is_file():
-            move_aside(starts, "it is no file")
+            move_aside(starts, "is no file")
         earlier = starts.read_bytes() if starts.exists() else b""
         if earlier and not earlier.endswith(b"\n"):
             earlier += b"\n"
-        temporary = starts.with_suffix(".tmp")
-        temporary.write_bytes(earlier + json.dumps(start, default=str).encode() + b"\n")
-        os.replace(temporary, starts)
+        text = earlier + json.dumps(start, default=str).encode() + b"\n"
+        write_atomically(starts, lambda path: path.write_bytes(text))
         self.file = open(self.path, "a", buffering=1)
         self.board = self.wandb = None
         if report_to == "tensorboard":
@@ -114,7 +112,7 @@ class MetricsLog:
             import wandb
             run_id = Path(output_dir) / "wandb_id"      # a resumed run goes on in the same W&B run, a new one does not
             if not resumed_step or not run_id.exists():
-                run_id.write_text(uuid.uuid4().hex[:16])
+                write_atomically(run_id, lambda path: path.write_text(uuid.uuid4().hex[:16]))
             self.wandb = wandb.init(project=wandb_project, dir=str(output_dir), config=config, resume="allow",
                                     name=Path(output_dir).resolve().name, id=run_id.read_text())
 
@@ -178,10 +176,3 @@ def read_rows(path):
 def read_metrics(path):
     """Rows of a metrics.jsonl as dicts."""
     return read_rows(path)[0]
-
-
-def move_aside(path, why):
-    """Rename a damaged file, or whatever stands in its place; it is kept, and the user told where."""
-    aside = path.with_name(f"{path.name}.damaged-{time.time_ns()}")
-    os.replace(path, aside)
-    print(f"{path} is damaged ({why}); it is kept as {aside.name}", flush=True)

@@ -36,7 +36,8 @@ GRACE_S = 5     # seconds between a rank's error message and the end of the othe
 # How a run fails: the first rank to fail claims the right to print the one error message, in the store. The others see
 # the claim within a second, print nothing and end GRACE_S later. Ranks whose end takes the store away (hosts_store) end
 # 3 s later still, so every rank that runs has seen the claim before the store goes. A rank that finds the store gone
-# without a claim knows that no message was printed, unless its own process had stopped for GRACE_S (stood_still).
+# without a claim knows that no message was printed, unless its own process had stopped for GRACE_S (stood_still). One
+# rank of its node prints that then (lifetime.first_on_node).
 COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset", "Broken pipe", "TCPStore")
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 SHARED = "/dev/shm"     # where processes of a node share memory
@@ -153,7 +154,7 @@ def one_clear_error():
 
 
 def what_is_lacking(error):
-    """One line that names the disk, memory or limit of this machine that an error is due to, or None.
+    """One line that names the disk, memory, limit or right that an error is due to, or None.
 
     An error in a loader process comes with its text, but without its number.
     """
@@ -167,6 +168,9 @@ def what_is_lacking(error):
                 "--shm-size=8g, or do without them (--num_workers 0, --preprocess_num_proc 0)")
     if number in DISK_ERRORS:
         return f"{error.filename or 'a file of this run'} cannot be written ({error.strerror})"
+    if isinstance(error, PermissionError):      # says nothing about what is in the file
+        return (f"{error.filename or 'a file of this run'}: {error.strerror}: this user may not read or write it; its "
+                "owner can allow it (chmod)")
     return None
 
 

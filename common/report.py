@@ -311,7 +311,8 @@ def checkpoint_table(run):
     rows = [[Raw(f"{found['step']:,}" + (' <b class="good">best</b>' if found["step"] == run.best_step else "")),
              *(number(loss.get(found["step"])) for loss in losses), size(found["bytes"]), moment(found["time"]),
              Raw(f'<span class="bad">damaged: {html(found["wrong"])}</span>' if found["wrong"] else
-                 '<span class="good">whole</span>')] for found in run.checkpoints]
+                 "not readable for this user" if found["closed"] else '<span class="good">whole</span>')]
+            for found in run.checkpoints]
     return table(["step", "training loss", "validation loss", "size", "saved", "sizes of its files"], rows,
                  'class="checkpoints"') if rows else Raw("<p>none yet</p>")
 

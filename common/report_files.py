@@ -78,7 +78,7 @@ def read_lines(path):
         except ValueError as error:
             if number == len(lines):
                 break
-            raise UserError(f"{path}: line {number} cannot be read ({error}): {line[:60]!r}; mend or delete it")
+            raise UserError(f"{path}: line {number} cannot be read ({error}): {line[:60]!r}; mend it")
         rows.append(row)
     return rows
 
@@ -120,7 +120,9 @@ def read_run(folder):
 
 
 def read_checkpoints(folder):
-    """[{"step", "path", "bytes", "time", "wrong", "meta"}] by step; wrong: "" or what sizes and manifest tell.
+    """[{"step", "path", "bytes", "time", "wrong", "closed", "meta"}] by step.
+
+    wrong: "" or what sizes and manifest tell; closed: this user may not read it.
 
     Checksums are left to the trainer, which compares them when it resumes: hashing weights would take minutes.
     """
@@ -129,7 +131,7 @@ def read_checkpoints(folder):
         match = re.fullmatch(r"checkpoint-(\d+)", path.name)
         if not match or not path.is_dir():
             continue
-        wrong, size = "", sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        wrong, closed, size = "", False, sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         try:
             files = json_files.read_object(path / "manifest.json")["files"]
             sizes = {name: os.path.getsize(path / name) if os.path.isfile(path / name) else None for name in files}
@@ -137,13 +139,15 @@ def read_checkpoints(folder):
                           f"{name} has {sizes[name]} bytes instead of {facts['bytes']}"
                           for name, facts in files.items() if sizes[name] != facts["bytes"]), "")
         except (UserError, KeyError, TypeError, AttributeError):
-            wrong = "unreadable manifest.json" if (path / "manifest.json").exists() else "no manifest.json"
+            there = (path / "manifest.json").exists()
+            closed = there and not os.access(path / "manifest.json", os.R_OK)
+            wrong = "" if closed else "unreadable manifest.json" if there else "no manifest.json"
         try:
             meta = json_files.read_object(path / "trainer_state" / "state.json")
         except UserError:
             meta = None
         found.append({"step": int(match[1]), "path": path, "bytes": size, "time": path.stat().st_mtime, "wrong": wrong,
-                      "meta": meta})
+                      "closed": closed, "meta": meta})
     return sorted(found, key=lambda checkpoint: checkpoint["step"])
 
 

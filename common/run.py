@@ -44,8 +44,9 @@ def ranks(args):
 
 
 def start(args, check, cpu_too=False):
-    """(World, Watchdog) of this process. Signals are caught, output folders are proven writable, the marker that an
-    earlier run left for its launcher is removed. cpu_too: see parallel.init. Raises UserError.
+    """(World, Watchdog) of this process. Signals are caught, output folders are proven writable, --output_dir is this
+    run's from here on, the marker that an earlier run left for its launcher is removed. cpu_too: see parallel.init.
+    Raises UserError.
 
     check: plan.Checks; a dry run only looks at the folders, joins no other process, and has no Watchdog.
     """
@@ -58,7 +59,7 @@ def start(args, check, cpu_too=False):
     world = parallel.init(args.collective_timeout, args.wait_timeout, args.parallel == "fsdp", cpu_too)
     watch = watchdog.Watchdog(world, args.collective_timeout)
     watch.moved("data preparation", args.wait_timeout)
-    parallel.rank0_first(world, checkpoint.prepare_output, args.output_dir)
+    parallel.rank0_first(world, checkpoint.own_output, args.output_dir, lambda why: watchdog.end(world, why))
     parallel.rank0_first(world, watchdog.clear_marker, args.output_dir)
     if args.report_to == "tensorboard":
         parallel.rank0_first(world, checkpoint.prepare_output, args.logging_dir, "--logging_dir")

@@ -8,6 +8,7 @@ any other program can read them. A save moves each tensor over the network once:
 import hashlib
 import json
 import os
+import stat
 from pathlib import Path
 
 import torch
@@ -22,17 +23,21 @@ WINDOW = 256 * 2**20        # bytes a rank gathers for itself before it copies t
 FLOATS = ("F64", "F32", "F16", "BF16")      # what weights are; integers and float8 would need scales that no file has
 
 
-UMASK = os.umask(0)     # read once, at the start: reading it sets it for a moment, for other threads as well
-os.umask(UMASK)
-
-
 def save(tensors, path, about=None, write=save_file):
-    """Write a safetensors file with the mode that the umask leaves; the library lets only its owner read it.
+    """Write a safetensors file with the mode of any new file there; the library lets only its owner read it.
 
     about: {str: str} for its header. write: safetensors' function for the kind of tensors.
     """
+    open(path, "wb").close()
+    mode = os.stat(path).st_mode        # what umask and folder leave; to ask for the umask is to change it for a moment
     write(tensors, path, about or {"format": "pt"})
-    os.chmod(path, 0o666 & ~UMASK)
+    os.chmod(path, stat.S_IMODE(mode))
+
+
+def allow_others(folder):
+    """Give the safetensors files that save_pretrained wrote into a folder the mode of its config.json."""
+    for path in Path(folder).glob("*.safetensors"):
+        os.chmod(path, stat.S_IMODE(os.stat(Path(folder) / "config.json").st_mode))
 
 
 def find_folder(name, flag):
@@ -72,10 +77,11 @@ def open_tensors(paths):
     for path in paths:
         json_files.open_file(path).close()      # safe_open would wait for ever at a pipe
         try:
+            open(path, "rb").close()        # safe_open calls every reason "No such file or directory"
             file = safe_open(path, "pt")
             names = list(file.keys())
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: cannot be read ({error})")
+            raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})")
         if twice := found.keys() & set(names):
             raise UserError(f"{path}: {min(twice)} stands in another file beside it, too")
         found |= {name: file.get_slice(name) for name in names}

@@ -77,6 +77,15 @@ def leave_marker(output_dir, text):
     write_atomically(Path(output_dir) / MARKER, lambda path: path.write_text(text + "\n"))
 
 
+def end(world, why):
+    """End this rank, and with it the run, because of `why`; for threads that are not the main one."""
+    if claim_message(world.store):
+        print(f"error: {why}", file=sys.stderr, flush=True)
+    if hosts_store(world):      # the others read in it that the error is printed
+        time.sleep(GRACE_S + 3)
+    os._exit(1)
+
+
 class Watchdog:
     """Watches this rank's main thread; start it on every rank. In a single process nothing can wait for another."""
 

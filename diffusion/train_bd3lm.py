@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
-from common import flags
+from common import flags, ownership
 from common.flags import need
 from diffusion.choices import (
     CHECKS,
@@ -137,6 +137,8 @@ def check_flags(args, world_size):
             setattr(args, flag, value)
     flags.check_shared(args)
     flags.check_bad_samples(args, CHECKS)
+    if args.dry_run is None:        # long before the imports are done
+        ownership.look(args.output_dir)
     need((args.demo is not None) != bool(args.train_data_file), "give one of --train_data_file and --demo")
     need(args.demo is None or not args.eval_data_file,
          "--demo makes its own validation problems: drop --eval_data_file")

@@ -286,7 +286,7 @@ def main(argv=None):
         work, output = Path(args.output_file + ".work"), Path(args.output_file)
         if output.exists() and not work.is_dir():
             raise UserError(f"--output_file {output}: is there already, without {work.name} to go on from; give "
-                            "another name, or delete it")
+                            "another name, or move it away")
         checkpoint.prepare_output(output.resolve().parent if args.dry_run else work, "--output_file")
         records = read_journals(work, header)
         todo = [number for number in range(shard, len(lines), shards) if number not in records]

@@ -373,7 +373,7 @@ def main(argv=None):
             check_single(lines, "--prompt_file")
         if args.engine == "vllm":
             check_single(lines, "--engine vllm")
-        checkpoint.prepare_output(args.output_dir)
+        checkpoint.own_output(args.output_dir)
         about = lines.about
         print(f"data       {about['training_lines']:,} trained, {about['held_out_lines']:,} to judge "
               f"({about['split']}" + (f", groups of {about['group_size']}" if about["group_size"] else "")

@@ -5,14 +5,13 @@ to disk every few seconds. The next start cuts off a line that a kill left half 
 journals, also those of another number of shards, so no line is asked twice. A journal with another header is refused.
 The results are written, in input order, when all lines are finished.
 """
-import fcntl
 import json
 import os
 import time
 from collections import Counter
 from pathlib import Path
 
-from common import json_files
+from common import json_files, ownership
 from common.checkpoint import fsync_path, write_atomically
 from common.parallel import UserError
 from common.text import printable
@@ -27,11 +26,8 @@ class Journal:
 
     def __init__(self, folder, shard, shards, header):
         self.path = Path(folder) / f"shard-{shard}-of-{shards}.jsonl"
-        self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"{self.path}: another process is writing it; wait for its end, or end it")
+        self.owner = ownership.claim(folder, "--output_file", f"owner-of-{self.path.stem}")
+        self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         self.size = self.path.read_bytes().rfind(b"\n") + 1
         os.ftruncate(self.file, self.size)
         self.header, self.pending, self.synced = header, [], time.monotonic()
@@ -48,6 +44,7 @@ class Journal:
     def sync(self):
         """Write what is pending to disk; whole, or the journal is as before."""
         data = "".join(self.pending).encode()
+        self.owner.check()
         try:
             written = 0
             while written < len(data):
@@ -76,8 +73,8 @@ def read_journals(folder, header):
                 else:
                     records.setdefault(entry["id"], entry)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UserError(f"{path}: line {number} cannot be read ({printable(error, 200)}); delete the line and "
-                                "those after it")
+                raise UserError(f"{path}: line {number} cannot be read ({printable(error, 200)}); mend the line, or "
+                                "move the file away: its lines are labelled again")
     return records
 
 
@@ -86,7 +83,7 @@ def compare(folder, found, header):
     if other := [name for name in header if found.get(name) != header[name]]:
         what = "; ".join(f"{name} was {found.get(name)!r}, is {header[name]!r}" for name in other)
         raise UserError(f"{folder}: holds labels made otherwise ({what}); give the same flags and files, another "
-                        "--output_file, or delete the folder to start again")
+                        "--output_file, or move the folder away to start again")
 
 
 def write_results(output, lines, records):

@@ -40,7 +40,7 @@ def read_alternatives(record):
     if "logprobs" not in record:
         return None
     rows, texts = record["logprobs"], record.get("label_tokens")
-    again = "; label again with create_data.py --logprobs, or delete them"
+    again = "; label again with create_data.py --logprobs, or drop both fields"
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts) or \
             "".join(texts) != record["messages"][-1]["content"].strip():
         raise ValueError(f'its "label_tokens" do not make up the last answer, so its log-probabilities cannot be placed'

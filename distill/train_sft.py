@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
-from common import flags
+from common import flags, ownership
 from common.flags import need
 from distill.choices import CHECKS, THINKING, TOO_LONG
 
@@ -94,6 +94,8 @@ def check_flags(args, world_size):
         args.learning_rate = LORA_RATE if args.use_lora else FULL_RATE
     flags.check_shared(args)
     flags.check_bad_samples(args, CHECKS)
+    if args.dry_run is None:        # long before the imports are done
+        ownership.look(args.output_dir)
     need(args.too_long in ("stop", "drop") or not args.drop_too_long,
          f"--drop_too_long and --too_long {args.too_long} exclude each other")
     if "too_long" in args.drop_bad and args.too_long == "stop":

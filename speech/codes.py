@@ -2,23 +2,25 @@
 
 Codes lie in append-only safetensors shards under <cache>/<codec fingerprint>/: int16 codes, their lengths, a content
 key per clip, and for each (path, size, mtime, cut) the key it had, so later runs only look at file dates. Shards appear
-atomically under unique names, so runs may share a cache; a lock keeps two from doing the same work.
+atomically under unique names, so runs may share a cache; one of them at a time fills it (common/ownership.py). Every
+clip's codes have a CRC-32, which is compared when a run starts and whenever they are read; the other columns have a
+SHA-256, compared when they are read.
 """
-import contextlib
-import fcntl
+import errno
 import hashlib
 import os
-import time
+import re
 import uuid
+import zlib
 from array import array
 from pathlib import Path
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from common import tensor_files
-from common.checkpoint import write_atomically
+from common.checkpoint import move_aside, write_atomically
 from common.indexing import in_order
 from common.parallel import UserError
 
@@ -27,6 +29,7 @@ FRAME_RATE = 25                 # codec frames per second: 24 kHz / hop 960
 PIPELINE = b"mono-mean soxr-HQ 24k v1"      # part of the fingerprint: change it when the waveform would change
 KEY = "S16"                     # 128 bits of SHA-256, compared as bytes
 BLOCK = 8192                    # clips whose file dates are asked for together
+COLUMNS = ("lengths", "keys", "files", "file_keys", "checksums")    # of a shard, beside the codes
 
 
 def codec_fingerprint(codec_dir):
@@ -79,19 +82,39 @@ def file_keys(clips):
 # Reading
 
 
-class CacheIndex:
-    """Where every cached clip is: sorted keys in numpy arrays, no Python object per clip."""
+def shard_names(folder):
+    """Names of the shards in a cache folder, which need not be there."""
+    names = os.listdir(folder) if os.path.exists(folder) else []
+    return sorted(name for name in names if re.fullmatch(r"codes-\w+\.safetensors", name))
 
-    def __init__(self, folder):
-        self.shards = sorted(p.name for p in Path(folder).glob("codes-*.safetensors"))
-        parts = [_read_index(Path(folder) / name) for name in self.shards]
+
+class CacheIndex:
+    """Where every cached clip is: sorted keys in numpy arrays, no Python object per clip.
+
+    damaged: {shard: what is wrong with it}; such shards are left out. unchecked: how many have no checksums.
+    """
+
+    def __init__(self, folder, damaged=()):
+        """damaged: {shard: ...} that are known to be, beside those whose columns are."""
+        self.shards, self.damaged, parts = [], dict(damaged), []
+        for name in shard_names(folder):
+            if name not in self.damaged:
+                try:
+                    parts.append(_read_index(Path(folder) / name))
+                    self.shards.append(name)
+                except FileNotFoundError:       # set aside by another run since
+                    pass
+                except ValueError as why:
+                    self.damaged[name] = str(why)
+        self.unchecked = sum(not p.pop("checked") for p in parts)
         shard = [np.full(len(p["lengths"]), i, np.int32) for i, p in enumerate(parts)]
         start = [np.cumsum(p["lengths"], dtype=np.int64) - p["lengths"] for p in parts]
         keys = _concat([p.pop("keys") for p in parts], KEY)
         order = np.argsort(keys, kind="stable")
         self.keys = keys[order]
         self.where = np.stack([_concat(shard, np.int64), _concat(start, np.int64),
-                               _concat([p["lengths"] for p in parts], np.int64)], axis=1)[order]
+                               _concat([p["lengths"] for p in parts], np.int64),
+                               _concat([p.pop("checksums") for p in parts], np.int64)], axis=1)[order]
         files = _concat([p.pop("files") for p in parts], KEY)
         order = np.argsort(files, kind="stable")
         self.files = files[order]
@@ -99,20 +122,20 @@ class CacheIndex:
         self.file_keys = _concat([p.pop("file_keys") for p in parts], KEY)[order]
 
     def find_files(self, file_keys):
-        """(n,) file keys -> (n, 3) int64 of shard number, first row, frames; -1 where unknown."""
+        """(n,) file keys -> (n, 4) int64 of shard number, first row, frames, checksum or -1; all -1 where unknown."""
         at, known = _search(self.files, file_keys)
-        found = np.full((len(file_keys), 3), -1, np.int64)
+        found = np.full((len(file_keys), 4), -1, np.int64)
         if known.any():
             row, there = _search(self.keys, self.file_keys[at[known]])
             found[np.flatnonzero(known)[there]] = self.where[row[there]]
         return found
 
     def find_clips(self, clips, processes=0):
-        """((n, 3) of find_files for clips, (m, 3) int64 of number, size and modification time of those unknown).
+        """((n, 4) of find_files for clips, (m, 3) int64 of number, size and modification time of those unknown).
 
         clips: a list, or another sequence that gives lists for slices. processes: that help to ask for file dates.
         """
-        found, unknown = np.empty((len(clips), 3), np.int64), [np.empty((0, 3), np.int64)]
+        found, unknown = np.empty((len(clips), 4), np.int64), [np.empty((0, 3), np.int64)]
         done = 0
 
         def keys(first, step):
@@ -144,13 +167,91 @@ def _search(haystack, needles):
     return at, haystack[at] == needles if len(haystack) else np.zeros(len(needles), bool)
 
 
-def _read_index(path):
+def _read(path, names):
+    """({name: array} of those tensors that a shard has, its notes).
+
+    Raises ValueError when it is damaged, UserError when it cannot be read, which says nothing about what is in it.
+    """
     try:
-        with safe_open(path, "np") as f:
-            return {"lengths": f.get_tensor("lengths"), **{name: f.get_tensor(name).view(KEY).reshape(-1)
-                                                           for name in ("keys", "files", "file_keys")}}
-    except Exception as error:
-        raise UserError(f"{path}: damaged code cache shard ({error}); delete this file and its clips are encoded again")
+        with open(path, "rb"), safe_open(path, "np") as f:
+            return {name: f.get_tensor(name) for name in names if name in f.keys()}, f.metadata() or {}
+    except OSError as error:
+        if error.errno == errno.ENOENT:     # of open(): safe_open calls every reason so, without a number
+            raise
+        help = "; its owner can allow it (chmod)" if isinstance(error, PermissionError) else ""
+        raise UserError(f"{path}: cannot be read ({error.strerror or error}){help}")
+    except MemoryError:
+        raise
+    except Exception as error:      # safetensors has many
+        raise ValueError(f"it is no shard: {error}")
+
+
+def _digest_columns(columns):
+    digest = hashlib.sha256()
+    for name in COLUMNS:
+        digest.update(np.ascontiguousarray(columns[name]))
+    return digest.hexdigest()
+
+
+def _read_index(path):
+    columns, notes = _read(path, COLUMNS)
+    checked = "sha256" in notes or "checksums" in columns       # neither in those of earlier versions
+    if missing := [name for name in COLUMNS[:len(COLUMNS) - (not checked)] if name not in columns]:
+        raise ValueError(f"it has no {missing[0]}")
+    if checked and _digest_columns(columns) != notes.get("sha256"):
+        raise ValueError("its columns have another checksum than when they were written")
+    for name in ("keys", "files", "file_keys"):
+        columns[name] = columns[name].view(KEY).reshape(-1)
+    return {"checksums": np.full(len(columns["lengths"]), -1), "checked": checked, **columns}
+
+
+def _wrong_codes(path):
+    """What is wrong with the codes of a shard, in words, or ""; without checksums that is not known."""
+    try:
+        found, _ = _read(path, ("codes", "lengths", "checksums"))
+        if "codes" not in found or "checksums" not in found:
+            return "" if "codes" in found else "it has no codes"
+        ends = np.cumsum(found["lengths"], dtype=np.int64).tolist()
+        for number, (start, stop, checksum) in enumerate(zip([0, *ends], ends, found["checksums"].tolist())):
+            if zlib.crc32(found["codes"][start:stop]) != checksum:
+                return f"clip {number} of it has another checksum than when it was written"
+    except ValueError as why:
+        return str(why)
+    return ""
+
+
+def look_up(folder, clips, processes=0):
+    """(CacheIndex, *what its find_clips gives for clips); the codes of each shard that has one of them are compared
+    with their checksums. processes: that help.
+    """
+    index = CacheIndex(folder)
+    found, unknown = index.find_clips(clips, processes)
+    used = [index.shards[i] for i in np.unique(found[:, 0]) if i >= 0]
+    damaged = dict(index.damaged)
+
+    def check(first, step):
+        for name in used[first::step]:
+            yield name, _wrong_codes(Path(folder) / name)
+
+    def take(part):
+        if part[1]:
+            damaged[part[0]] = part[1]
+
+    in_order(check, processes, take)
+    if len(damaged) > len(index.damaged):
+        index = CacheIndex(folder, damaged)
+        found, unknown = index.find_clips(clips, processes)
+    return index, found, unknown
+
+
+def set_aside(folder, damaged):
+    """Rename shards, {name: what is wrong}, so that nobody takes them for codes. UserError where that is impossible."""
+    for name, why in damaged.items():
+        try:
+            move_aside(Path(folder) / name, f"is damaged ({why})")
+        except OSError as error:
+            raise UserError(f"{folder}/{name} is damaged ({why}) and cannot be set aside ({error.strerror}); give "
+                            "another --code_cache")
 
 
 class CodeReader:
@@ -159,18 +260,26 @@ class CodeReader:
     def __init__(self, folder, shards):
         self.folder, self.shards, self.open_shards = str(folder), shards, {}
 
-    def codes(self, shard, start, frames):
-        """(frames, 8) int16 codes."""
-        if shard not in self.open_shards:
-            self.open_shards[shard] = safe_open(os.path.join(self.folder, self.shards[shard]), "np").__enter__()
-        return self.open_shards[shard].get_slice("codes")[start:start + frames]
+    def codes(self, shard, start, frames, checksum=-1):
+        """(frames, 8) int16 codes. UserError when they are not those that were written."""
+        path = os.path.join(self.folder, self.shards[shard])
+        try:
+            if shard not in self.open_shards:
+                self.open_shards[shard] = safe_open(path, "np").__enter__()
+            found, why = self.open_shards[shard].get_slice("codes")[start:start + frames], "has another checksum"
+        except (OSError, SafetensorError) as error:
+            found, why = None, f"cannot be read ({error})"
+        if found is None or checksum >= 0 and zlib.crc32(found) != checksum:
+            raise UserError(f"{path}: a clip in it {why}; start the same command again: what is damaged is set aside, "
+                            "and its clips are encoded again")
+        return found
 
     def __getstate__(self):
         return {**self.__dict__, "open_shards": {}}
 
 
 def locate(folder, clips, processes, bad):
-    """Shard names and (n, 3) positions of clips, which are all cached but those in bad, {number: why}: -1, -1, 0.
+    """Shard names and (n, 4) positions of clips, which are all cached but those in bad, {number: why}: 0 frames.
 
     Others that are not cached are added to bad.
     """
@@ -208,34 +317,14 @@ class Batch:
         def raw(keys):
             return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)
         codes = np.concatenate(self.codes or [np.empty((0, self.num_codebooks), np.int16)])
-        tensors = {"codes": np.ascontiguousarray(codes),        # safetensors writes raw memory, whatever the strides
-                   "lengths": np.array([len(c) for c in self.codes], np.int32), "keys": raw(self.keys),
-                   "files": raw(self.files), "file_keys": raw(self.file_keys)}
-        about = {"clips": str(len(self.keys)), "files": str(len(self.files))}
+        columns = {"lengths": np.array([len(c) for c in self.codes], np.int32), "keys": raw(self.keys),
+                   "files": raw(self.files), "file_keys": raw(self.file_keys),
+                   "checksums": np.array([zlib.crc32(np.ascontiguousarray(c)) for c in self.codes], np.uint32)}
+        tensors = {"codes": np.ascontiguousarray(codes), **columns}     # safetensors writes raw memory as it lies
+        about = {"clips": str(len(self.keys)), "files": str(len(self.files)), "sha256": _digest_columns(columns)}
         try:
             write_atomically(self.folder / f"codes-{uuid.uuid4().hex}.safetensors",
                              lambda temporary: tensor_files.save(tensors, temporary, about, save_file))
         except Exception as error:
             raise UserError(f"{self.folder}: code cache shard cannot be written ({error}); free disk space")
         self.codes, self.keys, self.files, self.file_keys = [], [], [], []
-
-
-@contextlib.contextmanager
-def locked(path, limit_s):
-    """Hold an exclusive lock, which ends with the process. UserError when another run still has it after limit_s."""
-    with open(path, "a") as f:
-        end, told = time.monotonic() + limit_s, False
-        while True:
-            try:
-                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not told:
-                    print(f"another run is filling {path.parent}; waiting for it", flush=True)
-                    told = True
-                if time.monotonic() > end:
-                    raise UserError(f"{path}: still locked by another run after {limit_s:.0f} s; use another cache")
-                time.sleep(0.5)
-            except OSError:     # no locks on this file system: duplicate work is possible, damage is not
-                break
-        yield

@@ -21,7 +21,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from common import tensor_files
+from common import ownership, tensor_files
+from common.checkpoint import remove_temporary
 from common.loading import each
 from common.parallel import UserError, all_ranks_ok, gather_objects, problem_text, rank0_first
 from common.watchdog import Stopped, init_loader, stop_requested
@@ -34,7 +35,9 @@ from speech.codes import (
     content_key,
     file_key,
     locate,
-    locked,
+    look_up,
+    set_aside,
+    shard_names,
 )
 
 MIN_SAMPLES = 960               # one codec frame
@@ -46,25 +49,39 @@ BYTES_PER_SECOND = {".wav": 64_000, ".flac": 32_000, ".mp3": 12_000, ".ogg": 10_
 def ensure_codes(world, clips, codec_dir, cache_dir, num_codebooks, num_proc, wait_limit_s=6 * 3600, bad=None):
     """Encode what is missing, all ranks together. Called by every rank; `clips` (unique Clips) matters on rank 0 only.
 
-    Returns on rank 0 (folder, shard names, (n, 3) int64 of shard, first row, frames in the order of clips), else None.
+    Returns on rank 0 (folder, shard names, (n, 4) int64 of CacheIndex.find_files in the order of clips), else None.
+    A cache that has all clips is only read. Damaged shards are set aside, and their clips encoded again.
     codec_dir: native codec folder. num_proc: decoding processes on this node. bad: a dict that on rank 0 takes {number
-    of a clip that cannot be decoded or encoded: file and reason}, whose row is -1, -1, 0; None: UserError with all.
+    of a clip that cannot be decoded or encoded: file and reason}, whose row says 0 frames; None: UserError with all.
     """
     positions = []      # rank 0's: shards and positions as they are at the start
     unusable = {} if bad is None else bad
     with contextlib.ExitStack() as stack:
         def plan():
             folder = Path(cache_dir) / codec_fingerprint(codec_dir)
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(locked(folder / "lock", 0.9 * wait_limit_s))
-            except OSError as error:
-                raise UserError(f"--code_cache {cache_dir}: cannot be written ({error.strerror})")
-            index = CacheIndex(folder)
-            found, unknown = index.find_clips(clips, num_proc)
+            index, found, unknown = look_up(folder, clips, num_proc)
+            if len(unknown) or index.damaged:
+                try:
+                    stack.enter_context(own_cache(folder, 0.9 * wait_limit_s))
+                except OSError as error:
+                    raise UserError(f"--code_cache {cache_dir}: lacks {len(unknown)} of {len(clips)} clips and cannot "
+                                    f"be written ({error.strerror})")
+                except Stopped:
+                    return folder, None
+                if shard_names(folder) != sorted([*index.shards, *index.damaged]):      # another run was filling it
+                    index, found, unknown = look_up(folder, clips, num_proc)
+                set_aside(folder, index.damaged)
             positions.extend([index.shards, found])
+            if index.damaged:
+                print(f"data       damaged shards of the code cache, now set aside: {len(index.damaged)}; clips to "
+                      f"encode: {len(unknown)}", flush=True)
+            if index.unchecked:
+                print(f"notice     {index.unchecked} of {len(index.shards)} shards of the code cache are of an earlier "
+                      "version and have no checksums: they are used unchecked", flush=True)
             return folder, share_work(clips, unknown, world.size)
         folder, work = rank0_first(world, plan)
+        if work is None:
+            raise Stopped("asked to stop while another run was filling the code cache")
         if any(work):
             workers = max(1, num_proc // world.local_size) if num_proc else 0
             problems, mine = encode_share(world, work, folder, codec_dir, num_codebooks, workers, wait_limit_s)
@@ -77,6 +94,17 @@ def ensure_codes(world, clips, codec_dir, cache_dir, num_codebooks, num_proc, wa
     if bad is None and unusable and world.is_main:
         raise UserError(problem_text(list(dict.fromkeys(unusable.values()))))
     return (folder, *positions) if world.is_main else None
+
+
+def own_cache(folder, wait_s):
+    """ownership.Owner of a cache folder, which is made if need be. OSError; Stopped when asked to stop meanwhile."""
+    def waiting():
+        if stop_requested():
+            raise Stopped("")
+    folder.mkdir(parents=True, exist_ok=True)
+    owner = ownership.claim(folder, "--code_cache", wait_s=wait_s, waiting=waiting)
+    remove_temporary(folder)
+    return owner
 
 
 def share_work(clips, unknown, world_size):
@@ -404,7 +432,10 @@ def plan_codes(clips, codec_dir, cache_dir, num_codebooks, processes=0, bad=None
     """
     config, _ = codec_config(codec_dir, num_codebooks)
     folder = Path(cache_dir) / codec_fingerprint(codec_dir)
-    where, unknown = CacheIndex(folder).find_clips(clips, processes)
+    index, where, unknown = look_up(folder, clips, processes)
+    if index.damaged:
+        print(f"notice     {len(index.damaged)} shards of the code cache are damaged: a run sets them aside and "
+              "encodes their clips again")
     files, unusable = {}, {} if bad is None else bad
     for i in unknown[:, 0].tolist():
         files.setdefault(clips[i].path, {})[i] = (clips[i].offset, clips[i].duration)

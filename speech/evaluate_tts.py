@@ -63,7 +63,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common import json_files
+from common import json_files, ownership
 from common.checkpoint import write_atomically
 from common.parallel import one_clear_error, problem_text
 from speech import scores, speech_metrics, wording
@@ -318,6 +318,8 @@ def main(argv=None):
         found = [read_samples(folder, args.reference_dir, bool(args.asr_model or args.asr_command))
                  for folder in args.folders]
         check_same_prompts(args.folders, found)
+        for folder in args.folders:
+            ownership.claim(folder, "folder")
         by = scores.load_judges(
             asr_model=args.asr_model, asr_command=args.asr_command, speaker_model=args.speaker_model, mos=args.mos,
             language=args.language, batch_size=args.batch_size)

@@ -3,18 +3,12 @@
 The 2025 layout is the one boson-ai's own code serves. Weights go from file to file tensor by tensor, so no more than
 one output file (and the largest tensor in fp32) is ever in memory. The folder appears whole or not at all.
 """
-import contextlib
 import json
-import os
-import shutil
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 
 from common import tensor_files
-from common.checkpoint import fsync_path
-from common.parallel import UserError
+from common.checkpoint import new_folder
 from speech import layout_2025, weights, wording
 
 
@@ -86,29 +80,3 @@ def write_index(folder, files):
     total = sum(size for file in files for size in file.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-@contextlib.contextmanager
-def new_folder(output_dir, size):
-    """A folder to fill; it gets the name output_dir once all is on disk. size: bytes it will take, about. UserError."""
-    final = Path(os.path.abspath(output_dir))
-    if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise UserError(f"--output_dir {output_dir}: is there already and not empty; give another name or delete it")
-    building = final.with_name(f".{final.name}.tmp{os.getpid()}")
-    try:
-        for stale in final.parent.glob(f".{final.name}.tmp*"):     # of a run that was killed
-            shutil.rmtree(stale)
-        building.mkdir(parents=True)
-        free = shutil.disk_usage(building).free
-        if free < size:
-            raise UserError(f"--output_dir {output_dir}: {size / 1e9:.1f} GB are to be written, "
-                            f"{free / 1e9:.1f} GB are free there")
-        yield building
-        for path in [*building.iterdir(), building]:
-            fsync_path(path)
-        os.rename(building, final)
-        fsync_path(final.parent)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"--output_dir {output_dir}: cannot be written ({error})")
-    finally:
-        shutil.rmtree(building, ignore_errors=True)

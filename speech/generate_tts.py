@@ -106,8 +106,10 @@ def read_texts(texts, prompts, normalize, *, reference_audio, reference_text, sy
 
 
 def earlier_results(output_dir, overwrite):
-    """Make the output folder; files of an earlier run in it, which only --overwrite allows. Raises UserError."""
-    checkpoint.prepare_output(output_dir)
+    """Make the output folder, this run's from here on; files of an earlier run in it, which only --overwrite allows.
+    Raises UserError.
+    """
+    checkpoint.own_output(output_dir)
     old = [path for path in Path(output_dir).iterdir()
            if path.suffix in (".wav", ".png", ".json", ".npy") and path.stem.isdigit()]
     if old and not overwrite:

@@ -215,6 +215,7 @@ def make_model(out_dir, tokenizer, seed=0, **config_overrides):
     special = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.generation_config = GenerationConfig(**special, **sampling, **repetition)
     model.save_pretrained(Path(out_dir) / "model")
+    tensor_files.allow_others(Path(out_dir) / "model")
     save_processor(out_dir, tokenizer)
     return model
 
@@ -268,6 +269,7 @@ def make_codec(out_dir, seed=0):
             quantizer.codebook.embed.normal_(std=0.05)  # transformers leaves zeros, and then every code is 0
     folder = Path(out_dir) / "codec"
     codec.save_pretrained(folder)
+    tensor_files.allow_others(folder)
     feature_extractor().save_pretrained(folder)
     return codec
 

@@ -136,13 +136,14 @@ def folder_sample(folder, raw, task, ref_in_system):
             raise BadSample("zero_shot_voice_cloning needs 'ref_audio_file' and 'ref_transcript'")
         references = [("", raw["ref_transcript"], raw["ref_audio_file"])]
     elif task == "multi_speaker_voice_cloning":
-        for speaker in raw.get("ref_speakers") or []:
+        speakers = raw.get("ref_speakers")
+        for speaker in speakers if isinstance(speakers, list) else []:
             if not _filled(speaker, "ref_audio_file", "ref_transcript"):
                 raise BadSample("every ref_speakers entry needs 'ref_audio_file' and 'ref_transcript'")
             tag = str(speaker.get("speaker_tag") or f"SPEAKER{len(references)}").strip("[]")
             references.append((f"[{tag}] ", speaker["ref_transcript"], speaker["ref_audio_file"]))
         if not references:
-            raise BadSample("multi_speaker_voice_cloning needs 'ref_speakers'")
+            raise BadSample("multi_speaker_voice_cloning needs a list 'ref_speakers'")
     scene = f"Audio is recorded from {str(raw['scene']).replace('_', ' ')}." if raw.get("scene") else ""
     system, turns = [{"type": "text", "text": DEFAULT_SYSTEM}], []
     if ref_in_system and references:

@@ -213,7 +213,7 @@ class TableBuilder:
     def write(self, folder, cache_folder, shards, where):
         """Make the table in `folder`; ends the builder.
 
-        cache_folder, shards, where: of speech.encode.ensure_codes; where is (n_clips, 3) int64, in the order of
+        cache_folder, shards, where: of speech.encode.ensure_codes; where is (n_clips, 4) int64, in the order of
         `clips`. Samples with a clip of 0 frames, which has no codes, are not `audible`.
         """
         folder, numbers = Path(folder), self.clips.numbers

@@ -10,6 +10,9 @@ import re
 import unicodedata
 from pathlib import Path
 
+from common.flags import UserError
+from common.json_files import read_object
+
 FILE = "text_settings.json"     # in a checkpoint
 
 # boson-ai/higgs-audio examples/generation.py (f04f5df), lines 44-80 and 701-728
@@ -126,8 +129,8 @@ def save_setting(path, value):
 def saved_setting(folder):
     """"on" or "off" of a checkpoint folder, None where it does not say."""
     try:
-        value = json.loads((Path(folder) / FILE).read_text())["normalize_text"]
-    except (OSError, ValueError, KeyError, TypeError):
+        value = read_object(Path(folder) / FILE)["normalize_text"]
+    except (UserError, KeyError):
         return None
     return value if value in ("on", "off") else None
 

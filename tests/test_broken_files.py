@@ -18,6 +18,7 @@ from common import flags, json_files, parallel
 from common.flags import UserError
 from common.problems import problem
 from common.text import HIDDEN, error_text, printable
+from distill import teacher
 from tests.helpers.trainer import ROOT
 
 EXAMPLES = 50
@@ -90,6 +91,17 @@ def test_text_is_printable_and_bounded():
     assert text.startswith("error: a\n  error: b\n  c\n  fix: d\n  e\n") and text.endswith("  [... 943 lines ...]")
     p = problem("file line 3 (" + "y" * 10**7 + ")", "invalid", "is\nerror: forged")
     assert len(p) < 800 and "\n" not in p and r"is\nerror: forged" in p
+
+
+def test_no_password_of_a_url_is_printed(capsys):
+    """By the error of a server that is not there, and by the notices about one that is gone."""
+    url = "http://anna:secret@127.0.0.1:9/v1"
+    with pytest.raises(SystemExit), parallel.one_clear_error():
+        teacher.open_server("m", teacher.Sampling(1), url)
+    teacher.tell(f"line 3 waits for {url}", [float("-inf")])
+    shown = capsys.readouterr()
+    assert "--base_url http://***@127.0.0.1:9/v1: " in shown.err and "line 3 waits for http://***@127" in shown.out
+    assert "secret" not in shown.err + shown.out
 
 
 @pytest.mark.parametrize("how", ["flag", "user error", "traceback"])

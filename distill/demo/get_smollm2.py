@@ -27,13 +27,11 @@ def build_parser():
 ARGS = flags.parse(build_parser()) if __name__ == "__main__" else None
 
 import importlib.util
-import os
-import shutil
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import checkpoint, parallel
+from common import checkpoint, parallel, tensor_files
 from common.parallel import UserError
 from distill import weights
 
@@ -77,6 +75,7 @@ def write_folder(model, tokenizer, folder):
     plain.load_state_dict(model.state_dict(), strict=True)
     plain.generation_config = model.generation_config
     plain.save_pretrained(folder)
+    tensor_files.allow_others(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -102,18 +101,11 @@ def main(argv=None):
             check_folder(out)
             print(f"model      {out} is there, with all its weights")
             return
-        checkpoint.prepare_output(out.resolve().parent, "OUT_DIR")
-        for old in out.parent.glob(f".{out.name}.tmp*"):        # of one that was killed
-            shutil.rmtree(old)
-        temporary = out.with_name(f".{out.name}.tmp{os.getpid()}")
         path = gguf_file()
-        try:
+        with checkpoint.new_folder(out, flag="OUT_DIR") as building:
             model, tokenizer = read_gguf(path)
-            write_folder(model, tokenizer, temporary)
-            check_folder(temporary, model)
-            os.replace(temporary, out)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            write_folder(model, tokenizer, building)
+            check_folder(building, model)
         size = sum(file.stat().st_size for file in out.iterdir())
         print(f"model      {out}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters out of "
               f"{path.name}, {size / 1e6:.0f} MB")

@@ -34,7 +34,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from common import parallel
+from common import json_files, parallel
 from common.parallel import UserError
 from distill.labels import LANGUAGES
 
@@ -81,7 +81,8 @@ def make_handler(classify):
         def do_POST(self):
             try:
                 size = int(self.headers["Content-Length"])
-                found = answer_to(json.loads(self.rfile.read(max(0, size))), classify)      # -1 would wait for the end
+                asked = json_files.loads(self.rfile.read(max(0, size)))         # -1 would wait for the end
+                found = answer_to(asked, classify)
             except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
                 return self.reply(400, {"error": {"message": f"{error}"}})
             self.reply(200, found)

@@ -8,31 +8,48 @@ import os
 import re
 import resource
 import subprocess
-import sys
+import threading
 
 import pytest
 
 from tests.helpers import chats
+from tests.helpers.progress import wait_until
 from tests.helpers.trainer import trainer_arguments
 
 NO_NAMESPACE = 77       # exit status of a rank that may not have one
 CLONE_NEWNS = 0x20000   # sched.h
 
 
-def own_mounts(*mounts):
-    """From now on this process sees mounts of its own; each of `mounts` is the arguments of a mount command."""
+def own_mounts():
+    """From now on what this process mounts is seen by nobody else."""
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS):
-        print(f"no mount namespace: {os.strerror(ctypes.get_errno())}")
-        sys.exit(NO_NAMESPACE)
-    for words in (("--make-rprivate", "/"), *mounts):
-        done = subprocess.run(["mount", *words], text=True, capture_output=True)
-        if done.returncode:
-            print(f"no mount in a namespace: {done.stderr.strip()}")
-            sys.exit(NO_NAMESPACE)
+        print(f"no mount namespace: {os.strerror(ctypes.get_errno())}", flush=True)
+        os._exit(NO_NAMESPACE)
+    mount("--make-rprivate", "/")
 
 
-def with_little_shared_memory(size, main, *argv):
-    own_mounts(("-t", "tmpfs", "-o", f"size={size}k", "tmpfs", "/dev/shm"))
+def mount(*words):
+    done = subprocess.run(["mount", *words], text=True, capture_output=True)
+    if done.returncode:
+        print(f"no mount in a namespace: {done.stderr.strip()}", flush=True)
+        os._exit(NO_NAMESPACE)
+
+
+def with_a_disk(size, folder, main, *argv):
+    """size: KiB."""
+    own_mounts()
+    mount("-t", "tmpfs", "-o", f"size={size}k", "tmpfs", folder)
+    call(main, argv)
+
+
+def with_read_only(folder, main, *argv):
+    """The folder becomes read-only when there is something in it."""
+    def change():
+        wait_until(lambda: any(os.scandir(folder)), "files")
+        mount("--bind", folder, folder)
+        mount("-o", "remount,bind,ro", folder)
+    own_mounts()
+    threading.Thread(target=change, daemon=True).start()
     call(main, argv)
 
 
@@ -74,14 +91,29 @@ def command(tiny, tmp_path_factory):
 TRAINERS = ["train_v2_ddp", "distill.train_sft", "diffusion.train_bd3lm"]
 
 
-@pytest.mark.parametrize("size, trainer", [(4, "train_v2_ddp"), *((256, trainer) for trainer in TRAINERS)])
+@pytest.mark.parametrize("size, trainer", [(4, "distill.train_sft"), *((256, trainer) for trainer in TRAINERS)])
 def test_a_full_dev_shm(pool, command, size, trainer):
     """Of so many KiB: there is no room for a semaphore, or none for a batch."""
-    line = error_of(pool, "with_little_shared_memory", size, trainer, *command(trainer, 1))
+    line = error_of(pool, "with_a_disk", size, "/dev/shm", trainer, *command(trainer, 1))
     assert line.startswith("error: /dev/shm is full: ") and "--shm-size" in line and "--num_workers 0" in line
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_full_disk_of_tensorboard(pool, tiny, tmp_path):
+    """Its own thread writes, and would print a traceback."""
+    (tmp_path / "logs").mkdir()
+    line = error_of(pool, "with_a_disk", 16, str(tmp_path / "logs"), "train_v2_ddp", *trainer_arguments(
+        tiny, tmp_path / "out", "--use_lora", "--report_to", "tensorboard", "--logging_dir", tmp_path / "logs"))
+    assert line == f"error: {tmp_path}/logs/out cannot be written (No space left on device)"
+
+
+def test_a_code_cache_that_becomes_read_only(pool, tiny, tmp_path):
+    (tmp_path / "codes").mkdir()
+    line = error_of(pool, "with_read_only", str(tmp_path / "codes"), "train_v2_ddp", *trainer_arguments(
+        tiny, tmp_path / "out", "--use_lora", "--code_cache", tmp_path / "codes"))
+    assert str(tmp_path / "codes") in line and "Read-only file system" in line
+
+
+@pytest.mark.parametrize("trainer", TRAINERS[:2])
 def test_few_open_files(pool, command, trainer):
     line = error_of(pool, "with_few_files", 32, trainer, *command(trainer, 6))
     assert line.startswith("error: too many open files: a process may have 32 here (ulimit -n); ")

@@ -271,13 +271,13 @@ def newest(output_dir):
 
 def growing(output_dir):
     """Newest step whose checkpoint is being written, or was when everything died; 0 if none."""
-    return max((int(path.name[11:-4]) for path in output_dir.glob("checkpoint-*.tmp")
+    return max((int(path.name[11:].split(".")[0]) for path in output_dir.glob("checkpoint-*.tmp-*")
                 if not (path / "of-an-earlier-run").exists()), default=0)
 
 
 def mark_unfinished(output_dir):
     """Before a restart: growing() shall not take what the last kill left for new."""
-    for path in output_dir.glob("checkpoint-*.tmp"):
+    for path in output_dir.glob("checkpoint-*.tmp-*"):
         (path / "of-an-earlier-run").touch()
 
 
@@ -662,7 +662,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(launch, whole, tmp_path)
     most = 15
     while growing(out) == 15:
         most = max(most, last_step(out))
-        assert len(list(out.glob("*.tmp"))) <= 1        # none: renamed since the line before
+        assert len(list(out.glob("*.tmp-*"))) <= 1        # none: renamed since the line before
         time.sleep(0.005)
     assert 15 < most <= 30          # not held up by the write, but the next save waits for it
     job.wait_for(lambda: growing(out) == 30)
@@ -683,6 +683,31 @@ def test_checkpoint_under_way_is_completed_when_the_run_gives_up(launch, tmp_pat
     assert len(errors) == 1 and "3 steps in a row had a non-finite gradient" in errors[0], job.text()
     assert steps_of(out) and not list(out.glob("*.tmp*"))
     assert_all_whole(out)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two runs in one folder
+
+
+def test_a_second_run_in_the_folder_ends_and_a_run_that_was_taken_over_ends(launch, whole, tmp_path):
+    out, (ranks, flags) = tmp_path / "out", KINDS["ddp"]
+    job = launch(out, *flags, "--save_steps", 5, ranks=ranks)
+    job.wait_for(lambda: newest(out) >= 5)
+    with job.stand_still([0]):      # alive, though it shows no sign of it
+        second = launch(out, *flags, ranks=ranks)
+        assert second.wait() == [1, 1], second.text()
+    said, = second.text().splitlines()
+    assert re.match(f"error: --output_dir {out}: another run is using it .host {socket.gethostname()}, process "
+                    rf"{job.rank(0)}, started 2\d\d\d-.* UTC.; end that one", said)
+    newer = out / "owner-2"         # somebody on another host took it for dead
+    newer.write_text((out / "owner-1").read_text().replace(socket.gethostname(), "node7"))
+    assert job.wait() == [1, 1], job.text()         # at the next heartbeat or save
+    errors = re.findall("^error: .*", job.text(), re.M)
+    assert len(errors) == 1 and "taken over by another run (host node7" in errors[0], job.text()
+    os.utime(newer, (0, 0))         # that one has ended
+    finish(launch, out, "ddp")
+    assert_same_end(out, whole("ddp"))
+    assert [path.name for path in out.glob("owner-*")] == ["owner-3"] and not list(out.glob("*.tmp*"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -796,7 +821,7 @@ def test_full_disk_stops_the_run_and_costs_nothing(launch, whole, disk, kind, si
     job.wait_for(lambda: newest(out) >= 2)
     filler = fill(out, leave=100_000)       # enough for the log
     assert_clean_stop(job, out, "No space left on device")
-    assert not list(out.glob("*.tmp")), "half a checkpoint still takes space"
+    assert not list(out.glob("*.tmp*")), "half a checkpoint still takes space"
     filler.unlink()
     finish(launch, out, kind)
     assert_same_end(out, whole(kind))

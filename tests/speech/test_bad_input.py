@@ -440,7 +440,7 @@ def test_resume_may_change_validation_data(run, tiny, data, used_copy):
 def test_going_back_beside_later_checkpoints_is_refused(run, used, used_copy):
     """--resume OLD, then a kill and --resume auto, would go on from the abandoned later checkpoint."""
     later = used_copy.rename(used_copy.with_name("checkpoint-7"))
-    complains(run(*LORA, "--resume", used), "later checkpoints stand in --output_dir", str(later), "delete them")
+    complains(run(*LORA, "--resume", used), "later checkpoints stand in --output_dir", str(later), "move them away")
 
 
 def test_resume_with_other_adapters_is_refused(run, used_copy):
@@ -461,7 +461,7 @@ def test_resume_of_what_is_not_there_or_damaged(run, used_copy, tmp_path):
         weights.write_bytes(spoilt)
         complains(run(*LORA, "--resume", used_copy), f"--resume {used_copy}: adapter_model.safetensors", said)
         done = run(*LORA)
-        complains(done, f"{out}: every checkpoint is damaged; delete them")
+        complains(done, f"{out}: every checkpoint is damaged; to start anew, give another")
         assert f"{used_copy} is damaged (adapter_model.safetensors" in done.output
     weights.unlink()
     complains(run(*LORA, "--resume", used_copy), "adapter_model.safetensors is missing")
