@@ -33,8 +33,6 @@ def check_flags(args, world_size):
     args.format = args.format or {"merge": "native", "export": "2025"}[args.command]
     need(args.command == "export" or args.adapter,
          "merge needs --adapter FOLDER; to convert a checkpoint without one: lora.py export")
-    need(args.format == "native" or not args.audio_tokenizer_path,
-         "--audio_tokenizer_path: the 2025 layout names no codec; drop it")
     need(args.max_shard_gb > 0, f"--max_shard_gb {args.max_shard_gb}: must be positive")
 
 

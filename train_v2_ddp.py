@@ -12,11 +12,13 @@ from the plan that all ranks share, so no rank has to ask another.
 
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
 """
+import os
 import sys
 
 from common import flags, ownership
 from common.flags import need
-from speech.choices import CHECKS, LORA_TARGETS, ON_OFF, TASK_TYPES, check_judges, judges
+from speech import data_flags
+from speech.choices import CHECKS, LORA_TARGETS, check_judges, judges
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags
@@ -27,8 +29,9 @@ def build_parser():
     flags.before_the_run(p)
     g = p.add_argument_group("model")
     g.add_argument("--model_path", "--model_name_or_path", required=True,
-                   help="Higgs-Audio V2 folder or hub name, native or 2025 format")
-    g.add_argument("--audio_tokenizer_path", required=True, help="native audio tokenizer, folder or hub name")
+                   help="folder or hub name: Higgs-Audio V2 (native or 2025 format) or Higgs TTS 3")
+    g.add_argument("--audio_tokenizer_path", help="native audio tokenizer, folder or hub name (default: the codec "
+                   "inside a Higgs TTS 3 checkpoint)")
     flags.lora(g, rank=16, alpha=32, dropout=0.1, targets="attention",
                targets_help=f"{', '.join(LORA_TARGETS)}, or comma-separated module name endings")
     flags.switch(g, "--freeze_llm", help="full fine-tuning of the audio embedding and head only")
@@ -36,17 +39,8 @@ def build_parser():
     flags.switch(g, "--freeze_audio_encoder_proj", help="accepted for old launch lines, as above")
 
     g = p.add_argument_group("data")
-    g.add_argument("--train_data_file", help="ChatML JSON list or JSONL")
-    g.add_argument("--train_data_dir", help="folder with metadata.json, or audio files with .txt beside them")
-    g.add_argument("--eval_data_file", help="validation data; without it --validation_split is held out")
-    g.add_argument("--eval_data_dir", help="validation folder, as --train_data_dir")
+    data_flags.add(g)
     g.add_argument("--validation_split", type=float, default=0.005, help="share of samples held out, by seeded shuffle")
-    g.add_argument("--task_type", choices=TASK_TYPES, default="single_speaker_smart_voice",
-                   help="folder format: prompt shape of samples that name none themselves")
-    flags.switch(g, "--ref_audio_in_system_message",
-                 help="folder format: put reference clips into the scene description")
-    g.add_argument("--normalize_text", choices=ON_OFF, default="on", help="texts to speak: punctuation and sound tags "
-                   "as boson-ai's inference gives them to the model; the checkpoint keeps the setting for speaking")
     g.add_argument("--code_cache", help="folder of encoded audio, shareable between runs (default: OUTPUT_DIR/codes)")
     g.add_argument("--preprocess_num_proc", type=int, default=min(8, flags.usable_cpus()),
                    help="processes that read and tokenise, or decode audio, per node; 0 = in the trainer")
@@ -101,8 +95,10 @@ def check_flags(args, world_size):
     if args.dry_run is None:        # long before the imports are done
         ownership.look(args.output_dir)
     flags.check_sharding(args)
-    need(bool(args.train_data_file) != bool(args.train_data_dir), "give one of --train_data_file and --train_data_dir")
-    need(not (args.eval_data_file and args.eval_data_dir), "give one of --eval_data_file and --eval_data_dir, not both")
+    data_flags.check(args)
+    for path, _ in data_flags.sources(args)[0] if args.code_cache else ():
+        need(not os.path.exists(os.path.join(path, "prepared.json")),
+             f"--code_cache: {path} has its codes already; drop the flag")
     need(not (args.disable_eval and (args.eval_data_file or args.eval_data_dir)),
          "--disable_eval and validation data exclude each other")
     flags.at_least_one(args, "gradient_accumulation_steps", "strategic_logging_steps")
@@ -149,18 +145,20 @@ from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.parallel import UserError
 from common.plan import Checks, Room, Setup, check_writable, start_text, steps_text
 from data import make_loader, prepare_table
-from speech import higgs, sample_prompts, weights, wording
+from speech import higgs, models, sample_prompts, weights, wording
 from speech.codes import FRAME_RATE
-from speech.labels import token_ids
 from speech.plan import print_plan
+from speech.sources import Reading
 from speech.table import samples_line, split_samples, usable_samples
+
+AUDIO_WEIGHTS = ("embed_audio_tokens", "audio_lm_head", "audio_embedding")     # what --freeze_llm trains, by name
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Model: empty, loaded, saved
 
 
 def empty_trained_model(folder, config, *, adapter, bf16, freeze_llm, text_loss_weight, recompute):
-    """(PackedHiggs on the meta device, the native model in it, handles of that one's weights in the files).
+    """(models.packed on the meta device, the native model in it, handles of that one's weights in the files).
 
     folder, config: of the model to train, and its config.json dict. adapter: lora.add_lora's arguments behind the
     model, or None; the native model then has the adapters inside. freeze_llm: train the audio embedding and head only.
@@ -168,16 +166,16 @@ def empty_trained_model(folder, config, *, adapter, bf16, freeze_llm, text_loss_
     the folder does not hold exactly the model's weights, or nothing is left to train.
     """
     dtype = torch.bfloat16 if bf16 and adapter else torch.float32
-    native = net = weights.empty_model(weights.native_config(config), dtype, folder)
-    parts = weights.weight_parts(folder, config)
+    native = net = models.empty_model(config, dtype, folder)
+    parts = models.weight_parts(folder, config)
     weights.check_weights(native, parts, folder)
     if adapter:
         net = lora.add_lora(native, *adapter)
     elif freeze_llm:
         for name, parameter in native.named_parameters():
-            parameter.requires_grad_("embed_audio_tokens" in name or "audio_lm_head" in name)
-    higgs.freeze_unreachable(native, text_loss_weight)
-    model = higgs.PackedHiggs(net, recompute)
+            parameter.requires_grad_(any(part in name for part in AUDIO_WEIGHTS))
+    models.freeze_unreachable(native, text_loss_weight)
+    model = models.packed(net, recompute)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("these flags leave no weight to train")
     return model, native, parts
@@ -191,18 +189,18 @@ def load_model(world, model, native, parts, resume, *, seed, fp8, fsdp, bf16, re
     """
     net = model.net
     if compiled:
-        parallel.compile_layers(native.model.layers)
+        parallel.compile_layers(models.layers(native))
     if fsdp:
-        parallel.shard(model, native.model.layers, world, bf16, reshard, offload)
+        parallel.shard(model, models.layers(native), world, bf16, reshard, offload)
     model.to_empty(device="cpu" if offload else world.device)       # from here on there is memory, still unset
-    weights.reset_buffers(native, world.device)
+    models.reset_buffers(native, world.device)
     weights.load_weights(adapters.base_weights(net) if model.has_adapters else dict(native.named_parameters()), parts)
     if model.has_adapters and resume:
         adapters.load_adapters(net, resume)
     elif model.has_adapters:
         adapters.init_adapters(net, seed)
     if fp8:
-        float8.convert(native.model.layers)
+        float8.convert(models.layers(native))
     model.train()
     return model if fsdp else parallel.wrap_ddp(model, world)
 
@@ -215,7 +213,7 @@ def check_resume(model, native, resume):
         adapters.load_adapters(model.net, resume)       # onto the meta device nothing is copied
     else:
         config = read_object(Path(resume) / "config.json")
-        weights.check_weights(native, weights.weight_parts(resume, config), resume)
+        weights.check_weights(native, models.weight_parts(resume, config), resume)
 
 
 def run_identity(folder, table, train, *, normalize_text, adapters_only, freeze_llm, text_loss_weight, tokens_per_pack,
@@ -244,14 +242,14 @@ def save_checkpoint(world, writer, model, tokenizer, source, optimizer, meta):
     if model.has_adapters:
         files = tensor_files.stage(world, "adapter_model", adapters.adapter_weights(model.net), spread=False)
     else:
-        files = tensor_files.stage(world, "model", dict(model.base_model.named_parameters()))
+        files = tensor_files.stage(world, "model", models.weight_names(model.base_model))
     moments = optim.state_tensors(optimizer, model.named_parameters())
     files |= tensor_files.stage(world, f"{checkpoint.STATE_DIR}/optimizer", moments)
     if world.is_main:
         files[f"{checkpoint.STATE_DIR}/rng.pt"] = lambda path: torch.save(states, path)
         files[wording.FILE] = lambda path: wording.save_setting(path, meta["args"]["normalize_text"])
         files["*"] = (lambda path: adapters.save_config(model.net, path)) if model.has_adapters else \
-            (lambda path: weights.save_config(model.base_model, tokenizer, path, source))
+            (lambda path: models.save_config(model.base_model, tokenizer, path, source))
     writer.save(meta["step"], files, meta)
 
 
@@ -297,7 +295,7 @@ def evaluate(world, model, table, ids, held_out, check, *, on_rank0, batch_size,
     if sums is None:
         return None
     counts = [int(table.audio_targets[held_out].sum()), int(table.text_targets[held_out].sum())]
-    return higgs.loss_report([*sums, *counts], reduction, text_weight, "eval")
+    return models.loss_report(ids, [*sums, *counts], reduction, text_weight, "eval")
 
 
 def console_line(step, total_steps, v):
@@ -336,23 +334,18 @@ def print_start(world, model, table, train_ids, eval_ids, bf16, *more):
           f"{samples_line(table, train_ids, eval_ids)}", *more, sep="\n")
 
 
-def print_sample(table, tokenizer, ids, batch):
+def print_sample(table, tokenizer, batch):
     """--enable_strategic_logging: show the first sample of a batch the way the model sees it."""
     if not batch.samples:
         return
-    tokens = batch.input_ids[:batch.seqlens[0]].cpu()
-    text = tokenizer.decode(tokens[(tokens != ids.audio) & (tokens != ids.delay)])
+    places = batch.text_pos[batch.text_pos < batch.seqlens[0]]
+    text = tokenizer.decode(batch.input_ids[places].cpu())
     tqdm.write(f"sample     {table.name(batch.samples[0])}: {batch.seqlens[0]} tokens; batch trains "
                f"{batch.counts['audio_targets']} codes and {batch.counts['text_targets']} text tokens; text {text!r}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags as what functions take
-
-
-def data_files(args):
-    """(training file or folder, validation file or folder or None)."""
-    return args.train_data_file or args.train_data_dir, args.eval_data_file or args.eval_data_dir
 
 
 def for_model(args):
@@ -377,11 +370,9 @@ def for_identity(args):
 
 def for_table(args, check):
     """What prepare_table takes of the flags, by name. A dry run writes into a temporary folder and encodes nothing."""
-    train, held_out = data_files(args)
+    train, held_out = data_flags.sources(args)
     return {"train": train, "held_out": held_out, "output_dir": check.folder(args.output_dir), "encode": not check.dry,
-            "cache_dir": code_cache(args),
-            "task_type": args.task_type, "ref_in_system": args.ref_audio_in_system_message,
-            "normalize": args.normalize_text == "on",
+            "cache_dir": code_cache(args), "reading": Reading(**data_flags.reading(args)),
             "processes": args.preprocess_num_proc, "wait_limit_s": args.wait_timeout, "drop": args.drop_bad,
             "list_in": None if check.dry else args.output_dir}
 
@@ -436,24 +427,22 @@ def train(args):
     check(float8.check_device, device, args.float8)
     if check.dry:       # a run finds out when it encodes
         check(check_writable, code_cache(args), "--code_cache")
-    for find, path in ((weights.find_model, args.model_path), (weights.find_codec, args.audio_tokenizer_path)):
-        check(parallel.rank0_first, world, find, path)          # downloads hub names before the others look
-    folder, config_dict = check(weights.find_model, args.model_path) or (None, None)
-    codec_dir, _ = check(weights.find_codec, args.audio_tokenizer_path) or (None, None)
-    config, tokenizer = check(weights.native_config, config_dict), check(weights.load_tokenizer, folder)
-    ids = check(token_ids, tokenizer, config)
+    folder, config_dict, codec_dir = models.find_files(world, args.model_path, args.audio_tokenizer_path,
+                                                       check.folder(args.output_dir), check)
+    args.normalize_text = check(models.text_setting, config_dict, args.normalize_text or "")
+    config, tokenizer = check(models.read_config, config_dict), check(models.load_tokenizer, folder, config_dict)
+    ids = check(models.token_ids, tokenizer, config)
     model, native, parts = check(empty_trained_model, folder, config_dict, **for_model(args)) or (None,) * 3
-    table, n_train = check(prepare_table, world, tokenizer, ids, codec_dir, **for_table(args, check)) or (None, None)
+    table = check(prepare_table, world, tokenizer, ids, codec_dir, **for_table(args, check))
     prompts, settings = [], None
     if args.sample_prompts:
         prompts, settings = check(parallel.rank0_first, world, sample_prompts.load, for_prompts(args), tokenizer, ids,
                                   config, codec_dir, device) or (None, None)
     check.settle()
-    all_train, all_eval = split_samples(n_train, len(table), 0 if args.disable_eval else args.validation_split,
-                                        args.seed)
+    all_train, all_eval = split_samples(table, 0 if args.disable_eval else args.validation_split, args.seed)
     train_ids, eval_ids = usable_samples(
         table, all_train, all_eval, max_length=args.max_length or config.max_position_embeddings,
-        max_tokens=args.max_tokens_per_batch, drop="too_long" in args.drop_bad, say=main_rank, files=data_files(args),
+        max_tokens=args.max_tokens_per_batch, drop="too_long" in args.drop_bad, say=main_rank,
         output_dir=args.output_dir if main_rank and not check.dry else None)
     if args.tf32:       # only now: codes in the cache must not depend on it
         torch.set_float32_matmul_precision("high")
@@ -518,7 +507,7 @@ def train(args):
             assert batch.counts["audio_targets"] == table.audio_targets[mine].sum(), "loader and plan disagree"
             assert args.max_tokens_per_batch in (0, len(batch.input_ids)), "the pack is not filled to its budget"
             if args.enable_strategic_logging and main_rank and micro == now.step % args.strategic_logging_steps == 0:
-                print_sample(table, tokenizer, ids, batch)
+                print_sample(table, tokenizer, batch)
             with parallel.gradient_sync(wrapped, micro == accumulation - 1):    # ranks exchange gradients once a step
                 with autocast(args.bf16, device):
                     audio, text, eos = wrapped(batch)       # sums over this batch's targets
@@ -540,7 +529,7 @@ def train(args):
         empty = max(0, now.at["first"] - order.packs_per_epoch)         # packs of one token of padding
         now.count(per_step * args.max_tokens_per_batch or work["tokens"] + empty, work)
         if now.due(args.logging_steps):
-            values = higgs.loss_report(parallel.all_sum(world, now.sums).tolist(), args.audio_loss_reduction,
+            values = models.loss_report(ids, parallel.all_sum(world, now.sums).tolist(), args.audio_loss_reduction,
                                        args.text_loss_weight, "train")
             if main_rank:
                 now.line(values, lambda v: console_line(now.step, total_steps, v),

@@ -23,7 +23,7 @@ BEAT_S = 10             # between two heartbeats
 YOUNG_S = 2 * BEAT_S    # a heartbeat as young as this shows a living owner
 DEAD_S = 60             # an owner on another host without a heartbeat for so long is dead,
 WATCH_S = 15            # if none comes meanwhile either: the clocks of two hosts may differ
-LAST_S = 4              # a run that is restarted at once waits so long for ranks that are about to end
+LAST_S = 3              # a run that is restarted at once waits so long for ranks that are about to end
 
 KINDS = {"host": str, "boot": str, "namespace": str, "pid": int, "start": int, "started": str, "slurm_job": str,
          "slurm_restart": int, "locked": bool}      # of an owner's file

@@ -1,15 +1,18 @@
-"""Writes a Higgs-Audio V2 checkpoint once more: native or in the 2025 layout, with an adapter folded in or not.
+"""Writes a checkpoint once more: native or in the 2025 layout, with an adapter folded in or not.
 
-The 2025 layout is the one boson-ai's own code serves. Weights go from file to file tensor by tensor, so no more than
-one output file (and the largest tensor in fp32) is ever in memory. The folder appears whole or not at all.
+The 2025 layout is the one boson-ai's own code serves. Higgs TTS 3 has one layout, with its codec and both copies of the
+tied tables inside, which sglang-omni and vllm-omni serve. Weights go from file to file tensor by tensor, so no more
+than one output file (and the largest tensor in fp32) is ever in memory. The folder appears whole or not at all.
 """
 import json
+import math
 
 import torch
 
 from common import tensor_files
 from common.checkpoint import new_folder
-from speech import layout_2025, weights, wording
+from common.parallel import UserError
+from speech import higgs3, layout_2025, models, weights, wording
 
 
 def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**9, find_folds=None, codec=None,
@@ -23,38 +26,49 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     something.
     """
     folder, config = weights.find_model(source)
-    tokenizer, parts = weights.load_tokenizer(folder), weights.weight_parts(folder, config)
-    model = weights.empty_model(weights.native_config(config), torch.float32, folder)
+    third = models.is_third(config)
+    if codec and layout == "2025" and not third:
+        raise UserError("--audio_tokenizer_path: the 2025 layout names no codec; drop it")
+    tokenizer, parts = models.load_tokenizer(folder, config), models.weight_parts(folder, config)
+    model = models.empty_model(config, torch.float32, folder)
     weights.check_weights(model, parts, folder)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     folds = find_folds(model) if find_folds else {}
-    wanted = "float32" if dtype is None and folds else dtype
+    wanted = "float32" if dtype is None and folds and not third else dtype
     dtypes = {name: getattr(torch, wanted) if wanted else parts[name][0][:1].dtype for name in shapes}
-    files = plan_files({name: shape.numel() * dtypes[name].itemsize for name, shape in shapes.items()}, shard_bytes)
-    model.config.dtype = dtypes["model.embed_tokens.weight"]
-    names = layout_2025.original_names(shapes) if layout == "2025" else {name: name for name in shapes}
+    names = layout_2025.original_names(shapes) if layout == "2025" and not third else {name: name for name in shapes}
+    # name in the files: (slice handles, dtype, what an adapter adds)
+    tensors = {names[name]: (parts[name], dtypes[name], folds.get(name)) for name in shapes}
+    if third:
+        tensors = higgs3.whole_files(tensors, folder, codec)
+    files = plan_files({name: math.prod(tensor_files.shape_of(found)) * kind.itemsize
+                        for name, (found, kind, _) in tensors.items()}, shard_bytes)
 
     with new_folder(output_dir, sum(size for file in files for size in file.values())) as building:
         for number, file in enumerate(files):
-            tensors = {names[name]: read(parts[name], dtypes[name], folds.get(name)) for name in file}
-            tensor_files.check_finite(tensors, f"{source}, with its adapter," if folds else source)
-            tensor_files.save(tensors, building / tensor_files.file_name("model", number, len(files)))
+            written = {name: read(*tensors[name]) for name in file}
+            tensor_files.check_finite(written, f"{source}, with its adapter," if folds else source)
+            tensor_files.save(written, building / tensor_files.file_name("model", number, len(files)))
         if len(files) > 1:
-            write_index(building, [{names[name]: size for name, size in file.items()} for file in files])
-        if layout == "native":
+            write_index(building, files)
+        if third:
+            made = models.save_config(model, tokenizer, building, folder)
+        elif layout == "native":
+            model.config.dtype = dtypes["model.embed_tokens.weight"]
             made = weights.save_config(model, tokenizer, building, folder, codec)
         else:
+            model.config.dtype = dtypes["model.embed_tokens.weight"]
             made = layout_2025.save_original_config(model.config, tokenizer, building, folder, config)
         if setting := wording.saved_setting(trained or folder):
             wording.save_setting(building / wording.FILE, setting)
     kinds = sorted({str(kind).removeprefix("torch.") for kind in dtypes.values()})
     total = sum(size for file in files for size in file.values())
-    notes = [f"{len(shapes)} tensors, {len(folds)} of them with an adapter's update, {total / 1e9:.3f} GB of "
+    notes = [f"{len(tensors)} tensors, {len(folds)} of them with an adapter's update, {total / 1e9:.3f} GB of "
              f"{' and '.join(kinds)} in {len(files)} file{'s'[:len(files) > 1]}"]
     joined = sum(len(found) > 1 for found in parts.values())
     if joined:
         notes.append(f"{joined} tensors that the source splits into a frozen and a trainable part are joined")
-    return notes + [f"{name}: {what}" for name, what in made.items()]
+    return notes + [higgs3.LICENCE] * third + [f"{name}: {what}" for name, what in made.items()]
 
 
 def plan_files(sizes, limit):

@@ -19,15 +19,16 @@ from common.flags import need
 from speech.choices import CHATML, DEFAULT_SYSTEM, ON_OFF
 
 # flags that a sample's sound depends on, noted in its JSON file
-SOUND = ("model_path", "adapter", "temperature", "top_k", "top_p", "ras_window", "ras_repeats", "batch_size",
-         "normalize_text")
+SOUND = ("model_path", "adapter", "batch_size")
 
 
 def build_parser():
     p = flags.Parser("Speak with Higgs-Audio V2.")
     g = p.add_argument_group("model")
-    g.add_argument("--model_path", required=True, help="model or full checkpoint: folder or hub name, native or 2025")
-    g.add_argument("--audio_tokenizer_path", required=True, help="native audio tokenizer, folder or hub name")
+    g.add_argument("--model_path", required=True, help="model or full checkpoint, folder or hub name: Higgs-Audio V2 "
+                   "(native or 2025 format) or Higgs TTS 3")
+    g.add_argument("--audio_tokenizer_path", help="native audio tokenizer, folder or hub name (default: the codec "
+                   "inside a Higgs TTS 3 checkpoint)")
     g.add_argument("--adapter", help="folder with adapter_model.safetensors, used on top of --model_path")
     g.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU when there is one")
     g.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto",
@@ -43,12 +44,15 @@ def build_parser():
     g.add_argument("--normalize_text", choices=ON_OFF, help="punctuation and sound tags as boson-ai's inference gives "
                    "them to the model (default: as the checkpoint was trained; on for a base model)")
     g = p.add_argument_group("how")
-    g.add_argument("--temperature", type=float, default=1.0, help="of the draws; 0 = greedy")
-    g.add_argument("--top_k", type=int, default=50, help="draw from so many likeliest codes, 0 = all")
-    g.add_argument("--top_p", type=float, default=0.95, help="draw from the likeliest codes of this total probability")
-    g.add_argument("--ras_window", type=int, default=7, help="repetition-aware sampling: rows looked back at, 0 = off")
-    g.add_argument("--ras_repeats", type=int, default=2,
-                   help="repeats in those rows that make a code be drawn again, 0 = off")
+    g.add_argument("--temperature", type=float, help="of the draws; 0 = greedy (default: 1 for V2, 0.8 for TTS 3)")
+    g.add_argument("--top_k", type=int,
+                   help="draw from so many likeliest codes, 0 = all (default: 50 for V2, 30 for TTS 3)")
+    g.add_argument("--top_p", type=float,
+                   help="draw from the likeliest codes of this total probability (default: 0.95 for V2, 0.8 for TTS 3)")
+    g.add_argument("--ras_window", type=int,
+                   help="V2's repetition-aware sampling: rows looked back at, 0 = off (default: 7)")
+    g.add_argument("--ras_repeats", type=int,
+                   help="repeats in those rows that make a code be drawn again, 0 = off (default: 2)")
     g.add_argument("--max_seconds", type=float, default=30.0, help="of speech; longer speech is cut, and says so")
     g.add_argument("--seed", type=int, default=42, help="of the draws")
     g.add_argument("--batch_size", type=int, default=4, help="prompts generated together on each device")
@@ -69,7 +73,7 @@ def check_flags(args, world_size):
          "--reference_audio and --reference_text go together: the model needs to know what the clip says")
     flags.zero_or_more(args, "temperature", "top_k", "ras_window", "ras_repeats", "seed")
     need(args.seed < 2**62, f"--seed is {args.seed}; it must be below 2**62")
-    need(0 < args.top_p <= 1, f"--top_p is {args.top_p}; it must be more than 0 and at most 1")
+    need(args.top_p is None or 0 < args.top_p <= 1, f"--top_p is {args.top_p}; it must be more than 0 and at most 1")
     flags.above_zero(args, "max_seconds")
     flags.at_least_one(args, "batch_size")
 
@@ -85,10 +89,9 @@ from tqdm import tqdm
 
 from common import checkpoint, parallel, tensor_files
 from common.parallel import UserError
-from speech import speak, weights, wording
+from speech import models, speak, weights, wording
 from speech.codes import FRAME_RATE
 from speech.encode import load_codec
-from speech.labels import token_ids
 
 from common import adapters  # isort: skip      # after weights, which explains a broken torchaudio
 
@@ -179,13 +182,13 @@ def load_to_speak(folder, config, adapter, dtype, device):
 
     config: the folder's config.json dict. adapter: PEFT folder or None. Raises UserError.
     """
-    native = net = weights.empty_model(weights.native_config(config), dtype, folder)
-    parts = weights.weight_parts(folder, config)
+    native = net = models.empty_model(config, dtype, folder)
+    parts = models.weight_parts(folder, config)
     weights.check_weights(native, parts, folder)
     if adapter:
         net = adapters.add_saved(native, adapter)
     net.to_empty(device=device)
-    weights.reset_buffers(native, device)
+    models.reset_buffers(native, device)
     loaded = adapters.base_weights(net) if adapter else dict(native.named_parameters())
     weights.load_weights(loaded, parts)
     tensor_files.check_finite(loaded, folder)
@@ -202,21 +205,19 @@ def main(argv=None):
         need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
         world = parallel.init(device=None if args.device == "auto" else args.device)
         old = parallel.rank0_first(world, earlier_results, args.output_dir, args.overwrite)
-        # hub names are downloaded once, before the other ranks look
-        paths = args.model_path, args.audio_tokenizer_path
-        parallel.rank0_first(world, weights.find_checkpoints, *paths)
-        folder, config_dict, codec_dir = weights.find_checkpoints(*paths)
-        normalize, why = wording.setting_to_speak(args.normalize_text, folder, args.adapter,
+        folder, config_dict, codec_dir = models.find_files(world, args.model_path, args.audio_tokenizer_path,
+                                                           args.output_dir)
+        wanted = args.normalize_text or ("off" if models.is_third(config_dict) else None)
+        normalize, why = wording.setting_to_speak(wanted, folder, args.adapter,
                                                   trained=(folder / checkpoint.STATE_DIR).is_dir())
         samples = read_texts(args.text, args.prompts, normalize, reference_audio=args.reference_audio,
                              reference_text=args.reference_text, system=args.system_prompt or DEFAULT_SYSTEM,
                              scene=args.scene)
-        config = weights.native_config(config_dict)
-        tokenizer = weights.load_tokenizer(folder)
-        ids = token_ids(tokenizer, config)
+        config, tokenizer = models.read_config(config_dict), models.load_tokenizer(folder, config_dict)
+        ids = models.token_ids(tokenizer, config)
         codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
-        settings = speak.sampling(config, args.max_seconds, args.temperature, args.top_k, args.top_p,
-                                  args.ras_window, args.ras_repeats)
+        draws = speak.draws(config, {name: getattr(args, name) for name in speak.V2_DRAWS})
+        settings = speak.sampling(config, args.max_seconds, **draws)
         room = config.max_position_embeddings - settings.max_new_tokens
         # batches are cut from the whole list, so that the number of ranks changes nothing in them
         mine = range(-(-len(samples) // args.batch_size))[world.rank::world.size]
@@ -233,7 +234,7 @@ def main(argv=None):
                   f"text       {why}\n"
                   f"prompts    {len(samples)} in batches of {args.batch_size}; at most {args.max_seconds:g} s each")
 
-        noted = {name: getattr(args, name) for name in SOUND} | {"normalize_text": "on" if normalize else "off"}
+        noted = {name: getattr(args, name) for name in SOUND} | draws | {"normalize_text": "on" if normalize else "off"}
         records = []
         for number in tqdm(mine, unit="batch", disable=None if world.is_main else True):
             records += speak_batch(native, codec, ids, settings, share[number], args.seed + number, args.output_dir,

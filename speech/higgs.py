@@ -201,7 +201,7 @@ def freeze_unreachable(model, text_loss_weight):
 
 def decays(name, parameter):
     """Weight decay shrinks matrices, but neither norms nor embeddings, of which a batch has few rows."""
-    return parameter.ndim > 1 and "embed_tokens" not in name and "embed_audio_tokens" not in name
+    return parameter.ndim > 1 and "embed" not in name
 
 
 def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):

@@ -5,6 +5,8 @@ the head. labels3.py has the layout of its sequences.
 
 The weights are for research and non-commercial use (Boson Higgs TTS 3 licence); none are part of this project.
 """
+import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import adapters, json_files, recomputation, tensor_files
+from common import json_files, recomputation, tensor_files
 from common.document_attention import ATTENTION
 from common.parallel import UserError
 from speech import weights  # noqa: F401  (first: it explains a torchaudio that breaks every transformers import)
@@ -36,6 +38,8 @@ AUDIO_TABLE = "tied.embedding.modality_embeddings.0.embedding.weight"
 OURS = {TEXT_TABLE: "body.embed_tokens.weight", AUDIO_TABLE: "audio_embedding.weight"}      # file's name: ours
 HEADS = {"tied.head.text_head.weight": TEXT_TABLE, "tied.head.modality_heads.0.weight": AUDIO_TABLE}    # copies
 CODEC = "tied.embedding.modality_embeddings.0.model."       # prefix of the codec's weights
+OWN_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
+             "merges.txt", "chat_template.jinja", "LICENSE", "NOTICE")      # of a folder, beside its weights
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ids and configuration
@@ -174,32 +178,23 @@ class PackedHiggs3(nn.Module):
         return losses.view(-1, books).sum(0), losses.new_zeros(()), eos
 
 
-def loss_report(sums, prefix):
+def loss_report(sums, reduction, prefix):
     """Sums over all ranks -> {metric name: float}: higgs.loss_report with the counts of this layout.
 
-    sums: floats, K + 8 as there. A clip of T frames has T codes in each codebook and K - 1 - k EOC in codebook k.
+    sums: floats, K + 8 as there; reduction as there. A clip of T frames has T codes in each codebook and K - 1 - k EOC
+    in codebook k.
     """
     audio, (_, eos, correct, n_eos, stops, false_stops, n_audio, _) = sums[:-8], sums[-8:]
     books = len(audio)
     clips, loss = 2 * n_eos / (books * (books - 1)), sum(audio) / max(1, n_audio)
     codes = (n_audio - n_eos) / books
-    values = {"loss": loss, "audio_loss": loss, "text_loss": 0.0, "eos_loss": eos / max(1, n_eos),
-              "eos_accuracy": correct / max(1, n_eos), "stop_recall": stops / max(1, clips),
-              "false_stop_rate": false_stops / max(1, codes)}
+    values = {"loss": loss * (books if reduction == "sum" else 1), "audio_loss": loss, "text_loss": 0.0,
+              "eos_loss": eos / max(1, n_eos), "eos_accuracy": correct / max(1, n_eos),
+              "stop_recall": stops / max(1, clips), "false_stop_rate": false_stops / max(1, codes)}
     values |= {f"audio_loss_codebook_{k}": s / max(1, codes + clips * (books - 1 - k)) for k, s in enumerate(audio)}
     if n_audio == 0:        # every step was skipped: no loss to claim
         values = dict.fromkeys(values, float("nan"))
     return {f"{prefix}/{name}": value for name, value in values.items()}
-
-
-def add_lora(model, rank, alpha, dropout, targets, base_name):
-    """Wrap a Higgs3 in fp32 adapters; the base is frozen, its table with it. targets: as adapters.add_lora."""
-    return adapters.add_lora(model, model.body.layers, rank, alpha, dropout, targets, base_name)
-
-
-def decays(name, parameter):
-    """Weight decay shrinks matrices, but neither norms nor the two tables, of which a batch has few rows."""
-    return parameter.ndim > 1 and "embed" not in name
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -249,10 +244,64 @@ def same(a, b, rows=16384):
     return all(torch.equal(a[at:at + rows], b[at:at + rows]) for at in range(0, a.get_shape()[0], rows))
 
 
+def published(named):
+    """{our name: value} -> {name in the files: value}."""
+    names = {ours: name for name, ours in OURS.items()}
+    return {names.get(name, name): value for name, value in named.items()}
+
+
+def whole_files(tensors, folder, codec=None):
+    """{name in the files: (slice handles, dtype, fold)} of a folder as servers want it, from that of our names.
+
+    Both heads beside their tables, and the codec: that of `codec`, a native folder, or the one inside `folder`. Raises
+    UserError without any: no server loads such a folder.
+    """
+    tensors = published(tensors)
+    for head, table in HEADS.items():
+        parts, dtype, fold = tensors[table]
+        tensors[head] = (parts, dtype, fold or torch.clone)     # its own memory: the file holds both
+    inside = tensor_files.open_tensors(tensor_files.files_in(weights.find_codec(codec)[0], "model")) if codec else \
+        codec_parts(folder)
+    if not inside:
+        raise UserError(f"{folder}: holds no codec, which the servers read from there; give --audio_tokenizer_path, or "
+                        "merge the adapter into the released folder")
+    return tensors | {CODEC + name: ([part], part[:1].dtype if part.get_shape() else part[...].dtype, None)
+                      for name, part in inside.items()}
+
+
 def codec_parts(folder):
     """{codec's own name: slice handle} of the codec that a folder's weights contain; {} if none. Raises UserError."""
     found = tensor_files.open_tensors(tensor_files.files_in(folder, "model"))
     return {name.removeprefix(CODEC): part for name, part in found.items() if name.startswith(CODEC)}
+
+
+def unpack_codec(folder, config_dict, into):
+    """Write the codec inside a checkpoint to the folder `into` as a native one in fp32, unless it is there; -> into.
+
+    Its configuration is that of the released tokenizer, which the servers ship, unless config.json has another under
+    "audio_tokenizer_config". Raises UserError unless every weight is there.
+    """
+    from transformers import HiggsAudioV2TokenizerConfig, HiggsAudioV2TokenizerModel
+    into, parts = Path(into), codec_parts(folder)
+    if not parts:
+        raise UserError(f"{folder}: holds no codec weights; give --audio_tokenizer_path")
+    if (into / "config.json").is_file():
+        return into
+    config = HiggsAudioV2TokenizerConfig(**config_dict.get("audio_tokenizer_config", {}))
+    with torch.device("meta"):
+        wanted = {name: value.shape for name, value in HiggsAudioV2TokenizerModel(config).state_dict().items()}
+    if missing := sorted(wanted.keys() - parts.keys()):
+        raise UserError(f"{folder}: its codec lacks {len(missing)} weights, first {', '.join(missing[:5])}; give "
+                        "--audio_tokenizer_path")
+    if extra := sorted(parts.keys() - wanted.keys()):
+        print(f"codec      {len(extra)} tensors of the checkpoint's codec are not used, first {', '.join(extra[:3])}")
+    building = into.with_name(f".{into.name}.tmp{os.getpid()}")
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir(parents=True)
+    config.save_pretrained(building)
+    tensor_files.save({name: parts[name][:].float().contiguous() for name in wanted}, building / "model.safetensors")
+    os.rename(building, into)
+    return into
 
 
 def load(folder, dtype=torch.float32, device="cpu"):
@@ -276,11 +325,12 @@ def load(folder, dtype=torch.float32, device="cpu"):
 class Sampling:
     """How a code is drawn, by itself in each codebook; the defaults are those of sglang-omni's speech endpoint.
 
-    temperature 0: the likeliest. top_k 0 and top_p 1: off.
+    temperature 0: the likeliest. top_k 0 and top_p 1: off. max_new_tokens: rows that a prompt may take.
     """
     temperature: float = 0.8
     top_p: float = 0.8
     top_k: int = 30
+    max_new_tokens: int = 2048
 
 
 @dataclass(frozen=True)
@@ -351,11 +401,11 @@ def embed_prompt(model, input_ids, is_audio, ref_rows):
 
 
 @torch.no_grad()
-def generate(model, prompts, sampling, seed, max_rows, asked=lambda: False):
+def generate(model, prompts, sampling, seed, asked=lambda: False):
     """[(codes (T, 8) int64 on the CPU, ended_by "eos" | "length" | "time")] of a batch of prompts.
 
-    prompts: [(input_ids, is_audio, ref_rows or None)]. max_rows: rows that one may take. asked: asked once a row; True
-    ends all. The draws of a prompt depend on seed and its place in the batch, not on the other prompts.
+    prompts: [(input_ids, is_audio, ref_rows or None)]. asked: asked once a row; True ends all. The draws of a prompt
+    depend on seed and its place in the batch, not on the other prompts.
     """
     device, books = model.audio_embedding.weight.device, model.config.num_codebooks
     embedded = [embed_prompt(model, torch.as_tensor(i).to(device), torch.as_tensor(a).to(device), r)
@@ -370,7 +420,7 @@ def generate(model, prompts, sampling, seed, max_rows, asked=lambda: False):
     kept = model.body.config._attn_implementation
     model.body.set_attn_implementation("sdpa")          # the packed attention keeps no cache
     try:
-        for _ in range(max_rows):
+        for _ in range(sampling.max_new_tokens):
             hidden = model.body(inputs_embeds=inputs, attention_mask=mask, position_ids=positions, use_cache=True,
                                 past_key_values=cache).last_hidden_state[:, -1]
             logits, rows = model.logits(hidden).cpu(), torch.full((n, books), model.config.audio_stream_eos_id)
@@ -386,5 +436,5 @@ def generate(model, prompts, sampling, seed, max_rows, asked=lambda: False):
             positions = positions[:, -1:] + 1
     finally:
         model.body.set_attn_implementation(kept)
-    return [(undelay(torch.stack(rows)), how or ("length" if len(rows) == max_rows else "time"))
+    return [(undelay(torch.stack(rows)), how or ("length" if len(rows) == sampling.max_new_tokens else "time"))
             for rows, how in zip(spoken, ended)]

@@ -294,7 +294,8 @@ def make_model3(out_dir, codec, seed=0, **text_overrides):
     audio = {"model_type": "higgs_audio_encoder", "encoder_type": "discrete", "num_codebooks": 8, "vocab_size": 1026,
              "out_dim": text["hidden_size"], "use_delay_pattern": True, "tie_word_embeddings": True}
     config = {"architectures": ["HiggsMultimodalQwen3ForConditionalGeneration"], "audio_token_id": -100,
-              "model_type": higgs3.MODEL_TYPE, "audio_encoder_config": audio, "text_config": text}
+              "model_type": higgs3.MODEL_TYPE, "audio_encoder_config": audio, "text_config": text,
+              "audio_tokenizer_config": codec.config.to_dict()}     # the released one's is not the tiny one's
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

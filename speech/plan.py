@@ -2,9 +2,9 @@
 import numpy as np
 import torch
 
-from common import memory, plan, recomputation
+from common import document_attention, memory, plan, recomputation
 from common.packing import PackOrder
-from speech import higgs, sample_prompts
+from speech import higgs, higgs3, models, sample_prompts
 from speech.codes import FRAME_RATE
 from speech.labels import PackedBatch
 from speech.table import samples_line
@@ -19,12 +19,12 @@ def rows_by_kind(table, ids):
     text and audio are all rows of either kind; audio_rows and text_rows those that predict something.
     """
     n = len(table)
-    holes = table.tokens == ids.audio
-    sample = np.repeat(np.arange(n), np.diff(table.token_offsets))
-    trained_clips = np.bincount(sample[holes & table.labelled], minlength=n)
-    audio = table.frames + (ids.num_codebooks + 1) * np.diff(table.clip_offsets)
-    # codebook k of a clip with T frames is trained on rows k + 1 to k + 1 + T
-    audio_rows = table.audio_targets // ids.num_codebooks + (ids.num_codebooks - 1) * trained_clips
+    holes = table.tokens == ids.hole
+    trained = table.labelled[holes]                                     # of each clip, in the order of table.clips
+    sample = np.repeat(np.arange(n), np.diff(table.clip_offsets))
+    frames = table.where[table.clips, 2]
+    rows, predicting = ids.rows(frames, trained), np.where(trained, ids.predicting(frames), 0)
+    audio, audio_rows = (np.bincount(sample, values, minlength=n).astype(np.int64) for values in (rows, predicting))
     return {"text": table.lengths - audio, "audio": audio, "audio_rows": audio_rows, "text_rows": table.text_targets}
 
 
@@ -33,8 +33,8 @@ def rows_by_kind(table, ids):
 
 
 def row_bytes(model, bf16, sharded, gpu=True):
-    """memory.row_bytes of (a text row, an audio row) of a PackedHiggs; bf16, sharded, gpu as there."""
-    books = model.base_model.config.num_codebooks
+    """memory.row_bytes of (a text row, an audio row) of a models.packed; bf16, sharded, gpu as there."""
+    books, layers = model.base_model.config.num_codebooks, models.layers(model.base_model)
 
     def inputs(text, audio):
         def numbers(*shape):
@@ -45,9 +45,13 @@ def row_bytes(model, bf16, sharded, gpu=True):
                             seq_index=numbers(rows), audio_rows=numbers(0), audio_targets=numbers(0, books),
                             text_rows=numbers(0), text_targets=numbers(0), longest=rows, seqlens=(rows,), samples=(),
                             counts={}),), {}
-    return memory.row_bytes(model, model.base_model.model.layers, inputs, 2, bf16=bf16, sharded=sharded, gpu=gpu,
-                            plain=[(model, "call", recomputation.caller(None))],
-                            kernel=memory.Kernel(higgs, "_attention_by_sample", higgs.VARLEN_GQA, True))
+    if isinstance(model, higgs3.PackedHiggs3):
+        plain = [(layer, "gradient_checkpointing", False) for layer in layers]
+        kernel = memory.Kernel(document_attention, "_attention_by_document", document_attention.VARLEN_GQA, True)
+    else:
+        plain = [(model, "call", recomputation.caller(None))]
+        kernel = memory.Kernel(higgs, "_attention_by_sample", higgs.VARLEN_GQA, True)
+    return memory.row_bytes(model, layers, inputs, 2, bf16=bf16, sharded=sharded, gpu=gpu, plain=plain, kernel=kernel)
 
 
 def logit_bytes(config, audio_rows, text_rows):
@@ -71,10 +75,10 @@ def packs_of(order, epochs, rows, budget):
 def memory_stages(setup, model, packs, eval_packs, speaks):
     """(parts, stages, tokens of the worst pack): bytes of one GPU, as memory has them, at the worst pack.
 
-    setup: plan.Setup. model: the empty PackedHiggs as trained. packs, eval_packs: of packs_of. speaks: whether sample
+    setup: plan.Setup. model: the empty models.packed as trained. packs, eval_packs: of packs_of. speaks: whether sample
     prompts are spoken. parts holds activations and logits as well.
     """
-    native, layers = model.base_model, model.base_model.model.layers
+    native, layers = model.base_model, models.layers(model.base_model)
     fsdp, recompute, compute = setup.fsdp, setup.recompute, 2 if setup.bf16 else 4
     units = memory.unit_sizes(native, layers)
     casts = (0, 0) if fsdp or not setup.bf16 else memory.cast_bytes(native, layers, recompute)
@@ -106,7 +110,7 @@ def print_plan(check, model, table, ids, train_ids, eval_ids, order, lengths_of_
                eval_batch_size, warmup_steps, often, speaks, code_cache):
     """Print all that a run comes to; what it will not fit into is a problem of `check`.
 
-    model: the empty PackedHiggs as trained. table: whose new clips are not encoded. order: PackOrder. lengths_of_run:
+    model: the empty models.packed as trained. table: whose new clips are not encoded. order: PackOrder. lengths_of_run:
     of packing.run_length. at: run.position. setup, room: plan.Setup, plan.Room. often: of run.intervals. speaks:
     whether sample prompts are spoken. code_cache: folder of encoded audio.
     """
@@ -127,7 +131,7 @@ def print_plan(check, model, table, ids, train_ids, eval_ids, order, lengths_of_
     average = (f"a pack has on average {per_pack:.1f} samples, {packs['text'].mean():,.0f} text and "
                f"{packs['audio'].mean():,.0f} audio rows")
     warmup = f"warm-up {warmup_steps} steps, {warmup_steps / max(1, total_steps) * 100:.0f}% of the run"
-    units = memory.unit_sizes(native, native.model.layers)
+    units = memory.unit_sizes(native, models.layers(native))
     print("\n".join([
         plan.head_text(setup, units), samples_line(table, train_ids, eval_ids),
         f"audio      {len(table.where):,} distinct clips, {new.sum():,} still to be encoded "

@@ -17,9 +17,10 @@ import torch
 
 from common import parallel
 from common.checkpoint import write_atomically
+from common.flags import need
 from common.json_files import read_text
 from common.parallel import UserError
-from speech import weights  # noqa: F401  (first: it explains a torchaudio that breaks every transformers import)
+from speech import higgs3, weights  # noqa: F401  (first: it explains a torchaudio that breaks every transformers import)
 from speech.codes import FRAME_RATE, SAMPLE_RATE
 from speech.conversations import (
     DEFAULT_SYSTEM,
@@ -31,7 +32,7 @@ from speech.conversations import (
     spoken_text,
 )
 from speech.encode import decode_audio, encode_clip
-from speech.labels import assemble
+from speech.labels import TokenIds
 from speech.sources import read_samples
 from speech.table import TableBuilder
 
@@ -55,6 +56,7 @@ class Prompt:
     text: str               # what is to be heard
     tokens: np.ndarray      # (n,) int64 up to <|audio_out_bos|>, a row of codes for each <|AUDIO_OUT|>
     audio_ids: np.ndarray   # (a, 8) int64 delayed codes of the clips in it
+    is_audio: np.ndarray    # (n,) bool, where those stand among the tokens
     references: list        # paths of those clips
     target: Clip | None     # the true recording, where the file has one
     target_seconds: float | None = None
@@ -140,6 +142,8 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
     UserError with every prompt that is too long or whose audio is bad.
     """
     builder, problems, codes = TableBuilder(tokenizer, ids), [], {}
+    for sample in samples:
+        sample.turns[-1].trained = True         # what is to be spoken is what would be trained
     builder.add(samples, problems)
     users = {}      # clip: the prompts that it is heard in
     for i in range(len(builder)):
@@ -160,16 +164,17 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
     prompts = []
     for i, (sample, number) in enumerate(zip(samples, numbers or range(len(samples)))):
         clips, tokens = builder.clips_of(i), builder.tokens[i].astype(np.int64)
-        tokens = tokens[:np.flatnonzero(tokens == ids.audio)[-1]]
-        row = assemble(tokens, np.zeros(len(tokens), bool), [codes[c] for c in clips[:-1]], ids)
+        tokens = tokens[:np.flatnonzero(tokens == ids.hole)[-1]]
+        row = ids.assemble(tokens, np.zeros(len(tokens), bool), [codes[c] for c in clips[:-1]])
         target, length = builder.clips[clips[-1]], None
         try:
             length = clip_seconds(target) if target.path else None
         except ValueError as error:
             problems.append(f"{sample.name}: its true recording {target.path} {error}; mend it, or leave it out")
         prompts.append(Prompt(f"{number:04d}", sample.name, spoken_text(sample), row["input_ids"], row["audio_ids"],
+                              row["is_audio"],
                               [builder.clips[c].path for c in clips[:-1]], target if target.path else None, length))
-        assert len(row["input_ids"]) >= MIN_TOKENS
+        assert len(row["input_ids"]) >= MIN_TOKENS or not isinstance(ids, TokenIds)
         if len(row["input_ids"]) > room:
             problems.append(f"{sample.name}: {len(row['input_ids'])} tokens; the model's positions have room for "
                             f"{max(0, room)} beside the speech to come: shorten it, or allow fewer seconds of speech")
@@ -210,18 +215,34 @@ def prompt_batch(prompts, ids):
 # Generation
 
 
-def sampling(config, max_seconds, temperature=1.0, top_k=50, top_p=0.95, ras_window=7, ras_repeats=2):
-    """GenerationConfig for the native class; the defaults are the released model's.
+V2_DRAWS = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "ras_window": 7, "ras_repeats": 2}   # the released model's
 
-    temperature 0: greedy, without the random draws of repetition-aware sampling. ras_window, ras_repeats: a code that
-    stands so often among so many before it is drawn again from the untempered distribution (0 = off). max_seconds: of
-    speech. Never without an end-of-stream id: generation would not stop.
+
+def draws(config, given):
+    """{name of V2_DRAWS: value}: what is given, else the model's own default. Raises UserError. None is not given."""
+    given = {name: value for name, value in given.items() if value is not None}
+    if config.model_type != "qwen3":
+        return {**V2_DRAWS, **given}
+    need(not given.keys() & {"ras_window", "ras_repeats"}, "--ras_window and --ras_repeats: not of Higgs TTS 3")
+    own = higgs3.Sampling()
+    return {"temperature": own.temperature, "top_k": own.top_k, "top_p": own.top_p, **given}
+
+
+def sampling(config, max_seconds, **given):
+    """Settings for generate(): a GenerationConfig of the native class, or a higgs3.Sampling.
+
+    max_seconds: of speech. given: of draws. temperature 0: greedy, without the random draws of repetition-aware
+    sampling. ras_window, ras_repeats: a code that stands so often among so many before it is drawn again from the
+    untempered distribution (0 = off). Raises UserError. Never without an end-of-stream id: generation would not stop.
     """
-    draws = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature else \
-        {"do_sample": False}
-    ras = temperature and ras_window and ras_repeats
-    return GenerationConfig(**draws, ras_win_len=ras_window if ras else None,
-                            ras_win_max_num_repeat=ras_repeats if ras else None,
+    how = draws(config, given)
+    if config.model_type == "qwen3":
+        return higgs3.Sampling(**how, max_new_tokens=max_frames(max_seconds) + config.num_codebooks - 1)
+    ras = how["temperature"] and how["ras_window"] and how["ras_repeats"]
+    drawn = {"do_sample": True, **{name: how[name] for name in ("temperature", "top_k", "top_p")}} \
+        if how["temperature"] else {"do_sample": False}
+    return GenerationConfig(**drawn, ras_win_len=how["ras_window"] if ras else None,
+                            ras_win_max_num_repeat=how["ras_repeats"] if ras else None,
                             max_new_tokens=max_frames(max_seconds) + config.num_codebooks + 1,
                             eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
 
@@ -246,9 +267,14 @@ class Deadline(StoppingCriteria):
 def generate(native, prompts, ids, settings, seed, device, moment=float("inf"), asked=lambda: False):
     """[(codes (T, 8) int64, ended_by "eos" | "length" | "time")] of a batch of Prompts.
 
-    native: the native model on the device, adapters inside, in eval mode. settings: from sampling(). The draws depend
+    native: the model on the device, adapters inside, in eval mode. settings: from sampling(). The draws depend
     on seed and batch alone, and leave torch's random state as it was. moment, asked: as for Deadline.
     """
+    if isinstance(native, higgs3.Higgs3):
+        spoken = higgs3.generate(native, [(p.tokens, p.is_audio, p.audio_ids) for p in prompts], settings, seed,
+                                 lambda: time.monotonic() > moment or asked())
+        # a row cut off early may hold special codes; the servers decode those as code 0, too
+        return [(np.where(codes.numpy() < ids.stream_bos, codes.numpy(), 0), how) for codes, how in spoken]
     batch = {name: tensor.to(device) for name, tensor in prompt_batch(prompts, ids).items()}
     before = batch["audio_input_ids"].shape[1] if "audio_input_ids" in batch else 0
     own, native.generation_config = native.generation_config, settings      # else unset values come from the model's

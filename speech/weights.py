@@ -59,8 +59,8 @@ def find_checkpoint(name, flag, model_types, advice):
 
 
 def find_model(name, flag="--model_path"):
-    """find_checkpoint for the language model, native or 2025 format."""
-    return find_checkpoint(name, flag, ("higgs_audio_v2", "higgs_audio"),
+    """find_checkpoint for the language model: V2 in its native or 2025 format, or Higgs TTS 3."""
+    return find_checkpoint(name, flag, ("higgs_audio_v2", "higgs_audio", "higgs_multimodal_qwen3"),
                            {"higgs_audio_v2_tokenizer": "--model_path and --audio_tokenizer_path are swapped"})
 
 

@@ -182,7 +182,7 @@ def test_packed_loss_and_gradients_equal_the_reference(folder, loaded):
     assert ours.keys() == theirs.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
-    report = higgs3.loss_report([*audio.tolist(), 0.0, *eos.tolist(), cells, 0], "eval")
+    report = higgs3.loss_report([*audio.tolist(), 0.0, *eos.tolist(), cells, 0], "mean", "eval")
     assert report["eval/loss"] == pytest.approx(expected.item() / cells, rel=1e-5)
     assert report["eval/audio_loss_codebook_7"] == pytest.approx(audio[7].item() / sum(len(s[3]) for s in samples))
 
@@ -287,7 +287,7 @@ def test_what_is_learnt_is_spoken_and_stops_by_itself(loaded, change):
     model, ids = loaded
     clips = [codes_of(9, 7), codes_of(11, 8)]
     prompts = steps_of(model, ids, clips, 400, *[change] if change else [])
-    spoken = higgs3.generate(model, prompts, higgs3.Sampling(temperature=0), 0, 60)
+    spoken = higgs3.generate(model, prompts, higgs3.Sampling(0, max_new_tokens=60), 0)
     right = all(torch.equal(codes, clip) and how == "eos" for (codes, how), clip in zip(spoken, clips))
     assert right == (change is None)
 
@@ -295,9 +295,9 @@ def test_what_is_learnt_is_spoken_and_stops_by_itself(loaded, change):
 def test_a_batch_speaks_what_each_prompt_speaks_alone(loaded):
     model, ids = loaded
     prompts = [(*prompt_of(ids, sample),) for sample in samples_of(ids)]
-    together = higgs3.generate(model, prompts, higgs3.Sampling(temperature=0), 5, 25)
+    together = higgs3.generate(model, prompts, higgs3.Sampling(0, max_new_tokens=25), 5)
     for prompt, (codes, how) in zip(prompts, together):
-        alone, = higgs3.generate(model, [prompt], higgs3.Sampling(temperature=0), 5, 25)
+        alone, = higgs3.generate(model, [prompt], higgs3.Sampling(0, max_new_tokens=25), 5)
         assert torch.equal(alone[0], codes) and alone[1] == how == "length" and len(codes) == 18
     forced = higgs3.forced_logits(model, prompts[1][:2], prompts[1][2], higgs3.delay(together[1][0]))
     assert forced[8:].argmax(-1)[:10, 0].tolist() == together[1][0][8:, 0].tolist()

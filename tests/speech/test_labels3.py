@@ -113,7 +113,7 @@ def test_a_batch_of_the_table_is_the_prompt_and_rows_of_the_layout(table3, ids3,
 
 
 def test_texts_to_speak_take_the_same_path(ids3):
-    sample, = text_prompts([("line 1", "Say this.")])
+    sample, = text_prompts([("line 1", "Say this.")], False)
     sample.turns[-1].trained = True
     (_, stream), = ids3.streams(sample)[0]
     assert words(stream)[:-1] == ["<|tts|>", "<|text|>", "Say this.", "<|audio|>"]

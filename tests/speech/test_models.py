@@ -1,0 +1,123 @@
+"""Higgs TTS 3 through the scripts themselves: trained on any ranks the same, resumed, merged, spoken; V2 kept apart."""
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import lora
+from common import parallel
+from speech import generate_tts, higgs3, make_tiny, models
+from tests.helpers.trainer import Tiny, train_forked
+
+
+@pytest.fixture(scope="module")
+def tiny3(tmp_path_factory, tiny):
+    """As tiny, with a Higgs TTS 3 in place of the model; the clips and the codec are the same, so are their codes."""
+    root = tmp_path_factory.mktemp("tiny3")
+    for name in ("codec", "speech"):
+        shutil.copytree(tiny.root / name, root / name)
+    shutil.copy(tiny.train_json, root / "train.json")
+    from speech.encode import load_codec
+    make_tiny.make_model3(root, load_codec(root / "codec", torch.device("cpu"), 8)[0])
+    return Tiny(root)
+
+
+LENGTH = ("--max_steps", 4, "--save_steps", 2, "--learning_rate", 1e-2, "--validation_split", 0.2, "--eval_steps", 2)
+
+
+@pytest.fixture(scope="module")
+def runs(pool, tiny3, tmp_path_factory):
+    made = {}
+
+    def run(ranks, *flags):
+        if (ranks, flags) not in made:
+            made[ranks, flags] = train_forked(pool, tiny3, tmp_path_factory.mktemp("run") / "out", *LENGTH, *flags,
+                                              ranks=ranks)
+        return made[ranks, flags]
+    return run
+
+
+def weights_of(run, step=4):
+    folder = run.output_dir / f"checkpoint-{step}"
+    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+def assert_same(one, other):
+    for name in ("train/loss", "eval/loss", "train/grad_norm"):
+        assert list(one.metrics(name).values()) == pytest.approx(list(other.metrics(name).values()), rel=1e-4), name
+    ours, theirs = weights_of(one), weights_of(other)
+    assert ours.keys() == theirs.keys() and len(ours) > 20
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("method", [("--use_lora", "--lora_target_modules", "all-linear", "--lora_dropout", 0), ()])
+def test_any_split_trains_the_same(runs, method):
+    one = runs(1, "--per_device_train_batch_size", 4, *method)
+    loss = one.metrics("train/loss")
+    assert loss[4] < loss[1]
+    assert_same(one, runs(2, "--per_device_train_batch_size", 2, *method))
+    assert_same(one, runs(2, "--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 2, "--parallel",
+                          "fsdp", *method))
+
+
+def test_the_table_is_one_parameter_and_resume_is_exact(pool, runs, tiny3, tmp_path):
+    whole = runs(1, "--per_device_train_batch_size", 4)
+    named = weights_of(whole)
+    assert higgs3.AUDIO_TABLE in named and not named.keys() & higgs3.HEADS.keys()
+    out = tmp_path / "out"
+    shutil.copytree(whole.output_dir, out)
+    shutil.rmtree(out / "checkpoint-4")
+    resumed = train_forked(pool, tiny3, out, *LENGTH, "--per_device_train_batch_size", 4)
+    assert "checkpoint-2" in resumed.output
+    again = weights_of(resumed)
+    assert again.keys() == named.keys() and all(torch.equal(again[name], named[name]) for name in named)
+
+
+def test_merged_and_exported_folders_are_those_of_servers(runs, tiny3, tmp_path):
+    adapter = runs(1, "--per_device_train_batch_size", 4, "--use_lora", "--lora_target_modules", "all-linear",
+                   "--lora_dropout", 0).output_dir / "checkpoint-4"
+    lora.merge(str(tiny3.model), str(adapter), tmp_path / "merged", None)
+    released, merged = (load_file(folder / "model.safetensors") for folder in (tiny3.model, tmp_path / "merged"))
+    assert merged.keys() == released.keys()
+    changed = {name for name in merged if not torch.equal(merged[name], released[name])}
+    assert changed == {name for name in merged if name.startswith("body.layers.") and "_proj." in name}
+    assert all(torch.equal(merged[head], merged[table]) for head, table in higgs3.HEADS.items())
+    speaking = generate_tts.load_to_speak(tiny3.model, json.loads((tiny3.model / "config.json").read_text()), adapter,
+                                          torch.float32, torch.device("cpu"))
+    prompt, rows = higgs3.prompt(higgs3.load(tiny3.model)[1], [5, 6]), higgs3.delay(torch.arange(80).view(10, 8))
+    torch.testing.assert_close(higgs3.forced_logits(higgs3.load(tmp_path / "merged")[0], prompt, None, rows),
+                               higgs3.forced_logits(speaking, prompt, None, rows), rtol=1e-4, atol=1e-4)
+    full = runs(1, "--per_device_train_batch_size", 4).output_dir / "checkpoint-4"
+    lora.merge(str(full), None, tmp_path / "served", None, shard_bytes=10**6, codec=str(tiny3.codec))
+    index = json.loads((tmp_path / "served" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() == released.keys()
+    served, _ = higgs3.load(tmp_path / "served")
+    assert all(torch.equal(value, weights_of(runs(1, "--per_device_train_batch_size", 4))[name])
+               for name, value in models.weight_names(served).items())
+
+
+def test_codec_inside_gives_the_codes_of_the_codec_beside(pool, runs, tiny3, tmp_path):
+    run = train_forked(pool, tiny3, tmp_path / "out", *LENGTH, "--max_steps", 1, "--audio_tokenizer_path", "")
+    assert "encoding audio" in run.output and (run.output_dir / "codec" / "model.safetensors").is_file()
+    assert run.metrics("train/loss")[1] == runs(1, "--per_device_train_batch_size", 4).metrics("train/loss")[1]
+
+
+def refusal(pool, tiny, output_dir, *flags):
+    run = train_forked(pool, tiny, output_dir, *flags, ok=False)
+    error, = [line for line in run.output.splitlines() if line.startswith("error: ")]
+    assert run.status == 1
+    return error
+
+
+def test_what_belongs_to_the_other_model_is_refused(pool, tiny, tiny3, runs, tmp_path):
+    assert "a Higgs-Audio V2 checkpoint holds no codec" in refusal(pool, tiny, tmp_path / "a", "--audio_tokenizer_path",
+                                                                   "")
+    assert "--normalize_text on: Higgs TTS 3" in refusal(pool, tiny3, tmp_path / "b", "--normalize_text", "on")
+    out = runs(1, "--per_device_train_batch_size", 4).output_dir
+    assert "base model" in refusal(pool, tiny, out, "--normalize_text", "off")
+    with pytest.raises(parallel.UserError, match="--ras_window and --ras_repeats: not of Higgs TTS 3"):
+        from speech import speak
+        speak.sampling(higgs3.load(tiny3.model)[0].config, 1.0, ras_window=3)
