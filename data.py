@@ -19,50 +19,53 @@ from common.problems import settle
 from common.watchdog import init_loader
 from speech.encode import ensure_codes, plan_codes
 from speech.labels import IGNORE, PackedBatch, audio_targets
+from speech.prepared import is_prepared, open_prepared
 from speech.table import Table, read_all
 
 PAD_LENGTH = 128        # padding comes in samples this short: attention costs the square of a sample's length
 
 
-def prepare_table(world, tokenizer, ids, codec_dir, *, train, held_out, output_dir, cache_dir, task_type, ref_in_system,
-                  processes, wait_limit_s, encode=True, drop=(), list_in=None, normalize=False):
+def prepare_table(world, tokenizer, ids, codec_dir, *, train, held_out, output_dir, cache_dir, reading, processes,
+                  wait_limit_s, encode=True, drop=(), list_in=None):
     """All between the user's files and training, on every rank: read, encode what is new, write and map the table.
+    Folders of prepare_tts.py are only mapped.
 
-    train, held_out, task_type, ref_in_system, processes, normalize: of read_all.
+    train, held_out, reading, processes: of read_all.
     ids: TokenIds. codec_dir: native codec folder. output_dir: where the table is written. cache_dir: of encoded audio.
     wait_limit_s: seconds to wait for another run that fills the same cache, and for a rank that encodes.
     drop: of read_all; list_in: its output_dir.
     encode=False: clips that the cache lacks get the number of their frames from their headers, and no codes.
-    Returns (Table, number of its samples that came from `train`, which stand first).
+    Returns the Table.
     """
-    builder, start, bad = None, time.monotonic(), {}      # bad: clips that cannot be used, on rank 0
+    if any(map(is_prepared, [path for path, _ in train] + [held_out] * bool(held_out))):
+        return open_prepared(world, train, held_out, tokenizer, ids, codec_dir, reading, output_dir)
+    builder, sources, start, bad = None, [], time.monotonic(), {}     # bad: clips that cannot be used, on rank 0
     folder = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}"         # the other ranks learn rank 0's from write()
 
     def read():
-        nonlocal builder
+        nonlocal builder, sources
         for old in Path(output_dir).glob("table-*"):        # a running job keeps what it has mapped
             shutil.rmtree(old, ignore_errors=True)
-        builder, n_train = read_all(train, held_out, tokenizer, ids, task_type, ref_in_system, folder, processes,
-                                    drop, list_in, normalize)
+        builder, sources = read_all(train, held_out, tokenizer, ids, reading, folder, processes, drop, list_in)
+        n_train = sum(s["stop"] - s["first"] for s in sources if not s["held_out"])
         print(f"data       {n_train} training samples, {len(builder) - n_train or 'no'} separate validation samples, "
               f"{len(builder.clips)} distinct clips (read in {time.monotonic() - start:.1f} s)", flush=True)
-        return n_train
 
     def write():
         if bad:
-            said = settle(builder.without_audio(bad, n_train, (train, held_out)), drop, list_in, more=True)
+            said = settle(builder.without_audio(bad, sources), drop, list_in, more=True)
             print(f"data       dropped: {said}", flush=True)
-        builder.write(folder, *codes)
+        builder.write(folder, *codes, sources)
         return folder
 
     try:
-        n_train = parallel.rank0_first(world, read)
+        parallel.rank0_first(world, read)
         if encode:
             codes = ensure_codes(world, builder.clips if builder else [], codec_dir, cache_dir, ids.num_codebooks,
                                  processes, wait_limit_s, bad)
         else:
             codes = plan_codes(builder.clips, codec_dir, cache_dir, ids.num_codebooks, processes, bad)
-        return Table(parallel.rank0_first(world, write)), n_train
+        return Table(parallel.rank0_first(world, write))
     except BaseException:
         if world.is_main:
             shutil.rmtree(folder, ignore_errors=True)

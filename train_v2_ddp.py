@@ -12,11 +12,13 @@ from the plan that all ranks share, so no rank has to ask another.
 
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
 """
+import os
 import sys
 
 from common import flags, ownership
 from common.flags import need
-from speech.choices import CHECKS, LORA_TARGETS, ON_OFF, TASK_TYPES, check_judges, judges
+from speech import data_flags
+from speech.choices import CHECKS, LORA_TARGETS, check_judges, judges
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags
@@ -37,18 +39,8 @@ def build_parser():
     flags.switch(g, "--freeze_audio_encoder_proj", help="accepted for old launch lines, as above")
 
     g = p.add_argument_group("data")
-    g.add_argument("--train_data_file", help="ChatML JSON list or JSONL")
-    g.add_argument("--train_data_dir", help="folder with metadata.json, or audio files with .txt beside them")
-    g.add_argument("--eval_data_file", help="validation data; without it --validation_split is held out")
-    g.add_argument("--eval_data_dir", help="validation folder, as --train_data_dir")
+    data_flags.add(g)
     g.add_argument("--validation_split", type=float, default=0.005, help="share of samples held out, by seeded shuffle")
-    g.add_argument("--task_type", choices=TASK_TYPES, default="single_speaker_smart_voice",
-                   help="folder format: prompt shape of samples that name none themselves")
-    flags.switch(g, "--ref_audio_in_system_message",
-                 help="folder format: put reference clips into the scene description")
-    g.add_argument("--normalize_text", choices=ON_OFF, help="texts to speak: punctuation and sound tags "
-                   "as boson-ai's inference gives them to the model; the checkpoint keeps the setting for speaking "
-                   "(default: on for Higgs-Audio V2, off for Higgs TTS 3)")
     g.add_argument("--code_cache", help="folder of encoded audio, shareable between runs (default: OUTPUT_DIR/codes)")
     g.add_argument("--preprocess_num_proc", type=int, default=min(8, flags.usable_cpus()),
                    help="processes that read and tokenise, or decode audio, per node; 0 = in the trainer")
@@ -103,8 +95,10 @@ def check_flags(args, world_size):
     if args.dry_run is None:        # long before the imports are done
         ownership.look(args.output_dir)
     flags.check_sharding(args)
-    need(bool(args.train_data_file) != bool(args.train_data_dir), "give one of --train_data_file and --train_data_dir")
-    need(not (args.eval_data_file and args.eval_data_dir), "give one of --eval_data_file and --eval_data_dir, not both")
+    data_flags.check(args)
+    for path, _ in data_flags.sources(args)[0] if args.code_cache else ():
+        need(not os.path.exists(os.path.join(path, "prepared.json")),
+             f"--code_cache: {path} has its codes already; drop the flag")
     need(not (args.disable_eval and (args.eval_data_file or args.eval_data_dir)),
          "--disable_eval and validation data exclude each other")
     flags.at_least_one(args, "gradient_accumulation_steps", "strategic_logging_steps")
@@ -154,6 +148,7 @@ from data import make_loader, prepare_table
 from speech import higgs, models, sample_prompts, weights, wording
 from speech.codes import FRAME_RATE
 from speech.plan import print_plan
+from speech.sources import Reading
 from speech.table import samples_line, split_samples, usable_samples
 
 AUDIO_WEIGHTS = ("embed_audio_tokens", "audio_lm_head", "audio_embedding")     # what --freeze_llm trains, by name
@@ -353,11 +348,6 @@ def print_sample(table, tokenizer, batch):
 # Flags as what functions take
 
 
-def data_files(args):
-    """(training file or folder, validation file or folder or None)."""
-    return args.train_data_file or args.train_data_dir, args.eval_data_file or args.eval_data_dir
-
-
 def for_model(args):
     """What empty_trained_model takes of the flags, by name."""
     adapter = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules, args.model_path)
@@ -380,11 +370,9 @@ def for_identity(args):
 
 def for_table(args, check):
     """What prepare_table takes of the flags, by name. A dry run writes into a temporary folder and encodes nothing."""
-    train, held_out = data_files(args)
+    train, held_out = data_flags.sources(args)
     return {"train": train, "held_out": held_out, "output_dir": check.folder(args.output_dir), "encode": not check.dry,
-            "cache_dir": code_cache(args),
-            "task_type": args.task_type, "ref_in_system": args.ref_audio_in_system_message,
-            "normalize": args.normalize_text == "on",
+            "cache_dir": code_cache(args), "reading": Reading(**data_flags.reading(args)),
             "processes": args.preprocess_num_proc, "wait_limit_s": args.wait_timeout, "drop": args.drop_bad,
             "list_in": None if check.dry else args.output_dir}
 
@@ -445,17 +433,16 @@ def train(args):
     config, tokenizer = check(models.read_config, config_dict), check(models.load_tokenizer, folder, config_dict)
     ids = check(models.token_ids, tokenizer, config)
     model, native, parts = check(empty_trained_model, folder, config_dict, **for_model(args)) or (None,) * 3
-    table, n_train = check(prepare_table, world, tokenizer, ids, codec_dir, **for_table(args, check)) or (None, None)
+    table = check(prepare_table, world, tokenizer, ids, codec_dir, **for_table(args, check))
     prompts, settings = [], None
     if args.sample_prompts:
         prompts, settings = check(parallel.rank0_first, world, sample_prompts.load, for_prompts(args), tokenizer, ids,
                                   config, codec_dir, device) or (None, None)
     check.settle()
-    all_train, all_eval = split_samples(n_train, len(table), 0 if args.disable_eval else args.validation_split,
-                                        args.seed)
+    all_train, all_eval = split_samples(table, 0 if args.disable_eval else args.validation_split, args.seed)
     train_ids, eval_ids = usable_samples(
         table, all_train, all_eval, max_length=args.max_length or config.max_position_embeddings,
-        max_tokens=args.max_tokens_per_batch, drop="too_long" in args.drop_bad, say=main_rank, files=data_files(args),
+        max_tokens=args.max_tokens_per_batch, drop="too_long" in args.drop_bad, say=main_rank,
         output_dir=args.output_dir if main_rank and not check.dry else None)
     if args.tf32:       # only now: codes in the cache must not depend on it
         torch.set_float32_matmul_precision("high")

@@ -51,6 +51,7 @@ from speech.conversations import Clip
 from speech.encode import encode_clip, load_codec
 from speech.labels import assemble, token_ids
 from speech.make_tiny import SENTENCES
+from speech.sources import Reading
 from speech.table import read_all
 from speech.weights import native_config
 
@@ -222,10 +223,9 @@ def speech_tools(work):
 
 def make_table(folder, tokenizer, ids, codec_dir):
     """Table of a folder's train.json, its audio encoded once, as train_v2_ddp.py makes it."""
-    table, _ = data.prepare_table(WORLD, tokenizer, ids, codec_dir, train=folder / "train.json", held_out=None,
-                                  output_dir=folder / "out", cache_dir=folder / "codes", task_type=None,
-                                  ref_in_system=False, processes=len(os.sched_getaffinity(0)), wait_limit_s=3600)
-    return table
+    return data.prepare_table(WORLD, tokenizer, ids, codec_dir, train=[(folder / "train.json", 1.0)], held_out=None,
+                              output_dir=folder / "out", cache_dir=folder / "codes", reading=Reading(),
+                              processes=len(os.sched_getaffinity(0)), wait_limit_s=3600)
 
 
 def speech_table(work, folder):
@@ -370,9 +370,9 @@ def common_way(work, folder, workers, batch):
     """Two epochs that encode in __getitem__; as two_epochs."""
     start = time.perf_counter()
     tokenizer, ids = speech_tools(work)
-    builder, n = read_all(folder / "train.json", None, tokenizer, ids, None, False)
+    builder, _ = read_all([(folder / "train.json", 1.0)], None, tokenizer, ids, Reading())
     samples = EncodeEachTime(builder, ids, *load_codec(work / "codec", torch.device("cpu"), 8))
-    order = PackOrder(np.ones(n), samples_per_pack=batch, seed=42)
+    order = PackOrder(np.ones(len(builder)), samples_per_pack=batch, seed=42)
     return two_epochs(torch.utils.data.DataLoader(
         samples, batch_sampler=rank_packs(order, 0, 1, 1, 2), num_workers=workers, prefetch_factor=4,
         collate_fn=lambda some: data.collate(some, ids), multiprocessing_context="fork"), start)

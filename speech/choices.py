@@ -14,7 +14,13 @@ LORA_TARGETS = {        # endings of module names
 
 ON_OFF = ("on", "off")
 
-CHECKS = ("invalid", "control_token", "audio", "too_long")       # of samples, for --drop_bad
+CHECKS = ("invalid", "empty_text", "control_token", "audio", "too_long")       # of samples, for --drop_bad
+SOUND_ERRORS = ("too_short", "silence")                  # that prepare_tts.py finds beside them
+WARNINGS = ("clipping", "dc_offset", "no_words", "duplicate_audio", "duplicate_text", "in_validation", "text_rate",
+            "no_second_clip", "no_reference_text", "unused_reference")      # of samples that are used all the same
+FORMATS = ("chatml", "ms_swift", "manifest", "vibevoice", "metadata_json", "sidecar", "ljspeech", "piper", "list",
+           "kaldi", "parquet", "arrow", "tar")        # of data (speech/formats.py)
+REFERENCES = ("given", "same_speaker", "none")      # which clip stands before a text
 
 LAYOUTS = ("native", "2025")            # of a checkpoint
 DTYPES = ("float32", "bfloat16")        # of its weights

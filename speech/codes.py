@@ -23,13 +23,16 @@ from common import tensor_files
 from common.checkpoint import move_aside, write_atomically
 from common.indexing import in_order
 from common.parallel import UserError
+from speech.containers import file_of
 
 SAMPLE_RATE = 24_000
 FRAME_RATE = 25                 # codec frames per second: 24 kHz / hop 960
 PIPELINE = b"mono-mean soxr-HQ 24k v1"      # part of the fingerprint: change it when the waveform would change
 KEY = "S16"                     # 128 bits of SHA-256, compared as bytes
+MEASURES = ("seconds", "peak", "rms", "clipped", "dc")     # of a clip's sound: those of measure()
 BLOCK = 8192                    # clips whose file dates are asked for together
-COLUMNS = ("lengths", "keys", "files", "file_keys", "checksums")    # of a shard, beside the codes
+COLUMNS = ("lengths", "keys", "files", "file_keys", "checksums", "measures")    # of a shard, beside the codes
+OLDEST = COLUMNS[:4]            # those of every version
 
 
 def codec_fingerprint(codec_dir):
@@ -70,7 +73,7 @@ def file_keys(clips):
     stats, keys = array("q"), bytearray()
     for clip in clips:
         try:
-            stat = os.stat(clip.path)
+            stat = os.stat(file_of(clip.path))
         except OSError as error:
             raise UserError(f"{error.filename}: cannot be read any more ({error.strerror})")
         stats.extend((stat.st_size, stat.st_mtime_ns))
@@ -188,7 +191,7 @@ def _read(path, names):
 
 def _digest_columns(columns):
     digest = hashlib.sha256()
-    for name in COLUMNS:
+    for name in (name for name in COLUMNS if name in columns):
         digest.update(np.ascontiguousarray(columns[name]))
     return digest.hexdigest()
 
@@ -196,10 +199,11 @@ def _digest_columns(columns):
 def _read_index(path):
     columns, notes = _read(path, COLUMNS)
     checked = "sha256" in notes or "checksums" in columns       # neither in those of earlier versions
-    if missing := [name for name in COLUMNS[:len(COLUMNS) - (not checked)] if name not in columns]:
+    if missing := [name for name in (*OLDEST, *["checksums"] * checked) if name not in columns]:
         raise ValueError(f"it has no {missing[0]}")
     if checked and _digest_columns(columns) != notes.get("sha256"):
         raise ValueError("its columns have another checksum than when they were written")
+    columns.pop("measures", None)
     for name in ("keys", "files", "file_keys"):
         columns[name] = columns[name].view(KEY).reshape(-1)
     return {"checksums": np.full(len(columns["lengths"]), -1), "checked": checked, **columns}
@@ -292,6 +296,35 @@ def locate(folder, clips, processes, bad):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Sound
+
+
+def measure(part, rate):
+    """(5,) float32 of MEASURES of mono samples (n,) at a rate in Hz: seconds; the largest and the root mean square
+    amplitude, full scale is 1; the share of samples at full scale; the mean.
+    """
+    if not len(part):
+        return np.zeros(len(MEASURES), np.float32)
+    loud = np.abs(part)
+    return np.array([len(part) / rate, loud.max(), np.sqrt(np.mean(np.square(part, dtype=np.float64))),
+                     np.mean(loud >= 0.999), part.mean(dtype=np.float64)], np.float32)
+
+
+def measures_of(folder, shards, where):
+    """(n, 5) float32 of MEASURES of clips whose codes lie at `where`, of locate; NaN where older code wrote them."""
+    found = np.full((len(where), len(MEASURES)), np.nan, np.float32)
+    for number, name in enumerate(shards):
+        mine = np.flatnonzero(where[:, 0] == number)
+        if len(mine):
+            with safe_open(os.path.join(folder, name), "np") as f:
+                if "measures" in f.keys():
+                    lengths = f.get_tensor("lengths").astype(np.int64)
+                    starts = np.cumsum(lengths) - lengths
+                    found[mine] = f.get_tensor("measures")[np.searchsorted(starts, where[mine, 1])]
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Writing
 
 
@@ -300,11 +333,13 @@ class Batch:
 
     def __init__(self, folder, num_codebooks):
         self.folder, self.num_codebooks = Path(folder), num_codebooks
-        self.codes, self.keys, self.files, self.file_keys = [], [], [], []
+        self.codes, self.keys, self.files, self.file_keys, self.measures = [], [], [], [], []
 
-    def add_codes(self, key, codes):
+    def add_codes(self, key, codes, measures=None):
+        """measures: of measure(), None where the sound is not at hand."""
         self.keys.append(key)
         self.codes.append(codes)
+        self.measures.append(np.full(len(MEASURES), np.nan) if measures is None else measures)
 
     def add_file(self, file, key):
         self.files.append(file)
@@ -317,7 +352,8 @@ class Batch:
         def raw(keys):
             return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)
         codes = np.concatenate(self.codes or [np.empty((0, self.num_codebooks), np.int16)])
-        columns = {"lengths": np.array([len(c) for c in self.codes], np.int32), "keys": raw(self.keys),
+        columns = {"measures": np.array(self.measures, np.float32).reshape(-1, len(MEASURES)),
+                   "lengths": np.array([len(c) for c in self.codes], np.int32), "keys": raw(self.keys),
                    "files": raw(self.files), "file_keys": raw(self.file_keys),
                    "checksums": np.array([zlib.crc32(np.ascontiguousarray(c)) for c in self.codes], np.uint32)}
         tensors = {"codes": np.ascontiguousarray(codes), **columns}     # safetensors writes raw memory as it lies
@@ -327,4 +363,4 @@ class Batch:
                              lambda temporary: tensor_files.save(tensors, temporary, about, save_file))
         except Exception as error:
             raise UserError(f"{self.folder}: code cache shard cannot be written ({error}); free disk space")
-        self.codes, self.keys, self.files, self.file_keys = [], [], [], []
+        self.codes, self.keys, self.files, self.file_keys, self.measures = [], [], [], [], []

@@ -18,6 +18,7 @@ from speech.choices import DEFAULT_SYSTEM
 
 SCENE = "<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+MEMBER = "::"           # between the path of a container and what tells one clip in it (speech/containers.py)
 KNOWN = 100_000         # audio files remembered by name: references come again, targets mostly do not
 
 
@@ -49,29 +50,43 @@ class Turn:
 
 @dataclass
 class Sample:
-    """A canonical conversation. name says where it stands in the user's files; speaker is the dataset's own label.
+    """A canonical conversation. name: where it stands in the user's files; speaker, language: the dataset's labels.
 
-    recognised: {a key of wording.RECOGNISED: the words it is about}.
+    recognised: {a key of wording.RECOGNISED: the words it is about}. notes: (check, text) of what is odd about it, and
+    does not stop a run.
     """
     name: str
     turns: list
     speaker: str = ""
     recognised: dict = field(default_factory=dict)
+    language: str = ""
+    notes: list = field(default_factory=list)
 
 
 class BadSample(Exception):
-    """Why one sample cannot be used; the reader adds the file and the sample's name."""
-    place = ""      # what the folder format adds to that
+    """Why one sample cannot be used; the reader adds the file and the sample's name. check: of choices.CHECKS."""
+    place = ""      # what a reader knows of the sample's name
+
+    def __init__(self, why, check="invalid"):
+        super().__init__(why)
+        self.check = check
 
 
 @dataclass
 class Paths:
-    """Finds audio files relative to the data file's folder, its parent, its grandparent and the current folder."""
+    """Finds audio files relative to the data file's folder, its parent, its grandparent and the current folder.
+
+    inside: subfolders of the first that are looked into as well; endings: that a name may lack.
+    """
     base: Path
+    inside: tuple = ()
+    endings: tuple = ()
     known: dict = field(default_factory=dict)
 
     def find(self, name):
         """Absolute path of an audio file; raises BadSample with every place that was tried."""
+        if MEMBER in name:
+            return name
         if name not in self.known:
             if len(self.known) >= KNOWN:
                 self.known.clear()
@@ -82,10 +97,19 @@ class Paths:
             raise BadSample(f"audio file {name!r} not found; tried {', '.join(found)}")
         return found
 
+    def has(self, name):
+        """Whether there is such a file."""
+        return not isinstance(self.known.get(name) or self._elsewhere(name), list)
+
+    def places(self):
+        """Folders in which names are looked up."""
+        return list(dict.fromkeys(str(p) for p in (self.base, *(self.base / name for name in self.inside),
+                                                   self.base.parent, self.base.parent.parent, Path.cwd())))
+
     def _elsewhere(self, name):
-        places = [self.base, self.base.parent, self.base.parent.parent, Path.cwd()]
-        tried = [name] if os.path.isabs(name) else list(dict.fromkeys(str(p / name) for p in places))
-        return next((os.path.abspath(t) for t in tried if os.path.isfile(t)), tried)
+        tried = [name] if os.path.isabs(name) else [os.path.join(place, name) for place in self.places()]
+        return next((os.path.abspath(t + ending) for t in tried for ending in ("", *self.endings)
+                     if os.path.isfile(t + ending)), tried)
 
 
 def message_parts(message, paths):
@@ -143,7 +167,8 @@ def canonical_sample(name, entry, paths, normalize=False):
             raise BadSample("the trained clip has no text: no user text stands before it and the assistant has none")
     if normalize:
         _normalise_requests(turns)
-    return Sample(name, [_trimmed(t) for t in turns], str(entry.get("speaker") or ""), recognised)
+    return Sample(name, [_trimmed(t) for t in turns], str(entry.get("speaker") or ""), recognised,
+                  str(entry.get("language") or ""))
 
 
 def canonical_prompt(name, entry, paths, normalize=False):

@@ -36,9 +36,12 @@ from speech.codes import (
     file_key,
     locate,
     look_up,
+    measure,
     set_aside,
     shard_names,
 )
+from speech.containers import file_of, read_bytes, unit_of
+from speech.conversations import MEMBER
 
 MIN_SAMPLES = 960               # one codec frame
 LOUDEST = 10.0                  # peak of a clip; full scale is 1, float files and mp3 may go a little beyond it
@@ -119,13 +122,18 @@ def share_work(clips, unknown, world_size):
 
     def seconds(path, stat, cuts):
         claimed = max(c.seconds for c in cuts.values())
-        return claimed or stat[0] / BYTES_PER_SECOND.get(os.path.splitext(path)[1].lower(), 64_000)
+        size = stat[0] if MEMBER not in str(path) else 64_000        # of a file that holds many: all the same
+        return claimed or size / BYTES_PER_SECOND.get(os.path.splitext(path)[1].lower(), 64_000)
 
-    jobs = sorted(((seconds(path, *job), path, *job) for path, job in files.items()), key=lambda j: (-j[0], j[1]))
+    units = {}      # what is read in one go stays with one rank, in its order
+    for path, job in files.items():
+        units.setdefault(unit_of(path), []).append((seconds(path, *job), path, *job))
+    jobs = sorted(((sum(job[0] for job in unit), name, unit) for name, unit in units.items()),
+                  key=lambda j: (-j[0], j[1]))
     loads, work = [(0.0, rank) for rank in range(world_size)], [[] for _ in range(world_size)]
-    for cost, path, stat, cuts in jobs:
+    for cost, _, unit in jobs:
         load, rank = heapq.heappop(loads)
-        work[rank].append((path, stat, cuts))
+        work[rank] += [(path, stat, cuts) for _, path, stat, cuts in unit]
         heapq.heappush(loads, (load + cost, rank))
     return work
 
@@ -147,7 +155,7 @@ def decode_file(path):
     """A whole file -> (sha256 hex of its bytes, mono float32 waveform (n,), its rate in Hz). Raises ValueError."""
     import soundfile
     try:
-        data = Path(path).read_bytes()
+        data = read_bytes(path)
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})")
     if not data:
@@ -161,11 +169,16 @@ def decode_file(path):
         return hashlib.sha256(data).hexdigest(), audio.mean(axis=1), rate
 
 
+def part_of(mono, rate, offset, length):
+    """The samples of one cut of decode_file's."""
+    start = round((offset or 0) * rate)
+    return mono[start:start + round(length * rate)] if length else mono[start:]
+
+
 def cut_wave(mono, rate, offset, length):
     """Waveform at 24 kHz (m,) float32 of one cut of decode_file's; ValueError when nobody can be heard in it."""
     import soxr
-    start = round((offset or 0) * rate)
-    part = mono[start:start + round(length * rate)] if length else mono[start:]
+    part = part_of(mono, rate, offset, length)
     where = f" from offset {offset} s" if offset else ""
     if not np.isfinite(part).all():
         raise ValueError(f"contains samples that are not finite numbers{where}")
@@ -262,7 +275,7 @@ class _Decode(Dataset):
         return len(self.work)
 
     def __getitem__(self, i):
-        """(i, digest of the file, [waveform of each cut, or text of why there is none])."""
+        """(i, digest of the file, [(waveform of a cut, its measures), or text of why there is none])."""
         path, _, cuts = self.work[i]
         try:
             digest, mono, rate = decode_file(path)
@@ -271,7 +284,8 @@ class _Decode(Dataset):
 
         def wave(clip):
             try:        # numpy: tensors would travel through /dev/shm, which containers keep small
-                return cut_wave(mono, rate, clip.offset, clip.duration)
+                part = part_of(mono, rate, clip.offset, clip.duration)
+                return cut_wave(mono, rate, clip.offset, clip.duration), measure(part, rate)
             except ValueError as error:
                 return str(error)
         return i, digest, list(map(wave, cuts.values()))
@@ -306,21 +320,24 @@ def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progr
                         multiprocessing_context="fork" if workers else None, worker_init_fn=init_loader)
     for i, digest, waves in each(loader):
         path, stat, cuts = mine[i]
-        for (number, clip), wave in zip(cuts.items(), waves):
-            if isinstance(wave, str):
-                bad[number] = f"{path}: {wave}"
+        heard = 0.0
+        for (number, clip), found in zip(cuts.items(), waves):
+            if isinstance(found, str):
+                bad[number] = f"{path}: {found}"
                 continue
+            wave, measures = found
+            heard += float(measures[0])
             key = content_key(digest, clip)
             if key not in seen and not index.has(key) and _claim(world, key):
                 try:
-                    batch.add_codes(key, encode_clip(codec, wave, bandwidth, num_codebooks))
+                    batch.add_codes(key, encode_clip(codec, wave, bandwidth, num_codebooks), measures)
                 except torch.OutOfMemoryError:
                     bad[number] = f"{path}: {len(wave) / SAMPLE_RATE:.0f} s are too long to encode on this device"
                 except ValueError as error:
                     bad[number] = f"{path}: {error}"
             seen.add(key)
             batch.add_file(file_key(clip, *stat), key)
-        progress.add(len(cuts))
+        progress.add(len(cuts), heard)
         if progress.stopping():
             break
         if len(batch.files) >= SHARD_CLIPS or time.monotonic() - flushed > SHARD_SECONDS:
@@ -340,17 +357,23 @@ class Progress:
     """One progress bar on rank 0 for the work of all ranks, kept through the store's counters."""
 
     def __init__(self, world, total, label, limit_s):
-        self.world, self.total, self.limit_s, self.local = world, total, limit_s, 0
+        self.world, self.total, self.limit_s, self.local, self.seconds = world, total, limit_s, 0, 0.0
+        self.start = time.monotonic() - 1e-3
         self.bar = tqdm(total=total, desc=label, unit="clip", mininterval=0.1 if sys.stderr.isatty() else 30) \
             if world.is_main else None
 
     def _count(self, name, n=0):
         return self.world.store.add(f"progress/{name}", n)
 
-    def add(self, n):
-        self.local += n
+    def add(self, n, seconds):
+        """Count n clips and so many seconds of audio; the bar shows the audio of all ranks, and per second."""
+        self.local, self.seconds = self.local + n, self.seconds + seconds
         done = self._count("clips", n) if self.world.store else self.local
+        milliseconds = self._count("milliseconds", round(1000 * seconds)) if self.world.store else 1000 * self.seconds
         if self.bar:
+            hours = milliseconds / 3.6e6
+            self.bar.set_postfix_str(f"{hours:.2f} h of audio, {hours / (time.monotonic() - self.start):.2g} h/s",
+                                     refresh=False)
             self.bar.update(done - self.bar.n)
 
     def stopping(self):
@@ -408,9 +431,9 @@ def header_frames(path, cuts, config):
     """
     import soundfile
     try:
-        if not os.path.getsize(path):
+        if not os.path.getsize(file_of(path)):
             raise ValueError("is an empty file")
-        info = soundfile.info(path)
+        info = soundfile.info(path if MEMBER not in str(path) else io.BytesIO(read_bytes(path)))
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})")
     except soundfile.SoundFileError as error:

@@ -86,7 +86,7 @@ class Sample:
     target: Path | None
     stretch: tuple          # what of the target: (offset, seconds); the offset is None for all of it
     voice: Path | None
-    real_time_factor: float | None
+    real_time_factor: float | None = None       # of its generation
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,43 +1,89 @@
-"""Speech data as people have it -> Samples: a ChatML JSON list or JSONL, the metadata.json folder, audio with texts."""
+"""Speech data as people have it -> Samples: rows of any format (speech/formats.py), or ChatML, as conversations.
+
+A row becomes the conversation that Higgs-Audio's own inference builds: system turn with the scene, references, the text
+to speak, the clip. Which reference, if any, stands before the text is chosen here.
+"""
+import hashlib
+import heapq
+import math
+import re
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.json_files import SKIPPED, json_entries, json_value, read_text
-from common.parallel import UserError
+from common.json_files import SKIPPED
 from common.problems import problem
 from common.text import NAME, printable
 from speech.choices import DEFAULT_SYSTEM, TASK_TYPES
 from speech.conversations import SCENE, BadSample, Paths, Sample, canonical_prompt, canonical_sample
+from speech.formats import Source, audio_paths, find_source, read_text
 
-AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg")
+MULTISPEAKER_SYSTEM = (     # boson-ai/higgs-audio examples/generation.py, which uses it for texts of several speakers
+    "You are an AI assistant designed to convert text into speech.\n"
+    "If the user's message includes a [SPEAKER*] tag, do not read out the tag and generate speech for the following "
+    "text, using the specified voice.\n"
+    "If no speaker tag is present, select a suitable voice on your own.")
+TAG = re.compile(r"\[(SPEAKER\d+)\]")
+SPOKEN_BY = re.compile(r"^\s*Speaker\s+(\d+)\s*:\s*", re.IGNORECASE | re.MULTILINE)     # as VibeVoice writes it
+NOTES = {       # of samples that are used all the same
+    "no_second_clip": "their speakers have no other clip for reference; trained without one",
+    "unused_reference": "their task type uses no reference clips; --task_type zero_shot_voice_cloning trains with them",
+    "no_reference_text": "what their reference clips say is not known (ref_text); trained without them"}
+CANDIDATES = 64             # clips of a speaker among which references are chosen
+GOOD_SECONDS = (3, 15)      # of a reference, where the data say how long clips are
 
 
-def read_samples(path, problems, task_type="single_speaker_smart_voice", ref_in_system=False, prompts=False,
-                 normalize=False):
-    """Yield the Samples of a data file (JSON, JSONL) or folder (metadata.json or audio + .txt pairs).
+@dataclass(frozen=True)
+class Reading:
+    """How rows become conversations: what the flags of these names say. normalize: the texts to speak."""
+    task_type: str = "single_speaker_smart_voice"
+    ref_in_system: bool = False
+    data_format: str = "auto"
+    reference: str = "given"
+    reference_share: float = 1.0
+    seed: int = 42
+    normalize: bool = False
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A source ready to be read by several processes. pool: {speaker: [row]} to choose references from."""
+    source: Source
+    reading: Reading
+    pool: dict = field(default_factory=dict)
+
+
+def open_source(path, reading):
+    """Find out a source's format, and look through it for references if they shall be chosen -> Opened."""
+    source = find_source(path, reading.data_format)
+    pool = reference_pool(source, reading.seed) if reading.reference == "same_speaker" else {}
+    return Opened(source, reading, pool)
+
+
+def read_samples(path, problems, prompts=False, **reading):
+    """Yield the Samples of a data file or folder.
 
     A sample that cannot be used appends one line to the list `problems` (file, sample, reason) and is not yielded; the
-    caller decides. task_type and ref_in_system shape the folder format only. prompts: as canonical_prompt makes them.
-    normalize: the texts to speak, by wording.normalise. Raises UserError when the file itself cannot be read.
+    caller decides. prompts: as canonical_prompt makes them. reading: of Reading. Raises UserError when the file itself
+    cannot be read.
     """
-    for _, found in _numbered(path, lambda number: True, task_type, ref_in_system, prompts, normalize):
+    for _, found in _numbered(open_source(path, Reading(**reading)), lambda number: True, prompts):
         if isinstance(found, Sample):
             yield found
         else:
             problems.append(found)
 
 
-def read_chunks(path, size, first=0, step=1, task_type="single_speaker_smart_voice", ref_in_system=False,
-                normalize=False):
-    """Yield (Samples, problems) of every `step`-th chunk of `size` entries from chunk `first` on; see read_samples.
+def read_chunks(opened, size, first=0, step=1):
+    """Yield (Samples, problems) of every `step`-th chunk of `size` entries of an Opened source from chunk `first` on.
 
-    So several processes can share the work: what is not asked for is passed over, lines even unread.
+    So several processes can share the work: what is not asked for is passed over, JSON lines even unread.
     """
     def wanted(number):
         chunk = number // size
         return chunk >= first and (chunk - first) % step == 0
 
     stop, samples, problems = (first + 1) * size, [], []
-    for number, found in _numbered(path, wanted, task_type, ref_in_system, False, normalize):
+    for number, found in _numbered(opened, wanted):
         if number >= stop:
             yield samples, problems
             stop, samples, problems = stop + step * size, [], []
@@ -47,120 +93,200 @@ def read_chunks(path, size, first=0, step=1, task_type="single_speaker_smart_voi
         yield samples, problems
 
 
-def _numbered(path, wanted, task_type, ref_in_system, prompts, normalize):
+def _numbered(opened, wanted, prompts=False):
     """Yield (number, found) of every entry: its Sample, a line on what is wrong with it, or None if it is left out."""
-    path = Path(path)
-    if path.is_dir():
-        paths, entries = Paths(path.resolve()), folder_entries(path, task_type, ref_in_system, wanted)
-    else:
-        paths, entries = Paths(path.resolve().parent), enumerate(json_entries(path, wanted))
-    make, place = canonical_prompt if prompts else canonical_sample, f"{path} sample"
-    for number, entry in entries:
+    source = opened.source
+    # samples that name their files in full are not looked for elsewhere
+    paths = (Paths(source.base.resolve()) if source.format in ("chatml", "metadata_json") else audio_paths(source.base))
+    make = canonical_prompt if prompts else canonical_sample
+    for number, entry in source.read(wanted):
         if entry is SKIPPED or not wanted(number):
             yield number, None
             continue
-        name = f"{place} {number}"
+        name, notes = f"{source.path} sample {number}", []
         try:
             if isinstance(entry, BadSample):
-                name = f"{path / 'metadata.json'} sample {number}"
+                name += entry.place
                 raise entry
             if isinstance(entry, dict):
                 misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
                 label = misc.get("sample_id") or entry.get("id") or entry.get("speaker")
                 name += f" ({printable(label, NAME)})" if label else ""
-            sample = make(name, entry, paths, normalize)
+                if "messages" not in entry and "audio" in entry:
+                    entry, notes = row_entry(entry, opened, paths)
+            sample = make(name, entry, paths, opened.reading.normalize)
         except BadSample as error:
-            yield number, problem(f"{name}{error.place}", "invalid", error, path)
+            yield number, problem(name, error.check, error, source.path)
         else:
+            sample.notes.extend(notes)
             yield number, sample
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Folders
+# Rows -> raw ChatML
 
 
-def folder_entries(folder, task_type, ref_in_system, wanted):
-    """Yield (number, raw sample) of a folder: metadata.json, or every audio file with a .txt beside it.
-
-    Instead of a raw sample: SKIPPED where it is not wanted(number), the BadSample that says why it cannot be used.
-    """
-    meta = folder / "metadata.json"
-    if meta.is_file():
-        data = json_value(meta)
-        samples = data.get("samples") if isinstance(data, dict) else None
-        if not isinstance(samples, list):
-            raise UserError(f"{meta}: has no list 'samples'")
-    else:
-        audio = sorted(p for p in folder.iterdir() if p.suffix.lower() in AUDIO_FILES)
-        samples = [{"id": p.stem, "audio_file": p.name, "transcript_file": p.with_suffix(".txt").name} for p in audio]
-        if not samples:
-            raise UserError(f"{folder}: has neither metadata.json nor audio files ({', '.join(AUDIO_FILES)})")
-    unused = 0
-    for number, raw in enumerate(samples):
-        try:
-            if not isinstance(raw, dict):
-                raise BadSample(f"is a {type(raw).__name__}, not an object")
-            task = raw.get("task_type") or task_type
-            unused += bool(raw.get("ref_audio_file") or raw.get("ref_speakers")) and not str(task).endswith("cloning")
-            yield number, folder_sample(folder, raw, task, ref_in_system) if wanted(number) else SKIPPED
-        except BadSample as error:
-            error.place = f" ({printable(raw.get('id', '?') if isinstance(raw, dict) else '?', NAME)})"
-            yield number, error
-    if unused and wanted(len(samples) - 1):     # of several readers one says it
-        print(f"{meta}: {unused} samples have reference clips that their task type does not use; "
-              f"--task_type zero_shot_voice_cloning trains with them", flush=True)
+def task_of(row, reading):
+    """Task type of a row: its own, or the flag's; JimmyMa99's converter writes "audio_generation" into every sample."""
+    given = row.get("task_type")
+    return reading.task_type if given in (None, "", "audio_generation") else given
 
 
-def _filled(raw, *keys):
-    return isinstance(raw, dict) and all(isinstance(raw.get(key), str) and raw[key] for key in keys)
-
-
-def folder_sample(folder, raw, task, ref_in_system):
-    """One metadata.json entry -> a raw ChatML sample."""
+def row_entry(row, opened, paths):
+    """(raw ChatML sample, [(check, note)]) of a row of a manifest, a folder or a corpus. Raises BadSample."""
+    reading, notes = opened.reading, []
+    task = task_of(row, reading)
     if task not in TASK_TYPES:
         raise BadSample(f"unknown task_type {task!r}; known: {', '.join(TASK_TYPES)}")
-
-    def read(key):
-        if not _filled(raw, key):
-            raise BadSample(f"has no {key!r}")
-        try:
-            return read_text(folder / raw[key], f"{key} ")
-        except UserError as error:
-            raise BadSample(error)
-
-    if not _filled(raw, "audio_file"):
-        raise BadSample("has no 'audio_file'")
-    references = []                                             # (speaker tag, transcript, audio)
-    if task == "zero_shot_voice_cloning":
-        if not _filled(raw, "ref_audio_file", "ref_transcript"):
-            raise BadSample("zero_shot_voice_cloning needs 'ref_audio_file' and 'ref_transcript'")
-        references = [("", raw["ref_transcript"], raw["ref_audio_file"])]
-    elif task == "multi_speaker_voice_cloning":
-        speakers = raw.get("ref_speakers")
-        for speaker in speakers if isinstance(speakers, list) else []:
-            if not _filled(speaker, "ref_audio_file", "ref_transcript"):
-                raise BadSample("every ref_speakers entry needs 'ref_audio_file' and 'ref_transcript'")
-            tag = str(speaker.get("speaker_tag") or f"SPEAKER{len(references)}").strip("[]")
-            references.append((f"[{tag}] ", speaker["ref_transcript"], speaker["ref_audio_file"]))
-        if not references:
-            raise BadSample("multi_speaker_voice_cloning needs a list 'ref_speakers'")
-    scene = f"Audio is recorded from {str(raw['scene']).replace('_', ' ')}." if raw.get("scene") else ""
+    if not isinstance(row["audio"], str) or not row["audio"].strip():
+        raise BadSample(f"has no audio, but {row['audio']!r}")
+    text = row_text(row)
+    tags = sorted(set(TAG.findall(text)))
+    references = chosen_references(row, task, opened, paths, notes)
+    scene = f"Audio is recorded from {str(row['scene']).replace('_', ' ')}." if row.get("scene") else ""
     system, turns = [{"type": "text", "text": DEFAULT_SYSTEM}], []
-    if ref_in_system and references:
+    if reading.ref_in_system and references:
         scene_parts = [{"type": "text", "text": "\n\n<|scene_desc_start|>\n" + (scene + "\n\n" if scene else "")}]
         for i, (tag, _, audio) in enumerate(references):
             label = tag.strip("[] ") or "SPEAKER0"
-            scene_parts += [{"type": "text", "text": ("\n" if i else "") + f"{label}:"},
-                            {"type": "audio", "audio_url": audio}]
+            scene_parts += [{"type": "text", "text": ("\n" if i else "") + f"{label}:"}, audio]
         system += scene_parts + [{"type": "text", "text": "\n<|scene_desc_end|>"}]
     else:
+        if task == "multi_speaker_smart_voice" and len(tags) > 1 and not references:
+            voices = row.get("voices") if isinstance(row.get("voices"), dict) else {}
+            lines = [f"{tag}: {voices.get(tag) or ('feminine', 'masculine')[i % 2]}" for i, tag in enumerate(tags)]
+            scene = "\n\n".join([scene] * bool(scene) + ["\n".join(lines)])
+            system = [{"type": "text", "text": MULTISPEAKER_SYSTEM}]
         if scene:
             system.append({"type": "text", "text": "\n\n" + SCENE.format(scene)})
         for tag, transcript, audio in references:
-            turns += [{"role": "user", "content": tag + transcript.strip()},
-                      {"role": "assistant", "content": {"type": "audio", "audio_url": audio}}]
+            turns += [{"role": "user", "content": tag + transcript.strip()}, {"role": "assistant", "content": audio}]
     return {"messages": [{"role": "system", "content": system}, *turns,
-                         {"role": "user", "content": read("transcript_file")},
-                         {"role": "assistant", "content": {"type": "audio", "audio_url": raw["audio_file"],
-                                                           "duration": raw.get("duration")}}],
-            "speaker": raw.get("speaker_id") or raw.get("speaker_name"), "misc": {"sample_id": raw.get("id")}}
+                         {"role": "user", "content": text},
+                         {"role": "assistant", "content": audio_item(row)}],
+            "speaker": row.get("speaker"), "language": row.get("language"), "misc": {"sample_id": row.get("id")}}, notes
+
+
+def row_text(row):
+    """The text to speak of a row. Raises BadSample when there is none."""
+    text = read_text(row["text_file"], row.get("text_name", "")) if row.get("text_file") else row.get("text")
+    if text is not None and not isinstance(text, str):
+        raise BadSample(f"its text is {text!r}, not text")
+    text = tagged((text or "").replace("<audio>", "").strip())      # ms-swift's placeholder, kept by some converters
+    if not text:
+        raise BadSample("its text is empty", "empty_text")
+    return text
+
+
+def tagged(text):
+    """Text with "Speaker 3:" before its lines -> "[SPEAKER0]", by first appearance; without it where one speaks."""
+    spoken = SPOKEN_BY.findall(text)
+    if not spoken or not SPOKEN_BY.match(text):
+        return text
+    numbers = {number: i for i, number in enumerate(dict.fromkeys(spoken))}
+    return SPOKEN_BY.sub("" if len(numbers) == 1 else lambda m: f"[SPEAKER{numbers[m[1]]}] ", text)
+
+
+def audio_item(row):
+    """ChatML audio item of a row. Its offset makes it a cut, up to its end if that is known."""
+    offset, duration, end = (_seconds(row, key) for key in ("offset", "duration", "end"))
+    if end is not None and offset is not None:
+        duration = end - offset if end >= 0 else None       # Kaldi's -1: to the end of the file
+        if duration is not None and duration <= 0:
+            raise BadSample(f"ends at {end} s, where it does not last: it begins at {offset} s")
+    return {"type": "audio", "audio_url": row["audio"], "offset": offset, "duration": duration}
+
+
+def _seconds(row, key):
+    value = row.get(key)
+    if value in (None, ""):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise BadSample(f"its {key} is {value!r}, not seconds")
+    return number if math.isfinite(number) else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# References
+
+
+def chosen_references(row, task, opened, paths, notes):
+    """[(tag, transcript, audio item)] that stand before the text of a row, as --reference says. Raises BadSample."""
+    reading = opened.reading
+    if reading.reference == "none" or share_of("share", row, reading.seed) >= reading.reference_share:
+        return []
+    if reading.reference == "same_speaker":
+        chosen = another_clip(row, opened.pool, reading.seed)
+        if chosen is None:
+            notes.append(("no_second_clip", f"its speaker {row.get('speaker')!r} has no other clip for reference"))
+        return [("", row_text(chosen), audio_item(chosen))] if chosen else []
+    if task == "multi_speaker_voice_cloning":
+        found = []
+        speakers = row.get("ref_speakers")
+        for speaker in speakers if isinstance(speakers, list) else []:
+            if not isinstance(speaker, dict) or not (speaker.get("ref_audio_file") and speaker.get("ref_transcript")):
+                raise BadSample("every ref_speakers entry needs 'ref_audio_file' and 'ref_transcript'")
+            tag = str(speaker.get("speaker_tag") or f"SPEAKER{len(found)}").strip("[]")
+            found.append((f"[{tag}] ", speaker["ref_transcript"], audio_item({"audio": speaker["ref_audio_file"]})))
+        if not found:
+            raise BadSample("multi_speaker_voice_cloning needs a list 'ref_speakers'")
+        return found
+    audio, text = row.get("ref_audio"), row.get("ref_text")
+    if "ref_speakers" in row:       # a metadata.json, where the task type decides
+        if task != "zero_shot_voice_cloning":
+            notes += [("unused_reference", f"{task} uses no reference clips")] * bool(audio or row["ref_speakers"])
+            return []
+        if not (audio and text):
+            raise BadSample("zero_shot_voice_cloning needs 'ref_audio_file' and 'ref_transcript'")
+    if not audio and not row.get("voice_prompts"):
+        return []
+    if audio and not text:
+        beside = Path(paths.find(audio)).with_suffix(".txt")
+        text = read_text(beside) if beside.is_file() else ""
+    if not audio or not text:
+        notes.append(("no_reference_text", f"what its reference {audio!r} says is not known"))
+        return []
+    return [("", text, audio_item({"audio": audio}))]
+
+
+def share_of(what, row, seed):
+    """Number from 0 to 1 that belongs to a row, whatever the order of the rows and who reads them."""
+    key = f"{seed}\0{what}\0{row.get('audio')}\0{row.get('offset')}"
+    return int.from_bytes(hashlib.blake2b(key.encode("utf-8", "backslashreplace"), digest_size=8).digest()) / 2**64
+
+
+def reference_pool(source, seed):
+    """{speaker: rows} of at most CANDIDATES clips of each speaker, those of a good length first, else by chance."""
+    heaps = {}
+    for number, row in source.read(lambda number: True):
+        if not isinstance(row, dict) or "messages" in row or not row.get("speaker") or not row.get("audio"):
+            continue
+        try:
+            seconds = audio_item(row)["duration"]
+        except BadSample:
+            continue
+        odd = bool(seconds) and not GOOD_SECONDS[0] <= seconds <= GOOD_SECONDS[1]
+        entry = (-odd, -share_of("candidate", row, seed), number, row)
+        heap = heaps.setdefault(str(row["speaker"]), [])
+        if len(heap) < CANDIDATES:
+            heapq.heappush(heap, entry)
+        else:
+            heapq.heappushpop(heap, entry)      # the worst one goes
+    return {speaker: [row for *_, row in sorted(heap, reverse=True)] for speaker, heap in heaps.items()}
+
+
+def another_clip(row, pool, seed):
+    """Row of another clip of a row's speaker, chosen by the row itself; None where there is none with a text."""
+    def place(row):
+        return row["audio"], row.get("offset")
+
+    others = [other for other in pool.get(str(row.get("speaker")), ()) if place(other) != place(row)]
+    while others:
+        other = others.pop(int(share_of("reference", row, seed) * len(others)))
+        try:
+            return {**other, "text": row_text(other), "text_file": None}
+        except BadSample:       # without a text it is told of where it is a sample itself
+            continue
+    return None

@@ -23,10 +23,12 @@ from common.problems import Problems, problem, settle
 from common.text import NAME, printable
 from speech.codes import FRAME_RATE, CodeReader
 from speech.conversations import BadSample, Clip
-from speech.sources import read_chunks
+from speech.sources import NOTES, open_source, read_chunks
 from speech.wording import RECOGNISED
 
 CHUNK = 2048            # entries of a file that are tokenised together
+# a sample's speaker and text, and the letters and digits of that text: 0 are no words
+FACTS = np.dtype([("said", np.uint64), ("letters", np.int32), ("speaker", np.uint64), ("language", np.uint64)])
 ROWS = 2**18            # samples whose columns are in memory together
 
 
@@ -86,10 +88,10 @@ def _clip_digest(path, cut):
 class TableBuilder:
     """Tokenised samples in columns on disk; clips holds each distinct clip once, in order of first use.
 
-    folder: an empty one, which write() makes the table; None: a temporary one.
+    folder: an empty one, which write() makes the table; None: a temporary one. facts: keep FACTS of the samples too.
     """
 
-    def __init__(self, tokenizer, ids, folder=None):
+    def __init__(self, tokenizer, ids, folder=None, facts=False):
         self.tokenizer, self.ids, self.lists = tokenizer, ids, token_lists(tokenizer)
         self.control = ids.forbidden(tokenizer)
         self._known, self._spelled, self._clips, self.left_out = {}, {}, None, Counter()
@@ -107,6 +109,7 @@ class TableBuilder:
         self.paths = Lists(self.folder / "clips", "paths", "path_offsets", np.uint8)
         self.cuts = Column(self.folder / "clips" / "cuts.npy", np.float64, 4)
         self.digests = Column(self.folder / "clips" / "digests.npy", np.uint64, 2)
+        self.facts = Column(self.folder / "clips" / "facts.npy", FACTS) if facts else None
 
     def __len__(self):
         return len(self.tokens)
@@ -117,7 +120,7 @@ class TableBuilder:
 
     def chunk(self, samples, problems):
         """{name: array} of Samples, for `append`, which may be that of another process's builder."""
-        good, left_out = [], Counter()
+        good, facts, left_out = [], [], Counter()
         for sample in samples:
             if token := self._control_token(sample):
                 problems.append(problem(sample.name, "control_token", f"text contains the control token {token}; "
@@ -129,6 +132,7 @@ class TableBuilder:
                 problems.append(problem(sample.name, "invalid", str(error)))
                 continue
             good += found
+            facts += [facts_of(sample)] * len(found) if self.facts is not None else []
             left_out.update(without)
         streams = [stream for _, stream in good]
         pieces, labels = zip(*itertools.chain.from_iterable(streams)) if good else ((), ())
@@ -152,7 +156,8 @@ class TableBuilder:
         def per_sample(values):
             return np.add.reduceat(values, starts, dtype=np.int64) if good else np.empty(0, np.int64)
 
-        return {"tokens": np.fromiter(itertools.chain.from_iterable(parts), np.int32, lengths.sum()),
+        return {"facts": np.array(facts, FACTS),
+                "tokens": np.fromiter(itertools.chain.from_iterable(parts), np.int32, lengths.sum()),
                 "token_counts": per_sample(lengths), "labelled": np.repeat(labels, lengths),
                 "text_targets": per_sample(lengths * (labels & ~spoken)),
                 "entries": np.array(entries, np.int32), "entry_counts": per_sample(spoken), "trained": labels[spoken],
@@ -172,6 +177,8 @@ class TableBuilder:
         self.cuts.append(chunk["cuts"])
         self.digests.append(chunk["digests"])
         self.left_out.update(chunk["left_out"])
+        if self.facts is not None:
+            self.facts.append(chunk["facts"])
         self._clips = None
 
     def _control_token(self, sample):
@@ -199,22 +206,19 @@ class TableBuilder:
         """Numbers of sample i's clips."""
         return self.clips.numbers[self.entries[i]]
 
-    def without_audio(self, bad, n_train, files):
-        """Problems of the samples that use clips in bad, {clip number: file and reason}.
-
-        files: those of the first n_train samples, and of the others.
-        """
+    def without_audio(self, bad, sources):
+        """Problems of the samples that use clips in bad, {clip number: file and reason}. sources: of read_all."""
         used, offsets = self.clips.numbers[self.entries.values.array()], self.entries.offsets.array()
         at = np.flatnonzero(np.isin(used, list(bad)))
         samples, first = np.unique(np.searchsorted(offsets, at, "right") - 1, return_index=True)
-        return [problem(self.names[i].tobytes().decode(), "audio", f"its audio {bad[clip]}", files[i >= n_train])
+        return [problem(self.names[i].tobytes().decode(), "audio", f"its audio {bad[clip]}", file_of(sources, i))
                 for i, clip in zip(samples.tolist(), used[at[first]].tolist())]
 
-    def write(self, folder, cache_folder, shards, where):
-        """Make the table in `folder`; ends the builder.
+    def write(self, folder, cache_folder, shards, where, sources=(), left_out=None):
+        """Make the table in `folder`; ends the builder. sources: of read_all. left_out: (n,) bool, of samples not used.
 
         cache_folder, shards, where: of speech.encode.ensure_codes; where is (n_clips, 4) int64, in the order of
-        `clips`. Samples with a clip of 0 frames, which has no codes, are not `audible`.
+        `clips`. Samples with a clip of 0 frames, which has no codes, are not `audible`, nor are those left out.
         """
         folder, numbers = Path(folder), self.clips.numbers
         folder.mkdir(parents=True, exist_ok=True)
@@ -236,7 +240,8 @@ class TableBuilder:
             columns["lengths"].append(np.diff(self.tokens.offsets.array()[start:stop + 1])
                                       + per_sample(self.ids.rows(frames, trained[part]) - 1))      # one token is there
             columns["frames"].append(per_sample(frames))
-            columns["audible"].append(per_sample(frames == 0) == 0)
+            heard = per_sample(frames == 0) == 0
+            columns["audible"].append(heard if left_out is None else heard & ~left_out[start:stop])
             columns["audio_targets"].append(per_sample(np.where(trained[part], self.ids.targets(frames), 0)))
         for column in (*columns.values(), self.tokens.values, self.tokens.offsets, self.labelled, self.names.values,
                        self.names.offsets, self.text_targets):
@@ -244,11 +249,24 @@ class TableBuilder:
         shutil.copyfile(self.entries.offsets.path, self.folder / "clip_offsets.npy")
         with naming(self.folder):
             np.save(self.folder / "where.npy", where)
-            (self.folder / "codes.json").write_text(json.dumps({"folder": str(cache_folder), "shards": shards}))
+            (self.folder / "codes.json").write_text(json.dumps({"folder": str(cache_folder), "shards": shards,
+                                                              "sources": list(sources)}))
         shutil.rmtree(self.folder / "clips", ignore_errors=True)        # still mapped, which NFS minds
         if folder != self.folder:
             for path in self.folder.iterdir():
                 shutil.move(path, folder / path.name)
+
+
+def facts_of(sample):
+    """FACTS of a Sample: what is spoken in its last clip, and by whom."""
+    said = next((turn.text for turn in reversed(sample.turns) if turn.text.strip()), "")
+    said = " ".join(said.split()).casefold()
+    return (_hash(sample.speaker, said), sum(map(str.isalnum, said)), _hash(sample.speaker), _hash(sample.language))
+
+
+def _hash(*parts):
+    text = "\0".join(parts).encode("utf-8", "backslashreplace")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
 
 
 def _bytes(texts):
@@ -260,14 +278,18 @@ def _sizes(texts):
 
 
 class Table:
-    """Memory-mapped sample table; every attribute is a numpy array named as in TableBuilder.write."""
+    """Memory-mapped sample table; every attribute is a numpy array named as in TableBuilder.write.
+
+    sources: [{path, weight, held_out, first, stop}], whose samples stand behind each other.
+    """
 
     def __init__(self, folder):
         for path in Path(folder).glob("*.npy"):
             empty = path.stat().st_size <= 128      # a header alone; an empty array cannot be mapped
             setattr(self, path.stem, np.load(path, mmap_mode=None if empty else "r"))
         codes = json.loads((Path(folder) / "codes.json").read_text())
-        self.reader = CodeReader(codes["folder"], codes["shards"])
+        self.reader = CodeReader(os.path.normpath(os.path.join(folder, codes["folder"])), codes["shards"])
+        self.sources = codes["sources"]
 
     def __len__(self):
         return len(self.lengths)
@@ -284,6 +306,10 @@ class Table:
             digest.update(np.ascontiguousarray(values))
         return digest.hexdigest()[:16]
 
+    def file(self, i):
+        """The source of sample i."""
+        return file_of(self.sources, i)
+
     def name(self, i):
         """Where sample i stands in the user's files."""
         return bytes(self.names[self.name_offsets[i]:self.name_offsets[i + 1]]).decode()
@@ -293,44 +319,77 @@ class Table:
 # From the user's files to the samples of a run
 
 
-def read_all(train, held_out, tokenizer, ids, task_type, ref_in_system, folder=None, processes=0, drop=(),
-             output_dir=None, normalize=False):
-    """Read and tokenise the training and the (optional) validation source: (TableBuilder, number of training samples).
+def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0, drop=(), output_dir=None,
+             builder=None, noted=None):
+    """Read and tokenise the training sources and the (optional) validation source: (TableBuilder, sources of Table).
 
-    folder: of TableBuilder. processes: beside this one, for sources of many samples. Raises UserError with every sample
-    that cannot be used, or when a source is empty. drop: checks (choices.CHECKS) whose samples are dropped and counted
-    instead. output_dir: where all that cannot be used are listed, None: nowhere. normalize: of read_samples.
+    train: [(path, weight)]. held_out: path or None. reading: sources.Reading. folder: of TableBuilder. processes: that
+    help this one with sources of many samples. Raises UserError with every sample that cannot be used, or when a source
+    is empty. drop: checks (choices.CHECKS) whose samples are dropped and counted instead. output_dir: where all that
+    cannot be used are listed, None: nowhere. builder: an empty TableBuilder to fill. noted: a list that takes what is
+    odd about samples that are used, as Problems.
     """
-    builder, problems, counts = TableBuilder(tokenizer, ids, folder), Problems(drop, output_dir), []
+    builder, sources = TableBuilder(tokenizer, ids, folder) if builder is None else builder, []
+    problems = Problems(drop, output_dir)
     recognised = {}     # {key of text.RECOGNISED: [number of samples, the first one's words]}
-    for source in (train, held_out):
-        before = len(builder)
+    for path, weight in [*train, (held_out, 1.0)][:len(train) + bool(held_out)]:
+        before, opened, notes, refused, first = len(builder), open_source(path, reading), Counter(), Counter(), []
 
-        def chunks(first, step, source=source):
-            for samples, wrong in read_chunks(source, CHUNK, first, step, task_type, ref_in_system, normalize):
-                yield builder.chunk(samples, wrong), wrong, [s.recognised for s in samples if s.recognised]
+        def chunks(start, step, opened=opened, path=path):
+            for samples, wrong in read_chunks(opened, CHUNK, start, step):
+                found = [problem(sample.name, *note, path) for sample in samples for note in sample.notes]
+                shown = [sample_text(samples[0])] if samples and start == 0 else []
+                yield (builder.chunk(samples, wrong), wrong, found, shown,
+                       [s.recognised for s in samples if s.recognised])
 
-        def take(part, source=source):
+        def take(part, path=path, notes=notes, refused=refused, first=first):
             builder.append(part[0])
             for wrong in part[1]:
-                wrong.file = str(source)
+                wrong.file = str(path)
+                refused[wrong.check] += 1
             problems.add(part[1])
-            for how, words in itertools.chain.from_iterable(map(dict.items, part[2])):
+            notes.update(p.check for p in part[2])
+            if noted is not None:
+                noted.extend(part[2])
+            first.extend(part[3])
+            for how, words in itertools.chain.from_iterable(map(dict.items, part[4])):
                 recognised.setdefault(how, [0, words])[0] += 1
 
-        if source:
-            in_order(chunks, processes, take)
-            if len(builder) == before and not problems.stopping:
-                problems.settle()
-                raise UserError(f"{source}: holds no samples" + (" that can be used" if problems.counts else ""))
-        counts.append(len(builder) - before)
+        in_order(chunks, processes, take)
+        kept, lost = len(builder) - before, sum(refused.values())
+        counts = ", ".join(f"{n} {check}" for check, n in sorted(refused.items()))
+        print(f"source     {path}: {opened.source.format} ({opened.source.about}); {kept + lost} rows = {kept} kept + "
+              f"{lost} refused{' (' + counts + ')' if counts else ''}", flush=True)
+        for text in first[:1]:
+            print(f"           first: {printable(text)}", flush=True)
+        for check, n in sorted(notes.items()):
+            print(f"           {n} samples with {check}: {NOTES[check]}", flush=True)
+        if not kept and not problems.stopping:
+            problems.settle()
+            raise UserError(f"{path}: holds no samples" + (" that can be used" if lost else ""))
+        sources.append({"path": str(path), "weight": weight, "held_out": len(sources) >= len(train), "first": before,
+                        "stop": len(builder)})
     if said := problems.settle():
         print(f"data       dropped: {said}", flush=True)
     for how, (count, words) in sorted(recognised.items()):
         print(f"data       {count} {RECOGNISED[how].format(printable(words, NAME))}", flush=True)
     for what, n in sorted(builder.left_out.items()):
         print(f"data       {n} samples {what}", flush=True)
-    return builder, counts[0]
+    return builder, sources
+
+
+def file_of(sources, i):
+    """Path of the source of sample i."""
+    return next((s["path"] for s in sources if s["first"] <= i < s["stop"]), "")
+
+
+def sample_text(sample):
+    """One line of what was understood of a sample: texts and clips in their order, and the speaker."""
+    parts = [f"text {part[:60]!r}" if isinstance(part, str) else f"audio {part.path}"
+             for turn in sample.turns if turn.role != "system" for part in turn.parts]
+    labels = {"speaker": sample.speaker, "language": sample.language}
+    labels = [f"{name} {value}" for name, value in labels.items() if value]
+    return ", ".join(parts + labels)
 
 
 def split_validation(n, share, seed):
@@ -340,32 +399,48 @@ def split_validation(n, share, seed):
     return np.sort(order[held_out:]), np.sort(order[:held_out])
 
 
-def split_samples(n_train, n, share, seed):
-    """(train, validation) sample numbers of n samples, of which those from n_train on came as validation data.
+def split_samples(table, share, seed):
+    """(train, validation) sample numbers, sorted. A training source of weight 2 has each of its numbers twice, one of
+    weight 0.3 a share of 0.3 of its numbers, drawn by the seed: so many times an epoch goes over it.
 
-    share, seed: of split_validation, when none came as validation data.
+    share, seed: of split_validation, when no samples came as validation data.
     """
-    return (np.arange(n_train), np.arange(n_train, n)) if n > n_train else split_validation(n_train, share, seed)
+    def numbers(held_out):
+        found = np.concatenate([np.arange(0), *(np.arange(s["first"], s["stop"]) for s in table.sources
+                                                if s["held_out"] == held_out)])
+        return found[table.audible[found]]
+
+    train, held_out = numbers(False), numbers(True)
+    if not len(held_out):
+        train, held_out = (train[part] for part in split_validation(len(train), share, seed))
+    mixed = [weighted(train[(train >= s["first"]) & (train < s["stop"])], s["weight"], (seed, 3, i))
+             for i, s in enumerate(table.sources) if not s["held_out"]]
+    return np.sort(np.concatenate(mixed)), held_out
 
 
-def too_long(table, numbers, flag, limit, file):
+def weighted(numbers, weight, seed):
+    """Each of the numbers int(weight) times, and once more a share of them, drawn by the seed, for what remains."""
+    more = round((weight - int(weight)) * len(numbers))
+    return np.concatenate([*[numbers] * int(weight), np.random.default_rng(seed).permutation(numbers)[:more]])
+
+
+def too_long(table, numbers, flag, limit):
     """Iterator over the Problems of samples that have more tokens than a limit that a flag sets."""
     return (problem(table.name(i), "too_long", f"{table.lengths[i]} tokens ({table.frames[i] / FRAME_RATE:.1f} s of "
-                    f"audio), more than {flag} {limit}", file) for i in numbers[table.lengths[numbers] > limit])
+                    f"audio), more than {flag} {limit}", table.file(i))
+            for i in np.unique(numbers[table.lengths[numbers] > limit]))
 
 
-def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=True, files=("", ""), output_dir=None):
-    """(training, validation) sample numbers of those audible and short enough; UserError when none is left to train.
+def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=True, output_dir=None):
+    """(training, validation) sample numbers of those short enough; UserError when none is left to train.
 
     max_length: tokens of --max_length or, without it, the model's positions. max_tokens: of --max_tokens_per_batch, 0 =
     no limit. drop: leave out longer samples, and if `say` print how many, instead of raising UserError. output_dir:
-    where they are listed behind what read_all listed there, None: nowhere; files: of training and validation samples.
+    where they are listed behind what read_all listed there, None: nowhere.
     """
-    train, held_out = (numbers[table.audible[numbers]] for numbers in (train, held_out))
     limits = {"--max_length": max_length} | ({"--max_tokens_per_batch": max_tokens} if max_tokens else {})
     flag, limit = min(limits.items(), key=lambda item: item[1])
-    problems = (p for numbers, file in zip((train, held_out), files)
-                for p in too_long(table, numbers, flag, limit, file or files[0]))
+    problems = (p for numbers in (train, held_out) for p in too_long(table, numbers, flag, limit))
     settle(problems, ("too_long",) if drop else (), output_dir,
            "\nfix: shorten them, raise the limit, or pass --drop_too_long", more=True)
     train_ids, eval_ids = (numbers[table.lengths[numbers] <= limit] for numbers in (train, held_out))

@@ -19,7 +19,7 @@ LAUNCH = """torchrun --nproc_per_node=8 train_v2_ddp.py --model_path bosonai/hig
 --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --train_data_file train.json --output_dir ./out
 --save_steps 5000 --disable_evaluation --per_device_train_batch_size 2 --learning_rate 5e-5 --num_train_epochs 3
 --logging_steps 50 --warmup_steps 500 --bf16 --use_lora"""
-REQUIRED = ["--model_path", "model", "--audio_tokenizer_path", "codec", "--train_data_file", "train.json"]
+REQUIRED = ["--train_data_file", "train.json", "--model_path", "model", "--audio_tokenizer_path", "codec"]
 
 # flags and defaults of the trainer whose launch lines must go on working; but for --warmup_steps, --save_steps and
 # --eval_steps, which were fixed numbers there and follow the length of the run here
@@ -45,7 +45,7 @@ def test_known_launch_line_parses():
     line = words[words.index("train_v2_ddp.py") + 1:]
     expected = {
         **DEFAULTS, "model_path": "bosonai/higgs-audio-v2-generation-3B-base",
-        "audio_tokenizer_path": "bosonai/higgs-audio-v2-tokenizer", "train_data_file": "train.json",
+        "audio_tokenizer_path": "bosonai/higgs-audio-v2-tokenizer", "train_data_file": ["train.json"],
         "output_dir": "./out", "save_steps": 5000, "disable_eval": True, "per_device_train_batch_size": 2,
         "learning_rate": 5e-5, "num_train_epochs": 3, "logging_steps": 50, "warmup_steps": 500, "bf16": True,
         "use_lora": True}
@@ -208,12 +208,14 @@ def test_help_and_mistakes_come_before_torch(script):
 def used_names(script):
     """Attributes of `args` that a script and the modules beside it read, but for its parser and checks."""
     found = {field.name for field in dataclasses.fields(choices.Layout)} if script.startswith("diffusion") else set()
-    for path in [ROOT / script, *(ROOT / script).parent.glob("*.py"), *(ROOT / "common").glob("*.py")]:
+    shared = [ROOT / "speech" / "data_flags.py"] * (script in ("train_v2_ddp.py", "speech/prepare_tts.py"))
+    for path in [ROOT / script, *(ROOT / script).parent.glob("*.py"), *(ROOT / "common").glob("*.py"), *shared]:
         name = path.relative_to(ROOT).as_posix()
         if name in SCRIPTS and name != script and not script.endswith("train_v2_ddp.py"):
             continue
         tree = ast.parse(path.read_text())
-        own = [node for node in tree.body if getattr(node, "name", "") not in ("build_parser", "check_flags")]
+        flags_alone = ("build_parser", "check_flags", "add", "check")
+        own = [node for node in tree.body if getattr(node, "name", "") not in flags_alone]
         found |= {node.attr for part in own if name != "common/flags.py" for node in ast.walk(part)
                   if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] == "args"}
         named = [node for part in own if name == script for node in ast.walk(part)

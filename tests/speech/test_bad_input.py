@@ -76,7 +76,7 @@ FILES = {
     "a wave file": b"RIFF\xff\xfe\x00\x00WAVEfmt ",
 }
 FILES["Latin-1"] = (FILES["Latin-1"], "is not UTF-8 text", "line 5001")
-FILES["a wave file"] = (FILES["a wave file"], "is not UTF-8 text", "line 1")
+FILES["a wave file"] = (FILES["a wave file"], "is an audio file; give the folder with the texts")
 
 
 @pytest.mark.parametrize("content, parts", [(c, p) for c, *p in FILES.values()], ids=FILES)

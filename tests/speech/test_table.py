@@ -13,6 +13,7 @@ from data import SpeechSamples, collate
 from speech import table as speech_table
 from speech.conversations import Clip, Sample, Turn
 from speech.labels import token_ids
+from speech.sources import Reading
 from speech.table import TableBuilder, read_all
 from speech.weights import native_config
 from tests.helpers.dialogues import BOOKS, CONVERSATIONS, SYSTEM, TARGET, speaker, table_of, user
@@ -56,7 +57,9 @@ def write_entries(folder, kind, n, change=lambda i, raw: raw):
 
 def files_of(sources, tools, folder, processes, task="zero_shot_voice_cloning"):
     """{file name: bytes} of the table of (training source, validation source or None), its clips, training samples."""
-    builder, n_train = read_all(*sources, *tools, task, False, folder, processes)
+    train, held_out = sources
+    builder, found = read_all([(train, 1.0)], held_out, *tools, Reading(task), folder, processes)
+    n_train = found[0]["stop"]
     clips = builder.clips[:]
     frames = np.array([7 + len(clip.path) + i % 13 for i, clip in enumerate(clips)], np.int64)
     builder.write(folder, folder / "cache", ["shard"], np.stack([frames * 0, np.cumsum(frames), frames], axis=1))
@@ -88,14 +91,14 @@ def test_several_processes_make_the_table_of_one(tmp_path, tools, kind, small_pa
         for name, more in ((f"r{i % 7}", {}), (f"{i % 29}", cut)):
             plain.setdefault(Clip(str(tmp_path / "train" / f"{name}.wav"), **more))
     assert clips[:len(plain)] == list(plain)
-    assert "reference clips" not in capfd.readouterr().out
+    assert "reference" not in capfd.readouterr().out
 
 
 def test_what_a_folder_says_is_said_once(tmp_path, tools, small_parts, capfd):
     source = write_entries(tmp_path / "train", "folder", 20)
     for processes in (0, 2):
         files_of((source, None), tools, tmp_path / f"table{processes}", processes, "single_speaker_smart_voice")
-        assert capfd.readouterr().out.count("20 samples have reference clips that their task type does not use") == 1
+        assert capfd.readouterr().out.count("20 samples with unused_reference: ") == 1
 
 
 @pytest.mark.parametrize("kind", ["list", "lines", "folder"])

@@ -1,0 +1,199 @@
+"""Speech data of any format -> a prepared folder: checked and tokenised samples, codes of their audio, a report.
+
+    python speech/prepare_tts.py --model_path bosonai/higgs-audio-v2-generation-3B-base \
+        --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --train_data_file train.csv --output_dir prepared
+    torchrun --nproc_per_node=8 speech/prepare_tts.py ...       # encode on 8 GPUs, or by 8 processes on CPUs
+    torchrun --nproc_per_node=8 train_v2_ddp.py ... --train_data_dir prepared
+
+Training on the folder starts at once and needs neither the audio nor torchaudio. The same command again goes on where
+it was stopped: codes are kept as they are made. OUTPUT_DIR/problems.jsonl lists all that is wrong with the data,
+OUTPUT_DIR/prepared.json says what is in them.
+"""
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))     # common/ stands beside this folder
+
+from common import flags
+from common.flags import need
+from speech import data_flags
+from speech.choices import CHECKS, SOUND_ERRORS, WARNINGS
+
+ERRORS = (*CHECKS, *SOUND_ERRORS)
+
+
+def build_parser():
+    p = flags.Parser("Turn speech data into a folder that train_v2_ddp.py starts from at once.")
+    g = p.add_argument_group("model")
+    g.add_argument("--model_path", "--model_name_or_path", required=True,
+                   help="Higgs-Audio V2 folder or hub name, native or 2025 format; its tokenizer is used")
+    g.add_argument("--audio_tokenizer_path", help="native audio tokenizer, folder or hub name (default: the codec "
+                   "inside a Higgs TTS 3 checkpoint)")
+    g.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU when there is one")
+    g = p.add_argument_group("data")
+    data_flags.add(g)
+    g.add_argument("--seed", type=int, default=42, help="of references and of the samples that have one")
+    g = p.add_argument_group("checks")
+    g.add_argument("--min_clip_seconds", type=float, default=0.32, help="a shorter clip is an error, too_short")
+    g.add_argument("--max_clip_seconds", type=float, default=60.0, help="a longer clip is an error, too_long")
+    g.add_argument("--drop_bad", nargs="*", metavar="CHECK",
+                   help=f"drop samples with errors ({', '.join(ERRORS)}) instead of stopping, and those with the "
+                        f"warnings that are named: {', '.join(WARNINGS)}")
+    g = p.add_argument_group("output")
+    g.add_argument("--output_dir", default="./prepared", help="the folder to make; shared by all nodes")
+    g.add_argument("--code_cache", help="folder of encoded audio, shareable between runs (default: OUTPUT_DIR/codes)")
+    g.add_argument("--preprocess_num_proc", type=int, default=min(8, flags.usable_cpus()),
+                   help="processes that read and tokenise, or decode audio, per node; 0 = in this one")
+    g.add_argument("--wait_timeout", type=int, default=21600, help="seconds to wait for the other processes")
+    return p
+
+
+def check_flags(args, world_size):
+    """Raise UserError for values and combinations that would fail later; drop_bad becomes the checks to drop."""
+    data_flags.check(args)
+    flags.zero_or_more(args, "min_clip_seconds", "seed", "preprocess_num_proc")
+    flags.above_zero(args, "max_clip_seconds")
+    flags.at_least_one(args, "wait_timeout")
+    need(args.min_clip_seconds < args.max_clip_seconds, "--min_clip_seconds must be below --max_clip_seconds")
+    if args.drop_bad is None:
+        args.drop_bad = ()
+    else:
+        names = [name for word in args.drop_bad for name in word.split(",") if name]
+        for name in names:
+            need(name in (*ERRORS, *WARNINGS), f"--drop_bad {name}: no such check; there are "
+                                               f"{', '.join((*ERRORS, *WARNINGS))}")
+        args.drop_bad = tuple(dict.fromkeys([*ERRORS, *names]))
+
+
+# parsed before torch is imported: --help and a mistake in a flag answer at once
+ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+
+import os
+import shutil
+import time
+import uuid
+from collections import Counter
+
+import numpy as np
+import torch
+
+from common import checkpoint, parallel, watchdog
+from common.parallel import UserError
+from common.plan import Checks
+from common.problems import LIST, settle
+from common.text import printable
+from speech import checks, models, prepared
+from speech.codes import FRAME_RATE, measures_of
+from speech.encode import ensure_codes
+from speech.sources import Reading
+from speech.table import TableBuilder, read_all
+
+
+def prepare(world, tokenizer, ids, codec_dir, *, train, held_out, reading, output_dir, cache_dir, processes,
+            wait_limit_s, drop, min_seconds, max_seconds):
+    """Make the prepared folder, on every rank; returns its report on rank 0.
+
+    train, held_out, reading, processes, drop: of read_all. cache_dir: of encoded audio. min_seconds, max_seconds: of a
+    clip. Raises UserError with all errors in the data, unless they are dropped.
+    """
+    out, start, bad, noted = Path(output_dir), time.monotonic(), {}, []
+    table = out / f"table-{uuid.uuid4().hex[:8]}"
+    builder, sources = None, []
+
+    def read():
+        nonlocal builder, sources
+        builder = TableBuilder(tokenizer, ids, table, facts=True)
+        _, sources = read_all(train, held_out, tokenizer, ids, reading, None, processes, drop, out, builder, noted)
+        print(f"data       {len(builder)} samples, {len(builder.clips)} distinct clips (read in "
+              f"{time.monotonic() - start:.1f} s)", flush=True)
+
+    def write():
+        cache, shards, where = codes
+        problems = builder.without_audio(bad, sources) if bad else []
+        measures = measures_of(cache, shards, where)
+        problems += noted + checks.find_problems(builder, sources, where, measures, min_seconds, max_seconds)
+        settle(problems, (*drop, *WARNINGS), out, "\nfix: mend them, or drop them with --drop_bad", more=True)
+        names = {p.name for p in problems if p.check in drop}
+        left_out = np.zeros(len(builder), bool)
+        for i in range(len(builder)) if names else ():
+            left_out[i] = printable(builder.names[i].tobytes().decode()) in names
+        if left_out.all():
+            raise UserError(f"no samples are left: all {len(builder)} are dropped; see {out / LIST}")
+        report = make_report(builder, sources, where, left_out, Counter(p.check for p in problems), drop)
+        builder.write(table, os.path.relpath(cache, table) if out in Path(cache).parents else os.path.abspath(cache),
+                      shards, where, sources, left_out)
+        prepared.write(out, table, tokenizer, ids, codec_dir, reading, report)
+        for old in out.glob("table-*"):
+            if old.name != table.name:
+                shutil.rmtree(old, ignore_errors=True)
+        return report
+
+    try:
+        parallel.rank0_first(world, read)
+        codes = ensure_codes(world, builder.clips if builder else [], codec_dir, cache_dir, ids.num_codebooks,
+                             processes, wait_limit_s, bad)
+        return parallel.rank0_first(world, write)
+    except BaseException:
+        if world.is_main:
+            shutil.rmtree(table, ignore_errors=True)
+        raise
+
+
+def make_report(builder, sources, where, left_out, found, drop):
+    """What the data hold, JSON-able. found: {check: samples}. left_out: (n,) bool of samples."""
+    numbers, offsets = builder.clips.numbers[builder.entries.values.array()], builder.entries.offsets.array()
+    seconds = where[numbers[np.maximum(offsets[1:], 1) - 1], 2] / FRAME_RATE
+    speakers = builder.facts.array()["speaker"]
+
+    def part(source):
+        kept = np.arange(source["first"], source["stop"])
+        kept = kept[~left_out[kept]]
+        return {**source, "kept": len(kept), "hours": round(float(seconds[kept].sum()) / 3600, 4),
+                "speakers": len(np.unique(speakers[kept]))}
+
+    return {"samples": int((~left_out).sum()), "dropped": int(left_out.sum()), "clips": len(where),
+            "hours": round(float(seconds[~left_out].sum()) / 3600, 4), "sources": list(map(part, sources)),
+            "checks": {check: {"samples": n, "dropped": check in drop} for check, n in sorted(found.items())}}
+
+
+def print_report(report, output_dir):
+    """The report for people."""
+    for source in report["sources"]:
+        print(f"source     {source['path']}: {source['kept']} samples, {source['hours']:.2f} h, "
+              f"{source['speakers']} speaker labels{', validation' if source['held_out'] else ''}")
+    for check, about in report["checks"].items():
+        print(f"check      {check}: {about['samples']} samples, {'dropped' if about['dropped'] else 'kept'}")
+    print(f"done       {report['samples']} samples, {report['hours']:.2f} h of audio, {report['dropped']} dropped; "
+          f"train_v2_ddp.py --train_data_dir {output_dir}")
+
+
+def main(argv=None):
+    args = ARGS or flags.parse(build_parser(), check_flags, argv)
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+    with parallel.one_clear_error():
+        need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
+        watchdog.catch_signals()
+        world = parallel.init(600, args.wait_timeout, device=None if args.device == "auto" else args.device)
+        parallel.rank0_first(world, checkpoint.own_output, args.output_dir)
+        folder, config_dict, codec_dir = models.find_files(world, args.model_path, args.audio_tokenizer_path,
+                                                           args.output_dir, Checks(False))
+        args.normalize_text = models.text_setting(config_dict, args.normalize_text or "")
+        tokenizer = models.load_tokenizer(folder, config_dict)
+        ids = models.token_ids(tokenizer, models.read_config(config_dict))
+        train, held_out = data_flags.sources(args)
+        try:
+            report = prepare(
+                world, tokenizer, ids, codec_dir, train=train, held_out=held_out, output_dir=args.output_dir,
+                cache_dir=args.code_cache or Path(args.output_dir) / "codes",
+                reading=Reading(**data_flags.reading(args)), processes=args.preprocess_num_proc,
+                wait_limit_s=args.wait_timeout, drop=args.drop_bad, min_seconds=args.min_clip_seconds,
+                max_seconds=args.max_clip_seconds)
+        except watchdog.Stopped as why:
+            raise UserError(f"{why}; the same command goes on from there")
+        if world.is_main:
+            print_report(report, args.output_dir)
+    parallel.finish()
+
+
+if __name__ == "__main__":
+    main()

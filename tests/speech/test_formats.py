@@ -1,0 +1,432 @@
+"""Every format is told from its neighbours by its content, and its rows become the samples that they are."""
+import csv
+import hashlib
+import io
+import json
+import tarfile
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import soundfile
+
+from common.parallel import UserError
+from speech.codes import file_keys
+from speech.containers import unit_of
+from speech.conversations import Clip
+from speech.encode import decode_audio, share_work
+from speech.formats import find_source
+from speech.sources import MULTISPEAKER_SYSTEM, Reading, open_source, read_chunks, read_samples
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with files a.wav to d.wav, in wavs/ and beside it; readers look whether they exist, never into them."""
+    for place in (tmp_path, tmp_path / "wavs"):
+        place.mkdir(exist_ok=True)
+        for name in "abcd":
+            (place / f"{name}.wav").write_bytes(b"audio")
+    return tmp_path
+
+
+def read(path, **reading):
+    """(format, samples, problems) of a source."""
+    problems = []
+    samples = list(read_samples(path, problems, **reading))
+    return find_source(path, reading.get("data_format", "auto")).format, samples, problems
+
+
+def spoken(samples):
+    """[(file of the last clip, the text before it)]."""
+    return [(s.turns[-1].clips[-1].path.rsplit("/", 1)[-1], s.turns[-2].text) for s in samples]
+
+
+def written(path, text, **how):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, **how)
+    return path
+
+
+def lines(path, *entries):
+    return written(path, "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One file or folder of each format
+
+
+def jimmys(folder):
+    """As JimmyMa99's converter writes it: "audio_generation", and the placeholder still in the transcripts."""
+    for name in "ab":
+        written(folder / f"{name}.txt", f"<audio>This is {name}.")
+    sample = {"duration": 1.2, "speaker_id": "spk", "speaker_name": "spk", "scene": "quiet_room", "emotion": "neutral",
+              "language": "zh", "gender": "unknown", "quality_score": 1.0, "original_audio_path": "/x.mp3",
+              "user_instruction": None, "task_type": "audio_generation"}
+    samples = [{"id": f"spk_{n}", "audio_file": f"{n}.wav", "transcript_file": f"{n}.txt", **sample} for n in "ab"]
+    written(folder / "metadata.json", json.dumps({"dataset_info": {"total_samples": 2}, "samples": samples}))
+    return folder
+
+
+def swift(folder):
+    return lines(folder / "swift.jsonl", *(
+        {"messages": [{"role": "assistant", "content": f"<audio>This is {n}."}], "audios": [str(folder / f"{n}.wav")]}
+        for n in "ab"))
+
+
+def manifest(folder):
+    return lines(folder / "m.jsonl", *({"audio": f"{n}.wav", "text": f"This is {n}."} for n in "ab"))
+
+
+def json_list(folder):
+    return written(folder / "m.json", json.dumps([{"audio_filepath": f"{n}.wav", "text": f"This is {n}.",
+                                                   "duration": 1.5} for n in "ab"]))
+
+
+def comma(folder):
+    with open(folder / "m.csv", "w", newline="", encoding="utf-8-sig") as f:        # with a BOM and CRLF, as Excel does
+        csv.writer(f).writerows([["wav", "sentence", "client_id"], ["a.wav", "This is a.", "anna"],
+                                 ["b.wav", "This is b.", "ben"]])
+    return folder / "m.csv"
+
+
+def tabs(folder):
+    return written(folder / "m.tsv", "client_id\tpath\tsentence\nx\ta.wav\tThis is a.\n\ny\tb\tThis is b.\n")
+
+
+def bars_with_header(folder):
+    return written(folder / "m.csv", "audio_file|text|speaker_name\nwavs/a.wav|This is a.|anna\nb|This is b.|ben\n")
+
+
+def ljspeech(folder):
+    written(folder / "metadata.csv", "a|Dr. a|This is a.\nb|This is b.|\n")
+    return folder
+
+
+def two_columns(folder):
+    return written(folder / "list.txt", "a|This is a.\nb|This is b.\n")
+
+
+def piper(folder):
+    return written(folder / "p.csv", "a.wav|anna|This is a.\nb.wav|anna|This is b.\n")
+
+
+def vits(folder):
+    return written(folder / "train.list", "wavs/a.wav|anna|EN|This is a.\nwavs/b.wav|anna|EN|This is b.\n")
+
+
+def kaldi(folder):
+    written(folder / "wav.scp", f"u1 {folder / 'a.wav'}\nu2 b.wav\n")
+    written(folder / "utt2spk", "u1 anna\nu2 ben\n")
+    written(folder / "text", "u1 This is a.\nu2 This is b.\n")
+    return folder
+
+
+def sidecar(folder):
+    for n in "ab":
+        (folder / f"{n}.wav").rename(written(folder / "data" / n / f"{n}.txt", f"This is {n}.\n").with_suffix(".wav"))
+    return folder / "data"
+
+
+FORMATS = {"metadata_json": [jimmys], "ms_swift": [swift], "ljspeech": [ljspeech, two_columns], "piper": [piper],
+           "manifest": [manifest, json_list, comma, tabs, bars_with_header], "list": [vits], "kaldi": [kaldi],
+           "sidecar": [sidecar]}
+
+
+@pytest.mark.parametrize("name, make", [(name, make) for name, makers in FORMATS.items() for make in makers])
+def test_a_format_is_found_and_read(folder, name, make):
+    found, samples, problems = read(make(folder))
+    assert found == name and not problems
+    assert spoken(samples) == [("a.wav", "This is a."), ("b.wav", "This is b.")]
+
+
+def test_speakers_and_languages_are_kept(folder):
+    assert [s.speaker for s in read(comma(folder))[1]] == ["anna", "ben"]
+    assert [s.speaker for s in read(kaldi(folder))[1]] == ["anna", "ben"]
+    (folder / "text").unlink()
+    assert [(s.speaker, s.language) for s in read(vits(folder))[1]] == [("anna", "EN")] * 2
+    assert [s.speaker for s in read(sidecar(folder))[1]] == ["a", "b"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Traps of single formats
+
+
+def test_what_gui_converters_leave_out_of_the_root_is_found(folder):
+    """A root metadata.json whose files stand in train/ and eval/, with the real task under another key."""
+    (folder / "a.wav").rename(written(folder / "train" / "a.txt", "Hi.").with_suffix(".wav"))
+    written(folder / "metadata.json", json.dumps({"samples": [{
+        "id": "a", "audio_file": "a.wav", "transcript_file": "a.txt", "split": "train", "ref_audio_file": "b.wav",
+        "ref_transcript": "Ho.", "task_type": "audio_generation", "training_task_type": "zero_shot_voice_cloning"}]}))
+    _, (sample,), problems = read(folder)
+    assert not problems and [turn.text for turn in sample.turns[1:]] == ["Ho.", "", "Hi.", ""]
+    assert [clip.path for turn in sample.turns for clip in turn.clips] == [
+        str(folder / "b.wav"), str(folder / "train" / "a.wav")]
+
+
+def test_speech_to_understand_is_not_trained_as_speech(folder):
+    path = lines(folder / "s.jsonl", {"messages": [{"role": "user", "content": "<audio>What was said?"},
+                                                   {"role": "assistant", "content": "This."}], "audios": ["a.wav"]},
+                 {"messages": [{"role": "assistant", "content": "<audio>a<audio>b"}], "audios": ["a.wav", "b.wav"]},
+                 {"messages": [{"role": "assistant", "content": "Bare text."}], "audios": ["a.wav"]})
+    _, samples, problems = read(path)
+    assert spoken(samples) == [("a.wav", "Bare text.")]
+    assert "speech to understand" in problems[0] and "2 <audio> and 2 audios" in problems[1]
+
+
+def test_quotes_are_text_in_ljspeech_and_quotes_in_what_pandas_writes(folder):
+    written(folder / "metadata.csv", 'a|"Go away!"|"Go away!"\nb|He said "no|He said "no\nc|Third|Third\n')
+    assert spoken(read(folder)[1]) == [("a.wav", '"Go away!"'), ("b.wav", 'He said "no'), ("c.wav", "Third")]
+    path = written(folder / "m.csv", 'audio_file|text\na.wav|"He said ""no""."\nb.wav|"odd\nc.wav|Third\n')
+    assert spoken(read(path)[1]) == [("a.wav", 'He said "no".'), ("b.wav", '"odd'), ("c.wav", "Third")]
+    path = written(folder / "n.csv", 'path,text\na.wav,"one, ""two""\nthree"\nb.wav,four\n')
+    assert [s.turns[-2].text.split() for s in read(path)[1]] == [["one,", '"two"', "three"], ["four"]]
+
+
+def test_rows_in_are_rows_kept_and_rows_refused(folder):
+    path = written(folder / "m.tsv", "audio\ttext\na.wav\tOne.\nb.wav\t \ngone.wav\tTwo.\nc.wav\nd.wav\tThree.\n")
+    _, samples, problems = read(path)
+    assert [name for name, _ in spoken(samples)] == ["a.wav", "d.wav"]
+    assert [(p.check, p.name.rsplit(" ", 1)[1]) for p in problems] == [("empty_text", "1"), ("invalid", "2"),
+                                                                       ("invalid", "3")]
+    assert "gone.wav' not found; tried" in problems[1] and "has 1 fields, the header has 2" in problems[2]
+
+
+def test_segments_cut_recordings(folder):
+    kaldi(folder)
+    written(folder / "segments", "u1 u1 1.5 2.25\nu2 u1 3.0 -1\n")
+    _, samples, problems = read(folder)
+    assert not problems
+    assert [(c.offset, c.duration) for s in samples for c in s.turns[-1].clips] == [(1.5, 0.75), (3.0, None)]
+    written(folder / "wav.scp", "u1 sph2pipe -f wav x.sph |\n")
+    with pytest.raises(UserError, match="u1 is a command, which is not run"):
+        read(folder)
+
+
+def test_a_folder_with_audio_that_is_not_read(folder):
+    for name, text in (("a.txt", "Hi."), ("b.m4a", "x"), ("b.txt", "Ho."), ("._c.wav", "junk")):
+        written(folder / "in" / name, text)
+    (folder / "a.wav").rename(folder / "in" / "a.wav")
+    (folder / "c.wav").rename(folder / "in" / "21.15-26.44.wav")
+    (folder / "d.wav").rename(folder / "in" / "d.wav")
+    written(folder / "in" / "21.15-26.44.lab", "Dots.")
+    _, samples, problems = read(folder / "in")
+    assert spoken(samples) == [("21.15-26.44.wav", "Dots."), ("a.wav", "Hi.")]
+    assert [(p.check, p.what) for p in problems] == [
+        ("unreadable", "m4a is not read; convert it: ffmpeg -i b.m4a b.flac"),
+        ("empty_text", "has no text beside it (d.txt, d.normalized.txt, d.lab)")]
+
+
+@pytest.mark.parametrize("text, said", [
+    ("a.wav|əlˈoʊ|0\nb.wav|hˈaɪ|1\n", "phonemes"), ("a|x|y|z\n", "the third must be a language"),
+    ("gone|x\n", "names no audio files: 'gone' is not there"), ("hello\nworld\n", "is no table that is known"),
+    ("a|x\nb|y|z\n", "is no table that is known"), ("", "is empty"), ("\x1f\x8b", "is compressed")])
+def test_what_is_no_data_is_refused(folder, text, said):
+    path = written(folder / "x.txt", text, encoding="latin-1" if text[:1] == "\x1f" else "utf-8")
+    with pytest.raises(UserError, match=said):
+        read(path)
+
+
+def test_two_formats_that_fit_are_named(folder):
+    path = written(folder / "x.csv", "a.wav|word|This is a.\n")
+    with pytest.raises(UserError, match="fits two formats, piper and ljspeech; say which with --data_format"):
+        find_source(path)
+    assert spoken(read(path, data_format="piper")[1]) == [("a.wav", "This is a.")]
+    with pytest.raises(UserError, match="cannot be read as --data_format kaldi; what is in it fits piper and ljspeech"):
+        find_source(path, "kaldi")
+    kaldi(folder), ljspeech(folder)
+    with pytest.raises(UserError, match="fits two formats, kaldi and ljspeech"):
+        find_source(folder)
+    path = lines(folder / "x.jsonl", {"audio": "a.wav", "text": "x"}, {"messages": [], "audios": []})
+    with pytest.raises(UserError, match="sample 0 is manifest, sample 1 is ms_swift"):
+        find_source(path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several speakers
+
+
+def test_dialogue_has_bosons_scene_and_speaker_lines(folder):
+    path = lines(folder / "m.jsonl", {"audio": "b.wav", "text": "[SPEAKER0] Alone."},
+                 {"audio": "a.wav", "text": "[SPEAKER0] Hi.\n[SPEAKER1] Ho.", "scene": "a_room"})
+    _, (one, two), _ = read(path, task_type="multi_speaker_smart_voice")
+    assert two.turns[0].text == (MULTISPEAKER_SYSTEM + "\n\n<|scene_desc_start|>\nAudio is recorded from a room.\n\n"
+                                 "SPEAKER0: feminine\nSPEAKER1: masculine\n<|scene_desc_end|>")
+    assert one.turns[0].text == "Generate audio following instruction."
+    assert read(path)[1][1].turns[0].text.startswith("Generate audio following instruction.")
+
+
+def test_vibevoice_speakers_are_numbered_by_first_appearance(folder):
+    path = lines(folder / "v.jsonl", {"text": "Speaker 2: Hi.\nSpeaker 1: Ho.\nSpeaker 2: Well.", "audio": "a.wav",
+                                      "voice_prompts": ["b.wav", "c.wav"]},
+                 {"text": "Speaker 1: Alone.", "audio": "b.wav", "voice_prompts": "c.wav"})
+    found, samples, problems = read(path)
+    assert found == "vibevoice" and not problems
+    assert [text for _, text in spoken(samples)] == ["[SPEAKER0] Hi.\n[SPEAKER1] Ho.\n[SPEAKER0] Well.", "Alone."]
+    assert [s.notes[0][0] for s in samples] == ["no_reference_text"] * 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# References
+
+
+@pytest.fixture
+def speakers(folder):
+    """A manifest of four clips of anna, one of ben, one of nobody."""
+    rows = [{"audio": f"wavs/{n}.wav", "text": f"Wavs {n}.", "speaker": "anna"} for n in "abcd"]
+    return lines(folder / "m.jsonl", *rows, {"audio": "a.wav", "text": "Ben.", "speaker": "ben"},
+                 {"audio": "b.wav", "text": "Nobody."})
+
+
+def references(samples):
+    return {s.turns[-2].text: s.turns[1].text if len(s.turns) > 3 else None for s in samples}
+
+
+def test_references_are_other_clips_of_the_speaker_whoever_reads(speakers):
+    _, samples, _ = read(speakers, reference="same_speaker")
+    found = references(samples)
+    assert found["Ben."] is found["Nobody."] is None
+    assert [s.notes[0][0] for s in samples[4:]] == ["no_second_clip"] * 2 and not any(s.notes for s in samples[:4])
+    for n in "abcd":
+        assert found[f"Wavs {n}."] in {f"Wavs {m}." for m in "abcd"} - {f"Wavs {n}."}
+    for sample in samples[:4]:
+        _, reference, target = [turn.clips[0].path[-5] if turn.clips else "" for turn in sample.turns][::2]
+        assert sample.turns[1].text == f"Wavs {sample.turns[2].clips[0].path[-5]}." and reference != target
+    opened = open_source(speakers, Reading(reference="same_speaker"))
+    shared = [s for first in (0, 1, 2) for some, _ in read_chunks(opened, 1, first, 3) for s in some]
+    assert references(shared) == found
+    rows = speakers.read_text().splitlines(keepends=True)
+    speakers.write_text("".join(reversed(rows)))
+    assert references(read(speakers, reference="same_speaker")[1]) == found
+    drawn = [references(read(speakers, reference="same_speaker", seed=seed)[1]) for seed in range(8)]
+    assert any(other != found for other in drawn)
+
+
+def test_shares_and_references_that_are_given(folder):
+    path = lines(folder / "m.jsonl", *({"audio": "a.wav", "text": f"T{i}.", "ref_audio": "b.wav", "ref_text": "Ref.",
+                                        "offset": i, "duration": 1} for i in range(200)))
+    assert set(references(read(path)[1]).values()) == {"Ref."}
+    assert set(references(read(path, reference="none")[1]).values()) == {None}
+    few, more = (references(read(path, reference_share=share)[1]) for share in (0.2, 0.5))
+    kept = [{text for text, ref in found.items() if ref} for found in (few, more)]
+    assert kept[0] < kept[1] and 20 < len(kept[0]) < 60 and 75 < len(kept[1]) < 125
+
+
+def test_the_text_of_a_reference_may_stand_beside_it(folder):
+    path = lines(folder / "m.jsonl", {"audio": "a.wav", "text": "Hi.", "ref_audio": "b.wav"},
+                 {"audio": "a.wav", "text": "Ho.", "ref_audio": "c.wav"})
+    written(folder / "b.txt", "From beside.")
+    _, samples, _ = read(path)
+    assert references(samples) == {"Hi.": "From beside.", "Ho.": None} and samples[1].notes[0][0] == "no_reference_text"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Audio inside other files
+
+
+def waves(n):
+    """{name: bytes of a wav file}, each of another pitch."""
+    found = {}
+    for i in range(n):
+        file = io.BytesIO()
+        soundfile.write(file, 0.3 * np.sin(2 * np.pi * (200 + 20 * i) * np.arange(8000) / 16000), 16000, format="WAV")
+        found[f"c{i}.wav"] = file.getvalue()
+    return found
+
+
+def parquet_of(path, clips, kind, rows=3):
+    """As datasets.push_to_hub and CosyVoice write them, in row groups; kind: of the audio column."""
+    audio = {"struct": pyarrow.array([{"bytes": data, "path": name} for name, data in clips.items()]),
+             "bytes": pyarrow.array(list(clips.values())), "path": pyarrow.array(list(clips)),
+             "no bytes": pyarrow.array([{"bytes": None, "path": name} for name in clips], pyarrow.struct(
+                 {"bytes": pyarrow.binary(), "path": pyarrow.string()}))}[kind]
+    table = pyarrow.table({"audio" if kind != "bytes" else "audio_data": audio, "speaker_id": ["anna"] * len(clips),
+                           "text": [f"This is {name}." for name in clips]})
+    if path.suffix == ".arrow":
+        with pyarrow.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=rows)
+    else:
+        pyarrow.parquet.write_table(table, path, row_group_size=rows)
+    return path
+
+
+def tar_of(path, members):
+    with tarfile.open(path, "w") as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def tar_members(clips):
+    found = {}
+    for name, data in clips.items():
+        found |= {name: data, name.replace(".wav", ".json"): json.dumps(
+            {"text": f" This is {name}.", "speaker": "anna"}).encode()}
+    return found
+
+
+@pytest.mark.parametrize("kind", ["struct", "bytes", "path", "no bytes", "stream", "named tar", "tar"])
+def test_clips_inside_other_files_decode_to_their_own_sound(tmp_path, kind):
+    clips = waves(8)
+    if kind == "tar":
+        first, second = dict(list(clips.items())[:5]), dict(list(clips.items())[5:])
+        tar_of(tmp_path / "s-0.tar", tar_members(first)), tar_of(tmp_path / "s-1.tar", tar_members(second))
+        source = tmp_path / "s-*.tar"
+    else:
+        for name, data in clips.items() if kind in ("path", "no bytes") else ():
+            (tmp_path / name).write_bytes(data)
+        ending = {"stream": "arrow", "named tar": "tar"}.get(kind, "parquet")
+        column = kind if kind in ("bytes", "path", "no bytes") else "struct"
+        source = parquet_of(tmp_path / f"a.{ending}", clips, column)
+    found, samples, problems = read(source)
+    assert not problems and found == {"stream": "arrow", "tar": "tar"}.get(kind, "parquet")
+    assert [s.turns[-2].text for s in samples] == [f"This is {name}." for name in clips]
+    assert {s.speaker for s in samples} == {"anna"}
+    paths = [s.turns[-1].clips[0].path for s in samples]
+    for path, data in reversed(list(zip(paths, clips.values()))):       # as they come, or in any order
+        digest, (wave,) = decode_audio(path, [(None, None)])
+        assert digest == hashlib.sha256(data).hexdigest() and len(wave) == 12000
+    keys = {bytes(key) for key in file_keys([Clip(path) for path in paths])[1]}
+    assert len(keys) == 8
+    units = {unit_of(path) for path in paths}
+    assert len(units) == (3 if kind in ("struct", "bytes", "stream", "named tar") else 8)
+    work = share_work([Clip(path) for path in paths], np.array([[i, 1, 1] for i in range(8)]), 2)
+    assert sorted(i for share in work for _, _, cuts in share for i in cuts) == list(range(8))
+    assert not {unit_of(path) for path, *_ in work[0]} & {unit_of(path) for path, *_ in work[1]}
+
+
+def test_tars_with_dots_in_names_and_without_texts(tmp_path):
+    clips = waves(4)
+    members = {f"x/21.{i}.wav": data for i, data in enumerate(clips.values())}
+    members = dict(sorted((members | {f"x/21.{i}.txt": b"Dots." for i in range(3)} | {"x/._21.wav": b"junk"}).items()))
+    _, samples, problems = read(tar_of(tmp_path / "a.tar", members))
+    assert [s.turns[-2].text for s in samples] == ["Dots."] * 3 and [p.check for p in problems] == ["empty_text"]
+    for sample, data in zip(samples, clips.values()):
+        assert decode_audio(sample.turns[-1].clips[0].path, [(None, None)])[0] == hashlib.sha256(data).hexdigest()
+    with open(tmp_path / "a.tar", "r+b") as file:
+        file.truncate(20000)
+    with pytest.raises(UserError, match="cannot be read as a tar"):
+        read(tmp_path / "a.tar")
+
+
+def test_folders_of_shards(tmp_path):
+    clips = waves(4)
+    (tmp_path / "data").mkdir()
+    parquet_of(tmp_path / "data" / "train-00000-of-00001.parquet", clips, "struct")
+    assert len(read(tmp_path)[1]) == 4
+    parquet_of(tmp_path / "data" / "test-00000-of-00001.parquet", clips, "struct")
+    with pytest.raises(UserError, match="holds the splits test, train; give one: '.*/data/train-\\*.parquet'"):
+        read(tmp_path)
+    assert len(read(tmp_path / "data" / "train-*.parquet")[1]) == 4
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    parquet_of(saved / "data-00000-of-00001.arrow", clips, "struct")
+    written(saved / "dataset_info.json", "{}")
+    written(saved / "state.json", json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    found, samples, _ = read(saved)
+    assert found == "arrow" and len(samples) == 4
+    pyarrow.parquet.write_table(pyarrow.table({"audio": ["a"], "x": [1]}), tmp_path / "n.parquet")
+    with pytest.raises(UserError, match="has no column of text; its columns are audio, x"):
+        read(tmp_path / "n.parquet")

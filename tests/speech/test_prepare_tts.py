@@ -1,0 +1,224 @@
+"""A prepared folder trains as its sources do, wherever it is; checks find what is wrong, and say all of it."""
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from common.parallel import UserError, World
+from data import make_loader, prepare_table
+from speech import prepare_tts
+from speech.choices import CHECKS, SOUND_ERRORS
+from speech.sources import Reading
+from speech.table import Table, split_samples, weighted
+
+WORLD = World(device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def speech(tiny, tmp_path_factory):
+    """A folder of its own with the clips of the tiny dataset and a manifest of them, of three speakers."""
+    folder = tmp_path_factory.mktemp("speech")
+    shutil.copytree(tiny.root / "speech", folder / "speech")
+    rows = [{"audio": f"speech/{path.name}", "text": f"Sentence number {i}, spoken.", "speaker": path.stem[-1]}
+            for i, path in enumerate(sorted((folder / "speech").glob("*.wav")))]
+    return written(folder / "m.jsonl", rows)
+
+
+def written(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def prepared(tiny, tokenizer, ids, source, out, drop=(), held_out=None, weight=1.0, reading=None, cache=None):
+    """The report of prepare() in this process."""
+    out.mkdir(exist_ok=True)
+    return prepare_tts.prepare(WORLD, tokenizer, ids, tiny.codec, train=[(source, weight)], held_out=held_out,
+                               reading=reading or Reading(), output_dir=out, cache_dir=cache or out / "codes",
+                               processes=0, wait_limit_s=60, drop=drop, min_seconds=0.32, max_seconds=60.0)
+
+
+def opened(tiny, tokenizer, ids, train, out, held_out=None, reading=None, **more):
+    """The table of prepare_table, from prepared folders or sources."""
+    out.mkdir(exist_ok=True)
+    return prepare_table(WORLD, tokenizer, ids, tiny.codec, train=train, held_out=held_out, output_dir=out,
+                         cache_dir=out / "codes", reading=reading or Reading(), processes=0, wait_limit_s=60, **more)
+
+
+def batches(table, ids):
+    """All that a loader makes of the samples of a table, one by one."""
+    packs = [[i] for i in range(len(table))]
+    return list(map(vars, make_loader(table, ids, packs, num_workers=0, prefetch_factor=2)))
+
+
+def same(a, b):
+    """Whether the tensors of two lists of batches are equal, and what is known beside them but the samples' numbers."""
+    return len(a) == len(b) and all(
+        torch.equal(x[name], y[name]) if torch.is_tensor(x[name]) else name == "samples" or x[name] == y[name]
+        for x, y in zip(a, b) for name in x)
+
+
+@pytest.fixture(scope="module")
+def folder(tiny, tokenizer, ids, speech, tmp_path_factory):
+    """A prepared folder of the manifest, with references of the same speaker; its own code cache."""
+    out = tmp_path_factory.mktemp("prepared")
+    prepared(tiny, tokenizer, ids, speech, out, reading=Reading(reference="same_speaker"))
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The folder
+
+
+def test_ranks_prepare_and_the_trainer_trains_on_it_elsewhere(tiny, speech, pool, forked, folder, tmp_path):
+    """The command itself, by two processes; then the folder is moved, the audio is gone, and no codec can be loaded."""
+    mine = tmp_path / "mine"
+    shutil.copytree(speech.parent, mine)
+    flags = ["--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec, "--train_data_file", mine / "m.jsonl:2",
+             "--output_dir", tmp_path / "made", "--reference", "same_speaker", "--preprocess_num_proc", "1"]
+    statuses, output = pool.run(2, "speech.prepare_tts.main", list(map(str, flags)), cwd=tmp_path)
+    assert statuses == [0, 0], output[-3000:]
+    assert "manifest (JSON, audio, text, speaker); 24 rows = 24 kept + 0 refused" in output
+    assert "done       24 samples" in output and "h of audio" in output
+    about = json.loads((tmp_path / "made" / "prepared.json").read_text())
+    ours, theirs = (Table(path) for path in (folder / json.loads((folder / "prepared.json").read_text())["table"],
+                                             tmp_path / "made" / about["table"]))
+    for name in ("tokens", "lengths", "frames", "clips"):
+        assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
+    shutil.rmtree(mine)
+    (tmp_path / "made").rename(tmp_path / "moved")
+    done = forked("--train_data_file", "", "--train_data_dir", tmp_path / "moved", "--code_cache", "", "--max_steps", 2,
+                  "--disable_eval", env={"PYTHONPATH": ""})
+    assert "samples    48 to train" in done.output and done.metrics("train/loss").keys() == {1, 2}
+    assert not (done.output_dir / "codes").exists()
+
+
+def test_a_prepared_folder_gives_the_batches_of_its_source(tiny, tokenizer, ids, speech, folder, tmp_path):
+    reading = Reading(reference="same_speaker")
+    direct = opened(tiny, tokenizer, ids, [(speech, 1.0)], tmp_path / "a", reading=reading)
+    mapped = opened(tiny, tokenizer, ids, [(folder, 1.0)], tmp_path / "b")
+    assert same(batches(direct, ids), batches(mapped, ids))
+    both = opened(tiny, tokenizer, ids, [(folder, 0.5), (folder, 2.0)], tmp_path / "c", held_out=folder)
+    assert same(batches(both, ids), 3 * batches(mapped, ids))
+    assert [(s["weight"], s["held_out"]) for s in both.sources] == [(0.5, False), (2.0, False), (1.0, True)]
+    train, held_out = split_samples(both, 0.1, 42)
+    assert len(train) == 12 + 48 and held_out.tolist() == list(range(48, 72))
+
+
+@pytest.mark.parametrize("change, said", [
+    ({"tokenizer": "x"}, "was prepared with another tokenizer than that of --model_path"),
+    ({"codec": "x"}, "was prepared with another codec than that of --audio_tokenizer_path"),
+    ({"reading": {"normalize": True}}, "was prepared with normalize True, not False")])
+def test_a_folder_of_another_model_is_refused(tiny, tokenizer, ids, folder, tmp_path, change, said):
+    shutil.copytree(folder, tmp_path / "other", ignore=shutil.ignore_patterns("codes"))
+    about = json.loads((folder / "prepared.json").read_text())
+    (tmp_path / "other" / "prepared.json").write_text(json.dumps({**about, **change}))
+    with pytest.raises(UserError, match=said):
+        opened(tiny, tokenizer, ids, [(tmp_path / "other", 1.0)], tmp_path / "out")
+    with pytest.raises(UserError, match="was prepared with reference same_speaker, not none"):
+        opened(tiny, tokenizer, ids, [(folder, 1.0)], tmp_path / "out", reading=Reading(reference="none"))
+
+
+def test_a_share_of_a_source_is_exact_and_the_same_again():
+    numbers = np.arange(100, 150)
+    for weight in (0.3, 1.0, 2.5):
+        found = weighted(numbers, weight, (42, 3, 0))
+        counts = np.bincount(found, minlength=150)[100:]
+        assert len(found) == round(50 * weight) and counts.max() - counts.min() <= 1
+        assert np.array_equal(found, weighted(numbers, weight, (42, 3, 0)))
+    assert not np.array_equal(weighted(numbers, 0.3, (42, 3, 0)), weighted(numbers, 0.3, (43, 3, 0)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks
+
+
+def tone(seconds, rate=16000, level=0.3, hertz=200):
+    return level * np.sin(2 * np.pi * hertz * np.arange(round(seconds * rate)) / rate)
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory):
+    """A manifest with one sample of each fault, 30 good ones and their file names."""
+    folder, rows = tmp_path_factory.mktemp("faulty"), []
+    waves = {f"good{i}": tone(1.0, hertz=200 + i) for i in range(30)} | {
+        "tiny": tone(0.2), "quiet": tone(1.0, level=1e-5), "clipped": np.clip(tone(1.0, level=2.0), -1, 1),
+        "shifted": tone(1.0) + 0.1, "copy": tone(1.0, hertz=200), "again": tone(1.0, hertz=300),
+        "dots": tone(1.0, hertz=301), "fast": tone(1.0, hertz=302)}
+    for name, wave in waves.items():
+        soundfile.write(folder / f"{name}.wav", wave, 16000, subtype="FLOAT")
+        odd = {"again": rows[3]["text"] if rows[3:] else "", "dots": "...", "tiny": "Tin.", "fast": "Too much. " * 14}
+        text = odd.get(name, f"A {'very ' * (len(rows) % 5)}good text of {name.removeprefix('good')}.")
+        rows.append({"audio": f"{name}.wav", "text": text, "speaker": "anna"})
+    shutil.copy(folder / "good0.wav", folder / "copy.wav")
+    (folder / "text.wav").write_text("no audio")
+    rows.append({"audio": "text.wav", "text": "Unreadable."})
+    return written(folder / "m.jsonl", [*rows, {"audio": "good1.wav", "text": " "}])
+
+
+FOUND = {"audio": ["text"], "too_short": ["tiny"], "silence": ["quiet"], "clipping": ["clipped"],
+         "dc_offset": ["shifted"], "no_words": ["dots"], "duplicate_audio": ["copy"], "duplicate_text": ["again"],
+         "text_rate": ["fast"]}
+
+
+def listed(out):
+    """{check: [number of the row]} of problems.jsonl."""
+    found = {}
+    for line in (out / "problems.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        found.setdefault(row["check"], []).append(int(row["entry"].split()[1]))
+    return found
+
+
+def test_errors_stop_and_all_problems_are_listed(tiny, tokenizer, ids, faulty, tmp_path):
+    cache, rows = tmp_path / "codes", [json.loads(line) for line in faulty.read_text().splitlines()]
+    expected = {check: [i for i, row in enumerate(rows) if Path(row["audio"]).stem in names]
+                for check, names in FOUND.items()}
+    with pytest.raises(UserError, match="sample 39: its text is empty"):
+        prepared(tiny, tokenizer, ids, faulty, tmp_path / "a", cache=cache)
+    only = written(faulty.parent / "only.jsonl", rows[:-1])
+    with pytest.raises(UserError, match="3 problems:") as caught:
+        prepared(tiny, tokenizer, ids, only, tmp_path / "b", cache=cache)
+    for said in ("its audio", "text.wav: is not readable audio", "0.20 s, less than --min_clip_seconds 0.32",
+                 "quiet.wav", "is silent, -103 dB of full scale", "--drop_bad"):
+        assert said in str(caught.value)
+    assert listed(tmp_path / "b") == expected and not (tmp_path / "b" / "prepared.json").exists()
+    errors = (*CHECKS, *SOUND_ERRORS)
+    report = prepared(tiny, tokenizer, ids, faulty, tmp_path / "c", cache=cache, drop=errors)
+    assert listed(tmp_path / "c") == expected | {"empty_text": [39]} and report["samples"] == 36
+    more = (*errors, "clipping", "text_rate")
+    report = prepared(tiny, tokenizer, ids, faulty, tmp_path / "c", cache=cache, drop=more)
+    assert report["samples"] == 34 and report["checks"]["clipping"] == {"samples": 1, "dropped": True}
+    assert report["checks"]["dc_offset"] == {"samples": 1, "dropped": False} and report["dropped"] == 5
+    table = opened(tiny, tokenizer, ids, [(tmp_path / "c", 1.0)], tmp_path / "d")
+    kept = {table.name(i).split()[2] for i in split_samples(table, 0, 42)[0]}
+    assert kept == {str(i) for i in range(39)} - {str(expected[check][0]) for check in (
+        "audio", "too_short", "silence", "clipping", "text_rate")}
+    assert len(list((tmp_path / "c").glob("table-*"))) == 1
+
+
+def test_validation_audio_in_training_is_found(tiny, tokenizer, ids, faulty, tmp_path):
+    rows = [json.loads(line) for line in faulty.read_text().splitlines()]
+    train = written(faulty.parent / "train.jsonl", rows[:4])
+    held_out = written(faulty.parent / "eval.jsonl", [{**rows[2], "text": "Other words."}, rows[5]])
+    report = prepared(tiny, tokenizer, ids, train, tmp_path / "a", held_out=held_out, drop=("in_validation",))
+    assert listed(tmp_path / "a")["in_validation"] == [2] and report["samples"] == 5
+
+
+def test_limits_are_what_the_flags_say(capsys):
+    flags = ["--model_path", "m", "--audio_tokenizer_path", "c", "--train_data_file", "a", "b:0.5"]
+
+    def parse(*more):
+        return prepare_tts.flags.parse(prepare_tts.build_parser(), prepare_tts.check_flags, [*flags, *more])
+    args = parse("--drop_bad", "clipping")
+    assert args.drop_bad == (*CHECKS, *SOUND_ERRORS, "clipping")
+    assert prepare_tts.data_flags.sources(args) == ([("a", 1.0), ("b", 0.5)], None)
+    for wrong, said in ((["--drop_bad", "noise"], "--drop_bad noise: no such check"),
+                        (["--min_clip_seconds", "60"], "--min_clip_seconds must be below"),
+                        (["--train_data_file", "a:0"], "a:0: a weight lies above 0")):
+        with pytest.raises(SystemExit):
+            parse(*wrong)
+        assert said in capsys.readouterr().err
