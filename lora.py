@@ -3,6 +3,7 @@
     python lora.py merge --model_path BASE --adapter out/checkpoint-500 --output_dir merged     # a native checkpoint
     python lora.py export --model_path BASE --adapter out/checkpoint-500 --output_dir served    # the 2025 layout
     python lora.py export --model_path full/checkpoint-500 --output_dir served                  # of a full fine-tuning
+    python lora.py push --adapter out/checkpoint-500 --output_dir card --repo_id me/voice --dry_run     # for the hub
 """
 from common import flags
 from common.flags import need
@@ -10,11 +11,12 @@ from speech.choices import DTYPES, HUB_CODEC, LAYOUTS, LORA_TARGETS
 
 
 def build_parser():
-    p = flags.Parser("Write a Higgs-Audio V2 checkpoint with its adapter folded in.")
-    p.usage = "%(prog)s {merge,export} [--flag value ...]"
-    p.add_argument("command", choices=["merge", "export"],
-                   help="merge: adapter and base into a native checkpoint; export: for other code, adapter or not")
-    p.add_argument("--model_path", required=True, help="base model or full fine-tuning's checkpoint, or hub name")
+    p = flags.Parser("Write a Higgs-Audio V2 checkpoint with its adapter folded in, or a folder for the hub.")
+    p.usage = "%(prog)s {merge,export,push} [--flag value ...]"
+    p.add_argument("command", choices=["merge", "export", "push"],
+                   help="merge: adapter and base into a native checkpoint; export: for other code, adapter or not; "
+                        "push: an adapter or a full checkpoint as it is, with a model card, to the hub")
+    p.add_argument("--model_path", help="base model or full fine-tuning's checkpoint, or hub name")
     p.add_argument("--adapter", help="folder with adapter_model.safetensors; merge needs one")
     p.add_argument("--output_dir", required=True, help="new folder for the checkpoint")
     p.add_argument("--format", choices=LAYOUTS, help="layout to write: native (default of merge), or 2025 for "
@@ -25,11 +27,31 @@ def build_parser():
                    help="largest weight file in GB, so also the memory this takes")
     p.add_argument("--audio_tokenizer_path", help="folder or hub name that the native processor shall name as its "
                    f"codec (default: what the base names, else {HUB_CODEC})")
+    g = p.add_argument_group("push")
+    g.add_argument("--repo_id", metavar="OWNER/NAME", help="on the hub; made if it is not there")
+    flags.switch(g, "--dry_run", help="write the folder with its card, upload nothing")
+    flags.switch(g, "--private", help="make a repository that only its owner sees")
+    g.add_argument("--base_model", metavar="OWNER/NAME",
+                   help="hub name of the base for the card (default: the run's --model_path)")
+    g.add_argument("--language", nargs="+", default=[], metavar="CODE", help="languages for the card")
     return p
+
+
+def check_push(args):
+    """check_flags of the command push, which takes one checkpoint as it is."""
+    need(bool(args.adapter) != bool(args.model_path), "push: give the checkpoint, as one of --adapter and --model_path")
+    need(args.repo_id and args.repo_id.count("/") == 1, "push needs --repo_id OWNER/NAME")
+    need(not (args.format or args.dtype or args.audio_tokenizer_path or args.max_shard_gb != 5.0),
+         "--format, --dtype, --max_shard_gb and --audio_tokenizer_path: push changes no weights; merge or export first")
 
 
 def check_flags(args, world_size):
     """Raise UserError for combinations that do not go together; fill in --format."""
+    if args.command == "push":
+        return check_push(args)
+    need(args.model_path, f"{args.command} needs --model_path")
+    need(not (args.repo_id or args.dry_run or args.private or args.base_model or args.language),
+         "--repo_id, --dry_run, --private, --base_model and --language are for push")
     args.format = args.format or {"merge": "native", "export": "2025"}[args.command]
     need(args.command == "export" or args.adapter,
          "merge needs --adapter FOLDER; to convert a checkpoint without one: lora.py export")
@@ -45,18 +67,18 @@ import torch
 
 from common import tensor_files
 from common.parallel import UserError, one_clear_error
-from speech import export
+from speech import card, export
 
 # after speech.weights, which explains a torchaudio that breaks every transformers import
 from common import adapters  # isort: skip
 from peft import LoraConfig  # isort: skip
 
 
-def add_lora(model, rank, alpha, dropout, targets, base_name):
+def add_lora(model, rank, alpha, dropout, targets, base_name, rslora=False, dora=False):
     """Wrap a native model in fp32 adapters; the base is frozen.
 
     targets: a name in LORA_TARGETS, or comma-separated module name endings. base_name: written into the adapter's
-    config. Raises UserError when a target matches nothing.
+    config. rslora, dora: of PEFT's LoraConfig. Raises UserError when a target matches nothing.
     """
     names = LORA_TARGETS.get(targets) or [t.strip() for t in targets.split(",") if t.strip()]
     linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
@@ -64,7 +86,8 @@ def add_lora(model, rank, alpha, dropout, targets, base_name):
         if not any(n == name or n.endswith("." + name) for n in linear):
             raise UserError(f"--lora_target_modules {name!r} matches no linear layer; use one of "
                             f"{', '.join(LORA_TARGETS)} or endings such as q_proj, mlp.gate_proj, audio_mlp.gate_proj")
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none")
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none",
+                        use_rslora=rslora, use_dora=dora)
     return adapters.attach(model, config, base_name)
 
 
@@ -74,16 +97,24 @@ def folds(model, adapter):
     Raises UserError when the adapter's files and the model do not fit together exactly: PeftModel.from_pretrained would
     only warn about weights that are missing.
     """
-    net = adapters.add_saved(model, adapter, ("use_dora",))
+    net = adapters.add_saved(model, adapter)
     stored = tensor_files.open_tensors([Path(adapter) / "adapter_model.safetensors"])
-    if other := [name for name in stored if not name.endswith((".lora_A.weight", ".lora_B.weight"))]:
-        raise UserError(f"--adapter {adapter}: only plain LoRA can be folded in, this has {min(other)}")
+    known = (".lora_A.weight", ".lora_B.weight", f".{adapters.MAGNITUDE}")
+    if other := [name for name in stored if not name.endswith(known)]:
+        raise UserError(f"--adapter {adapter}: only LoRA, rsLoRA and DoRA can be folded in, this has {min(other)}")
     adapters.load_adapters(net, adapter)     # onto the meta device nothing is copied: names and shapes are compared
     tensor_files.check_finite({name: part[:] for name, part in stored.items()}, f"--adapter {adapter}")
 
     def fold(name, scaling):
         a, b = (stored[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
-        return lambda weight: torch.addmm(weight, b[:].float(), a[:].float(), alpha=scaling)
+        length = stored.get(f"base_model.model.{name}.{adapters.MAGNITUDE}")
+
+        def updated(weight):
+            weight = torch.addmm(weight, b[:].float(), a[:].float(), alpha=scaling)
+            if length is not None:      # DoRA (Liu et al. 2024, eq. 5): the rows' direction, times a trained length
+                weight *= (length[:].float() / torch.linalg.norm(weight, dim=1))[:, None]
+            return weight
+        return updated
     return {f"{name}.weight": fold(name, module.scaling["default"])
             for name, module in net.get_base_model().named_modules() if hasattr(module, "lora_A")}
 
@@ -97,6 +128,13 @@ def merge(model_path, adapter, output_dir, dtype="float32", shard_bytes=5 * 10**
 def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
     with one_clear_error():
+        if args.command == "push":
+            notes = card.write(args.adapter or args.model_path, args.output_dir, args.repo_id, args.base_model,
+                               args.language)
+            print(f"{args.repo_id}: {args.output_dir}", *notes, sep="\n  ")
+            if not args.dry_run:
+                print(f"uploaded: {card.upload(args.output_dir, args.repo_id, args.private)}")
+            return
         notes = merge(args.model_path, args.adapter, args.output_dir, args.dtype, int(args.max_shard_gb * 1e9),
                       args.format, args.audio_tokenizer_path)
         print(f"{args.format} checkpoint: {args.output_dir}", *notes, sep="\n  ")

@@ -111,6 +111,7 @@ def check_flags(args, world_size):
     need(args.sample_time_limit < args.wait_timeout, f"--sample_time_limit {args.sample_time_limit:g} must be below "
          f"--wait_timeout {args.wait_timeout}")
     flags.check_lora(args, build_parser())
+    flags.check_loading(args, build_parser())
     need(not (args.use_lora and args.freeze_llm), "--use_lora freezes the whole base already: drop --freeze_llm")
     need(args.parallel == "ddp" or args.eval_ranks != "rank0",
          "--eval_ranks rank0 does not go with --parallel fsdp: every forward there needs all ranks; drop it")
@@ -149,7 +150,7 @@ from speech import higgs, models, sample_prompts, weights, wording
 from speech.codes import FRAME_RATE
 from speech.plan import print_plan
 from speech.sources import Reading
-from speech.table import samples_line, split_samples, usable_samples
+from speech.table import data_facts, samples_line, split_samples, usable_samples
 
 AUDIO_WEIGHTS = ("embed_audio_tokens", "audio_lm_head", "audio_embedding")     # what --freeze_llm trains, by name
 
@@ -350,7 +351,8 @@ def print_sample(table, tokenizer, batch):
 
 def for_model(args):
     """What empty_trained_model takes of the flags, by name."""
-    adapter = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules, args.model_path)
+    adapter = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules, args.model_path,
+               args.use_rslora, args.use_dora)
     return {"adapter": adapter if args.use_lora else None, "bf16": args.bf16, "freeze_llm": args.freeze_llm,
             "text_loss_weight": args.text_loss_weight, "recompute": args.gradient_checkpointing}
 
@@ -434,10 +436,8 @@ def train(args):
     ids = check(models.token_ids, tokenizer, config)
     model, native, parts = check(empty_trained_model, folder, config_dict, **for_model(args)) or (None,) * 3
     table = check(prepare_table, world, tokenizer, ids, codec_dir, **for_table(args, check))
-    prompts, settings = [], None
-    if args.sample_prompts:
-        prompts, settings = check(parallel.rank0_first, world, sample_prompts.load, for_prompts(args), tokenizer, ids,
-                                  config, codec_dir, device) or (None, None)
+    prompts, settings = check(parallel.rank0_first, world, sample_prompts.load, for_prompts(args), tokenizer, ids,
+                              config, codec_dir, device) or (None, None)
     check.settle()
     all_train, all_eval = split_samples(table, 0 if args.disable_eval else args.validation_split, args.seed)
     train_ids, eval_ids = usable_samples(
@@ -564,7 +564,8 @@ def train(args):
                         now.log.write(now.step, values)
                     better = now.better(values.get("eval/loss", math.nan))
             if (better or saving or stopping) and now.saved_step != now.step:
-                save_checkpoint(world, now.writer, model, tokenizer, folder, optimizer, now.state(identity))
+                save_checkpoint(world, now.writer, model, tokenizer, folder, optimizer,
+                                now.state(identity, data=data_facts(table, train_ids)))
     now.finish(stopping)
 
 

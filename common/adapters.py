@@ -11,6 +11,7 @@ from peft.tuners.lora import Linear
 from common import json_files, tensor_files
 from common.parallel import UserError
 
+MAGNITUDE = "lora_magnitude_vector"     # PEFT's name of DoRA's lengths
 # Fields of PEFT's LoraConfig that its layers compute with, or that matter in training alone. An adapter that sets any
 # other one (modules_to_save, bias, what a newer PEFT adds) would be computed wrongly here, or in part.
 FIELDS = {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "use_dora", "rank_pattern",
@@ -40,8 +41,8 @@ class AddingLinear(Linear):
         return out.view(*x.shape[:-1], out.shape[-1])
 
 
-def add_lora(model, layers, rank, alpha, dropout, targets, base_name):
-    """Wrap a model in fp32 adapters; the base is frozen.
+def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=False, dora=False):
+    """Wrap a model in fp32 adapters; the base is frozen. rslora, dora: of PEFT's LoraConfig.
 
     layers: its decoder layers; only linear modules in them get adapters. targets: "all-linear" or comma-separated
     module name endings. base_name: written into the adapter's config. Raises UserError when a target matches nothing.
@@ -57,7 +58,7 @@ def add_lora(model, layers, rank, alpha, dropout, targets, base_name):
             raise UserError(f"--lora_target_modules {name!r} matches no linear layer; use all-linear or out of: "
                             f"{endings or 'none, this model has no linear layers'}")
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none",
-                        task_type="CAUSAL_LM")
+                        use_rslora=rslora, use_dora=dora, task_type="CAUSAL_LM")
     return attach(model, config, base_name)
 
 
@@ -71,7 +72,7 @@ def attach(model, config, base_name=None, autocast=True):
         wrapped = get_peft_model(model, config)
     config.base_model_name_or_path = base_name      # now: get_peft_model overwrites it with the local folder
     for module in wrapped.modules():
-        if autocast and type(module) is Linear:
+        if autocast and type(module) is Linear and not config.use_dora:     # DoRA's own forward is PEFT's
             module.cast_input_dtype_enabled = False     # PEFT need not cast inputs to fp32 first
             module.__class__ = AddingLinear
     return wrapped
@@ -129,13 +130,22 @@ def adapter_weights(model):
 
 
 def init_adapters(model, seed):
-    """Fill new adapters: A as PEFT does (Kaiming uniform), B with zeros. The same for any sharding of the same seed."""
+    """Fill new adapters: A as PEFT does (Kaiming uniform), B with zeros, DoRA's magnitudes with the lengths of the
+    base's rows, which must be there already. The same for any sharding of the same seed.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in adapter_weights(model).items():
+        if MAGNITUDE in name:
+            continue
         whole = torch.zeros(parameter.shape)
         if ".lora_A." in name:
             torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
         tensor_files.fill(parameter, whole)
+    for module in model.get_base_model().modules():
+        for magnitude in getattr(module, MAGNITUDE, {}).values():
+            rows, lengths = (getattr(tensor, "_local_tensor", tensor).detach() for tensor in (
+                module.base_layer.weight, magnitude.weight))        # of a shard: both have the same rows
+            lengths.copy_(torch.linalg.norm(rows.float(), dim=1))
 
 
 def save_config(model, folder):
@@ -149,10 +159,10 @@ def load_adapters(model, folder):
     """Copy a saved adapter into a freshly wrapped model, sharded or not; raises UserError when it does not fit."""
     saved = json_files.read_object(Path(folder) / "adapter_config.json")
     ours = model.peft_config["default"]
-    for key, value in (("r", ours.r), ("lora_alpha", ours.lora_alpha), ("target_modules", set(ours.target_modules))):
-        stored = set(saved[key]) if key == "target_modules" else saved[key]
-        if stored != value:
-            raise UserError(f"{folder}: adapter has {key} {saved[key]}, this run {value}; give the same LoRA flags or "
+    for key in ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora"):
+        value, stored = getattr(ours, key), saved.get(key, False)
+        if (set(stored) != set(value)) if key == "target_modules" else stored != value:
+            raise UserError(f"{folder}: adapter has {key} {stored}, this run {value}; give the same LoRA flags or "
                             "another --output_dir")
     weights, found = adapter_weights(model), tensor_files.open_tensors([Path(folder) / "adapter_model.safetensors"])
     found = {name: [part] for name, part in found.items()}

@@ -5,16 +5,22 @@ Standard library only, and scripts parse before they import torch: --help and a 
 import argparse
 import difflib
 import importlib.util
+import json
 import math
 import os
+import re
 import sys
 import time
+from pathlib import Path
 
 from common import lifetime
 from common.text import error_text
 
+TRACKERS = ("tensorboard", "wandb", "trackio")                  # of --report_to
 MODES = ("all", "selective")                                    # of --gradient_checkpointing
 SCHEDULERS = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
+CONFIG = "run.yaml"     # in OUTPUT_DIR
+OVERRIDE = re.compile(r"\+{0,2}[a-z]\w*(\.[a-z]\w*)+=[^/]*$")      # trainer.precision=bf16-mixed, as Hydra has it
 GIVE_WAY_S = 5      # seconds other ranks leave rank 0 to say what is wrong, before torchrun ends it because of them
 
 
@@ -57,6 +63,11 @@ def spellings(parser):
     return {*parser._option_string_actions}.union(*map(spellings, below))
 
 
+class Args(argparse.Namespace):
+    """Parsed flags. given: the same as they were before a script's check filled in what derives; not in vars()."""
+    __slots__ = ("given",)
+
+
 def parse(parser, check=None, argv=None):
     """The namespace of a command line, argv or the process's own. check(args, world_size) may raise UserError.
 
@@ -65,13 +76,19 @@ def parse(parser, check=None, argv=None):
     lifetime.end_with_torchrun()        # here, because every script parses before its imports, which take seconds
     status, known = 2, sorted(spellings(parser))
     try:
-        for word in sys.argv[1:] if argv is None else argv:     # before argparse complains of what is missing
+        allocator_setting()
+        words = sys.argv[1:] if argv is None else list(argv)
+        for word in words:                  # before argparse complains of what is missing
             # to argparse "--" alone ends a list, and a word with a space is a value: --text "-- well, no"
             name = word.split("=")[0]
+            need(not OVERRIDE.match(word), f"{word}: key=value is not read here; give the flag, --help shows all")
             if name.startswith("--") and name not in (*known, "--") and " " not in word:
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
                 raise UserError(f"{name}: no such flag; the nearest one is {near}, --help shows all")
-        args = parser.parse_args(argv)
+        if "--config" in known:
+            words = config_words(parser, words) + words     # what stands later counts
+        args = parser.parse_args(words, Args())
+        args.given = dict(vars(args))
         status = 1
         if check:
             check(args, getattr(args, "dry_run", None) or int(os.environ.get("WORLD_SIZE", "1")))
@@ -82,6 +99,68 @@ def parse(parser, check=None, argv=None):
         else:
             time.sleep(GIVE_WAY_S)
         sys.exit(status)
+
+
+def allocator_setting():
+    """Spell the allocator's setting as torch reads it: notes have max_split_size_mb=128 where torch wants a colon."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        value = os.environ.get(name, "")
+        if "=" in value:
+            os.environ[name] = value.replace("=", ":")
+            notice(f"{name}={value} is read as {os.environ[name]}")
+
+
+def config_words(parser, words):
+    """The words of a command line for the YAML file that --config names there, if it does. Raises UserError.
+
+    Values are taken as they are written, so on, 5e-5 and 007 stay what they are; an empty one or null gives no flag.
+    """
+    files = [words[i + 1] for i, word in enumerate(words[:-1]) if word == "--config"] + [
+        word.removeprefix("--config=") for word in words if word.startswith("--config=")]
+    if not files:
+        return []
+    need(len(files) == 1, "--config is given twice")
+    import yaml  # comes with transformers
+
+    file, found, made = files[0], set(), []
+    try:
+        tree = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    except OSError as error:
+        raise UserError(f"--config {file}: cannot be read ({error.strerror})")
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"--config {file}: is no YAML ({' '.join(str(error).split())})")
+    need(tree is None or isinstance(tree, yaml.MappingNode), f"--config {file}: must be lines of flag: value")
+    for key, value in tree.value if tree else ():
+        where = f"--config {file} line {key.start_mark.line + 1}"
+        action = parser._option_string_actions.get(f"--{key.value}")
+        if action is None or action.dest in ("config", "help"):
+            known = [name.removeprefix("--") for name in sorted(spellings(parser) - {"--config", "--help"})]
+            near = difflib.get_close_matches(str(key.value), known, n=1, cutoff=0)[0]
+            raise UserError(f"{where}: {key.value}: no such flag; the nearest one is {near}")
+        need(action.dest not in found, f"{where}: {key.value} is there twice")
+        found.add(action.dest)
+        several = isinstance(value, yaml.SequenceNode)
+        items = value.value if several else [value]
+        need(all(isinstance(item, yaml.ScalarNode) for item in items), f"{where}: {key.value} takes a value or a list")
+        need(not several or action.nargs not in (None, 0, "?"), f"{where}: {key.value} takes one value, not a list")
+        texts = [item.value for item in items]
+        if not several and value.style is None and texts[0] in ("", "~", "null"):
+            continue
+        if isinstance(action, argparse.BooleanOptionalAction):
+            made.append(f"--{'' if boolean(texts[0]) else 'no-'}{key.value}")
+        elif several:
+            made += [f"--{key.value}", *texts]
+        else:       # one word: the value may begin with a dash
+            made.append(f"--{key.value}={texts[0]}")
+    return made
+
+
+def write_config(path, given, script):
+    """Write the flags `given` as the YAML file that --config of the script takes. JSON's values are YAML's."""
+    lines = [f"# {Path(script).name} --config {CONFIG} repeats this run; flags behind it count more"]
+    lines += [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in given.items()
+              if value is not None and name not in ("config", "dry_run")]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def boolean(text):
@@ -108,6 +187,19 @@ def recomputation(text):
         raise argparse.ArgumentTypeError(f"{text!r} is neither {', '.join(MODES)}, true nor false")
 
 
+def deepspeed(text):
+    """Value of --deepspeed -> that of --parallel: stage 3 shards what FSDP2 shards. No other stage has a like here."""
+    if "zero3" in text.lower():
+        return "fsdp"
+    raise argparse.ArgumentTypeError(f"{text!r}: DeepSpeed is not used; zero3 is --parallel fsdp, the nearest to zero2 "
+                                     "--parallel fsdp --no-reshard_after_forward, to none of both --parallel ddp")
+
+
+def lora_targets(text):
+    """Value of --lora_target_modules; ALL, as ms-swift has it, is all-linear."""
+    return "all-linear" if text.lower() == "all" else text
+
+
 def resumption(text):
     """Value of --resume: auto, none or a folder; true and false as in Hugging Face's scripts."""
     return {"true": "auto", "false": "none"}.get(text.lower(), text)
@@ -119,6 +211,9 @@ def resumption(text):
 
 def before_the_run(parser):
     g = parser.add_argument_group("before the run")
+    g.add_argument("--config", metavar="FILE",
+                   help="YAML file of lines `flag: value`; flags of the command line count more. Every run leaves the "
+                        "file that repeats it, OUTPUT_DIR/run.yaml")
     g.add_argument("--dry_run", nargs="?", type=int, const=0, metavar="GPUS",
                    help="check everything, print what the run will be and take, and stop; needs no GPU. GPUS: plan for "
                         "so many (default: the processes of this launch)")
@@ -135,7 +230,10 @@ def lora(group, rank, alpha, dropout, targets, targets_help):
     group.add_argument("--lora_alpha", type=int, default=alpha,
                        help="adapter scale: the update is multiplied by alpha / rank")
     group.add_argument("--lora_dropout", type=float, default=dropout, help="dropout on adapter inputs, 0 to 1")
-    group.add_argument("--lora_target_modules", default=targets, help=targets_help)
+    group.add_argument("--lora_target_modules", type=lora_targets, default=targets, help=targets_help)
+    switch(group, "--use_rslora", help="PEFT's rsLoRA: the update is multiplied by alpha / sqrt(rank) instead")
+    switch(group, "--use_dora", help="PEFT's DoRA: the length of each row of a weight is trained apart; slower, every "
+                                     "forward makes the whole updated weight")
 
 
 def loading(group, num_workers):
@@ -144,6 +242,8 @@ def loading(group, num_workers):
                        help="loader processes per rank, 0 = in the trainer")
     group.add_argument("--prefetch_factor", "--dataloader_prefetch_factor", type=int, default=4,
                        help="batches each loader process prepares ahead")
+    group.add_argument("--dataloader_pin_memory", nargs="?", type=boolean, const=True, default=True,
+                       metavar="true|false", help="Hugging Face's; only true: a GPU's batches come from pinned memory")
 
 
 def bad_samples(group, checks):
@@ -178,6 +278,8 @@ def speed(parser, parallel, bf16_help):
     g = parser.add_argument_group("speed and memory")
     g.add_argument("--parallel", choices=("ddp", "fsdp"), default=parallel,
                    help="a whole model on every GPU, or weights, gradients and optimizer sharded (FSDP2)")
+    g.add_argument("--deepspeed", dest="parallel", type=deepspeed, default=argparse.SUPPRESS, metavar="zero3",
+                   help="as Hugging Face's scripts: zero3 (or ms-swift's default-zero3) is --parallel fsdp")
     switch(g, "--bf16", help=bf16_help)
     switch(g, "--tf32", help="TF32 for float32 matrix products on CUDA")
     g.add_argument("--gradient_checkpointing", nargs="?", const="all", type=recomputation, metavar="all|selective",
@@ -208,9 +310,9 @@ def logging(parser, logging_steps, save_total_limit, eval_steps="a fifth of the 
     g.add_argument("--output_dir", default="./output", help="everything written goes here; shared by all nodes")
     g.add_argument("--logging_dir", default="./logs", help="TensorBoard files go to a folder in here")
     g.add_argument("--logging_steps", type=int, default=logging_steps, help="optimizer steps between log lines")
-    g.add_argument("--report_to", choices=("tensorboard", "wandb", "none"), default="tensorboard",
-                   help="beside metrics.jsonl")
-    g.add_argument("--wandb_project", default="flat-trainers", help="W&B project")
+    g.add_argument("--report_to", nargs="+", default=["tensorboard"], metavar="NAME",
+                   help=f"one or more of {', '.join(TRACKERS)}, or none, beside metrics.jsonl")
+    g.add_argument("--wandb_project", default="flat-trainers", help="project at W&B and trackio")
     g.add_argument("--eval_steps", type=int,
                    help=f"optimizer steps between validations, 0 = at the end (default: {eval_steps})")
     g.add_argument("--save_steps", type=int,
@@ -223,6 +325,12 @@ def logging(parser, logging_steps, save_total_limit, eval_steps="a fifth of the 
     g.add_argument("--resume", "--resume_from_checkpoint", type=resumption, default="auto",
                    help="auto (newest whole checkpoint in OUTPUT_DIR), none, or a folder")
     return g
+
+
+def notice(text):
+    """Say something about the flags once, on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"notice     {text}", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -281,9 +389,22 @@ def check_shared(args):
     need(not (args.compile and args.gradient_checkpointing == "selective"),
          "--gradient_checkpointing selective does not go with --compile: inside a compiled layer nothing can be picked "
          "out; drop one of the two")
-    if args.report_to != "none":
-        need(importlib.util.find_spec(args.report_to),
-             f"--report_to {args.report_to}: pip install {args.report_to}, or --report_to none")
+    names = list(dict.fromkeys(name for word in args.report_to for name in word.split(",") if name))
+    need("none" not in names or names == ["none"], "--report_to none goes with no other")
+    args.report_to = [name for name in names if name != "none"]
+    for name in args.report_to:
+        need(name in TRACKERS, f"--report_to {name}: no such one; there are {', '.join(TRACKERS)} and none")
+        need(importlib.util.find_spec(name), f"--report_to {name}: pip install {name}, or --report_to none")
+
+
+def check_loading(args, parser):
+    """The flags of loading(). Loader processes of all ranks of a node are at most its CPUs, or the script's default."""
+    need(args.dataloader_pin_memory, "--dataloader_pin_memory false: batches for a GPU always come from pinned memory")
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    limit = max(usable_cpus() // ranks, parser.get_default("num_workers"))
+    if args.num_workers > limit and getattr(args, "dry_run", None) is None:
+        notice(f"--num_workers {args.num_workers}: {ranks} ranks on {usable_cpus()} CPUs get {limit} each")
+        args.num_workers = limit
 
 
 def check_bad_samples(args, checks):
@@ -303,11 +424,12 @@ def check_sharding(args):
     if args.float8:
         need(args.compile, "--float8 needs --compile: alone it reads and writes more than it saves")
         need(args.use_lora, "--float8 needs --use_lora: only frozen weights are rounded")
+        need(not args.use_dora, "--float8 does not go with --use_dora: that needs the weights themselves")
         need(args.bf16, "--float8 needs --bf16")
         need(args.parallel == "ddp", "--float8 needs --parallel ddp: rounded weights cannot be sharded")
 
 
 def check_lora(args, parser):
     """No flag of an adapter without --use_lora, where it would do nothing."""
-    for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules"):
+    for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora", "use_dora"):
         need(args.use_lora or getattr(args, name) == parser.get_default(name), f"--{name} needs --use_lora")

@@ -28,7 +28,7 @@ def end_with(parent, words=""):
             time.sleep(POLL_S)
         if words and first_on_node():       # until its end, by when the other ranks have looked as well
             threading.Timer(2 * POLL_S, os._exit, [1]).start()      # not behind the line: nobody may read the pipe
-            print(words, file=sys.stderr, flush=True)
+            print(f"\n{words}", file=sys.stderr, flush=True)        # there may be a progress bar on the line
         else:
             os._exit(1)
     threading.Thread(target=watch, daemon=True, name="lifetime").start()

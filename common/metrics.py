@@ -1,4 +1,4 @@
-"""Numbers of a run: metrics.jsonl always, TensorBoard or W&B when asked, throughput and memory."""
+"""Numbers of a run: metrics.jsonl always, TensorBoard, W&B and trackio when asked, throughput and memory."""
 import json
 import math
 import os
@@ -70,14 +70,14 @@ BOARD = {"Loss": {"loss": ["(train|eval)/(loss|nll)$"], "audio": ["(train|eval)/
 
 
 class MetricsLog:
-    """Rank 0's record of a run. Make it on rank 0 only. report_to: "tensorboard", "wandb" or "none".
+    """Rank 0's record of a run. Make it on rank 0 only. report_to: some of flags.TRACKERS.
 
     Lines of metrics.jsonl and TensorBoard points later than resumed_step (work lost in a crash) are dropped first, so
     no step stands there twice. A metrics.jsonl with other lines than ours is moved aside whole, its good lines go on in
     a new one. Every start adds a line to starts.jsonl: when, where, from which step, how configured.
     """
 
-    def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, wandb_project=None):
+    def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, project=None):
         self.path = Path(output_dir) / "metrics.jsonl"
         rows, bad = read_rows(self.path)
         if bad:
@@ -99,8 +99,8 @@ class MetricsLog:
         text = earlier + json.dumps(start, default=str).encode() + b"\n"
         write_atomically(starts, lambda path: path.write_bytes(text))
         self.file = open(self.path, "a", buffering=1)
-        self.board = self.wandb = None
-        if report_to == "tensorboard":
+        self.board, self.runs = None, {}        # runs: {"wandb" or "trackio": (module, its run)}
+        if "tensorboard" in report_to:
             from torch.utils.tensorboard import SummaryWriter
             show = threading.excepthook     # a full disk, which add_scalar raises, its thread would print as well
             threading.excepthook = lambda found: None if issubclass(found.exc_type, OSError) else show(found)
@@ -108,13 +108,18 @@ class MetricsLog:
             self.board.add_custom_scalars({group: {chart: ["Multiline", patterns] for chart, patterns in charts.items()}
                                            for group, charts in BOARD.items()})
             self.board.add_text("config", "```\n" + json.dumps(config, indent=1) + "\n```", resumed_step)
-        if report_to == "wandb":
+        run_id = Path(output_dir) / "wandb_id"      # a resumed run goes on in the same run there, a new one does not
+        if set(report_to) & {"wandb", "trackio"} and not (resumed_step and run_id.exists()):
+            write_atomically(run_id, lambda path: path.write_text(uuid.uuid4().hex[:16]))
+        if "wandb" in report_to:
             import wandb
-            run_id = Path(output_dir) / "wandb_id"      # a resumed run goes on in the same W&B run, a new one does not
-            if not resumed_step or not run_id.exists():
-                write_atomically(run_id, lambda path: path.write_text(uuid.uuid4().hex[:16]))
-            self.wandb = wandb.init(project=wandb_project, dir=str(output_dir), config=config, resume="allow",
-                                    name=Path(output_dir).resolve().name, id=run_id.read_text())
+            self.runs["wandb"] = wandb, wandb.init(project=project, dir=str(output_dir), config=config, resume="allow",
+                                                   name=Path(output_dir).resolve().name, id=run_id.read_text())
+        if "trackio" in report_to:      # names are all it knows runs by
+            import trackio
+            self.runs["trackio"] = trackio, trackio.init(
+                project=project, name=f"{Path(output_dir).resolve().name}-{run_id.read_text()[:4]}",
+                config=json.loads(json.dumps(config, default=str)), resume="allow")
 
     def write(self, step, values):
         """Record {name: number} at an optimizer step everywhere; a number that is not finite becomes null in JSON."""
@@ -126,19 +131,20 @@ class MetricsLog:
                 for name, value in values.items():
                     self.board.add_scalar(name, value, step)
                 self.board.flush()
-        if self.wandb:
-            self.wandb.log(values, step=step)
+        for _, run in self.runs.values():
+            run.log(values, step=step)
 
     def write_speech(self, step, name, wave, rate, picture):
-        """Sound (n,) float32 in -1..1 at `rate` Hz and its picture (H, W, 3) uint8, to TensorBoard or W&B."""
+        """Sound (n,) float32 in -1..1 at `rate` Hz and its picture (H, W, 3) uint8, to all but metrics.jsonl."""
         if self.board:
             if len(wave):       # TensorBoard cannot take silence of no length
                 self.board.add_audio(name, torch.from_numpy(wave).clamp(-1, 1)[None], step, rate)
             self.board.add_image(f"{name}/mel", picture, step, dataformats="HWC")
             self.board.flush()
-        if self.wandb:
-            import wandb
-            self.wandb.log({name: wandb.Audio(wave, rate), f"{name}/mel": wandb.Image(picture)}, step=step)
+        for module, run in self.runs.values():
+            samples = (wave.clip(-1, 1) * 32767).astype("int16")        # floats would be made as loud as can be
+            sound = {name: module.Audio(samples, sample_rate=rate)} if len(wave) else {}
+            run.log({**sound, f"{name}/mel": module.Image(picture)}, step=step)
 
     def close(self):
         """Flush and close every writer."""
@@ -146,8 +152,8 @@ class MetricsLog:
         self.file.close()
         if self.board:
             self.board.close()
-        if self.wandb:
-            self.wandb.finish()
+        for _, run in self.runs.values():
+            run.finish()
 
 
 def read_rows(path):

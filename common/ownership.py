@@ -145,7 +145,7 @@ class Sight:
             if changed:
                 return True
         age, watched = storage_time(self.path.parent) - beat, time.monotonic() - self.since
-        if -BEAT_S < age < YOUNG_S:     # a date in the future would stay young
+        if about and -BEAT_S < age < YOUNG_S:       # named by now; a date in the future would stay young
             return True
         return False if watched > DEAD_S or age > DEAD_S and watched > WATCH_S else None
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, metrics, optim, parallel, plan, verdict, watchdog
+from common import checkpoint, flags, metrics, optim, parallel, plan, verdict, watchdog
 from common.parallel import UserError
 
 SAVE_MINUTES = 30           # a checkpoint at least so often, where --save_steps is not given
@@ -52,7 +52,7 @@ def start(args, check, cpu_too=False):
     """
     if check.dry:
         check(plan.check_writable, args.output_dir, "--output_dir")
-        if args.report_to == "tensorboard":
+        if "tensorboard" in args.report_to:
             check(plan.check_writable, args.logging_dir, "--logging_dir")
         return parallel.World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu")), None
     watchdog.catch_signals()
@@ -61,7 +61,7 @@ def start(args, check, cpu_too=False):
     watch.moved("data preparation", args.wait_timeout)
     parallel.rank0_first(world, checkpoint.own_output, args.output_dir, lambda why: watchdog.end(world, why))
     parallel.rank0_first(world, watchdog.clear_marker, args.output_dir)
-    if args.report_to == "tensorboard":
+    if "tensorboard" in args.report_to:
         parallel.rank0_first(world, checkpoint.prepare_output, args.logging_dir, "--logging_dir")
     return world, watch
 
@@ -139,6 +139,8 @@ class Run:
         if self.world.is_main:      # its later lines are dropped, so not before the checkpoint has proven to fit
             args = self.args
             board = Path(args.logging_dir) / Path(args.output_dir).resolve().name
+            checkpoint.write_atomically(Path(args.output_dir) / flags.CONFIG,
+                                        lambda path: flags.write_config(path, args.given, sys.argv[0]))
             self.log = metrics.MetricsLog(args.output_dir, board, args.report_to, vars(args), self.step,
                                           args.wandb_project)
 

@@ -101,7 +101,8 @@ def build_parser():
                    help="defaults of the next two, and of rate, warm-up and steps: "
                    + "; ".join(f"{name} {b} x {a}, {lr:g}" for name, (b, a, lr, _, _) in PRESETS.items()))
     g.add_argument("--per_device_train_batch_size", type=int,
-                   help="rows per micro-step and rank (default: as many as hold the preset's problems on average)")
+                   help="rows per micro-step and rank (default: as many as hold --problems_per_batch on average)")
+    g.add_argument("--problems_per_batch", type=int, help="problems per micro-step and rank (default: preset's)")
     g.add_argument("--gradient_accumulation_steps", type=int, help="micro-steps per optimizer step (default: preset's)")
     g.add_argument("--per_device_eval_batch_size", type=int, default=32, help="rows per validation batch")
     g.add_argument("--max_steps", type=int, help="optimizer steps (default: preset's)")
@@ -131,18 +132,21 @@ def layout_of(args):
 
 def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later; fill in what derives."""
-    _, *preset = PRESETS[args.batch_preset]     # its problems become rows when the data is known
-    for flag, value in zip(("gradient_accumulation_steps", "learning_rate", "warmup_steps", "max_steps"), preset):
+    need(not (args.per_device_train_batch_size and args.problems_per_batch),
+         "give one of --per_device_train_batch_size, rows, and --problems_per_batch")
+    names = ("problems_per_batch", "gradient_accumulation_steps", "learning_rate", "warmup_steps", "max_steps")
+    for flag, value in zip(names, PRESETS[args.batch_preset]):      # problems become rows when the data is known
         if getattr(args, flag) is None:
             setattr(args, flag, value)
     flags.check_shared(args)
     flags.check_bad_samples(args, CHECKS)
+    flags.check_loading(args, build_parser())
     if args.dry_run is None:        # long before the imports are done
         ownership.look(args.output_dir)
     need((args.demo is not None) != bool(args.train_data_file), "give one of --train_data_file and --demo")
     need(args.demo is None or not args.eval_data_file,
          "--demo makes its own validation problems: drop --eval_data_file")
-    flags.at_least_one(args, "gradient_accumulation_steps", "max_steps", "eval_repeats", "clip_search_batches", "demo")
+    flags.at_least_one(args, *names[:2], "max_steps", "eval_repeats", "clip_search_batches", "demo")
     flags.zero_or_more(args, "row_length", "early_stop_patience")
     flags.below_one(args, "ema_decay")
     need(all(0 < width < 1 for width in args.clip_search_widths),
@@ -346,8 +350,8 @@ def train(args):
         drop=args.drop_bad, output_dir=None if check.dry else args.output_dir, seed=args.seed) or (None, None)
     check.settle()
     table, regions = blocks.row_table(rows), bound.REGIONS[args.system]
-    if not args.per_device_train_batch_size:        # the preset means problems; a packed row holds several
-        args.per_device_train_batch_size = max(1, round(PRESETS[args.batch_preset][0] / table["samples"].mean()))
+    if not args.per_device_train_batch_size:        # a packed row holds several problems
+        args.per_device_train_batch_size = max(1, round(args.problems_per_batch / table["samples"].mean()))
     batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     identity = {"seed": args.seed, "model": [args.model_size, tokens.vocab_size], **dataclasses.asdict(layout),
                 "batch": [batch_rows, rows.length], "training data": rows.fingerprint()}

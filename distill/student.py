@@ -14,7 +14,7 @@ from common import adapters, tensor_files
 from common.parallel import UserError
 from distill import teacher, weights
 
-UNKNOWN = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform",
+UNKNOWN = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform",
            "trainable_token_indices", "fan_in_fan_out")     # in an adapter's config: what train_sft.py never sets
 
 

@@ -102,6 +102,7 @@ def check_flags(args, world_size):
         args.too_long = "drop"
     flags.check_sharding(args)
     flags.check_lora(args, build_parser())
+    flags.check_loading(args, build_parser())
     flags.at_least_one(args, "group_size")
     flags.zero_or_more(args, "gradient_accumulation_steps", "distill_topk")
     need(0 < args.distill_weight <= 1, f"--distill_weight is {args.distill_weight}; it must be above 0, at most 1")
@@ -300,7 +301,7 @@ def train(args):
     teacher = check(topk.Alternatives, tokenizer, args.distill_topk) if args.distill_topk else None
     limit = check(weights.length_limit, config, args.max_length, args.max_tokens_per_batch)
     lora = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules,
-            args.model_path) if args.use_lora else None
+            args.model_path, args.use_rslora, args.use_dora) if args.use_lora else None
     kind = {"lora": lora, "bf16": args.bf16, "recompute": args.gradient_checkpointing,
             "share": args.distill_weight if args.distill_topk else 0.0}
     model, parts = check(empty_model, config and folder, **kind) or (None, None)

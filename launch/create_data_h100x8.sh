@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Teacher labels on one node of 8 GPUs: 8 / (TP x PP) instances of distill/create_data.py side by side, one shard each.
 #
-#   bash launch/create_data_h100x8.sh INPUT OUTPUT [TP] [flags of distill/create_data.py]
+#   bash launch/create_data_h100x8.sh [INPUT [OUTPUT [TP]]] [flags of distill/create_data.py]
 #   TP=1 suits a 30B-A3B teacher in bf16 on 80 GB as well; 4 is the default; 2 and 8 work alike
 #
 # DRY_RUN=1 checks, prints the commands and ends. Ctrl-C, SIGTERM or a dying instance leave no process and lose nothing
@@ -29,9 +29,9 @@ DRY_RUN=${DRY_RUN:-0}                   # 1: check, print the commands, end
 
 # -- checks ------------------------------------------------------------------------------------------------------------
 
-[ $# -ge 2 ] || die "usage: $LAUNCHER.sh INPUT OUTPUT [TP] [flags of distill/create_data.py]"
-input=$1 output=$2 tp=4
-shift 2
+input=../tinker-cookbook/example-data/multilingual.txt output=./data/prompt_distillation_lang.jsonl tp=4     # defaults
+if [ $# -gt 0 ] && [[ $1 != -* ]]; then input=$1; shift; fi
+if [ $# -gt 0 ] && [[ $1 != -* ]]; then output=$1; shift; fi
 if [ $# -gt 0 ] && [[ $1 != -* ]]; then tp=$1; shift; fi
 case $tp in 1 | 2 | 4 | 8) ;; *) die "TP is '$tp': 1, 2, 4 or 8" ;; esac
 [[ $PP =~ ^[1-9][0-9]*$ ]] || die "PP=$PP: a number from 1 on"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Settings and checks shared by the launchers; sourced, not run. What is set already is kept: NCCL_DEBUG=INFO sbatch ...
 
-REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)       # this repository; absolute, for other folders and nodes
+REPO=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)    # this repository; absolute, for other folders and nodes
 
 # -- what this node has ------------------------------------------------------------------------------------------------
 
@@ -47,18 +47,70 @@ need_free_port() {
     fi
 }
 
-# The value of a flag in a command line, the last one as in the trainer: flag_value --output_dir ./output "$@"
+# The value of a flag in a command line, the last one as in the trainer, else in its --config FILE, else the default:
+# flag_value --output_dir ./output "$@"
 flag_value() {
-    local flag=$1 value=$2
+    local flag=$1 value=$2 file='' given=''
     shift 2
     while [ $# -gt 0 ]; do
         case $1 in
-        "$flag") value=${2:-} ;;
-        "$flag="*) value=${1#*=} ;;
+        "$flag") given=1 value=${2:-} ;;
+        "$flag="*) given=1 value=${1#*=} ;;
+        --config) file=${2:-} ;;
+        --config=*) file=${1#*=} ;;
         esac
         shift
     done
+    if [ -z "$given" ] && [ -f "$file" ] && grep -q "^${flag#--}:" "$file"; then
+        value=$(sed -n "s/^${flag#--}:[[:space:]]*//p" "$file" | sed "s/[[:space:]]*#.*//; s/^[\"']\(.*\)[\"']\$/\1/")
+    fi
     echo "$value"
+}
+
+# True if the command line has this flag: has_flag --output_dir "$@"
+has_flag() {
+    local flag=$1 word
+    shift
+    for word in "$@"; do case $word in "$flag" | "$flag="*) return 0 ;; esac; done
+    return 1
+}
+
+# -- settings of a launcher --------------------------------------------------------------------------------------------
+
+arguments=("$@") known=() flags=()      # of the launcher; what it knows as a setting; what goes to its trainer
+
+# setting NAME DEFAULT [FLAG [FOLDER_FLAG]]: a variable that people may set. Its value goes to the trainer behind FLAG,
+# or FOLDER_FLAG where it is a folder, unless it is empty; with FLAG "-" the launcher sees to that. The arguments count
+# more than the default, and so does --config, which says all at once.
+setting() {
+    local set=${!1+yes} flag
+    known+=("$1")
+    if [ -z "$set" ]; then
+        printf -v "$1" %s "$2"
+        if [ $# -gt 2 ] && has_flag --config "${arguments[@]}"; then printf -v "$1" %s ''; fi
+    fi
+    for flag in "${@:3}"; do
+        if has_flag "$flag" "${arguments[@]}"; then
+            [ -z "$set" ] || die "$1 is set and $flag is given: leave one of them out"
+            return 0
+        fi
+    done
+    if [ $# = 2 ] || [ "$3" = - ] || [ -z "${!1}" ]; then return 0; fi
+    if [ $# = 4 ] && [ -d "${!1}" ]; then flag=$4; else flag=$3; fi
+    flags+=("$flag" "${!1}")
+}
+
+# Settings of the other launchers, and names in people's notes: one that is set and not known here would do nothing.
+known_settings() {
+    local name
+    for name in BATCH BATCH_SIZE BLOCK_SIZE CODEC DATA DATA_PATH EPOCHS EVAL_STEPS GLOBAL_BATCH GLOBAL_BATCH_SIZE GPUS \
+        GRAD_ACCUM GROUP_SIZE HDP_LAYOUT LEARNING_RATE LOADERS LOGGING_STEPS LORA LORA_ALPHA LORA_RANK LORA_TARGETS LR \
+        MAX_STEPS MICRO_BATCH_SIZE MODEL MODEL_PATH NUM_EPOCHS NUM_GPUS NUM_WORKERS OUTPUT_DIR PREPROCESS PRESET \
+        REPORT_TO SAMPLE_FLAGS SAVE_STEPS SIZE SWITCHES TEST_DATA TOKENIZER TRAIN_DATA TRAIN_FILE VALIDATION WARMUP \
+        WARMUP_STEPS WORKERS; do
+        case " ${known[*]} " in *" $name "*) continue ;; esac
+        [ -z "${!name+set}" ] || die "$name=${!name}: not a setting of this launcher; it has ${known[*]}"
+    done
 }
 
 # -- the Python environment --------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Train BD3-LM block diffusion on GSM8K on one H200, then answer the test problems. Arguments go to diffusion/train_bd3lm.py,
-# after those from here.
+# Train BD3-LM block diffusion on GSM8K on one H200, then answer the test problems. Arguments go to
+# diffusion/train_bd3lm.py, after those from here; overrides as BD3-LM's own scripts take them (loader.num_workers=16) are
+# turned into its flags.
 #
 #   sbatch launch/train_gsm8k_bd3lm_h200.sh                          one GPU, data and tokenizer from the hub
 #   TRAIN_DATA=train.jsonl TEST_DATA=test.jsonl TOKENIZER=gpt2_files bash launch/train_gsm8k_bd3lm_h200.sh      offline
@@ -26,7 +27,7 @@ export LAUNCHER=${LAUNCHER:-train_gsm8k_bd3lm_h200}
 
 repo=${REPO:-$(dirname "${BASH_SOURCE[0]}")/..}     # sbatch runs a copy of this file; Slurm knows the original
 [ -n "${REPO:-}" ] || [ -e "$repo/launch/env.sh" ] || repo=$(cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(
-    scontrol show job "${SLURM_JOB_ID:-0}" | sed -n 's|^ *Command=\(.*\)launch/[a-z0-9_]*\.sh.*|\1.|p')") || repo=''
+    scontrol show job "${SLURM_JOB_ID:-0}" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1/..|p")") || repo=''
 [ -e "$repo/launch/env.sh" ] || { echo "$LAUNCHER: error: no launch/env.sh in '$repo'; set REPO" >&2; exit 1; }
 # shellcheck source=launch/env.sh
 source "$repo/launch/env.sh"
@@ -34,14 +35,20 @@ source "$repo/launch/env.sh"
 export TRAINER=${TRAINER:-$REPO/diffusion/train_bd3lm.py} # the script that torchrun starts
 SAMPLER=${SAMPLER:-$REPO/diffusion/sample_bd3lm.py}       # the script that answers
 SYSTEM=${SYSTEM:-gsm8k}                         # gsm8k or hdp; train_hdp_diffusion_h200.sh sets hdp
-PRESET=${PRESET:-recommended}                   # or conservative, aggressive, extreme: problems, rate, steps
+setting PRESET recommended                      # or conservative, aggressive, extreme: problems, rate, steps
+setting GLOBAL_BATCH_SIZE ''                    # problems a step, of all GPUs; default: the preset's
+setting BATCH_SIZE ''                           # problems a GPU and micro-step
+setting GRAD_ACCUM ''                           # micro-steps a step
+setting LR '' --learning_rate                   # default: the preset's, times the root of how much larger the step is
+setting WARMUP_STEPS '' --warmup_steps          # default: the preset's, as that of the next
+setting MAX_STEPS '' --max_steps                # optimizer steps
 TRAIN_DATA=${TRAIN_DATA-openai/gsm8k}           # JSONL, JSON, dataset folder or hub name
 TEST_DATA=${TEST_DATA-openai/gsm8k}             # the same with a test split, answered after training; empty: not done
 TOKENIZER=${TOKENIZER:-gpt2}                    # folder with GPT-2's files or tokenizer.json, or hub name
 OUTPUT_DIR=${OUTPUT_DIR:-}                      # checkpoints, logs, answers; default outputs/SYSTEM_h200, or _demo
 SIZE=${SIZE:-small}                             # model: nano, tiny, small, medium
 BLOCK_SIZE=${BLOCK_SIZE:-16}                    # tokens of a block
-GPUS=${GPUS:-1}                                 # trainers; each takes the preset's problems, so a step grows
+GPUS=${GPUS:-1}                                 # trainers, which share the problems of a step
 MIN_GPUS=${MIN_GPUS:-1}                         # GPUs that must be there; 0 lets a dry run or a trial start anywhere
 switches='--bf16 --tf32 --compile --pack --drop_too_long'
 SWITCHES=${SWITCHES-$switches}                  # flags without a value; SWITCHES= gives none of them
@@ -49,6 +56,36 @@ SAMPLE_FLAGS=${SAMPLE_FLAGS---bf16 --drop_too_long}     # flags of the sampler
 LOG_DIR=${LOG_DIR:-}                            # where the output is kept, over requeues; default OUTPUT_DIR/node_logs
 cpus=$(count_cpus)
 WORKERS=${WORKERS:-$((cpus > 16 ? 16 : cpus > 1 ? cpus - 1 : 1))}       # loader processes a trainer
+
+known+=(TRAIN_DATA TEST_DATA TOKENIZER OUTPUT_DIR SIZE BLOCK_SIZE GPUS SWITCHES SAMPLE_FLAGS WORKERS HDP_LAYOUT)
+known_settings
+
+# -- overrides ---------------------------------------------------------------------------------------------------------
+
+words=()
+for argument in "$@"; do
+    word=${argument#+} value=${argument#*=}
+    case ${word#+} in
+    -* | [!a-z]*) words+=("$argument") ;;
+    model.attn_backend=flash_attn)
+        say "$argument: flash attention has no masks of blocks; flex, which skips what they hide, is used"
+        words+=(--attn_backend flex) ;;
+    model.attn_backend=*) words+=(--attn_backend "$value") ;;
+    trainer.precision=bf16*) words+=(--bf16) ;;
+    trainer.precision=32*) words+=(--bf16 false) ;;
+    model.gradient_checkpointing=*) words+=(--gradient_checkpointing "$value") ;;
+    trainer.compile=*) words+=(--compile "$value") ;;
+    trainer.max_steps=*) words+=(--max_steps "$value") ;;
+    loader.num_workers=*) words+=(--num_workers "$value") ;;
+    optim.lr=*) words+=(--learning_rate "$value") ;;
+    lr_scheduler.num_warmup_steps=*) words+=(--warmup_steps "$value") ;;
+    block_size=*) words+=(--block_size "$value") ;;
+    seed=*) words+=(--seed "$value") ;;
+    [a-z]*.[a-z]*=*) die "$argument: not one of the overrides that are known here; give the flag ($TRAINER --help)" ;;
+    *) words+=("$argument") ;;
+    esac
+done
+set -- "${words[@]}"
 
 demo=0 plan=0
 for argument in "$@"; do
@@ -67,10 +104,37 @@ gsm8k) test_file=test.jsonl ;;
 hdp) test_file=test_hdp.json ;;
 *) die "SYSTEM=$SYSTEM: gsm8k or hdp" ;;
 esac
+# shellcheck disable=SC2153     # setting made it
 case $PRESET in
 conservative | recommended | aggressive | extreme) ;;
 *) die "PRESET=$PRESET: conservative, recommended, aggressive or extreme" ;;
 esac
+# Problems a step = problems a GPU and micro-step x micro-steps x GPUs; what is not set follows.
+case $PRESET in
+conservative) problems=64 ;;
+recommended) problems=128 ;;
+aggressive) problems=192 ;;
+*) problems=256 ;;
+esac
+preset=$((problems * 4)) step=${GLOBAL_BATCH_SIZE:-} micro=$BATCH_SIZE steps=$GRAD_ACCUM
+for name in GLOBAL_BATCH_SIZE BATCH_SIZE GRAD_ACCUM GPUS; do
+    [[ -z ${!name} || ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name}: a number from 1 on"
+done
+if [ -n "$micro" ] && [ -n "$steps" ]; then
+    [ -z "$step" ] || [ "$step" = $((micro * steps * GPUS)) ] ||
+        die "GLOBAL_BATCH_SIZE=$step is not BATCH_SIZE x GRAD_ACCUM x GPUS = $((micro * steps * GPUS))"
+    step=$((micro * steps * GPUS))
+else
+    step=${step:-$preset}
+    if [ -z "$steps" ] && [ -z "$micro" ]; then     # the preset's micro-steps while each GPU has whole ones
+        micro=$problems
+        if [ $((step / GPUS)) -lt "$micro" ]; then micro=$((step / GPUS)); fi
+    fi
+    if [ -z "$steps" ]; then steps=$((step / (micro * GPUS))); else micro=$((step / (steps * GPUS))); fi
+    [ $((micro * steps * GPUS)) = "$step" ] && [ "$step" -gt 0 ] ||
+        die "$step problems a step cannot be shared out: set BATCH_SIZE, GRAD_ACCUM, GPUS ($GPUS) whose product they are"
+fi
+
 gpus=$(count_gpus)
 [ "$gpus" = 0 ] || [ "$GPUS" -le "$gpus" ] || die "GPUS=$GPUS, but $HOSTNAME has $gpus"
 if [ $demo = 0 ]; then
@@ -82,6 +146,7 @@ fi
 
 # -- commands ----------------------------------------------------------------------------------------------------------
 
+[ $demo = 0 ] || [ -z "$GLOBAL_BATCH_SIZE$BATCH_SIZE$GRAD_ACCUM" ] || die "the demo has a batch of its own"
 if [ $demo = 1 ]; then      # everything small, so that two CPU cores show falling bounds and an accuracy in minutes
     settings=(--model_size nano --dropout 0 --block_size 8 --max_length 96 --question_budget 48 --plan_budget 32
         --execution_budget 48 --row_length 128 --per_device_train_batch_size 8 --gradient_accumulation_steps 1
@@ -95,6 +160,16 @@ else
     read -ra switches <<<"$SWITCHES"
     settings=(--batch_preset "$PRESET" --train_data_file "$TRAIN_DATA" --tokenizer "$TOKENIZER" --model_size "$SIZE"
         --block_size "$BLOCK_SIZE" --num_workers "$WORKERS" "${switches[@]}")
+    if has_flag --per_device_train_batch_size "$@" || has_flag --gradient_accumulation_steps "$@"; then
+        [ -z "$GLOBAL_BATCH_SIZE$BATCH_SIZE$GRAD_ACCUM" ] ||
+            die "the batch is set by variables and by flags: leave one out"
+    else
+        settings+=(--problems_per_batch "$micro" --gradient_accumulation_steps "$steps")
+    fi
+    if [ -n "$GLOBAL_BATCH_SIZE$BATCH_SIZE$GRAD_ACCUM" ]; then
+        say "$step problems a step = $micro x $steps micro-steps x $GPUS GPUs"
+        if [ "$step" != "$preset" ] && [ -z "$LR" ] && ! has_flag --learning_rate "$@"; then settings+=(--scale_lr_from_batch "$preset"); fi
+    fi
 fi
 
 after=''
@@ -110,4 +185,4 @@ fi
 
 export AFTER="$after${AFTER:+$'\n'$AFTER}"
 export NPROC_PER_NODE=$GPUS LOG_DIR=${LOG_DIR:-$OUTPUT_DIR/node_logs}
-exec bash "$REPO/launch/slurm.sh" --system "$SYSTEM" "${settings[@]}" --output_dir "$OUTPUT_DIR" "$@"
+exec bash "$REPO/launch/slurm.sh" --system "$SYSTEM" "${settings[@]}" "${flags[@]}" --output_dir "$OUTPUT_DIR" "$@"

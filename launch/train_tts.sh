@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Train Higgs-Audio V2 on one node or many; arguments go to train_v2_ddp.py.
+# Train Higgs-Audio V2 on one node or many: adapters under DDP, or with LORA=0 all weights under FSDP2. Arguments go to
+# train_v2_ddp.py; they, and --config FILE, count more than the defaults below.
 #
-#   sbatch launch/train_tts.sh --train_data_file train.json --output_dir out ...   2 nodes x 8 GPUs; or sbatch --nodes=1
-#   bash launch/train_tts.sh --train_data_file train.json --output_dir out ...     this machine, all its GPUs
+#   sbatch launch/train_tts.sh                                        2 nodes x 8 GPUs; or sbatch --nodes=1
+#   TRAIN_DATA=train.json OUTPUT_DIR=out bash launch/train_tts.sh     this machine, all its GPUs
 #
-# Settings - VENV, NPROC_PER_NODE, DRY_RUN=1 ... - signals and requeueing are those of slurm.sh, which this one calls.
+# All else - VENV, NPROC_PER_NODE, DRY_RUN=1 ..., signals and requeueing - is slurm.sh, which this one calls.
 #
 #SBATCH --job-name=train_tts
 #SBATCH --nodes=2
@@ -22,12 +23,38 @@ export LAUNCHER=train_tts
 
 repo=${REPO:-$(dirname "${BASH_SOURCE[0]}")/..}     # sbatch runs a copy of this file; Slurm knows the original
 [ -n "${REPO:-}" ] || [ -e "$repo/launch/env.sh" ] || repo=$(cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(
-    scontrol show job "${SLURM_JOB_ID:-0}" | sed -n 's|^ *Command=\(.*\)launch/[a-z0-9_]*\.sh.*|\1.|p')") || repo=''
+    scontrol show job "${SLURM_JOB_ID:-0}" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1/..|p")") || repo=''
 [ -e "$repo/launch/env.sh" ] || { echo "$LAUNCHER: error: no launch/env.sh in '$repo'; set REPO" >&2; exit 1; }
 # shellcheck source=launch/env.sh
 source "$repo/launch/env.sh"
 
 export TRAINER=${TRAINER:-$REPO/train_v2_ddp.py}        # the script that torchrun starts
+setting MODEL bosonai/higgs-audio-v2-generation-3B-base --model_path     # folder or hub name
+setting CODEC bosonai/higgs-audio-v2-tokenizer --audio_tokenizer_path    # folder or hub name of the audio tokenizer
+setting TRAIN_DATA ../../higgs-audio/training_data/chatml/train_chatml_samples.json \
+    --train_data_file --train_data_dir                      # ChatML file, or folder
+setting OUTPUT_DIR ./output_expmt_v1 --output_dir           # checkpoints and logs
+setting LR 5e-5 --learning_rate                             # peak learning rate
+setting EPOCHS 3 --num_train_epochs                         # passes over the data
+setting LORA 1 -                                            # 1: adapters; 0: full fine-tuning
+setting SWITCHES --bf16 -                                   # flags without a value; SWITCHES= gives none of them
+# Without a default, so the trainer's own rule counts:
+setting BATCH_SIZE '' --per_device_train_batch_size         # samples a GPU and micro-step
+setting GRAD_ACCUM '' --gradient_accumulation_steps         # micro-steps an optimizer step
+setting GLOBAL_BATCH_SIZE '' --global_batch_size            # samples an optimizer step, instead of GRAD_ACCUM
+setting WARMUP_STEPS '' --warmup_steps                      # optimizer steps
+setting SAVE_STEPS '' --save_steps                          # optimizer steps between checkpoints
+setting EVAL_STEPS '' --eval_steps                          # optimizer steps between validations
+known_settings
+# shellcheck disable=SC2153     # setting made it
+read -ra switches <<<"$SWITCHES"
+case $LORA in
+1) switches+=(--use_lora) ;;
+0) switches+=(--parallel fsdp) ;;
+'') ;;                      # --config says
+*) die "LORA=$LORA: 1 or 0" ;;
+esac
+
 if [ -z "${VENV:-}${CONDA_ENV:-}" ] && has_conda_env tts_env; then export CONDA_ENV=tts_env; fi
 
-exec bash "$REPO/launch/slurm.sh" "$@"
+exec bash "$REPO/launch/slurm.sh" "${flags[@]}" "${switches[@]}" "$@"

@@ -1,4 +1,4 @@
-"""Judges launch/demo.sh: has the base learnt the new voice, and is it understood? Exit status 0 only if so.
+"""Judges what launch/voice learns: has it the new voice, and is it understood? Exit status 0 only if so.
 
     python speech/judge_demo.py BEFORE AFTER --voice_dir launch/voice
 

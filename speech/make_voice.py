@@ -1,4 +1,4 @@
-"""Makes launch/voice, the demo's base that speaks: digits in one voice of flite, and clips of another voice to learn.
+"""Makes launch/voice, a base that speaks: digits in one voice of flite, and clips of another voice to learn.
 
     apt-get install flite
     python speech/make_voice.py work --product_dir launch/voice     # on two cores, no GPU, about an hour

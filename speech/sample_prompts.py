@@ -33,10 +33,12 @@ def read(path, normalize):
 def load(source, tokenizer, ids, config, codec_dir, device):
     """(Prompts of --sample_prompts, GenerationConfig), checked and encoded before training starts. Raises UserError.
 
-    source: (path of the prompts, normalize of speak.read_prompts, seconds of speech that one of them may give, judging
-    of scores.load_judges, by name); the judges are loaded here, so that a missing one is found now.
+    source: (path of the prompts or None, normalize of speak.read_prompts, seconds of speech that one of them may give,
+    judging of scores.load_judges, by name); the judges are loaded here, so that a missing one is found now.
     """
     path, normalize, seconds, judging = source
+    if not path:
+        return [], None
     samples = read(path, normalize)
     try:
         speak.mel_picture(np.zeros(0, np.float32), "")

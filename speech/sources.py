@@ -54,7 +54,11 @@ class Opened:
 
 def open_source(path, reading):
     """Find out a source's format, and look through it for references if they shall be chosen -> Opened."""
-    source = find_source(path, reading.data_format)
+    source, plain = find_source(path, reading.data_format), Reading()
+    shape = ("task_type", "ref_in_system", "reference", "reference_share")
+    if source.format == "chatml" and (changed := [n for n in shape if getattr(reading, n) != getattr(plain, n)]):
+        print(f"notice     {path}: ChatML has own prompts: what is set of {', '.join(changed)} changes nothing in it",
+              flush=True)
     pool = reference_pool(source, reading.seed) if reading.reference == "same_speaker" else {}
     return Opened(source, reading, pool)
 

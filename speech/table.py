@@ -452,6 +452,11 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
     return train_ids, eval_ids
 
 
+def data_facts(table, train_ids):
+    """{"samples": how many, "hours": of audio in them, references too} for a model card."""
+    return {"samples": len(train_ids), "hours": float(table.frames[train_ids].sum() / FRAME_RATE / 3600)}
+
+
 def samples_line(table, train_ids, eval_ids):
     """Line that says how many samples a run has and how long they are."""
     lengths, hours = table.lengths[train_ids], table.frames[train_ids].sum() / FRAME_RATE / 3600

@@ -23,7 +23,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+import torch
 
+from speech.encode import load_codec
 from tests.helpers import chats
 from tests.helpers.trainer import ROOT, train_forked
 
@@ -53,13 +55,15 @@ LAUNCHERS = {
 ELSEWHERE = {"launch/distill_demo.sh": "tests/launch/test_distill_demo.py", "launch/demo.sh": "tests/test_docs.py"}
 # What stands for models of the hub; whatever else the documents name lies in the workshop under that very name.
 HUB = {"bosonai/higgs-audio-v2-generation-3B-base": "BASE", "bosonai/higgs-audio-v2-tokenizer": "CODEC",
-       "Qwen/Qwen3-4B-Instruct-2507": "STUDENT", "Qwen/Qwen3-30B-A3B-Instruct-2507": "STUDENT"}
+       "bosonai/higgs-tts-3-4b": "BASE3", "Qwen/Qwen3-4B-Instruct-2507": "STUDENT",
+       "Qwen/Qwen3-30B-A3B-Instruct-2507": "STUDENT"}
 REST = "--model_path BASE --audio_tokenizer_path CODEC --train_data_file train.json --output_dir fresh"  # for "..."
 # Outputs that lie on the shelf already, where other commands read them.
 TAKEN = {("--output_dir", "out"), ("--output_dir", "./out"), ("--output_file", "labels.jsonl"),
          ("--output_file", "plans.jsonl")}
 # Flags of other programs that the documents speak about.
-FOREIGN = {"--nproc_per_node", "--max-restarts", "--nodes", "--time", "--signal", "--batch", "--logdir", "--help"}
+FOREIGN = {"--nproc_per_node", "--max-restarts", "--nodes", "--time", "--signal", "--batch", "--logdir", "--help",
+           "--no-deps"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -219,6 +223,8 @@ def shelf(tiny, pool, tmp_path_factory):
     root = tmp_path_factory.mktemp("shelf")
     (root / "BASE").symlink_to(tiny.model)
     (root / "CODEC").symlink_to(tiny.codec)
+    from speech import make_tiny
+    make_tiny.make_model3(root / "tiny3", load_codec(tiny.codec, torch.device("cpu"), 8)[0]).rename(root / "BASE3")
     (root / "clips").mkdir()
     text = tiny.train_json.read_text().replace('"audio_url": "', f'"audio_url": "{tiny.root}/')
     (root / "train.json").write_text(text)

@@ -3,6 +3,7 @@ import argparse
 import ast
 import dataclasses
 import importlib
+import json
 import re
 import shlex
 import subprocess
@@ -30,7 +31,7 @@ DEFAULTS = {
     "logging_steps": 10, "bf16": False, "disable_eval": False,
     "enable_strategic_logging": False, "strategic_logging_steps": 100, "output_dir": "./output",
     "logging_dir": "./logs", "use_lora": False, "lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.1, "seed": 42,
-    "report_to": "tensorboard", "freeze_audio_tower": False, "freeze_audio_encoder_proj": False, "freeze_llm": False,
+    "report_to": ["tensorboard"], "freeze_audio_tower": False, "freeze_audio_encoder_proj": False, "freeze_llm": False,
 }
 TASKS = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker_smart_voice",
          "multi_speaker_voice_cloning")
@@ -62,7 +63,7 @@ def test_defaults_of_known_flags():
     for task in TASKS:
         assert parse("--task_type", task).task_type == task
     for target in ("tensorboard", "wandb", "none"):
-        assert parse("--report_to", target).report_to == target
+        assert parse("--report_to", target).report_to == [target]
     assert parse("--wandb_project", "voices").wandb_project == "voices"
 
 
@@ -76,6 +77,7 @@ def test_defaults_of_known_flags():
     (["--lr_scheduler", "step"], "--lr_scheduler/--lr_scheduler_type: invalid choice: 'step'"),
     (["--optim", "sgd"], "--optim: invalid choice: 'sgd'"),
     (["--gradient_checkpointing", "x"], "--gradient_checkpointing: 'x' is neither all, selective, true nor false"),
+    (["--deepspeed", "zero2"], "--deepspeed: 'zero2': DeepSpeed is not used; zero3 is --parallel fsdp"),
     (["stray"], "unrecognized arguments: stray"),
 ])
 def test_refused_flags_in_one_line(words, said, capsys):
@@ -112,6 +114,9 @@ def test_values_that_look_like_flags():
     ("--lr_scheduler_type constant_with_warmup", {"lr_scheduler": "constant"}),
     ("--dataloader_num_workers 3 --dataloader_prefetch_factor 2", {"num_workers": 3, "prefetch_factor": 2}),
     ("--optim adamw_torch_fused", {"optim": "adamw_torch_fused"}), ("--bf16 true", {"bf16": True}),
+    ("--deepspeed default-zero3", {"parallel": "fsdp"}), ("--lora_target_modules ALL", {"lora_target_modules":
+                                                                                        "all-linear"}),
+    ("--dataloader_pin_memory true", {"dataloader_pin_memory": True}),
     ("--bf16 false --tf32 True", {"bf16": False, "tf32": True}), ("--torch_compile", {"compile": True}),
     ("--gradient_checkpointing true", {"gradient_checkpointing": "all"}),
     ("--gradient_checkpointing false", {"gradient_checkpointing": None}),
@@ -137,6 +142,9 @@ def test_older_names_of_block_diffusion():
     (["--global_batch_size", "8", "--gradient_accumulation_steps", "2"], "give one of --global_batch_size and"),
     (["--max_tokens_per_batch", "100", "--group_by_length"], "--group_by_length does nothing"),
     (["--disable_eval", "--eval_data_file", "x.json"], "exclude each other"),
+    (["--dataloader_pin_memory", "false"], "always come from pinned memory"),
+    (["--report_to", "none", "tensorboard"], "--report_to none goes with no other"),
+    (["--report_to", "tensorboard,comet"], "--report_to comet: no such one; there are tensorboard, wandb, trackio"),
     (["--logging_steps", "0"], "--logging_steps is 0"),
     (["--learning_rate", "-1"], "--learning_rate is -1"),
     (["--lora_dropout", "1.5"], "at least 0 and below 1"),
@@ -146,6 +154,71 @@ def test_older_names_of_block_diffusion():
 def test_combinations_that_make_no_sense(words, part):
     with pytest.raises(flags.UserError, match=re.escape(part)):
         train_v2_ddp.check_flags(parse(*words), world_size=1)
+
+
+def test_loader_processes_of_a_node_are_its_cpus_at_most(monkeypatch, capsys):
+    """--dataloader_num_workers counts for each rank, as in Hugging Face; what is too much is capped, and said."""
+    monkeypatch.setattr(flags, "usable_cpus", lambda: 128)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    for given, taken in ((32, 16), (16, 16), (3, 3)):
+        args = parse("--dataloader_num_workers", str(given))
+        train_v2_ddp.check_flags(args, world_size=8)
+        assert args.num_workers == taken
+        assert ("8 ranks on 128 CPUs get 16 each" in capsys.readouterr().out) == (given == 32)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# --config
+
+
+def configured(tmp_path, text, *words, script=train_v2_ddp):
+    (tmp_path / "run.yaml").write_text(text)
+    return flags.parse(script.build_parser(), script.check_flags, ["--config", str(tmp_path / "run.yaml"), *words])
+
+
+def test_flags_from_a_file_and_the_command_line_counts_more(tmp_path):
+    args = configured(tmp_path, """
+        model_path: model       # a remark
+        audio_tokenizer_path: "co dec"
+        train_data_file: 007
+        learning_rate: 5e-5
+        bf16: true
+        reshard_after_forward: false
+        parallel: fsdp
+        normalize_text: on
+        report_to: [tensorboard, none]
+        max_length:
+        drop_bad: []
+        output_dir: -odd
+        """, "--learning_rate", "1e-3", "--report_to", "none")
+    assert (args.model_path, args.audio_tokenizer_path, args.train_data_file) == ("model", "co dec", "007")
+    assert args.learning_rate == 1e-3 and args.bf16 and not args.reshard_after_forward and args.output_dir == "-odd"
+    assert args.normalize_text == "on" and args.report_to == [] and args.max_length == 0 and "invalid" in args.drop_bad
+
+
+@pytest.mark.parametrize("text, said", [
+    ("model_path: m\nlerning_rate: 1", "run.yaml line 2: lerning_rate: no such flag; the nearest one is learning_rate"),
+    ("seed: 1\nseed: 2", "line 2: seed is there twice"), ("seed: [1, 2]", "seed takes one value, not a list"),
+    ("seed: {a: 1}", "seed takes a value or a list"), ("- seed", "must be lines of flag: value"),
+    ("seed: [", "is no YAML"), ("config: other.yaml", "line 1: config: no such flag"),
+    ("seed: x", "--seed: invalid int value: 'x'")])
+def test_a_bad_file_of_flags_is_one_line(tmp_path, text, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        configured(tmp_path, text, *REQUIRED)
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and said in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("script, words", [
+    (train_v2_ddp, [*REQUIRED, "--drop_bad", "too_long", "--gradient_checkpointing", "selective", "--resume", "none"]),
+    (train_v2_ddp, [*REQUIRED, "--no-reshard_after_forward", "--parallel", "fsdp", "--global_batch_size", "8"]),
+    (train_bd3lm, ["--demo", "--pack", "--t_range", "0.3", "0.8", "--output_dir", "a: #b 'c' \"d\" ö"])])
+def test_the_file_that_a_run_leaves_repeats_it(tmp_path, script, words):
+    """Before what derives was filled in: a derived number beside the one that it comes of would be refused."""
+    args = flags.parse(script.build_parser(), script.check_flags, words)
+    flags.write_config(tmp_path / "run.yaml", args.given, script.__file__)
+    again = flags.parse(script.build_parser(), script.check_flags, ["--config", str(tmp_path / "run.yaml")])
+    assert json.loads(json.dumps(vars(again) | {"config": None})) == json.loads(json.dumps(vars(args)))     # lists
 
 
 def test_global_batch_size_counts_ranks():
@@ -159,7 +232,7 @@ SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for folder in FOLDERS for pat
                  if '\nif __name__ == "__main__":' in path.read_text())
 # for launch lines that people have (--optim names the only one there is), and what check_flags turns into another flag
 NO_EFFECT_OF_THEIR_OWN = {"help", "optim", "freeze_audio_tower", "freeze_audio_encoder_proj", "global_batch_size",
-                          "drop_too_long", "command"}
+                          "drop_too_long", "command", "config", "dataloader_pin_memory", "batch_preset"}
 
 
 def actions(parser):

@@ -76,7 +76,7 @@ def test_ranks_end_with_torchrun_and_one_of_them_says_so(start):
     wait_until(lambda: parent.log.read_text().count("here") == 3, "ranks")
     parent.kill()
     wait_until(lambda: not in_session(parent.pid), "end of the ranks")
-    assert parent.log.read_text().splitlines()[3:] == ["error: torchrun has ended; its ranks end with it"]
+    assert parent.log.read_text().splitlines()[3:] == ["", "error: torchrun has ended; its ranks end with it"]
 
 
 def test_a_torchrun_that_ended_before_its_rank_began(start):

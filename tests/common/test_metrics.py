@@ -2,7 +2,9 @@
 import json
 import math
 import re
+import sqlite3
 
+import numpy as np
 import pytest
 
 from common.metrics import MetricsLog, duration, read_metrics
@@ -57,6 +59,48 @@ def test_resumed_log_drops_what_a_crash_left_behind(tmp_path):
 
     log(tmp_path, resumed_step=0).close()           # started anew: nothing of the lost run counts
     assert steps(tmp_path) == []
+
+
+def board_of(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    board = EventAccumulator(str(folder / "logs"), size_guidance={"audio": 0, "images": 0}).Reload()
+    return {event.step: event.value for event in board.Scalars("train/loss")}, board.Tags()["audio"]
+
+
+def wandb_of(folder):
+    """Its file is protobuf: what was logged stands there as text, {"step": value} by value."""
+    data = b"".join(path.read_bytes() for path in folder.glob("wandb/offline-run-*/*.wandb"))
+    media = folder.glob("wandb/offline-run-*/files/media/audio/**/*.wav")
+    return {step: 1 / step for step in (1, 2, 3) if str(1 / step).encode() in data}, [
+        "samples/0" for path in media if b"RIFF" in path.read_bytes()]
+
+
+def trackio_of(folder):
+    with sqlite3.connect(next(folder.glob("trackio/*.db"))) as base:
+        rows = [(step, json.loads(text)) for step, text in base.execute("select step, metrics from metrics")]
+    return ({step: row["train/loss"] for step, row in rows if "train/loss" in row},
+            [name for _, row in rows for name, value in row.items() if isinstance(value, dict) and
+             value["_type"] == "trackio.audio"])
+
+
+@pytest.mark.parametrize("names", [["tensorboard"], ["wandb", "tensorboard"], ["trackio", "tensorboard"]], ids=str)
+def test_every_tracker_gets_numbers_and_speech_offline(tmp_path, monkeypatch, names):
+    """Real clients without a network; the second start goes on in the same run."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))        # which trackio reads when it is imported
+    for name in names:
+        pytest.importorskip(name, reason=f"{name} is not installed")
+    for start in (0, 2):
+        record = MetricsLog(tmp_path, tmp_path / "logs", names, {"seed": 1}, start, "project")
+        for step in (1, 2) if start == 0 else (3,):
+            record.write(step, {"train/loss": 1 / step, "train/grad_norm": math.nan})
+        record.write_speech(step, "samples/0", np.full(2400, 0.5, np.float32), 24000, np.zeros((4, 6, 3), np.uint8))
+        record.write_speech(step, "samples/1", np.zeros(0, np.float32), 24000, np.zeros((4, 6, 3), np.uint8))
+        record.close()
+    for name in names:
+        losses, sounds = {"tensorboard": board_of, "wandb": wandb_of, "trackio": trackio_of}[name](tmp_path)
+        assert losses == pytest.approx({1: 1.0, 2: 0.5, 3: 1 / 3}) and set(sounds) == {"samples/0"}, name
+    assert ((tmp_path / "wandb_id").exists()) == (names != ["tensorboard"])
 
 
 def test_line_cut_off_by_a_kill(tmp_path):

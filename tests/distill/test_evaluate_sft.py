@@ -518,9 +518,9 @@ def test_an_adapter_needs_its_base(made, lora, tmp_path, capsys):
                                                             made / "full-base")
     assert len(evaluate(made, tmp_path, folder, *flags, "--model_path", made / "lora-base")["samples"]) == 9
     config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(config | {"use_rslora": True}))
-    assert "has use_rslora, which is not supported" in refusal(capsys, made, tmp_path, folder, *flags, "--model_path",
-                                                               made / "lora-base")
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"fan_in_fan_out": True}))
+    assert "has fan_in_fan_out, which is not supported" in refusal(capsys, made, tmp_path, folder, *flags,
+                                                                   "--model_path", made / "lora-base")
 
 
 def test_too_little_agreement_ends_with_status_1(made, full, whole, tmp_path, capsys):

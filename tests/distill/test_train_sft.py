@@ -526,8 +526,8 @@ def test_bad_lines_end_the_run(pool, made, tmp_path):
         f"error: {tmp_path}/chats.jsonl:4: message 1 contains the control token <|im_end|>; remove it"]
 
 
-@pytest.mark.parametrize("gpus, settings, accumulation", [(8, {}, 1), (4, {}, 2), (2, {"BATCH": "8"}, 8), (1, {}, 8),
-                                                          (8, {"LORA": "1"}, 1)])
+@pytest.mark.parametrize("gpus, settings, accumulation", [
+    (8, {}, 1), (4, {}, 2), (2, {"BATCH_SIZE": "8"}, 8), (1, {}, 8), (8, {"LORA": "1"}, 1)])
 def test_launcher_gives_a_line_that_the_trainer_takes(made, tmp_path, gpus, settings, accumulation):
     done = subprocess.run(
         ["bash", ROOT / "launch/train_sft_h100x8.sh", tmp_path / "out", "--seed", "7"], text=True, capture_output=True,
@@ -546,7 +546,8 @@ def test_launcher_gives_a_line_that_the_trainer_takes(made, tmp_path, gpus, sett
 def test_launcher_without_what_it_needs(tmp_path):
     out = str(tmp_path)
     for line, part in (([], "the first argument is the output folder"), (["--seed", "7"], "the first argument is"),
-                       ([out], "set TRAIN_FILE"), ([out, "--train_data_file", "no"], "no such file")):
+                       ([out], "no such file: ./data/prompt_distillation_lang.jsonl"),
+                       ([out, "--train_data_file", "no"], "no such file")):
         done = subprocess.run(["bash", ROOT / "launch/train_sft_h100x8.sh", *line], text=True, capture_output=True)
         assert done.returncode == 1 and part in done.stderr
 

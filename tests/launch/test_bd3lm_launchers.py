@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from common import flags
 from diffusion import sample_bd3lm, train_bd3lm
 from diffusion.choices import PRESETS
 from tests.helpers.progress import PATIENCE_S, wait_until
@@ -23,6 +24,13 @@ from tests.launch.test_launchers import alive, environment
 LAUNCHERS = {"gsm8k": "train_gsm8k_bd3lm_h200.sh", "hdp": "train_hdp_diffusion_h200.sh"}
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1"}
 ODD = ["--output_dir", "a folder", "--wandb_project", "it's \"here\" $HOME *", "--resume", ""]
+
+
+
+@pytest.fixture(autouse=True)
+def many_cpus(monkeypatch):
+    """The trainer gives loaders no more CPUs than there are."""
+    monkeypatch.setattr(flags, "usable_cpus", lambda: 64)
 
 
 def launch(launcher, *args, cwd=None, **settings):

@@ -41,6 +41,8 @@ class Job:
         folder.mkdir()
         self.out, self.log_file = folder / "out", folder / "job.log"
         environment = {"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1", "VENV": "none", **settings}
+        if launcher == LAUNCHER:        # adapters in fp32, as FLAGS say
+            environment |= {"SWITCHES": "", "LORA": ""}
         environment["PATH"] = f"{Path(shutil.which('python')).parent}:{os.environ['PATH']}"
         done = subprocess.run(["sbatch", "--parsable", f"--output={self.log_file}", *sbatch, launcher,
                                *map(str, args)], cwd=folder, text=True, capture_output=True,

@@ -301,7 +301,7 @@ def test_merged_model_equals_the_adapter_on_its_base(tiny, adapter, data, tmp_pa
     assert torch.equal(*rows)
 
 
-@pytest.mark.parametrize("kind", [{}, {"use_rslora": True}, {"rank_pattern": {"q_proj": 2}},
+@pytest.mark.parametrize("kind", [{}, {"use_rslora": True}, {"use_dora": True}, {"rank_pattern": {"q_proj": 2}},
                                   {"alpha_pattern": {"o_proj": 3}}, {"layers_to_transform": [1]}], ids=str)
 def test_weights_are_those_of_pefts_own_merge(tiny, tmp_path, kind):
     if "layers_to_transform" in kind:
@@ -315,7 +315,7 @@ def test_weights_are_those_of_pefts_own_merge(tiny, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind, said", [
-    ({"use_dora": True}, "use_dora"), ({"modules_to_save": ["audio_lm_head"]}, "modules_to_save"),
+    ({"modules_to_save": ["audio_lm_head"]}, "modules_to_save"),
     ({"bias": "all"}, "bias"), ({"lora_bias": True}, "lora_bias"),
     ({"init_lora_weights": "olora"}, "init_lora_weights 'olora'")], ids=str)
 def test_adapters_that_are_more_than_lora_are_refused_by_name(tiny, tmp_path, kind, said):

@@ -302,6 +302,14 @@ def test_references_are_other_clips_of_the_speaker_whoever_reads(speakers):
     assert any(other != found for other in drawn)
 
 
+def test_chatml_that_keeps_its_own_references_says_so(folder, capsys):
+    path = lines(folder / "c.jsonl", {"messages": [{"role": "user", "content": "Hi."}, {
+        "role": "assistant", "content": {"type": "audio", "audio_url": "a.wav"}}]})
+    assert read(path)[0] == "chatml" and not capsys.readouterr().out
+    assert len(read(path, reference="none")[1]) == 1
+    assert "what is set of reference changes nothing in it" in capsys.readouterr().out
+
+
 def test_shares_and_references_that_are_given(folder):
     path = lines(folder / "m.jsonl", *({"audio": "a.wav", "text": f"T{i}.", "ref_audio": "b.wav", "ref_text": "Ref.",
                                         "offset": i, "duration": 1} for i in range(200)))

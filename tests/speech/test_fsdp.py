@@ -42,6 +42,7 @@ COMMON = ("--learning_rate", LR, "--validation_split", 0.2, "--eval_steps", 2, "
 METHODS = {
     "full": (), "lora": ("--use_lora", "--lora_dropout", 0, "--lora_rank", 5),
     "dropout": ("--use_lora", "--lora_dropout", 0.2, "--lora_rank", 5), "frozen": ("--freeze_llm",),
+    "dora": ("--use_lora", "--lora_dropout", 0, "--lora_rank", 5, "--use_dora", "--use_rslora"),
     "audio": ("--text_loss_weight", 0), "packs": ("--max_tokens_per_batch", 400, "--max_steps", 4),
 }
 EVERY = "--save_steps 1 --save_total_limit 0"
@@ -164,6 +165,7 @@ SAME = ["full fsdp 1x12x1", "full fsdp 1x4x3 --gradient_checkpointing", "full dd
         "lora fsdp 2x2x3 --gradient_checkpointing selective", f"lora fsdp 2x3x2 {EVERY}",
         "lora ddp 4x1x3 --gradient_checkpointing selective", "lora fsdp 4x1x3",
         "lora fsdp 4x3x1 --gradient_checkpointing",
+        "dora ddp 2x2x3", "dora fsdp 2x2x3 --gradient_checkpointing",
         "frozen fsdp 4x3x1", "audio fsdp 2x2x3", "packs fsdp 2x1x1"]
 
 

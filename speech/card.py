@@ -1,0 +1,140 @@
+"""A checkpoint of a run as a folder for the hub: its files, a model card filled from the run, and the upload.
+
+What the card says of the run comes from the checkpoint's trainer_state/state.json and from metrics.jsonl beside it.
+What neither says is left out.
+"""
+import json
+import os
+import shutil
+from pathlib import Path
+
+from common import checkpoint, metrics
+from common.parallel import UserError
+from speech import wording
+from speech.export import new_folder
+
+LICENCE = "boson-higgs-audio-2-community-license"
+LOGGED = {"train/loss": "training loss", "eval/loss": "validation loss",     # of metrics.jsonl, for the card
+          "eval/stop_rate": "share of sample prompts that ended by themselves"}
+NOT_SHARED = (checkpoint.STATE_DIR, checkpoint.MANIFEST, "README.md")       # optimizer, random states, checksums
+CARD = """---
+{front}
+---
+
+# Higgs Audio 2: {title}
+
+{kind} of [{base}](https://huggingface.co/{base}), a text-to-speech model, made with `train_v2_ddp.py`.
+
+## Training
+
+| | |
+|---|---|
+{facts}
+
+## Use
+
+```python
+{use}
+```
+
+Prompts have the form of the base model's chat template. The text to speak {text}.
+
+## Licence
+
+The base is under the Boson Higgs Audio 2 Community License Agreement, which is built on the Llama 3 licence. It goes
+with what is made of the base: pass on both licence texts and their notice ("Built with Higgs Materials licensed from
+Boson AI USA, Inc. ..."). [The text itself]({licence}) says what is allowed.
+"""
+ADAPTER = """import torch
+from peft import PeftModel
+from transformers import HiggsAudioV2ForConditionalGeneration
+
+base = HiggsAudioV2ForConditionalGeneration.from_pretrained("{base}", dtype=torch.bfloat16)
+model = PeftModel.from_pretrained(base, "{repo}")"""
+MODEL = """import torch
+from transformers import HiggsAudioV2ForConditionalGeneration
+
+model = HiggsAudioV2ForConditionalGeneration.from_pretrained("{repo}", dtype=torch.bfloat16)"""
+
+
+def write(source, output_dir, repo_id, base=None, languages=()):
+    """Write the checkpoint folder `source` and its card into the new folder output_dir; returns notes to print.
+
+    base: hub name of the model it was trained from, None: as the run says. Raises UserError.
+    """
+    source = Path(source)
+    adapter = (source / "adapter_config.json").is_file()
+    if not adapter and not (source / "config.json").is_file():
+        raise UserError(f"{source}: is no checkpoint: it has neither adapter_config.json nor config.json")
+    try:
+        meta = checkpoint.load_meta(source)
+    except (OSError, ValueError):
+        meta = {}
+    said = str(meta.get("args", {}).get("model_path", ""))
+    if not base:
+        if said.count("/") != 1 or said[0] in "./~" or Path(said).exists():
+            raise UserError(f"{source}: was trained from {said or 'what it does not say'}, which is no name on the "
+                            "hub; give --base_model OWNER/NAME")
+        base = said
+    notes = [] if meta else [f"{source} has no {checkpoint.STATE_DIR}: the card says nothing of the run"]
+    files = [path for path in sorted(source.iterdir()) if path.name not in NOT_SHARED]
+    size = sum(path.stat().st_size for path in files if path.is_file())
+    with new_folder(output_dir, size) as building:
+        for path in files:
+            (shutil.copytree if path.is_dir() else shutil.copyfile)(path, building / path.name)
+        card = text(repo_id, base, adapter, languages, facts(meta, source.parent), source)
+        (building / "README.md").write_text(card, encoding="utf-8")
+    return [f"{len(files) + 1} files, {size / 1e9:.3f} GB, {'adapter' if adapter else 'model'}", *notes]
+
+
+def facts(meta, output_dir):
+    """[(what, value)] of a run for the card; meta: state.json of the checkpoint, {} if it has none."""
+    if not meta:
+        return []
+    args, data = meta["args"], meta.get("data")
+    lora = f"adapters, rank {args['lora_rank']}, alpha {args['lora_alpha']}, {args['lora_target_modules']}"
+    kinds = [name for name, flag in (("rsLoRA", "use_rslora"), ("DoRA", "use_dora")) if args.get(flag)]
+    found = [("data", f"{data['samples']:,} samples, {data['hours']:.2f} h of audio")] if data else []
+    found += [("optimizer steps", f"{meta['step']:,}"),
+              ("trained", ", ".join([lora, *kinds]) if args["use_lora"] else "all weights"),
+              ("peak learning rate", f"{args['learning_rate']:g}, warm-up {args['warmup_steps']} steps"),
+              ("precision", "bfloat16" if args["bf16"] else "float32")]
+    for name, what in LOGGED.items():
+        curve = [(row["step"], row[name]) for row in metrics.read_metrics(Path(output_dir) / "metrics.jsonl")
+                 if row.get(name) is not None and row["step"] <= meta["step"]]
+        if curve:
+            first = f" ({curve[0][1]:.4f} at step {curve[0][0]})" if len(curve) > 1 else ""
+            found.append((what, f"{curve[-1][1]:.4f} at step {curve[-1][0]}{first}"))
+    if meta["best_loss"] is not None:
+        found.append(("best validation loss", f"{meta['best_loss']:.4f} at step {meta['best_step']}"))
+    return found
+
+
+def text(repo_id, base, adapter, languages, rows, source):
+    """The model card as text."""
+    licence = f"https://huggingface.co/{base}/blob/main/LICENSE"
+    front = ["license: other", f"license_name: {LICENCE}", f"license_link: {licence}", f"base_model: {base}",
+             f"base_model_relation: {'adapter' if adapter else 'finetune'}", "pipeline_tag: text-to-speech",
+             f"library_name: {'peft' if adapter else 'transformers'}"]
+    if languages:
+        front += ["language:", *(f"- {json.dumps(language)}" for language in languages)]
+    how = "normalised as boson-ai's own inference does" if wording.saved_setting(source) == "on" else "not normalised"
+    return CARD.format(
+        front="\n".join(front), title=repo_id.rpartition("/")[2] or Path(source).name, base=base, licence=licence,
+        kind="An adapter" if adapter else "A fine-tuned version", text=f"was {how}",
+        facts="\n".join(f"| {what} | {value} |" for what, value in rows) or "| | not known |",
+        use=(ADAPTER if adapter else MODEL).format(base=base, repo=repo_id))
+
+
+def upload(folder, repo_id, private):
+    """Upload a folder to the hub; returns its address. Raises UserError, which says how to go on."""
+    from huggingface_hub import HfApi
+    try:
+        api = HfApi()
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload of a checkpoint")
+    except Exception as error:      # of the network, of the hub, of a login that is missing
+        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"--repo_id {repo_id}: not uploaded ({why}); the folder is complete, so go on with: "
+                        f"hf upload {repo_id} {os.path.abspath(folder)}")
+    return f"https://huggingface.co/{repo_id}"

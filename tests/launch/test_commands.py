@@ -1,0 +1,264 @@
+"""Commands that people have in their notes, as they stand there; only paths are tiny ones, or DRY_RUN=1 is set."""
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+import train_v2_ddp
+from common import flags
+from diffusion import train_bd3lm
+from distill import train_sft
+from tests.helpers.progress import PATIENCE_S
+from tests.helpers.trainer import ROOT
+from tests.launch.test_launchers import environment, launch, printed_command, shell
+
+TRAIN_V2 = """torchrun --nproc_per_node=8 trainer/train_v2_ddp.py --model_path bosonai/higgs-audio-v2-generation-3B-base
+--audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer
+--train_data_file ../../higgs-audio/training_data/chatml/train_chatml_samples.json --output_dir ./output_expmt_v1
+--save_steps 5000 --disable_evaluation --per_device_train_batch_size 2 --learning_rate 5e-5 --num_train_epochs 3
+--logging_steps 50 --warmup_steps 500 --bf16 --use_lora"""
+MS_SWIFT = """--deepspeed default-zero3 --bf16 true --gradient_checkpointing true --optim adamw_torch_fused
+--dataloader_num_workers 32 --dataloader_pin_memory true --preprocess_num_proc 32 --lora_target_modules ALL
+--lora_rank 16 --lora_alpha 64 --report_to tensorboard --logging_steps 5"""
+NCCL = """export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
+export PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb=128,expandable_segments=True
+export CUDA_DEVICE_MAX_CONNECTIONS=1"""
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """The folder that the commands of the speech trainer are given in: trainer -> repository, data two folders up."""
+    folder, data = tmp_path / "work" / "here", tmp_path / "higgs-audio" / "training_data" / "chatml"
+    folder.mkdir(parents=True)
+    data.mkdir(parents=True)
+    (folder / "trainer").symlink_to(ROOT)
+    (folder / "scripts").mkdir()
+    (folder / "scripts" / "train").symlink_to(ROOT / "launch")
+    (data / "train_chatml_samples.json").write_text("[]")
+    return folder
+
+
+@pytest.mark.race
+def test_the_trainers_launch_line(tiny, tree, tmp_path):
+    """Line 1 with its own paths of trainer, data and output, on 2 ranks."""
+    entries = tiny.samples()[:4]
+    for entry in entries:
+        for message in entry["messages"]:
+            for item in message["content"] if isinstance(message["content"], list) else ():
+                if item["type"] == "audio":
+                    item["audio_url"] = str(tiny.root / item["audio_url"])
+    (tree / "../../higgs-audio/training_data/chatml/train_chatml_samples.json").write_text(json.dumps(entries))
+    line = TRAIN_V2.replace("=8", "=2").replace("bosonai/higgs-audio-v2-generation-3B-base", str(tiny.model)).replace(
+        "bosonai/higgs-audio-v2-tokenizer", str(tiny.codec))
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *shlex.split(line)[1:]]
+    done = subprocess.run([*words, "--code_cache", str(tiny.codes)], cwd=tree, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, timeout=PATIENCE_S, env=environment())
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "done       step 3; " in done.stdout and (tree / "output_expmt_v1" / "checkpoint-3").is_dir()
+    assert "learning_rate: 5e-05\n" in (tree / "output_expmt_v1" / "run.yaml").read_text()
+
+
+def same_but(line, *names):
+    """The flags of TRAIN_V2 and of a printed command, parsed, without those named."""
+    parsed = [vars(train_v2_ddp.build_parser().parse_args(words)) for words in (
+        shlex.split(TRAIN_V2)[3:], line)]
+    return [{name: value for name, value in args.items() if name not in names} for args in parsed]
+
+
+@pytest.mark.parametrize("script", ["trainer/launch/train_tts.sh", "scripts/train/train_tts.sh"])
+def test_train_tts_without_arguments(tree, script):
+    """Line 2: the launch line's settings; batch, saving, logging, validation and warm-up are the trainer's own."""
+    done = subprocess.run(["bash", script], cwd=tree, text=True, capture_output=True, env=environment(DRY_RUN="1"))
+    words, line = printed_command(done)
+    theirs, ours = same_but(line, "per_device_train_batch_size", "save_steps", "disable_eval", "warmup_steps",
+                            "logging_steps")
+    assert theirs == ours and str(ROOT / "train_v2_ddp.py") in words
+    assert "--save_steps" not in line and "--warmup_steps" not in line
+    given = shlex.split(TRAIN_V2)[3:]           # the launch line's flags in full are obeyed
+    _, line = printed_command(subprocess.run(["bash", script, *given], cwd=tree, text=True, capture_output=True,
+                                             env=environment(DRY_RUN="1")))
+    theirs, ours = same_but(line)
+    assert theirs == ours and line[-len(given):] == given
+
+
+def test_train_tts_as_a_job():
+    header = set(re.findall(r"^#SBATCH (.*)$", (ROOT / "launch" / "train_tts.sh").read_text(), re.M))
+    assert {"--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--cpus-per-task=64"} <= header
+
+
+def test_train_tts_says_which_data_is_missing(tmp_path):
+    done = launch("train_tts.sh", cwd=tmp_path, DRY_RUN="1")
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == (
+        "train_tts: error: --train_data_file: no such file: "
+        "../../higgs-audio/training_data/chatml/train_chatml_samples.json")
+
+
+def test_train_tts_settings(tmp_path):
+    (tmp_path / "clips").mkdir()
+    _, line = printed_command(launch("train_tts.sh", cwd=tmp_path, DRY_RUN="1", TRAIN_DATA="clips", LORA="0", LR="1e-4",
+                                     BATCH_SIZE="3", GRAD_ACCUM="2", WARMUP_STEPS="7", SAVE_STEPS="9", MODEL="m",
+                                     SWITCHES="", OUTPUT_DIR="a b"))
+    args = train_v2_ddp.build_parser().parse_args(line)
+    assert (args.train_data_dir, args.parallel, args.use_lora, args.bf16) == ("clips", "fsdp", False, False)
+    assert (args.learning_rate, args.per_device_train_batch_size, args.gradient_accumulation_steps) == (1e-4, 3, 2)
+    assert (args.warmup_steps, args.save_steps, args.model_path, args.output_dir) == (7, 9, "m", "a b")
+
+
+@pytest.mark.parametrize("launcher", ["train_tts.sh", "train_tts_h200x8.sh"])
+@pytest.mark.parametrize("settings, args, said", [
+    ({"WARMUP": "5"}, [], "WARMUP=5: not a setting of this launcher; it has .*WARMUP_STEPS"),
+    ({"BATCH": "5"}, [], "BATCH=5: not a setting"), ({"PRESET": "x"}, [], "PRESET=x: not a setting"),
+    ({"LR": "1"}, ["--learning_rate=2"], "LR is set and --learning_rate is given: leave one of them out"),
+    ({"TRAIN_DATA": "a"}, ["--train_data_dir", "b"], "TRAIN_DATA is set and --train_data_dir is given"),
+    ({"LORA": "yes"}, [], "LORA=yes: 1 or 0")])
+def test_what_a_launcher_would_ignore_is_refused(launcher, settings, args, said):
+    done = launch(launcher, *args, DRY_RUN="1", MIN_GPUS="0", **settings)
+    assert done.returncode == 1 and re.search(f"^{launcher[:-3]}: error: {said}", done.stderr.splitlines()[-1])
+
+
+def test_key_and_value_is_no_argument_of_the_speech_trainer(capsys):
+    with pytest.raises(SystemExit):
+        flags.parse(train_v2_ddp.build_parser(), None, [*shlex.split(TRAIN_V2)[3:], "trainer.precision=bf16-mixed"])
+    assert capsys.readouterr().err == (
+        "error: trainer.precision=bf16-mixed: key=value is not read here; give the flag, --help shows all\n")
+
+
+def test_the_flags_of_ms_swift(monkeypatch, capsys):
+    """Line 3: its flags on train_tts_h200x8.sh; 256 samples a step = 4 x 8 GPUs x 8."""
+    done = launch("train_tts_h200x8.sh", *shlex.split(MS_SWIFT), DRY_RUN="1", MIN_GPUS="0", NPROC_PER_NODE="8",
+                  SLURM_CPUS_PER_TASK="128", TRAIN_DATA=__file__)
+    monkeypatch.setattr(flags, "usable_cpus", lambda: 128)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    args = train_v2_ddp.build_parser().parse_args(printed_command(done)[1])
+    train_v2_ddp.check_flags(args, world_size=8)
+    assert (args.parallel, args.bf16, args.gradient_checkpointing, args.optim) == ("fsdp", True, "all",
+                                                                                   "adamw_torch_fused")
+    assert (args.num_workers, args.preprocess_num_proc) == (16, 32) and "32: 8 ranks" in capsys.readouterr().out
+    assert (args.use_lora, args.lora_target_modules, args.lora_rank, args.lora_alpha) == (True, "all-linear", 16, 64)
+    assert (args.report_to, args.logging_steps, args.gradient_accumulation_steps) == (["tensorboard"], 5, 8)
+    done = launch("train_tts_h200x8.sh", "--gradient_accumulation_steps", "4", DRY_RUN="1", MIN_GPUS="0",
+                  TRAIN_DATA=__file__)
+    assert "--global_batch_size" not in printed_command(done)[1]
+
+
+def test_settings_of_the_shell_win(monkeypatch, capsys):
+    """Line 4: the shell's own settings stay; torch's allocator wants a colon where the note has an equals sign."""
+    text = f'{NCCL}\nsource "{ROOT}/launch/env.sh"\necho "$TORCH_NCCL_ASYNC_ERROR_HANDLING ' \
+           '$CUDA_DEVICE_MAX_CONNECTIONS ${PYTORCH_ALLOC_CONF-none} $PYTORCH_CUDA_ALLOC_CONF"'
+    done = subprocess.run(["bash", "-euc", text], text=True, capture_output=True, env=environment())
+    assert done.stdout == "1 1 none max_split_size_mb=128,expandable_segments=True\n"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb=128,expandable_segments=True")
+    flags.parse(train_v2_ddp.build_parser(), None, shlex.split(TRAIN_V2)[3:])
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:128,expandable_segments:True"
+    assert "is read as max_split_size_mb:128,expandable_segments:True" in capsys.readouterr().out
+
+
+BD3LM = "train_gsm8k_bd3lm_h200.sh"
+
+
+def bd3lm(*args, launcher=BD3LM, **settings):
+    """(flags of the trainer, what was said) that a block diffusion launcher would start with."""
+    done = launch(launcher, *args, DRY_RUN="1", MIN_GPUS="0", TEST_DATA="", **settings)
+    assert done.returncode == 0, done.stderr
+    words = shlex.split(done.stdout)
+    parsed = train_bd3lm.build_parser().parse_args(
+        words[words.index(str(ROOT / "diffusion" / "train_bd3lm.py")) + 1:])
+    train_bd3lm.check_flags(parsed, 1)
+    return parsed, done.stderr
+
+
+def batch(settings):
+    args, said = bd3lm(**settings)
+    return (args.problems_per_batch, args.gradient_accumulation_steps, args.learning_rate, args.scale_lr_from_batch,
+            args.warmup_steps), "problems a step = " in said
+
+
+def test_block_diffusion_from_the_folder_in_the_notes(tree):
+    """Line 5."""
+    for launcher in (BD3LM, "train_hdp_diffusion_h200.sh"):
+        done = subprocess.run(["bash", f"scripts/train/{launcher}"], cwd=tree, text=True, capture_output=True,
+                              env=environment(DRY_RUN="1", MIN_GPUS="0", TRAIN_DATA=__file__))
+        assert f" {ROOT}/diffusion/train_bd3lm.py --system " in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("settings, wanted, said", [
+    ({}, (128, 4, 5e-4, 0, 5000), False), ({"GPUS": "2"}, (128, 2, 5e-4, 0, 5000), False),
+    ({"GPUS": "8"}, (64, 1, 5e-4, 0, 5000), False), ({"PRESET": "conservative"}, (64, 4, 4e-4, 0, 5000), False),
+    ({"PRESET": "aggressive"}, (192, 4, 6e-4, 0, 5000), False),
+    ({"PRESET": "extreme"}, (256, 4, 7e-4, 0, 10000), False),
+    ({"BATCH_SIZE": "64", "GRAD_ACCUM": "8"}, (64, 8, 5e-4, 0, 5000), True),        # the preset's 512
+    ({"BATCH_SIZE": "32"}, (32, 16, 5e-4, 0, 5000), True),
+    ({"BATCH_SIZE": "64", "GRAD_ACCUM": "2"}, (64, 2, 5e-4, 512, 5000), True),
+    ({"LR": "3e-4", "WARMUP_STEPS": "10000"}, (128, 4, 3e-4, 0, 10000), False),
+    ({"GLOBAL_BATCH_SIZE": "768"}, (128, 6, 5e-4, 512, 5000), True),
+    ({"GLOBAL_BATCH_SIZE": "768", "LR": "1e-4"}, (128, 6, 1e-4, 0, 5000), True),
+    ({"GLOBAL_BATCH_SIZE": "1024", "BATCH_SIZE": "64", "GPUS": "4"}, (64, 4, 5e-4, 512, 5000), True)], ids=str)
+def test_batch_settings_of_block_diffusion(settings, wanted, said):
+    """Line 6."""
+    assert batch(settings) == (wanted, said)
+
+
+@pytest.mark.parametrize("settings, args, said", [
+    ({"BATCH_SIZE": "64", "GRAD_ACCUM": "8", "GLOBAL_BATCH_SIZE": "768"}, [], "BATCH_SIZE x GRAD_ACCUM x GPUS = 512"),
+    ({"GPUS": "3"}, [], "512 problems a step cannot be shared out"),
+    ({"BATCH_SIZE": "x"}, [], "BATCH_SIZE=x: a number"), ({"EPOCHS": "3"}, [], "EPOCHS=3: not a setting"),
+    ({"BATCH_SIZE": "64"}, ["--demo"], "the demo has a batch of its own"),
+    ({"LR": "1"}, ["--learning_rate", "2"], "LR is set and --learning_rate is given"),
+    ({"BATCH_SIZE": "64"}, ["--per_device_train_batch_size", "2"], "is set by variables and by flags"),
+    ({}, ["model.depth=3"], "model.depth=3: not one of the overrides")])
+def test_what_a_block_diffusion_launcher_refuses(settings, args, said):
+    done = launch(BD3LM, *args, DRY_RUN="1", MIN_GPUS="0", **settings)
+    assert done.returncode == 1 and said in done.stderr.splitlines()[-1]
+
+
+def test_overrides_of_block_diffusion():
+    """Line 7."""
+    args, said = bd3lm("model.attn_backend=flash_attn", "trainer.precision=bf16-mixed",
+                       "+model.gradient_checkpointing=true", "+trainer.compile=true", "loader.num_workers=16",
+                       "--dropout", "0.2")
+    assert (args.attn_backend, args.bf16, args.gradient_checkpointing, args.compile) == ("flex", True, "all", True)
+    assert args.dropout == 0.2 and "flash attention has no masks of blocks; flex" in said
+
+
+def test_student_on_what_the_teacher_wrote(tmp_path):
+    """Lines 8 and 11: the labels' default place is the default training file; overrides in the words of verl."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "prompt_distillation_lang.jsonl").write_text("{}")
+    done = launch("train_sft_h100x8.sh", "./models/prompt_distillation", "data.micro_batch_size_per_gpu=8",
+                  "model.fsdp_config.model_dtype=bf16", "+optim.lr=1e-5", cwd=tmp_path, DRY_RUN="1", NPROC_PER_NODE="8")
+    words = shlex.split(done.stdout)
+    args = train_sft.build_parser().parse_args(words[words.index(str(ROOT / "distill" / "train_sft.py")) + 1:])
+    train_sft.check_flags(args, 8)
+    assert args.train_data_file == "./data/prompt_distillation_lang.jsonl"
+    assert (args.output_dir, args.bf16, args.learning_rate) == ("./models/prompt_distillation", True, 1e-5)
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (8, 2)
+    done = launch("train_sft_h100x8.sh", "out", "algorithm.x=1", cwd=tmp_path, DRY_RUN="1")
+    assert done.returncode == 1 and "algorithm.x=1: not one of the overrides" in done.stderr
+    done = launch("create_data_h100x8.sh", cwd=tmp_path, DRY_RUN="1", GPUS="8")
+    assert done.returncode == 1 and "INPUT: no such file: ../tinker-cookbook/example-data/multilingual" in done.stderr
+
+
+def test_a_file_of_flags_says_all_at_once(tmp_path):
+    """--config: no defaults of the launcher on top of it; the launcher finds the output folder and the data there."""
+    (tmp_path / "d.json").write_text("[]")
+    (tmp_path / "run.yaml").write_text('output_dir: "o u t"   # here\ntrain_data_file: d.json\n')
+    for launcher in ("train_tts.sh", "train_tts_h200x8.sh"):
+        done = launch(launcher, "--config", "run.yaml", cwd=tmp_path, DRY_RUN="1", MIN_GPUS="0")
+        assert printed_command(done)[1] == ["--config", "run.yaml"]
+    done = launch("train_tts.sh", "--config=run.yaml", cwd=tmp_path, DRY_RUN="1", LR="1e-4")
+    assert printed_command(done)[1] == ["--learning_rate", "1e-4", "--config=run.yaml"]
+    text = 'flag_value --output_dir none --config run.yaml; flag_value --seed none --config run.yaml'
+    assert shell(f'cd "{tmp_path}"; {text}').stdout == "o u t\nnone\n"
+    (tmp_path / "d.json").unlink()
+    done = launch("train_tts.sh", "--config", "run.yaml", cwd=tmp_path, DRY_RUN="1")
+    assert done.returncode == 1 and "--train_data_file: no such file: d.json" in done.stderr
+
+
+def test_names_on_the_hub_with_and_without_an_owner():
+    for name in ("gsm8k", "openai/gsm8k"):
+        assert launch("train_tts.sh", DRY_RUN="1", TRAIN_DATA=name).returncode == 0
+    assert launch("train_tts.sh", DRY_RUN="1", TRAIN_DATA="train.json").returncode == 1

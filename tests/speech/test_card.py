@@ -1,0 +1,71 @@
+"""lora.py push: the folder that goes to the hub and its model card, read with the hub's own client."""
+import json
+
+import pytest
+from huggingface_hub import ModelCard, constants
+from peft import PeftModel
+from transformers import HiggsAudioV2ForConditionalGeneration
+
+import lora
+from common import parallel
+from speech import wording
+
+
+@pytest.fixture
+def pushed(forked, tmp_path):
+    """(checkpoint of a short run, push(*flags, ok=True))."""
+    run = forked("--use_lora", "--use_dora", "--lora_rank", 3, "--max_steps", 2, "--eval_steps", 1, "--save_steps", 0,
+                 "--validation_split", 0.2, "--normalize_text", "off")
+    checkpoint = run.output_dir / "checkpoint-2"
+
+    def push(*flags):
+        lora.main(["push", "--adapter", str(checkpoint), "--output_dir", str(tmp_path / "card"), "--repo_id",
+                   "me/anna", *flags])
+    return checkpoint, push
+
+
+def test_the_folder_is_complete_and_its_card_tells_of_the_run(tiny, pushed, tmp_path, capsys, monkeypatch):
+    checkpoint, push = pushed
+    with pytest.raises(SystemExit):
+        push("--dry_run")           # the tiny base has no name on the hub
+    assert "give --base_model OWNER/NAME" in capsys.readouterr().err
+    push("--dry_run", "--base_model", "bosonai/base", "--language", "de", "no")
+    folder = tmp_path / "card"
+    assert {path.name for path in folder.iterdir()} == {"README.md", "adapter_config.json", wording.FILE,
+                                                        "adapter_model.safetensors"}
+    PeftModel.from_pretrained(HiggsAudioV2ForConditionalGeneration.from_pretrained(tiny.model), folder)
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.to_dict() == {
+        "license": "other", "license_name": "boson-higgs-audio-2-community-license", "base_model": "bosonai/base",
+        "license_link": "https://huggingface.co/bosonai/base/blob/main/LICENSE", "base_model_relation": "adapter",
+        "pipeline_tag": "text-to-speech", "library_name": "peft", "language": ["de", "no"]}
+    data = json.loads((checkpoint / "trainer_state" / "state.json").read_text())["data"]
+    rows = [json.loads(line) for line in (checkpoint.parent / "metrics.jsonl").read_text().splitlines()]
+    last = {key: value for row in rows for key, value in row.items()}
+    for said in (f"| data | {data['samples']} samples, {data['hours']:.2f} h", "| optimizer steps | 2 |",
+                 "adapters, rank 3, alpha 32, attention, DoRA", "# Higgs Audio 2: anna", "was not normalised",
+                 f"| training loss | {last['train/loss']:.4f} at step 2 (",
+                 f"| validation loss | {last['eval/loss']:.4f} at"):
+        assert said in card.text, said
+    assert data["samples"] == 19 and 0 < data["hours"] < 0.1
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    parallel._claimed.clear()
+    with pytest.raises(SystemExit) as end:
+        lora.main(["push", "--adapter", str(checkpoint), "--output_dir", str(tmp_path / "two"), "--repo_id", "me/anna",
+                   "--base_model", "bosonai/base"])
+    error = capsys.readouterr().err
+    assert end.value.code == 1 and error.startswith("error: --repo_id me/anna: not uploaded (")
+    assert f"hf upload me/anna {tmp_path / 'two'}" in error and (tmp_path / "two" / "README.md").exists()
+
+
+@pytest.mark.parametrize("words, said", [
+    (["push", "--repo_id", "a/b"], "push: give the checkpoint, as one of --adapter and --model_path"),
+    (["push", "--adapter", "x"], "push needs --repo_id OWNER/NAME"),
+    (["push", "--adapter", "x", "--repo_id", "a/b", "--dtype", "bfloat16"], "push changes no weights"),
+    (["merge", "--model_path", "x", "--adapter", "y", "--repo_id", "a/b"], "are for push"),
+    (["merge", "--adapter", "y"], "merge needs --model_path")])
+def test_flags_of_push(words, said, capsys):
+    with pytest.raises(SystemExit):
+        lora.main([*words, "--output_dir", "out"])
+    assert said in capsys.readouterr().err
