@@ -272,7 +272,7 @@ def newest(output_dir):
 def growing(output_dir):
     """Newest step whose checkpoint is being written, or was when everything died; 0 if none."""
     return max((int(path.name[11:].split(".")[0]) for path in output_dir.glob("checkpoint-*.tmp-*")
-                if not (path / "of-an-earlier-run").exists()), default=0)
+                if "deleted" not in path.name and not (path / "of-an-earlier-run").exists()), default=0)
 
 
 def mark_unfinished(output_dir):
