@@ -103,7 +103,7 @@ def test_train_tts_settings(tmp_path):
                                      BATCH_SIZE="3", GRAD_ACCUM="2", WARMUP_STEPS="7", SAVE_STEPS="9", MODEL="m",
                                      SWITCHES="", OUTPUT_DIR="a b"))
     args = train_v2_ddp.build_parser().parse_args(line)
-    assert (args.train_data_dir, args.parallel, args.use_lora, args.bf16) == ("clips", "fsdp", False, False)
+    assert (args.train_data_dir, args.parallel, args.use_lora, args.bf16) == (["clips"], "fsdp", False, False)
     assert (args.learning_rate, args.per_device_train_batch_size, args.gradient_accumulation_steps) == (1e-4, 3, 2)
     assert (args.warmup_steps, args.save_steps, args.model_path, args.output_dir) == (7, 9, "m", "a b")
 
