@@ -300,7 +300,7 @@ def test_a_clip_that_cannot_be_used_takes_no_other_with_it(filled, tiny, tmp_pat
         bad = {}
         folder, shards, where = ensure_codes(World(device=torch.device("cpu")), clips, tiny.codec, tmp_path / "codes",
                                              8, num_proc, bad=bad)
-        assert bad == said and where[[1, 3]].tolist() == [[-1, -1, 0]] * 2 and (where[[0, 2], 2] > 0).all()
+        assert bad == said and where[[1, 3], :3].tolist() == [[-1, -1, 0]] * 2 and (where[[0, 2], 2] > 0).all()
         assert (CodeReader(folder, shards).codes(*where[2].tolist()) == filled[2][good.path]).all()
     bad = {}        # headers tell of lengths alone
     _, _, planned = plan_codes(clips, tiny.codec, tmp_path / "codes", 8, bad=bad)
