@@ -63,7 +63,8 @@ TAKEN = {("--output_dir", "out"), ("--output_dir", "./out"), ("--output_file", "
          ("--output_file", "plans.jsonl")}
 # Flags of other programs that the documents speak about.
 FOREIGN = {"--nproc_per_node", "--max-restarts", "--nodes", "--time", "--signal", "--batch", "--logdir", "--help",
-           "--no-deps"}
+           "--no-deps", "--omni"}
+NOTES = "## Commands from older notes\n"        # of other places and programs; tests/launch/test_commands.py runs them
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -135,7 +136,10 @@ def sentence_commands():
     found = []
     for page, text in TEXTS.items():
         bare = without_blocks(text)
+        notes = bare.find(NOTES)
         for span in re.finditer(r"`([^`]+)`", bare):
+            if 0 <= notes < span.start() < bare.find("\n## ", notes + 1):
+                continue
             try:
                 settings, words = split_command(span[1].replace("\n", " "))
             except ValueError:
