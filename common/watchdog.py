@@ -5,6 +5,7 @@ launcher and exits with status 0. Every rank has a thread that tells the others 
 main thread has come. When a main thread does not move for its time limit, the ranks that are furthest behind are named,
 each of them prints where it stands, and all end with status 1, before the process group's own time limit.
 """
+import errno
 import itertools
 import json
 import multiprocessing.queues
@@ -45,14 +46,19 @@ def init_loader(worker_id):
     """worker_init_fn of every DataLoader: a signal sent to all processes must not take the trainer's data away.
 
     Loader processes end when the trainer tells them to, or with it. A trainer killed while it takes a batch breaks off
-    a connection with a thread of theirs, whose traceback would hide what the trainer's peers say.
+    a connection with a thread of theirs, whose traceback would hide what the trainer's peers say; so would that of a
+    thread without a free file number, which the trainer names.
     """
     lifetime.end_with_trainer()
     multiprocessing.queues.Queue._on_queue_feeder_error = report_unsent
     for number in (*SIGNALS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     show = sys.excepthook
-    sys.excepthook = lambda kind, *error: None if issubclass(kind, (ConnectionError, EOFError)) else show(kind, *error)
+
+    def hook(kind, error, trace):
+        if not isinstance(error, (ConnectionError, EOFError)) and getattr(error, "errno", None) != errno.EMFILE:
+            show(kind, error, trace)
+    sys.excepthook = hook
 
 
 def stop_requested():

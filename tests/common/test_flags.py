@@ -191,7 +191,7 @@ def test_flags_from_a_file_and_the_command_line_counts_more(tmp_path):
         drop_bad: []
         output_dir: -odd
         """, "--learning_rate", "1e-3", "--report_to", "none")
-    assert (args.model_path, args.audio_tokenizer_path, args.train_data_file) == ("model", "co dec", "007")
+    assert (args.model_path, args.audio_tokenizer_path, args.train_data_file) == ("model", "co dec", ["007"])
     assert args.learning_rate == 1e-3 and args.bf16 and not args.reshard_after_forward and args.output_dir == "-odd"
     assert args.normalize_text == "on" and args.report_to == [] and args.max_length == 0 and "invalid" in args.drop_bad
 
