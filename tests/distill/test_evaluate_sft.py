@@ -82,8 +82,8 @@ def train(made, tmp_path_factory):
             hold_out = [] if flags else ["--validation_split", 0.2, "--group_size", GROUP]
             line = ["--model_path", made / f"{base}-base", "--train_data_file", made / "labels.jsonl", "--output_dir",
                     out, "--logging_dir", made / "logs", "--report_to", "none", "--num_workers", 0, "--max_steps",
-                    steps, "--per_device_train_batch_size", 16, "--global_batch_size", 16, "--learning_rate", 5e-3,
-                    *hold_out, *flags]
+                    steps, "--eval_steps", 0, "--save_steps", 0, "--per_device_train_batch_size", 16,
+                    "--global_batch_size", 16, "--learning_rate", 5e-3, *hold_out, *flags]
             statuses, output = ranks.run(1, "distill.train_sft.main", [str(word) for word in line])
             assert statuses == [0], output
             done[name] = out / f"checkpoint-{steps}"
