@@ -333,8 +333,8 @@ def test_what_generate_tts_writes_is_read(waves, targets, speaker, tmp_path):
     soundfile.write(long, np.concatenate([waves[1], waves[0], waves[2]]), RATE, subtype="FLOAT")
     offset, seconds = len(waves[1]) / RATE, len(waves[0]) / RATE
     for i, target in enumerate((Clip(str(long), offset, seconds), Clip(str(targets / "0001.wav"), None, 9.9), None)):
-        prompt = speak.Prompt(f"{i:04d}", "here", TEXTS[i], None, None, [str(targets / "0002.wav")] * (i == 2), target,
-                              target and speak.clip_seconds(target))
+        prompt = speak.Prompt(f"{i:04d}", "here", TEXTS[i], None, None, None,
+                              [str(targets / "0002.wav")] * (i == 2), target, target and speak.clip_seconds(target))
         about = speak.record(prompt, np.zeros((25, 8)), "eos" if i else "length", 0, 1.5)
         speak.write_sample(folder, f"{i:04d}", waves[i], np.zeros((8, 8, 3), np.uint8), about)
     found = run(folder, "--speaker_model", speaker)
