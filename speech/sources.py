@@ -147,6 +147,9 @@ def row_entry(row, opened, paths):
     text = row_text(row)
     tags = sorted(set(TAG.findall(text)))
     references = chosen_references(row, task, opened, paths, notes)
+    for value in [value for tag, transcript, _ in references for value in (tag, transcript)]:
+        if not isinstance(value, str):
+            raise BadSample(f"a reference's tag or transcript is {value!r}, not text")
     scene = f"Audio is recorded from {str(row['scene']).replace('_', ' ')}." if row.get("scene") else ""
     system, turns = [{"type": "text", "text": DEFAULT_SYSTEM}], []
     if reading.ref_in_system and references:
