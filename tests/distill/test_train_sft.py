@@ -547,7 +547,7 @@ def test_launcher_without_what_it_needs(tmp_path):
     out = str(tmp_path)
     for line, part in (([], "the first argument is the output folder"), (["--seed", "7"], "the first argument is"),
                        ([out], "no such file: ./data/prompt_distillation_lang.jsonl"),
-                       ([out, "--train_data_file", "no"], "no such file")):
+                       ([out, "--train_data_file", "./no"], "no such file: ./no")):
         done = subprocess.run(["bash", ROOT / "launch/train_sft_h100x8.sh", *line], text=True, capture_output=True)
         assert done.returncode == 1 and part in done.stderr
 
