@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
+from common import json_files
 from common.packing import PackOrder, best_fit
 from common.parallel import UserError
 from common.watchdog import init_loader
-from speech import json_files
 from tests.helpers.trainer import ROOT
 
 
