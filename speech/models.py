@@ -22,6 +22,8 @@ def find_files(world, model_path, codec_path, output_dir, check=lambda work, *ar
         if path:
             check(parallel.rank0_first, world, find, path)      # hub names are downloaded before the others look
     folder, config = check(weights.find_model, model_path) or (None, None)
+    if config and is_third(config) and world.is_main:
+        print(f"licence    {higgs3.LICENCE}", flush=True)
     if codec_path:
         return folder, config, (check(weights.find_codec, codec_path) or (None, None))[0]
     return folder, config, check(parallel.rank0_first, world, own_codec, folder, config, output_dir)

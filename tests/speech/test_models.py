@@ -101,6 +101,7 @@ def test_merged_and_exported_folders_are_those_of_servers(runs, tiny3, tmp_path)
 
 def test_codec_inside_gives_the_codes_of_the_codec_beside(pool, runs, tiny3, tmp_path):
     run = train_forked(pool, tiny3, tmp_path / "out", *LENGTH, "--max_steps", 1, "--audio_tokenizer_path", "")
+    assert run.output.count(f"licence    {higgs3.LICENCE}") == 1
     assert "encoding audio" in run.output and (run.output_dir / "codec" / "model.safetensors").is_file()
     assert run.metrics("train/loss")[1] == runs(1, "--per_device_train_batch_size", 4).metrics("train/loss")[1]
 
