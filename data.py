@@ -52,6 +52,7 @@ def prepare_table(world, tokenizer, ids, codec_dir, *, train, held_out, output_d
               f"{len(builder.clips)} distinct clips (read in {time.monotonic() - start:.1f} s)", flush=True)
 
     def write():
+        bad.update(builder.shorter_than(ids.min_frames, codes[-1]))
         if bad:
             said = settle(builder.without_audio(bad, sources), drop, list_in, more=True)
             print(f"data       dropped: {said}", flush=True)

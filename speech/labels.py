@@ -30,6 +30,7 @@ class TokenIds:
     num_codebooks: int
     stream_bos: int
     stream_eos: int
+    min_frames = 1          # codec frames of a trained clip
 
     @property
     def hole(self):

@@ -45,6 +45,7 @@ class Ids:
     stream_bos: int = 1024      # BOC
     stream_eos: int = 1025      # EOC
     hole = HOLE
+    min_frames = MIN_FRAMES
 
     def forbidden(self, tokenizer):
         """{id: token} of what no text may spell: every added token that is no control tag."""

@@ -214,6 +214,17 @@ class TableBuilder:
         return [problem(self.names[i].tobytes().decode(), "audio", f"its audio {bad[clip]}", file_of(sources, i))
                 for i, clip in zip(samples.tolist(), used[at[first]].tolist())]
 
+    def shorter_than(self, least, where):
+        """{clip: what is wrong} of trained clips with fewer codec frames, which where[:, 2] then says have none."""
+        if least <= 1:
+            return {}
+        trained = np.unique(self.clips.numbers[self.entries.values.array()[self.trained.array()]])
+        short = trained[(where[trained, 2] > 0) & (where[trained, 2] < least)]
+        found = {int(clip): f"{self.clips[int(clip)].path}: gives {where[clip, 2]} codec frames; this model needs "
+                            f"{least} ({least / FRAME_RATE:g} s) to end a clip" for clip in short}
+        where[short, 2] = 0
+        return found
+
     def write(self, folder, cache_folder, shards, where, sources=(), left_out=None):
         """Make the table in `folder`; ends the builder. sources: of read_all. left_out: (n,) bool, of samples not used.
 

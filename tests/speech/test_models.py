@@ -3,6 +3,7 @@ import json
 import shutil
 
 import pytest
+import soundfile
 import torch
 from safetensors.torch import load_file
 
@@ -104,6 +105,23 @@ def test_codec_inside_gives_the_codes_of_the_codec_beside(pool, runs, tiny3, tmp
     assert run.output.count(f"licence    {higgs3.LICENCE}") == 1
     assert "encoding audio" in run.output and (run.output_dir / "codec" / "model.safetensors").is_file()
     assert run.metrics("train/loss")[1] == runs(1, "--per_device_train_batch_size", 4).metrics("train/loss")[1]
+
+
+def test_a_clip_too_short_to_end_is_refused_or_dropped(pool, tiny3, tmp_path):
+    samples, short = tiny3.samples(), tmp_path / "short.wav"
+    wave, rate = soundfile.read(tiny3.root / samples[0]["messages"][-1]["content"][-1]["audio_url"])
+    soundfile.write(short, wave[:rate // 4], rate)
+    samples[0]["messages"][-1]["content"][-1]["audio_url"] = str(short)
+    for sample in samples:      # the file lies elsewhere
+        for message in sample["messages"]:
+            for item in message["content"] if isinstance(message["content"], list) else ():
+                if item["type"] == "audio":
+                    item["audio_url"] = str(tiny3.root / item["audio_url"])
+    (tmp_path / "data.json").write_text(json.dumps(samples))
+    flags = ("--train_data_file", tmp_path / "data.json", "--max_steps", 1)
+    assert f"{short}: gives 7 codec frames; this model needs 8 (0.32 s)" in refusal(pool, tiny3, tmp_path / "a", *flags)
+    run = train_forked(pool, tiny3, tmp_path / "b", *flags, "--drop_bad", "audio")
+    assert "dropped: 1 audio" in run.output
 
 
 def refusal(pool, tiny, output_dir, *flags):
