@@ -1,4 +1,4 @@
-"""Fine-tune Higgs-Audio V2 (text to speech): LoRA or full, one process or many GPUs under DDP or FSDP2.
+"""Fine-tune Higgs-Audio V2 or Higgs TTS 3 (text to speech): LoRA or full, on one process or under DDP or FSDP2.
 
     torchrun --nproc_per_node=8 train_v2_ddp.py --model_path bosonai/higgs-audio-v2-generation-3B-base \
         --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --train_data_file train.json --output_dir ./out \
