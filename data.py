@@ -5,6 +5,7 @@ Rank 0 tokenises every sample once into a table on disk (speech/table.py); clips
 by one already) and every index the GPU needs. Nothing is padded per sample. No worker imports the model or touches
 CUDA.
 """
+import os
 import shutil
 import time
 import uuid
@@ -56,7 +57,8 @@ def prepare_table(world, tokenizer, ids, codec_dir, *, train, held_out, output_d
         if bad:
             said = settle(builder.without_audio(bad, sources), drop, list_in, more=True)
             print(f"data       dropped: {said}", flush=True)
-        builder.write(folder, *codes, sources)
+        cache, *found = codes
+        builder.write(folder, os.path.abspath(cache), *found, sources)      # a relative path is the table's own
         return folder
 
     try:

@@ -726,3 +726,9 @@ def test_too_many_bad_steps_end_the_run(poisoned, forked, ranks):
     assert len(errors) == 1 and "1 steps in a row" in errors[0] and "train.json" in errors[0]
     assert "Traceback" not in run.output
     assert not checkpoint.checkpoints(run.output_dir)
+
+
+def test_folders_may_be_relative(pool, tiny, tmp_path):
+    """As in README's commands: --output_dir ./out, and the codes in it."""
+    run = train_forked(pool, tiny, Path("out"), "--code_cache", "out/codes", "--max_steps", 1, cwd=tmp_path)
+    assert run.status == 0 and (tmp_path / "out" / "checkpoint-1").is_dir()
