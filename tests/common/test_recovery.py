@@ -269,16 +269,18 @@ def newest(output_dir):
     return max(steps_of(output_dir), default=0)
 
 
+UNFINISHED = set()      # temporary folders of checkpoints that kills have left
+
+
 def growing(output_dir):
     """Newest step whose checkpoint is being written, or was when everything died; 0 if none."""
     return max((int(path.name[11:].split(".")[0]) for path in output_dir.glob("checkpoint-*.tmp-*")
-                if "deleted" not in path.name and not (path / "of-an-earlier-run").exists()), default=0)
+                if "deleted" not in path.name and path not in UNFINISHED), default=0)
 
 
 def mark_unfinished(output_dir):
-    """Before a restart: growing() shall not take what the last kill left for new."""
-    for path in output_dir.glob("checkpoint-*.tmp-*"):
-        (path / "of-an-earlier-run").touch()
+    """Before a restart: growing() shall not take what the last kill left for new, nor while the restart removes it."""
+    UNFINISHED.update(output_dir.glob("checkpoint-*.tmp-*"))
 
 
 def last_step(output_dir):
