@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import heapq
 import io
+import itertools
 import os
 import sys
 import time
@@ -26,6 +27,7 @@ from common.checkpoint import remove_temporary
 from common.loading import each
 from common.parallel import UserError, all_ranks_ok, gather_objects, problem_text, rank0_first
 from common.watchdog import Stopped, init_loader, stop_requested
+from speech import hub
 from speech.codes import (
     FRAME_RATE,
     SAMPLE_RATE,
@@ -108,6 +110,7 @@ def own_cache(folder, wait_s):
     folder.mkdir(parents=True, exist_ok=True)
     owner = ownership.claim(folder, "--code_cache", wait_s=wait_s, waiting=waiting)
     remove_temporary(folder)
+    hub.remove_left(folder)
     return owner
 
 
@@ -126,9 +129,11 @@ def share_work(clips, unknown, world_size):
         size = stat[0] if MEMBER not in str(path) else 64_000        # of a file that holds many: all the same
         return claimed or size / BYTES_PER_SECOND.get(os.path.splitext(path)[1].lower(), 64_000)
 
-    units = {}      # what is read in one go stays with one rank, in its order
+    shards = {file_of(path) for path in files if hub.is_there(path)}
+    units = {}      # what is read, or fetched, in one go stays with one rank, in its order
     for path, job in files.items():
-        units.setdefault(unit_of(path), []).append((seconds(path, *job), path, *job))
+        whole = len(shards) >= world_size and hub.is_there(path)
+        units.setdefault(file_of(path) if whole else unit_of(path), []).append((seconds(path, *job), path, *job))
     jobs = sorted(((sum(job[0] for job in unit), name, unit) for name, unit in units.items()),
                   key=lambda j: (-j[0], j[1]))
     loads, work = [(0.0, rank) for rank in range(world_size)], [[] for _ in range(world_size)]
@@ -333,11 +338,7 @@ def encode_share(world, work, folder, codec_dir, num_codebooks, num_proc, wait_l
 def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progress, bad):
     index, seen, batch, flushed = CacheIndex(folder), set(), Batch(folder, num_codebooks), time.monotonic()
     codec, bandwidth = load_codec(codec_dir, world.device, num_codebooks)
-    workers = min(num_proc, len(mine))
-    loader = DataLoader(_Decode(mine), batch_size=None, num_workers=workers, collate_fn=lambda item: item,
-                        multiprocessing_context="fork" if workers else None, worker_init_fn=init_loader)
-    for i, digest, waves in each(loader):
-        path, stat, cuts = mine[i]
+    for path, stat, cuts, digest, waves in decoded(mine, num_proc, folder):
         heard = 0.0
         for (number, clip), found in zip(cuts.items(), waves):
             if isinstance(found, str):
@@ -365,6 +366,24 @@ def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progr
     del codec
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def decoded(work, num_proc, folder):
+    """Yield (path, stat, cuts, digest, waves) of the files of share_work's list for one rank: what _Decode has of each.
+
+    num_proc: decoding processes. folder: for copies of files on the hub, one at a time.
+    """
+    def shard(job):
+        return file_of(job[0]) if hub.is_there(job[0]) else ""
+
+    for file, part in itertools.groupby(sorted(work, key=shard), shard):
+        part = list(part)
+        workers = min(num_proc, len(part))
+        with hub.fetched(file, folder):
+            loader = DataLoader(_Decode(part), batch_size=None, num_workers=workers, collate_fn=lambda item: item,
+                                multiprocessing_context="fork" if workers else None, worker_init_fn=init_loader)
+            for i, digest, waves in each(loader):
+                yield *part[i], digest, waves
 
 
 def _claim(world, key):

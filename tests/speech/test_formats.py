@@ -474,3 +474,53 @@ def test_folders_of_shards(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"audio": ["a"], "x": [1]}), tmp_path / "n.parquet")
     with pytest.raises(UserError, match="has no column of text; its columns are audio, x"):
         read(tmp_path / "n.parquet")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files of the tools themselves, where they are installed
+
+
+def saved_by_datasets(folder, clips):
+    """As parquet and as a saved folder. Undecoded: its decoding needs torchcodec, reading needs nothing of it."""
+    datasets = pytest.importorskip("datasets", reason="needs the package datasets")
+    datasets.disable_progress_bars()
+    rows = {"audio": [{"bytes": data, "path": name} for name, data in clips.items()],
+            "text": [f"This is {name}." for name in clips], "speaker_id": ["anna"] * len(clips)}
+    data = datasets.Dataset.from_dict(rows).cast_column("audio", datasets.Audio(decode=False))
+    data.to_parquet(str(folder / "a.parquet"))
+    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(str(folder / "saved"))
+    with pytest.raises(UserError, match="holds the splits train, test; give one: .*/saved/train"):
+        read(folder / "saved")
+    return folder / "a.parquet", folder / "saved" / "train"
+
+
+def written_by_webdataset(folder, clips):
+    webdataset = pytest.importorskip("webdataset", reason="needs the package webdataset")
+    for i, (name, data) in enumerate(clips.items()):
+        with webdataset.TarWriter(str(folder / f"s-{i}.tar")) as tar:
+            about = {"text": f"This is {name}.", "speaker": "anna"}
+            tar.write({"__key__": f"x/{name[:-4]}", "wav": data, "json": about})
+    return str(folder / "s-*.tar"),
+
+
+def written_by_pandas(folder, clips):
+    pandas = pytest.importorskip("pandas", reason="needs the package pandas")
+    for name, data in clips.items():
+        (folder / name).write_bytes(data)
+    table = pandas.DataFrame({"file_name": list(clips), "speaker": ["anna"] * len(clips),
+                              "text": [f"This is {name}." for name in clips]})
+    table.to_csv(folder / "m.csv"), table.to_csv(folder / "bars.csv", sep="|", index=False, quoting=csv.QUOTE_ALL)
+    table.to_csv(folder / "m.tsv", sep="\t", index=False), table.to_parquet(folder / "p.parquet")
+    table.to_json(folder / "m.jsonl", orient="records", lines=True)
+    return [folder / name for name in ("m.csv", "bars.csv", "m.tsv", "p.parquet", "m.jsonl")]
+
+
+@pytest.mark.parametrize("write", [saved_by_datasets, written_by_webdataset, written_by_pandas])
+def test_files_of_the_tools_themselves(tmp_path, write):
+    clips = waves(4)
+    for path in write(tmp_path, clips):
+        _, samples, problems = read(path)
+        assert not problems and [s.turns[-2].text for s in samples] == [f"This is {name}." for name in clips]
+        assert {s.speaker for s in samples} == {"anna"}
+        for sample, data in zip(samples, clips.values()):
+            assert decode_audio(sample.turns[-1].clips[0].path, [(None, None)])[0] == hashlib.sha256(data).hexdigest()
