@@ -359,8 +359,10 @@ def test_a_rank_killed_before_its_share_is_written_is_missed(launch, tmp_path):
 
 @pytest.mark.parametrize("kind", VICTIMS)
 def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path, kind):
-    """9 kills in all, each at a random moment between the making of a checkpoint's folder and its renaming; bench/kills.py
-    has 100, in every phase."""
+    """9 kills in all, each at a random moment between the making of a checkpoint's folder and its renaming.
+
+    bench/kills.py has 100, in every phase.
+    """
     print(f"TEST_SEED={SEED}")
     draw, out = random.Random(f"{SEED} {kind}"), tmp_path / "out"
     ranks, flags = KINDS[kind]
