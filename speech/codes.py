@@ -274,8 +274,8 @@ class CodeReader:
         except (OSError, SafetensorError) as error:
             found, why = None, f"cannot be read ({error})"
         if found is None or checksum >= 0 and zlib.crc32(found) != checksum:
-            raise UserError(f"{path}: a clip in it {why}; start the same command again: what is damaged is set aside, "
-                            "and its clips are encoded again")
+            raise UserError(f"{path}: a clip in it {why}; start the same command again, for a prepared folder that of "
+                            "prepare_tts.py: what is damaged is set aside, and its clips are encoded again")
         return found
 
     def __getstate__(self):

@@ -44,6 +44,7 @@ from speech.containers import file_of, read_bytes, unit_of
 from speech.conversations import MEMBER
 
 MIN_SAMPLES = 960               # one codec frame
+WHOLE = 0.99                    # of the samples that a header promises: with fewer a file is cut off
 LOUDEST = 10.0                  # peak of a clip; full scale is 1, float files and mp3 may go a little beyond it
 SHARD_CLIPS, SHARD_SECONDS = 4096, 60.0     # a crash loses at most this much encoding
 BYTES_PER_SECOND = {".wav": 64_000, ".flac": 32_000, ".mp3": 12_000, ".ogg": 10_000}     # typical, to share out work
@@ -161,12 +162,29 @@ def decode_file(path):
     if not data:
         raise ValueError("is an empty file")
     try:
-        audio, rate = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            audio, rate, promised = file.read(dtype="float32", always_2d=True), file.samplerate, file.frames
     except Exception as error:
         why = str(error).rpartition(": ")[2].strip().rstrip(".")        # without the name of a buffer in memory
         raise ValueError(f"is not readable audio ({why}); wav, flac, mp3 and ogg are read")
+    promised = max(promised, len(audio) * wav_share(data))
+    if len(audio) < WHOLE * promised:
+        raise ValueError(f"is cut off: its header promises {promised / rate:.2f} s, {len(audio) / rate:.2f} s are "
+                         "there")
     with np.errstate(over="ignore", invalid="ignore"):      # what is not finite then, cut_wave refuses
         return hashlib.sha256(data).hexdigest(), audio.mean(axis=1), rate
+
+
+def wav_share(data):
+    """Size that a wav file gives for its samples, over how much of that is there; 1 for what is whole or no wav."""
+    at = 12
+    while data[:4] == b"RIFF" and at + 8 <= len(data):
+        size = int.from_bytes(data[at + 4:at + 8], "little")
+        if data[at:at + 4] == b"data":
+            open_end = size >= 0x7FFF0000       # a program that writes into a pipe does not know it
+            return 1.0 if open_end else max(1.0, size / max(1, len(data) - at - 8))
+        at += 8 + size + size % 2
+    return 1.0
 
 
 def part_of(mono, rate, offset, length):

@@ -16,7 +16,7 @@ from common import json_files
 from common.json_files import SKIPPED, json_entries, json_value
 from common.parallel import UserError
 from common.text import NAME, printable
-from speech import containers
+from speech import containers, corpora
 from speech.choices import FORMATS
 from speech.columns import AUDIO_FILES, OTHER_AUDIO, TEXTS, find_columns
 from speech.conversations import BadSample, Paths
@@ -92,7 +92,14 @@ def _folder_formats(folder):
         if name in ("metadata.csv", "metadata.tsv", "metadata.txt", "metadata.jsonl"):
             fits |= {kind: Source(folder, kind, f"{name}: {found.about}", folder, found.read)
                      for kind, found in _file_formats(folder / name).items()}
-    if not fits and (audio := _first_audio(folder)):
+    if corpus := corpora.find_corpus(folder, names):
+        fits |= _one(folder, corpus[0], corpus[1], folder, corpus[2])
+    audio = None if fits else _first_audio(folder)
+    cut = audio and corpora.NUMBERED.fullmatch(audio.stem)
+    if cut and (audio.parent / f"{cut[1]}.json").is_file():
+        fits = _one(folder, "emilia_pipe", f"lists of clips, such as {cut[1]}.json", folder,
+                    lambda wanted: corpora.numbered(corpora.emilia_pipe(folder), wanted))
+    elif audio:
         fits = _one(folder, "sidecar", f"audio files with their texts beside them, such as {audio.relative_to(folder)}",
                     folder, lambda wanted: read_sidecar(folder, wanted))
     if not fits:
@@ -444,9 +451,11 @@ def read_sidecar(folder, wanted):
                 yield number, SKIPPED
                 continue
             inside = "" if place == folder else str(place.relative_to(folder))
-            row = {"id": os.path.join(inside, stem), "audio": str(place / name),
-                   "speaker": inside if place.name.lower() not in NO_SPEAKER else ""}
             texts = [stem + ending for ending in TEXTS if stem + ending in there]
+            speaker = inside if place.name.lower() not in NO_SPEAKER else ""
+            if texts and texts[0].endswith(".normalized.txt"):      # LibriTTS: speaker_chapter_...
+                speaker = stem.split("_")[0]
+            row = {"id": os.path.join(inside, stem), "audio": str(place / name), "speaker": speaker}
             texts += [f"{stem}.json"] * (f"{stem}.json" in there)
             if ending.lower() in OTHER_AUDIO:
                 row = BadSample(f"{ending[1:]} is not read; convert it: ffmpeg -i {name} {stem}.flac", "unreadable")

@@ -148,6 +148,42 @@ def test_speakers_and_languages_are_kept(folder):
     assert [s.speaker for s in read(sidecar(folder))[1]] == ["a", "b"]
 
 
+GIGASPEECH = {"language": "EN", "audios": [{"aid": "A", "path": "audio/A.opus", "segments": [
+    {"sid": "A1", "speaker": "N/A", "begin_time": 1.5, "end_time": 2, "text_tn": "YES <COMMA> NO <PERIOD>"},
+    {"sid": "A2", "speaker": "P7", "begin_time": 2, "end_time": 3, "text_tn": "<MUSIC>"},
+    {"sid": "A3", "speaker": "P7", "begin_time": 3, "end_time": 4, "text_tn": "WELL <QUESTIONMARK>"}]}]}
+EMILIA = [{"text": " One.", "speaker": "SPEAKER_00", "language": "en"}, {"text": " Two.", "speaker": "SPEAKER_01"}]
+CORPORA = {     # {corpus: ({file: text}, [(audio, text, speaker)], checks of what is refused)}
+    "vctk": ({"txt/p225/p225_001.txt": "Hi.\n", "wav48_silence_trimmed/p225/p225_001_mic1.flac": "",
+              "wav48_silence_trimmed/p225/p225_001_mic2.flac": "", "txt/p280/p280_001.txt": "Ho.",
+              "wav48_silence_trimmed/p280/p280_001_mic1.flac": "", "wav48_silence_trimmed/p315/p315_001_mic2.flac": ""},
+             [("p225_001_mic2.flac", "Hi.", "p225"), ("p280_001_mic1.flac", "Ho.", "p280")], []),
+    "aishell3": ({"content.txt": "SSB00050001.wav\t你 ni3 好 hao3\n", "wav/SSB0005/SSB00050001.wav": "",
+                  "label_train-set.txt": "x"}, [("SSB00050001.wav", "你好", "SSB0005")], []),
+    "mls": ({"transcripts.txt": "1_2_3\tone two\n1_2_4\t\n", "audio/1/2/1_2_3.opus": "", "segments.txt": "x"},
+            [("1_2_3.opus", "one two", "1")], ["empty_text"]),
+    "wenetspeech4tts": ({"txts/X1.txt": "X1\t你好。\n[[0, 0.2]]\n", "wavs/X1.wav": ""}, [("X1.wav", "你好。", "")], []),
+    "gigaspeech": ({"GigaSpeech.json": json.dumps(GIGASPEECH), "audio/A.opus": ""},
+                   [("A.opus", "YES, NO.", ""), ("A.opus", "WELL?", "P7")], ["empty_text"]),
+    "emilia_pipe": ({"A/A.json": json.dumps(EMILIA), "A/A_0.mp3": "", "A/A_1.mp3": ""},
+                    [("A_0.mp3", "One.", "A/SPEAKER_00"), ("A_1.mp3", "Two.", "A/SPEAKER_01")], []),
+    "sidecar": ({"19/198/19_198_000.wav": "", "19/198/19_198_000.normalized.txt": "Hi.", "19/198/._a.wav": "",
+                 "19/198/19_198_000.original.txt": "hi", "19/198/19_198.trans.tsv": "x"},        # LibriTTS
+                [("19_198_000.wav", "Hi.", "19")], [])}
+
+
+@pytest.mark.parametrize("name", CORPORA)
+def test_corpora_are_read_as_they_are_published(tmp_path, name):
+    files, expected, refused = CORPORA[name]
+    for path, text in files.items():
+        written(tmp_path / path, text)
+    found, samples, problems = read(tmp_path)
+    assert found == name and [p.check for p in problems] == refused
+    assert [(*pair, s.speaker) for pair, s in zip(spoken(samples), samples)] == expected
+    if name == "gigaspeech":
+        assert [(c.offset, c.duration) for s in samples for c in s.turns[-1].clips] == [(1.5, 0.5), (3, 1)]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Traps of single formats
 
@@ -306,8 +342,8 @@ def test_chatml_that_keeps_its_own_references_says_so(folder, capsys):
     path = lines(folder / "c.jsonl", {"messages": [{"role": "user", "content": "Hi."}, {
         "role": "assistant", "content": {"type": "audio", "audio_url": "a.wav"}}]})
     assert read(path)[0] == "chatml" and not capsys.readouterr().out
-    assert len(read(path, reference="none")[1]) == 1
-    assert "what is set of reference changes nothing in it" in capsys.readouterr().out
+    assert len(read(path, reference="none", ref_in_system=True)[1]) == 1
+    assert "in which --ref_audio_in_system_message, --reference changes nothing" in capsys.readouterr().out
 
 
 def test_shares_and_references_that_are_given(folder):
