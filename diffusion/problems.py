@@ -171,6 +171,12 @@ class Tokens:
         """Ids that no text of a problem may hold."""
         return {self.tokenizer.token_to_id(name) for name in (END, *MARKERS["hdp"])} - {None}
 
+    @functools.cached_property
+    def markers(self):
+        """{name: id} of the special tokens that follow the tokenizer's own."""
+        found = {name: self.tokenizer.token_to_id(name) for name in MARKERS["hdp"]}
+        return {name: number for name, number in found.items() if number is not None}
+
     def encode(self, text):
         """Text -> list of ids."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids

@@ -81,24 +81,6 @@ from diffusion import blocks, sampler, weights
 from diffusion.answers import execution_state, finish_region, question_state, region_text, room, score
 from diffusion.problems import load_tokenizer, read_problems
 
-
-def find_checkpoint(name, pick):
-    """The checkpoint folder that --checkpoint and --pick mean; raises UserError when there is none that is whole."""
-    folder = Path(name)
-    if not folder.is_dir():
-        raise UserError(f"--checkpoint {name}: no such folder")
-    if checkpoint.checkpoints(folder):
-        folder = checkpoint.newest_whole(folder)
-        if folder is None:
-            raise UserError(f"--checkpoint {name}: every checkpoint in it is damaged")
-        best = checkpoint.load_meta(folder)["best_step"]
-        if pick == "best" and best is not None and not checkpoint.damage(folder.parent / f"checkpoint-{best}"):
-            folder = folder.parent / f"checkpoint-{best}"
-    elif wrong := checkpoint.damage(folder):
-        raise UserError(f"--checkpoint {name}: is no checkpoint, and holds none ({wrong})")
-    return folder
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Answers
 
@@ -210,7 +192,7 @@ def main(argv=None):
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     with parallel.one_clear_error():
         need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: torch sees no GPU here")
-        folder = find_checkpoint(args.checkpoint, args.pick)
+        folder = weights.find_checkpoint(args.checkpoint, args.pick)
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model, config = weights.load_checkpoint(folder, args.ema)
         layout = blocks.Layout(**config["layout"])

@@ -84,6 +84,11 @@ def build_parser():
 
     g = p.add_argument_group("model and noise")
     g.add_argument("--model_size", choices=tuple(SIZES), default="small", help="nano is for demos and tests")
+    g.add_argument("--init_from", metavar="WEIGHTS",
+                   help="start from published BD3-LM or MDLM weights (hub name kuleshov-group/bd3lm-owt-block_size16, "
+                        "folder, Lightning .ckpt) or a checkpoint of this trainer, whatever its block size")
+    g.add_argument("--init_ema", action=argparse.BooleanOptionalAction, default=True,
+                   help="of --init_from take the averaged weights; no-: the last ones")
     g.add_argument("--dropout", type=float, default=0.1, help="on the output of attention and MLP, 0 to 1")
     g.add_argument("--noise_schedule", choices=SCHEDULES, default="loglinear", help="masked share as t grows")
     g.add_argument("--t_range", type=float, nargs=2, metavar=("LOW", "HIGH"),
@@ -144,6 +149,7 @@ def check_flags(args, world_size):
     if args.dry_run is None:        # long before the imports are done
         ownership.look(args.output_dir)
     need((args.demo is not None) != bool(args.train_data_file), "give one of --train_data_file and --demo")
+    need(args.init_ema or args.init_from, "--no-init_ema needs --init_from")
     need(args.demo is None or not args.eval_data_file,
          "--demo makes its own validation problems: drop --eval_data_file")
     flags.at_least_one(args, *names[:2], "max_steps", "eval_repeats", "clip_search_batches", "demo")
@@ -184,10 +190,11 @@ from diffusion.problems import load_tokenizer
 # Model and checkpoints
 
 
-def build_model(world, config, resume, *, fsdp, bf16, backend, compiled, recompute, ema_decay, seed):
+def build_model(world, config, resume, start, *, fsdp, bf16, backend, compiled, recompute, ema_decay, seed):
     """(DiT, what to call in training, weights.Average) on this rank's device, new or from the checkpoint `resume`.
 
-    backend: --attn_backend, None for what is best on the device. UserError when it cannot train there.
+    start: weights.Start of a new one, or None. backend: --attn_backend, None for what is best on the device. UserError
+    when it cannot train there.
     """
     device = world.device
     backend = backend or ("flex" if device.type == "cuda" else "sdpa")
@@ -201,6 +208,9 @@ def build_model(world, config, resume, *, fsdp, bf16, backend, compiled, recompu
         parallel.shard(model, model.layers, world, bf16)
     if resume:
         weights.load_weights(dict(model.named_parameters()), resume, "model")
+    elif start:
+        for name, parameter in model.named_parameters():
+            tensor_files.fill(parameter, start.tensors[name])
     average = weights.Average(model, ema_decay)
     if resume:
         weights.load_weights(average.shadow, resume, "ema")
@@ -348,6 +358,9 @@ def train(args):
         blocks.prepare_rows, world, layout, tokens, args.train_data_file, eval_data=args.eval_data_file,
         validation_split=args.validation_split, row_length=args.row_length, pack=args.pack,
         drop=args.drop_bad, output_dir=None if check.dry else args.output_dir, seed=args.seed) or (None, None)
+    config = tokens and dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout)
+    start = tokens and args.init_from and check(weights.read_start, world, args.init_from, config, tokens,
+                                                args.init_ema, args.seed)
     check.settle()
     table, regions = blocks.row_table(rows), bound.REGIONS[args.system]
     if not args.per_device_train_batch_size:        # a packed row holds several problems
@@ -355,6 +368,7 @@ def train(args):
     batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     identity = {"seed": args.seed, "model": [args.model_size, tokens.vocab_size], **dataclasses.asdict(layout),
                 "batch": [batch_rows, rows.length], "training data": rows.fingerprint()}
+    identity |= {"start": start.identity} if start else {}
     validation = eval_rows and [eval_rows.fingerprint(), args.eval_repeats, args.per_device_eval_batch_size]
     resume, meta = parallel.rank0_first(world, checkpoint.find_resume, args.output_dir, args.resume, identity)
 
@@ -367,13 +381,12 @@ def train(args):
     if args.scale_lr_from_batch:
         peak_lr = optim.sqrt_lr(peak_lr, step_problems, args.scale_lr_from_batch)
     often = run.intervals(args, total_steps, meta, bool(eval_rows), **OFTEN)
-    config = dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout)
     if main_rank:
         print_start(device, ranks, config, rows, eval_rows, table,
                     f"steps      {total_steps} = {epochs:,.1f} epochs; a step is {step_rows} rows "
                     f"({step_problems:,.0f} problems) = {ranks} ranks x {accumulation} micro-steps x "
                     f"{batch_rows}; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\n{often}\n"
-                    f"{plan.start_text(at['step'], resume, 'new weights')}",
+                    f"{plan.start_text(at['step'], resume, start.words if start else 'new weights')}",
                     size_name=args.model_size, fsdp=args.parallel == "fsdp", bf16=args.bf16)
     if check.dry:
         print_plan(check, config, table, rows, eval_rows, order, noise.mean_rate(args.t_range, args.noise_schedule),
@@ -385,7 +398,7 @@ def train(args):
     if args.tf32:
         torch.set_float32_matmul_precision("high")
     model, wrapped, average = build_model(
-        world, config, resume, fsdp=args.parallel == "fsdp", bf16=args.bf16, backend=args.attn_backend,
+        world, config, resume, start, fsdp=args.parallel == "fsdp", bf16=args.bf16, backend=args.attn_backend,
         compiled=args.compile, recompute=args.gradient_checkpointing, ema_decay=args.ema_decay, seed=args.seed)
     parameters = list(model.parameters())
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
@@ -394,7 +407,8 @@ def train(args):
     # a step's log values: weighted losses of 4 regions, their targets (on rank 0), plain losses, masked tokens
     now = run.Run(world, watch, args, order, total_steps, 10, resume, meta, validation, rows.documents.name)
     now.restore(model, optimizer)
-    t_range, stale, owed = args.t_range, 0, False       # stale: validations since the best one
+    # stale: validations since the best one; owed: a validation comes first, of weights that were given as well
+    t_range, stale, owed = args.t_range, 0, bool(start and eval_rows)
     if meta:
         average.updates.fill_(meta["averaged"])
         if args.clip_search_widths:
