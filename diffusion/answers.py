@@ -1,9 +1,10 @@
-"""What the sampler is given, and what becomes of what it wrote: the question as context, text of regions, scores."""
+"""Questions to answers: what the sampler is given, the regions it writes one after the other, their text, scores."""
 import re
 
 import numpy as np
 
 from common.parallel import UserError
+from diffusion import sampler
 from diffusion.blocks import EXECUTION, PLAN, pieces
 
 NUMBER = re.compile(r"(?:(?<![\d)$%])-\$?)?\d[\d,]*(?:\.\d+)?")       # in a text; -$5 is one, the minus of 5-$3 no sign
@@ -71,6 +72,35 @@ def region_text(ids, pinned, tokens):
         at = body.index(tokens.answer)
         return f"{tokens.decode(body[:at]).strip()}\n#### {tokens.decode(body[at + 1:]).strip()}"
     return tokens.decode(body).strip()
+
+
+def answer_batch(model, states, tokens, layout, show=None, **options):
+    """Generate for problems with these question_state states -> list of dicts. options: of sampler.generate.
+
+    show(number, "plan" or "text", the text so far): called behind every block. The dicts hold text, hdp's also plan;
+    forwards, the network passes; tokens, generated ones up to and with the end token; ended, whether the end token came
+    in every region.
+    """
+    contexts, pinned = zip(*states)
+    answers = [{"forwards": 0, "tokens": 0, "ended": True} for _ in states]
+    for region in (PLAN, EXECUTION) if layout.system == "hdp" else (PLAN,):
+        name = "plan" if layout.system == "hdp" and region == PLAN else "text"
+        skip = [len(ids) for ids, _ in pinned]
+        rooms = [room(first, region, layout) for _, first in pinned]
+        progress = show and (lambda i, ids, name=name, skip=skip: show(i, name, region_text(ids, skip[i], tokens)))
+        written = sampler.generate(model, contexts, pinned, rooms, layout.region_block(region), tokens.end,
+                                   progress=progress, **options)
+        finished = [finish_region(w.ids, len(ids), tokens.end)[0] for w, (ids, _) in zip(written, pinned)]
+        for answer, w, ids, (given, _) in zip(answers, written, finished, pinned):
+            body = ids[len(given):]
+            answer[name] = region_text(ids, len(given), tokens)
+            answer["forwards"] += w.forwards
+            answer["tokens"] += body.index(tokens.end) + 1 if w.ended else len(body)
+            answer["ended"] &= w.ended
+        if name == "plan":
+            contexts, pinned = zip(*[execution_state(context, ids, tokens, layout)
+                                     for context, ids in zip(contexts, finished)])
+    return answers
 
 
 def score(text, answer):

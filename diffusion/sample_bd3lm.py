@@ -86,41 +86,13 @@ import torch
 from common import checkpoint, parallel, verdict
 from common.parallel import UserError
 from common.text import LINE, printable
-from diffusion import blocks, sampler, weights
-from diffusion.answers import execution_state, finish_region, question_state, region_text, room, score
+from diffusion import weights
+from diffusion.answers import answer_batch, question_state, score
+from diffusion.blocks import Layout
 from diffusion.problems import Problem, load_tokenizer, read_problems, read_questions
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Answers
-
-
-def answer_batch(model, states, tokens, layout, show=None, **options):
-    """Generate for problems with these question_state states -> list of dicts. options: of sampler.generate.
-
-    show(number, "plan" or "text", the text so far): called behind every block. The dicts hold text, hdp's also plan;
-    forwards, the network passes; tokens, generated ones up to and with the end token; ended, whether the end token came
-    in every region.
-    """
-    contexts, pinned = zip(*states)
-    answers = [{"forwards": 0, "tokens": 0, "ended": True} for _ in states]
-    for region in (blocks.PLAN, blocks.EXECUTION) if layout.system == "hdp" else (blocks.PLAN,):
-        name = "plan" if layout.system == "hdp" and region == blocks.PLAN else "text"
-        skip = [len(ids) for ids, _ in pinned]
-        rooms = [room(first, region, layout) for _, first in pinned]
-        progress = show and (lambda i, ids, name=name, skip=skip: show(i, name, region_text(ids, skip[i], tokens)))
-        written = sampler.generate(model, contexts, pinned, rooms, layout.region_block(region), tokens.end,
-                                   progress=progress, **options)
-        finished = [finish_region(w.ids, len(ids), tokens.end)[0] for w, (ids, _) in zip(written, pinned)]
-        for answer, w, ids, (given, _) in zip(answers, written, finished, pinned):
-            body = ids[len(given):]
-            answer[name] = region_text(ids, len(given), tokens)
-            answer["forwards"] += w.forwards
-            answer["tokens"] += body.index(tokens.end) + 1 if w.ended else len(body)
-            answer["ended"] &= w.ended
-        if name == "plan":
-            contexts, pinned = zip(*[execution_state(context, ids, tokens, layout)
-                                     for context, ids in zip(contexts, finished)])
-    return answers
 
 
 def usable_states(problems, tokens, layout, drop_too_long):
@@ -243,7 +215,7 @@ def main(argv=None):
         folder = weights.find_checkpoint(args.checkpoint, args.pick)
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model, config = weights.load_checkpoint(folder, args.ema)
-        layout = blocks.Layout(**config["layout"])
+        layout = Layout(**config["layout"])
         tokens = load_tokenizer(folder, layout.system)
         how = {"first_hitting": "one random token a pass", "top_k": f"the {args.tokens_per_step} surest tokens a pass",
                "confidence": f"all tokens from probability {args.threshold:g} on"}[args.order]

@@ -65,6 +65,13 @@ def load_checkpoint(folder, ema=True, backend="sdpa"):
     return model.eval(), config
 
 
+def empty_like(model):
+    """A DiT like this one, whole, in eval mode and on the same device; its weights are unset."""
+    with torch.device("meta"):
+        copy = dit.DiT(model.config)
+    return copy.to_empty(device=local(next(model.parameters())).device).eval()
+
+
 def load_weights(tensors, folder, stem):
     """Fill {name: tensor}, plain or sharded, from <stem>.safetensors (one file or several) of a checkpoint folder."""
     parts = {name: [part] for name, part in
