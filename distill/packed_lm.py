@@ -7,15 +7,15 @@ layers that carry state along the axis, and heads that do more than multiply.
 The head works on the rows that predict a trained token, in pieces, so the logits of a batch never stand whole; it does
 so inside the wrapped forward, where FSDP2 has gathered its weight once.
 """
+import functools
 import math
 
-import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from common import adapters, parallel, recomputation
+from common import adapters, fused, parallel, recomputation
 from common.document_attention import ATTENTION
+from common.linear_loss import linear_loss
 from common.parallel import UserError
 from distill import weights
 from distill.table import PackedChats
@@ -56,13 +56,12 @@ def check_model(model):
 # Model and loss
 
 
-def head_loss(weight, bias, share, hidden, targets, *teacher):
-    """(loss, right guesses) of rows (R, H) against targets (R,), both sums and 0-d fp32; the loss is cross-entropy.
+def head_sums(share, logits, targets, *teacher):
+    """(loss, right guesses) of logits (R, V) fp32 against targets (R,), sums and 0-d fp32; the loss is cross-entropy.
 
     teacher: ids and logprobs as in topk.divergence, which has a share in the loss. Then the other sums of
     topk.mixed_loss follow.
     """
-    logits = F.linear(hidden, weight, bias).float()
     right = (logits.detach().argmax(-1) == targets).sum().float()
     if not teacher:
         return F.cross_entropy(logits, targets, reduction="sum"), right
@@ -71,12 +70,8 @@ def head_loss(weight, bias, share, hidden, targets, *teacher):
 
 
 def chunked_loss(hidden, weight, bias, targets, chunk, teacher=(), share=0.0):
-    """head_loss over `chunk` rows at a time, each piece's logits made again in the backward pass: equal to 1e-7."""
-    pieces = list(zip(*(rows.split(chunk) for rows in (hidden, targets, *teacher))))    # one, empty, without any rows
-    if len(pieces) == 1:
-        return head_loss(weight, bias, share, *pieces[0])
-    sums = [checkpoint(head_loss, weight, bias, share, *piece, use_reentrant=False) for piece in pieces]
-    return tuple(torch.stack(column).sum() for column in zip(*sums))
+    """head_sums of rows (R, H) behind the head, `chunk` of them at a time."""
+    return linear_loss(functools.partial(head_sums, share), hidden, weight, bias, chunk, targets, *teacher)
 
 
 class PackedLM(nn.Module):
@@ -92,11 +87,13 @@ class PackedLM(nn.Module):
         self.sums = 5 if share else 2       # how many forward returns
         self._native = [net.get_base_model() if self.lora else net]     # in a list, torch does not register it again
         recomputation.leave_products(net, recompute)
+        fused.use(self.native)
         if recompute:       # as transformers' own switch, whose name depends on the version
             for layer in weights.decoder_layers(self.native):
                 layer.gradient_checkpointing = True
                 layer._gradient_checkpointing_func = recomputation.caller(recompute)
-        self.chunk = max(16, logits // self.native.get_output_embeddings().out_features)
+        rows = logits // self.native.get_output_embeddings().out_features
+        self.chunk = max(128, rows // 128 * 128)        # products of whole tiles
 
     @property
     def native(self):
@@ -108,10 +105,11 @@ class PackedLM(nn.Module):
 
         With a share of divergence the sums of topk.mixed_loss, right guesses in second place.
         """
+        embedded = self.native.get_input_embeddings()(batch.input_ids[None])
         hidden = self.native.base_model(
-            input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False,
-            cu_seq_lens_q=batch.cu_seqlens, cu_seq_lens_k=batch.cu_seqlens, max_length_q=batch.longest,
-            max_length_k=batch.longest).last_hidden_state[0]
+            inputs_embeds=embedded.to(fused.stream_dtype(embedded)), position_ids=batch.position_ids[None],
+            use_cache=False, cu_seq_lens_q=batch.cu_seqlens, cu_seq_lens_k=batch.cu_seqlens,
+            max_length_q=batch.longest, max_length_k=batch.longest).last_hidden_state[0]
         head = self.native.get_output_embeddings()
         teacher = (batch.teacher_ids, batch.teacher_logprobs) if self.share else ()
         return chunked_loss(hidden.index_select(0, batch.rows), head.weight, head.bias, batch.targets, self.chunk,

@@ -17,7 +17,7 @@ def samples_line(table, train_ids, eval_ids):
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory
 
-LOGIT_COPIES = {False: 3, True: 5}      # fp32: log-softmax and two gradients; with a teacher also its bucket's two
+LOGIT_COPIES = {False: 4, True: 5}      # fp32: logits, log-softmax, two gradients; a teacher's bucket has one more
 
 
 def row_bytes(model, bf16, sharded, gpu=True):
@@ -42,13 +42,19 @@ def memory_stages(setup, model, tokens, rows):
     """
     fsdp, recompute = setup.fsdp, setup.recompute
     native, layers = model.native, weights.decoder_layers(model.native)
-    casts = (0, 0) if fsdp or not setup.bf16 else memory.cast_bytes(native, layers, recompute)
+    head = native.get_output_embeddings().weight
+    casts, cast = (0, 0), 0
+    if setup.bf16 and not fsdp:
+        casts, cast = memory.cast_bytes(native, layers, recompute), 2 * head.numel() * (head.dtype == torch.float32)
+        casts = casts[0] - cast, casts[1]       # the head's is gone when its pieces are done
     parts = memory.memory_parts(memory.unit_sizes(native, layers), world=setup.ranks, sharded=fsdp,
                                 offload=setup.offload, reshard=setup.reshard, compute=2 if setup.bf16 else 4,
                                 casts=casts, accumulation=setup.accumulation)
     kept, layer = memory.kept_bytes(row_bytes(model, setup.bf16, fsdp), len(layers), recompute)
-    activations = tokens * kept + rows * native.config.hidden_size * (2 if fsdp and setup.bf16 else 4)     # of the head
-    logits = LOGIT_COPIES[bool(model.share)] * 4 * np.minimum(rows, model.chunk) * native.config.vocab_size
+    activations = tokens * kept + rows * native.config.hidden_size * (2 if setup.bf16 else 4)     # of the head
+    logits = LOGIT_COPIES[bool(model.share)] * 4 * np.minimum(rows, model.chunk) * native.config.vocab_size + cast
+    if head.requires_grad:      # its gradient is summed over the pieces in fp32, and what each adds is made first
+        logits = logits + (6 if setup.bf16 else 4) * head.numel()
     worst, parts, stages = memory.worst_pack(parts, activations, tokens * layer, logits, recompute)
     return parts, stages, worst
 
