@@ -558,7 +558,7 @@ def instance(process, number):
 @pytest.mark.race
 def test_launcher_restarts_an_instance_and_merges(server, whole, launch, tmp_path):
     files(tmp_path, whole[0])
-    process = launch("--chunk_size", "4")
+    process = launch("--concurrency", "1")
     wait_until(lambda: labelled(tmp_path) >= 4 or process.poll() is not None, "first lines")
     os.kill(instance(process, 1), signal.SIGKILL)
     assert process.wait(timeout=PATIENCE_S) == 0, process.log.read_text()
@@ -574,7 +574,7 @@ def test_launcher_restarts_an_instance_and_merges(server, whole, launch, tmp_pat
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_launcher_leaves_no_process(name, server, whole, launch, tmp_path):
     files(tmp_path, whole[0])
-    process = launch("--chunk_size", "4", PATH=stand_in(tmp_path, f'exec {sys.executable} "$@"'))
+    process = launch("--concurrency", "1", PATH=stand_in(tmp_path, f'exec {sys.executable} "$@"'))
     wait_until(lambda: labelled(tmp_path) >= 4 or process.poll() is not None, "first lines")
     number = getattr(signal, name)
     if name == "SIGINT":
