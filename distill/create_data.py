@@ -28,6 +28,7 @@ from common.flags import UserError, need
 from distill import teacher
 from distill.labels import PARSERS, UNANSWERED, label_logprobs, make_parser, read_label, thoughts
 
+TEACHER, TEACHER_LEN = "Qwen/Qwen3-30B-A3B-Instruct-2507", 8192       # its own 262,144 tokens take a GPU's memory
 LOG_S = 10                  # seconds between log lines
 REFUSED_IN_A_ROW = 50       # lines, asked in random order: then it is not the lines that the server refuses
 PROMPT = Path(__file__).resolve().parent / "prompts" / "language_id.txt"
@@ -44,8 +45,10 @@ ENGINE_FLAGS = {
 def build_parser():
     p = flags.Parser("Answer lines of text, or conversations, with a teacher.")
     g = p.add_argument_group("data")
-    g.add_argument("--input_file", required=True, help="UTF-8 text, one line a sample; or .jsonl of conversations")
-    g.add_argument("--output_file", required=True, help="chat JSONL to write; .rejected.jsonl, .stats.json beside it")
+    g.add_argument("--input_file", default="../tinker-cookbook/example-data/multilingual.txt",
+                   help="UTF-8 text, one line a sample; or .jsonl of conversations")
+    g.add_argument("--output_file", default="./data/prompt_distillation_lang.jsonl",
+                   help="chat JSONL to write; .rejected.jsonl, .stats.json beside it")
     g.add_argument("--prompt_file", default=str(PROMPT),
                    help=f"UTF-8 text; for the role user with {teacher.PLACE} once, best at its end")
     g.add_argument("--prompt_role", choices=("user", "system"), default="user",
@@ -59,7 +62,8 @@ def build_parser():
                  "students whose chat template writes them")
     flags.switch(g, "--dry_run", help="check flags and files, say what there is to do, end")
     g = p.add_argument_group("teacher")
-    g.add_argument("--model_name", required=True, help="folder or hub name; with --base_url the server's name for it")
+    g.add_argument("--model_name", help="folder or hub name; with --base_url the server's name for it (default: "
+                   f"{TEACHER} with --max_model_len {TEACHER_LEN})")
     g.add_argument("--engine", choices=("auto", "vllm", "openai", "transformers"), default="auto",
                    help="auto: openai with --base_url, else vllm where it is installed, else transformers")
     g.add_argument("--max_model_len", type=int, default=0, help="tokens of prompt and answer; 0: the model's own limit")
@@ -105,6 +109,9 @@ def shard_of(text):
 def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later."""
     engine, defaults = teacher.pick_engine(args.engine, args.base_url), build_parser()
+    need(args.model_name or engine != "openai", "--base_url needs --model_name, the server's name for its model")
+    if not args.model_name:
+        args.model_name, args.max_model_len = TEACHER, args.max_model_len or TEACHER_LEN
     flags.at_least_one(args, "max_tokens", "chunk_size", "tensor_parallel_size", "pipeline_parallel_size",
                        "concurrency", "batch_size")
     flags.zero_or_more(args, "temperature", "top_k", "max_retries", "max_model_len", "logprobs", "seed")

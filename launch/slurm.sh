@@ -37,7 +37,7 @@ PROGRESS=$LOG_DIR/$job.progress                 # newest checkpoint when the job
 
 use_environment torchrun torch transformers
 need_file "$TRAINER" TRAINER
-hub='^[A-Za-z0-9_]([A-Za-z0-9_-]*|[A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+)$'     # gsm8k, openai/gsm8k; the trainer looks there
+hub='^hf://|^[A-Za-z0-9_]([A-Za-z0-9_-]*|[A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+)$'     # gsm8k, openai/gsm8k; the trainer looks there
 for flag in --train_data_file --train_data_dir --eval_data_file --eval_data_dir; do
     path=$(flag_value $flag "" "$@")
     if [ -n "$path" ] && [[ ! $path =~ $hub || $path = *.json* ]]; then need_file "$path" $flag; fi

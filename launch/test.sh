@@ -2,7 +2,7 @@
 # Set up, then run every test; arguments go to pytest, e.g. launch/test.sh tests/speech/test_labels.py -x
 set -euo pipefail
 
-TEST_PROCESSES=${TEST_PROCESSES:-2}     # test files that run side by side
+TEST_PROCESSES=${TEST_PROCESSES:-3}     # test files that run side by side; many tests wait more than they compute
 
 here=$(dirname "${BASH_SOURCE[0]}")
 # shellcheck source=launch/setup.sh

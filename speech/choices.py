@@ -19,7 +19,8 @@ SOUND_ERRORS = ("too_short", "silence")                  # that prepare_tts.py f
 WARNINGS = ("clipping", "dc_offset", "no_words", "duplicate_audio", "duplicate_text", "in_validation", "text_rate",
             "no_second_clip", "no_reference_text", "unused_reference")      # of samples that are used all the same
 FORMATS = ("chatml", "ms_swift", "manifest", "vibevoice", "metadata_json", "sidecar", "ljspeech", "piper", "list",
-           "kaldi", "parquet", "arrow", "tar")        # of data (speech/formats.py)
+           "kaldi", "parquet", "arrow", "tar", "vctk", "aishell3", "mls", "wenetspeech4tts", "gigaspeech",
+           "emilia_pipe")       # of data (speech/formats.py, speech/corpora.py)
 REFERENCES = ("given", "same_speaker", "none")      # which clip stands before a text
 
 LAYOUTS = ("native", "2025")            # of a checkpoint

@@ -23,6 +23,7 @@ from common import tensor_files
 from common.checkpoint import move_aside, write_atomically
 from common.indexing import in_order
 from common.parallel import UserError
+from speech import hub
 from speech.containers import file_of
 
 SAMPLE_RATE = 24_000
@@ -73,11 +74,11 @@ def file_keys(clips):
     stats, keys = array("q"), bytearray()
     for clip in clips:
         try:
-            stat = os.stat(file_of(clip.path))
+            found = hub.stat(file_of(clip.path))
         except OSError as error:
             raise UserError(f"{error.filename}: cannot be read any more ({error.strerror})")
-        stats.extend((stat.st_size, stat.st_mtime_ns))
-        keys += file_key(clip, stat.st_size, stat.st_mtime_ns)
+        stats.extend(found)
+        keys += file_key(clip, *found)
     return np.asarray(stats).reshape(-1, 2), np.frombuffer(bytes(keys), KEY)
 
 
@@ -274,8 +275,8 @@ class CodeReader:
         except (OSError, SafetensorError) as error:
             found, why = None, f"cannot be read ({error})"
         if found is None or checksum >= 0 and zlib.crc32(found) != checksum:
-            raise UserError(f"{path}: a clip in it {why}; start the same command again: what is damaged is set aside, "
-                            "and its clips are encoded again")
+            raise UserError(f"{path}: a clip in it {why}; start the same command again, for a prepared folder that of "
+                            "prepare_tts.py: what is damaged is set aside, and its clips are encoded again")
         return found
 
     def __getstate__(self):

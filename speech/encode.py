@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import heapq
 import io
+import itertools
 import os
 import sys
 import time
@@ -26,6 +27,7 @@ from common.checkpoint import remove_temporary
 from common.loading import each
 from common.parallel import UserError, all_ranks_ok, gather_objects, problem_text, rank0_first
 from common.watchdog import Stopped, init_loader, stop_requested
+from speech import hub
 from speech.codes import (
     FRAME_RATE,
     SAMPLE_RATE,
@@ -44,6 +46,7 @@ from speech.containers import file_of, read_bytes, unit_of
 from speech.conversations import MEMBER
 
 MIN_SAMPLES = 960               # one codec frame
+WHOLE = 0.99                    # of the samples that a header promises: with fewer a file is cut off
 LOUDEST = 10.0                  # peak of a clip; full scale is 1, float files and mp3 may go a little beyond it
 SHARD_CLIPS, SHARD_SECONDS = 4096, 60.0     # a crash loses at most this much encoding
 BYTES_PER_SECOND = {".wav": 64_000, ".flac": 32_000, ".mp3": 12_000, ".ogg": 10_000}     # typical, to share out work
@@ -107,6 +110,7 @@ def own_cache(folder, wait_s):
     folder.mkdir(parents=True, exist_ok=True)
     owner = ownership.claim(folder, "--code_cache", wait_s=wait_s, waiting=waiting)
     remove_temporary(folder)
+    hub.remove_left(folder)
     return owner
 
 
@@ -125,9 +129,11 @@ def share_work(clips, unknown, world_size):
         size = stat[0] if MEMBER not in str(path) else 64_000        # of a file that holds many: all the same
         return claimed or size / BYTES_PER_SECOND.get(os.path.splitext(path)[1].lower(), 64_000)
 
-    units = {}      # what is read in one go stays with one rank, in its order
+    shards = {file_of(path) for path in files if hub.is_there(path)}
+    units = {}      # what is read, or fetched, in one go stays with one rank, in its order
     for path, job in files.items():
-        units.setdefault(unit_of(path), []).append((seconds(path, *job), path, *job))
+        whole = len(shards) >= world_size and hub.is_there(path)
+        units.setdefault(file_of(path) if whole else unit_of(path), []).append((seconds(path, *job), path, *job))
     jobs = sorted(((sum(job[0] for job in unit), name, unit) for name, unit in units.items()),
                   key=lambda j: (-j[0], j[1]))
     loads, work = [(0.0, rank) for rank in range(world_size)], [[] for _ in range(world_size)]
@@ -161,12 +167,29 @@ def decode_file(path):
     if not data:
         raise ValueError("is an empty file")
     try:
-        audio, rate = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            audio, rate, promised = file.read(dtype="float32", always_2d=True), file.samplerate, file.frames
     except Exception as error:
         why = str(error).rpartition(": ")[2].strip().rstrip(".")        # without the name of a buffer in memory
         raise ValueError(f"is not readable audio ({why}); wav, flac, mp3 and ogg are read")
+    promised = max(promised, len(audio) * wav_share(data))
+    if len(audio) < WHOLE * promised:
+        raise ValueError(f"is cut off: its header promises {promised / rate:.2f} s, {len(audio) / rate:.2f} s are "
+                         "there")
     with np.errstate(over="ignore", invalid="ignore"):      # what is not finite then, cut_wave refuses
         return hashlib.sha256(data).hexdigest(), audio.mean(axis=1), rate
+
+
+def wav_share(data):
+    """Size that a wav file gives for its samples, over how much of that is there; 1 for what is whole or no wav."""
+    at = 12
+    while data[:4] == b"RIFF" and at + 8 <= len(data):
+        size = int.from_bytes(data[at + 4:at + 8], "little")
+        if data[at:at + 4] == b"data":
+            open_end = size >= 0x7FFF0000       # a program that writes into a pipe does not know it
+            return 1.0 if open_end else max(1.0, size / max(1, len(data) - at - 8))
+        at += 8 + size + size % 2
+    return 1.0
 
 
 def part_of(mono, rate, offset, length):
@@ -315,11 +338,7 @@ def encode_share(world, work, folder, codec_dir, num_codebooks, num_proc, wait_l
 def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progress, bad):
     index, seen, batch, flushed = CacheIndex(folder), set(), Batch(folder, num_codebooks), time.monotonic()
     codec, bandwidth = load_codec(codec_dir, world.device, num_codebooks)
-    workers = min(num_proc, len(mine))
-    loader = DataLoader(_Decode(mine), batch_size=None, num_workers=workers, collate_fn=lambda item: item,
-                        multiprocessing_context="fork" if workers else None, worker_init_fn=init_loader)
-    for i, digest, waves in each(loader):
-        path, stat, cuts = mine[i]
+    for path, stat, cuts, digest, waves in decoded(mine, num_proc, folder):
         heard = 0.0
         for (number, clip), found in zip(cuts.items(), waves):
             if isinstance(found, str):
@@ -347,6 +366,24 @@ def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progr
     del codec
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def decoded(work, num_proc, folder):
+    """Yield (path, stat, cuts, digest, waves) of the files of share_work's list for one rank: what _Decode has of each.
+
+    num_proc: decoding processes. folder: for copies of files on the hub, one at a time.
+    """
+    def shard(job):
+        return file_of(job[0]) if hub.is_there(job[0]) else ""
+
+    for file, part in itertools.groupby(sorted(work, key=shard), shard):
+        part = list(part)
+        workers = min(num_proc, len(part))
+        with hub.fetched(file, folder):
+            loader = DataLoader(_Decode(part), batch_size=None, num_workers=workers, collate_fn=lambda item: item,
+                                multiprocessing_context="fork" if workers else None, worker_init_fn=init_loader)
+            for i, digest, waves in each(loader):
+                yield *part[i], digest, waves
 
 
 def _claim(world, key):

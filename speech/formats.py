@@ -16,7 +16,7 @@ from common import json_files
 from common.json_files import SKIPPED, json_entries, json_value
 from common.parallel import UserError
 from common.text import NAME, printable
-from speech import containers
+from speech import containers, corpora, hub
 from speech.choices import FORMATS
 from speech.columns import AUDIO_FILES, OTHER_AUDIO, TEXTS, find_columns
 from speech.conversations import BadSample, Paths
@@ -38,6 +38,7 @@ class Source:
     about: str          # what was found out, for people
     base: Path          # relative names of audio files begin here
     read: object
+    on_hub: bool = False
 
 
 def find_source(path, data_format="auto"):
@@ -45,11 +46,13 @@ def find_source(path, data_format="auto"):
 
     Raises UserError when no format fits, or two do, or the one asked for does not.
     """
-    path = Path(path)
+    name, path = str(path), Path(path)
     if path.is_dir():
         fits = _folder_formats(path)
     elif not path.exists() and (shards := [Path(p) for p in sorted(glob.glob(str(path)))]):
         fits = _shard_formats(path, shards)
+    elif not path.exists() and hub.may_be(name):
+        fits = _shard_formats(name, hub.find_shards(name))
     else:
         fits = _file_formats(path)
     if data_format != "auto":
@@ -75,6 +78,9 @@ def _folder_formats(folder):
     if "metadata.json" in names:
         return _metadata_json(folder / "metadata.json")
     fits = {}
+    if "dataset_dict.json" in names:        # save_to_disk of a DatasetDict
+        splits = list(map(str, json_files.read_object(folder / "dataset_dict.json").get("splits") or ["?"]))
+        raise UserError(f"{folder}: holds the splits {', '.join(splits)}; give one: {folder / splits[0]}")
     if "state.json" in names and "dataset_info.json" in names:
         fits |= _shard_formats(folder, _saved_shards(folder))
     for place in (folder, folder / "data"):
@@ -92,7 +98,14 @@ def _folder_formats(folder):
         if name in ("metadata.csv", "metadata.tsv", "metadata.txt", "metadata.jsonl"):
             fits |= {kind: Source(folder, kind, f"{name}: {found.about}", folder, found.read)
                      for kind, found in _file_formats(folder / name).items()}
-    if not fits and (audio := _first_audio(folder)):
+    if corpus := corpora.find_corpus(folder, names):
+        fits |= _one(folder, corpus[0], corpus[1], folder, corpus[2])
+    audio = None if fits else _first_audio(folder)
+    cut = audio and corpora.NUMBERED.fullmatch(audio.stem)
+    if cut and (audio.parent / f"{cut[1]}.json").is_file():
+        fits = _one(folder, "emilia_pipe", f"lists of clips, such as {cut[1]}.json", folder,
+                    lambda wanted: corpora.numbered(corpora.emilia_pipe(folder), wanted))
+    elif audio:
         fits = _one(folder, "sidecar", f"audio files with their texts beside them, such as {audio.relative_to(folder)}",
                     folder, lambda wanted: read_sidecar(folder, wanted))
     if not fits:
@@ -121,20 +134,22 @@ def _first_audio(folder):
 
 def _shard_formats(path, shards):
     """{format: Source} of files that hold audio and texts, all of one kind."""
-    kinds = {shard: _magic(shard)[0] for shard in shards}
+    there = hub.is_there(shards[0])
+    kinds = {shard: _magic(shard)[0] for shard in (shards[:1] if there else shards)}        # on the hub by their names
     kind = kinds[shards[0]]
     if kind not in containers.READERS:
-        raise UserError(f"{path}: {shards[0].name} is neither parquet, arrow nor tar")
-    if others := [shard.name for shard in shards if kinds[shard] != kind]:
+        raise UserError(f"{path}: {os.path.basename(shards[0])} is neither parquet, arrow nor tar")
+    if others := [shard.name for shard in kinds if kinds[shard] != kind]:
         raise UserError(f"{path}: {shards[0].name} is {kind}, {others[0]} is not; give files of one kind")
-    names = [str(shard.resolve()) for shard in shards]
-    about = f"{len(names)} files, " + containers.about(kind, names[0])
-    return _one(path, kind, about, shards[0].parent, lambda wanted: containers.READERS[kind](names, wanted))
+    names = [shard if there else str(shard.resolve()) for shard in shards]
+    about = f"{len(names)} files{' on the hub' * there}, " + containers.about(kind, names[0])
+    base = Path.cwd() if there else shards[0].parent
+    return {kind: Source(Path(path), kind, about, base, lambda wanted: containers.READERS[kind](names, wanted), there)}
 
 
 def _magic(path):
     """(kind that the first bytes of a file tell, "" for none; those bytes)."""
-    with json_files.open_file(path) as f:
+    with hub.open_file(path) if hub.is_there(path) else json_files.open_file(path) as f:
         head = f.read(2**16)
     return next((kind for at, magic, kind in MAGIC if head[at:at + len(magic)] == magic), ""), head
 
@@ -444,9 +459,11 @@ def read_sidecar(folder, wanted):
                 yield number, SKIPPED
                 continue
             inside = "" if place == folder else str(place.relative_to(folder))
-            row = {"id": os.path.join(inside, stem), "audio": str(place / name),
-                   "speaker": inside if place.name.lower() not in NO_SPEAKER else ""}
             texts = [stem + ending for ending in TEXTS if stem + ending in there]
+            speaker = inside if place.name.lower() not in NO_SPEAKER else ""
+            if texts and texts[0].endswith(".normalized.txt"):      # LibriTTS: speaker_chapter_...
+                speaker = stem.split("_")[0]
+            row = {"id": os.path.join(inside, stem), "audio": str(place / name), "speaker": speaker}
             texts += [f"{stem}.json"] * (f"{stem}.json" in there)
             if ending.lower() in OTHER_AUDIO:
                 row = BadSample(f"{ending[1:]} is not read; convert it: ffmpeg -i {name} {stem}.flac", "unreadable")

@@ -13,6 +13,7 @@ from common import json_files, parallel
 from common.checkpoint import write_atomically
 from common.parallel import UserError
 from speech.codes import codec_fingerprint
+from speech.sources import flag_of
 from speech.table import Table
 
 FILE = "prepared.json"      # written last: a folder without it is not finished
@@ -31,9 +32,33 @@ def tokenizer_fingerprint(tokenizer, ids):
 
 def write(folder, table, tokenizer, ids, codec_dir, reading, report):
     """Finish a folder whose table is there: prepared.json. report: JSON-able, what people want to know of the data."""
-    about = {"table": Path(table).name, "tokenizer": tokenizer_fingerprint(tokenizer, ids),
+    codes = json.loads((Path(table) / "codes.json").read_text())
+    shards = [Path(os.path.normpath(Path(table) / codes["folder"] / name)) for name in codes["shards"]]
+    sizes = {str(path.relative_to(folder) if path.is_relative_to(folder) else path): path.stat().st_size
+             for path in [*sorted(Path(table).iterdir()), *shards]}
+    about = {"table": Path(table).name, "files": sizes, "tokenizer": tokenizer_fingerprint(tokenizer, ids),
              "codec": codec_fingerprint(codec_dir), "reading": asdict(reading), "report": report}
     write_atomically(Path(folder) / FILE, lambda path: path.write_text(json.dumps(about, indent=1) + "\n"))
+
+
+def look_into(folder):
+    """The contents of prepared.json of a folder that has all its files. Raises UserError."""
+    def need(fits, why):
+        if not fits:
+            raise UserError(f"{folder}: is damaged, {why}; copy it again from where it was prepared, or prepare it "
+                            "again")
+    try:
+        about = json_files.read_object(Path(folder) / FILE)
+    except UserError as error:
+        need(False, str(error))
+    for name, kind in (("table", str), ("tokenizer", str), ("codec", str), ("reading", dict)):
+        need(isinstance(about.get(name), kind), f"{FILE} has no {name!r}")
+    need((Path(folder) / about["table"]).is_dir(), f"{about['table']} is not there")
+    for name, size in about.get("files", {}).items():       # folders of earlier versions do not say
+        path = Path(folder) / name
+        need(path.is_file(), f"{name} is not there")
+        need(path.stat().st_size == size, f"{name} has {path.stat().st_size} bytes, not {size}")
+    return about
 
 
 def open_prepared(world, train, held_out, tokenizer, ids, codec_dir, reading, output_dir):
@@ -49,7 +74,7 @@ def open_prepared(world, train, held_out, tokenizer, ids, codec_dir, reading, ou
             if not is_prepared(path):
                 raise UserError(f"{path}: is not prepared, and other data here are; prepare it too (prepare_tts.py)")
         words, codec = tokenizer_fingerprint(tokenizer, ids), codec_fingerprint(codec_dir)
-        abouts = [json_files.read_object(Path(path) / FILE) for path in paths]
+        abouts = [look_into(path) for path in paths]
         for path, about in zip(paths, abouts):
             for what, mine, flag in (("tokenizer", words, "--model_path"), ("codec", codec, "--audio_tokenizer_path")):
                 if about.get(what) != mine:
@@ -58,8 +83,9 @@ def open_prepared(world, train, held_out, tokenizer, ids, codec_dir, reading, ou
                 value, was = getattr(reading, name), about["reading"].get(name, default)
                 # a default may stand for any value, but of the text's wording, which checkpoints keep
                 if value not in ((was,) if name == "normalize" else (default, was)) and name != "seed":
-                    raise UserError(f"{path}: was prepared with {name} {was}, not {value}; drop the flag, or prepare "
-                                    "it again")
+                    was, value = ({True: "on", False: "off"}.get(x, x) for x in (was, value))
+                    raise UserError(f"{path}: was prepared with {flag_of(name)} {was}, not {value}; drop the flag, or "
+                                    "prepare it again")
         found = [str(Path(path) / about["table"]) for path, about in zip(paths, abouts)]
         if len(found) > 1:
             folder = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}"

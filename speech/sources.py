@@ -44,6 +44,11 @@ class Reading:
     normalize: bool = False
 
 
+def flag_of(name):
+    """The flag that sets a field of Reading."""
+    return {"ref_in_system": "--ref_audio_in_system_message", "normalize": "--normalize_text"}.get(name, f"--{name}")
+
+
 @dataclass(frozen=True)
 class Opened:
     """A source ready to be read by several processes. pool: {speaker: [row]} to choose references from."""
@@ -57,8 +62,8 @@ def open_source(path, reading):
     source, plain = find_source(path, reading.data_format), Reading()
     shape = ("task_type", "ref_in_system", "reference", "reference_share")
     if source.format == "chatml" and (changed := [n for n in shape if getattr(reading, n) != getattr(plain, n)]):
-        print(f"notice     {path}: ChatML has own prompts: what is set of {', '.join(changed)} changes nothing in it",
-              flush=True)
+        print(f"notice     {path}: ChatML has prompts of its own, in which {', '.join(map(flag_of, changed))} changes "
+              "nothing", flush=True)
     pool = reference_pool(source, reading.seed) if reading.reference == "same_speaker" else {}
     return Opened(source, reading, pool)
 

@@ -367,7 +367,7 @@ def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0,
             for how, words in itertools.chain.from_iterable(map(dict.items, part[4])):
                 recognised.setdefault(how, [0, words])[0] += 1
 
-        in_order(chunks, processes, take)
+        in_order(chunks, 0 if opened.source.on_hub else processes, take)        # each would read all of its texts
         kept, lost = len(builder) - before, sum(refused.values())
         counts = ", ".join(f"{n} {check}" for check, n in sorted(refused.items()))
         print(f"source     {path}: {opened.source.format} ({opened.source.about}); {kept + lost} rows = {kept} kept + "

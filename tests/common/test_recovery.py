@@ -269,16 +269,18 @@ def newest(output_dir):
     return max(steps_of(output_dir), default=0)
 
 
+UNFINISHED = set()      # temporary folders of checkpoints that kills have left
+
+
 def growing(output_dir):
     """Newest step whose checkpoint is being written, or was when everything died; 0 if none."""
     return max((int(path.name[11:].split(".")[0]) for path in output_dir.glob("checkpoint-*.tmp-*")
-                if "deleted" not in path.name and not (path / "of-an-earlier-run").exists()), default=0)
+                if "deleted" not in path.name and path not in UNFINISHED), default=0)
 
 
 def mark_unfinished(output_dir):
-    """Before a restart: growing() shall not take what the last kill left for new."""
-    for path in output_dir.glob("checkpoint-*.tmp-*"):
-        (path / "of-an-earlier-run").touch()
+    """Before a restart: growing() shall not take what the last kill left for new, nor while the restart removes it."""
+    UNFINISHED.update(output_dir.glob("checkpoint-*.tmp-*"))
 
 
 def last_step(output_dir):
@@ -336,9 +338,9 @@ def finish(launch, output_dir, kind, *flags):
 
 # who dies, and whether torchrun has started it; "launcher" leaves the ranks without their torchrun
 VICTIMS = {
-    "lora": [("all", False)] * 8,
-    "ddp": [("all", False), ("rank 0", False), ("all", False), ("launcher", True), ("all", False), ("all", True)],
-    "fsdp": [("all", False), ("rank 1", False), ("all", False), ("rank 0", True), ("all", False), ("all", False)],
+    "lora": [("all", False)] * 3,
+    "ddp": [("rank 0", False), ("launcher", True), ("all", False)],
+    "fsdp": [("rank 1", False), ("all", False), ("rank 0", True)],
 }
 
 
@@ -346,7 +348,7 @@ def test_a_rank_killed_before_its_share_is_written_is_missed(launch, tmp_path):
     """Rank 0 waits for that share before the next save, in no collective that would end."""
     out = tmp_path / "out"
     ranks, flags = KINDS["fsdp"]
-    job = launch(out, *flags, "--save_steps", 1, ranks=ranks, env={"SLOW_DISK_S": "3"})
+    job = launch(out, *flags, "--save_steps", 1, ranks=ranks, env={"SLOW_DISK_S": "1"})
     job.wait_for(lambda: last_step(out) >= 2)
     time.sleep(0.5)         # the files of step 1 take many times that
     job.signal(signal.SIGKILL, [job.rank(1)])
@@ -357,7 +359,10 @@ def test_a_rank_killed_before_its_share_is_written_is_missed(launch, tmp_path):
 
 @pytest.mark.parametrize("kind", VICTIMS)
 def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path, kind):
-    """20 kills in all, each at a random moment between the making of a checkpoint's folder and its renaming."""
+    """9 kills in all, each at a random moment between the making of a checkpoint's folder and its renaming.
+
+    bench/kills.py has 100, in every phase.
+    """
     print(f"TEST_SEED={SEED}")
     draw, out = random.Random(f"{SEED} {kind}"), tmp_path / "out"
     ranks, flags = KINDS[kind]

@@ -157,6 +157,22 @@ def test_what_cannot_be_decoded_says_why(tmp_path, content, cut, said):
         decode_audio(str(path), [cut])
 
 
+def test_a_file_that_is_cut_off_is_told_from_a_whole_one(tmp_path):
+    """An mp3 and a wav decode as far as they go without an error; a wav written into a pipe has no size of its own."""
+    for kind in ("mp3", "wav", "flac"):
+        path = write_audio(tmp_path / f"a.{kind}", np.tile(sine(440, 24000), 3), 24000)
+        data = path.read_bytes()
+        decode_audio(str(path), [(None, None)])
+        path.write_bytes(data[:len(data) // 2])
+        with pytest.raises(ValueError, match="is cut off: its header promises 3.00 s, 1.[2-6]. s are there" if
+                           kind != "flac" else "is not readable audio"):
+            decode_audio(str(path), [(None, None)])
+        if kind == "wav":
+            at = data.index(b"data")
+            path.write_bytes(data[:at + 4] + b"\xff\xff\xff\xff" + data[at + 8:])
+            assert len(decode_audio(str(path), [(None, None)])[1][0]) == 72000
+
+
 def test_the_shortest_clip_is_one_frame(tmp_path, tiny):
     soundfile.write(tmp_path / "a.wav", sine(440, 24000, 0.04), 24000)
     (codes,), _ = fill([Clip(str(tmp_path / "a.wav"))], tiny.codec, tmp_path / "codes")

@@ -148,6 +148,42 @@ def test_speakers_and_languages_are_kept(folder):
     assert [s.speaker for s in read(sidecar(folder))[1]] == ["a", "b"]
 
 
+GIGASPEECH = {"language": "EN", "audios": [{"aid": "A", "path": "audio/A.opus", "segments": [
+    {"sid": "A1", "speaker": "N/A", "begin_time": 1.5, "end_time": 2, "text_tn": "YES <COMMA> NO <PERIOD>"},
+    {"sid": "A2", "speaker": "P7", "begin_time": 2, "end_time": 3, "text_tn": "<MUSIC>"},
+    {"sid": "A3", "speaker": "P7", "begin_time": 3, "end_time": 4, "text_tn": "WELL <QUESTIONMARK>"}]}]}
+EMILIA = [{"text": " One.", "speaker": "SPEAKER_00", "language": "en"}, {"text": " Two.", "speaker": "SPEAKER_01"}]
+CORPORA = {     # {corpus: ({file: text}, [(audio, text, speaker)], checks of what is refused)}
+    "vctk": ({"txt/p225/p225_001.txt": "Hi.\n", "wav48_silence_trimmed/p225/p225_001_mic1.flac": "",
+              "wav48_silence_trimmed/p225/p225_001_mic2.flac": "", "txt/p280/p280_001.txt": "Ho.",
+              "wav48_silence_trimmed/p280/p280_001_mic1.flac": "", "wav48_silence_trimmed/p315/p315_001_mic2.flac": ""},
+             [("p225_001_mic2.flac", "Hi.", "p225"), ("p280_001_mic1.flac", "Ho.", "p280")], []),
+    "aishell3": ({"content.txt": "SSB00050001.wav\t你 ni3 好 hao3\n", "wav/SSB0005/SSB00050001.wav": "",
+                  "label_train-set.txt": "x"}, [("SSB00050001.wav", "你好", "SSB0005")], []),
+    "mls": ({"transcripts.txt": "1_2_3\tone two\n1_2_4\t\n", "audio/1/2/1_2_3.opus": "", "segments.txt": "x"},
+            [("1_2_3.opus", "one two", "1")], ["empty_text"]),
+    "wenetspeech4tts": ({"txts/X1.txt": "X1\t你好。\n[[0, 0.2]]\n", "wavs/X1.wav": ""}, [("X1.wav", "你好。", "")], []),
+    "gigaspeech": ({"GigaSpeech.json": json.dumps(GIGASPEECH), "audio/A.opus": ""},
+                   [("A.opus", "YES, NO.", ""), ("A.opus", "WELL?", "P7")], ["empty_text"]),
+    "emilia_pipe": ({"A/A.json": json.dumps(EMILIA), "A/A_0.mp3": "", "A/A_1.mp3": ""},
+                    [("A_0.mp3", "One.", "A/SPEAKER_00"), ("A_1.mp3", "Two.", "A/SPEAKER_01")], []),
+    "sidecar": ({"19/198/19_198_000.wav": "", "19/198/19_198_000.normalized.txt": "Hi.", "19/198/._a.wav": "",
+                 "19/198/19_198_000.original.txt": "hi", "19/198/19_198.trans.tsv": "x"},        # LibriTTS
+                [("19_198_000.wav", "Hi.", "19")], [])}
+
+
+@pytest.mark.parametrize("name", CORPORA)
+def test_corpora_are_read_as_they_are_published(tmp_path, name):
+    files, expected, refused = CORPORA[name]
+    for path, text in files.items():
+        written(tmp_path / path, text)
+    found, samples, problems = read(tmp_path)
+    assert found == name and [p.check for p in problems] == refused
+    assert [(*pair, s.speaker) for pair, s in zip(spoken(samples), samples)] == expected
+    if name == "gigaspeech":
+        assert [(c.offset, c.duration) for s in samples for c in s.turns[-1].clips] == [(1.5, 0.5), (3, 1)]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Traps of single formats
 
@@ -306,8 +342,8 @@ def test_chatml_that_keeps_its_own_references_says_so(folder, capsys):
     path = lines(folder / "c.jsonl", {"messages": [{"role": "user", "content": "Hi."}, {
         "role": "assistant", "content": {"type": "audio", "audio_url": "a.wav"}}]})
     assert read(path)[0] == "chatml" and not capsys.readouterr().out
-    assert len(read(path, reference="none")[1]) == 1
-    assert "what is set of reference changes nothing in it" in capsys.readouterr().out
+    assert len(read(path, reference="none", ref_in_system=True)[1]) == 1
+    assert "in which --ref_audio_in_system_message, --reference changes nothing" in capsys.readouterr().out
 
 
 def test_shares_and_references_that_are_given(folder):
@@ -438,3 +474,53 @@ def test_folders_of_shards(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"audio": ["a"], "x": [1]}), tmp_path / "n.parquet")
     with pytest.raises(UserError, match="has no column of text; its columns are audio, x"):
         read(tmp_path / "n.parquet")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files of the tools themselves, where they are installed
+
+
+def saved_by_datasets(folder, clips):
+    """As parquet and as a saved folder. Undecoded: its decoding needs torchcodec, reading needs nothing of it."""
+    datasets = pytest.importorskip("datasets", reason="needs the package datasets")
+    datasets.disable_progress_bars()
+    rows = {"audio": [{"bytes": data, "path": name} for name, data in clips.items()],
+            "text": [f"This is {name}." for name in clips], "speaker_id": ["anna"] * len(clips)}
+    data = datasets.Dataset.from_dict(rows).cast_column("audio", datasets.Audio(decode=False))
+    data.to_parquet(str(folder / "a.parquet"))
+    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(str(folder / "saved"))
+    with pytest.raises(UserError, match="holds the splits train, test; give one: .*/saved/train"):
+        read(folder / "saved")
+    return folder / "a.parquet", folder / "saved" / "train"
+
+
+def written_by_webdataset(folder, clips):
+    webdataset = pytest.importorskip("webdataset", reason="needs the package webdataset")
+    for i, (name, data) in enumerate(clips.items()):
+        with webdataset.TarWriter(str(folder / f"s-{i}.tar")) as tar:
+            about = {"text": f"This is {name}.", "speaker": "anna"}
+            tar.write({"__key__": f"x/{name[:-4]}", "wav": data, "json": about})
+    return str(folder / "s-*.tar"),
+
+
+def written_by_pandas(folder, clips):
+    pandas = pytest.importorskip("pandas", reason="needs the package pandas")
+    for name, data in clips.items():
+        (folder / name).write_bytes(data)
+    table = pandas.DataFrame({"file_name": list(clips), "speaker": ["anna"] * len(clips),
+                              "text": [f"This is {name}." for name in clips]})
+    table.to_csv(folder / "m.csv"), table.to_csv(folder / "bars.csv", sep="|", index=False, quoting=csv.QUOTE_ALL)
+    table.to_csv(folder / "m.tsv", sep="\t", index=False), table.to_parquet(folder / "p.parquet")
+    table.to_json(folder / "m.jsonl", orient="records", lines=True)
+    return [folder / name for name in ("m.csv", "bars.csv", "m.tsv", "p.parquet", "m.jsonl")]
+
+
+@pytest.mark.parametrize("write", [saved_by_datasets, written_by_webdataset, written_by_pandas])
+def test_files_of_the_tools_themselves(tmp_path, write):
+    clips = waves(4)
+    for path in write(tmp_path, clips):
+        _, samples, problems = read(path)
+        assert not problems and [s.turns[-2].text for s in samples] == [f"This is {name}." for name in clips]
+        assert {s.speaker for s in samples} == {"anna"}
+        for sample, data in zip(samples, clips.values()):
+            assert decode_audio(sample.turns[-1].clips[0].path, [(None, None)])[0] == hashlib.sha256(data).hexdigest()

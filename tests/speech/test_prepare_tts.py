@@ -111,14 +111,19 @@ def test_a_prepared_folder_gives_the_batches_of_its_source(tiny, tokenizer, ids,
 @pytest.mark.parametrize("change, said", [
     ({"tokenizer": "x"}, "was prepared with another tokenizer than that of --model_path"),
     ({"codec": "x"}, "was prepared with another codec than that of --audio_tokenizer_path"),
-    ({"reading": {"normalize": True}}, "was prepared with normalize True, not False")])
+    ({"reading": {"normalize": True}}, "was prepared with --normalize_text on, not off"),
+    ({"table": None}, "is damaged, prepared.json has no 'table'; copy it again"),
+    ({"table": "table-0"}, "is damaged, table-0 is not there"),
+    ({"files": {"gone": 1}}, "is damaged, gone is not there"),
+    ({"files": {"prepared.json": 1}}, "is damaged, prepared.json has [0-9]+ bytes, not 1"),
+    (None, "is damaged, .*JSON")])
 def test_a_folder_of_another_model_is_refused(tiny, tokenizer, ids, folder, tmp_path, change, said):
-    shutil.copytree(folder, tmp_path / "other", ignore=shutil.ignore_patterns("codes"))
+    shutil.copytree(folder, tmp_path / "other")
     about = json.loads((folder / "prepared.json").read_text())
-    (tmp_path / "other" / "prepared.json").write_text(json.dumps({**about, **change}))
+    (tmp_path / "other" / "prepared.json").write_text(json.dumps({**about, **change}) if change else "{")
     with pytest.raises(UserError, match=said):
         opened(tiny, tokenizer, ids, [(tmp_path / "other", 1.0)], tmp_path / "out")
-    with pytest.raises(UserError, match="was prepared with reference same_speaker, not none"):
+    with pytest.raises(UserError, match="was prepared with --reference same_speaker, not none"):
         opened(tiny, tokenizer, ids, [(folder, 1.0)], tmp_path / "out", reading=Reading(reference="none"))
 
 
