@@ -423,7 +423,8 @@ def open_transformers(name, draw, max_model_len=0, batch_size=16, chunk_size=102
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device).eval()
+        dtype = "auto" if device.type == "cuda" else torch.float32      # many CPUs are slow in bfloat16
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
     except (OSError, ValueError) as error:
         raise UserError(f"--model_name {name}: cannot be loaded ({str(error).splitlines()[0][:200]}); give "
                         "a folder, or a hub name when online")
