@@ -58,6 +58,25 @@ def read_problems(path, split, system, strip_calculator=False, bad=None):
     return problems
 
 
+def read_questions(path):
+    """List of Problems without answers: JSONL or JSON objects with "question", or a text file with one in each line."""
+    text, found, wrong = json_files.read_text(Path(path)), [], []
+    if text.lstrip()[:1] in ("{", "["):
+        entries = [(name, entry.get("question") if isinstance(entry, dict) else None)
+                   for name, entry in read_entries(path, "")]
+    else:
+        entries = [(f"{path} line {n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    for name, question in entries:
+        if isinstance(question, str) and question.strip() and not json_files.HALF_CHARACTER.search(question):
+            found.append(Problem(name, question.strip(), "", ""))
+        else:
+            wrong.append(problem(name, "invalid", "has no 'question' (a text that is not empty)", path))
+    settle(wrong)
+    if not found:
+        raise UserError(f"{path}: holds no questions")
+    return found
+
+
 def parse_problem(name, entry, system, strip_calculator):
     """One JSON object -> Problem; ValueError says what is wrong and what to do."""
     if not isinstance(entry, dict):
@@ -170,6 +189,12 @@ class Tokens:
     def special(self):
         """Ids that no text of a problem may hold."""
         return {self.tokenizer.token_to_id(name) for name in (END, *MARKERS["hdp"])} - {None}
+
+    @functools.cached_property
+    def markers(self):
+        """{name: id} of the special tokens that follow the tokenizer's own."""
+        found = {name: self.tokenizer.token_to_id(name) for name in MARKERS["hdp"]}
+        return {name: number for name, number in found.items() if number is not None}
 
     def encode(self, text):
         """Text -> list of ids."""

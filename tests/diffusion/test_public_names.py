@@ -13,4 +13,4 @@ def test_public_names_keep_their_signatures():
                                                "weighting='elbo')")
     assert str(inspect.signature(generate)) == (
         "(model, contexts, pinned, rooms, block_size, end, *, order='first_hitting', tokens_per_step=1, threshold=0.9, "
-        "temperature=1.0, top_p=1.0, use_cache=True, generator=None)")
+        "temperature=1.0, top_p=1.0, use_cache=True, generator=None, progress=None)")

@@ -159,6 +159,47 @@ def test_problems_known_by_heart_are_answered_exactly(trained, capsys):
     assert f"answers    {folder}/answers.json" in out
 
 
+def test_questions_are_answered_block_by_block(trained, tmp_path, capsys, monkeypatch):
+    """From the command line, from a terminal and from files: the texts of the test file's answers."""
+    folder, file, documents, tokens = trained
+    wanted = run(folder, file, "--order", "confidence")["answers"]
+    first, other = documents.problems[0], documents.problems[1]
+    common = ["--checkpoint", str(folder), "--device", "cpu", "--order", "confidence"]
+    pieces, real = [], sample_bd3lm.printable
+
+    def seen(text, *limit):
+        pieces.append(text)
+        return real(text, *limit)
+    monkeypatch.setattr(sample_bd3lm, "printable", seen)
+    capsys.readouterr()
+    sample_bd3lm.main([*common, "--question", first.question, other.question])
+    said = capsys.readouterr().out
+    for answer in wanted[:2]:
+        for part in ("plan", "text"):
+            for line in answer.get(part, "").split("\n"):
+                assert line in said
+    assert said.count("\nspeed      ") == 2 and "did not end" not in said
+    assert len(pieces) > 2 + sum(len(tokens.encode(a["text"])) // 8 for a in wanted[:2])      # not all at once
+    lines = iter([first.question, first.question + " <|mask|>", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    sample_bd3lm.main([*common, "--interactive"])
+    said = capsys.readouterr().out
+    assert wanted[0]["text"].split("\n")[-1] in said and "error: the question: its text holds the special token" in said
+    (tmp_path / "q.txt").write_text(f"{first.question}\n\n{other.question}\n")
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps({"question": p.question}) + "\n" for p in (first, other)))
+    for name in ("q.txt", "q.jsonl"):
+        sample_bd3lm.main([*common, "--question_file", str(tmp_path / name), "--output",
+                           str(tmp_path / "answers.json")])
+        result = json.loads((tmp_path / "answers.json").read_text())
+        assert texts(result) == [(a.get("plan"), a["text"]) for a in wanted[:2]]
+        assert "strict" not in result["summary"] and "accuracy" not in capsys.readouterr().out
+    (tmp_path / "q.jsonl").write_text('{"question": ""}\n')
+    with pytest.raises(SystemExit):
+        sample_bd3lm.main([*common, "--question_file", str(tmp_path / "q.jsonl")])
+    assert "line 1: has no 'question'" in capsys.readouterr().err
+    parallel._claimed.clear()
+
+
 def test_every_order_answers_and_fewer_passes_are_counted(trained):
     folder, file, documents, _ = trained
     layout = documents.layout
@@ -265,6 +306,7 @@ def test_too_long_questions_are_refused_or_counted_as_wrong(trained, tmp_path, c
     (["--test_file", "none.jsonl"], "none.jsonl: no such file or folder"),
     (["--output", "."], "--output . is a folder; give a file"),
     (["--checkpoint", "nowhere"], "--checkpoint nowhere: no such folder"),
+    (["--question", "Why?"], "give one of --test_file, --question, --question_file and --interactive"),
 ])
 def test_bad_flags_are_one_clear_line(trained, flags, message, capsys):
     if not torch.cuda.is_available():
