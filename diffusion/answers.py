@@ -5,7 +5,7 @@ import numpy as np
 
 from common.parallel import UserError
 from diffusion import sampler
-from diffusion.blocks import EXECUTION, PLAN, pieces
+from diffusion.blocks import EXECUTION, PLAN, head_of, pieces
 
 NUMBER = re.compile(r"(?:(?<![\d)$%])-\$?)?\d[\d,]*(?:\.\d+)?")       # in a text; -$5 is one, the minus of 5-$3 no sign
 
@@ -16,12 +16,11 @@ def question_state(problem, tokens, layout):
     context: (3, n) int64 ids, position, block of clean tokens. Raises UserError when the question is too long, or a
     block reaches over a region's end, so that one region cannot be finished before the next.
     """
-    ids = tokens.encode(pieces(problem, layout.system)[0])
-    if smuggled := tokens.special.intersection(ids):
-        token = tokens.decode([min(smuggled)])
+    ids = tokens.encode(pieces(problem, layout)[0])
+    if token := tokens.smuggled(problem.question):
         raise UserError(f"{problem.name}: its text holds the special token {token}; remove it")
     if layout.system == "gsm8k":
-        head = np.array([tokens.bos, *ids])
+        head = np.array(head_of(ids, tokens, layout))
         if len(head) >= layout.max_length:
             raise UserError(f"{problem.name}: its question has {len(head)} tokens, no room in --max_length "
                             f"{layout.max_length}")

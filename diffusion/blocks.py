@@ -94,9 +94,11 @@ class Documents:
         return digest.hexdigest()[:16]
 
 
-def pieces(problem, system):
+def pieces(problem, layout):
     """The texts of a problem that are tokenised on their own, between special tokens."""
-    if system == "gsm8k":
+    if layout.prompt:
+        return [layout.prompt.replace("{question}", problem.question), problem.solution]
+    if layout.system == "gsm8k":
         return [f"Question: {problem.question}\nAnswer:", f" {problem.solution}"]
     return [problem.question, f" {problem.plan}", f" {problem.solution} ", f" {problem.answer}"]
 
@@ -107,10 +109,15 @@ def regions_of(ids, tokens, layout):
     An end token follows every generated region; the fill behind it is not there yet.
     """
     if layout.system == "gsm8k":
-        head = [tokens.bos, *ids[0]]
+        head = head_of(ids[0], tokens, layout)
         return [(PLAN, head + ids[1] + [tokens.end], len(head))]
     execution = [tokens.execution, *ids[2], tokens.answer, *ids[3], tokens.end]
     return [(QUESTION, ids[0], len(ids[0])), (PLAN, [tokens.plan, *ids[1], tokens.end], 1), (EXECUTION, execution, 1)]
+
+
+def head_of(ids, tokens, layout):
+    """Ids of a gsm8k problem before its answer; a chat template begins as it likes."""
+    return list(ids) if layout.prompt else [tokens.bos, *ids]
 
 
 def too_long(regions, layout):
@@ -178,13 +185,12 @@ def make_documents(problems, tokens, layout, bad=None, path=""):
     bad: a list that takes what is too long or holds a special token (common's problems.Problem); None: UserError with
     all of them.
     """
-    texts = [pieces(p, layout.system) for p in problems]
+    texts = [pieces(p, layout) for p in problems]
     encoded = iter(tokens.encode_all([text for group in texts for text in group]))
     kept, parts, wrong = [], [], []
     for problem, group in zip(problems, texts):
         ids = [next(encoded) for _ in group]
-        if smuggled := tokens.special.intersection(i for part in ids for i in part):
-            token = tokens.decode([min(smuggled)])
+        if token := tokens.smuggled(problem.question, problem.plan, problem.solution, problem.answer):
             wrong.append(bad_problem(problem.name, "control_token", f"its text holds the special token {token}; remove "
                                      "it", path))
             continue

@@ -41,6 +41,8 @@ class Layout:
     max_length: int = 512               # gsm8k: tokens a problem may have
     strip_calculator: bool = False      # remove <<48/2=24>>
     loss_on_question: bool = False      # noise and train the question as well
+    prompt: str = ""                    # gsm8k: text with {question} before an answer; "": Question: ...\\nAnswer:
+    end_token: str = ""                 # gsm8k: what ends an answer; "": <|endoftext|>
 
     @property
     def flat(self):

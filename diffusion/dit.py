@@ -40,6 +40,9 @@ class Config:
     cond_size: int
     dropout: float = 0.1
 
+    kv_heads = property(lambda self: self.heads)        # as decoder.Config has them
+    head_size = property(lambda self: self.hidden_size // self.heads)
+
 
 def config_of(size, vocab_size, mask_id, dropout=0.1):
     """Config of a named size (SIZES)."""
@@ -137,6 +140,23 @@ def attention(q, k, v, mask):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
+def masks_of(model, inputs):
+    """attention_masks of inputs (noise.Inputs) for a model, which keeps them: rows of one layout share them."""
+    if inputs.layout is None or model._masks[0] != inputs.layout:
+        states = (inputs.noisy_tiles, inputs.clean_tiles) if model.backend == "flex" else None
+        model._masks = inputs.layout, attention_masks(inputs.doc, inputs.block, inputs.n_noisy, states)
+    return model._masks[1]
+
+
+def losses(model, inputs):
+    """Cross-entropies (R,) of a model at inputs.rows, from its hidden_states and row_losses; of many in pieces."""
+    rows = model.hidden_states(inputs).flatten(0, 1).index_select(0, inputs.rows)
+    if len(rows) <= HEAD_ROWS:
+        return model.row_losses(rows, inputs.labels)
+    parts = zip(rows.split(HEAD_ROWS), inputs.labels.split(HEAD_ROWS))
+    return torch.cat([checkpoint(model.row_losses, *part, use_reentrant=False) for part in parts])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Layers
 
@@ -222,6 +242,9 @@ class DiT(nn.Module):
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
 
+    def tie(self):
+        """Nothing is tied."""
+
     def condition(self):
         """(1, 1, cond_size): the embedding of noise level 0, whose cosines are 1 and sines 0."""
         wave = (torch.arange(FREQUENCIES, device=self.embed.weight.device) < FREQUENCIES // 2).float()
@@ -236,17 +259,13 @@ class DiT(nn.Module):
 
     def hidden_states(self, inputs):
         """Final hidden states (B, N, H) of the noisy copies. inputs: noise.Inputs."""
-        n = inputs.n_noisy
-        if inputs.layout is None or self._masks[0] != inputs.layout:
-            states = (inputs.noisy_tiles, inputs.clean_tiles) if self.backend == "flex" else None
-            self._masks = inputs.layout, attention_masks(inputs.doc, inputs.block, n, states)
-        noisy_mask, clean_mask = self._masks[1]
+        noisy_mask, clean_mask = masks_of(self, inputs)
         x = self.embed(inputs.tokens).float()
         cos, sin = self.rope(inputs.position)
         condition = self.condition()
         for number, layer in enumerate(self.layers):
             mask = clean_mask if number + 1 < len(self.layers) else None
-            given = (x, condition, cos, sin, n, noisy_mask, mask)
+            given = (x, condition, cos, sin, inputs.n_noisy, noisy_mask, mask)
             x = self.call(layer, *given) if self.training else layer(*given)
         return x
 
@@ -262,11 +281,7 @@ class DiT(nn.Module):
 
     def forward(self, inputs):
         """Cross-entropy (R,) float32 of the clean token at each of inputs.rows; no row gives an empty tensor."""
-        rows = self.hidden_states(inputs).flatten(0, 1).index_select(0, inputs.rows)
-        if len(rows) <= HEAD_ROWS:
-            return self.row_losses(rows, inputs.labels)
-        parts = zip(rows.split(HEAD_ROWS), inputs.labels.split(HEAD_ROWS))
-        return torch.cat([checkpoint(self.row_losses, *part, use_reentrant=False) for part in parts])
+        return losses(self, inputs)
 
     def extend(self, tokens, position, mask, past):
         """Hidden states (B, T, H) of one more block behind cached ones, and its own [(keys, values)] for the cache.
@@ -282,6 +297,8 @@ class DiT(nn.Module):
             new.append(own)
         return x, new
 
+
+Model = DiT
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Names and work
