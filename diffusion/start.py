@@ -87,7 +87,7 @@ def read(path, config, tokens, ema=True, seed=0):
         tensors, markers = dict(model.named_parameters()), its_tokens.markers
         head_size = model.config.head_size
     elif is_causal(path):
-        which, tensors, markers, head_size = "language model,", read_causal(path, config), {}, config.head_size
+        which, tensors, markers, head_size = "causal", read_causal(path, config), {}, config.head_size
     else:
         tensors, head_size, note = official.read(path, ema)
         markers = {"<|mask|>": len(tensors["embed.weight"]) - 1}        # GPT-2 has none, so they add it behind

@@ -172,7 +172,8 @@ def test_it_trains_resumes_and_answers(pool, demo, models, tmp_path):
     flags = {"--init_from": models["chat"], "--chat": None, "--train_data_file": demo / "train.jsonl",
              "--block_size": 4, "--max_length": 96, "--row_length": 96, "--dropout": 0, "--eval_steps": 2,
              "--save_steps": 0, "--eval_repeats": 1, "--num_workers": 1, "--learning_rate": 1e-2,
-             "--warmup_steps": 0, "--report_to": "none", "--gradient_accumulation_steps": 1, "--validation_split": 0.2, "--eval_accuracy": 2, "--ema_decay": 0.5}
+             "--warmup_steps": 0, "--report_to": "none", "--gradient_accumulation_steps": 1,
+             "--validation_split": 0.2, "--eval_accuracy": 2, "--ema_decay": 0.5}
     words = [str(word) for pair in flags.items() for word in pair if word is not None]
     runs = {}
     for mode, ranks, stops in (("ddp", 1, (4,)), ("fsdp", 2, (2, 4))):
@@ -193,7 +194,8 @@ def test_it_trains_resumes_and_answers(pool, demo, models, tmp_path):
     texts = []
     for more in ([], ["--no-use_cache"]):
         sample_bd3lm.main(["--checkpoint", str(folder), "--test_file", str(demo / "test.jsonl"), "--limit", "2",
-                           "--device", "cpu", "--order", "confidence", "--output", str(tmp_path / "answers.json"), *more])
+                           "--device", "cpu", "--order", "confidence", "--output", str(tmp_path / "answers.json"),
+                           *more])
         texts.append([a["text"] for a in json.loads((tmp_path / "answers.json").read_text())["answers"]])
     assert texts[0] == texts[1]
 
