@@ -394,13 +394,13 @@ class Progress:
     """One progress bar on rank 0 for the work of all ranks, kept through the store's counters."""
 
     def __init__(self, world, total, label, limit_s):
-        self.world, self.total, self.limit_s, self.local, self.seconds = world, total, limit_s, 0, 0.0
+        self.world, self.label, self.limit_s, self.local, self.seconds = world, label, limit_s, 0, 0.0
         self.start = time.monotonic() - 1e-3
         self.bar = tqdm(total=total, desc=label, unit="clip", mininterval=0.1 if sys.stderr.isatty() else 30) \
             if world.is_main else None
 
     def _count(self, name, n=0):
-        return self.world.store.add(f"progress/{name}", n)
+        return self.world.store.add(f"{self.label}/{name}", n)
 
     def add(self, n, seconds):
         """Count n clips and so many seconds of audio; the bar shows the audio of all ranks, and per second."""

@@ -110,6 +110,7 @@ class TableBuilder:
         self.cuts = Column(self.folder / "clips" / "cuts.npy", np.float64, 4)
         self.digests = Column(self.folder / "clips" / "digests.npy", np.uint64, 2)
         self.facts = Column(self.folder / "clips" / "facts.npy", FACTS) if facts else None
+        self.said = Lists(self.folder / "clips", "said", "said_offsets", np.uint8) if facts else None
 
     def __len__(self):
         return len(self.tokens)
@@ -120,7 +121,7 @@ class TableBuilder:
 
     def chunk(self, samples, problems):
         """{name: array} of Samples, for `append`, which may be that of another process's builder."""
-        good, facts, left_out = [], [], Counter()
+        good, facts, said, left_out = [], [], [], Counter()
         for sample in samples:
             if token := self._control_token(sample):
                 problems.append(problem(sample.name, "control_token", f"text contains the control token {token}; "
@@ -132,7 +133,9 @@ class TableBuilder:
                 problems.append(problem(sample.name, "invalid", str(error)))
                 continue
             good += found
-            facts += [facts_of(sample)] * len(found) if self.facts is not None else []
+            if self.facts is not None:
+                facts += [facts_of(sample)] * len(found)
+                said += [said_text(sample).encode("utf-8", "backslashreplace")] * len(found)
             left_out.update(without)
         streams = [stream for _, stream in good]
         pieces, labels = zip(*itertools.chain.from_iterable(streams)) if good else ((), ())
@@ -156,7 +159,7 @@ class TableBuilder:
         def per_sample(values):
             return np.add.reduceat(values, starts, dtype=np.int64) if good else np.empty(0, np.int64)
 
-        return {"facts": np.array(facts, FACTS),
+        return {"facts": np.array(facts, FACTS), "said": _bytes(said), "said_counts": _sizes(said),
                 "tokens": np.fromiter(itertools.chain.from_iterable(parts), np.int32, lengths.sum()),
                 "token_counts": per_sample(lengths), "labelled": np.repeat(labels, lengths),
                 "text_targets": per_sample(lengths * (labels & ~spoken)),
@@ -179,6 +182,7 @@ class TableBuilder:
         self.left_out.update(chunk["left_out"])
         if self.facts is not None:
             self.facts.append(chunk["facts"])
+            self.said.append(chunk["said"], chunk["said_counts"])
         self._clips = None
 
     def _control_token(self, sample):
@@ -271,9 +275,13 @@ class TableBuilder:
 
 def facts_of(sample):
     """FACTS of a Sample: what is spoken in its last clip, and by whom."""
-    said = next((turn.text for turn in reversed(sample.turns) if turn.text.strip()), "")
-    said = " ".join(said.split()).casefold()
+    said = said_text(sample).casefold()
     return (_hash(sample.speaker, said), sum(map(str.isalnum, said)), _hash(sample.speaker), _hash(sample.language))
+
+
+def said_text(sample):
+    """What is spoken in the last clip of a Sample, in one line."""
+    return " ".join(next((turn.text for turn in reversed(sample.turns) if turn.text.strip()), "").split())
 
 
 def _hash(*parts):
