@@ -49,6 +49,11 @@ class Layout:
         return self.system == "hdp" and self.hdp_layout == "flat"
 
     @property
+    def mixed(self):
+        """Whether a block reaches over a region's end: then no region sees a later one inside of it either."""
+        return self.flat and any(self.start(region) % self.block_size for region in (PLAN, EXECUTION))
+
+    @property
     def longest(self):
         """Tokens of the longest possible document."""
         budgets = self.question_budget + self.plan_budget + self.execution_budget

@@ -53,38 +53,42 @@ def config_of(size, vocab_size, mask_id, dropout=0.1):
 # Who sees whom
 
 
-def attends(doc, block, n_noisy):
+def attends(doc, block, n_noisy, part=None):
     """The mask as a function of (row, head, query, key) indices, for FlexAttention and for broadcast index tensors.
 
     doc, block: (B, S) ints; doc is -1 on padding. Tokens 0 to n_noisy - 1 of a row are noisy copies, the rest is clean.
     A query sees, in its own document, its own block in its own half and clean tokens of earlier blocks; noise is seen
-    by its own noisy block only. Padding is seen by nobody but itself, so that no row of the softmax is empty.
+    by its own noisy block only. Padding is seen by nobody but itself, so that no row of the softmax is empty. part:
+    (B, S) ints, or None: a token does not see later parts of its document either, where a block has several.
     """
     def rule(b, h, q, k):
         q_block, k_block = block[b, q], block[b, k]
         own_block = (q_block == k_block) & ((q < n_noisy) == (k < n_noisy))
         earlier = (q_block > k_block) & (k >= n_noisy)
         seen = (doc[b, q] == doc[b, k]) & (doc[b, k] >= 0) & (own_block | earlier)
+        if part is not None:
+            seen = seen & (part[b, k] <= part[b, q])
         return seen | (q == k)
     return rule
 
 
-def tile_states(doc, block, n_noisy):
+def tile_states(doc, block, n_noisy, part=None):
     """What flex_attention may skip of attention_masks: two int8 tensors of NOTHING, SOME or ALL for each tile.
 
-    doc, block: (B, S) int arrays as in attends. -> (B, tiles of noisy queries, tiles of all keys), (B, tiles of clean
-    queries, tiles of clean keys). Pairs are counted by runs of tokens of one block, some 50 a row, not one by one as
-    create_block_mask does: cheap enough for a loader process. A last tile that is not whole is never ALL, as there.
+    doc, block, part: (B, S) int arrays as in attends. -> (B, tiles of noisy queries, tiles of all keys), (B, tiles of
+    clean queries, tiles of clean keys). Pairs are counted by runs of tokens of one block, some 50 a row, not one by one
+    as create_block_mask does: cheap enough for a loader process. A last tile that is not whole is never ALL, as there.
     """
     rows, length = doc.shape
     edges = [np.append(np.arange(first, last, TILE), last) for first, last in
              ((0, n_noisy), (0, length), (n_noisy, length))]
     counts = [np.zeros((rows, len(edges[q]) - 1, len(edges[k]) - 1), np.int64) for q, k in ((0, 1), (2, 2))]
     for r in range(rows):
-        changes = np.flatnonzero((np.diff(doc[r]) != 0) | (np.diff(block[r]) != 0)) + 1
+        changes = np.flatnonzero(sum(np.diff(x[r]) != 0 for x in (doc, block, part) if x is not None)) + 1
         starts = np.unique(np.concatenate([[0, n_noisy], changes]))
         at, live = np.arange(len(starts)), doc[r, starts] >= 0
-        rule = attends(doc[r:r + 1, starts], block[r:r + 1, starts], np.searchsorted(starts, n_noisy))
+        rule = attends(doc[r:r + 1, starts], block[r:r + 1, starts], np.searchsorted(starts, n_noisy),
+                       part if part is None else part[r:r + 1, starts])
         seen = rule(0, 0, at[:, None], at) & live       # of padding runs no token sees another one
         noisy, both, clean = (covered(starts, length, some) for some in edges)
         for count, queries, keys in zip(counts, (noisy, clean), (both, clean)):
@@ -110,13 +114,13 @@ def block_mask(states, rule, queries, keys):
     return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=TILE, mask_mod=rule, seq_lengths=(queries, keys))
 
 
-def attention_masks(doc, block, n_noisy, states=None):
+def attention_masks(doc, block, n_noisy, states=None, part=None):
     """(mask of noisy queries over all keys, mask of clean queries over clean keys), for attention().
 
     With states (tile_states, on the device of doc and block) BlockMasks, else (B, 1, queries, keys) bool.
     """
     (rows, length), device = doc.shape, doc.device
-    rule, n_clean = attends(doc, block, n_noisy), length - n_noisy
+    rule, n_clean = attends(doc, block, n_noisy, part), length - n_noisy
 
     def clean_rule(b, h, q, k):
         return rule(b, h, q + n_noisy, k + n_noisy)
@@ -144,7 +148,8 @@ def masks_of(model, inputs):
     """attention_masks of inputs (noise.Inputs) for a model, which keeps them: rows of one layout share them."""
     if inputs.layout is None or model._masks[0] != inputs.layout:
         states = (inputs.noisy_tiles, inputs.clean_tiles) if model.backend == "flex" else None
-        model._masks = inputs.layout, attention_masks(inputs.doc, inputs.block, inputs.n_noisy, states)
+        model._masks = inputs.layout, attention_masks(inputs.doc, inputs.block, inputs.n_noisy, states,
+                                                       inputs.part)
     return model._masks[1]
 
 
