@@ -148,8 +148,9 @@ def read_teacher(path, problems):
         try:
             record = json_files.loads(text)
             asked, said = (message["content"] for message in record["messages"])
-            known = 0 <= record["id"] < len(problems) and asked == teacher_line(problems[record["id"]])
-            plans[record["id"]] = " ".join(said.split())
+            line = record.get("line", record["id"])
+            known = 0 <= line < len(problems) and asked == teacher_line(problems[line])
+            plans[line] = " ".join(said.split())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"--teacher {path} line {number}: is no record of create_data.py ({error})")
         if not known:

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 import weakref
@@ -26,6 +27,7 @@ from speech.conversations import BadSample, Clip
 from speech.sources import NOTES, open_source, read_chunks
 from speech.wording import RECOGNISED
 
+LIKE_A_TAG = re.compile(r"<\|[^<>|]*\|>")
 CHUNK = 2048            # entries of a file that are tokenised together
 # a sample's speaker and text, and the letters and digits of that text: 0 are no words
 FACTS = np.dtype([("said", np.uint64), ("letters", np.int32), ("speaker", np.uint64), ("language", np.uint64)])
@@ -68,21 +70,23 @@ class Clips:
 
 
 def _packed(clip):
-    """Clip -> (offset, duration, seconds, whole numbers among the first two) as floats; None is NaN."""
+    """Clip -> (offset, duration, seconds, bits: which of the first two are whole, filled) as floats; None is NaN."""
     offset, duration = (math.nan if value is None else float(value) for value in (clip.offset, clip.duration))
-    return offset, duration, clip.seconds, isinstance(clip.offset, int) + 2 * isinstance(clip.duration, int)
+    bits = isinstance(clip.offset, int) + 2 * isinstance(clip.duration, int) + 4 * clip.filled
+    return offset, duration, clip.seconds, bits
 
 
-def _unpacked(offset, duration, seconds, whole):
-    """(offset, duration, seconds) of a Clip; the keys of speech/codes.py tell 3 from 3.0."""
-    offset, duration = (None if math.isnan(value) else int(value) if int(whole) & bit else value
+def _unpacked(offset, duration, seconds, bits):
+    """(offset, duration, seconds, filled) of a Clip; the keys of speech/codes.py tell 3 from 3.0."""
+    offset, duration = (None if math.isnan(value) else int(value) if int(bits) & bit else value
                         for value, bit in ((offset, 1), (duration, 2)))
-    return offset, duration, seconds
+    return offset, duration, seconds, bool(int(bits) & 4)
 
 
 def _clip_digest(path, cut):
     """128 bits of a clip's path and cut: the same for clips that are equal."""
-    return hashlib.blake2b(path + f"\0{cut[0]}+{cut[1]}".encode() * (cut[0] == cut[0]), digest_size=16).digest()
+    text = f"\0{cut[0]}+{cut[1]}" * (cut[0] == cut[0]) + "\0filled" * (int(cut[3]) >= 4)
+    return hashlib.blake2b(path + text.encode(), digest_size=16).digest()
 
 
 class TableBuilder:
@@ -93,7 +97,7 @@ class TableBuilder:
 
     def __init__(self, tokenizer, ids, folder=None, facts=False):
         self.tokenizer, self.ids, self.lists = tokenizer, ids, token_lists(tokenizer)
-        self.control = ids.forbidden(tokenizer)
+        self.control, self.tags = ids.forbidden(tokenizer), ids.known_tags(tokenizer)
         self._known, self._spelled, self._clips, self.left_out = {}, {}, None, Counter()
         self.folder = Path(folder or tempfile.mkdtemp())
         if folder is None:
@@ -133,6 +137,9 @@ class TableBuilder:
                 problems.append(problem(sample.name, "invalid", str(error)))
                 continue
             good += found
+            left_out.update(f"hold {tag}, which is no control tag of this model: it is read aloud" for tag in {
+                tag for turn in sample.turns if "<|" in turn.text for tag in LIKE_A_TAG.findall(turn.text)
+                if turn.role != "system" and self.tags is not None and tag not in self.tags})
             if self.facts is not None:
                 facts += [facts_of(sample)] * len(found)
                 said += [said_text(sample).encode("utf-8", "backslashreplace")] * len(found)
