@@ -323,7 +323,7 @@ def rehearse(trainer, folder, words, layers=2, ranks=1, planned=True):
         (parallel, "init", init), (parallel, "rank0_first", lambda world, work, *args: work(*args)),
         (parallel, "init_device_mesh", really(parallel.init_device_mesh)), (noise, "diffuse", really(noise.diffuse)),
         (fused, "kernel", one_kernel), (fused, "rms_norm", rms_norm),
-        (dit, "DiT", on_gpu), (dit, "config_of", config_of), (dit, "sparse_attention", sparse_attention)]
+        (dit, "Model", on_gpu), (dit, "config_of", config_of), (dit, "sparse_attention", sparse_attention)]
     if real_load:
         changes.append((script, "load_model", load_model))
     with memory.swapped(*changes), contextlib.redirect_stdout(io.StringIO()), contextlib.ExitStack() as stack:
