@@ -44,7 +44,7 @@ SCRIPTS = {
     "speech/generate_tts.py": ("run", "--max_seconds", "0.2"), "speech/evaluate_tts.py": ("run",), "lora.py": ("run",),
     "diffusion/make_problems.py": ("run",), "common/report.py": ("run",), "speech/prepare_tts.py": ("parse",),
     "diffusion/train_bd3lm.py": ("parse",), "diffusion/sample_bd3lm.py": ("parse",),
-    "diffusion/export_bd3lm.py": ("parse",),
+    "diffusion/export_bd3lm.py": ("parse",), "diffusion/lm_eval_bd3lm.py": ("parse",),
     "distill/evaluate_sft.py": ("parse",), "distill/evaluate_prompt.py": ("parse",),
     "bench/block_diffusion.py": ("parse",)}
 # Launchers that print what they would run with DRY_RUN=1, and which of our scripts are in it.
