@@ -5,7 +5,7 @@ import numpy as np
 
 from common.parallel import UserError
 from diffusion import sampler
-from diffusion.blocks import EXECUTION, PLAN, pieces
+from diffusion.blocks import EXECUTION, PLAN, head_of, pieces
 
 NUMBER = re.compile(r"(?:(?<![\d)$%])-\$?)?\d[\d,]*(?:\.\d+)?")       # in a text; -$5 is one, the minus of 5-$3 no sign
 
@@ -16,18 +16,12 @@ def question_state(problem, tokens, layout):
     context: (3, n) int64 ids, position, block of clean tokens. Raises UserError when the question is too long, or a
     block reaches over a region's end, so that one region cannot be finished before the next.
     """
-    ids = tokens.encode(pieces(problem, layout.system)[0])
-    if smuggled := tokens.special.intersection(ids):
-        token = tokens.decode([min(smuggled)])
+    if token := tokens.smuggled(problem.question):
         raise UserError(f"{problem.name}: its text holds the special token {token}; remove it")
+    text = pieces(problem, layout)[0]
     if layout.system == "gsm8k":
-        head = np.array([tokens.bos, *ids])
-        if len(head) >= layout.max_length:
-            raise UserError(f"{problem.name}: its question has {len(head)} tokens, no room in --max_length "
-                            f"{layout.max_length}")
-        whole = len(head) - len(head) % layout.block_size
-        at = np.arange(whole)
-        return np.stack([head[:whole], at, at // layout.block_size]), (head[whole:].tolist(), whole)
+        return text_state(problem.name, text, tokens, layout)
+    ids = tokens.encode(text)
     if len(ids) > layout.question_budget:
         raise UserError(f"{problem.name}: its question has {len(ids)} tokens, more than --question_budget "
                         f"{layout.question_budget}")
@@ -37,6 +31,16 @@ def question_state(problem, tokens, layout):
     at = np.arange(len(ids))
     block = at // layout.block_size if layout.flat else np.zeros(len(at), np.int64)
     return np.stack([ids, at, block]), ([tokens.plan], layout.start(PLAN))
+
+
+def text_state(name, text, tokens, layout):
+    """question_state of a gsm8k prompt as it stands. name: for the UserError of one that leaves no room."""
+    head = np.array(head_of(tokens.encode(text), tokens, layout))
+    if len(head) >= layout.max_length:
+        raise UserError(f"{name}: its question has {len(head)} tokens, no room in --max_length {layout.max_length}")
+    whole = len(head) - len(head) % layout.block_size
+    at = np.arange(whole)
+    return np.stack([head[:whole], at, at // layout.block_size]), (head[whole:].tolist(), whole)
 
 
 def room(first_position, region, layout):

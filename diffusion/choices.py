@@ -41,10 +41,17 @@ class Layout:
     max_length: int = 512               # gsm8k: tokens a problem may have
     strip_calculator: bool = False      # remove <<48/2=24>>
     loss_on_question: bool = False      # noise and train the question as well
+    prompt: str = ""                    # gsm8k: text with {question} before an answer; "": Question: ...\\nAnswer:
+    end_token: str = ""                 # gsm8k: what ends an answer; "": <|endoftext|>
 
     @property
     def flat(self):
         return self.system == "hdp" and self.hdp_layout == "flat"
+
+    @property
+    def mixed(self):
+        """Whether a block reaches over a region's end: then no region sees a later one inside of it either."""
+        return self.flat and any(self.start(region) % self.block_size for region in (PLAN, EXECUTION))
 
     @property
     def longest(self):

@@ -53,7 +53,7 @@ def export(folder, ema, output):
     if any(output.iterdir()):
         raise UserError(f"--output_dir {output}: is not empty; give another folder")
     tensor_files.save({name: tensor.contiguous() for name, tensor in state.items()}, output / "model.safetensors")
-    load_tokenizer(folder, layout.system).save(output)
+    load_tokenizer(folder, layout.system, layout.end_token).save(output)
     text = official.config_json(model.config, layout.block_size, layout.longest, t_range)
     checkpoint.write_atomically(output / "config.json", lambda path: path.write_text(text))     # last: now it is whole
     return state

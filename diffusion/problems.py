@@ -187,8 +187,15 @@ class Tokens:
 
     @functools.cached_property
     def special(self):
-        """Ids that no text of a problem may hold."""
-        return {self.tokenizer.token_to_id(name) for name in (END, *MARKERS["hdp"])} - {None}
+        """{text: id} of tokens that no text of a problem may hold."""
+        added = {token.content: number for number, token in self.tokenizer.get_added_tokens_decoder().items()
+                 if token.special}
+        return added | self.markers
+
+    def smuggled(self, *texts):
+        """The first special token that stands in one of the texts, or None."""
+        return next((name for name in sorted(self.special, key=self.special.get)
+                     if any(name in text for text in texts)), None)
 
     @functools.cached_property
     def markers(self):
@@ -213,8 +220,11 @@ class Tokens:
         self.tokenizer.save(str(Path(folder) / "tokenizer.json"))
 
 
-def load_tokenizer(name, system):
-    """Tokens from a tokenizer.json, a folder (tokenizer.json, or GPT-2's two files), or a hub name such as gpt2."""
+def load_tokenizer(name, system, end_token=""):
+    """Tokens from a tokenizer.json, a folder (tokenizer.json, or GPT-2's two files), or a hub name such as gpt2.
+
+    end_token: of gsm8k's answers; "": <|endoftext|>.
+    """
     path = Path(name)
     hint = "give a folder with tokenizer.json or with GPT-2's encoder.json and vocab.bpe, or gpt2 when online"
     try:
@@ -227,17 +237,19 @@ def load_tokenizer(name, system):
     except Exception as error:      # the tokenizers library raises bare Exceptions
         raise UserError(f"--tokenizer {name}: is not a tokenizer ({str(error).partition(chr(10))[0]:.120}); {hint}")
     end = tokenizer.token_to_id(END)
-    if end is None:
+    if end is None and not end_token:
         raise UserError(f"--tokenizer {name}: has no token {END}; take GPT-2's")
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    tokenizer.add_special_tokens([END, *MARKERS[system]])
+    tokenizer.add_special_tokens([end_token or END, *MARKERS[system]])
     used, size = set(tokenizer.get_vocab().values()), tokenizer.get_vocab_size()
     if used != set(range(size)):        # the model's embedding has a row for each of 0 to size - 1
         raise UserError(f"--tokenizer {name}: its {size} tokens have ids up to {max(used)}, with gaps; {hint}")
     ids = {m: tokenizer.token_to_id(m) for m in MARKERS[system]}
-    last = ids.get("<|pad|>", end)
-    return Tokens(tokenizer, size, end if system == "gsm8k" else -1, last, last,
+    last = ids.get("<|pad|>", tokenizer.token_to_id(end_token or END))
+    if last is None:
+        raise UserError(f"--tokenizer {name}: has no token {end_token}")
+    return Tokens(tokenizer, size, end if system == "gsm8k" and end is not None else -1, last, last,
                   *(ids.get(m, -1) for m in ("<|plan|>", "<|execution|>", "<|answer|>")), ids["<|mask|>"])
 
 

@@ -216,7 +216,7 @@ def main(argv=None):
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model, config = weights.load_checkpoint(folder, args.ema)
         layout = Layout(**config["layout"])
-        tokens = load_tokenizer(folder, layout.system)
+        tokens = load_tokenizer(folder, layout.system, layout.end_token)
         how = {"first_hitting": "one random token a pass", "top_k": f"the {args.tokens_per_step} surest tokens a pass",
                "confidence": f"all tokens from probability {args.threshold:g} on"}[args.order]
         options = {name: getattr(args, name) for name in ("seed", "bf16", "order", "tokens_per_step", "threshold",

@@ -21,7 +21,7 @@ def prefill(model, tokens, position, block, known):
     device, config = tokens.device, model.config
     kind = device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.embed.weight.dtype
-    empty = torch.zeros(len(tokens), config.heads, 0, config.hidden_size // config.heads, device=device, dtype=dtype)
+    empty = torch.zeros(len(tokens), config.kv_heads, 0, config.head_size, device=device, dtype=dtype)
     past = [(empty, empty)] * config.layers
     if not tokens.shape[1]:
         return past

@@ -61,7 +61,10 @@ def build_parser():
     g.add_argument("--eval_data_file", "--eval_data",
                    help="the same (test split) for validation; else --validation_split is held out")
     g.add_argument("--validation_split", type=float, default=0.05, help="share of problems held out, 0 = no validation")
-    g.add_argument("--tokenizer", default="gpt2", help="tokenizer.json, folder with it or with GPT-2's files, hub name")
+    g.add_argument("--tokenizer",
+                   help="tokenizer.json, folder with it or with GPT-2's files, hub name (default: that of --init_from "
+                        "where it is a language model, the demo's own with --demo, else gpt2)")
+    flags.switch(g, "--chat", help="gsm8k: questions in the tokenizer's chat template, answers end as its turns do")
     g.add_argument("--demo", nargs="?", type=int, const=2000, metavar="PROBLEMS",
                    help="make so many arithmetic problems and a small tokenizer in OUTPUT_DIR/demo and train on them; "
                         "the flag alone: 2000")
@@ -86,7 +89,8 @@ def build_parser():
     g.add_argument("--model_size", choices=tuple(SIZES), default="small", help="nano is for demos and tests")
     g.add_argument("--init_from", metavar="WEIGHTS",
                    help="start from published BD3-LM or MDLM weights (hub name kuleshov-group/bd3lm-owt-block_size16, "
-                        "folder, Lightning .ckpt) or a checkpoint of this trainer, whatever its block size")
+                        "folder, Lightning .ckpt), a checkpoint of this trainer, whatever its block size, or a causal "
+                        "language model shaped like Llama or Qwen3 (folder, hub name Qwen/Qwen3-0.6B)")
     g.add_argument("--init_ema", action=argparse.BooleanOptionalAction, default=True,
                    help="of --init_from take the averaged weights; no-: the last ones")
     g.add_argument("--dropout", type=float, default=0.1, help="on the output of attention and MLP, 0 to 1")
@@ -136,7 +140,7 @@ def build_parser():
 
 def layout_of(args):
     """The Layout that the flags name."""
-    return Layout(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Layout)})
+    return Layout(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Layout) if hasattr(args, f.name)})
 
 
 def check_flags(args, world_size):
@@ -154,6 +158,7 @@ def check_flags(args, world_size):
         ownership.look(args.output_dir)
     need((args.demo is not None) != bool(args.train_data_file), "give one of --train_data_file and --demo")
     need(args.init_ema or args.init_from, "--no-init_ema needs --init_from")
+    need(not args.chat or args.system == "gsm8k", "--chat needs --system gsm8k: plans have a form of their own")
     need(args.demo is None or not args.eval_data_file,
          "--demo makes its own validation problems: drop --eval_data_file")
     flags.at_least_one(args, *names[:2], "max_steps", "eval_repeats", "clip_search_batches", "demo")
@@ -189,7 +194,7 @@ from tqdm import tqdm
 from common import checkpoint, loading, metrics, optim, parallel, plan, run, tensor_files
 from common.packing import PackOrder, rank_packs
 from common.parallel import UserError
-from diffusion import accuracy, blocks, bound, demo_problems, dit, noise, weights
+from diffusion import accuracy, blocks, bound, demo_problems, noise, start, weights
 from diffusion.plan import print_plan
 from diffusion.problems import load_tokenizer
 
@@ -197,10 +202,10 @@ from diffusion.problems import load_tokenizer
 # Model and checkpoints
 
 
-def build_model(world, config, resume, start, *, fsdp, bf16, backend, compiled, recompute, ema_decay, seed):
-    """(DiT, what to call in training, weights.Average) on this rank's device, new or from the checkpoint `resume`.
+def build_model(world, config, resume, given, *, fsdp, bf16, backend, compiled, recompute, ema_decay, seed):
+    """(network, what to call in training, weights.Average) on this rank's device, new or from the checkpoint `resume`.
 
-    start: weights.Start of a new one, or None. backend: --attn_backend, None for what is best on the device. UserError
+    given: start.Start of a new one, or None. backend: --attn_backend, None for what is best on the device. UserError
     when it cannot train there.
     """
     device = world.device
@@ -208,16 +213,16 @@ def build_model(world, config, resume, start, *, fsdp, bf16, backend, compiled, 
     if backend == "flex" and device.type == "cpu":
         raise UserError("--attn_backend flex trains on CUDA only: torch has no backward for it on a CPU; drop the flag")
     parallel.seed_everything(seed)          # equal weights on all ranks
-    model = dit.DiT(config, backend, recompute).to(device)
+    model = weights.module_of(config).Model(config, backend, recompute).to(device)
     if compiled:
         parallel.compile_layers(model.layers, dynamic=False)    # FlexAttention of unknown lengths is slow
     if fsdp:
         parallel.shard(model, model.layers, world, bf16)
     if resume:
         weights.load_weights(dict(model.named_parameters()), resume, "model")
-    elif start:
+    elif given:
         for name, parameter in model.named_parameters():
-            tensor_files.fill(parameter, start.tensors[name])
+            tensor_files.fill(parameter, given.tensors[name])
     average = weights.Average(model, ema_decay)
     if resume:
         weights.load_weights(average.shadow, resume, "ema")
@@ -271,6 +276,14 @@ def validate(world, model, average, rows, tokens, check, t_range, asked, *, repe
     return None if values is None or t_range is None else (values, t_range, answers)
 
 
+def identity_of(layout, rows, given, **more):
+    """What a checkpoint must share with the run that goes on from it, by name."""
+    newer = {"prompt", "end_token", "start"}        # older checkpoints do not have them
+    found = more | dataclasses.asdict(layout) | {"training data": rows.fingerprint(),
+                                                 "start": given.identity if given else ""}
+    return {name: value for name, value in found.items() if value or name not in newer}
+
+
 def stood(meta, validation, t_range, widths, given):
     """(noise range, validations since the best one, best values so far, whether a validation comes first) of a run.
 
@@ -297,8 +310,8 @@ def step_work(config, table, window, masked_share):
     table: blocks.row_table. masked_share: of the targets, on average; only masked ones reach the head.
     """
     work = {name: int(values[window].sum()) for name, values in table.items()}
-    return work | {"flops": dit.flops(config, work["noisy"] + work["clean"], work["targets"] * masked_share,
-                                      work["pairs"])}
+    return work | {"flops": weights.module_of(config).flops(
+        config, work["noisy"] + work["clean"], work["targets"] * masked_share, work["pairs"])}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -339,7 +352,7 @@ def print_start(device, ranks, config, rows, eval_rows, table, more, *, size_nam
     """What is about to run, before the first step. table: blocks.row_table of rows; more: lines."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     with torch.device("meta"):
-        size = sum(p.numel() for p in dit.DiT(config).parameters())
+        size = sum(p.numel() for p in weights.module_of(config).Model(config).parameters())
     held_out = sum(len(m) for m in eval_rows.members) if eval_rows else 0
     dropped = f", {rows.documents.dropped} dropped" if rows.documents.dropped else ""
     share = ranks if fsdp else 1
@@ -383,26 +396,27 @@ def train(args):
     world, watch = run.start(args, check)
     device, main_rank = world.device, world.is_main
     if args.demo is not None:
-        args.train_data_file, args.eval_data_file, args.tokenizer = parallel.rank0_first(
+        args.train_data_file, args.eval_data_file, made = parallel.rank0_first(
             world, demo_problems.prepare, Path(check.folder(args.output_dir)) / "demo", args.system, args.demo)
     # a run ends at the first mistake, a dry run names them all
     check(parallel.check_bf16, device, args.bf16)
-    tokens = check(parallel.rank0_first, world, load_tokenizer, args.tokenizer, args.system)   # one download for all
+    path = args.init_from and check(parallel.rank0_first, world, start.find, args.init_from)    # one download for all
+    tokenizer = args.tokenizer or (path if start.is_causal(path) else "gpt2" if args.demo is None else made)
+    layout = (check(start.with_chat, layout, tokenizer) if args.chat else None) or layout
+    tokens = check(parallel.rank0_first, world, load_tokenizer, tokenizer, args.system, layout.end_token)
     rows, eval_rows = check(
         blocks.prepare_rows, world, layout, tokens, args.train_data_file, eval_data=args.eval_data_file,
         validation_split=args.validation_split, row_length=args.row_length, pack=args.pack,
         drop=args.drop_bad, output_dir=None if check.dry else args.output_dir, seed=args.seed) or (None, None)
-    config = tokens and dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout)
-    start = tokens and args.init_from and check(weights.read_start, world, args.init_from, config, tokens,
-                                                args.init_ema, args.seed)
+    config = tokens and start.config_for(path, args.model_size, tokens, args.dropout)
+    given = tokens and path and check(start.read, path, config, tokens, args.init_ema, args.seed)
     check.settle()
     table, regions = blocks.row_table(rows), bound.REGIONS[args.system]
     if not args.per_device_train_batch_size:        # a packed row holds several problems
         args.per_device_train_batch_size = max(1, round(args.problems_per_batch / table["samples"].mean()))
     batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    identity = {"seed": args.seed, "model": [args.model_size, tokens.vocab_size], **dataclasses.asdict(layout),
-                "batch": [batch_rows, rows.length], "training data": rows.fingerprint()}
-    identity |= {"start": start.identity} if start else {}
+    identity = identity_of(layout, rows, given, seed=args.seed, model=[args.model_size, tokens.vocab_size],
+                           batch=[batch_rows, rows.length])
     asked = accuracy.choose(eval_rows, args.eval_accuracy, tokens, args.seed)
     validation = eval_rows and [eval_rows.fingerprint(), args.eval_repeats, args.per_device_eval_batch_size,
                                 *([len(asked), args.best_by] if asked else [])]
@@ -422,8 +436,9 @@ def train(args):
                     f"steps      {total_steps} = {epochs:,.1f} epochs; a step is {step_rows} rows "
                     f"({step_problems:,.0f} problems) = {ranks} ranks x {accumulation} micro-steps x "
                     f"{batch_rows}; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\n{often}\n"
-                    f"{plan.start_text(at['step'], resume, start.words if start else 'new weights')}",
-                    size_name=args.model_size, fsdp=args.parallel == "fsdp", bf16=args.bf16)
+                    f"{plan.start_text(at['step'], resume, given.words if given else 'new weights')}",
+                    size_name=path.name if start.is_causal(path) else args.model_size,
+                    fsdp=args.parallel == "fsdp", bf16=args.bf16)
     if check.dry:
         print_plan(check, config, table, rows, eval_rows, order, noise.mean_rate(args.t_range, args.noise_schedule),
                    total_steps - at["step"], **for_plan(args, ranks))
@@ -434,18 +449,18 @@ def train(args):
     if args.tf32:
         torch.set_float32_matmul_precision("high")
     model, wrapped, average = build_model(
-        world, config, resume, start, fsdp=args.parallel == "fsdp", bf16=args.bf16, backend=args.attn_backend,
+        world, config, resume, given, fsdp=args.parallel == "fsdp", bf16=args.bf16, backend=args.attn_backend,
         compiled=args.compile, recompute=args.gradient_checkpointing, ema_decay=args.ema_decay, seed=args.seed)
     parameters = list(model.parameters())
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
-                                  (args.adam_beta1, args.adam_beta2), dit.decays)
+                                  (args.adam_beta1, args.adam_beta2), weights.module_of(config).decays)
     parallel.seed_everything(args.seed, world.rank)     # other dropout on every rank
     # a step's log values: weighted losses of 4 regions, their targets (on rank 0), plain losses, masked tokens
     now = run.Run(world, watch, args, order, total_steps, 10, resume, meta, validation, rows.documents.name)
     now.restore(model, optimizer)
     if meta:
         average.updates.fill_(meta["averaged"])
-    t_range, stale, best, owed = stood(meta, validation, args.t_range, args.clip_search_widths, bool(start))
+    t_range, stale, best, owed = stood(meta, validation, args.t_range, args.clip_search_widths, bool(given))
     packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, at["epoch"], at["first"])
     batches = loading.ahead(blocks.make_loader(rows, packs, batch_rows, rows.noisy_length, num_workers=args.num_workers,
                                                prefetch_factor=args.prefetch_factor))

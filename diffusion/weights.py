@@ -1,15 +1,12 @@
-"""Weights of block diffusion: their exponential moving average, loading a checkpoint, what a run may start from."""
+"""Weights of block diffusion: their exponential moving average, finding and loading a checkpoint."""
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from common import checkpoint, json_files, parallel, tensor_files
+from common import checkpoint, json_files, tensor_files
 from common.parallel import UserError
-from diffusion import dit, official
-from diffusion.choices import SIZES
-from diffusion.problems import load_tokenizer
+from diffusion import decoder, dit
 
 
 def local(tensor):
@@ -49,15 +46,21 @@ class Average:
             shadow.copy_(kept)
 
 
+def module_of(config):
+    """The module of a network's Config, dit or decoder: both have Model, decays and flops."""
+    return decoder if isinstance(config, decoder.Config) else dit
+
+
 def load_checkpoint(folder, ema=True, backend="sdpa"):
-    """(DiT on the CPU in eval mode, config.json as a dict) of a checkpoint folder; ema: the averaged weights.
+    """(network on the CPU in eval mode, config.json as a dict) of a checkpoint folder; ema: the averaged weights.
 
     Raises UserError when the folder holds no such model.
     """
     folder = Path(folder)
     try:
         config = json_files.read_object(folder / "config.json")
-        model = dit.DiT(dit.Config(**config["model"]), backend)
+        kind = decoder if "kv_heads" in config["model"] else dit
+        model = kind.Model(kind.Config(**config["model"]), backend)
     except (UserError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: no checkpoint of train_bd3lm.py (config.json: {error})")
     load_weights(dict(model.named_parameters()), folder, "ema" if ema else "model")
@@ -66,10 +69,13 @@ def load_checkpoint(folder, ema=True, backend="sdpa"):
 
 
 def empty_like(model):
-    """A DiT like this one, whole, in eval mode and on the same device; its weights are unset."""
+    """A network like this one, whole, in eval mode and on the same device; its weights are unset."""
+    device = local(next(model.parameters())).device
     with torch.device("meta"):
-        copy = dit.DiT(model.config)
-    return copy.to_empty(device=local(next(model.parameters())).device).eval()
+        copy = module_of(model.config).Model(model.config)
+    copy = copy.to_empty(device=device).eval()
+    copy.tie()
+    return copy
 
 
 def load_weights(tensors, folder, stem):
@@ -97,100 +103,3 @@ def find_checkpoint(name, pick, flag="--checkpoint"):
     elif wrong := checkpoint.damage(folder):
         raise UserError(f"{flag} {name}: is no checkpoint, and holds none ({wrong})")
     return folder
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What a run starts from
-
-
-class Start(NamedTuple):
-    """Weights that a run starts from, fit for its vocabulary."""
-    tensors: dict       # {our name: CPU tensor}
-    identity: str       # hash of the files they come from
-    words: str          # what they are
-
-
-def find_start(name):
-    """The file or folder of --init_from, a checkpoint of ours found in an OUTPUT_DIR, or downloaded. UserError."""
-    path = Path(name)
-    if path.is_file():
-        return path
-    path = tensor_files.find_folder(name, "--init_from", more=["*.bin"])
-    ours = checkpoint.checkpoints(path) or (path / checkpoint.MANIFEST).exists()
-    return find_checkpoint(path, "best", "--init_from") if ours else path
-
-
-def read_start(world, name, config, tokens, ema=True, seed=0):
-    """Start of --init_from: a checkpoint of ours, whatever its blocks and its system, a published folder or hub name,
-    or a Lightning .ckpt. Raises UserError when it does not fit. Collective: rank 0 downloads.
-
-    config: dit.Config of the run. tokens: problems.Tokens. ema: the averaged weights. seed: of rows without a source.
-    """
-    path = parallel.rank0_first(world, find_start, name)
-    if (path / checkpoint.MANIFEST).exists():
-        model, about = load_checkpoint(path, ema)
-        its_tokens = load_tokenizer(path, about["layout"]["system"])
-        if plain(its_tokens) != plain(tokens):
-            raise UserError(f"--init_from {path}: was trained with another tokenizer; give --tokenizer {path}")
-        tensors, markers = model.state_dict(), its_tokens.markers
-        head_size = model.config.hidden_size // model.config.heads
-        words = f"{'averaged' if ema else 'last'} weights of {path}"
-    else:
-        found = official.read(path, ema)
-        tensors, head_size = found.tensors, found.head_size
-        markers = {"<|mask|>": len(tensors["embed.weight"]) - 1}        # GPT-2 has none, so they add it behind
-        if markers["<|mask|>"] != len(plain(tokens)):
-            raise UserError(f"--init_from {path}: has rows of {markers['<|mask|>']} tokens and a mask, --tokenizer has "
-                            f"{len(plain(tokens))} tokens; give the one it was trained with")
-        words = f"{'averaged' if ema else 'last'} weights of {path}" + (found.note and f"; {found.note}")
-    check_size(path, tensors, head_size, config)
-    tensor_files.check_finite(tensors, path)
-    tensors, new = fit_vocabulary(tensors, markers, tokens, seed)
-    files = [path] if path.is_file() else [f for f in sorted(path.iterdir()) if f.suffix in (".safetensors", ".bin")]
-    words += f"; new rows for {', '.join(new)}" if new else ""
-    return Start(tensors, tensor_files.fingerprint_files(files), words)
-
-
-def plain(tokens):
-    """{text: id} of a tokenizer's own tokens, without the markers behind them."""
-    return {text: number for text, number in tokens.tokenizer.get_vocab().items() if text not in tokens.markers}
-
-
-def check_size(path, tensors, head_size, config):
-    """Raise UserError when weights are those of another size than config's, naming the --model_size that they have."""
-    hidden, cond = tensors["embed.weight"].shape[1], len(tensors["condition_in.bias"])
-    layers = dit.count_layers(tensors)
-    heads = hidden // head_size if head_size else config.heads
-    if (hidden, layers, heads, cond) != (config.hidden_size, config.layers, config.heads, config.cond_size):
-        fits = [name for name, size in SIZES.items() if size == (hidden, layers, heads, cond)]
-        raise UserError(f"--init_from {path}: has {layers} layers of {hidden}, {heads} heads, {cond} of conditioning; "
-                        + (f"give --model_size {fits[0]}" if fits else "no --model_size is like that"))
-    with torch.device("meta"):
-        wanted = dit.DiT(config).state_dict()
-    rows = {"embed.weight", "head.weight", "head.bias"}
-    if wrong := [name for name, tensor in wanted.items() if name not in rows and tensors[name].shape != tensor.shape]:
-        raise UserError(f"--init_from {path}: {wrong[0]} is {tuple(tensors[wrong[0]].shape)} instead of "
-                        f"{tuple(wanted[wrong[0]].shape)}")
-
-
-def fit_vocabulary(tensors, markers, tokens, seed):
-    """(tensors whose rows are those of `tokens`, names of markers that are new). markers: {name: row} of the tensors.
-
-    A marker keeps its row; a new one gets the mean row of the tokenizer's own tokens and a little noise.
-    """
-    count, generator = len(plain(tokens)), torch.Generator().manual_seed(seed)
-    new = [name for name in tokens.markers if name not in markers]
-
-    def fit(rows):
-        own = rows[:count].float()
-        fitted = torch.empty(tokens.vocab_size, *rows.shape[1:], dtype=rows.dtype)
-        fitted[:count] = rows[:count]
-        for name, number in tokens.markers.items():
-            if name in markers:
-                fitted[number] = rows[markers[name]]
-            else:
-                fitted[number] = own.mean(0) + (
-                    0.02 * own.std(0) * torch.randn(rows.shape[1:], generator=generator) if rows.ndim > 1 else 0)
-        return fitted
-    return {name: fit(tensor) if name in ("embed.weight", "head.weight", "head.bias") else tensor
-            for name, tensor in tensors.items()}, new

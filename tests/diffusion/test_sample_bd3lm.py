@@ -1,8 +1,10 @@
 """sample_bd3lm.py on models that know eight problems by heart: exact answers, counted passes, refusals."""
+import importlib.util
 import json
 import math
 import re
 import shutil
+import types
 from dataclasses import asdict
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from common import checkpoint, parallel
-from diffusion import blocks, demo_problems, dit, noise, sample_bd3lm, weights
+from diffusion import answers, blocks, demo_problems, dit, lm_eval_bd3lm, noise, sample_bd3lm, weights
 from diffusion.blocks import Layout
 from diffusion.problems import load_tokenizer, read_problems
 
@@ -200,6 +202,54 @@ def test_questions_are_answered_block_by_block(trained, tmp_path, capsys, monkey
     parallel._claimed.clear()
 
 
+TASK = """task: by_heart
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{file}"}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "Question: {{{{question}}}}\\nAnswer:"
+doc_to_target: "{{{{answer.split('####')[-1].strip()}}}}"
+generation_kwargs: {{until: ["Question:"], do_sample: false}}
+filter_list:
+  - name: strict-match
+    filter: [{{function: regex, regex_pattern: "#### (\\\\-?[0-9\\\\.\\\\,]+)"}}, {{function: take_first}}]
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+def test_prompts_of_lm_eval(trained, tmp_path, capsys):
+    """Requests as the harness sends them; where it is installed, the harness itself with a task file."""
+    folder, file, documents, tokens = trained
+    if documents.layout.system == "hdp":
+        return
+    wanted = run(folder, file, "--order", "confidence")["answers"]
+    model, _ = weights.load_checkpoint(folder / "checkpoint-5")
+    ours = lm_eval_bd3lm.harness_model(object, model, tokens, documents.layout, torch.device("cpu"), 3, False)
+    prompts = [f"Question: {answer['question']}\nAnswer:" for answer in wanted] + ["word " * 200]
+    stops = [[], "\n", ["####"], ["no", "\n####"]]
+    requests = [types.SimpleNamespace(args=(prompt, {"until": stops[i % 4]})) for i, prompt in enumerate(prompts)]
+    texts = ours.generate_until(requests)
+    assert texts[-1] == "" and ours.too_long == 1
+    for i, answer in enumerate(wanted):
+        text = answer["text"]
+        for stop in [stops[i % 4]] if isinstance(stops[i % 4], str) else stops[i % 4]:
+            text = text.split(stop)[0]
+        assert texts[i] == text
+    command = ["--checkpoint", str(folder), "--tasks", "by_heart", "--include_path", str(tmp_path), "--device", "cpu",
+               "--output", str(tmp_path / "results.json")]
+    capsys.readouterr()
+    if not importlib.util.find_spec("lm_eval"):
+        with pytest.raises(SystemExit):
+            lm_eval_bd3lm.main(command)
+        assert capsys.readouterr().err == "error: lm_eval is not installed: pip install lm_eval\n"
+        parallel._claimed.clear()
+        return
+    (tmp_path / "by_heart.yaml").write_text(TASK.format(file=file))
+    lm_eval_bd3lm.main(command)
+    results = json.loads((tmp_path / "results.json").read_text())["results"]["by_heart"]
+    assert results["exact_match,strict-match"] == 1.0
+
+
 def test_every_order_answers_and_fewer_passes_are_counted(trained):
     folder, file, documents, _ = trained
     layout = documents.layout
@@ -259,12 +309,12 @@ def test_the_execution_depends_on_the_generated_plan(trained, monkeypatch):
     if documents.layout.system != "hdp":
         pytest.skip("has no plan")
     seen = []
-    generate = sample_bd3lm.sampler.generate
+    generate = answers.sampler.generate
 
     def spy(model, contexts, pinned, rooms, block_size, end, **options):
         seen.append((contexts, pinned, rooms, block_size))
         return generate(model, contexts, pinned, rooms, block_size, end, **options)
-    monkeypatch.setattr(sample_bd3lm.sampler, "generate", spy)
+    monkeypatch.setattr(answers.sampler, "generate", spy)
     run(folder, file, "--limit", 1)
     (plan_context, plan_pinned, plan_rooms, plan_size), (context, pinned, rooms, size) = seen
     assert (plan_pinned[0], plan_rooms, plan_size) == (([tokens.plan], 48), [4], 8)
