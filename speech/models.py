@@ -84,6 +84,11 @@ def reset_buffers(native, device):
     (higgs3 if isinstance(native, higgs3.Higgs3) else weights).reset_buffers(native, device)
 
 
+def whole_modules(native):
+    """Modules that an adapter may hold as a whole: the audio table of Higgs TTS 3."""
+    return (higgs3.TABLE,) if isinstance(native, higgs3.Higgs3) else ()
+
+
 def layers(native):
     """The decoder layers."""
     return native.body.layers if isinstance(native, higgs3.Higgs3) else native.model.layers
