@@ -162,14 +162,14 @@ def switched_off(model):
 
     PEFT's own disable_adapter also changes requires_grad, which FSDP2 copies when it gathers a layer.
     """
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    for layer in layers:
+    layers = [(module, module._disable_adapters) for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer, _ in layers:
         layer._disable_adapters = True
     try:
         yield
     finally:
-        for layer in layers:
-            layer._disable_adapters = False
+        for layer, before in layers:
+            layer._disable_adapters = before
 
 
 def save_config(model, folder):
