@@ -208,9 +208,9 @@ def test_full_fine_tuning_of_3b_fits_eight_gpus(real):
     assert parts["host"] == 0
     tokens = 8192
     kept, one = activations(higgs.PackedHiggs(real, "all"), 2048, tokens - 2048, True, "all", sharded=True, gpu=True)
-    # a row: 28 times a layer's bf16 input; at the end the norm's fp32 input, 1 / rms and normalised row; cos and sin;
-    # and what is worth a few numbers: ids, places, the two orders
-    arithmetic = 28 * 2 * 3072 + 4 * 3072 + 4 + 2 * 3072 + 2 * 2 * 128
+    # a row: 28 times a layer's bf16 input; at the end the norm's input and 1 / rms; cos and sin; and what is worth a
+    # few numbers: ids, places, the two orders
+    arithmetic = 28 * 2 * 3072 + 2 * 3072 + 4 + 2 * 2 * 128
     assert arithmetic < kept / tokens < arithmetic + 150
     logits = speech_plan.logit_bytes(real.config, tokens - 2048, 512)[1]
     stages = memory.peak_stages(parts, kept, one, logits, True)
