@@ -3,6 +3,7 @@
 # processes, with validation and spoken samples; one of the processes is killed half way, and the same command goes on
 # from the last checkpoint. Then base and adapter speak sentences that are in no training text, and a recogniser that
 # has nothing to do with the training listens. Exit status 0 only if it understands. Needs no GPU; uses them when there.
+#   MODEL=higgs3 bash launch/demo.sh    Higgs TTS 3 instead: demo_higgs3.sh
 set -euo pipefail
 
 OUT=${OUT:-demo_out}          # everything is written below this folder
@@ -12,6 +13,11 @@ PROMPTS=${PROMPTS:-launch/voice/held.json}      # sentences to be judged by; in 
 RANKS=${RANKS:-}              # processes that train: 1, 2, 4, 8 or 16 (default: 1 on a machine with one GPU, else 2)
 
 here=$(dirname "${BASH_SOURCE[0]}")
+case ${MODEL:-v2} in
+    v2) ;;
+    higgs3) exec bash "$here/demo_higgs3.sh" ;;
+    *) echo "demo: MODEL=$MODEL: v2 or higgs3" >&2; exit 1 ;;
+esac
 # shellcheck source=launch/env.sh
 source "$here/env.sh"
 # shellcheck source=launch/setup.sh

@@ -6,6 +6,7 @@
 #   sbatch launch/train_gsm8k_bd3lm_h200.sh                          one GPU, data and tokenizer from the hub
 #   TRAIN_DATA=train.jsonl TEST_DATA=test.jsonl TOKENIZER=gpt2_files bash launch/train_gsm8k_bd3lm_h200.sh      offline
 #   PRESET=aggressive sbatch launch/train_gsm8k_bd3lm_h200.sh --strip_calculator
+#   INIT_FROM=kuleshov-group/bd3lm-owt-block_size16 sbatch launch/train_gsm8k_bd3lm_h200.sh     published weights: better
 #   bash launch/train_gsm8k_bd3lm_h200.sh --demo                     small, on problems it makes itself; no GPU needed
 #
 # Everything else - DRY_RUN=1, signals, requeueing - is slurm.sh, which this one calls. A job whose time is over while
@@ -35,7 +36,8 @@ source "$repo/launch/env.sh"
 export TRAINER=${TRAINER:-$REPO/diffusion/train_bd3lm.py} # the script that torchrun starts
 SAMPLER=${SAMPLER:-$REPO/diffusion/sample_bd3lm.py}       # the script that answers
 SYSTEM=${SYSTEM:-gsm8k}                         # gsm8k or hdp; train_hdp_diffusion_h200.sh sets hdp
-setting PRESET recommended                      # or conservative, aggressive, extreme: problems, rate, steps
+setting INIT_FROM '' --init_from                # weights to start from: hub name, folder, .ckpt; default: none
+setting PRESET "$([ -n "$INIT_FROM" ] && echo finetune || echo recommended)"    # problems, rate, steps; all: below
 setting GLOBAL_BATCH_SIZE ''                    # problems a step, of all GPUs; default: the preset's
 setting BATCH_SIZE ''                           # problems a GPU and micro-step
 setting GRAD_ACCUM ''                           # micro-steps a step
@@ -44,7 +46,7 @@ setting WARMUP_STEPS '' --warmup_steps          # default: the preset's, as that
 setting MAX_STEPS '' --max_steps                # optimizer steps
 TRAIN_DATA=${TRAIN_DATA-openai/gsm8k}           # JSONL, JSON, dataset folder or hub name
 TEST_DATA=${TEST_DATA-openai/gsm8k}             # the same with a test split, answered after training; empty: not done
-TOKENIZER=${TOKENIZER:-gpt2}                    # folder with GPT-2's files or tokenizer.json, or hub name
+TOKENIZER=${TOKENIZER:-}                        # folder with GPT-2's files or tokenizer.json, or hub name; default gpt2
 OUTPUT_DIR=${OUTPUT_DIR:-}                      # checkpoints, logs, answers; default outputs/SYSTEM_h200, or _demo
 SIZE=${SIZE:-small}                             # model: nano, tiny, small, medium
 BLOCK_SIZE=${BLOCK_SIZE:-16}                    # tokens of a block
@@ -106,17 +108,21 @@ hdp) test_file=test_hdp.json ;;
 esac
 # shellcheck disable=SC2153     # setting made it
 case $PRESET in
-conservative | recommended | aggressive | extreme) ;;
-*) die "PRESET=$PRESET: conservative, recommended, aggressive or extreme" ;;
+conservative | recommended | aggressive | extreme | source | finetune | convert) ;;
+*) die "PRESET=$PRESET: conservative, recommended, aggressive, extreme, source, finetune or convert" ;;
 esac
 # Problems a step = problems a GPU and micro-step x micro-steps x GPUs; what is not set follows.
+each=4
 case $PRESET in
 conservative) problems=64 ;;
 recommended) problems=128 ;;
 aggressive) problems=192 ;;
-*) problems=256 ;;
+extreme) problems=256 ;;
+source) problems=16 each=16 ;;
+finetune) problems=64 each=2 ;;
+convert) problems=64 each=1 ;;
 esac
-preset=$((problems * 4)) step=${GLOBAL_BATCH_SIZE:-} micro=$BATCH_SIZE steps=$GRAD_ACCUM
+preset=$((problems * each)) step=${GLOBAL_BATCH_SIZE:-} micro=$BATCH_SIZE steps=$GRAD_ACCUM
 for name in GLOBAL_BATCH_SIZE BATCH_SIZE GRAD_ACCUM GPUS; do
     [[ -z ${!name} || ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name}: a number from 1 on"
 done
@@ -158,8 +164,9 @@ if [ $demo = 1 ]; then      # everything small, so that two CPU cores show falli
     SAMPLE_FLAGS='--order confidence'
 else
     read -ra switches <<<"$SWITCHES"
-    settings=(--batch_preset "$PRESET" --train_data_file "$TRAIN_DATA" --tokenizer "$TOKENIZER" --model_size "$SIZE"
+    settings=(--batch_preset "$PRESET" --train_data_file "$TRAIN_DATA" --model_size "$SIZE"
         --block_size "$BLOCK_SIZE" --num_workers "$WORKERS" "${switches[@]}")
+    if [ -n "$TOKENIZER" ]; then settings+=(--tokenizer "$TOKENIZER"); fi      # else gpt2, or INIT_FROM's own
     if has_flag --per_device_train_batch_size "$@" || has_flag --gradient_accumulation_steps "$@"; then
         [ -z "$GLOBAL_BATCH_SIZE$BATCH_SIZE$GRAD_ACCUM" ] ||
             die "the batch is set by variables and by flags: leave one out"

@@ -43,7 +43,7 @@ from speech.codes import (
     shard_names,
 )
 from speech.containers import file_of, read_bytes, unit_of
-from speech.conversations import MEMBER
+from speech.conversations import FILLED_S, MEMBER
 
 MIN_SAMPLES = 960               # one codec frame
 WHOLE = 0.99                    # of the samples that a header promises: with fewer a file is cut off
@@ -215,6 +215,11 @@ def cut_wave(mono, rate, offset, length):
     return np.ascontiguousarray(wave, np.float32)
 
 
+def filled(wave):
+    """A waveform at 24 kHz with zeros behind it up to FILLED_S seconds; itself where it is as long."""
+    return np.pad(wave, (0, max(0, round(FILLED_S * SAMPLE_RATE) - len(wave))))
+
+
 def check_length(samples, offset):
     """Raise ValueError unless a cut has enough samples at 24 kHz for one codec frame."""
     if samples < MIN_SAMPLES:
@@ -308,7 +313,8 @@ class _Decode(Dataset):
         def wave(clip):
             try:        # numpy: tensors would travel through /dev/shm, which containers keep small
                 part = part_of(mono, rate, clip.offset, clip.duration)
-                return cut_wave(mono, rate, clip.offset, clip.duration), measure(part, rate)
+                found = cut_wave(mono, rate, clip.offset, clip.duration)
+                return filled(found) if clip.filled else found, measure(part, rate)
             except ValueError as error:
                 return str(error)
         return i, digest, list(map(wave, cuts.values()))
@@ -346,7 +352,7 @@ def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progr
                 continue
             wave, measures = found
             heard += float(measures[0])
-            key = content_key(digest, clip)
+            key = content_key(digest, clip, clip.filled and float(measures[0]) < FILLED_S)
             if key not in seen and not index.has(key) and _claim(world, key):
                 try:
                     batch.add_codes(key, encode_clip(codec, wave, bandwidth, num_codebooks), measures)
@@ -394,13 +400,13 @@ class Progress:
     """One progress bar on rank 0 for the work of all ranks, kept through the store's counters."""
 
     def __init__(self, world, total, label, limit_s):
-        self.world, self.total, self.limit_s, self.local, self.seconds = world, total, limit_s, 0, 0.0
+        self.world, self.label, self.limit_s, self.local, self.seconds = world, label, limit_s, 0, 0.0
         self.start = time.monotonic() - 1e-3
         self.bar = tqdm(total=total, desc=label, unit="clip", mininterval=0.1 if sys.stderr.isatty() else 30) \
             if world.is_main else None
 
     def _count(self, name, n=0):
-        return self.world.store.add(f"progress/{name}", n)
+        return self.world.store.add(f"{self.label}/{name}", n)
 
     def add(self, n, seconds):
         """Count n clips and so many seconds of audio; the bar shows the audio of all ranks, and per second."""
@@ -462,7 +468,7 @@ def codec_frames(samples, config):
 
 
 def header_frames(path, cuts, config):
-    """Codec frames of each cut of a file, from its header alone -> [int]; the counterpart of decode_audio.
+    """Codec frames of each cut (offset, duration, filled) of a file, from its header alone -> [int].
 
     Raises ValueError with the reason. A file damaged behind its header is only found when it is decoded.
     """
@@ -477,12 +483,12 @@ def header_frames(path, cuts, config):
         why = str(error).rpartition(": ")[2].strip().rstrip(".")
         raise ValueError(f"is not readable audio ({why}); wav, flac, mp3 and ogg are read")
     found = []
-    for offset, length in cuts:
+    for offset, length, fill in cuts:
         start = round((offset or 0) * info.samplerate)
         stop = min(info.frames, start + round(length * info.samplerate)) if length else info.frames
         samples = wave_samples(max(0, stop - start), info.samplerate)
         check_length(samples, offset)
-        found.append(codec_frames(samples, config))
+        found.append(codec_frames(max(samples, round(FILLED_S * SAMPLE_RATE)) if fill else samples, config))
     return found
 
 
@@ -498,7 +504,7 @@ def plan_codes(clips, codec_dir, cache_dir, num_codebooks, processes=0, bad=None
               "encodes their clips again")
     files, unusable = {}, {} if bad is None else bad
     for i in unknown[:, 0].tolist():
-        files.setdefault(clips[i].path, {})[i] = (clips[i].offset, clips[i].duration)
+        files.setdefault(clips[i].path, {})[i] = (clips[i].offset, clips[i].duration, clips[i].filled)
 
     def frames(path):
         try:

@@ -37,6 +37,7 @@ TEXT_TABLE = "tied.embedding.text_embedding.weight"
 AUDIO_TABLE = "tied.embedding.modality_embeddings.0.embedding.weight"
 OURS = {TEXT_TABLE: "body.embed_tokens.weight", AUDIO_TABLE: "audio_embedding.weight"}      # file's name: ours
 HEADS = {"tied.head.text_head.weight": TEXT_TABLE, "tied.head.modality_heads.0.weight": AUDIO_TABLE}    # copies
+TABLE = "audio_embedding"       # the audio table's module: embedding and head
 CODEC = "tied.embedding.modality_embeddings.0.model."       # prefix of the codec's weights
 OWN_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
              "merges.txt", "chat_template.jinja", "LICENSE", "NOTICE")      # of a folder, beside its weights
@@ -117,7 +118,8 @@ class Higgs3(nn.Module):
 
     def logits(self, hidden):
         """(R, H) hidden states -> (R, 8, 1026) fp32 logits of the row that follows."""
-        flat = F.linear(hidden, self.audio_embedding.weight).float()
+        table = self.audio_embedding.weight     # in fp32 where adapters train it
+        flat = F.linear(hidden.to(table.dtype), table).float()
         return flat.view(*hidden.shape[:-1], self.config.num_codebooks, self.config.codebook_size)
 
 

@@ -44,6 +44,11 @@ def text_setting(config_dict, wanted):
     return wanted or ("off" if is_third(config_dict) else "on")
 
 
+def lora_targets(config_dict, wanted):
+    """--lora_target_modules; wanted "": the attention's four layers for V2, all seven of a layer for Higgs TTS 3."""
+    return wanted or ("all-linear" if is_third(config_dict) else "attention")
+
+
 def load_tokenizer(folder, config_dict):
     """Tokenizer of a model folder. Raises UserError."""
     return higgs3.load_tokenizer(folder) if is_third(config_dict) else weights.load_tokenizer(folder)
@@ -77,6 +82,11 @@ def weight_parts(folder, config_dict):
 def reset_buffers(native, device):
     """Compute the buffers that no file holds on `device`."""
     (higgs3 if isinstance(native, higgs3.Higgs3) else weights).reset_buffers(native, device)
+
+
+def whole_modules(native):
+    """Modules that an adapter may hold as a whole: the audio table of Higgs TTS 3."""
+    return (higgs3.TABLE,) if isinstance(native, higgs3.Higgs3) else ()
 
 
 def layers(native):

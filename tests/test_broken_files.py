@@ -100,7 +100,7 @@ def test_no_password_of_a_url_is_printed(capsys):
         teacher.open_server("m", teacher.Sampling(1), url)
     teacher.tell(f"line 3 waits for {url}", [float("-inf")])
     shown = capsys.readouterr()
-    assert "--base_url http://***@127.0.0.1:9/v1: " in shown.err and "line 3 waits for http://***@127" in shown.out
+    assert "--base_url http://127.0.0.1:9/v1: " in shown.err and "line 3 waits for http://***@127" in shown.out
     assert "secret" not in shown.err + shown.out
 
 

@@ -220,6 +220,18 @@ def test_a_second_fill_opens_no_audio(filled, tiny):
     assert not [name for name in opened if name.endswith(".wav")] and opened
 
 
+def test_a_short_reference_is_filled_with_zeros_and_a_long_one_shares_its_codes(tiny, tmp_path, codec):
+    long, short = (write_audio(tmp_path / f"{s}.wav", sine(440, 24000, s), 24000) for s in (1.5, 0.5))
+    clips = [Clip(str(path), filled=filled) for path in (short, long) for filled in (False, True)]
+    codes, folder = fill(clips, tiny.codec, tmp_path / "cache")
+    wave = decode_audio(str(short), [(None, None)])[1][0]
+    assert np.array_equal(codes[0], direct(codec, wave))
+    assert np.array_equal(codes[1], direct(codec, np.pad(wave, (0, 24000 - len(wave))))) and len(codes[1]) == 25
+    assert np.array_equal(codes[2], codes[3]) and len(encoded(folder)) == 3
+    frames = plan_codes(clips, tiny.codec, tmp_path / "empty", 8)[2][:, 2]
+    assert frames.tolist() == list(map(len, codes))
+
+
 def test_same_content_under_two_names_is_encoded_once(tiny, tmp_path):
     clip = clips_of(tiny)[0]
     copies = [Clip(shutil.copy(clip.path, tmp_path / f"copy{i}.wav")) for i in range(3)]
