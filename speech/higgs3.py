@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import json_files, recomputation, tensor_files
+from common import fused, json_files, recomputation, tensor_files
 from common.document_attention import ATTENTION
 from common.parallel import UserError
 from speech import weights  # noqa: F401  (first: it explains a torchaudio that breaks every transformers import)
@@ -135,6 +135,7 @@ class PackedHiggs3(nn.Module):
         # in a list, where torch does not look for modules: else its parameters would be registered twice
         self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
         recomputation.leave_products(net, recompute)
+        fused.use(self.base_model)
         for layer in self.base_model.body.layers if recompute else ():      # transformers' own switch
             layer.gradient_checkpointing = True
             layer._gradient_checkpointing_func = recomputation.caller(recompute)
@@ -153,6 +154,7 @@ class PackedHiggs3(nn.Module):
         """Final hidden states (S, H) in sequence order of a labels.PackedBatch."""
         base = self.base_model
         text = base.body.embed_tokens(batch.input_ids.index_select(0, batch.text_pos))
+        text = text.to(fused.stream_dtype(text))
         rows = torch.cat([text, base.embed_rows(batch.audio_ids).to(text.dtype)])
         return base.body(inputs_embeds=rows.index_select(0, batch.seq_index)[None], use_cache=False,
                          position_ids=batch.position_ids[None], cu_seq_lens_q=batch.cu_seqlens,
