@@ -206,14 +206,16 @@ def kept_bytes(row, layers, recompute):
     return kept + row["ends"], row["layer"] - selected / layers     # a layer computed again takes over what it had kept
 
 
-def cast_bytes(model, layers, recompute):
+def cast_bytes(model, layers, recompute, heads=()):
     """Bytes of the bf16 copies of fp32 matrices that autocast makes -> (kept to the backward pass, to its beginning).
 
+    heads: embeddings that are heads as well, so that their matrices are cast, too.
     Recomputed layers' copies go with the forward pass, and one layer's at a time come back; the B of an adapter is cast
     by its layer, whose recomputation frees that copy at once.
     """
     def copies(module):
-        found = {parameter: name for place, part in module.named_modules() if not isinstance(part, nn.Embedding)
+        found = {parameter: name for place, part in module.named_modules()
+                 if not isinstance(part, nn.Embedding) or part in heads
                  for name, parameter in part.named_parameters(place, recurse=False)}
         return 2 * sum(p.numel() for p, name in found.items() if p.dtype == torch.float32 and p.ndim > 1
                        and not (recompute and ".lora_B." in name))

@@ -89,6 +89,13 @@ def whole_modules(native):
     return (higgs3.TABLE,) if isinstance(native, higgs3.Higgs3) else ()
 
 
+def tied_heads(native):
+    """Embeddings that are heads as well."""
+    if not isinstance(native, higgs3.Higgs3):
+        return []
+    return [*getattr(native.audio_embedding, "modules_to_save", {}).values()] or [native.audio_embedding]
+
+
 def layers(native):
     """The decoder layers."""
     return native.body.layers if isinstance(native, higgs3.Higgs3) else native.model.layers
