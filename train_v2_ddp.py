@@ -32,8 +32,9 @@ def build_parser():
                    help="folder or hub name: Higgs-Audio V2 (native or 2025 format) or Higgs TTS 3")
     g.add_argument("--audio_tokenizer_path", help="native audio tokenizer, folder or hub name (default: the codec "
                    "inside a Higgs TTS 3 checkpoint)")
-    flags.lora(g, rank=16, alpha=32, dropout=0.1, targets="attention",
-               targets_help=f"{', '.join(LORA_TARGETS)}, or comma-separated module name endings")
+    flags.lora(g, rank=16, alpha=32, dropout=0.1, targets=None,
+               targets_help=f"{', '.join(LORA_TARGETS)}, or comma-separated module name endings (default: attention; "
+                            "Higgs TTS 3: all-linear)")
     flags.switch(g, "--freeze_llm", help="full fine-tuning of the audio embedding and head only")
     flags.switch(g, "--freeze_audio_tower", help="accepted for old launch lines: there is no tower")
     flags.switch(g, "--freeze_audio_encoder_proj", help="accepted for old launch lines, as above")
@@ -432,6 +433,8 @@ def train(args):
     folder, config_dict, codec_dir = models.find_files(world, args.model_path, args.audio_tokenizer_path,
                                                        check.folder(args.output_dir), check)
     args.normalize_text = check(models.text_setting, config_dict, args.normalize_text or "")
+    if args.use_lora:
+        args.lora_target_modules = check(models.lora_targets, config_dict, args.lora_target_modules or "")
     config, tokenizer = check(models.read_config, config_dict), check(models.load_tokenizer, folder, config_dict)
     ids = check(models.token_ids, tokenizer, config)
     model, native, parts = check(empty_trained_model, folder, config_dict, **for_model(args)) or (None,) * 3

@@ -1,4 +1,5 @@
 """LoRA adapters in any model, plain or sharded: add, fill, save, load; the files are PEFT's own format."""
+import contextlib
 import copy
 import math
 import warnings
@@ -7,6 +8,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import Linear
+from peft.tuners.tuners_utils import BaseTunerLayer
 
 from common import json_files, tensor_files
 from common.parallel import UserError
@@ -146,6 +148,22 @@ def init_adapters(model, seed):
             rows, lengths = (getattr(tensor, "_local_tensor", tensor).detach() for tensor in (
                 module.base_layer.weight, magnitude.weight))        # of a shard: both have the same rows
             lengths.copy_(torch.linalg.norm(rows.float(), dim=1))
+
+
+@contextlib.contextmanager
+def switched_off(model):
+    """Within this context the model computes as its base. For a forward without gradients.
+
+    PEFT's own disable_adapter also changes requires_grad, which FSDP2 copies when it gathers a layer.
+    """
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def save_config(model, folder):

@@ -15,6 +15,7 @@ import resource
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -154,7 +155,7 @@ def one_clear_error():
 
 
 def what_is_lacking(error):
-    """One line that names the disk, memory, limit or right that an error is due to, or None.
+    """One line that names the disk, memory, limit, path or right that an error is due to, or None.
 
     An error in a loader process comes with its text, but without its number.
     """
@@ -166,6 +167,8 @@ def what_is_lacking(error):
     if nameless or "shared memory" in text and "No space left" in text:
         return (f"{SHARED} is full: processes that load data hand it over there; make it larger, as with docker run "
                 "--shm-size=8g, or do without them (--num_workers 0, --preprocess_num_proc 0)")
+    if "AF_UNIX path too long" in text:         # which holds 107 letters
+        return f"{tempfile.gettempdir()}: too long a path for the sockets of processes; set TMPDIR to a shorter one"
     if number in DISK_ERRORS:
         return f"{error.filename or 'a file of this run'} cannot be written ({error.strerror})"
     if isinstance(error, PermissionError):      # says nothing about what is in the file

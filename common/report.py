@@ -39,6 +39,12 @@ KNOWN = {
     "nll": ("Loss", "negative log-likelihood", "at most, nats per token"),
     "masked_loss": ("Loss", "loss of masked tokens", "nats per token"),
     "masked": ("Loss", "tokens masked", "%"),
+    "accuracy": ("Answers", "right answers", "%"),
+    "accuracy_flexible": ("Answers", "right by the last number", "%"),
+    "accuracy_stderr": ("Answers", "standard error of right answers", "%"),
+    "accuracy_seconds": ("Speed and memory", "answering in a validation", "s"),
+    "ended": ("Answers", "answers that ended by themselves", "%"),
+    "nfe": ("Answers", "network passes", "per problem"),
     "stop_recall": ("End of speech", "stop recall", "%"),
     "false_stop_rate": ("End of speech", "false stops", "%"),
     "eos_loss": ("End of speech", "end-of-stream loss", "nats"),
@@ -68,7 +74,8 @@ GUESSES = ((r"loss|nll|perplexity|accuracy|bits|stderr", "Loss"), (r"lr|norm|ski
            (r"second|memory|tokens_per|flops", "Speed and memory"))
 FACTS = {"wer": "word errors {:.0%}", "speaker_similarity": "likeness {:.2f}", "dnsmos": "DNSMOS {:.1f}",
          "seconds": "{:.2f} s", "frames": "{} frames", "seed": "seed {}", "real_time_factor": "real-time factor {:.2f}"}
-SECTIONS = ("Loss", "Speech", "End of speech", "Samples", "Evaluation", "Optimisation", "Speed and memory", "Other")
+SECTIONS = ("Loss", "Answers", "Speech", "End of speech", "Samples", "Evaluation", "Optimisation",
+            "Speed and memory", "Other")
 
 
 class Raw(str):
@@ -288,6 +295,34 @@ def sample_rows(columns):
     return Raw("".join(parts))
 
 
+def answer_rows(columns):
+    """Each problem with its answers at several steps, one behind the other; blocks are set apart.
+
+    columns: [(label, [answer])], answers as report_files.answer_steps has them.
+    """
+    found = {}
+    for label, answers in columns:
+        for answer in answers:
+            problem = str(answer.get("question", "")), str(answer.get("answer", ""))
+            found.setdefault(problem, []).append((label, answer))
+    parts = []
+    for (question, right), rows in found.items():
+        lines = [[label, Raw('<b class="good">right</b>' if answer.get("strict") else '<b class="bad">wrong</b>'),
+                  grown(answer)] for label, answer in rows]
+        parts.append(f"<blockquote>{html(question)} <b>{html(right)}</b></blockquote>"
+                     + table(["step", "", "answer, block by block"], lines, 'class="answers"'))
+    return Raw("".join(parts))
+
+
+def grown(answer):
+    """The text of an answer as HTML, the blocks it was written in side by side; hdp's plan comes first."""
+    parts, before = [], {}
+    for part, text in answer.get("growth", []):
+        parts.append(f'<span class="block">{html(text[len(before.get(part, "")):])}</span>')
+        before[part] = text
+    return Raw(" ".join(parts) or html(answer.get("text", "")))
+
+
 def evaluation_tables(evaluations):
     """Metrics as rows, evaluations as columns; their samples and settings folded away."""
     names = list(dict.fromkeys(name for found in evaluations for name in found["metrics"]))
@@ -352,8 +387,10 @@ def starts_table(run):
 # The page
 
 
-def page(runs, sample_columns, evaluations, left_out="", now=None):
-    """The whole HTML text. sample_columns: [(row, label, [Sample])]; left_out: a sentence on samples not among them."""
+def page(runs, sample_columns, evaluations, left_out="", now=None, answer_columns=()):
+    """The whole HTML text. sample_columns: [(row, label, [Sample])]; left_out: a sentence on samples not among them;
+    answer_columns: as answer_rows has them.
+    """
     drawn = panels(runs)
     content = {section: [f'<figure class="chart" data-panel="{place}"></figure>'
                          for place, panel in enumerate(drawn) if panel["section"] == section] for section in SECTIONS}
@@ -362,6 +399,8 @@ def page(runs, sample_columns, evaluations, left_out="", now=None):
     if any(samples for *_, samples in sample_columns):
         note = f'<p class="path" id="left-out">{html(left_out)}</p>' if left_out else ""
         parts["Samples"] = Raw(note + sample_rows(sample_columns))
+    if answer_columns:
+        parts["Answers"] = Raw(parts.get("Answers", "") + answer_rows(answer_columns))
     if evaluations:
         parts["Evaluation"] = evaluation_tables(evaluations)
     parts = {section: parts[section] for section in SECTIONS if section in parts}
@@ -435,6 +474,8 @@ def write_report(runs, output, samples, sample_steps, sample_count, evaluations)
         if not (clips := report_files.read_samples(folder)):
             raise UserError(f"--samples {folder}: no .wav file in it; give a folder that generate_tts.py wrote")
         columns.append((0 if len(runs) == 1 else len(runs), folder.resolve().name, clips))
+    answers = [(f"{run.name} · {step:,}" if len(runs) > 1 else f"{step:,}", found) for run in runs
+               for step, found in report_files.answer_steps(run.folder, sample_steps)]
     found = sum(len(samples) for *_, samples in columns)
     if sample_count:       # the same prompts at every step: the first by name
         columns = [(row, label, sorted(clips, key=lambda clip: report_files.natural(clip.name))[:sample_count])
@@ -448,7 +489,7 @@ def write_report(runs, output, samples, sample_steps, sample_count, evaluations)
     output = Path(output or runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html"))
     if not output.parent.is_dir():
         raise UserError(f"--output {output}: there is no folder {output.parent}")
-    text = page(runs, columns, evaluations, left_out)
+    text = page(runs, columns, evaluations, left_out, answer_columns=answers)
     write_atomically(output, text)
     print(f"report     {output} ({size(output.stat().st_size)}): {sum(len(run.rows) for run in runs)} lines of "
           f"metrics, {shown} samples, {len(evaluations)} evaluations" + (f"; {left_out}" if left_out else ""))
@@ -463,7 +504,7 @@ def build_parser():
     p.add_argument("--output", metavar="FILE", help="the page (default: OUTPUT_DIR/report.html, or comparison.html)")
     p.add_argument("--samples", nargs="+", default=[], metavar="FOLDER", help="more folders of generated .wav files")
     p.add_argument("--sample_steps", type=int, default=5,
-                   help="steps of a run whose samples are shown, evenly chosen from first to last, 0 = all")
+                   help="steps of a run whose samples or answers are shown, evenly chosen from first to last, 0 = all")
     p.add_argument("--sample_count", type=int, default=8,
                    help="samples shown of each step and of each folder of --samples, the first by name, 0 = all")
     p.add_argument("--evaluations", nargs="+", default=[], metavar="FILE",

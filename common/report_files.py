@@ -208,10 +208,30 @@ def sample_steps(folder, wanted):
     them."""
     found = sorted((int(match[1]), path) for path in (Path(folder) / "samples").glob("step-*")
                    if (match := re.fullmatch(r"step-(\d+)", path.name)) and any(path.glob("*.wav")))
-    if 0 < wanted < len(found):
-        places = {round(i * (len(found) - 1) / (wanted - 1)) for i in range(wanted)} if wanted > 1 else {-1}
-        found = [found[place] for place in sorted(places)]
-    return found
+    return evenly(found, wanted)
+
+
+def answer_steps(folder, wanted):
+    """[(step, [answer])] of OUTPUT_DIR/answers/step-N.json: at most `wanted` steps (0 = all), evenly chosen. One is
+    {"question", "answer", "text", "strict", "growth": [[part, its text so far]]}. Raises UserError.
+    """
+    found = sorted((int(match[1]), path) for path in (Path(folder) / "answers").glob("step-*.json")
+                   if (match := re.fullmatch(r"step-(\d+)\.json", path.name)))
+    steps = []
+    for step, path in evenly(found, wanted):
+        answers = json_files.read_object(path).get("answers")
+        if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
+            raise UserError(f"{path}: its answers are not a list of objects")
+        steps.append((step, answers))
+    return steps
+
+
+def evenly(found, wanted):
+    """At most `wanted` of a list (0 = all), evenly chosen, first and last among them."""
+    if not 0 < wanted < len(found):
+        return found
+    return [found[place] for place in sorted({round(i * (len(found) - 1) / (wanted - 1)) for i in range(wanted)}
+                                             if wanted > 1 else {-1})]
 
 
 def natural(text):

@@ -40,8 +40,11 @@ def allow_others(folder):
         os.chmod(path, stat.S_IMODE(os.stat(Path(folder) / "config.json").st_mode))
 
 
-def find_folder(name, flag):
-    """Local folder of a checkpoint given as a path or hub name, which is downloaded. Raises UserError."""
+def find_folder(name, flag, more=()):
+    """Local folder of a checkpoint given as a path or hub name, which is downloaded. Raises UserError.
+
+    more: patterns of files to download beside configuration, tokenizer and safetensors.
+    """
     folder = Path(name)
     if folder.is_dir():
         return folder
@@ -49,7 +52,8 @@ def find_folder(name, flag):
         raise UserError(f"{flag} {name}: no such folder (nor a hub name of the form owner/name)")
     from huggingface_hub import snapshot_download
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+        return Path(snapshot_download(
+            name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", *more]))
     except Exception as error:      # a dozen kinds: no network, no such name, not allowed
         raise UserError(f"{flag} {name}: neither a folder here nor to be had from the hub "
                         f"({type(error).__name__}: {str(error).splitlines()[0]})")
@@ -57,8 +61,13 @@ def find_folder(name, flag):
 
 def fingerprint_weights(folder):
     """Short hash of a checkpoint folder's config and of both ends of each weight file: which model is this?"""
+    return fingerprint_files(sorted(Path(folder).glob("*.safetensors")) + [Path(folder) / "config.json"])
+
+
+def fingerprint_files(paths):
+    """Short hash of the names, the sizes and both ends of files."""
     digest = hashlib.sha256()
-    for path in sorted(Path(folder).glob("*.safetensors")) + [Path(folder) / "config.json"]:
+    for path in paths:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             digest.update(f"{path.name} {size}".encode())

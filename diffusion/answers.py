@@ -1,11 +1,13 @@
-"""What the sampler is given, and what becomes of what it wrote: the question as context, text of regions, scores."""
+"""Questions to answers: what the sampler is given, the regions it writes one after the other, their text, scores."""
 import re
 
 import numpy as np
 
 from common.parallel import UserError
-from diffusion.blocks import EXECUTION, PLAN, pieces
-from diffusion.problems import NUMBER
+from diffusion import sampler
+from diffusion.blocks import EXECUTION, PLAN, head_of, pieces
+
+NUMBER = re.compile(r"(?:(?<![\d)$%])-\$?)?\d[\d,]*(?:\.\d+)?")       # in a text; -$5 is one, the minus of 5-$3 no sign
 
 
 def question_state(problem, tokens, layout):
@@ -14,24 +16,31 @@ def question_state(problem, tokens, layout):
     context: (3, n) int64 ids, position, block of clean tokens. Raises UserError when the question is too long, or a
     block reaches over a region's end, so that one region cannot be finished before the next.
     """
-    ids = [tokens.encode(text) for text in pieces(problem, layout.system)]
+    if token := tokens.smuggled(problem.question):
+        raise UserError(f"{problem.name}: its text holds the special token {token}; remove it")
+    text = pieces(problem, layout)[0]
     if layout.system == "gsm8k":
-        head = np.array([tokens.bos, *ids[0]])
-        if len(head) >= layout.max_length:
-            raise UserError(f"{problem.name}: its question has {len(head)} tokens, no room in --max_length "
-                            f"{layout.max_length}")
-        whole = len(head) - len(head) % layout.block_size
-        at = np.arange(whole)
-        return np.stack([head[:whole], at, at // layout.block_size]), (head[whole:].tolist(), whole)
-    if len(ids[0]) > layout.question_budget:
-        raise UserError(f"{problem.name}: its question has {len(ids[0])} tokens, more than --question_budget "
+        return text_state(problem.name, text, tokens, layout)
+    ids = tokens.encode(text)
+    if len(ids) > layout.question_budget:
+        raise UserError(f"{problem.name}: its question has {len(ids)} tokens, more than --question_budget "
                         f"{layout.question_budget}")
     if layout.flat and any(layout.start(region) % layout.block_size for region in (PLAN, EXECUTION)):
         raise UserError(f"--hdp_layout flat with --block_size {layout.block_size}: a block reaches over a region's "
                         "end, so no plan can be finished first; such a model cannot be sampled")
-    at = np.arange(len(ids[0]))
+    at = np.arange(len(ids))
     block = at // layout.block_size if layout.flat else np.zeros(len(at), np.int64)
-    return np.stack([ids[0], at, block]), ([tokens.plan], layout.start(PLAN))
+    return np.stack([ids, at, block]), ([tokens.plan], layout.start(PLAN))
+
+
+def text_state(name, text, tokens, layout):
+    """question_state of a gsm8k prompt as it stands. name: for the UserError of one that leaves no room."""
+    head = np.array(head_of(tokens.encode(text), tokens, layout))
+    if len(head) >= layout.max_length:
+        raise UserError(f"{name}: its question has {len(head)} tokens, no room in --max_length {layout.max_length}")
+    whole = len(head) - len(head) % layout.block_size
+    at = np.arange(whole)
+    return np.stack([head[:whole], at, at // layout.block_size]), (head[whole:].tolist(), whole)
 
 
 def room(first_position, region, layout):
@@ -69,6 +78,35 @@ def region_text(ids, pinned, tokens):
     return tokens.decode(body).strip()
 
 
+def answer_batch(model, states, tokens, layout, show=None, **options):
+    """Generate for problems with these question_state states -> list of dicts. options: of sampler.generate.
+
+    show(number, "plan" or "text", the text so far): called behind every block. The dicts hold text, hdp's also plan;
+    forwards, the network passes; tokens, generated ones up to and with the end token; ended, whether the end token came
+    in every region.
+    """
+    contexts, pinned = zip(*states)
+    answers = [{"forwards": 0, "tokens": 0, "ended": True} for _ in states]
+    for region in (PLAN, EXECUTION) if layout.system == "hdp" else (PLAN,):
+        name = "plan" if layout.system == "hdp" and region == PLAN else "text"
+        skip = [len(ids) for ids, _ in pinned]
+        rooms = [room(first, region, layout) for _, first in pinned]
+        progress = show and (lambda i, ids, name=name, skip=skip: show(i, name, region_text(ids, skip[i], tokens)))
+        written = sampler.generate(model, contexts, pinned, rooms, layout.region_block(region), tokens.end,
+                                   progress=progress, **options)
+        finished = [finish_region(w.ids, len(ids), tokens.end)[0] for w, (ids, _) in zip(written, pinned)]
+        for answer, w, ids, (given, _) in zip(answers, written, finished, pinned):
+            body = ids[len(given):]
+            answer[name] = region_text(ids, len(given), tokens)
+            answer["forwards"] += w.forwards
+            answer["tokens"] += body.index(tokens.end) + 1 if w.ended else len(body)
+            answer["ended"] &= w.ended
+        if name == "plan":
+            contexts, pinned = zip(*[execution_state(context, ids, tokens, layout)
+                                     for context, ids in zip(contexts, finished)])
+    return answers
+
+
 def score(text, answer):
     """(strict, flexible) of a generated text against the final number.
 
@@ -79,4 +117,4 @@ def score(text, answer):
     marked = re.search(r"#### (-?[0-9.,]+)", text)
     strict = marked is not None and marked[1].replace(",", "") == gold
     numbers = NUMBER.findall(text)
-    return strict, bool(numbers) and float(numbers[-1].replace(",", "")) == float(gold)
+    return strict, bool(numbers) and float(re.sub("[,$]", "", numbers[-1])) == float(gold)

@@ -94,9 +94,11 @@ class Documents:
         return digest.hexdigest()[:16]
 
 
-def pieces(problem, system):
+def pieces(problem, layout):
     """The texts of a problem that are tokenised on their own, between special tokens."""
-    if system == "gsm8k":
+    if layout.prompt:
+        return [layout.prompt.replace("{question}", problem.question), problem.solution]
+    if layout.system == "gsm8k":
         return [f"Question: {problem.question}\nAnswer:", f" {problem.solution}"]
     return [problem.question, f" {problem.plan}", f" {problem.solution} ", f" {problem.answer}"]
 
@@ -107,10 +109,15 @@ def regions_of(ids, tokens, layout):
     An end token follows every generated region; the fill behind it is not there yet.
     """
     if layout.system == "gsm8k":
-        head = [tokens.bos, *ids[0]]
+        head = head_of(ids[0], tokens, layout)
         return [(PLAN, head + ids[1] + [tokens.end], len(head))]
     execution = [tokens.execution, *ids[2], tokens.answer, *ids[3], tokens.end]
     return [(QUESTION, ids[0], len(ids[0])), (PLAN, [tokens.plan, *ids[1], tokens.end], 1), (EXECUTION, execution, 1)]
+
+
+def head_of(ids, tokens, layout):
+    """Ids of a gsm8k problem before its answer; a chat template begins as it likes."""
+    return list(ids) if layout.prompt else [tokens.bos, *ids]
 
 
 def too_long(regions, layout):
@@ -178,13 +185,12 @@ def make_documents(problems, tokens, layout, bad=None, path=""):
     bad: a list that takes what is too long or holds a special token (common's problems.Problem); None: UserError with
     all of them.
     """
-    texts = [pieces(p, layout.system) for p in problems]
+    texts = [pieces(p, layout) for p in problems]
     encoded = iter(tokens.encode_all([text for group in texts for text in group]))
     kept, parts, wrong = [], [], []
     for problem, group in zip(problems, texts):
         ids = [next(encoded) for _ in group]
-        if smuggled := tokens.special.intersection(i for part in ids for i in part):
-            token = tokens.decode([min(smuggled)])
+        if token := tokens.smuggled(problem.question, problem.plan, problem.solution, problem.answer):
             wrong.append(bad_problem(problem.name, "control_token", f"its text holds the special token {token}; remove "
                                      "it", path))
             continue
@@ -262,6 +268,7 @@ class Rows(Dataset):
         row = {"ids": np.full(length, d.pad), "position": np.zeros(length, np.int64), "doc": np.full(length, -1),
                "block": np.zeros(length, np.int64), "target": np.zeros(length, bool),
                "region": np.zeros(length, np.int64), "group": np.full(length, -1)}
+        row |= {"part": np.zeros(length, np.int64)} if d.layout.mixed else {}
         at = groups = 0
         for number, document in enumerate(self.members[r]):
             a, b = d.offsets[document:document + 2]
@@ -269,6 +276,9 @@ class Rows(Dataset):
             row["ids"][to], row["position"][to], row["block"][to] = d.ids[a:b], d.position[a:b], d.block[a:b]
             row["target"][to], row["region"][to] = d.target[a:b], d.region[a:b]
             row["doc"][to] = np.where(d.live[a:b], number, -1)
+            if d.layout.mixed:
+                row["part"][to] = np.searchsorted([d.layout.start(PLAN), d.layout.start(EXECUTION)], d.position[a:b],
+                                                  side="right")
             row["group"][to] = np.where(d.group[a:b] >= 0, d.group[a:b] + groups, -1)
             at, groups = to.stop, groups + int(d.n_groups[document])
         row["n_groups"], row["documents"] = groups, len(self.members[r])
@@ -337,12 +347,13 @@ def prepare_rows(world, layout, tokens, train_data, eval_data, *, validation_spl
     return rows, make_rows(evaluation, held_out, row_length, pack, seed) if len(held_out) else None
 
 
-def collate(rows, batch_rows, length, noisy_length, pad):
-    """List of row dicts -> Blocks of batch_rows rows, topped up with empty ones."""
+def collate(rows, batch_rows, length, noisy_length, pad, mixed=False):
+    """List of row dicts -> Blocks of batch_rows rows, topped up with empty ones. mixed: of Layout."""
     shape = (batch_rows, length)
     joined = {"ids": np.full(shape, pad), "position": np.zeros(shape, np.int64), "doc": np.full(shape, -1),
               "block": np.zeros(shape, np.int64), "target": np.zeros(shape, bool),
               "region": np.zeros(shape, np.int64), "group": np.full(shape, -1)}
+    joined |= {"part": np.zeros(shape, np.int64)} if mixed else {}
     noisy, groups = np.full((batch_rows, noisy_length), -1), 0
     for r, row in enumerate(rows):
         for key, array in joined.items():
@@ -352,23 +363,25 @@ def collate(rows, batch_rows, length, noisy_length, pad):
         places = np.flatnonzero(row["group"] >= 0)
         noisy[r, :len(places)] = places
     copied, at = noisy >= 0, noisy.clip(min=0)
-    copies = {key: np.take_along_axis(joined[key], at, 1) for key in ("doc", "block")}
+    copies = {key: np.take_along_axis(joined[key], at, 1) for key in ("doc", "block", "part") if key in joined}
     noisy_tiles, clean_tiles = dit.tile_states(
         np.concatenate([np.where(copied, copies["doc"], -1), joined["doc"]], 1),
-        np.concatenate([copies["block"], joined["block"]], 1), noisy_length)
+        np.concatenate([copies["block"], joined["block"]], 1), noisy_length,
+        np.concatenate([copies["part"], joined["part"]], 1) if mixed else None)
     tensors = {key: torch.from_numpy(array) for key, array in joined.items()}
     tokens = int(((joined["doc"] >= 0) & (joined["region"] != FILL)).sum())
     return Blocks(input_ids=tensors["ids"], position=tensors["position"], doc=tensors["doc"], block=tensors["block"],
                   target=tensors["target"], region=tensors["region"], noisy=torch.from_numpy(noisy),
                   group=tensors["group"], n_groups=groups, n_targets=int(joined["target"].sum()),
                   documents=sum(row["documents"] for row in rows), tokens=tokens,
-                  noisy_tiles=noisy_tiles, clean_tiles=clean_tiles)
+                  noisy_tiles=noisy_tiles, clean_tiles=clean_tiles, part=tensors.get("part"))
 
 
 def make_loader(rows, packs, batch_rows, noisy_length, *, num_workers, prefetch_factor):
     """DataLoader of Blocks over `packs`, an iterable of lists of at most batch_rows row numbers; [] is all padding."""
     return DataLoader(rows, batch_sampler=packs, num_workers=num_workers,
-                      collate_fn=lambda some: collate(some, batch_rows, rows.length, noisy_length, rows.documents.pad),
+                      collate_fn=lambda some: collate(some, batch_rows, rows.length, noisy_length, rows.documents.pad,
+                                                    rows.documents.layout.mixed),
                       prefetch_factor=prefetch_factor if num_workers else None, persistent_workers=num_workers > 0,
                       multiprocessing_context="fork" if num_workers else None, worker_init_fn=init_loader,
                       generator=torch.Generator())      # else each loader would draw from the generator of the dropout
@@ -383,8 +396,8 @@ def row_table(rows):
     documents = rows.documents
     table = {f"targets_{region}": rows.per_row(documents.per_document(documents.target & (documents.region == region)))
              for region in range(4)}
-    pairs = [attended_pairs(collate([rows[r]], 1, rows.length, rows.noisy_length, documents.pad))
-             for r in range(len(rows))]
+    pairs = [attended_pairs(collate([rows[r]], 1, rows.length, rows.noisy_length, documents.pad,
+                                    documents.layout.mixed)) for r in range(len(rows))]
     return table | {"targets": rows.n_targets, "groups": rows.per_row(documents.n_groups), "tokens": rows.tokens,
                     "noisy": rows.per_row(documents.noisy_lengths),
                     "clean": rows.per_row(documents.per_document(documents.live)),

@@ -40,6 +40,9 @@ class Config:
     cond_size: int
     dropout: float = 0.1
 
+    kv_heads = property(lambda self: self.heads)        # as decoder.Config has them
+    head_size = property(lambda self: self.hidden_size // self.heads)
+
 
 def config_of(size, vocab_size, mask_id, dropout=0.1):
     """Config of a named size (SIZES)."""
@@ -50,38 +53,42 @@ def config_of(size, vocab_size, mask_id, dropout=0.1):
 # Who sees whom
 
 
-def attends(doc, block, n_noisy):
+def attends(doc, block, n_noisy, part=None):
     """The mask as a function of (row, head, query, key) indices, for FlexAttention and for broadcast index tensors.
 
     doc, block: (B, S) ints; doc is -1 on padding. Tokens 0 to n_noisy - 1 of a row are noisy copies, the rest is clean.
     A query sees, in its own document, its own block in its own half and clean tokens of earlier blocks; noise is seen
-    by its own noisy block only. Padding is seen by nobody but itself, so that no row of the softmax is empty.
+    by its own noisy block only. Padding is seen by nobody but itself, so that no row of the softmax is empty. part:
+    (B, S) ints, or None: a token does not see later parts of its document either, where a block has several.
     """
     def rule(b, h, q, k):
         q_block, k_block = block[b, q], block[b, k]
         own_block = (q_block == k_block) & ((q < n_noisy) == (k < n_noisy))
         earlier = (q_block > k_block) & (k >= n_noisy)
         seen = (doc[b, q] == doc[b, k]) & (doc[b, k] >= 0) & (own_block | earlier)
+        if part is not None:
+            seen = seen & (part[b, k] <= part[b, q])
         return seen | (q == k)
     return rule
 
 
-def tile_states(doc, block, n_noisy):
+def tile_states(doc, block, n_noisy, part=None):
     """What flex_attention may skip of attention_masks: two int8 tensors of NOTHING, SOME or ALL for each tile.
 
-    doc, block: (B, S) int arrays as in attends. -> (B, tiles of noisy queries, tiles of all keys), (B, tiles of clean
-    queries, tiles of clean keys). Pairs are counted by runs of tokens of one block, some 50 a row, not one by one as
-    create_block_mask does: cheap enough for a loader process. A last tile that is not whole is never ALL, as there.
+    doc, block, part: (B, S) int arrays as in attends. -> (B, tiles of noisy queries, tiles of all keys), (B, tiles of
+    clean queries, tiles of clean keys). Pairs are counted by runs of tokens of one block, some 50 a row, not one by one
+    as create_block_mask does: cheap enough for a loader process. A last tile that is not whole is never ALL, as there.
     """
     rows, length = doc.shape
     edges = [np.append(np.arange(first, last, TILE), last) for first, last in
              ((0, n_noisy), (0, length), (n_noisy, length))]
     counts = [np.zeros((rows, len(edges[q]) - 1, len(edges[k]) - 1), np.int64) for q, k in ((0, 1), (2, 2))]
     for r in range(rows):
-        changes = np.flatnonzero((np.diff(doc[r]) != 0) | (np.diff(block[r]) != 0)) + 1
+        changes = np.flatnonzero(sum(np.diff(x[r]) != 0 for x in (doc, block, part) if x is not None)) + 1
         starts = np.unique(np.concatenate([[0, n_noisy], changes]))
         at, live = np.arange(len(starts)), doc[r, starts] >= 0
-        rule = attends(doc[r:r + 1, starts], block[r:r + 1, starts], np.searchsorted(starts, n_noisy))
+        rule = attends(doc[r:r + 1, starts], block[r:r + 1, starts], np.searchsorted(starts, n_noisy),
+                       part if part is None else part[r:r + 1, starts])
         seen = rule(0, 0, at[:, None], at) & live       # of padding runs no token sees another one
         noisy, both, clean = (covered(starts, length, some) for some in edges)
         for count, queries, keys in zip(counts, (noisy, clean), (both, clean)):
@@ -107,13 +114,13 @@ def block_mask(states, rule, queries, keys):
     return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=TILE, mask_mod=rule, seq_lengths=(queries, keys))
 
 
-def attention_masks(doc, block, n_noisy, states=None):
+def attention_masks(doc, block, n_noisy, states=None, part=None):
     """(mask of noisy queries over all keys, mask of clean queries over clean keys), for attention().
 
     With states (tile_states, on the device of doc and block) BlockMasks, else (B, 1, queries, keys) bool.
     """
     (rows, length), device = doc.shape, doc.device
-    rule, n_clean = attends(doc, block, n_noisy), length - n_noisy
+    rule, n_clean = attends(doc, block, n_noisy, part), length - n_noisy
 
     def clean_rule(b, h, q, k):
         return rule(b, h, q + n_noisy, k + n_noisy)
@@ -135,6 +142,24 @@ def attention(q, k, v, mask):
     if isinstance(mask, BlockMask):
         return sparse_attention(q, k, v, mask)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def masks_of(model, inputs):
+    """attention_masks of inputs (noise.Inputs) for a model, which keeps them: rows of one layout share them."""
+    if inputs.layout is None or model._masks[0] != inputs.layout:
+        states = (inputs.noisy_tiles, inputs.clean_tiles) if model.backend == "flex" else None
+        model._masks = inputs.layout, attention_masks(inputs.doc, inputs.block, inputs.n_noisy, states,
+                                                       inputs.part)
+    return model._masks[1]
+
+
+def losses(model, inputs):
+    """Cross-entropies (R,) of a model at inputs.rows, from its hidden_states and row_losses; of many in pieces."""
+    rows = model.hidden_states(inputs).flatten(0, 1).index_select(0, inputs.rows)
+    if len(rows) <= HEAD_ROWS:
+        return model.row_losses(rows, inputs.labels)
+    parts = zip(rows.split(HEAD_ROWS), inputs.labels.split(HEAD_ROWS))
+    return torch.cat([checkpoint(model.row_losses, *part, use_reentrant=False) for part in parts])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -222,6 +247,9 @@ class DiT(nn.Module):
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
 
+    def tie(self):
+        """Nothing is tied."""
+
     def condition(self):
         """(1, 1, cond_size): the embedding of noise level 0, whose cosines are 1 and sines 0."""
         wave = (torch.arange(FREQUENCIES, device=self.embed.weight.device) < FREQUENCIES // 2).float()
@@ -236,17 +264,13 @@ class DiT(nn.Module):
 
     def hidden_states(self, inputs):
         """Final hidden states (B, N, H) of the noisy copies. inputs: noise.Inputs."""
-        n = inputs.n_noisy
-        if inputs.layout is None or self._masks[0] != inputs.layout:
-            states = (inputs.noisy_tiles, inputs.clean_tiles) if self.backend == "flex" else None
-            self._masks = inputs.layout, attention_masks(inputs.doc, inputs.block, n, states)
-        noisy_mask, clean_mask = self._masks[1]
+        noisy_mask, clean_mask = masks_of(self, inputs)
         x = self.embed(inputs.tokens).float()
         cos, sin = self.rope(inputs.position)
         condition = self.condition()
         for number, layer in enumerate(self.layers):
             mask = clean_mask if number + 1 < len(self.layers) else None
-            given = (x, condition, cos, sin, n, noisy_mask, mask)
+            given = (x, condition, cos, sin, inputs.n_noisy, noisy_mask, mask)
             x = self.call(layer, *given) if self.training else layer(*given)
         return x
 
@@ -262,11 +286,7 @@ class DiT(nn.Module):
 
     def forward(self, inputs):
         """Cross-entropy (R,) float32 of the clean token at each of inputs.rows; no row gives an empty tensor."""
-        rows = self.hidden_states(inputs).flatten(0, 1).index_select(0, inputs.rows)
-        if len(rows) <= HEAD_ROWS:
-            return self.row_losses(rows, inputs.labels)
-        parts = zip(rows.split(HEAD_ROWS), inputs.labels.split(HEAD_ROWS))
-        return torch.cat([checkpoint(self.row_losses, *part, use_reentrant=False) for part in parts])
+        return losses(self, inputs)
 
     def extend(self, tokens, position, mask, past):
         """Hidden states (B, T, H) of one more block behind cached ones, and its own [(keys, values)] for the cache.
@@ -283,48 +303,67 @@ class DiT(nn.Module):
         return x, new
 
 
+Model = DiT
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Names and work
 
+PREFIX = re.compile(r"^(?:module\.|backbone\.|_orig_mod\.)+|_orig_mod\.")      # of DDP, a wrapper, torch.compile
+BUFFERS = ("rotary_emb.inv_freq", "sampling_eps_min", "sampling_eps_max")
+# the same parameter in the official code (models/dit.py) and here, in the order of its named_parameters()
+FIRST = (("vocab_embed.embedding", "embed.weight"),
+         ("sigma_map.mlp.0.weight", "condition_in.weight"), ("sigma_map.mlp.0.bias", "condition_in.bias"),
+         ("sigma_map.mlp.2.weight", "condition_out.weight"), ("sigma_map.mlp.2.bias", "condition_out.bias"))
+LAYER = (("norm1.weight", "norm_attention.weight"), ("attn_qkv.weight", "qkv.weight"),
+         ("attn_out.weight", "out.weight"), ("norm2.weight", "norm_mlp.weight"),
+         ("mlp.0.weight", "up.weight"), ("mlp.0.bias", "up.bias"),
+         ("mlp.2.weight", "down.weight"), ("mlp.2.bias", "down.bias"),
+         ("adaLN_modulation.weight", "modulation.weight"), ("adaLN_modulation.bias", "modulation.bias"))
+LAST = (("output_layer.norm_final.weight", "norm.weight"),
+        ("output_layer.linear.weight", "head.weight"), ("output_layer.linear.bias", "head.bias"),
+        ("output_layer.adaLN_modulation.weight", "modulation.weight"),
+        ("output_layer.adaLN_modulation.bias", "modulation.bias"))
 
-# the same parameter in the official code (github.com/kuleshov-group/bd3lms, models/dit.py) and here
-OFFICIAL_NAMES = (
-    (r"vocab_embed\.embedding", "embed.weight"),
-    (r"sigma_map\.mlp\.0\.", "condition_in."),
-    (r"sigma_map\.mlp\.2\.", "condition_out."),
-    (r"blocks\.(\d+)\.norm1\.", r"layers.\1.norm_attention."),
-    (r"blocks\.(\d+)\.norm2\.", r"layers.\1.norm_mlp."),
-    (r"blocks\.(\d+)\.attn_(qkv|out)\.", r"layers.\1.\2."),
-    (r"blocks\.(\d+)\.mlp\.0\.", r"layers.\1.up."),
-    (r"blocks\.(\d+)\.mlp\.2\.", r"layers.\1.down."),
-    (r"blocks\.(\d+)\.adaLN_modulation\.", r"layers.\1.modulation."),
-    (r"output_layer\.norm_final\.", "norm."),
-    (r"output_layer\.adaLN_modulation\.", "modulation."),
-    (r"output_layer\.linear\.", "head."),
-)
+
+def count_layers(tensors):
+    """Layers of a DiT, from our names of its parameters."""
+    return 1 + max((int(name.split(".")[1]) for name in tensors if name.startswith("layers.")), default=-1)
+
+
+def official_names(layers):
+    """[(official name without prefixes, our name)] of a DiT of so many layers, in the order of its parameters."""
+    between = [(f"blocks.{i}.{theirs}", f"layers.{i}.{ours}") for i in range(layers) for theirs, ours in LAYER]
+    return [*FIRST, *between, *LAST]
+
+
+def from_official(state):
+    """({our name: tensor}, size of an attention head or 0) of a state dict with the official names.
+
+    Prefixes are stripped; buffers, which some files have, are checked and left out. Raises KeyError, naming what is
+    missing, unknown or not ours.
+    """
+    plain = {PREFIX.sub("", name): tensor for name, tensor in state.items()}
+    pairs = official_names(1 + max((int(name.split(".")[1]) for name in plain if re.match(r"blocks\.\d+\.", name)),
+                                   default=-1))
+    if wrong := sorted({theirs for theirs, _ in pairs} ^ (plain.keys() - set(BUFFERS))):
+        raise KeyError(f"{len(wrong)} names are missing or unknown, first {', '.join(wrong[:5])}")
+    if odd := [name for name, tensor in plain.items() if not isinstance(tensor, torch.Tensor)]:
+        raise KeyError(f"{min(odd)} is no tensor")
+    frequency = plain.get("rotary_emb.inv_freq", torch.empty(0))
+    ours = THETA ** (-torch.arange(len(frequency), dtype=torch.float64) / max(1, len(frequency)))
+    if not torch.allclose(frequency.double(), ours, rtol=1e-5):
+        raise KeyError(f"rotary_emb.inv_freq is not that of base {THETA:g}")
+    return {ours: plain[theirs] for theirs, ours in pairs}, 2 * len(frequency)
 
 
 def load_official_state_dict(model, state):
-    """Load a state dict with the official names, with or without "backbone." before them, into a DiT.
-
-    The rotary buffer of older files is computed here and left out. Raises KeyError naming what is missing, unknown, or
-    of another shape.
+    """Load a state dict with the official names, with or without prefixes, into a DiT. Raises KeyError naming what is
+    missing, unknown, or of another shape.
     """
-    renamed = {}
-    for name, tensor in state.items():
-        name = name.removeprefix("backbone.")
-        if name == "rotary_emb.inv_freq":
-            continue
-        ours = next((re.sub(f"^{theirs}", ours, name) for theirs, ours in OFFICIAL_NAMES if re.match(theirs, name)),
-                    None)
-        if ours is None:
-            raise KeyError(f"{name} is no parameter of the official DiT")
-        renamed[ours] = tensor
-    own = model.state_dict()
-    wrong = [name for name, tensor in own.items() if name not in renamed or renamed[name].shape != tensor.shape]
-    if wrong or len(renamed) != len(own):
-        raise KeyError(f"missing, or of another shape: {wrong}; not wanted: {sorted(renamed.keys() - own.keys())}")
-    model.load_state_dict(renamed)
+    tensors, own = from_official(state)[0], model.state_dict()
+    if wrong := sorted(tensors.keys() ^ own.keys()) or [name for name in own if tensors[name].shape != own[name].shape]:
+        raise KeyError(f"missing, unknown or of another shape: {wrong}")
+    model.load_state_dict(tensors)
 
 
 def decays(name, parameter):

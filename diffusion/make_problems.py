@@ -61,18 +61,71 @@ from diffusion.problems import CALCULATOR, load_tokenizer, read_problems
 # Plans by rule
 
 VERBS = (("/", "divide"), ("*", "multiply"), ("-", "subtract"), ("+", "add"))     # the first one found names a step
-STEP = re.compile(r"<<([^<>=]*)=[^<>]*>>\s*\$?[\d,.]*%?([^.;,!?<\n]*)")
+STEP = re.compile(r"<<([^<>=]*)=[^<>]*>>\s*\$?[\d,.]*%?([^.;,!?<\n]*)")      # calculator mark, words behind the result
+LINKS = re.compile(r"^(?:(?:so|then|thus|therefore|hence|next|now|and|but|also|finally|first|second|third|lastly|if|"
+                   r"since|because|as|(?:that|this|which) means(?: that)?|we know(?: that)?)\b[ ,:]*)+", re.IGNORECASE)
+COPULA = re.compile(r"\b(?:is|are|was|were|be|been|equals?|totals?|will be|would be|comes? (?:out )?to|adds? up to)$",
+                    re.IGNORECASE)
+# words that begin a sentence and are no names
+OPENERS = set("A All An After At Before By During Each Every For From He Her His In It Its My On One Our She That The "
+              "Their There These They This Those To Together We When With You Your".split())
+BEHIND = set("about after at by each for from if in left less more on over per than to with worth".split())
+SEARCH = re.compile(r"^(?:to )?(?:find|calculate|compute|determine|figure out|work out)(?: out)?\b", re.IGNORECASE)
+NUMBERS = set("one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty hundred "
+              "thousand half twice double triple".split())
+WORDS = 10          # of a goal
+
+
+def words_of(text):
+    """Words of a text, numbers left out, in figures or in letters."""
+    words = re.sub(r"[^A-Za-z' -]", " ", text.replace("\u2019", "'")).split()
+    return [word for word in words if word.strip("'-") and word.lower().strip("'-") not in NUMBERS]
+
+
+def said_before(text):
+    """(words of what a step finds, whether they are a thing) from the text before its expression.
+
+    A thing: "the price of the juice" of "The price of the juice was"; else a clause: "Betty has".
+    """
+    clause = re.split(r"[.;!?](?=\s|$)|\n|>>", text.replace("\u2019", "'"))[-1]
+    clause = re.sub(r"(?<=\d)\s*[xX]\s*(?=[\d$])", "*", clause)
+    clause = re.sub(r"[^A-Za-z]+$", "", clause)         # without the expression
+    if re.search("[*/+=]", clause):                     # it has words inside: 6 tubs * 2 tubes per tub
+        clause = re.split(r"[\d$(*/+=]", clause)[0].strip(" ,:-")
+    parts = [part for part in re.split(r",|\b(?:so|then|because)\b", clause) if part.strip()] or [""]
+    clause = LINKS.sub("", parts[-1].strip())
+    is_thing = bool(COPULA.search(clause) or SEARCH.search(clause))
+    words = words_of(SEARCH.sub("", COPULA.sub("", clause)))
+    if words and words[0] in OPENERS:
+        words[0] = words[0].lower()
+    if not words or words[0] == "there" or words[-1] == "there" or words[-1] in ("the", "a", "an", "that"):
+        return [], False
+    return words[-WORDS:], is_thing
 
 
 def rule_plan(solution):
-    """GSM8K's worked answer with calculator marks -> a plan in words, without digits."""
-    found = []
-    for expression, rest in STEP.findall(solution):
+    """GSM8K's worked answer with calculator marks -> a plan in words, without digits.
+
+    What a step finds is named by the words behind its result and by those before its expression.
+    """
+    found, last = [], 0
+    for step in STEP.finditer(solution):
+        expression, rest = step.groups()
         verb = next((verb for sign, verb in VERBS if sign in expression.lstrip("-")), "work out the amount")
-        words = [w for w in re.sub(r"[^A-Za-z' -]", " ", rest).split() if w.strip("'-")][:8]
-        goal = "to find " + " ".join(words) if words else "to find the next amount"
-        if len(found) == 0 or found[-1] != (verb, goal):
-            found.append((verb, goal))
+        after = words_of(rest)[:WORDS]
+        before, is_thing = said_before(solution[last:step.start()])
+        if is_thing and before:
+            goal = before
+        elif before and after and after[0].lower() in BEHIND:
+            goal = ["what", *before, *after]
+        elif before and after:
+            goal = [*after, "that" if len(before) > 1 else "of", *before]
+        else:
+            goal = after or (["what", *before] if before else ["the", "next", "amount"])
+        last = step.end(1)
+        sentence = verb, "to find " + " ".join(goal)
+        if not found or found[-1] != sentence:
+            found.append(sentence)
     if not found:
         return "Work out the answer from the given amounts."
     lead = ["First", *["Then"] * (len(found) - 2), "Finally"] if len(found) > 1 else ["Simply"]
@@ -95,8 +148,9 @@ def read_teacher(path, problems):
         try:
             record = json_files.loads(text)
             asked, said = (message["content"] for message in record["messages"])
-            known = 0 <= record["id"] < len(problems) and asked == teacher_line(problems[record["id"]])
-            plans[record["id"]] = " ".join(said.split())
+            line = record.get("line", record["id"])
+            known = 0 <= line < len(problems) and asked == teacher_line(problems[line])
+            plans[line] = " ".join(said.split())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"--teacher {path} line {number}: is no record of create_data.py ({error})")
         if not known:

@@ -40,6 +40,7 @@ class Blocks(NamedTuple):
     tokens: int                 # clean ones without padding
     noisy_tiles: torch.Tensor   # (B, tiles, tiles) int8   dit.tile_states: what flex attention may skip
     clean_tiles: torch.Tensor   # (B, tiles, tiles) int8
+    part: torch.Tensor | None = None    # (B, L) int64   dit.attends: hdp's region where a block has several, else None
 
     __reduce__ = loading.reduce
 
@@ -58,6 +59,7 @@ class Inputs(NamedTuple):
     clean_tiles: torch.Tensor
     n_noisy: int                # N
     layout: bytes               # equal for batches that need the same attention mask
+    part: torch.Tensor | None = None    # (B, N + L) int32, as in Blocks
 
     to = loading.to
 
@@ -192,27 +194,34 @@ def diffuse(batch, draws, mask_id, t_range=FULL, schedule="loglinear", weighting
         weights = torch.ones(len(places))
     doc = torch.cat([batch.doc.gather(1, at).masked_fill(~copied, -1), batch.doc], 1).int()
     block = torch.cat([batch.block.gather(1, at), batch.block], 1).int()
-    layout = hashlib.sha256(doc.numpy().tobytes() + block.numpy().tobytes()).digest()
+    part = None if batch.part is None else torch.cat([batch.part.gather(1, at), batch.part], 1).int()
+    layout = hashlib.sha256(b"".join(x.numpy().tobytes() for x in (doc, block, part) if x is not None)).digest()
     return Inputs(torch.cat([clean.masked_fill(hidden, mask_id), batch.input_ids], 1),
                   torch.cat([batch.position.gather(1, at), batch.position], 1), doc, block,
                   hidden.flatten().nonzero()[:, 0], clean[hidden], weights, places,
-                  batch.noisy_tiles, batch.clean_tiles, at.shape[1], layout)
+                  batch.noisy_tiles, batch.clean_tiles, at.shape[1], layout, part)
 
 
 def attended_pairs(batch):
     """(query, key) pairs of a batch that may attend, padding aside: for counting work."""
     length = batch.doc.shape[1]
+    part = torch.zeros_like(batch.block) if batch.part is None else batch.part
     row = torch.arange(len(batch.doc))[:, None]
     at = batch.noisy.clamp(min=0)
     doc_key = row * (length + 1) + batch.doc
-    keys = doc_key * (length + 1) + batch.block
+    block_key = doc_key * (length + 1) + batch.block
+    keys = block_key * 4 + part                             # of the tokens that see the same
     live, copied = batch.doc >= 0, (batch.noisy >= 0) & (batch.doc.gather(1, at) >= 0)
-    blocks, inverse = keys[live].unique(return_inverse=True)
-    docs = torch.zeros(len(blocks), dtype=torch.int64)
+    groups, inverse = keys[live].unique(return_inverse=True)
+    clean = torch.bincount(inverse, minlength=len(groups))
+    noisy = torch.bincount(torch.searchsorted(groups, keys.gather(1, at)[copied]), minlength=len(groups))
+
+    def since(counts, of):
+        """Tokens of groups from the first one with the same key `of` up to and with each."""
+        before = counts.cumsum(0) - counts
+        return before + counts - before[torch.searchsorted(of, of)]
+    blocks = groups // 4
+    own, docs = since(clean, blocks), torch.zeros_like(groups)
     docs[inverse] = doc_key[live]
-    clean = torch.bincount(inverse, minlength=len(blocks))
-    noisy = torch.bincount(torch.searchsorted(blocks, keys.gather(1, at)[copied]), minlength=len(blocks))
-    before = clean.cumsum(0) - clean
-    first = torch.searchsorted(docs, docs)                  # the first block of the same document
-    before = before - before[first]
-    return int((noisy * (noisy + before) + clean * (clean + before)).sum())
+    earlier = since(clean, docs) - own                      # clean tokens of earlier blocks
+    return int((noisy * (since(noisy, blocks) + earlier) + clean * (own + earlier)).sum())

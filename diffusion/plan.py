@@ -5,7 +5,7 @@ import numpy as np
 import torch
 
 from common import memory, plan, recomputation
-from diffusion import dit, noise
+from diffusion import dit, noise, weights
 
 # Problems of a micro-step -> GB of an H200 that the guide of ngocbao220/hdp-diffusion gives for them. Its rows hold one
 # problem each, padded to 512 tokens, and its head computes logits of every place.
@@ -75,7 +75,7 @@ def print_plan(check, config, table, rows, eval_rows, order, masked_share, steps
     --attn_backend, None for that of GPUs.
     """
     with torch.device("meta"):
-        model = dit.DiT(config, backend or "flex", setup.recompute)
+        model = weights.module_of(config).Model(config, backend or "flex", setup.recompute)
     row = row_bytes(model, rows.length, rows.noisy_length, setup.bf16, setup.fsdp)
 
     def stages_of(batch_rows, masked):

@@ -58,6 +58,25 @@ def read_problems(path, split, system, strip_calculator=False, bad=None):
     return problems
 
 
+def read_questions(path):
+    """List of Problems without answers: JSONL or JSON objects with "question", or a text file with one in each line."""
+    text, found, wrong = json_files.read_text(Path(path)), [], []
+    if text.lstrip()[:1] in ("{", "["):
+        entries = [(name, entry.get("question") if isinstance(entry, dict) else None)
+                   for name, entry in read_entries(path, "")]
+    else:
+        entries = [(f"{path} line {n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    for name, question in entries:
+        if isinstance(question, str) and question.strip() and not json_files.HALF_CHARACTER.search(question):
+            found.append(Problem(name, question.strip(), "", ""))
+        else:
+            wrong.append(problem(name, "invalid", "has no 'question' (a text that is not empty)", path))
+    settle(wrong)
+    if not found:
+        raise UserError(f"{path}: holds no questions")
+    return found
+
+
 def parse_problem(name, entry, system, strip_calculator):
     """One JSON object -> Problem; ValueError says what is wrong and what to do."""
     if not isinstance(entry, dict):
@@ -168,8 +187,21 @@ class Tokens:
 
     @functools.cached_property
     def special(self):
-        """Ids that no text of a problem may hold."""
-        return {self.tokenizer.token_to_id(name) for name in (END, *MARKERS["hdp"])} - {None}
+        """{text: id} of tokens that no text of a problem may hold."""
+        added = {token.content: number for number, token in self.tokenizer.get_added_tokens_decoder().items()
+                 if token.special}
+        return added | self.markers
+
+    def smuggled(self, *texts):
+        """The first special token that stands in one of the texts, or None."""
+        return next((name for name in sorted(self.special, key=self.special.get)
+                     if any(name in text for text in texts)), None)
+
+    @functools.cached_property
+    def markers(self):
+        """{name: id} of the special tokens that follow the tokenizer's own."""
+        found = {name: self.tokenizer.token_to_id(name) for name in MARKERS["hdp"]}
+        return {name: number for name, number in found.items() if number is not None}
 
     def encode(self, text):
         """Text -> list of ids."""
@@ -188,8 +220,11 @@ class Tokens:
         self.tokenizer.save(str(Path(folder) / "tokenizer.json"))
 
 
-def load_tokenizer(name, system):
-    """Tokens from a tokenizer.json, a folder (tokenizer.json, or GPT-2's two files), or a hub name such as gpt2."""
+def load_tokenizer(name, system, end_token=""):
+    """Tokens from a tokenizer.json, a folder (tokenizer.json, or GPT-2's two files), or a hub name such as gpt2.
+
+    end_token: of gsm8k's answers; "": <|endoftext|>.
+    """
     path = Path(name)
     hint = "give a folder with tokenizer.json or with GPT-2's encoder.json and vocab.bpe, or gpt2 when online"
     try:
@@ -202,17 +237,19 @@ def load_tokenizer(name, system):
     except Exception as error:      # the tokenizers library raises bare Exceptions
         raise UserError(f"--tokenizer {name}: is not a tokenizer ({str(error).partition(chr(10))[0]:.120}); {hint}")
     end = tokenizer.token_to_id(END)
-    if end is None:
+    if end is None and not end_token:
         raise UserError(f"--tokenizer {name}: has no token {END}; take GPT-2's")
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    tokenizer.add_special_tokens([END, *MARKERS[system]])
+    tokenizer.add_special_tokens([end_token or END, *MARKERS[system]])
     used, size = set(tokenizer.get_vocab().values()), tokenizer.get_vocab_size()
     if used != set(range(size)):        # the model's embedding has a row for each of 0 to size - 1
         raise UserError(f"--tokenizer {name}: its {size} tokens have ids up to {max(used)}, with gaps; {hint}")
     ids = {m: tokenizer.token_to_id(m) for m in MARKERS[system]}
-    last = ids.get("<|pad|>", end)
-    return Tokens(tokenizer, size, end if system == "gsm8k" else -1, last, last,
+    last = ids.get("<|pad|>", tokenizer.token_to_id(end_token or END))
+    if last is None:
+        raise UserError(f"--tokenizer {name}: has no token {end_token}")
+    return Tokens(tokenizer, size, end if system == "gsm8k" and end is not None else -1, last, last,
                   *(ids.get(m, -1) for m in ("<|plan|>", "<|execution|>", "<|answer|>")), ids["<|mask|>"])
 
 

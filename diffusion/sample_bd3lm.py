@@ -3,6 +3,8 @@
     python diffusion/sample_bd3lm.py --checkpoint out --test_file test.jsonl
     python diffusion/sample_bd3lm.py --checkpoint out/checkpoint-5000 --test_file test.jsonl \
         --order confidence --threshold 0.9
+    python diffusion/sample_bd3lm.py --checkpoint out --question "Ben has 3 boxes of 6 pens. How many pens has he?"
+    python diffusion/sample_bd3lm.py --checkpoint out --interactive         # asks for questions, until an empty one
 
 Everything is conditioned on the question. gsm8k: the answer block by block until <|endoftext|>. hdp: first the plan
 until its end token, then, behind the finished plan, the execution with <|answer|>. Strict exact match takes the number
@@ -29,8 +31,12 @@ def build_parser():
     p.add_argument("--pick", choices=("best", "newest"), default="best",
                    help="of an OUTPUT_DIR: the checkpoint with the lowest validation bound, or the newest one")
     p.add_argument("--ema", action=argparse.BooleanOptionalAction, default=True, help="take the averaged weights")
-    p.add_argument("--test_file", required=True,
+    p.add_argument("--test_file",
                    help="problems in the form the model was trained on: JSONL, JSON, dataset folder, or hub name")
+    p.add_argument("--question", nargs="+", metavar="TEXT", help="questions to answer, printed block by block")
+    p.add_argument("--question_file",
+                   help='questions without answers: a text file of lines, or JSON objects with "question"')
+    flags.switch(p, "--interactive", help="read questions from the terminal, until an empty line")
     p.add_argument("--split", default="test", help="split of a dataset folder or hub name")
     p.add_argument("--limit", type=int, default=0, help="answer only the first so many problems, 0 = all")
     flags.switch(p, "--drop_too_long",
@@ -48,7 +54,7 @@ def build_parser():
     flags.switch(p, "--bf16", help="bfloat16 compute")
     p.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     p.add_argument("--show", type=int, default=3, help="answers to print")
-    p.add_argument("--output", help="JSON file for all answers (default: beside the checkpoint)")
+    p.add_argument("--output", help="JSON file for all answers of a file (default: beside the checkpoint)")
     return p
 
 
@@ -61,6 +67,9 @@ def check_flags(args, world_size):
     need(args.top_p == 1 or args.temperature > 0, "--top_p does nothing at --temperature 0; set --temperature 1")
     need(args.tokens_per_step == 1 or args.order == "top_k", "--tokens_per_step needs --order top_k")
     need(args.threshold == 0.9 or args.order == "confidence", "--threshold needs --order confidence")
+    given = [args.test_file, args.question, args.question_file, args.interactive]
+    need(sum(map(bool, given)) == 1, "give one of --test_file, --question, --question_file and --interactive")
+    need(not args.output or args.test_file or args.question_file, "--output needs --test_file or --question_file")
     need(not args.output or not Path(args.output).is_dir(), f"--output {args.output} is a folder; give a file")
 
 
@@ -77,55 +86,13 @@ import torch
 from common import checkpoint, parallel, verdict
 from common.parallel import UserError
 from common.text import LINE, printable
-from diffusion import blocks, sampler, weights
-from diffusion.answers import execution_state, finish_region, question_state, region_text, room, score
-from diffusion.problems import load_tokenizer, read_problems
-
-
-def find_checkpoint(name, pick):
-    """The checkpoint folder that --checkpoint and --pick mean; raises UserError when there is none that is whole."""
-    folder = Path(name)
-    if not folder.is_dir():
-        raise UserError(f"--checkpoint {name}: no such folder")
-    if checkpoint.checkpoints(folder):
-        folder = checkpoint.newest_whole(folder)
-        if folder is None:
-            raise UserError(f"--checkpoint {name}: every checkpoint in it is damaged")
-        best = checkpoint.load_meta(folder)["best_step"]
-        if pick == "best" and best is not None and not checkpoint.damage(folder.parent / f"checkpoint-{best}"):
-            folder = folder.parent / f"checkpoint-{best}"
-    elif wrong := checkpoint.damage(folder):
-        raise UserError(f"--checkpoint {name}: is no checkpoint, and holds none ({wrong})")
-    return folder
-
+from diffusion import weights
+from diffusion.answers import answer_batch, question_state, score
+from diffusion.blocks import Layout
+from diffusion.problems import Problem, load_tokenizer, read_problems, read_questions
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Answers
-
-
-def answer_batch(model, states, tokens, layout, **options):
-    """Generate for problems with these question_state states -> list of dicts. options: of sampler.generate.
-
-    They hold text, hdp's also plan; forwards, the network passes; tokens, generated ones up to and with the end token;
-    ended, whether the end token came in every region.
-    """
-    contexts, pinned = zip(*states)
-    answers = [{"forwards": 0, "tokens": 0, "ended": True} for _ in states]
-    for region in (blocks.PLAN, blocks.EXECUTION) if layout.system == "hdp" else (blocks.PLAN,):
-        rooms = [room(first, region, layout) for _, first in pinned]
-        written = sampler.generate(model, contexts, pinned, rooms, layout.region_block(region), tokens.end, **options)
-        finished = [finish_region(w.ids, len(ids), tokens.end)[0] for w, (ids, _) in zip(written, pinned)]
-        for answer, w, ids, (given, _) in zip(answers, written, finished, pinned):
-            body = ids[len(given):]
-            name = "plan" if layout.system == "hdp" and region == blocks.PLAN else "text"
-            answer[name] = region_text(ids, len(given), tokens)
-            answer["forwards"] += w.forwards
-            answer["tokens"] += body.index(tokens.end) + 1 if w.ended else len(body)
-            answer["ended"] &= w.ended
-        if name == "plan":
-            contexts, pinned = zip(*[execution_state(context, ids, tokens, layout)
-                                     for context, ids in zip(contexts, finished)])
-    return answers
 
 
 def usable_states(problems, tokens, layout, drop_too_long):
@@ -163,17 +130,46 @@ def answer_all(model, problems, tokens, layout, device, *, batch_size, seed, bf1
               f"{sum(a['tokens'] for a in done) / seconds:>8,.1f} tok/s | "
               f"NFE {np.mean([a['forwards'] for a in done]):6.1f}")
     for problem, answer in zip(problems, answers):
-        answer["strict"], answer["flexible"] = score(answer["text"], problem.answer)
+        if problem.answer:
+            answer["strict"], answer["flexible"] = score(answer["text"], problem.answer)
     return answers, seconds
+
+
+def answer_aloud(model, question, tokens, layout, device, *, seed, bf16, **options):
+    """Answer one question and print it block by block as it is written. Raises UserError when it cannot be asked."""
+    state, printed = question_state(Problem("the question", question, "", ""), tokens, layout), {}
+
+    def show(_, part, text):
+        if part not in printed:
+            print("\n" * bool(printed) + f"{part:<9}  ", end="")
+        text = text.rstrip("\ufffd")        # the next block completes the character
+        lines = text[len(printed.get(part, "")):].split("\n")
+        print(f"\n{'':11}".join(map(printable, lines)), end="", flush=True)
+        printed[part] = text
+    began, generator = time.monotonic(), torch.Generator(device).manual_seed(seed)
+    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        answer, = answer_batch(model, [state], tokens, layout, show, generator=generator, **options)
+    print(f"\nspeed      {answer['forwards']} passes, {answer['tokens']} tokens, {time.monotonic() - began:.1f} s"
+          + ("" if answer["ended"] else "; did not end by itself"))
+
+
+def converse(answer):
+    """Read questions from the terminal and answer(question) each, until an empty line or the end of the input."""
+    while question := input("question   " if sys.stdin.isatty() else "").strip():
+        try:
+            answer(question)
+        except UserError as error:
+            print(f"error: {error}")
 
 
 def summarise(answers, seconds):
     """{name: number} over all answers; shares from 0 to 1."""
     n, written = len(answers), sum(a["tokens"] for a in answers)
     total = {"problems": n, "too_long": sum(a["forwards"] == 0 for a in answers)}
-    for rule in ("strict", "flexible", "ended"):
+    scores = [rule for rule in ("strict", "flexible") if rule in answers[0]]
+    for rule in (*scores, "ended"):
         total[rule] = sum(a[rule] for a in answers) / n
-    for rule in ("strict", "flexible"):
+    for rule in scores:
         total[f"{rule}_stderr"] = math.sqrt(total[rule] * (1 - total[rule]) / n)
     return total | {"nfe": sum(a["forwards"] for a in answers) / n, "tokens": written, "seconds": seconds,
                     "tokens_per_forward": written / max(1, sum(a["forwards"] for a in answers)),
@@ -181,8 +177,11 @@ def summarise(answers, seconds):
 
 
 def print_answer(answer):
-    word = "right" if answer["strict"] else "right by the last number" if answer["flexible"] else "wrong"
-    print(f"-- {answer['name']}: {word}, the answer is {answer['answer']}\n"
+    scored = ""
+    if "strict" in answer:
+        word = "right" if answer["strict"] else "right by the last number" if answer["flexible"] else "wrong"
+        scored = f": {word}, the answer is {answer['answer']}"
+    print(f"-- {answer['name']}{scored}\n"
           f"   question  {printable(answer['question'], LINE)}")
     for part in ("plan", "text"):
         if part in answer:
@@ -193,12 +192,15 @@ def print_summary(total, output):
     """The last lines. total: of summarise; output: the file that holds the answers."""
     if total["too_long"]:
         print(f"too long   {total['too_long']} questions do not fit and count as wrong")
-    rates = [f"{rule} {total[rule]:.2%} +- {total[f'{rule}_stderr']:.2%}" for rule in ("strict", "flexible")]
-    print(f"accuracy   {', '.join(rates)} of {total['problems']} problems; {total['ended']:.1%} ended by themselves\n"
-          f"speed      NFE {total['nfe']:.1f}, {total['tokens_per_forward']:.2f} tokens a pass, "
+    found = []
+    if "strict" in total:       # the problems came with answers
+        rates = [f"{rule} {total[rule]:.2%} +- {total[f'{rule}_stderr']:.2%}" for rule in ("strict", "flexible")]
+        print(f"accuracy   {', '.join(rates)} of {total['problems']} problems; {total['ended']:.1%} ended by "
+              "themselves")
+        found = [f"{verdict.percent(total['strict'])} of {total['problems']} problems were answered right"]
+    print(f"speed      NFE {total['nfe']:.1f}, {total['tokens_per_forward']:.2f} tokens a pass, "
           f"{total['tokens_per_second']:,.1f} tok/s, {total['seconds']:.1f} s\nanswers    {output}")
-    print(verdict.line([f"{verdict.percent(total['strict'])} of {total['problems']} problems were answered right",
-                        f"{verdict.percent(total['ended'])} of the answers ended by themselves"]))
+    print(verdict.line([*found, f"{verdict.percent(total['ended'])} of the answers ended by themselves"]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -210,24 +212,35 @@ def main(argv=None):
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     with parallel.one_clear_error():
         need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: torch sees no GPU here")
-        folder = find_checkpoint(args.checkpoint, args.pick)
+        folder = weights.find_checkpoint(args.checkpoint, args.pick)
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model, config = weights.load_checkpoint(folder, args.ema)
-        layout = blocks.Layout(**config["layout"])
-        tokens = load_tokenizer(folder, layout.system)
-        problems = read_problems(args.test_file, args.split, layout.system, layout.strip_calculator)
-        problems = problems[:args.limit or len(problems)]
-        output = Path(args.output or folder.parent / f"answers-{folder.name}.json")
-        checkpoint.prepare_output(output.parent, "--output")
+        layout = Layout(**config["layout"])
+        tokens = load_tokenizer(folder, layout.system, layout.end_token)
         how = {"first_hitting": "one random token a pass", "top_k": f"the {args.tokens_per_step} surest tokens a pass",
                "confidence": f"all tokens from probability {args.threshold:g} on"}[args.order]
+        options = {name: getattr(args, name) for name in ("seed", "bf16", "order", "tokens_per_step", "threshold",
+                                                          "temperature", "top_p", "use_cache")}
         print(f"model      {folder}, {'averaged' if args.ema else 'last'} weights, {layout.system}, on {device}\n"
-              f"problems   {len(problems)} from {args.test_file}\n"
               f"sampling   {how}; temperature {args.temperature:g}, top_p {args.top_p:g}")
-        answers, seconds = answer_all(
-            model.to(device), problems, tokens, layout, device, batch_size=args.batch_size, seed=args.seed,
-            bf16=args.bf16, drop_too_long=args.drop_too_long, order=args.order, tokens_per_step=args.tokens_per_step,
-            threshold=args.threshold, temperature=args.temperature, top_p=args.top_p, use_cache=args.use_cache)
+        model.to(device)
+        if args.interactive:
+            return converse(lambda question: answer_aloud(model, question, tokens, layout, device, **options))
+        if args.question:
+            for question in args.question:
+                print(f"question   {printable(question)}")
+                answer_aloud(model, question, tokens, layout, device, **options)
+            return
+        source = args.test_file or args.question_file
+        problems = read_problems(source, args.split, layout.system, layout.strip_calculator) if args.test_file else \
+            read_questions(source)
+        problems = problems[:args.limit or len(problems)]
+        ending = f"-{Path(source).stem}" if args.question_file else ""
+        output = Path(args.output or folder.parent / f"answers-{folder.name}{ending}.json")
+        checkpoint.prepare_output(output.parent, "--output")
+        print(f"problems   {len(problems)} from {source}")
+        answers, seconds = answer_all(model, problems, tokens, layout, device, batch_size=args.batch_size,
+                                      drop_too_long=args.drop_too_long, **options)
         total = summarise(answers, seconds)
         result = json.dumps({"checkpoint": str(folder), "settings": vars(args), "summary": total, "answers": answers},
                             indent=1, ensure_ascii=False)

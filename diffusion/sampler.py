@@ -21,7 +21,7 @@ def prefill(model, tokens, position, block, known):
     device, config = tokens.device, model.config
     kind = device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.embed.weight.dtype
-    empty = torch.zeros(len(tokens), config.heads, 0, config.hidden_size // config.heads, device=device, dtype=dtype)
+    empty = torch.zeros(len(tokens), config.kv_heads, 0, config.head_size, device=device, dtype=dtype)
     past = [(empty, empty)] * config.layers
     if not tokens.shape[1]:
         return past
@@ -76,14 +76,14 @@ def keep(rows, tensors, past):
 
 @torch.no_grad()
 def generate(model, contexts, pinned, rooms, block_size, end, *, order="first_hitting", tokens_per_step=1,
-             threshold=0.9, temperature=1.0, top_p=1.0, use_cache=True, generator=None):
+             threshold=0.9, temperature=1.0, top_p=1.0, use_cache=True, generator=None, progress=None):
     """Generate blocks for every problem until `end` comes or its room is used up -> list of Generated.
 
     model: DiT in eval mode. contexts: a (3, n) int array per problem: ids, positions and block numbers of clean tokens.
     pinned: (ids that the first block begins with, position of its first token) of each, fewer ids than block_size.
     rooms: blocks each may have. order "top_k" unmasks tokens_per_step a pass, "confidence" all tokens whose probability
     is at least threshold, but one at least. use_cache=False: compute the context again for every pass. generator: on
-    the model's device.
+    the model's device. progress(number, ids): called behind every block of a problem with all ids it has so far.
     """
     device, config = model.embed.weight.device, model.config
     number, width = len(contexts), max((c.shape[1] for c in contexts), default=0)
@@ -122,6 +122,8 @@ def generate(model, contexts, pinned, rooms, block_size, end, *, order="first_hi
         for row, i in enumerate(active):
             written[i] += new[row].tolist()
             ended[i] = stop[row]
+            if progress:
+                progress(i, written[i])
             if not stop[row] and done < rooms[i]:
                 left.append(row)
         if left and use_cache:      # the finished block once more, now clean, for its keys and values

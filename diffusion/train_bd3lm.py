@@ -61,7 +61,10 @@ def build_parser():
     g.add_argument("--eval_data_file", "--eval_data",
                    help="the same (test split) for validation; else --validation_split is held out")
     g.add_argument("--validation_split", type=float, default=0.05, help="share of problems held out, 0 = no validation")
-    g.add_argument("--tokenizer", default="gpt2", help="tokenizer.json, folder with it or with GPT-2's files, hub name")
+    g.add_argument("--tokenizer",
+                   help="tokenizer.json, folder with it or with GPT-2's files, hub name (default: that of --init_from "
+                        "where it is a language model, the demo's own with --demo, else gpt2)")
+    flags.switch(g, "--chat", help="gsm8k: questions in the tokenizer's chat template, answers end as its turns do")
     g.add_argument("--demo", nargs="?", type=int, const=2000, metavar="PROBLEMS",
                    help="make so many arithmetic problems and a small tokenizer in OUTPUT_DIR/demo and train on them; "
                         "the flag alone: 2000")
@@ -84,6 +87,12 @@ def build_parser():
 
     g = p.add_argument_group("model and noise")
     g.add_argument("--model_size", choices=tuple(SIZES), default="small", help="nano is for demos and tests")
+    g.add_argument("--init_from", metavar="WEIGHTS",
+                   help="start from published BD3-LM or MDLM weights (hub name kuleshov-group/bd3lm-owt-block_size16, "
+                        "folder, Lightning .ckpt), a checkpoint of this trainer, whatever its block size, or a causal "
+                        "language model shaped like Llama or Qwen3 (folder, hub name Qwen/Qwen3-0.6B)")
+    g.add_argument("--init_ema", action=argparse.BooleanOptionalAction, default=True,
+                   help="of --init_from take the averaged weights; no-: the last ones")
     g.add_argument("--dropout", type=float, default=0.1, help="on the output of attention and MLP, 0 to 1")
     g.add_argument("--noise_schedule", choices=SCHEDULES, default="loglinear", help="masked share as t grows")
     g.add_argument("--t_range", type=float, nargs=2, metavar=("LOW", "HIGH"),
@@ -120,14 +129,18 @@ def build_parser():
 
     g = flags.logging(p, logging_steps=50, save_total_limit=3, **OFTEN)
     g.add_argument("--eval_repeats", type=int, default=4, help="draws of the noise in a validation, for its error bar")
+    g.add_argument("--eval_accuracy", type=int, default=0, metavar="PROBLEMS",
+                   help="answer so many held-out problems in every validation, 0 = none")
+    g.add_argument("--best_by", choices=("bound", "accuracy"), default="bound",
+                   help="what makes a checkpoint the best one; accuracy: strict, of --eval_accuracy")
     g.add_argument("--early_stop_patience", type=int, default=10,
-                   help="stop after this many validations without a better bound, 0 = never")
+                   help="stop after this many validations without a better bound or accuracy, 0 = never")
     return p
 
 
 def layout_of(args):
     """The Layout that the flags name."""
-    return Layout(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Layout)})
+    return Layout(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Layout) if hasattr(args, f.name)})
 
 
 def check_flags(args, world_size):
@@ -144,10 +157,15 @@ def check_flags(args, world_size):
     if args.dry_run is None:        # long before the imports are done
         ownership.look(args.output_dir)
     need((args.demo is not None) != bool(args.train_data_file), "give one of --train_data_file and --demo")
+    need(args.init_ema or args.init_from, "--no-init_ema needs --init_from")
+    need(not args.chat or args.system == "gsm8k", "--chat needs --system gsm8k: plans have a form of their own")
     need(args.demo is None or not args.eval_data_file,
          "--demo makes its own validation problems: drop --eval_data_file")
     flags.at_least_one(args, *names[:2], "max_steps", "eval_repeats", "clip_search_batches", "demo")
-    flags.zero_or_more(args, "row_length", "early_stop_patience")
+    flags.zero_or_more(args, "row_length", "early_stop_patience", "eval_accuracy")
+    need(args.best_by == "bound" or args.eval_accuracy, "--best_by accuracy needs --eval_accuracy")
+    need(not args.eval_accuracy or args.eval_data_file or args.demo or args.validation_split,
+         "--eval_accuracy needs validation data")
     flags.below_one(args, "ema_decay")
     need(all(0 < width < 1 for width in args.clip_search_widths),
          f"--clip_search_widths {args.clip_search_widths}: widths must lie between 0 and 1")
@@ -176,7 +194,7 @@ from tqdm import tqdm
 from common import checkpoint, loading, metrics, optim, parallel, plan, run, tensor_files
 from common.packing import PackOrder, rank_packs
 from common.parallel import UserError
-from diffusion import blocks, bound, demo_problems, dit, noise, weights
+from diffusion import accuracy, blocks, bound, demo_problems, noise, start, weights
 from diffusion.plan import print_plan
 from diffusion.problems import load_tokenizer
 
@@ -184,23 +202,27 @@ from diffusion.problems import load_tokenizer
 # Model and checkpoints
 
 
-def build_model(world, config, resume, *, fsdp, bf16, backend, compiled, recompute, ema_decay, seed):
-    """(DiT, what to call in training, weights.Average) on this rank's device, new or from the checkpoint `resume`.
+def build_model(world, config, resume, given, *, fsdp, bf16, backend, compiled, recompute, ema_decay, seed):
+    """(network, what to call in training, weights.Average) on this rank's device, new or from the checkpoint `resume`.
 
-    backend: --attn_backend, None for what is best on the device. UserError when it cannot train there.
+    given: start.Start of a new one, or None. backend: --attn_backend, None for what is best on the device. UserError
+    when it cannot train there.
     """
     device = world.device
     backend = backend or ("flex" if device.type == "cuda" else "sdpa")
     if backend == "flex" and device.type == "cpu":
         raise UserError("--attn_backend flex trains on CUDA only: torch has no backward for it on a CPU; drop the flag")
     parallel.seed_everything(seed)          # equal weights on all ranks
-    model = dit.DiT(config, backend, recompute).to(device)
+    model = weights.module_of(config).Model(config, backend, recompute).to(device)
     if compiled:
         parallel.compile_layers(model.layers, dynamic=False)    # FlexAttention of unknown lengths is slow
     if fsdp:
         parallel.shard(model, model.layers, world, bf16)
     if resume:
         weights.load_weights(dict(model.named_parameters()), resume, "model")
+    elif given:
+        for name, parameter in model.named_parameters():
+            tensor_files.fill(parameter, given.tensors[name])
     average = weights.Average(model, ema_decay)
     if resume:
         weights.load_weights(average.shadow, resume, "ema")
@@ -230,23 +252,56 @@ def save_checkpoint(world, writer, model, average, optimizer, layout, tokens, me
 # Validation and work of a step
 
 
-def validate(world, model, average, rows, mask_id, check, t_range, *, repeats, widths, batches, schedule, weighting,
-             **how):
-    """(bound.bound's values, noise range to train on from here), both by the averaged weights; None: asked to stop.
+def validate(world, model, average, rows, tokens, check, t_range, asked, *, repeats, widths, batches, schedule,
+             weighting, **how):
+    """(values, noise range to train on from here, answers to show), by the averaged weights; None: asked to stop.
 
-    t_range: the range so far, which stays where no widths are searched. how: batch_rows, seed, bf16.
+    values: of bound.bound, and of accuracy.accuracy for the problems `asked`. t_range: the range so far, which stays
+    where no widths are searched. how: batch_rows, seed, bf16.
     """
     parallel.reshard(model)
     average.swap()
     model.eval()
-    values = bound.bound(world, model, rows, mask_id, check, repeats=repeats, **how)
+    answers = []
+    values = bound.bound(world, model, rows, tokens.mask, check, repeats=repeats, **how)
     if values is not None and widths:
-        t_range = bound.search_range(world, model, rows, mask_id, check, widths=widths, batches=batches,
+        t_range = bound.search_range(world, model, rows, tokens.mask, check, widths=widths, batches=batches,
                                      schedule=schedule, weighting=weighting, **how)
+    if values is not None and asked:
+        counted, answers = accuracy.accuracy(world, model, asked, tokens, rows.documents.layout, **how)
+        values |= counted
     model.train()
     parallel.reshard(model)     # the forward passes left the averaged weights gathered
     average.swap()
-    return None if values is None or t_range is None else (values, t_range)
+    return None if values is None or t_range is None else (values, t_range, answers)
+
+
+def identity_of(layout, rows, given, **more):
+    """What a checkpoint must share with the run that goes on from it, by name."""
+    newer = {"prompt", "end_token", "start"}        # older checkpoints do not have them
+    found = more | dataclasses.asdict(layout) | {"training data": rows.fingerprint(),
+                                                 "start": given.identity if given else ""}
+    return {name: value for name, value in found.items() if value or name not in newer}
+
+
+def stood(meta, validation, t_range, widths, given):
+    """(noise range, validations since the best one, best values so far, whether a validation comes first) of a run.
+
+    meta: of the checkpoint, or None; validation: what it is on, None without; given: whether weights were given, which
+    are validated first. Bounds on other data or by other noise do not compare.
+    """
+    if not meta:
+        return t_range, 0, {}, given and bool(validation)
+    same = meta["validation"] == validation
+    return (tuple(meta["t_range"]) if widths else t_range, meta["stale"] if same else 0,
+            meta.get("best", {}) if same else {}, bool(validation) and meta.get("owed", False))
+
+
+def for_validation(args):
+    """What validate needs of the flags, by name."""
+    return {"repeats": args.eval_repeats, "widths": args.clip_search_widths, "batches": args.clip_search_batches,
+            "schedule": args.noise_schedule, "weighting": args.loss_weighting,
+            "batch_rows": args.per_device_eval_batch_size, "seed": args.seed, "bf16": args.bf16}
 
 
 def step_work(config, table, window, masked_share):
@@ -255,8 +310,8 @@ def step_work(config, table, window, masked_share):
     table: blocks.row_table. masked_share: of the targets, on average; only masked ones reach the head.
     """
     work = {name: int(values[window].sum()) for name, values in table.items()}
-    return work | {"flops": dit.flops(config, work["noisy"] + work["clean"], work["targets"] * masked_share,
-                                      work["pairs"])}
+    return work | {"flops": weights.module_of(config).flops(
+        config, work["noisy"] + work["clean"], work["targets"] * masked_share, work["pairs"])}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -287,6 +342,8 @@ def eval_line(step, v, regions):
     """The bound of a validation in one line."""
     error = f" +- {v['eval/stderr']:.4f}" if "eval/stderr" in v else ""
     parts = " ".join(f"{name} {v[f'eval/nll_{name}']:.4f}" for name in regions if f"eval/nll_{name}" in v)
+    if "eval/accuracy" in v:
+        parts += f" | right {v['eval/accuracy']:.1%}, by the last number {v['eval/accuracy_flexible']:.1%}"
     return (f"eval   step {step:>6} | nll <= {v['eval/nll']:.4f}{error} nats/token | {v['eval/bits_per_token']:.4f} "
             f"bits/token | perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} | {parts}")
 
@@ -295,7 +352,7 @@ def print_start(device, ranks, config, rows, eval_rows, table, more, *, size_nam
     """What is about to run, before the first step. table: blocks.row_table of rows; more: lines."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     with torch.device("meta"):
-        size = sum(p.numel() for p in dit.DiT(config).parameters())
+        size = sum(p.numel() for p in weights.module_of(config).Model(config).parameters())
     held_out = sum(len(m) for m in eval_rows.members) if eval_rows else 0
     dropped = f", {rows.documents.dropped} dropped" if rows.documents.dropped else ""
     share = ranks if fsdp else 1
@@ -339,23 +396,30 @@ def train(args):
     world, watch = run.start(args, check)
     device, main_rank = world.device, world.is_main
     if args.demo is not None:
-        args.train_data_file, args.eval_data_file, args.tokenizer = parallel.rank0_first(
+        args.train_data_file, args.eval_data_file, made = parallel.rank0_first(
             world, demo_problems.prepare, Path(check.folder(args.output_dir)) / "demo", args.system, args.demo)
     # a run ends at the first mistake, a dry run names them all
     check(parallel.check_bf16, device, args.bf16)
-    tokens = check(parallel.rank0_first, world, load_tokenizer, args.tokenizer, args.system)   # one download for all
+    path = args.init_from and check(parallel.rank0_first, world, start.find, args.init_from)    # one download for all
+    tokenizer = args.tokenizer or (path if start.is_causal(path) else "gpt2" if args.demo is None else made)
+    layout = (check(start.with_chat, layout, tokenizer) if args.chat else None) or layout
+    tokens = check(parallel.rank0_first, world, load_tokenizer, tokenizer, args.system, layout.end_token)
     rows, eval_rows = check(
         blocks.prepare_rows, world, layout, tokens, args.train_data_file, eval_data=args.eval_data_file,
         validation_split=args.validation_split, row_length=args.row_length, pack=args.pack,
         drop=args.drop_bad, output_dir=None if check.dry else args.output_dir, seed=args.seed) or (None, None)
+    config = tokens and start.config_for(path, args.model_size, tokens, args.dropout)
+    given = tokens and path and check(start.read, path, config, tokens, args.init_ema, args.seed)
     check.settle()
     table, regions = blocks.row_table(rows), bound.REGIONS[args.system]
     if not args.per_device_train_batch_size:        # a packed row holds several problems
         args.per_device_train_batch_size = max(1, round(args.problems_per_batch / table["samples"].mean()))
     batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    identity = {"seed": args.seed, "model": [args.model_size, tokens.vocab_size], **dataclasses.asdict(layout),
-                "batch": [batch_rows, rows.length], "training data": rows.fingerprint()}
-    validation = eval_rows and [eval_rows.fingerprint(), args.eval_repeats, args.per_device_eval_batch_size]
+    identity = identity_of(layout, rows, given, seed=args.seed, model=[args.model_size, tokens.vocab_size],
+                           batch=[batch_rows, rows.length])
+    asked = accuracy.choose(eval_rows, args.eval_accuracy, tokens, args.seed)
+    validation = eval_rows and [eval_rows.fingerprint(), args.eval_repeats, args.per_device_eval_batch_size,
+                                *([len(asked), args.best_by] if asked else [])]
     resume, meta = parallel.rank0_first(world, checkpoint.find_resume, args.output_dir, args.resume, identity)
 
     # -- order, number of steps: known to every rank without asking, so all make the same number of collectives -------
@@ -367,14 +431,14 @@ def train(args):
     if args.scale_lr_from_batch:
         peak_lr = optim.sqrt_lr(peak_lr, step_problems, args.scale_lr_from_batch)
     often = run.intervals(args, total_steps, meta, bool(eval_rows), **OFTEN)
-    config = dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout)
     if main_rank:
         print_start(device, ranks, config, rows, eval_rows, table,
                     f"steps      {total_steps} = {epochs:,.1f} epochs; a step is {step_rows} rows "
                     f"({step_problems:,.0f} problems) = {ranks} ranks x {accumulation} micro-steps x "
                     f"{batch_rows}; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\n{often}\n"
-                    f"{plan.start_text(at['step'], resume, 'new weights')}",
-                    size_name=args.model_size, fsdp=args.parallel == "fsdp", bf16=args.bf16)
+                    f"{plan.start_text(at['step'], resume, given.words if given else 'new weights')}",
+                    size_name=path.name if start.is_causal(path) else args.model_size,
+                    fsdp=args.parallel == "fsdp", bf16=args.bf16)
     if check.dry:
         print_plan(check, config, table, rows, eval_rows, order, noise.mean_rate(args.t_range, args.noise_schedule),
                    total_steps - at["step"], **for_plan(args, ranks))
@@ -385,23 +449,18 @@ def train(args):
     if args.tf32:
         torch.set_float32_matmul_precision("high")
     model, wrapped, average = build_model(
-        world, config, resume, fsdp=args.parallel == "fsdp", bf16=args.bf16, backend=args.attn_backend,
+        world, config, resume, given, fsdp=args.parallel == "fsdp", bf16=args.bf16, backend=args.attn_backend,
         compiled=args.compile, recompute=args.gradient_checkpointing, ema_decay=args.ema_decay, seed=args.seed)
     parameters = list(model.parameters())
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
-                                  (args.adam_beta1, args.adam_beta2), dit.decays)
+                                  (args.adam_beta1, args.adam_beta2), weights.module_of(config).decays)
     parallel.seed_everything(args.seed, world.rank)     # other dropout on every rank
     # a step's log values: weighted losses of 4 regions, their targets (on rank 0), plain losses, masked tokens
     now = run.Run(world, watch, args, order, total_steps, 10, resume, meta, validation, rows.documents.name)
     now.restore(model, optimizer)
-    t_range, stale, owed = args.t_range, 0, False       # stale: validations since the best one
     if meta:
         average.updates.fill_(meta["averaged"])
-        if args.clip_search_widths:
-            t_range = tuple(meta["t_range"])
-        if meta["validation"] == validation:        # bounds on other data or by other noise do not compare
-            stale = meta["stale"]
-        owed = bool(eval_rows) and meta.get("owed", False)      # the run was stopped before it could validate
+    t_range, stale, best, owed = stood(meta, validation, args.t_range, args.clip_search_widths, bool(given))
     packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, at["epoch"], at["first"])
     batches = loading.ahead(blocks.make_loader(rows, packs, batch_rows, rows.noisy_length, num_workers=args.num_workers,
                                                prefetch_factor=args.prefetch_factor))
@@ -413,23 +472,23 @@ def train(args):
             better = False
             if owed and not stopping:
                 watch.moved(f"validation at step {now.step}", args.wait_timeout)
-                found = validate(world, model, average, eval_rows, tokens.mask, now.writer.check, t_range,
-                                 repeats=args.eval_repeats, widths=args.clip_search_widths,
-                                 batches=args.clip_search_batches, schedule=args.noise_schedule,
-                                 weighting=args.loss_weighting, batch_rows=args.per_device_eval_batch_size,
-                                 seed=args.seed, bf16=args.bf16)
+                found = validate(world, model, average, eval_rows, tokens, now.writer.check, t_range, asked,
+                                 **for_validation(args))
                 if found is None:               # asked to stop meanwhile: the next start validates first
                     stopping = True
                 else:
-                    (values, t_range), owed, now.saved_step = found, False, None
-                    better = now.better(values["eval/nll"])
-                    stale = 0 if better else stale + 1
+                    (values, t_range, answers), owed, now.saved_step = found, False, None
+                    better = now.better(values["eval/nll"] if args.best_by == "bound" else 1 - values["eval/accuracy"])
+                    stale = 0 if accuracy.improved(best, values) else stale + 1
                     if main_rank:
                         now.log.write(now.step, values)
+                        if asked:
+                            accuracy.write(args.output_dir, now.step, answers)
                         tqdm.write(eval_line(now.step, values, regions))
             enough = bool(args.early_stop_patience) and stale >= args.early_stop_patience
             if (better or saving or stopping or enough) and now.saved_step != now.step:
-                meta = now.state(identity, owed=owed, stale=stale, t_range=t_range, averaged=float(average.updates))
+                meta = now.state(identity, owed=owed, stale=stale, best=best, t_range=t_range,
+                                 averaged=float(average.updates))
                 save_checkpoint(world, now.writer, model, average, optimizer, layout, tokens, meta)
         if now.step >= total_steps or stopping or enough:
             break
@@ -478,8 +537,9 @@ def train(args):
                          lambda v: console_line(now.step, total_steps, v))
             now.sums.zero_()
             now.begin_line()
-    early = f" (no better bound in {stale} validations)" if enough and now.step < total_steps else ""
-    now.finish(stopping, early, "bound {:.4f} nats/token")
+    what = "bound or accuracy" if asked else "bound"
+    early = f" (no better {what} in {stale} validations)" if enough and now.step < total_steps else ""
+    now.finish(stopping, early, {"bound": "bound {:.4f} nats/token", "accuracy": "{:.2%} wrong"}[args.best_by])
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Weights of block diffusion: their exponential moving average, and loading them from a checkpoint."""
+"""Weights of block diffusion: their exponential moving average, finding and loading a checkpoint."""
 from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from common import json_files, tensor_files
+from common import checkpoint, json_files, tensor_files
 from common.parallel import UserError
-from diffusion import dit
+from diffusion import decoder, dit
 
 
 def local(tensor):
@@ -46,20 +46,36 @@ class Average:
             shadow.copy_(kept)
 
 
+def module_of(config):
+    """The module of a network's Config, dit or decoder: both have Model, decays and flops."""
+    return decoder if isinstance(config, decoder.Config) else dit
+
+
 def load_checkpoint(folder, ema=True, backend="sdpa"):
-    """(DiT on the CPU in eval mode, config.json as a dict) of a checkpoint folder; ema: the averaged weights.
+    """(network on the CPU in eval mode, config.json as a dict) of a checkpoint folder; ema: the averaged weights.
 
     Raises UserError when the folder holds no such model.
     """
     folder = Path(folder)
     try:
         config = json_files.read_object(folder / "config.json")
-        model = dit.DiT(dit.Config(**config["model"]), backend)
+        kind = decoder if "kv_heads" in config["model"] else dit
+        model = kind.Model(kind.Config(**config["model"]), backend)
     except (UserError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: no checkpoint of train_bd3lm.py (config.json: {error})")
     load_weights(dict(model.named_parameters()), folder, "ema" if ema else "model")
     tensor_files.check_finite(dict(model.named_parameters()), folder)
     return model.eval(), config
+
+
+def empty_like(model):
+    """A network like this one, whole, in eval mode and on the same device; its weights are unset."""
+    device = local(next(model.parameters())).device
+    with torch.device("meta"):
+        copy = module_of(model.config).Model(model.config)
+    copy = copy.to_empty(device=device).eval()
+    copy.tie()
+    return copy
 
 
 def load_weights(tensors, folder, stem):
@@ -70,3 +86,20 @@ def load_weights(tensors, folder, stem):
         raise UserError(f"{folder}: its {stem} weights do not fit this model: {problem}")
     for name, tensor in tensors.items():
         tensor_files.read_into(tensor.detach(), parts[name])
+
+
+def find_checkpoint(name, pick, flag="--checkpoint"):
+    """The checkpoint folder that a flag's value and `pick`, "best" or "newest", mean; UserError when none is whole."""
+    folder = Path(name)
+    if not folder.is_dir():
+        raise UserError(f"{flag} {name}: no such folder")
+    if checkpoint.checkpoints(folder):
+        folder = checkpoint.newest_whole(folder)
+        if folder is None:
+            raise UserError(f"{flag} {name}: every checkpoint in it is damaged")
+        best = checkpoint.load_meta(folder)["best_step"]
+        if pick == "best" and best is not None and not checkpoint.damage(folder.parent / f"checkpoint-{best}"):
+            folder = folder.parent / f"checkpoint-{best}"
+    elif wrong := checkpoint.damage(folder):
+        raise UserError(f"{flag} {name}: is no checkpoint, and holds none ({wrong})")
+    return folder

@@ -27,7 +27,7 @@ from common import flags
 from common.flags import UserError, need
 from distill.choices import GROUP, THINKING
 from distill.labels import PARSERS, Parser, make_parser, read_label
-from distill.teacher import PLACE, read_prompt
+from distill.teacher import PLACE, read_prompt, with_prompt
 
 MANY = 60                   # different labels; beyond them this is no classification
 CONFUSED = 10               # pairs of labels, with EXAMPLES texts each
@@ -180,11 +180,6 @@ def ask_all(ask, chats, max_new_tokens, batch_size):
                      "tokens_out": statistics.fmean(a.completion_tokens for a in answers)}
 
 
-def with_prompt(prompt, chats):
-    """Each line behind the teacher's prompt, in one user message as create_data.py sends it."""
-    return [[{"role": "user", "content": prompt[0] + messages[-1]["content"] + prompt[1]}] for messages in chats]
-
-
 def open_model(folder, adapter, tokenizer, lines, scratch, *, dtype, device, vllm):
     """student's ask for a model folder with an adapter folder or None on top.
 
@@ -209,8 +204,8 @@ def ask_models(models, lines, prompt, output_dir, *, max_new_tokens, prompt_max_
             found[name] = ask_all(ask, lines.chats, max_new_tokens, batch_size)
             if name == "base" and prompt:
                 print(f"asking     base + prompt: {len(lines.ids):,} lines")
-                found["base + prompt"] = ask_all(ask, with_prompt(prompt, lines.chats), prompt_max_new_tokens,
-                                                 batch_size)
+                found["base + prompt"] = ask_all(ask, [with_prompt(prompt, messages) for messages in lines.chats],
+                                                 prompt_max_new_tokens, batch_size)
             del ask         # its memory, and vLLM's processes, make room for the next
             gc.collect()
             if torch.cuda.is_available():

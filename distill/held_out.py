@@ -15,9 +15,10 @@ from common import checkpoint, json_files
 from common.json_files import read_text
 from common.parallel import UserError
 from distill import chat, weights
-from distill.choices import GROUP, THINKING
+from distill.choices import GROUP, LINES, THINKING
 from distill.journal import rejected_path
-from distill.table import ChatTable, build_table, group_numbers, split_groups, split_samples
+from distill.table import ChatTable, build_table, group_numbers, key_groups, split_groups, split_samples
+from distill.teacher import read_prompt
 
 HOLD_OUT = "--validation_split 0.1 --group_size 15"
 RUN_FLAGS = ("train_data_file", "eval_data_file", "too_long", "enable_thinking", "train_turns", "max_length",
@@ -93,7 +94,9 @@ def run_flags(name, meta, data_file=None, eval_data_file=None, enable_thinking=N
     name: the checkpoint. meta: its state; without one both files must be given, and the other flags are assumed.
     """
     if meta:
-        flags = {flag: meta["args"][flag] for flag in RUN_FLAGS} | {"drop_bad": meta["args"].get("drop_bad", ())}
+        newer = {"drop_bad": (), "prompt_file": None, "prompt_role": "user"}     # than some checkpoints
+        flags = {flag: meta["args"][flag] for flag in RUN_FLAGS} | {
+            flag: meta["args"].get(flag, value) for flag, value in newer.items()}
         if enable_thinking:
             raise UserError("--enable_thinking: the checkpoint says how it was trained; drop the flag")
     else:
@@ -103,7 +106,7 @@ def run_flags(name, meta, data_file=None, eval_data_file=None, enable_thinking=N
         flags = {"train_data_file": "", "eval_data_file": None, "too_long": "stop", "train_turns": "last",
                  "enable_thinking": enable_thinking or "template", "max_length": 0, "max_tokens_per_batch": 0,
                  "group_size": GROUP, "validation_split": 0.0, "seed": 0, "model_path": None,
-                 "drop_bad": ()}
+                 "drop_bad": (), "prompt_file": None, "prompt_role": "user"}
     flags["train_data_file"] = data_file or flags["train_data_file"]
     return argparse.Namespace(**flags)
 
@@ -124,7 +127,9 @@ def read_lines(name, run, meta, folder, tokenizer, eval_data_file=None, group_si
     encoder = chat.Encoder(tokenizer, run.train_turns, THINKING[run.enable_thinking])
     limit = weights.length_limit(weights.load_config(folder), run.max_length, run.max_tokens_per_batch)
     with tempfile.TemporaryDirectory() as scratch:
-        n_train, found, ends = build_table(scratch, paths, encoder, limit, run.too_long, drop=run.drop_bad)
+        prompt = read_prompt(run.prompt_file, run.prompt_role) if run.prompt_file else None
+        n_train, found, ends = build_table(scratch, paths, encoder, limit, run.too_long, drop=run.drop_bad,
+                                           prompt=prompt)
         table = ChatTable(scratch)
         train, held_out = split(run, table, n_train, other)
         check_fingerprints(name, run.train_data_file, meta, table, train, None if other else held_out)
@@ -177,10 +182,11 @@ def check_groups(path, size, trained, judged):
     if size and not ((trained >= 0).all() and (judged >= 0).all()):
         return [f"groups     not compared: not every line of both files has an id, so one of {size} may be in both"]
     if size:
-        both = np.intersect1d(trained // size, judged // size)
+        both = np.intersect1d(key_groups(trained, size), key_groups(judged, size))
         if len(both):
+            first = both[0] // LINES * LINES + both[0] % LINES * size
             raise UserError(f"--eval_data_file {path}: {len(both)} groups of {size} ids have lines in the training "
-                            f"data as well, the first being ids {both[0] * size} to {both[0] * size + size - 1}; "
+                            f"data as well, the first being ids {first} to {first + size - 1}; "
                             "--group_size 0 if the ids of the two files have nothing to do with each other")
     return []
 
@@ -226,7 +232,7 @@ def rejected_ids(path, groups, group_size):
     if not path.is_file():
         return []
     ids = [row["id"] for _, row in json_lines(path, "id")]
-    return sorted(i for i in ids if groups is None or i // group_size in groups)
+    return sorted(i for i in ids if groups is None or int(key_groups(i, group_size)) in groups)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -254,6 +260,7 @@ def read_truth(path, ids, labels):
     """{id: label, or None where it is not known} of the truth file; it must name all `ids`. Raises UserError.
 
     JSONL of {"id": int, "label": str or null}, or a label a line in the order of ids from 0, empty where none is known.
+    Where all ids are of one input file of create_data.py, the truth may name its lines, from 0, instead.
     """
     text, truth = read_text(path, "--truth_file "), {}
     if text.lstrip().startswith("{"):
@@ -267,6 +274,8 @@ def read_truth(path, ids, labels):
     if odd := [i for i, label in truth.items() if label is not None and label not in labels]:
         raise UserError(f"--truth_file {path}: id {odd[0]} has the label {truth[odd[0]]!r}, which is not one of "
                         f"{', '.join(labels)} ({len(odd)} such lines)")
+    if truth and max(truth) < LINES and len({i // LINES for i in ids}) == 1:
+        truth = {ids[0] // LINES * LINES + i: label for i, label in truth.items()}
     if missing := [i for i in ids if i not in truth]:
         raise UserError(f"--truth_file {path}: lacks id {missing[0]} ({len(missing)} of the {len(ids)} lines to judge)"
                         "; a label of null says that the truth is not known")

@@ -5,9 +5,11 @@ to disk every few seconds. The next start cuts off a line that a kill left half 
 journals, also those of another number of shards, so no line is asked twice. A journal with another header is refused.
 The results are written, in input order, when all lines are finished.
 """
+import base64
 import json
 import os
 import time
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -86,25 +88,49 @@ def compare(folder, found, header):
                         "--output_file, or move the folder away to start again")
 
 
-def write_results(output, lines, records):
+def write_results(output, conversations, records, first_id, keep_reasoning=False, pack=False):
     """Write the chat JSONL and the rejected file, in input order, each whole or not at all.
 
-    A chat record is {"id": 0-based line, "messages": [user, assistant]} and, where the teacher gave them,
-    "label_tokens" (texts that make up the label) and "logprobs" (of each [[text, log-probability], ...], best first).
+    A chat record is {"id": first_id + line, "line": from 0, "messages": [..., assistant]} and, where the teacher gave
+    them, "label_tokens" (texts that make up the label) and "logprobs" (of each [[text, log-probability], ...], best
+    first). keep_reasoning: thoughts are the answer's "reasoning_content". pack: "logprobs" is one text; see unpack.
     """
     chats, rejected = [], []
-    for number, text in enumerate(lines):
-        record = records[number]
+    for number, messages in enumerate(conversations):
+        record, known = records[number], {"id": first_id + number, "line": number}
         if record["label"] is None:
-            rejected.append({"id": number, "text": text, "why": record["answers"][-1]["why"],
-                             "answers": record["answers"]})
+            rejected.append(known | {"messages": messages, "why": record["answers"][-1]["why"],
+                                     "answers": record["answers"]})
             continue
-        chat = {"id": number, "messages": [{"role": "user", "content": text},
-                                           {"role": "assistant", "content": record["label"]}]}
-        chats.append(chat | {name: record[name] for name in ("label_tokens", "logprobs") if record.get(name)})
+        answer = {"role": "assistant", "content": record["label"]}
+        if keep_reasoning and record.get("reasoning"):
+            answer["reasoning_content"] = record["reasoning"]
+        chat = known | {"messages": [*messages, answer]}
+        chat |= {name: record[name] for name in ("label_tokens", "logprobs") if record.get(name)}
+        if pack and "logprobs" in chat:
+            chat["logprobs"] = packed(chat["logprobs"])
+        chats.append(chat)
     for path, rows in ((rejected_path(output), rejected), (output, chats)):
         content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         write_atomically(path, lambda temporary, content=content: temporary.write_text(content, encoding="utf-8"))
+
+
+def packed(rows):
+    """JSON rows as one text: deflated, in base 64."""
+    text = json.dumps(rows, ensure_ascii=False, separators=(",", ":"))
+    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+
+
+def unpack(text):
+    """packed's rows again; ValueError for another text, or one of more than json_files.LONGEST bytes."""
+    try:
+        deflated = zlib.decompressobj()
+        found = deflated.decompress(base64.b64decode(text, validate=True), json_files.LONGEST)
+    except (ValueError, zlib.error):
+        raise ValueError("is no packed text")
+    if not deflated.eof:
+        raise ValueError("is cut off, or too long")
+    return json_files.loads(found)
 
 
 def rejected_path(output):

@@ -15,6 +15,7 @@ PARSERS = ("language", "regex", "whole")
 THOUGHT = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>")
 LANGUAGE_LINE = r"[*_`#\s]*final answer[*_`]*\s*:[*_`\s]*([a-z]{2})[*_`\s.]*"        # markdown around it is harmless
 ENDINGS = {"length": "cut off at --max_tokens", "too_long": "the prompt leaves no room for an answer"}
+UNANSWERED = ("refused", "no_answer")       # endings of lines that never came to an answer: the text says why
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ def make_parser(name, pattern=None, labels=None):
 
 def read_label(parser, text, finish_reason, must_think=False):
     """Found of one answer. finish_reason: the engine's; must_think: without a closed thought it is not an answer."""
+    if finish_reason in UNANSWERED:
+        return Found(None, why=text)
     if finish_reason != "stop":
         return Found(None, why=ENDINGS.get(finish_reason, f"ended by {finish_reason}"))
     begin, open_thought = 0, False
@@ -85,6 +88,12 @@ def read_label(parser, text, finish_reason, must_think=False):
     if parser.labels and found.label is not None and found.label not in parser.labels:
         return Found(None, why=f"{found.label[:40]!r} is not one of the labels")
     return found
+
+
+def thoughts(text, end):
+    """What an answer thinks before its label, which begins at text[end]; "" without a closed thought."""
+    tags = [tag for tag in THOUGHT.finditer(text[:end]) if tag[1]]
+    return THOUGHT.sub("", text[:tags[-1].start()]).strip() if tags else ""
 
 
 def label_logprobs(tokens, text, found):

@@ -18,6 +18,7 @@ from common import adapters, parallel, recomputation
 from common.document_attention import ATTENTION
 from common.parallel import UserError
 from distill import weights
+from distill.divergence import prompted_loss
 from distill.table import PackedChats
 from distill.topk import mixed_loss
 
@@ -56,26 +57,31 @@ def check_model(model):
 # Model and loss
 
 
-def head_loss(weight, bias, share, hidden, targets, *teacher):
+def head_loss(weight, bias, share, prompted, hidden, targets, *teacher):
     """(loss, right guesses) of rows (R, H) against targets (R,), both sums and 0-d fp32; the loss is cross-entropy.
 
-    teacher: ids and logprobs as in topk.divergence, which has a share in the loss. Then the other sums of
-    topk.mixed_loss follow.
+    teacher: ids and logprobs as in topk.divergence, which has a share in the loss; or, with `prompted`, (kind, beta, k)
+    of divergence.divergence, the teacher's rows (R, H). Then the other sums of topk.mixed_loss follow.
     """
     logits = F.linear(hidden, weight, bias).float()
     right = (logits.detach().argmax(-1) == targets).sum().float()
     if not teacher:
         return F.cross_entropy(logits, targets, reduction="sum"), right
-    loss, *parts = mixed_loss(logits, targets, *teacher, share)
+    if prompted:
+        with torch.no_grad():
+            taught = F.linear(*teacher, weight, bias).float()
+        loss, *parts = prompted_loss(logits, targets, taught, share, *prompted)
+    else:
+        loss, *parts = mixed_loss(logits, targets, *teacher, share)
     return loss, right, *parts
 
 
-def chunked_loss(hidden, weight, bias, targets, chunk, teacher=(), share=0.0):
+def chunked_loss(hidden, weight, bias, targets, chunk, teacher=(), share=0.0, prompted=None):
     """head_loss over `chunk` rows at a time, each piece's logits made again in the backward pass: equal to 1e-7."""
     pieces = list(zip(*(rows.split(chunk) for rows in (hidden, targets, *teacher))))    # one, empty, without any rows
     if len(pieces) == 1:
-        return head_loss(weight, bias, share, *pieces[0])
-    sums = [checkpoint(head_loss, weight, bias, share, *piece, use_reentrant=False) for piece in pieces]
+        return head_loss(weight, bias, share, prompted, *pieces[0])
+    sums = [checkpoint(head_loss, weight, bias, share, prompted, *piece, use_reentrant=False) for piece in pieces]
     return tuple(torch.stack(column).sum() for column in zip(*sums))
 
 
@@ -83,12 +89,13 @@ class PackedLM(nn.Module):
     """What DDP and FSDP2 wrap: forward(batch) -> sums, not means, so that any split over ranks and micro-steps adds up.
 
     net: a causal LM built with attention=ATTENTION, or the PeftModel around it. recompute: of
-    flags.MODES, or None. share: of the teacher's divergence in the loss, where batches have a teacher.
+    flags.MODES, or None. share: of the teacher's divergence in the loss, where batches have a teacher. prompted:
+    (kind, beta, k) of divergence.divergence where the teacher is this model without its adapters, behind a prompt.
     """
 
-    def __init__(self, net, recompute=None, logits=LOGITS, share=0.0):
+    def __init__(self, net, recompute=None, logits=LOGITS, share=0.0, prompted=None):
         super().__init__()
-        self.net, self.share, self.lora = net, share, hasattr(net, "peft_config")
+        self.net, self.share, self.prompted, self.lora = net, share, prompted, hasattr(net, "peft_config")
         self.sums = 5 if share else 2       # how many forward returns
         self._native = [net.get_base_model() if self.lora else net]     # in a list, torch does not register it again
         recomputation.leave_products(net, recompute)
@@ -108,22 +115,40 @@ class PackedLM(nn.Module):
 
         With a share of divergence the sums of topk.mixed_loss, right guesses in second place.
         """
-        hidden = self.native.base_model(
-            input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False,
-            cu_seq_lens_q=batch.cu_seqlens, cu_seq_lens_k=batch.cu_seqlens, max_length_q=batch.longest,
-            max_length_k=batch.longest).last_hidden_state[0]
+        teacher = ()
+        if self.prompted:
+            teacher = (self.taught(batch),)
+        elif self.share:
+            teacher = batch.teacher_ids, batch.teacher_logprobs
+        rows = self.hidden(batch.input_ids, batch.position_ids, batch.cu_seqlens, batch.longest, batch.rows)
         head = self.native.get_output_embeddings()
-        teacher = (batch.teacher_ids, batch.teacher_logprobs) if self.share else ()
-        return chunked_loss(hidden.index_select(0, batch.rows), head.weight, head.bias, batch.targets, self.chunk,
-                            teacher, self.share)
+        return chunked_loss(rows, head.weight, head.bias, batch.targets, self.chunk, teacher, self.share, self.prompted)
+
+    def hidden(self, ids, positions, cu_seqlens, longest, rows):
+        """(R, H) what the head reads in `rows` of a pack; all as in PackedChats."""
+        found = self.native.base_model(
+            input_ids=ids[None], position_ids=positions[None], use_cache=False, cu_seq_lens_q=cu_seqlens,
+            cu_seq_lens_k=cu_seqlens, max_length_q=longest, max_length_k=longest).last_hidden_state[0]
+        return found.index_select(0, rows)
+
+    @torch.no_grad()
+    def taught(self, batch):
+        """(R, H) of the same tokens behind the prompt, by the base alone: without adapters, without dropout."""
+        training = self.net.training
+        self.net.eval()
+        with adapters.switched_off(self.net):
+            rows = self.hidden(batch.prompted_ids, batch.prompted_positions, batch.prompted_cu_seqlens,
+                               batch.prompted_longest, batch.prompted_rows)
+        self.net.train(training)
+        return rows
 
 
-def build_empty(folder, dtype, lora=None, recompute=None, share=0.0):
+def build_empty(folder, dtype, lora=None, recompute=None, share=0.0, prompted=None):
     """(PackedLM of a model folder, on the meta device, {name: [slice handle]} of its weights).
 
     lora: None, or adapters.add_lora's (rank, alpha, dropout, targets, base name): then only the adapters require
-    gradients. recompute, share: of PackedLM. Raises UserError when the folder does not hold exactly the model's
-    weights, or the architecture cannot be packed.
+    gradients. recompute, share, prompted: of PackedLM. Raises UserError when the folder does not hold exactly the
+    model's weights, or the architecture cannot be packed.
     """
     native = net = weights.empty_model(weights.load_config(folder), dtype, folder, ATTENTION)
     check_model(native)
@@ -131,7 +156,7 @@ def build_empty(folder, dtype, lora=None, recompute=None, share=0.0):
     weights.check_weights(native, parts, folder)
     if lora:
         net = adapters.add_lora(native, layers, *lora)
-    return PackedLM(net, recompute, share=share), parts
+    return PackedLM(net, recompute, share=share, prompted=prompted), parts
 
 
 def load(model, parts, world, *, sharded, bf16=False, reshard=True, offload=False, compiled=False):
@@ -178,8 +203,8 @@ def layer_weights(model):
                for name, parameter in layer.named_parameters() if parameter.ndim == 2 and ".lora_" not in name)
 
 
-def flops(values, config, tokens, targets, pairs, lora):
-    """Model FLOPs of forward and backward.
+def flops(values, config, tokens, targets, pairs, lora, forward_only=False):
+    """Model FLOPs of forward and backward, or of forward alone.
 
     values: of layer_weights. A matrix with N weights costs 2N a row forward, 2N for the input gradient and, when it is
     trained, 2N for its own gradient: 4N under LoRA, 6N in full; the head runs on trained rows only. pairs: sum over
@@ -188,4 +213,5 @@ def flops(values, config, tokens, targets, pairs, lora):
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rows = tokens * values + targets * config.hidden_size * config.vocab_size
-    return (4 if lora else 6) * rows + 12 * config.num_attention_heads * head_dim * pairs * config.num_hidden_layers
+    attended = config.num_attention_heads * head_dim * pairs * config.num_hidden_layers
+    return (2 if forward_only else 4 if lora else 6) * rows + (4 if forward_only else 12) * attended

@@ -17,7 +17,9 @@ def samples_line(table, train_ids, eval_ids):
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory
 
-LOGIT_COPIES = {False: 3, True: 5}      # fp32: log-softmax and two gradients; with a teacher also its bucket's two
+# fp32: log-softmax and two gradients; with stored alternatives also their bucket's two; with a prompted teacher its
+# logits and log-softmax, and the products of both distributions
+LOGIT_COPIES, PROMPTED_COPIES = {False: 3, True: 5}, 9
 
 
 def row_bytes(model, bf16, sharded, gpu=True):
@@ -27,6 +29,8 @@ def row_bytes(model, bf16, sharded, gpu=True):
     def inputs(tokens):
         places, none = torch.zeros(tokens, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
         teacher = (torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0, 1)) if model.share else ()
+        if model.prompted:      # the teacher's forward keeps nothing: two tokens of it
+            teacher = (None, None, places[:2], places[:2], places[:2].int(), none, 2)
         return (PackedChats(places, places, places[:2].int(), none, none, tokens, (), {}, *teacher),), {}
     return memory.row_bytes(model, layers, inputs, bf16=bf16, sharded=sharded, gpu=gpu,
                             plain=[(layer, "gradient_checkpointing", False) for layer in layers],
@@ -48,7 +52,8 @@ def memory_stages(setup, model, tokens, rows):
                                 casts=casts, accumulation=setup.accumulation)
     kept, layer = memory.kept_bytes(row_bytes(model, setup.bf16, fsdp), len(layers), recompute)
     activations = tokens * kept + rows * native.config.hidden_size * (2 if fsdp and setup.bf16 else 4)     # of the head
-    logits = LOGIT_COPIES[bool(model.share)] * 4 * np.minimum(rows, model.chunk) * native.config.vocab_size
+    copies = PROMPTED_COPIES if model.prompted else LOGIT_COPIES[bool(model.share)]
+    logits = copies * 4 * np.minimum(rows, model.chunk) * native.config.vocab_size
     worst, parts, stages = memory.worst_pack(parts, activations, tokens * layer, logits, recompute)
     return parts, stages, worst
 

@@ -118,8 +118,8 @@ def open_vllm(folder, adapter, tokenizer, ends, thinking, scratch, **engine):
 
     def ask(chats, max_new_tokens, batch_size):
         draw.max_tokens = max_new_tokens
-        requests = [teacher.Request(i, chat[0]["content"], 0) for i, chat in enumerate(chats)]     # greedy: no draws
-        found = {request.id: answer for request, answer in answers(requests)}
+        requests = [teacher.Request(i, chat, 0) for i, chat in enumerate(chats)]        # greedy: no draws
+        found = {request.id: answer for request, answer in answers(teacher.taker(requests))}
         return [found[i] for i in range(len(chats))]
     return ask
 

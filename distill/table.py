@@ -24,6 +24,8 @@ from common.parallel import UserError
 from common.problems import Problems, problem
 from common.watchdog import init_loader
 from distill.chat import cut, group_key, read_chunks
+from distill.choices import LINES
+from distill.teacher import with_prompt
 
 PAD_LENGTH = 128        # padding comes in documents this short: attention costs the square of a document's length
 CHUNK = 1024            # lines tokenised together
@@ -33,18 +35,45 @@ CHUNK = 1024            # lines tokenised together
 # Sample table
 
 
-def encode_chunk(records, path, encoder, limit, policy, problems, teacher=None):
+def behind_prompt(prompt, encoder, chats, results):
+    """[(ids, mask, tokens of the student)] or ValueErrors: encoder.encode's results, each followed by its teacher's.
+
+    The teacher's has the prompt, and the very tokens of the student's answers.
+    """
+    prompted, found = [], []
+    for messages in chats:
+        try:
+            prompted.append([*with_prompt(prompt, messages[:-1]), messages[-1]])
+        except ValueError as error:
+            prompted.append(error)
+    taught = iter(encoder.encode([messages for messages in prompted if isinstance(messages, list)]))
+    for messages, result in zip(prompted, results):
+        theirs = next(taught) if isinstance(messages, list) else messages
+        if wrong := [one for one in (result, theirs) if isinstance(one, ValueError)]:
+            found.append(wrong[0])
+        elif [t for t, m in zip(*result) if m] != [t for t, m in zip(*theirs) if m]:
+            found.append(ValueError("the answer has other tokens behind the prompt"))
+        else:
+            found.append((result[0] + theirs[0], result[1] + theirs[1], len(result[0])))
+    return found
+
+
+def encode_chunk(records, path, encoder, limit, policy, problems, teacher=None, prompt=None):
     """[(line, record)] -> {column of the table: array; "ends": Counter; "long", "dropped": counts}.
 
     Runs in several processes at once. A Problem for each record that cannot be used goes to the list `problems`.
     """
-    kept, lines, keys, count, ends = [], [], [], Counter(), encoder.ends
+    kept, lines, keys, own, count, ends = [], [], [], [], Counter(), encoder.ends
     encoder.ends = Counter()
-    for (line, record), result in zip(records, encoder.encode([record["messages"] for _, record in records])):
+    results = encoder.encode([record["messages"] for _, record in records])
+    if prompt:
+        results = behind_prompt(prompt, encoder, [record["messages"] for _, record in records], results)
+    for (line, record), result in zip(records, results):
         check = "template"
         try:
             if isinstance(result, ValueError):
                 raise result
+            result, mine = result[:2], result[2] if prompt else None
             check, length = "too_long", len(result[0])
             count["long"] += length > limit
             part = cut(*result, limit, policy)
@@ -62,6 +91,7 @@ def encode_chunk(records, path, encoder, limit, policy, problems, teacher=None):
             continue
         key = group_key(record)
         kept.append(part)
+        own.append(len(part[0]) if mine is None else mine)
         lines.append(line)
         keys.append(-1 if key is None else key)
     ends, encoder.ends = encoder.ends, ends
@@ -69,18 +99,20 @@ def encode_chunk(records, path, encoder, limit, policy, problems, teacher=None):
     tokens, trained = (np.fromiter(itertools.chain.from_iterable(column), kind, lengths.sum()) for column, kind in (
         ((ids for ids, _ in kept), np.int32), ((mask for _, mask in kept), bool)))
     # nothing predicts a sample's first token
-    targets = np.array([sum(mask) - mask[0] for _, mask in kept], np.int64)
+    targets = np.array([sum(mask[:mine]) - mask[0] for (_, mask), mine in zip(kept, own)], np.int64)
     return {"tokens": tokens, "trained": trained, "lengths": lengths, "targets": targets, "ends": ends, **count,
-            "lines": np.array(lines, np.int64), "keys": np.array(keys, np.int64)}
+            "lines": np.array(lines, np.int64), "keys": np.array(keys, np.int64), "own": np.array(own, np.int64)}
 
 
-def write_table(folder, paths, encoder, limit, policy, teacher=None, processes=0, drop=(), output_dir=None):
+def write_table(folder, paths, encoder, limit, policy, teacher=None, processes=0, drop=(), output_dir=None,
+                prompt=None):
     """Tokenise files into a table in `folder` -> {"samples": [of each file], "long": [...], "dropped": [...]} and
     "bad": how many each check of `drop` (choices.CHECKS) dropped, as text.
 
     long: samples above `limit` tokens; dropped: samples left out of the table. teacher: a new topk.Alternatives
     for a table with the teacher's; the samples are then read by this process alone. processes: how many tokenise
-    beside this one, for large files.
+    beside this one, for large files. prompt: teacher.Prompt; each sample is then followed by the same behind it, and
+    its tokens are those of both.
     Raises UserError with every sample that cannot be used and that is not dropped, and leaves no new folder then.
     output_dir: where all of them are listed, None: nowhere.
     """
@@ -92,14 +124,15 @@ def write_table(folder, paths, encoder, limit, policy, teacher=None, processes=0
     try:
         columns = {name: Column(folder / f"{name}.npy", kind) for name, kind in (
             ("tokens", np.int32), ("trained", bool), ("lengths", np.int64), ("targets", np.int64),
-            ("lines", np.int64), ("keys", np.int64), ("sources", np.int64), ("offsets", np.int64))}
+            ("lines", np.int64), ("keys", np.int64), ("sources", np.int64), ("offsets", np.int64),
+            *([("own", np.int64)] if prompt else []))}
         columns["offsets"].append([0])
         for source, path in enumerate(paths):
             before, count = len(columns["lengths"]), Counter()
 
             def chunks(first, step, path=path):
                 for records, wrong in read_chunks(path, CHUNK, first, step):
-                    yield encode_chunk(records, path, encoder, limit, policy, wrong, teacher), wrong
+                    yield encode_chunk(records, path, encoder, limit, policy, wrong, teacher, prompt), wrong
 
             def take(part, source=source, count=count):
                 chunk, wrong = part
@@ -108,7 +141,7 @@ def write_table(folder, paths, encoder, limit, policy, teacher=None, processes=0
                 count.update({name: chunk.get(name, 0) for name in ("long", "dropped")})
                 columns["offsets"].append(len(columns["tokens"]) + np.cumsum(chunk["lengths"]))
                 columns["sources"].append(np.full(len(chunk["lengths"]), source))
-                for name in ("tokens", "trained", "lengths", "targets", "lines", "keys"):
+                for name in columns.keys() - {"offsets", "sources"}:
                     columns[name].append(chunk[name])
 
             in_order(chunks, 0 if teacher else processes, take)
@@ -123,6 +156,11 @@ def write_table(folder, paths, encoder, limit, policy, teacher=None, processes=0
         hint = "\nfix: shorten them, raise --max_length, or choose another --too_long" \
             if problems.counts["too_long"] else ""
         found["bad"] = problems.settle(hint)
+        first, lines = 0, columns["lines"].array()
+        for path, samples in zip(paths, found["samples"]):
+            check_duplicates(columns["keys"].array()[first:first + samples],
+                             lambda i, path=path, first=first: f"{path}:{lines[first + i]}")
+            first += samples
         for column in columns.values():
             column.close()
         with naming(folder):
@@ -161,6 +199,11 @@ class ChatTable:
         """Alternatives K of a taught token; 0: the table has no teacher."""
         return self.teacher_ids.shape[1] if hasattr(self, "teacher_ids") else 0
 
+    @property
+    def prompted(self):
+        """Whether a sample is followed by its answer behind the teacher's prompt; own (n,): tokens of the student."""
+        return hasattr(self, "own")
+
     def fingerprint(self, numbers):
         """Short hash of these samples' tokens and masks, and of their places. numbers: sorted sample numbers."""
         if not len(numbers):
@@ -188,7 +231,26 @@ def group_numbers(keys, lines, group_size):
 
     Translations of one sentence stand side by side: with one in training, another held out would flatter the model.
     """
-    return (keys if (keys >= 0).all() else lines - 1) // group_size
+    if not (keys >= 0).all():
+        return (lines - 1) // group_size
+    return key_groups(keys, group_size)
+
+
+def key_groups(keys, group_size):
+    """Group of ids, an array or a number: group_size neighbouring ones of the same input file; see choices.LINES."""
+    return keys // LINES * LINES + keys % LINES // group_size
+
+
+def check_duplicates(keys, name):
+    """Raise UserError when two samples of a file have the same id. keys: (n,), -1 without one. name(i): where i is."""
+    known = np.flatnonzero(keys >= 0)
+    order = known[np.argsort(keys[known], kind="stable")]
+    same = np.flatnonzero(keys[order[1:]] == keys[order[:-1]])
+    if len(same):
+        at = same[np.argmin(order[same + 1])]
+        raise UserError(f"{name(order[at + 1])}: has the same id {keys[order[at]]} as {name(order[at])} ({len(same)} "
+                        "such lines); give each line an id of its own, or join files that create_data.py made of "
+                        "different inputs")
 
 
 def split_groups(groups, share, seed):
@@ -215,13 +277,14 @@ def split_samples(table, n_train, group_size, share, seed):
     return split_groups(group_numbers(table.keys, table.lines, group_size), share, seed)
 
 
-def build_table(folder, paths, encoder, limit, policy, teacher=None, processes=0, drop=(), output_dir=None):
+def build_table(folder, paths, encoder, limit, policy, teacher=None, processes=0, drop=(), output_dir=None,
+                prompt=None):
     """write_table -> (number of samples of the first file, summary to print, sorted ids that trained turns end with).
 
-    paths: the training file and, where there is one, the validation file. drop, output_dir: of write_table.
+    paths: the training file and, where there is one, the validation file. The others: of write_table.
     """
     start = time.monotonic()
-    found = write_table(folder, paths, encoder, limit, policy, teacher, processes, drop, output_dir)
+    found = write_table(folder, paths, encoder, limit, policy, teacher, processes, drop, output_dir, prompt)
     words = {"cut_left": "cut on the left", "cut_right": "cut on the right"}
     about = f"data       read in {time.monotonic() - start:.1f} s"
     if sum(found["long"]) and policy in words:
@@ -236,16 +299,18 @@ def build_table(folder, paths, encoder, limit, policy, teacher=None, processes=0
 
 
 def prepare_table(world, output_dir, paths, encoder, limit, policy, teacher=None, processes=0, drop=(),
-                  list_in=None):
+                  list_in=None, prompt=None):
     """build_table on rank 0 in a folder of output_dir, mapped by every rank -> (ChatTable, n_train, turn ends).
 
-    Deletes the table of an earlier run there. The summary is printed. drop: of write_table; list_in: its output_dir.
+    Deletes the table of an earlier run there. The summary is printed. drop, prompt: of write_table; list_in: its
+    output_dir.
     """
     def build():
         for old in Path(output_dir).glob("table-*"):        # a job that still runs keeps the files that it has mapped
             shutil.rmtree(old, ignore_errors=True)
         folder = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}"
-        n_train, about, ends = build_table(folder, paths, encoder, limit, policy, teacher, processes, drop, list_in)
+        n_train, about, ends = build_table(folder, paths, encoder, limit, policy, teacher, processes, drop, list_in,
+                                          prompt)
         print(about, flush=True)
         return folder, n_train, ends
 
@@ -270,13 +335,22 @@ class PackedChats:
     counts: dict                    # python ints: tokens, samples, targets
     teacher_ids: torch.Tensor = None            # (R, K) alternatives to each target, where the table has a teacher
     teacher_logprobs: torch.Tensor = None       # (R, K) float32 of them, -inf where there are fewer
+    # the same answers behind the teacher's prompt, in the same order, where the table has them
+    prompted_ids: torch.Tensor = None           # (P,)
+    prompted_positions: torch.Tensor = None     # (P,)
+    prompted_cu_seqlens: torch.Tensor = None    # (B + 1,) int32
+    prompted_rows: torch.Tensor = None          # (R,) places of the same R tokens
+    prompted_longest: int = 0
 
     __reduce__ = loading.reduce
     to = loading.to
 
 
 class ChatSamples(Dataset):
-    """Samples of a ChatTable: (number, ids (n,) int64, trained (n,) bool[, teacher's (places, ids, logprobs)])."""
+    """Samples of a ChatTable: (number, ids (n,) int64, trained (n,) bool[, teacher's (places, ids, logprobs)]).
+
+    With a prompt: (number, ids, trained, how many of them come before the same answer behind the prompt).
+    """
 
     def __init__(self, table):
         self.table = table
@@ -287,6 +361,8 @@ class ChatSamples(Dataset):
     def __getitem__(self, i):
         part = slice(self.table.offsets[i], self.table.offsets[i + 1])
         sample = i, self.table.tokens[part].astype(np.int64), self.table.trained[part]
+        if self.table.prompted:
+            return *sample, int(self.table.own[i])
         if not self.table.topk:
             return sample
         part = slice(self.table.teacher_offsets[i], self.table.teacher_offsets[i + 1])
@@ -294,11 +370,21 @@ class ChatSamples(Dataset):
                          self.table.teacher_logprobs[part])
 
 
-def collate(samples, pad_to=0, pad_id=0, topk=0):
+def collate(samples, pad_to=0, pad_id=0, topk=0, prompted=False):
     """List of samples -> PackedChats. pad_to: fill the flat axis to this many tokens with documents of padding.
 
     An empty list gives one token of padding that has no targets and weighs nothing. topk: of a table with a teacher.
+    prompted: of a table with a prompt.
     """
+    if prompted:
+        batch = collate([(i, ids[:own], trained[:own]) for i, ids, trained, own in samples])
+        behind = collate([(i, ids[own:], trained[own:]) for i, ids, trained, own in samples])
+        assert torch.equal(batch.targets, behind.targets), "student and teacher have other answers"
+        batch.counts["tokens"] += behind.counts["tokens"]
+        batch.prompted_ids, batch.prompted_positions = behind.input_ids, behind.position_ids
+        batch.prompted_cu_seqlens, batch.prompted_rows = behind.cu_seqlens, behind.rows
+        batch.prompted_longest = behind.longest
+        return batch
     taught = [sample[3] for sample in samples] if topk else []
     samples = [sample[:3] for sample in samples]
     numbers = tuple(number for number, _, _ in samples)
@@ -329,7 +415,7 @@ def collate(samples, pad_to=0, pad_id=0, topk=0):
 def make_loader(table, packs, *, num_workers, prefetch_factor, pad_to=0, pad_id=0):
     """DataLoader of PackedChats over `packs`, an iterable of lists of sample numbers."""
     return DataLoader(ChatSamples(table), batch_sampler=packs, num_workers=num_workers,
-                      collate_fn=lambda samples: collate(samples, pad_to, pad_id, table.topk),
+                      collate_fn=lambda samples: collate(samples, pad_to, pad_id, table.topk, table.prompted),
                       prefetch_factor=prefetch_factor if num_workers else None, persistent_workers=num_workers > 0,
                       multiprocessing_context="fork" if num_workers else None,      # workers share the mapped table
                       worker_init_fn=init_loader,

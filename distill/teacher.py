@@ -1,30 +1,42 @@
-"""Three ways to ask a teacher, behind one function: answers = open_vllm(...), then answers(requests).
+"""Three ways to ask a teacher, behind one function: answers = open_vllm(...), then answers(take).
 
-answers yields (Request, Answer) in any order. open_vllm, open_server and open_transformers return it:
+take(n) gives up to n Requests that are still to be asked, none when there are no more for now. answers yields
+(Request, Answer) in any order; whoever reads them may put a request back before the next one is read.
+open_vllm, open_server and open_transformers return it:
 
 vllm           vLLM in this process, the GPUs this process sees; equal prompt beginnings are computed once
 openai         any server with OpenAI's /chat/completions (vllm serve, SGLang, ...), many requests at once
 transformers   generate() of transformers; slow, but runs anywhere
 
-All send one user message through the model's own chat template, and draw from a seed of each request: the answer to a
+All send messages through the model's own chat template, and draw from a seed of each request: the answer to a
 request does not depend on which others are asked, in which order, or by how many processes (up to rounding of sums).
 """
+import base64
+import contextlib
 import http.client
 import importlib.util
 import json
 import os
 import queue
+import re
+import socket
+import ssl
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
+from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from common import json_files
 from common.flags import UserError
 from common.text import printable
 
-TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
+TRANSIENT = (408, 409, 425, 429, *range(500, 600))
+WHOLE_RUN = (401, 402, 404, 405)        # wrong key, no credit, wrong address: no line is to blame
+UNKNOWN = re.compile("unsupported|not supported|unrecogni|unknown|unexpected|extra|not permitted|not allowed|invalid")
 NOTICE_S = 10           # seconds between notices of calls that failed
 SAID = 2**16            # bytes read of what a server says about an error
 PLACE = "{text}"        # where the line goes in the prompt
@@ -37,20 +49,21 @@ TOO_LONG = ("context length", "too long", "maximum model length", "max_model_len
 class Request:
     """One question to the teacher."""
     id: int                     # of the line
-    prompt: str                 # the user message
+    messages: list              # as OpenAI's API has them, the teacher's prompt among them
     seed: int                   # of the draws
     constraint: dict = None     # {"choice": [str]} or {"regex": str} that the answer must obey
 
 
 @dataclass
 class Answer:
-    """What came back. text holds thoughts as well, where the engine hands them out."""
+    """What came back. text holds thoughts as well, where the engine leaves them there."""
     text: str
-    finish_reason: str          # stop: by itself; length: cut off; too_long: the prompt leaves no room
+    # stop: by itself; length: cut off; too_long: the prompt leaves no room; refused, no_answer: text says why
+    finish_reason: str
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int | None = None        # of the prompt, None: the engine does not say
-    thought: bool = False       # the engine has taken closed thoughts out of the text
+    reasoning: str = ""         # closed thoughts that the engine has taken out of the text
     tokens: list = field(default_factory=list)      # with --logprobs: [(text, [(text, log-probability), ...])]
 
 
@@ -86,12 +99,41 @@ def opens_thought(tokenizer, flags):
     return "<think>" if prompt.rstrip().endswith("<think>") else ""
 
 
-def read_prompt(path):
-    """The prompt as (text before the line, text behind it); other braces in it mean nothing. Raises UserError."""
-    parts = json_files.read_text(path, "--prompt_file ").rstrip("\n").split(PLACE)
+class Prompt(NamedTuple):
+    """The teacher's prompt. role user: text before and behind the last user message; system: a message of its own."""
+    role: str
+    before: str
+    after: str = ""
+
+
+def read_prompt(path, role="user"):
+    """Prompt of a file; other braces in it than PLACE mean nothing. Raises UserError."""
+    text = json_files.read_text(path, "--prompt_file ").rstrip("\n")
+    parts = text.split(PLACE)
+    if role == "system":
+        if len(parts) > 1 or not text.strip():
+            why = f"has {PLACE}, which --prompt_role system does not fill in" if text.strip() else "is empty"
+            raise UserError(f"--prompt_file {path}: {why}")
+        return Prompt(role, text)
     if len(parts) != 2:
-        raise UserError(f"--prompt_file {path}: has {PLACE} {len(parts) - 1} times; write it once, where the line goes")
-    return parts
+        raise UserError(f"--prompt_file {path}: has {PLACE} {len(parts) - 1} times; write it once, where the line goes"
+                        + ("" if len(parts) > 2 else ", or give --prompt_role system"))
+    return Prompt(role, *parts)
+
+
+def with_prompt(prompt, messages):
+    """The messages as the teacher gets them; the last one is the user's. ValueError for a second system message."""
+    if prompt.role == "system":
+        if messages[0]["role"] in ("system", "developer"):
+            raise ValueError("has a system message of its own beside --prompt_role system; join the two")
+        return [{"role": "system", "content": prompt.before}, *messages]
+    return [*messages[:-1], {**messages[-1], "content": prompt.before + messages[-1]["content"] + prompt.after}]
+
+
+def taker(requests):
+    """take of a list of requests, for `answers`."""
+    waiting = deque(requests)
+    return lambda n: [waiting.popleft() for _ in range(min(n, len(waiting)))]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -99,8 +141,11 @@ def read_prompt(path):
 
 
 def open_vllm(name, draw, *, tensor_parallel_size=1, pipeline_parallel_size=1, gpu_memory_utilization=0.9,
-              max_model_len=0, enforce_eager=False, seed=0):
-    """A model folder or hub name in this process. draw: Sampling. max_model_len 0: the model's own."""
+              max_model_len=0, enforce_eager=False, seed=0, chunk_size=1024):
+    """A model folder or hub name in this process. draw: Sampling. max_model_len 0: the model's own.
+
+    chunk_size: requests given to vLLM together; the next ones wait for all of them.
+    """
     try:
         from vllm import LLM, SamplingParams
         from vllm.sampling_params import StructuredOutputsParams
@@ -113,25 +158,26 @@ def open_vllm(name, draw, *, tensor_parallel_size=1, pipeline_parallel_size=1, g
     need_template(tokenizer, name)
     begin, limit = opens_thought(tokenizer, flags), llm.llm_engine.model_config.max_model_len
 
-    def chat(prompt):
-        return [{"role": "user", "content": prompt}]
-
     def sampling(request):
         constraint = StructuredOutputsParams(**request.constraint) if request.constraint else None
         return SamplingParams(temperature=draw.temperature, top_p=draw.top_p, top_k=draw.top_k, seed=request.seed,
                               max_tokens=draw.max_tokens, logprobs=draw.logprobs or None,
                               structured_outputs=constraint)
 
-    def answers(requests):
+    def answers(take):
+        while requests := take(chunk_size):
+            yield from chunk(requests)
+
+    def chunk(requests):
         fitting = []
         for request in requests:        # one that does not fit would end the whole call
-            ids = tokenizer.apply_chat_template(chat(request.prompt), add_generation_prompt=True, return_dict=False,
+            ids = tokenizer.apply_chat_template(request.messages, add_generation_prompt=True, return_dict=False,
                                                 **flags)
             if len(ids) >= limit:
                 yield request, Answer("", "too_long", len(ids))
             else:
                 fitting.append(request)
-        outputs = llm.chat([chat(request.prompt) for request in fitting], [sampling(r) for r in fitting],
+        outputs = llm.chat([request.messages for request in fitting], [sampling(r) for r in fitting],
                            use_tqdm=False, chat_template_kwargs=flags or None) if fitting else []
         for request, out in zip(fitting, outputs):
             best = out.outputs[0]
@@ -150,14 +196,14 @@ def open_vllm(name, draw, *, tensor_parallel_size=1, pipeline_parallel_size=1, g
 def open_server(name, draw, base_url, concurrency=64, timeout=600.0, patience=600.0):
     """A server that knows the model as `name`; `concurrency` requests are under way at once. draw: Sampling.
 
-    timeout: seconds of silence in one request; patience: seconds that one line's failed requests are repeated. Raises
-    UserError when the server, or the model, is not there.
+    timeout: seconds that one request may take in all; patience: seconds that one line's failed requests are repeated.
+    Raises UserError when the server, or the model, is not there.
     """
-    url = base_url.rstrip("/")
+    server = Server(base_url, timeout)
     try:
-        models = [str(model["id"]) for model in call(url + "/models", None, timeout)["data"]]
+        models = [str(model["id"]) for model in server.call("/models")["data"]]
     except MALFORMED as error:
-        raise UserError(f"--base_url {base_url}: {explain(error)}; start the server, or mend the address "
+        raise UserError(f"--base_url {server.url}: {explain(error)}; start the server, or mend the address "
                         "(it mostly ends in /v1)")
     if name not in models:
         raise UserError(f"--model_name {name}: the server has {', '.join(models) or 'no models'}")
@@ -168,52 +214,147 @@ def open_server(name, draw, base_url, concurrency=64, timeout=600.0, patience=60
         while True:
             request = todo.get()
             try:
-                done.put((request, ask_server(name, draw, url, request, timeout, patience)))
+                done.put((request, ask_server(name, draw, server, request, patience)))
             except Exception as error:      # raised in the main thread, which ends the run
                 done.put((request, error))
     for _ in range(concurrency):            # daemons: a thread that waits for the server must not delay the end
         threading.Thread(target=work, daemon=True).start()
 
-    def answers(requests):
-        for request in requests:
-            todo.put(request)
-        for _ in requests:
+    def answers(take):
+        under_way = 0
+        while True:
+            for request in take(concurrency - under_way):
+                todo.put(request)
+                under_way += 1
+            if not under_way:
+                return
             request, answer = done.get()
+            under_way -= 1
             if isinstance(answer, Exception):
                 raise answer
             yield request, answer
     return answers
 
 
-def ask_server(name, draw, url, request, timeout, patience):
-    """Answer to one request; UserError. What may fail only for a while is tried again for `patience` seconds."""
-    body = {"model": name, "messages": [{"role": "user", "content": request.prompt}],
-            "max_tokens": draw.max_tokens, "temperature": draw.temperature, "top_p": draw.top_p, "seed": request.seed}
-    if draw.top_k:
-        body["top_k"] = draw.top_k
-    if flags := template_flags(draw.thinking):
-        body["chat_template_kwargs"] = flags
-    if draw.logprobs:
-        body |= {"logprobs": True, "top_logprobs": draw.logprobs}
-    if request.constraint:
-        body["structured_outputs"] = request.constraint
-    end, pause = time.monotonic() + patience, 0.5
-    while True:
+class Server:
+    """An address, and what its server has refused so far. url is without the user's name and password."""
+
+    def __init__(self, base_url, timeout):
+        parts = urllib.parse.urlsplit(base_url.rstrip("/"))
+        user, _, host = parts.netloc.rpartition("@")
+        self.url, self.timeout, self.headers = parts._replace(netloc=host).geturl(), timeout, {}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            self.headers["Authorization"] = f"Bearer {key}"
+        elif user:
+            user = urllib.parse.unquote(user).encode()
+            self.headers["Authorization"] = f"Basic {base64.b64encode(user).decode()}"
+        self.seed, self.max_tokens = True, "max_tokens"         # whether it takes a seed; its name for the limit
+
+    def call(self, path, body=None):
+        """GET, or POST of a JSON body; the JSON that comes back, whole within the timeout. Raises one of MALFORMED."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **self.headers})
+        sockets, late = [], threading.Event()
+
+        def end():      # a server that sends a byte now and then never exceeds a socket's own timeout
+            late.set()
+            for each in sockets:
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(each, socket.SHUT_RDWR)
+        timer = threading.Timer(self.timeout, end)
+        timer.daemon = True
+        timer.start()
         try:
-            return read_answer(call(url + "/chat/completions", body, timeout))
+            with _opener(sockets).open(request, timeout=self.timeout) as response:
+                text = response.read(json_files.LONGEST)
+            if late.is_set():
+                raise TimeoutError
+            return json_files.loads(text)
+        except urllib.error.HTTPError as error:
+            error.said = said(error)        # while the timer runs
+            raise
+        except MALFORMED:
+            if late.is_set():
+                raise TimeoutError(f"no whole answer in {self.timeout:g} s")
+            raise
+        finally:
+            timer.cancel()
+
+    def drops(self, why):
+        """Whether a refusal is about a field that can be left out, or has another name, in all requests from now on."""
+        if self.max_tokens == "max_tokens" and "max_completion_tokens" in why:
+            self.max_tokens = "max_completion_tokens"
+            return True
+        if self.seed and re.search(r"\bseed\b", why) and UNKNOWN.search(why.lower()):
+            self.seed = False
+            print("notice     the server takes no seed: answers cannot be drawn again alike")
+            return True
+        return False
+
+
+def _opener(sockets):
+    """urllib's opener, proxies included, that puts each socket it opens into a list."""
+    def keeping(kind):
+        class Keeping(kind):
+            def connect(self):
+                super().connect()
+                sockets.append(self.sock)
+        return Keeping
+
+    class Http(urllib.request.HTTPHandler):
+        def http_open(self, request):
+            return self.do_open(keeping(http.client.HTTPConnection), request)
+
+    class Https(urllib.request.HTTPSHandler):
+        def https_open(self, request):
+            return self.do_open(keeping(http.client.HTTPSConnection), request, context=ssl.create_default_context())
+    return urllib.request.build_opener(Http, Https)
+
+
+def ask_server(name, draw, server, request, patience):
+    """Answer to one request. What may fail only for a while is tried again for `patience` seconds.
+
+    A line that the server refuses, or never answers while it lives, has an Answer that says so. UserError when the
+    server is gone, or what it refuses is not the line.
+    """
+    end, pause, line = time.monotonic() + patience, 0.5, f"line {request.id + 1}"
+    while True:
+        body = {"model": name, "messages": request.messages, server.max_tokens: draw.max_tokens,
+                "temperature": draw.temperature, "top_p": draw.top_p}
+        sent = server.seed, server.max_tokens
+        if server.seed:
+            body["seed"] = request.seed
+        if draw.top_k:
+            body["top_k"] = draw.top_k
+        if flags := template_flags(draw.thinking):
+            body["chat_template_kwargs"] = flags
+        if draw.logprobs:
+            body |= {"logprobs": True, "top_logprobs": draw.logprobs}
+        if request.constraint:
+            body["structured_outputs"] = request.constraint
+        try:
+            return read_answer(server.call("/chat/completions", body))
         except urllib.error.HTTPError as error:
             why, pause_asked = explain(error), error.headers.get("Retry-After", "")
             if error.code in (400, 413) and any(words in why.lower() for words in TOO_LONG):
                 return Answer(why, "too_long")
+            if error.code in (400, 422) and (sent != (server.seed, server.max_tokens) or server.drops(why)):
+                continue        # as this thread, or another one, has learnt
+            if error.code in WHOLE_RUN:
+                raise UserError(f"{line}: the server at {server.url} refuses it: {why}")
             if error.code not in TRANSIENT:
-                raise UserError(f"line {request.id + 1}: the server at {url} refuses it: {why}")
+                return Answer(why, "refused")
             pause = max(pause, float(pause_asked) if pause_asked.isdecimal() else 0)
         except MALFORMED as error:
             why = explain(error)
         if time.monotonic() + pause > end:
-            raise UserError(f"line {request.id + 1}: no answer from {url} in {patience:g} s: "
-                            f"{why}; what is finished is kept, the same command goes on")
-        tell(f"notice     line {request.id + 1} waits for {url}: {why}")
+            try:
+                server.call("/models")
+            except MALFORMED:
+                raise UserError(f"{line}: no answer from {server.url} in {patience:g} s: "
+                                f"{why}; what is finished is kept, the same command goes on")
+            return Answer(f"no answer in {patience:g} s: {why}", "no_answer")
+        tell(f"notice     {line} waits for {server.url}: {why}")
         time.sleep(pause)
         pause = min(2 * pause, 30)
 
@@ -225,27 +366,22 @@ def tell(message, told=[float("-inf")]):        # noqa: B006  the time of the la
         print(printable(message))
 
 
-def call(url, body, timeout):
-    """GET, or POST of a JSON body; the JSON that comes back. OPENAI_API_KEY is sent where it is set."""
-    headers = {"Content-Type": "application/json"}
-    if key := os.environ.get("OPENAI_API_KEY"):
-        headers["Authorization"] = f"Bearer {key}"
-    data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=timeout) as response:
-        return json_files.loads(response.read(json_files.LONGEST))
+def said(error):
+    """What a server says about an HTTP error, one line."""
+    try:
+        text = error.read(SAID).decode("utf-8", "replace")
+        found = json_files.loads(text)
+        found = found.get("error", found)
+        text = found["message"] if isinstance(found, dict) and "message" in found else str(found)
+    except (ValueError, AttributeError, OSError, http.client.HTTPException):
+        text = error.reason
+    return printable(" ".join(str(text).split()), 200)
 
 
 def explain(error):
     """A failed call in a few words; for an HTTP error what the server says about it."""
     if isinstance(error, urllib.error.HTTPError):
-        try:
-            text = error.read(SAID).decode("utf-8", "replace")
-            found = json_files.loads(text)
-            found = found.get("error", found)
-            text = found["message"] if isinstance(found, dict) and "message" in found else str(found)
-        except (ValueError, AttributeError, OSError, http.client.HTTPException):
-            text = error.reason
-        return f"HTTP {error.code} {printable(' '.join(str(text).split()), 200)}"
+        return f"HTTP {error.code} {error.said}"
     if isinstance(error, (OSError, http.client.HTTPException)):
         return str(getattr(error, "reason", None) or error or type(error).__name__)
     return f"its answer is not what OpenAI's API gives ({type(error).__name__} {str(error)[:80]})"
@@ -257,20 +393,26 @@ def read_answer(found):
     message, details = choice["message"], usage.get("prompt_tokens_details") or {}
     rows = (choice.get("logprobs") or {}).get("content") or []
     tokens = [(row["token"], [(top["token"], top["logprob"]) for top in row["top_logprobs"]]) for row in rows]
-    text = json_files.HALF_CHARACTER.sub("\ufffd", message["content"] or "")       # no file can hold halves
-    return Answer(text, choice["finish_reason"], usage.get("prompt_tokens", 0),
-                  usage.get("completion_tokens", 0), details.get("cached_tokens"),
-                  bool(message.get("reasoning_content") or message.get("reasoning")), tokens)
+    return Answer(plain(message["content"]), choice["finish_reason"], usage.get("prompt_tokens") or 0,
+                  usage.get("completion_tokens") or 0, details.get("cached_tokens"),
+                  plain(message.get("reasoning_content") or message.get("reasoning")).strip(), tokens)
+
+
+def plain(content):
+    """Text of a message's content: a text, nothing, or a list of parts such as {"type": "text", "text": ...}."""
+    if isinstance(content, list):
+        content = "".join(part if isinstance(part, str) else part.get("text") or "" for part in content)
+    return json_files.HALF_CHARACTER.sub("\ufffd", content or "")         # no file can hold halves
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # transformers
 
 
-def open_transformers(name, draw, max_model_len=0, batch_size=16):
+def open_transformers(name, draw, max_model_len=0, batch_size=16, chunk_size=1024):
     """A model folder or hub name on the GPU, or the CPU where there is none. draw: Sampling.
 
-    max_model_len 0: the model's own. batch_size: lines generated together.
+    max_model_len 0: the model's own. batch_size: requests generated together, out of chunk_size sorted by length.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
@@ -281,7 +423,8 @@ def open_transformers(name, draw, max_model_len=0, batch_size=16):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device).eval()
+        dtype = "auto" if device.type == "cuda" else torch.float32      # many CPUs are slow in bfloat16
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
     except (OSError, ValueError) as error:
         raise UserError(f"--model_name {name}: cannot be loaded ({str(error).splitlines()[0][:200]}); give "
                         "a folder, or a hub name when online")
@@ -310,10 +453,13 @@ def open_transformers(name, draw, max_model_len=0, batch_size=16):
         kept += [TopPLogitsWarper(draw.top_p)] if draw.top_p < 1 else []
         return LogitsProcessorList([TemperatureLogitsWarper(draw.temperature), *kept, Draw(seeds)])
 
-    def answers(requests):
-        prompts = [(request, tokenizer.apply_chat_template([{"role": "user", "content": request.prompt}],
-                                                           add_generation_prompt=True, return_dict=False, **flags))
-                   for request in requests]
+    def answers(take):
+        while requests := take(chunk_size):
+            yield from chunk(requests)
+
+    def chunk(requests):
+        prompts = [(request, tokenizer.apply_chat_template(request.messages, add_generation_prompt=True,
+                                                           return_dict=False, **flags)) for request in requests]
         fitting = []
         for request, ids in prompts:
             if len(ids) + draw.max_tokens > limit:

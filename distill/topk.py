@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from common.parallel import UserError
+from distill.journal import unpack
 
 ROUNDING = 1e-3         # by which a probability may be above 1: values are stored with five decimals
 
@@ -41,6 +42,11 @@ def read_alternatives(record):
         return None
     rows, texts = record["logprobs"], record.get("label_tokens")
     again = "; label again with create_data.py --logprobs, or drop both fields"
+    if isinstance(rows, str):
+        try:
+            rows = unpack(rows)
+        except ValueError as error:
+            raise ValueError(f'its "logprobs" cannot be read: the text {error}{again}')
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts) or \
             "".join(texts) != record["messages"][-1]["content"].strip():
         raise ValueError(f'its "label_tokens" do not make up the last answer, so its log-probabilities cannot be placed'

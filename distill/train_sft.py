@@ -3,11 +3,16 @@
     torchrun --nproc_per_node=8 distill/train_sft.py --model_path Qwen/Qwen3-4B-Instruct-2507 \
         --train_data_file labels.jsonl --output_dir ./out --bf16
     torchrun --nproc_per_node=8 distill/train_sft.py ... --bf16 --use_lora --max_tokens_per_batch 4096 --compile
+    torchrun --nproc_per_node=8 distill/train_sft.py ... --use_lora --prompt_file system.txt --prompt_role system
     python distill/train_sft.py --model_path ./tiny --train_data_file chats.jsonl --output_dir ./out    # needs no GPU
 
 Loss: cross-entropy of the trained tokens, averaged over all of them in the whole optimizer step (all ranks and
 micro-steps). The counts come from the plan that all ranks share, so no rank has to ask another. Which tokens are
 trained is proven against the tokenizer's chat template (chat.py); a template where that fails is refused.
+
+With --prompt_file the model is its own teacher: without adapters, behind that prompt, it scores each token of the
+answers, and the student, with adapters and without the prompt, learns its distribution (divergence.py). The answers are
+those of the data, or with --on_policy the student's own.
 
 SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
 """
@@ -18,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ sta
 
 from common import flags, ownership
 from common.flags import need
-from distill.choices import CHECKS, THINKING, TOO_LONG
+from distill.choices import CHECKS, DIVERGENCES, THINKING, TOO_LONG
 
 # LoRA takes about ten times the rate of full fine-tuning (thinking-machines-lab/tinker-cookbook's rule).
 LORA_RATE, FULL_RATE = 2e-4, 2e-5
@@ -49,20 +54,36 @@ def build_parser():
     g.add_argument("--chat_template", metavar="FILE", help="Jinja file to use and save instead of the model's template")
     g.add_argument("--enable_thinking", choices=tuple(THINKING), default="template",
                    help="what the template gets under this name; generate with the same. template: nothing")
-    g.add_argument("--train_turns", choices=("all", "last"), default="all", help="assistant turns that are trained")
-    g.add_argument("--distill_topk", type=int, default=0, metavar="K",
-                   help="learn the teacher's K likeliest tokens, as create_data.py --logprobs stored them; 0 = off")
-    g.add_argument("--distill_weight", type=float, default=DISTILL_WEIGHT,
-                   help="share of the divergence from them in a label token's loss, above 0, up to 1")
+    g.add_argument("--train_turns", choices=("all", "last"), default="all",
+                   help="assistant turns that are trained; with a prompt around the user's text always the last")
     g.add_argument("--preprocess_num_proc", type=int, default=min(8, flags.usable_cpus()),
                    help="processes that read and tokenise large files, 0 = in the trainer; always so with "
                         "--distill_topk")
-    g.add_argument("--max_length", type=int, default=0, help="tokens a sample may have, 0 = the model's positions")
+    g.add_argument("--max_length", type=int, default=0,
+                   help="tokens a sample may have, 0 = the model's positions; with --prompt_file those of student and "
+                        "teacher together")
     g.add_argument("--too_long", choices=TOO_LONG, default="stop",
                    help="longer samples: stop and name them, drop and count them, or cut tokens off their left or "
                         "right end")
     flags.bad_samples(g, CHECKS)
     flags.loading(g, num_workers=2)
+
+    g = p.add_argument_group("distillation")
+    g.add_argument("--prompt_file", help="text; the model behind this prompt, without adapters, teaches all answers")
+    g.add_argument("--prompt_role", choices=("user", "system"), default="user",
+                   help="where the prompt goes: around the last user message, or in a system message of its own")
+    g.add_argument("--divergence", choices=DIVERGENCES, default="forward",
+                   help="from the prompted teacher: KL(teacher, student), KL(student, teacher), or Jensen-Shannon")
+    g.add_argument("--js_beta", type=float, default=0.5, help="the teacher's share in js's mixture, between 0 and 1")
+    g.add_argument("--on_policy", type=float, default=0.0,
+                   help="with --prompt_file, share of the samples whose answer the student draws anew at each step")
+    g.add_argument("--max_new_tokens", type=int, default=128, help="tokens an answer drawn for --on_policy may have")
+    g.add_argument("--distill_topk", type=int, default=0, metavar="K",
+                   help="learn the teacher's K likeliest tokens, as create_data.py --logprobs stored them; 0 = off. "
+                        "With --prompt_file compare those and the sum of all others; 0 = the whole vocabulary")
+    g.add_argument("--distill_weight", type=float,
+                   help="share of the divergence in the loss of a token that has a teacher, above 0, up to 1 (default: "
+                        f"1 with --prompt_file, else {DISTILL_WEIGHT})")
 
     g = p.add_argument_group("batch and length of the run")
     g.add_argument("--per_device_train_batch_size", type=int, default=16, help="samples per micro-step and rank")
@@ -105,8 +126,7 @@ def check_flags(args, world_size):
     flags.check_loading(args, build_parser())
     flags.at_least_one(args, "group_size")
     flags.zero_or_more(args, "gradient_accumulation_steps", "distill_topk")
-    need(0 < args.distill_weight <= 1, f"--distill_weight is {args.distill_weight}; it must be above 0, at most 1")
-    need(args.distill_topk or args.distill_weight == DISTILL_WEIGHT, "--distill_weight needs --distill_topk")
+    check_distillation(args)
     need(not (args.eval_data_file and args.validation_split),
          "give one of --eval_data_file and --validation_split, not both")
     need(not (args.global_batch_size and args.gradient_accumulation_steps),
@@ -121,6 +141,29 @@ def check_flags(args, world_size):
         args.gradient_accumulation_steps = 1 if args.max_tokens_per_batch else samples // per_micro_step
 
 
+def check_distillation(args):
+    """check_flags for the flags that say what is learned from a teacher."""
+    need(args.distill_topk or args.prompt_file or args.distill_weight is None,
+         "--distill_weight needs --distill_topk or --prompt_file")
+    if args.distill_weight is None:
+        args.distill_weight = 1.0 if args.prompt_file else DISTILL_WEIGHT
+    need(0 < args.distill_weight <= 1, f"--distill_weight is {args.distill_weight}; it must be above 0, at most 1")
+    if not args.prompt_file:
+        for flag in ("prompt_role", "divergence", "js_beta", "on_policy", "max_new_tokens"):
+            need(getattr(args, flag) == build_parser().get_default(flag), f"--{flag} needs --prompt_file")
+        return
+    flags.share(args, "on_policy")
+    flags.at_least_one(args, "max_new_tokens")
+    need(args.use_lora, "--prompt_file needs --use_lora: the teacher is the model without its adapters")
+    need(not args.compile, "--compile and --prompt_file exclude each other: the shapes change with every step")
+    need(args.too_long in ("stop", "drop"), f"--too_long {args.too_long} would cut the teacher's prompt: stop or drop")
+    need(0 < args.js_beta < 1, f"--js_beta is {args.js_beta}; it must be between 0 and 1")
+    need(not args.on_policy or args.distill_weight == 1,
+         "--on_policy needs --distill_weight 1: the student's own answers are no targets")
+    if args.prompt_role == "user":
+        args.train_turns = "last"
+
+
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
@@ -130,17 +173,18 @@ from tqdm import tqdm
 from common import adapters, checkpoint, float8, loading, metrics, optim, parallel, run, tensor_files, watchdog
 from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.plan import Checks, Room, Setup, start_text, steps_text
-from distill import chat, packed_lm, topk, weights
+from distill import chat, packed_lm, rollouts, topk, weights
 from distill.plan import print_plan, samples_line
 from distill.table import make_loader, prepare_table, split_samples
+from distill.teacher import read_prompt
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Model: empty, loaded, saved
 
 
-def empty_model(folder, *, lora, bf16, recompute, share):
-    """packed_lm.build_empty, with its lora, recompute and share: a frozen base in bfloat16 with bf16, else fp32."""
-    return packed_lm.build_empty(folder, torch.bfloat16 if bf16 and lora else torch.float32, lora, recompute, share)
+def empty_model(folder, *, bf16, lora, **options):
+    """packed_lm.build_empty, with its lora and other options: a frozen base in bfloat16 with bf16, else fp32."""
+    return packed_lm.build_empty(folder, torch.bfloat16 if bf16 and lora else torch.float32, lora, **options)
 
 
 def load_model(world, model, parts, resume, *, seed, fp8, fsdp, bf16, reshard, offload, compiled):
@@ -234,9 +278,13 @@ def step_work(table, window, matrix_weights, config, use_lora):
     matrix_weights: of packed_lm.layer_weights.
     """
     lengths, targets = table.lengths[window], int(table.targets[window].sum())
-    tokens, pairs = int(lengths.sum()), int((lengths * (lengths + 1) // 2).sum())
-    return {"tokens": tokens, "targets": targets, "samples": len(window),
-            "flops": packed_lm.flops(matrix_weights, config, tokens, targets, pairs, use_lora)}
+    own = table.own[window] if table.prompted else lengths
+
+    def flops(lengths, forward_only):
+        return packed_lm.flops(matrix_weights, config, int(lengths.sum()), targets,
+                               int((lengths * (lengths + 1) // 2).sum()), use_lora, forward_only)
+    work = flops(own, False) + (flops(lengths - own, True) if table.prompted else 0)
+    return {"tokens": int(lengths.sum()), "targets": targets, "samples": len(window), "flops": work}
 
 
 def console_line(step, total_steps, v):
@@ -259,6 +307,12 @@ def print_start(world, model, table, train_ids, eval_ids, *more, fsdp, bf16):
           f"model      {n / 1e6:,.1f} M parameters, {n_trained / 1e6:,.3f} M trainable "
           f"({'LoRA' if model.lora else 'full'})\n"
           f"{samples_line(table, train_ids, eval_ids)}", *more, sep="\n")
+
+
+def teaching_of(args):
+    """What PackedLM needs of the flags: a divergence's share in the loss, and which one from a prompted teacher."""
+    return {"share": args.distill_weight if args.distill_topk or args.prompt_file else 0.0,
+            "prompted": (args.divergence, args.js_beta, args.distill_topk) if args.prompt_file else None}
 
 
 def for_plan(args, ranks, often):
@@ -298,18 +352,18 @@ def train(args):
                                                                   template=args.chat_template)
     check(weights.check_vocabulary, tokenizer, config)
     encoder = check(chat.Encoder, tokenizer, args.train_turns, thinking=THINKING[args.enable_thinking])
-    teacher = check(topk.Alternatives, tokenizer, args.distill_topk) if args.distill_topk else None
+    prompt = check(read_prompt, args.prompt_file, args.prompt_role) if args.prompt_file else None
+    teacher = check(topk.Alternatives, tokenizer, args.distill_topk) if args.distill_topk and not prompt else None
     limit = check(weights.length_limit, config, args.max_length, args.max_tokens_per_batch)
     lora = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules,
             args.model_path, args.use_rslora, args.use_dora) if args.use_lora else None
-    kind = {"lora": lora, "bf16": args.bf16, "recompute": args.gradient_checkpointing,
-            "share": args.distill_weight if args.distill_topk else 0.0}
+    kind = {"lora": lora, "bf16": args.bf16, "recompute": args.gradient_checkpointing, **teaching_of(args)}
     model, parts = check(empty_model, config and folder, **kind) or (None, None)
     paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
     # rank 0 tokenises into a table on disk that all ranks map
     table, n_train, ends = check(prepare_table, world, check.folder(args.output_dir), paths, encoder, limit,
                                  args.too_long, teacher=teacher, processes=args.preprocess_num_proc, drop=args.drop_bad,
-                                 list_in=None if check.dry else args.output_dir) or (None,) * 3
+                                 list_in=None if check.dry else args.output_dir, prompt=prompt) or (None,) * 3
     train_ids, eval_ids = check(split_samples, table, n_train, args.group_size, args.validation_split,
                                 args.seed) or (None, None)
     check.settle()
@@ -326,7 +380,7 @@ def train(args):
     accumulation, at = args.gradient_accumulation_steps, run.position(meta)
     order = pack_order(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
                        samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
-    per_step = ranks * accumulation
+    per_step, pad_to = ranks * accumulation, 0 if args.prompt_file else args.max_tokens_per_batch
     steps_per_epoch, total_steps = run_length(order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps,
                                               at)
     peak_lr, warmup = args.learning_rate, round(args.warmup_ratio * total_steps)
@@ -357,7 +411,7 @@ def train(args):
     packs = ([int(train_ids[i]) for i in pack] for pack in
              rank_packs(order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
     batches = loading.ahead(make_loader(table, packs, num_workers=args.num_workers, pad_id=ends[0],
-                                        prefetch_factor=args.prefetch_factor, pad_to=args.max_tokens_per_batch), device)
+                                        prefetch_factor=args.prefetch_factor, pad_to=pad_to), device)
     matrix_weights = packed_lm.layer_weights(model.native)
     if main_rank:
         print_start(world, model, table, train_ids, eval_ids,
@@ -375,12 +429,17 @@ def train(args):
         window = train_ids[now.window()]        # samples of this step, all ranks: the loss divides by their targets
         work = step_work(table, window, matrix_weights, model.native.config, args.use_lora)
         sums = torch.zeros_like(now.sums)
+        drawn = None
+        if args.on_policy:      # before the first loss, as all are divided by the tokens of all answers of the step
+            drawn, work["targets"] = rollouts.own_answers(
+                world, model, table, [now.next(batches) for _ in range(accumulation)], share=args.on_policy,
+                tokens=args.max_new_tokens, ends=ends, seed=args.seed, step=now.step, bf16=args.bf16)
         for micro in range(accumulation):
-            batch = now.next(batches)
+            batch = drawn[micro] if drawn else now.next(batches)
             mine = list(batch.samples)
             # a batch that differs from the plan would divide the loss by another count than the other ranks'
-            assert batch.counts["targets"] == table.targets[mine].sum(), "loader and plan disagree"
-            assert args.max_tokens_per_batch in (0, len(batch.input_ids)), "the pack is not filled to its budget"
+            assert drawn or batch.counts["targets"] == table.targets[mine].sum(), "loader and plan disagree"
+            assert pad_to in (0, len(batch.input_ids)), "the pack is not filled to its budget"
             with parallel.gradient_sync(wrapped, micro == accumulation - 1):    # ranks exchange gradients once per step
                 with autocast(args.bf16, device):
                     loss, *others = wrapped(batch)          # sums over this batch's targets
@@ -399,7 +458,7 @@ def train(args):
 
         # -- log ------------------------------------------------------------------------------------------------------
         empty = max(0, now.at["first"] - order.packs_per_epoch)         # packs of one token of padding
-        now.count(per_step * args.max_tokens_per_batch or work["tokens"] + empty, work)
+        now.count(per_step * pad_to or work["tokens"] + empty, work)
         if now.due(args.logging_steps):
             *model_sums, targets = parallel.all_sum(world, now.sums).tolist()
             if main_rank:

@@ -6,6 +6,7 @@
 #   sbatch launch/train_gsm8k_bd3lm_h200.sh                          one GPU, data and tokenizer from the hub
 #   TRAIN_DATA=train.jsonl TEST_DATA=test.jsonl TOKENIZER=gpt2_files bash launch/train_gsm8k_bd3lm_h200.sh      offline
 #   PRESET=aggressive sbatch launch/train_gsm8k_bd3lm_h200.sh --strip_calculator
+#   INIT_FROM=kuleshov-group/bd3lm-owt-block_size16 sbatch launch/train_gsm8k_bd3lm_h200.sh     published weights: better
 #   bash launch/train_gsm8k_bd3lm_h200.sh --demo                     small, on problems it makes itself; no GPU needed
 #
 # Everything else - DRY_RUN=1, signals, requeueing - is slurm.sh, which this one calls. A job whose time is over while
@@ -35,7 +36,8 @@ source "$repo/launch/env.sh"
 export TRAINER=${TRAINER:-$REPO/diffusion/train_bd3lm.py} # the script that torchrun starts
 SAMPLER=${SAMPLER:-$REPO/diffusion/sample_bd3lm.py}       # the script that answers
 SYSTEM=${SYSTEM:-gsm8k}                         # gsm8k or hdp; train_hdp_diffusion_h200.sh sets hdp
-setting PRESET recommended                      # or conservative, aggressive, extreme: problems, rate, steps
+setting INIT_FROM '' --init_from                # weights to start from: hub name, folder, .ckpt; default: none
+setting PRESET "$([ -n "$INIT_FROM" ] && echo finetune || echo recommended)"    # problems, rate, steps; all: below
 setting GLOBAL_BATCH_SIZE ''                    # problems a step, of all GPUs; default: the preset's
 setting BATCH_SIZE ''                           # problems a GPU and micro-step
 setting GRAD_ACCUM ''                           # micro-steps a step
@@ -106,17 +108,20 @@ hdp) test_file=test_hdp.json ;;
 esac
 # shellcheck disable=SC2153     # setting made it
 case $PRESET in
-conservative | recommended | aggressive | extreme) ;;
-*) die "PRESET=$PRESET: conservative, recommended, aggressive or extreme" ;;
+conservative | recommended | aggressive | extreme | source | finetune) ;;
+*) die "PRESET=$PRESET: conservative, recommended, aggressive, extreme, source or finetune" ;;
 esac
 # Problems a step = problems a GPU and micro-step x micro-steps x GPUs; what is not set follows.
+each=4
 case $PRESET in
 conservative) problems=64 ;;
 recommended) problems=128 ;;
 aggressive) problems=192 ;;
-*) problems=256 ;;
+extreme) problems=256 ;;
+source) problems=16 each=16 ;;
+finetune) problems=64 each=2 ;;
 esac
-preset=$((problems * 4)) step=${GLOBAL_BATCH_SIZE:-} micro=$BATCH_SIZE steps=$GRAD_ACCUM
+preset=$((problems * each)) step=${GLOBAL_BATCH_SIZE:-} micro=$BATCH_SIZE steps=$GRAD_ACCUM
 for name in GLOBAL_BATCH_SIZE BATCH_SIZE GRAD_ACCUM GPUS; do
     [[ -z ${!name} || ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name}: a number from 1 on"
 done

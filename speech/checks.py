@@ -16,6 +16,19 @@ SPREAD = 1.5                # interquartile ranges beyond the quartiles of the l
 ENOUGH = 20                 # samples of a language, for quartiles
 
 
+def targets(builder):
+    """(n,) numbers of the clips that samples are trained on: the last one of each."""
+    numbers, offsets = builder.clips.numbers[builder.entries.values.array()], builder.entries.offsets.array()
+    return numbers[np.maximum(offsets[1:], 1) - 1]
+
+
+def wrong_texts(builder, sources, cer, limit):
+    """[Problem] of samples in which more was heard wrong than the limit. cer: of transcripts.compare."""
+    return [problem(bytes(builder.names[i]).decode(), "transcript", f"{cer[i]:.0%} of its characters are heard "
+                    f"otherwise, more than --max_cer {limit:g}", file_of(sources, i))
+            for i in np.flatnonzero(np.nan_to_num(cer) > limit).tolist()]
+
+
 def find_problems(builder, sources, where, measures, min_seconds, max_seconds):
     """[Problem] of samples, in the order of the checks. Those with a clip that has no codes are passed over.
 
@@ -24,7 +37,7 @@ def find_problems(builder, sources, where, measures, min_seconds, max_seconds):
     """
     numbers, offsets = builder.clips.numbers[builder.entries.values.array()], builder.entries.offsets.array()
     heard = np.diff(offsets) > 0
-    target = numbers[np.maximum(offsets[1:], 1) - 1]        # a sample's last clip is the one it is trained on
+    target = targets(builder)
     usable = heard & (np.add.reduceat(np.append(where[numbers, 2] <= 0, False), offsets[:-1]) == 0)
     facts, found = builder.facts.array(), []
     column = dict(zip(MEASURES, measures.T))

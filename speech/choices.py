@@ -17,7 +17,8 @@ ON_OFF = ("on", "off")
 CHECKS = ("invalid", "empty_text", "control_token", "audio", "too_long")       # of samples, for --drop_bad
 SOUND_ERRORS = ("too_short", "silence")                  # that prepare_tts.py finds beside them
 WARNINGS = ("clipping", "dc_offset", "no_words", "duplicate_audio", "duplicate_text", "in_validation", "text_rate",
-            "no_second_clip", "no_reference_text", "unused_reference")      # of samples that are used all the same
+            "no_second_clip", "no_reference_text", "unused_reference",
+            "transcript")       # of samples that are used all the same
 FORMATS = ("chatml", "ms_swift", "manifest", "vibevoice", "metadata_json", "sidecar", "ljspeech", "piper", "list",
            "kaldi", "parquet", "arrow", "tar", "vctk", "aishell3", "mls", "wenetspeech4tts", "gigaspeech",
            "emilia_pipe")       # of data (speech/formats.py, speech/corpora.py)
@@ -30,8 +31,8 @@ CHATML = (".json", ".jsonl", ".lst")     # files whose prompts say themselves wh
 DEFAULT_SYSTEM = "Generate audio following instruction."
 
 
-def judges(group):
-    """Flags of what judges generated speech (scores.py)."""
+def recognisers(group):
+    """Flags of what understands speech (scores.py)."""
     group.add_argument("--asr_model", help="recogniser that gives word errors: folder or hub name of a transformers "
                                            "model, or pocketsphinx")
     group.add_argument("--asr_command", help="the same by a command that gets paths of wav files behind its own words "
@@ -39,15 +40,25 @@ def judges(group):
     group.add_argument("--language", help="language code, for Whisper and for the rules by which texts are compared; "
                                           "en unifies numbers and contractions (default: Whisper finds out, plain "
                                           "rules)")
+
+
+def judges(group):
+    """Flags of what judges generated speech (scores.py)."""
+    recognisers(group)
     group.add_argument("--speaker_model", help="encoder that gives the likeness of voices: resemblyzer, or folder or "
                                                "hub name of a transformers x-vector model, such as WavLM's")
     flags.switch(group, "--mos", help="estimate naturalness by DNSMOS, of the package speechmos")
 
 
-def check_judges(args, speaks=True):
-    """The flags of judges(). speaks: whether there will be anything to judge."""
+def check_recognisers(args):
+    """The flags of recognisers()."""
     need(not (args.asr_model and args.asr_command), "give one of --asr_model and --asr_command")
     need(not args.language or args.asr_model or args.asr_command,
          "--language: only --asr_model and --asr_command make use of it")
+
+
+def check_judges(args, speaks=True):
+    """The flags of judges(). speaks: whether there will be anything to judge."""
+    check_recognisers(args)
     for name in ("asr_model", "asr_command", "speaker_model", "mos"):
         need(speaks or not getattr(args, name), f"--{name} needs --sample_prompts")

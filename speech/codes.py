@@ -23,6 +23,7 @@ from common import tensor_files
 from common.checkpoint import move_aside, write_atomically
 from common.indexing import in_order
 from common.parallel import UserError
+from speech import hub
 from speech.containers import file_of
 
 SAMPLE_RATE = 24_000
@@ -49,23 +50,26 @@ def codec_fingerprint(codec_dir):
     return digest.hexdigest()[:16]
 
 
-def _cut(clip):
-    """The part of its file that a Clip is, as text; "" for all of it."""
-    return f"{clip.offset}+{clip.duration}" if clip.offset is not None else ""
+def _cut(clip, filled):
+    """The part of its file that a Clip is, and whether zeros fill it up, as text; "" for all of it as it is."""
+    return (f"{clip.offset}+{clip.duration}" if clip.offset is not None else "") + " filled" * filled
 
 
 def _digest(*parts):
     return hashlib.sha256("\0".join(map(str, parts)).encode("utf-8", "backslashreplace")).digest()[:16]
 
 
-def content_key(file_digest, clip):
-    """Digest (16 bytes) of a file's content and a Clip's cut of it. file_digest: SHA-256 of the file, hex digits."""
-    return _digest(file_digest, _cut(clip))
+def content_key(file_digest, clip, filled=False):
+    """Digest (16 bytes) of a file's content and a Clip's cut of it. file_digest: SHA-256 of the file, hex digits.
+
+    filled: zeros were added; a Clip that may be filled and is long enough has the key, and the codes, of the plain one.
+    """
+    return _digest(file_digest, _cut(clip, filled))
 
 
 def file_key(clip, size, mtime_ns):
     """Digest (16 bytes) of path, size, modification time and cut: the same as long as the file was not touched."""
-    return _digest(clip.path, size, mtime_ns, _cut(clip))
+    return _digest(clip.path, size, mtime_ns, _cut(clip, clip.filled))
 
 
 def file_keys(clips):
@@ -73,11 +77,11 @@ def file_keys(clips):
     stats, keys = array("q"), bytearray()
     for clip in clips:
         try:
-            stat = os.stat(file_of(clip.path))
+            found = hub.stat(file_of(clip.path))
         except OSError as error:
             raise UserError(f"{error.filename}: cannot be read any more ({error.strerror})")
-        stats.extend((stat.st_size, stat.st_mtime_ns))
-        keys += file_key(clip, stat.st_size, stat.st_mtime_ns)
+        stats.extend(found)
+        keys += file_key(clip, *found)
     return np.asarray(stats).reshape(-1, 2), np.frombuffer(bytes(keys), KEY)
 
 

@@ -9,6 +9,7 @@ import tarfile
 
 from common.json_files import SKIPPED, loads
 from common.parallel import UserError
+from speech import hub
 from speech.columns import AUDIO_FILES, OTHER_AUDIO, TEXTS, find_columns
 from speech.conversations import MEMBER, BadSample
 
@@ -35,7 +36,7 @@ def read_bytes(path):
             return f.read()
     file, start, size, group, row = found.groups()
     if start:
-        with open(file, "rb") as f:
+        with hub.open_file(file) as f:
             f.seek(int(start))
             return f.read(int(size))
     if (file, group) not in _group:
@@ -71,11 +72,12 @@ def _open(path):
         from pyarrow import parquet
     except ImportError:
         raise UserError(f"{path}: reading parquet and arrow files needs pyarrow: pip install pyarrow")
-    with open(path, "rb") as f:
+    with hub.open_file(path) as f:
         magic = f.read(6)
     try:
         if magic[:4] == b"PAR1":
-            return "parquet", parquet.ParquetFile(path)
+            path = hub.here(path)
+            return "parquet", parquet.ParquetFile(hub.open_file(path) if hub.is_there(path) else path)
         source = pyarrow.memory_map(path)
         if magic == b"ARROW1":
             return "file", pyarrow.ipc.open_file(source)
@@ -135,8 +137,7 @@ def read_columns(paths, wanted):
             values = _read(kind, table, group, list(columns.values())).to_pydict()
             names = _paths(kind, table, group, audio)
             if inside is None and len(names):
-                value = _read(kind, table, group, [audio]).column(0)[0].as_py()
-                inside = (value or {}).get("bytes") is not None if isinstance(value, dict) else isinstance(value, bytes)
+                inside = _has_bytes(kind, table, group, audio)
             for row, name in enumerate(names):
                 number += 1
                 if not wanted(number):
@@ -150,6 +151,17 @@ def read_columns(paths, wanted):
                                             "empty_text" if entry["text"] is None else "invalid")
                 else:
                     yield number, {**entry, "id": entry.get("id") or label, "audio": where}
+
+
+def _has_bytes(kind, table, group, audio):
+    """Whether the audio of a row group is in it, not in files that it names. Reads no audio of a file that says so."""
+    if kind == "parquet":
+        about = table.metadata.row_group(group)
+        for column in map(about.column, range(about.num_columns)):
+            if column.path_in_schema == f"{audio}.bytes" and column.statistics and column.statistics.has_null_count:
+                return column.statistics.null_count < about.num_rows
+    value = _read(kind, table, group, [audio]).column(0)[0].as_py()
+    return (value or {}).get("bytes") is not None if isinstance(value, dict) else isinstance(value, bytes)
 
 
 def _paths(kind, table, group, audio):
@@ -179,8 +191,10 @@ def read_tars(paths, wanted):
     number = -1
     for path in paths:
         try:
-            with tarfile.open(path, "r:") as tar:
-                for members in _samples(tar, os.path.getsize(path)):
+            with hub.open_file(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(0)
+                for members in _samples(tar, size):
                     number += 1
                     yield number, _tar_row(path, tar, members) if wanted(number) else SKIPPED
         except (tarfile.TarError, EOFError) as error:

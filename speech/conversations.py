@@ -19,16 +19,21 @@ from speech.choices import DEFAULT_SYSTEM
 SCENE = "<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 MEMBER = "::"           # between the path of a container and what tells one clip in it (speech/containers.py)
+FILLED_S = 1.0          # of Higgs TTS 3's references, as its servers do
 KNOWN = 100_000         # audio files remembered by name: references come again, targets mostly do not
 
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """One stretch of one audio file. seconds is the dataset's own claim (0 = unknown), used only to share out work."""
+    """One stretch of one audio file. seconds is the dataset's own claim (0 = unknown), used only to share out work.
+
+    filled: zeros make a shorter one FILLED_S seconds long before it is encoded.
+    """
     path: str
     offset: float | None = None         # seconds from the start; None = the whole file
     duration: float | None = None       # seconds from offset; None = to the end
     seconds: float = field(default=0.0, compare=False)
+    filled: bool = False
 
 
 @dataclass

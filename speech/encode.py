@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import heapq
 import io
+import itertools
 import os
 import sys
 import time
@@ -26,7 +27,7 @@ from common.checkpoint import remove_temporary
 from common.loading import each
 from common.parallel import UserError, all_ranks_ok, gather_objects, problem_text, rank0_first
 from common.watchdog import Stopped, init_loader, stop_requested
-from speech import mp3
+from speech import hub, mp3
 from speech.codes import (
     FRAME_RATE,
     SAMPLE_RATE,
@@ -42,7 +43,7 @@ from speech.codes import (
     shard_names,
 )
 from speech.containers import file_of, read_bytes, unit_of
-from speech.conversations import MEMBER
+from speech.conversations import FILLED_S, MEMBER
 
 MIN_SAMPLES = 960               # one codec frame
 UNKNOWN = 2**63 - 1             # length of a FLAC file that was written into a pipe, in libsndfile's words
@@ -111,6 +112,7 @@ def own_cache(folder, wait_s):
     folder.mkdir(parents=True, exist_ok=True)
     owner = ownership.claim(folder, "--code_cache", wait_s=wait_s, waiting=waiting)
     remove_temporary(folder)
+    hub.remove_left(folder)
     return owner
 
 
@@ -129,9 +131,11 @@ def share_work(clips, unknown, world_size):
         size = stat[0] if MEMBER not in str(path) else 64_000        # of a file that holds many: all the same
         return claimed or size / BYTES_PER_SECOND.get(os.path.splitext(path)[1].lower(), 64_000)
 
-    units = {}      # what is read in one go stays with one rank, in its order
+    shards = {file_of(path) for path in files if hub.is_there(path)}
+    units = {}      # what is read, or fetched, in one go stays with one rank, in its order
     for path, job in files.items():
-        units.setdefault(unit_of(path), []).append((seconds(path, *job), path, *job))
+        whole = len(shards) >= world_size and hub.is_there(path)
+        units.setdefault(file_of(path) if whole else unit_of(path), []).append((seconds(path, *job), path, *job))
     jobs = sorted(((sum(job[0] for job in unit), name, unit) for name, unit in units.items()),
                   key=lambda j: (-j[0], j[1]))
     loads, work = [(0.0, rank) for rank in range(world_size)], [[] for _ in range(world_size)]
@@ -232,6 +236,11 @@ def cut_wave(mono, rate, offset, length):
     return np.ascontiguousarray(wave, np.float32)
 
 
+def filled(wave):
+    """A waveform at 24 kHz with zeros behind it up to FILLED_S seconds; itself where it is as long."""
+    return np.pad(wave, (0, max(0, round(FILLED_S * SAMPLE_RATE) - len(wave))))
+
+
 def check_length(samples, offset):
     """Raise ValueError unless a cut has enough samples at 24 kHz for one codec frame."""
     if samples < MIN_SAMPLES:
@@ -325,7 +334,8 @@ class _Decode(Dataset):
         def wave(clip):
             try:        # numpy: tensors would travel through /dev/shm, which containers keep small
                 part = part_of(mono, rate, clip.offset, clip.duration)
-                return cut_wave(mono, rate, clip.offset, clip.duration), measure(part, rate)
+                found = cut_wave(mono, rate, clip.offset, clip.duration)
+                return filled(found) if clip.filled else found, measure(part, rate)
             except ValueError as error:
                 return str(error)
         return i, digest, list(map(wave, cuts.values()))
@@ -355,11 +365,7 @@ def encode_share(world, work, folder, codec_dir, num_codebooks, num_proc, wait_l
 def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progress, bad):
     index, seen, batch, flushed = CacheIndex(folder), set(), Batch(folder, num_codebooks), time.monotonic()
     codec, bandwidth = load_codec(codec_dir, world.device, num_codebooks)
-    workers = min(num_proc, len(mine))
-    loader = DataLoader(_Decode(mine), batch_size=None, num_workers=workers, collate_fn=lambda item: item,
-                        multiprocessing_context="fork" if workers else None, worker_init_fn=init_loader)
-    for i, digest, waves in each(loader):
-        path, stat, cuts = mine[i]
+    for path, stat, cuts, digest, waves in decoded(mine, num_proc, folder):
         heard = 0.0
         for (number, clip), found in zip(cuts.items(), waves):
             if isinstance(found, str):
@@ -367,7 +373,7 @@ def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progr
                 continue
             wave, measures = found
             heard += float(measures[0])
-            key = content_key(digest, clip)
+            key = content_key(digest, clip, clip.filled and float(measures[0]) < FILLED_S)
             if key not in seen and not index.has(key) and _claim(world, key):
                 try:
                     batch.add_codes(key, encode_clip(codec, wave, bandwidth, num_codebooks), measures)
@@ -389,6 +395,24 @@ def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progr
         torch.cuda.empty_cache()
 
 
+def decoded(work, num_proc, folder):
+    """Yield (path, stat, cuts, digest, waves) of the files of share_work's list for one rank: what _Decode has of each.
+
+    num_proc: decoding processes. folder: for copies of files on the hub, one at a time.
+    """
+    def shard(job):
+        return file_of(job[0]) if hub.is_there(job[0]) else ""
+
+    for file, part in itertools.groupby(sorted(work, key=shard), shard):
+        part = list(part)
+        workers = min(num_proc, len(part))
+        with hub.fetched(file, folder):
+            loader = DataLoader(_Decode(part), batch_size=None, num_workers=workers, collate_fn=lambda item: item,
+                                multiprocessing_context="fork" if workers else None, worker_init_fn=init_loader)
+            for i, digest, waves in each(loader):
+                yield *part[i], digest, waves
+
+
 def _claim(world, key):
     return world.store is None or world.store.add(f"claim/{key.hex()}", 1) == 1
 
@@ -397,13 +421,13 @@ class Progress:
     """One progress bar on rank 0 for the work of all ranks, kept through the store's counters."""
 
     def __init__(self, world, total, label, limit_s):
-        self.world, self.total, self.limit_s, self.local, self.seconds = world, total, limit_s, 0, 0.0
+        self.world, self.label, self.limit_s, self.local, self.seconds = world, label, limit_s, 0, 0.0
         self.start = time.monotonic() - 1e-3
         self.bar = tqdm(total=total, desc=label, unit="clip", mininterval=0.1 if sys.stderr.isatty() else 30) \
             if world.is_main else None
 
     def _count(self, name, n=0):
-        return self.world.store.add(f"progress/{name}", n)
+        return self.world.store.add(f"{self.label}/{name}", n)
 
     def add(self, n, seconds):
         """Count n clips and so many seconds of audio; the bar shows the audio of all ranks, and per second."""
@@ -479,7 +503,7 @@ def count_samples(path, said):
 
 
 def header_frames(path, cuts, config):
-    """Codec frames of each cut of a file, from its header alone -> [int]; the counterpart of decode_audio.
+    """Codec frames of each cut (offset, duration, filled) of a file, from its header alone -> [int].
 
     Raises ValueError with the reason. A file damaged behind its header is only found when it is decoded.
     """
@@ -497,12 +521,12 @@ def header_frames(path, cuts, config):
         why = str(error).rpartition(": ")[2].strip().rstrip(".")
         raise ValueError(f"is not readable audio ({why}); wav, flac, mp3 and ogg are read")
     found = []
-    for offset, length in cuts:
+    for offset, length, fill in cuts:
         start = round((offset or 0) * info.samplerate)
         stop = min(frames, start + round(length * info.samplerate)) if length else frames
         samples = wave_samples(max(0, stop - start), info.samplerate)
         check_length(samples, offset)
-        found.append(codec_frames(samples, config))
+        found.append(codec_frames(max(samples, round(FILLED_S * SAMPLE_RATE)) if fill else samples, config))
     return found
 
 
@@ -518,7 +542,7 @@ def plan_codes(clips, codec_dir, cache_dir, num_codebooks, processes=0, bad=None
               "encodes their clips again")
     files, unusable = {}, {} if bad is None else bad
     for i in unknown[:, 0].tolist():
-        files.setdefault(clips[i].path, {})[i] = (clips[i].offset, clips[i].duration)
+        files.setdefault(clips[i].path, {})[i] = (clips[i].offset, clips[i].duration, clips[i].filled)
 
     def frames(path):
         try:

@@ -16,7 +16,7 @@ from common import json_files
 from common.json_files import SKIPPED, json_entries, json_value
 from common.parallel import UserError
 from common.text import NAME, printable
-from speech import containers, corpora
+from speech import containers, corpora, hub
 from speech.choices import FORMATS
 from speech.columns import AUDIO_FILES, OTHER_AUDIO, TEXTS, find_columns
 from speech.conversations import BadSample, Paths
@@ -38,6 +38,7 @@ class Source:
     about: str          # what was found out, for people
     base: Path          # relative names of audio files begin here
     read: object
+    on_hub: bool = False
 
 
 def find_source(path, data_format="auto"):
@@ -45,11 +46,13 @@ def find_source(path, data_format="auto"):
 
     Raises UserError when no format fits, or two do, or the one asked for does not.
     """
-    path = Path(path)
+    name, path = str(path), Path(path)
     if path.is_dir():
         fits = _folder_formats(path)
     elif not path.exists() and (shards := [Path(p) for p in sorted(glob.glob(str(path)))]):
         fits = _shard_formats(path, shards)
+    elif not path.exists() and hub.may_be(name):
+        fits = _shard_formats(name, hub.find_shards(name))
     else:
         fits = _file_formats(path)
     if data_format != "auto":
@@ -75,6 +78,9 @@ def _folder_formats(folder):
     if "metadata.json" in names:
         return _metadata_json(folder / "metadata.json")
     fits = {}
+    if "dataset_dict.json" in names:        # save_to_disk of a DatasetDict
+        splits = list(map(str, json_files.read_object(folder / "dataset_dict.json").get("splits") or ["?"]))
+        raise UserError(f"{folder}: holds the splits {', '.join(splits)}; give one: {folder / splits[0]}")
     if "state.json" in names and "dataset_info.json" in names:
         fits |= _shard_formats(folder, _saved_shards(folder))
     for place in (folder, folder / "data"):
@@ -128,20 +134,22 @@ def _first_audio(folder):
 
 def _shard_formats(path, shards):
     """{format: Source} of files that hold audio and texts, all of one kind."""
-    kinds = {shard: _magic(shard)[0] for shard in shards}
+    there = hub.is_there(shards[0])
+    kinds = {shard: _magic(shard)[0] for shard in (shards[:1] if there else shards)}        # on the hub by their names
     kind = kinds[shards[0]]
     if kind not in containers.READERS:
-        raise UserError(f"{path}: {shards[0].name} is neither parquet, arrow nor tar")
-    if others := [shard.name for shard in shards if kinds[shard] != kind]:
+        raise UserError(f"{path}: {os.path.basename(shards[0])} is neither parquet, arrow nor tar")
+    if others := [shard.name for shard in kinds if kinds[shard] != kind]:
         raise UserError(f"{path}: {shards[0].name} is {kind}, {others[0]} is not; give files of one kind")
-    names = [str(shard.resolve()) for shard in shards]
-    about = f"{len(names)} files, " + containers.about(kind, names[0])
-    return _one(path, kind, about, shards[0].parent, lambda wanted: containers.READERS[kind](names, wanted))
+    names = [shard if there else str(shard.resolve()) for shard in shards]
+    about = f"{len(names)} files{' on the hub' * there}, " + containers.about(kind, names[0])
+    base = Path.cwd() if there else shards[0].parent
+    return {kind: Source(Path(path), kind, about, base, lambda wanted: containers.READERS[kind](names, wanted), there)}
 
 
 def _magic(path):
     """(kind that the first bytes of a file tell, "" for none; those bytes)."""
-    with json_files.open_file(path) as f:
+    with hub.open_file(path) if hub.is_there(path) else json_files.open_file(path) as f:
         head = f.read(2**16)
     return next((kind for at, magic, kind in MAGIC if head[at:at + len(magic)] == magic), ""), head
 
@@ -330,13 +338,14 @@ def read_manifest(path, columns, wanted):
         if entry is SKIPPED or not isinstance(entry, dict):
             yield number, entry if entry is SKIPPED else BadSample(f"is a {type(entry).__name__}, not an object")
         else:
-            yield number, {meaning: entry.get(name) for meaning, name in columns.items()}
+            mine = find_columns(entry)      # rows may leave columns out, also those in which the format was seen
+            yield number, {meaning: entry.get(mine.get(meaning)) for meaning in {**columns, **mine}}
 
 
 def read_table(path, separator):
     """Rows of a table with a header. In CSV a quoted field may go over several lines; elsewhere a line is a row."""
     if separator == ",":
-        rows = csv.reader(line + "\n" for line in _lines(path))
+        rows = _csv_rows(path)
     else:
         rows = (_fields(line, separator) for line in _lines(path))
     rows = (row for row in rows if any(field.strip() for field in row))
@@ -347,6 +356,20 @@ def read_table(path, separator):
             yield number, BadSample(f"has {len(row)} fields, the header has {len(names)}: {separator.join(row)[:80]!r}")
         else:
             yield number, {meaning: row[at].strip("\n") for meaning, at in columns.items()}
+
+
+def _csv_rows(path):
+    """Rows of a CSV file. UserError names the line of an open quote, which would swallow the lines behind it."""
+    reader = csv.reader((line + "\n" for line in _lines(path)), strict=True)
+    while True:
+        line = reader.line_num + 1
+        try:
+            yield next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise UserError(f"{path}: its quotes do not fit in the row that begins at line {line} ({error}); a quote "
+                            'inside a field is written twice, and the field stands in quotes: "so ""it"" is"')
 
 
 def read_bars(path, kind):

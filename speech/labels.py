@@ -37,6 +37,10 @@ class TokenIds:
         """What stands for a whole clip in a table's tokens."""
         return self.audio
 
+    def known_tags(self, tokenizer):
+        """None: what stands between <| and |> is text to this model."""
+        return None
+
     def forbidden(self, tokenizer):
         """{id: token} of what no text may spell."""
         return {tokenizer.convert_tokens_to_ids(t): t for t in CONTROL_TOKENS} | {

@@ -12,7 +12,7 @@ and all EOC: a model that was not taught to fill the codebooks that have ended n
 it when it speaks. The layout is what sglang-omni 0.1.9 and vllm-omni 0.30 serve.
 """
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -50,6 +50,10 @@ class Ids:
     def forbidden(self, tokenizer):
         """{id: token} of what no text may spell: every added token that is no control tag."""
         return {i: token for token, i in tokenizer.get_added_vocab().items() if not TAG.fullmatch(token)}
+
+    def known_tags(self, tokenizer):
+        """Control tags that the tokenizer has."""
+        return frozenset(filter(TAG.fullmatch, tokenizer.get_added_vocab()))
 
     def streams(self, sample):
         """[(name, pieces)] of a Sample, one for each trained clip, and what had to be left out."""
@@ -146,7 +150,7 @@ def streams(sample, ids):
             asked = turn.text.strip()
         for clip in turn.clips if turn.role == "assistant" else ():
             text = turn.text.strip() or asked
-            if turn.trained and len(set(SPEAKER.findall(text))) > 1:
+            if turn.trained and len(set(map(str.strip, SPEAKER.findall(text)))) > 1:
                 raise BadSample("has several speakers in one clip, which Higgs TTS 3 has no marks for")
             if SPEAKER.search(text):
                 left_out.append("lose a speaker's mark")
@@ -170,7 +174,7 @@ def pieces(text, clip, reference, marks_text):
     if reference and reference[0] and marks_text:
         stream += [(TOKENS["ref_text"], False), (reference[0], False)]
     if reference:
-        stream += [(TOKENS["ref_audio"], False), (reference[1], False)]
+        stream += [(TOKENS["ref_audio"], False), (replace(reference[1], filled=True), False)]
     return [*stream, (TOKENS["text"], False), (text, False), (TOKENS["audio"], False), (clip, True)]
 
 

@@ -44,6 +44,11 @@ def text_setting(config_dict, wanted):
     return wanted or ("off" if is_third(config_dict) else "on")
 
 
+def lora_targets(config_dict, wanted):
+    """--lora_target_modules; wanted "": the attention's four layers for V2, all seven of a layer for Higgs TTS 3."""
+    return wanted or ("all-linear" if is_third(config_dict) else "attention")
+
+
 def load_tokenizer(folder, config_dict):
     """Tokenizer of a model folder. Raises UserError."""
     return higgs3.load_tokenizer(folder) if is_third(config_dict) else weights.load_tokenizer(folder)

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))     # common/ st
 from common import flags
 from common.flags import need
 from speech import data_flags
-from speech.choices import CHECKS, SOUND_ERRORS, WARNINGS
+from speech.choices import CHECKS, SOUND_ERRORS, WARNINGS, check_recognisers, recognisers
 
 ERRORS = (*CHECKS, *SOUND_ERRORS)
 
@@ -39,6 +39,9 @@ def build_parser():
     g.add_argument("--drop_bad", nargs="*", metavar="CHECK",
                    help=f"drop samples with errors ({', '.join(ERRORS)}) instead of stopping, and those with the "
                         f"warnings that are named: {', '.join(WARNINGS)}")
+    recognisers(g)
+    g.add_argument("--max_cer", type=float, help="drop samples of which the recogniser hears more than this share of "
+                   "the text's characters otherwise, 0 to 1 (check transcript)")
     g = p.add_argument_group("output")
     g.add_argument("--output_dir", default="./prepared", help="the folder to make; shared by all nodes")
     g.add_argument("--code_cache", help="folder of encoded audio, shareable between runs (default: OUTPUT_DIR/codes)")
@@ -55,6 +58,9 @@ def check_flags(args, world_size):
     flags.above_zero(args, "max_clip_seconds")
     flags.at_least_one(args, "wait_timeout")
     need(args.min_clip_seconds < args.max_clip_seconds, "--min_clip_seconds must be below --max_clip_seconds")
+    check_recognisers(args)
+    need(args.max_cer is None or args.asr_model or args.asr_command, "--max_cer needs --asr_model or --asr_command")
+    need(args.max_cer is None or args.max_cer >= 0, f"--max_cer is {args.max_cer}; it must be 0 or more")
     if args.drop_bad is None:
         args.drop_bad = ()
     else:
@@ -62,7 +68,10 @@ def check_flags(args, world_size):
         for name in names:
             need(name in (*ERRORS, *WARNINGS), f"--drop_bad {name}: no such check; there are "
                                                f"{', '.join((*ERRORS, *WARNINGS))}")
+        need("transcript" not in names or args.max_cer is not None, "--drop_bad transcript: give its limit, --max_cer")
         args.drop_bad = tuple(dict.fromkeys([*ERRORS, *names]))
+    if args.max_cer is not None:
+        args.drop_bad = (*args.drop_bad, "transcript") if "transcript" not in args.drop_bad else args.drop_bad
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
@@ -82,7 +91,7 @@ from common.parallel import UserError
 from common.plan import Checks
 from common.problems import LIST, settle
 from common.text import printable
-from speech import checks, models, prepared
+from speech import checks, models, prepared, transcripts
 from speech.codes import FRAME_RATE, measures_of
 from speech.encode import ensure_codes
 from speech.sources import Reading
@@ -90,11 +99,12 @@ from speech.table import TableBuilder, read_all
 
 
 def prepare(world, tokenizer, ids, codec_dir, *, train, held_out, reading, output_dir, cache_dir, processes,
-            wait_limit_s, drop, min_seconds, max_seconds):
+            wait_limit_s, drop, min_seconds, max_seconds, recogniser=None, max_cer=None):
     """Make the prepared folder, on every rank; returns its report on rank 0.
 
     train, held_out, reading, processes, drop: of read_all. cache_dir: of encoded audio. min_seconds, max_seconds: of a
-    clip. Raises UserError with all errors in the data, unless they are dropped.
+    clip. recogniser: of transcripts.hear, or None. max_cer: of --max_cer, or None. Raises UserError with all errors in
+    the data, unless they are dropped.
     """
     out, start, bad, noted = Path(output_dir), time.monotonic(), {}, []
     table = out / f"table-{uuid.uuid4().hex[:8]}"
@@ -109,9 +119,12 @@ def prepare(world, tokenizer, ids, codec_dir, *, train, held_out, reading, outpu
 
     def write():
         cache, shards, where = codes
+        bad.update(builder.shorter_than(ids.min_frames, where))
         problems = builder.without_audio(bad, sources) if bad else []
         measures = measures_of(cache, shards, where)
         problems += noted + checks.find_problems(builder, sources, where, measures, min_seconds, max_seconds)
+        cer = compare(where) if recogniser else None
+        problems += checks.wrong_texts(builder, sources, cer, max_cer) if max_cer is not None else []
         settle(problems, (*drop, *WARNINGS), out, "\nfix: mend them, or drop them with --drop_bad", more=True)
         names = {p.name for p in problems if p.check in drop}
         left_out = np.zeros(len(builder), bool)
@@ -120,6 +133,11 @@ def prepare(world, tokenizer, ids, codec_dir, *, train, held_out, reading, outpu
         if left_out.all():
             raise UserError(f"no samples are left: all {len(builder)} are dropped; see {out / LIST}")
         report = make_report(builder, sources, where, left_out, Counter(p.check for p in problems), drop)
+        if recogniser:
+            by = recogniser["asr_model"] or recogniser["asr_command"]
+            known, kept = ~np.isnan(cer), ~np.isnan(cer) & ~left_out
+            report["transcripts"] = {"recogniser": by, "samples": int(known.sum()), "mean_cer": _mean(cer[known]),
+                                     "mean_cer_kept": _mean(cer[kept])}
         builder.write(table, os.path.relpath(cache, table) if out in Path(cache).parents else os.path.abspath(cache),
                       shards, where, sources, left_out)
         prepared.write(out, table, tokenizer, ids, codec_dir, reading, report)
@@ -128,15 +146,33 @@ def prepare(world, tokenizer, ids, codec_dir, *, train, held_out, reading, outpu
                 shutil.rmtree(old, ignore_errors=True)
         return report
 
+    def compare(where):
+        targets = checks.targets(builder)
+        said, names = ([bytes(values[i]).decode() for i in range(len(builder))]
+                       for values in (builder.said, builder.names))
+        cer = transcripts.compare(said, heard, targets, recogniser["language"])
+        transcripts.write_list(out / "transcripts.jsonl", names, said, heard, targets, cer)
+        return cer
+
+    heard = {}
     try:
         parallel.rank0_first(world, read)
         codes = ensure_codes(world, builder.clips if builder else [], codec_dir, cache_dir, ids.num_codebooks,
                              processes, wait_limit_s, bad)
+        if recogniser:
+            there = np.unique(checks.targets(builder)) if builder else np.empty(0, np.int64)
+            there = there[codes[-1][there, 2] > 0] if builder else there
+            heard = transcripts.hear(world, builder.clips if builder else [], there, out / "heard", recogniser,
+                                     processes, wait_limit_s)
         return parallel.rank0_first(world, write)
     except BaseException:
         if world.is_main:
             shutil.rmtree(table, ignore_errors=True)
         raise
+
+
+def _mean(values):
+    return round(float(values.mean()), 4) if len(values) else None
 
 
 def make_report(builder, sources, where, left_out, found, drop):
@@ -163,6 +199,9 @@ def print_report(report, output_dir):
               f"{source['speakers']} speaker labels{', validation' if source['held_out'] else ''}")
     for check, about in report["checks"].items():
         print(f"check      {check}: {about['samples']} samples, {'dropped' if about['dropped'] else 'kept'}")
+    if heard := report.get("transcripts"):
+        print(f"heard      {heard['samples']} samples by {heard['recogniser']}: mean character error "
+              f"{heard['mean_cer']}, of those kept {heard['mean_cer_kept']}; each in {output_dir}/transcripts.jsonl")
     print(f"done       {report['samples']} samples, {report['hours']:.2f} h of audio, {report['dropped']} dropped; "
           f"train_v2_ddp.py --train_data_dir {output_dir}")
 
@@ -187,7 +226,9 @@ def main(argv=None):
                 cache_dir=args.code_cache or Path(args.output_dir) / "codes",
                 reading=Reading(**data_flags.reading(args)), processes=args.preprocess_num_proc,
                 wait_limit_s=args.wait_timeout, drop=args.drop_bad, min_seconds=args.min_clip_seconds,
-                max_seconds=args.max_clip_seconds)
+                max_seconds=args.max_clip_seconds, max_cer=args.max_cer, recogniser={
+                    name: getattr(args, name) for name in ("asr_model", "asr_command", "language")}
+                if args.asr_model or args.asr_command else None)
         except watchdog.Stopped as why:
             raise UserError(f"{why}; the same command goes on from there")
         if world.is_main:

@@ -31,7 +31,7 @@ from speech.conversations import (
     canonical_prompt,
     spoken_text,
 )
-from speech.encode import decode_audio, encode_clip
+from speech.encode import decode_audio, encode_clip, filled
 from speech.labels import TokenIds
 from speech.sources import read_samples
 from speech.table import TableBuilder
@@ -145,6 +145,8 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
     for sample in samples:
         sample.turns[-1].trained = True         # what is to be spoken is what would be trained
     builder.add(samples, problems)
+    for what, n in sorted(builder.left_out.items()):
+        print(f"notice     {n} prompts {what}")
     users = {}      # clip: the prompts that it is heard in
     for i in range(len(builder)):
         for number in builder.clips_of(i)[:-1]:
@@ -153,7 +155,7 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
         clip, why = builder.clips[number], ""
         try:
             wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
-            codes[number] = encode_clip(codec, wave, bandwidth, ids.num_codebooks)
+            codes[number] = encode_clip(codec, filled(wave) if clip.filled else wave, bandwidth, ids.num_codebooks)
         except ValueError as error:
             why = str(error)
         except torch.OutOfMemoryError:

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 import weakref
@@ -26,6 +27,7 @@ from speech.conversations import BadSample, Clip
 from speech.sources import NOTES, open_source, read_chunks
 from speech.wording import RECOGNISED
 
+LIKE_A_TAG = re.compile(r"<\|[^<>|]*\|>")
 CHUNK = 2048            # entries of a file that are tokenised together
 # a sample's speaker and text, and the letters and digits of that text: 0 are no words
 FACTS = np.dtype([("said", np.uint64), ("letters", np.int32), ("speaker", np.uint64), ("language", np.uint64)])
@@ -68,21 +70,23 @@ class Clips:
 
 
 def _packed(clip):
-    """Clip -> (offset, duration, seconds, whole numbers among the first two) as floats; None is NaN."""
+    """Clip -> (offset, duration, seconds, bits: which of the first two are whole, filled) as floats; None is NaN."""
     offset, duration = (math.nan if value is None else float(value) for value in (clip.offset, clip.duration))
-    return offset, duration, clip.seconds, isinstance(clip.offset, int) + 2 * isinstance(clip.duration, int)
+    bits = isinstance(clip.offset, int) + 2 * isinstance(clip.duration, int) + 4 * clip.filled
+    return offset, duration, clip.seconds, bits
 
 
-def _unpacked(offset, duration, seconds, whole):
-    """(offset, duration, seconds) of a Clip; the keys of speech/codes.py tell 3 from 3.0."""
-    offset, duration = (None if math.isnan(value) else int(value) if int(whole) & bit else value
+def _unpacked(offset, duration, seconds, bits):
+    """(offset, duration, seconds, filled) of a Clip; the keys of speech/codes.py tell 3 from 3.0."""
+    offset, duration = (None if math.isnan(value) else int(value) if int(bits) & bit else value
                         for value, bit in ((offset, 1), (duration, 2)))
-    return offset, duration, seconds
+    return offset, duration, seconds, bool(int(bits) & 4)
 
 
 def _clip_digest(path, cut):
     """128 bits of a clip's path and cut: the same for clips that are equal."""
-    return hashlib.blake2b(path + f"\0{cut[0]}+{cut[1]}".encode() * (cut[0] == cut[0]), digest_size=16).digest()
+    text = f"\0{cut[0]}+{cut[1]}" * (cut[0] == cut[0]) + "\0filled" * (int(cut[3]) >= 4)
+    return hashlib.blake2b(path + text.encode(), digest_size=16).digest()
 
 
 class TableBuilder:
@@ -93,7 +97,7 @@ class TableBuilder:
 
     def __init__(self, tokenizer, ids, folder=None, facts=False):
         self.tokenizer, self.ids, self.lists = tokenizer, ids, token_lists(tokenizer)
-        self.control = ids.forbidden(tokenizer)
+        self.control, self.tags = ids.forbidden(tokenizer), ids.known_tags(tokenizer)
         self._known, self._spelled, self._clips, self.left_out = {}, {}, None, Counter()
         self.folder = Path(folder or tempfile.mkdtemp())
         if folder is None:
@@ -110,6 +114,7 @@ class TableBuilder:
         self.cuts = Column(self.folder / "clips" / "cuts.npy", np.float64, 4)
         self.digests = Column(self.folder / "clips" / "digests.npy", np.uint64, 2)
         self.facts = Column(self.folder / "clips" / "facts.npy", FACTS) if facts else None
+        self.said = Lists(self.folder / "clips", "said", "said_offsets", np.uint8) if facts else None
 
     def __len__(self):
         return len(self.tokens)
@@ -120,7 +125,7 @@ class TableBuilder:
 
     def chunk(self, samples, problems):
         """{name: array} of Samples, for `append`, which may be that of another process's builder."""
-        good, facts, left_out = [], [], Counter()
+        good, facts, said, left_out = [], [], [], Counter()
         for sample in samples:
             if token := self._control_token(sample):
                 problems.append(problem(sample.name, "control_token", f"text contains the control token {token}; "
@@ -132,7 +137,12 @@ class TableBuilder:
                 problems.append(problem(sample.name, "invalid", str(error)))
                 continue
             good += found
-            facts += [facts_of(sample)] * len(found) if self.facts is not None else []
+            left_out.update(f"hold {tag}, which is no control tag of this model: it is read aloud" for tag in {
+                tag for turn in sample.turns if "<|" in turn.text for tag in LIKE_A_TAG.findall(turn.text)
+                if turn.role != "system" and self.tags is not None and tag not in self.tags})
+            if self.facts is not None:
+                facts += [facts_of(sample)] * len(found)
+                said += [said_text(sample).encode("utf-8", "backslashreplace")] * len(found)
             left_out.update(without)
         streams = [stream for _, stream in good]
         pieces, labels = zip(*itertools.chain.from_iterable(streams)) if good else ((), ())
@@ -156,7 +166,7 @@ class TableBuilder:
         def per_sample(values):
             return np.add.reduceat(values, starts, dtype=np.int64) if good else np.empty(0, np.int64)
 
-        return {"facts": np.array(facts, FACTS),
+        return {"facts": np.array(facts, FACTS), "said": _bytes(said), "said_counts": _sizes(said),
                 "tokens": np.fromiter(itertools.chain.from_iterable(parts), np.int32, lengths.sum()),
                 "token_counts": per_sample(lengths), "labelled": np.repeat(labels, lengths),
                 "text_targets": per_sample(lengths * (labels & ~spoken)),
@@ -179,6 +189,7 @@ class TableBuilder:
         self.left_out.update(chunk["left_out"])
         if self.facts is not None:
             self.facts.append(chunk["facts"])
+            self.said.append(chunk["said"], chunk["said_counts"])
         self._clips = None
 
     def _control_token(self, sample):
@@ -271,9 +282,13 @@ class TableBuilder:
 
 def facts_of(sample):
     """FACTS of a Sample: what is spoken in its last clip, and by whom."""
-    said = next((turn.text for turn in reversed(sample.turns) if turn.text.strip()), "")
-    said = " ".join(said.split()).casefold()
+    said = said_text(sample).casefold()
     return (_hash(sample.speaker, said), sum(map(str.isalnum, said)), _hash(sample.speaker), _hash(sample.language))
+
+
+def said_text(sample):
+    """What is spoken in the last clip of a Sample, in one line."""
+    return " ".join(next((turn.text for turn in reversed(sample.turns) if turn.text.strip()), "").split())
 
 
 def _hash(*parts):
@@ -367,7 +382,7 @@ def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0,
             for how, words in itertools.chain.from_iterable(map(dict.items, part[4])):
                 recognised.setdefault(how, [0, words])[0] += 1
 
-        in_order(chunks, processes, take)
+        in_order(chunks, 0 if opened.source.on_hub else processes, take)        # each would read all of its texts
         kept, lost = len(builder) - before, sum(refused.values())
         counts = ", ".join(f"{n} {check}" for check, n in sorted(refused.items()))
         print(f"source     {path}: {opened.source.format} ({opened.source.about}); {kept + lost} rows = {kept} kept + "

@@ -17,8 +17,8 @@ from tests.helpers.trainer import Run, Tiny, mount, train_forked, trainer_comman
 
 torch.set_num_threads(1)
 
-LONGEST = ("recovery", "fsdp", "train_v2_ddp", "slurm", "launchers", "plan", "encode", "generate_tts",
-           "train_bd3lm", "bad_input")
+LONGEST = ("recovery", "slurm", "launchers", "train_sft", "fsdp", "train_v2_ddp", "distill_demo", "docs", "house",
+           "plan", "kills", "bad_input", "evaluate_tts", "encode", "generate_tts", "train_bd3lm", "tts", "growth")
 
 
 def pytest_configure(config):

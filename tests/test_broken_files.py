@@ -85,6 +85,7 @@ def test_text_is_printable_and_bounded():
     assert printable("Für 你好\u3000नमस्ते") == "Für 你好\u3000नमस्ते"
     assert printable("a\nb\x1b[2J\ud800\u202e") == r"a\nb\x1b[2J\ud800\u202e"
     assert printable("see http://anna:pa@ss:w@host:8000/v1?a=b@c") == "see http://***@host:8000/v1?a=b@c"
+    assert "q" not in printable("see http://anna:" + "q" * 90 + "@host:8000/v1", 80)      # cut off before its end
     long = printable("x" * 10_000_000, 100)
     assert long.startswith("x" * 50 + "[... 9,999,900 characters ...]") and len(long) < 140
     text = error_text("error: a\nerror: b\n  c\nfix: d\n" + "\n".join(["e"] * 1000))
@@ -100,7 +101,7 @@ def test_no_password_of_a_url_is_printed(capsys):
         teacher.open_server("m", teacher.Sampling(1), url)
     teacher.tell(f"line 3 waits for {url}", [float("-inf")])
     shown = capsys.readouterr()
-    assert "--base_url http://***@127.0.0.1:9/v1: " in shown.err and "line 3 waits for http://***@127" in shown.out
+    assert "--base_url http://127.0.0.1:9/v1: " in shown.err and "line 3 waits for http://***@127" in shown.out
     assert "secret" not in shown.err + shown.out
 
 

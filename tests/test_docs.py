@@ -44,6 +44,7 @@ SCRIPTS = {
     "speech/generate_tts.py": ("run", "--max_seconds", "0.2"), "speech/evaluate_tts.py": ("run",), "lora.py": ("run",),
     "diffusion/make_problems.py": ("run",), "common/report.py": ("run",), "speech/prepare_tts.py": ("parse",),
     "diffusion/train_bd3lm.py": ("parse",), "diffusion/sample_bd3lm.py": ("parse",),
+    "diffusion/export_bd3lm.py": ("parse",), "diffusion/lm_eval_bd3lm.py": ("parse",),
     "distill/evaluate_sft.py": ("parse",), "bench/block_diffusion.py": ("parse",)}
 # Launchers that print what they would run with DRY_RUN=1, and which of our scripts are in it.
 LAUNCHERS = {
@@ -60,7 +61,7 @@ HUB = {"bosonai/higgs-audio-v2-generation-3B-base": "BASE", "bosonai/higgs-audio
 REST = "--model_path BASE --audio_tokenizer_path CODEC --train_data_file train.json --output_dir fresh"  # for "..."
 # Outputs that lie on the shelf already, where other commands read them.
 TAKEN = {("--output_dir", "out"), ("--output_dir", "./out"), ("--output_file", "labels.jsonl"),
-         ("--output_file", "plans.jsonl")}
+         ("--output_file", "answers.jsonl"), ("--output_file", "plans.jsonl")}
 # Flags of other programs that the documents speak about.
 FOREIGN = {"--nproc_per_node", "--max-restarts", "--nodes", "--time", "--signal", "--batch", "--logdir", "--help",
            "--no-deps", "--omni"}
@@ -255,6 +256,9 @@ def shelf(tiny, pool, tmp_path_factory):
     chats.student(root / "STUDENT")
     (root / "TEACHER").symlink_to(root / "STUDENT")
     chats.write(root / "labels.jsonl", chats.conversations(24))
+    for name in ("chats.jsonl", "answers.jsonl"):
+        chats.write(root / name, [chats.ask(f"What is {i}?", "a number") for i in range(24)])
+    (root / "system.txt").write_text("You are a teacher.")
     from diffusion import make_problems
     make_problems.write_demo(root / "problems", n_train=40, n_test=4)
     for file in ("train.jsonl", "test.jsonl", "train_hdp.json", "test_hdp.json"):

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import subprocess
+import tempfile
 import threading
 
 import pytest
@@ -55,6 +56,11 @@ def with_read_only(folder, main, *argv):
 
 def with_few_files(limit, main, *argv):
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    call(main, argv)
+
+
+def with_temporary_files_in(folder, main, *argv):
+    tempfile.tempdir = folder
     call(main, argv)
 
 
@@ -117,3 +123,10 @@ def test_a_code_cache_that_becomes_read_only(pool, tiny, tmp_path):
 def test_few_open_files(pool, command, trainer):
     line = error_of(pool, "with_few_files", 32, trainer, *command(trainer, 6))
     assert line.startswith("error: too many open files: a process may have 32 here (ulimit -n); ")
+
+
+def test_a_long_path_of_temporary_files(pool, command, tmp_path):
+    folder, trainer = tmp_path / ("long" * 20), TRAINERS[1]
+    folder.mkdir()
+    line = error_of(pool, "with_temporary_files_in", str(folder), trainer, *command(trainer, 1))
+    assert line == f"error: {folder}: too long a path for the sockets of processes; set TMPDIR to a shorter one"

@@ -15,7 +15,7 @@ import soundfile
 from common import report, report_files
 from common.checkpoint import Writer
 from common.metrics import MetricsLog, read_metrics
-from common.parallel import World
+from common.parallel import UserError, World
 from common.watchdog import leave_marker
 from tests.helpers.chromium import PROGRAM, Chromium
 from tests.helpers.progress import PATIENCE_S
@@ -434,6 +434,26 @@ def test_sample_steps_are_spread_from_first_to_last(tmp_path):
     assert steps(0) == [50, *range(100, 1300, 100)]
     assert steps(5) == [50, 300, 600, 900, 1200] and steps(2) == [50, 1200] and steps(1) == [1200]
     assert steps(13) == steps(50) == steps(0)
+
+
+def test_answers_stand_block_by_block(tmp_path):
+    """The texts of a file are a model's and a user's: none of them is markup."""
+    folder = make_run(tmp_path / "run")
+    (folder / "answers").mkdir()
+    for step, text in ((4, "no"), (12, "6*3 = <b>18</b>")):
+        growth = [["plan", "Mul"], ["plan", "Multiply."], ["text", text[:2]], ["text", text]]
+        (folder / "answers" / f"step-{step}.json").write_text(json.dumps({"step": step, "answers": [
+            {"question": "6 boxes <3>?", "answer": "18", "strict": step == 12, "text": text, "growth": growth}]}))
+    assert [step for step, _ in report_files.answer_steps(folder, 1)] == [12]
+    make_report(folder)
+    page = (folder / "report.html").read_text()
+    assert page.count("6 boxes &lt;3&gt;? <b>18</b>") == 1
+    blocks = [re.sub("<[^>]+>", "", cell) for cell in re.findall(r'<span class="block">(.*?)</span>', page)]
+    assert blocks == ["Mul", "tiply.", "no", "", "Mul", "tiply.", "6*", "3 = &lt;b&gt;18&lt;/b&gt;"]
+    assert page.index('class="bad">wrong') < page.index('class="good">right')
+    (folder / "answers" / "step-12.json").write_text('{"answers": [1]}')
+    with pytest.raises(UserError, match="step-12.json: its answers are not a list of objects"):
+        report_files.answer_steps(folder, 0)
 
 
 def test_long_curves_keep_their_spikes():

@@ -70,6 +70,10 @@ def test_a_flat_block_over_two_regions_cannot_be_sampled(demo):
     ("#### x", "18", False, False),
     ("", "0", False, False),
     ("half is .5 or 0.5", "0.5", False, True),
+    ("he owes -$5", "-5", False, True),
+    ("a loss of -$1,234.50.", "-1234.5", False, True),
+    ("$8-$5", "5", False, True),
+    ("8$-$5", "5", False, True),
 ])
 def test_scores(text, gold, strict, flexible):
     assert answers.score(text, gold) == (strict, flexible)

@@ -39,6 +39,23 @@ def test_mask_of_the_baseline_is_the_papers(length, size):
         assert full[q, k] == expected, (q, k)
 
 
+@pytest.mark.parametrize("size, fewer", [(16, 0), (128, 0), (256, 32_768), (512, 163_840)])
+def test_the_flat_mask_is_the_sources(size, fewer):
+    """hdp-diffusion's: BD3-LM's doubled mask where the key's region is not a later one; 128, 128 and 256 tokens."""
+    at = torch.arange(1024)
+    clean, block, region = at >= 512, at % 512 // size, torch.bucketize(at % 512, torch.tensor([128, 256]), right=True)
+    q, k = at[:, None], at
+    plain = ((block[q] == block[k]) & (clean[q] == clean[k])) | ((block[q] > block[k]) & clean[k])
+    source = plain & (region[k] <= region[q])
+    full = seen_by(torch.zeros(1, 1024, dtype=torch.int64), block[None], 512, region[None])[0]
+    assert torch.equal(full, source) and (plain.sum() - source.sum()) == fewer
+    doc, block, region = np.zeros((1, 1024), np.int64), block[None].numpy(), region[None].numpy()
+    for state, where in zip(dit.tile_states(doc, block, 512, region), (source[:512], source[512:, 512:])):
+        tiles = where.unfold(0, 128, 128).unfold(1, 128, 128).sum((2, 3))
+        wanted = torch.where(tiles == 128 * 128, dit.ALL, torch.where(tiles > 0, dit.SOME, dit.NOTHING))
+        assert torch.equal(state[0].long(), wanted)
+
+
 @pytest.mark.parametrize("q,p,e,plan,execution", [(3, 4, 4, 2, 2), (5, 6, 4, 3, 1), (1, 4, 8, 4, 8), (4, 2, 3, 1, 3)])
 def test_mask_of_the_hierarchy_follows_its_table(q, p, e, plan, execution):
     noisy = [("P", i // plan) for i in range(p)] + [("E", i // execution) for i in range(e)]
@@ -278,41 +295,3 @@ def test_small_has_the_papers_size():
         for vocabulary, expected in ((50258, 169_627_218), (50262, 169_633_366)):
             model = dit.DiT(dit.config_of("small", vocabulary, vocabulary - 1))
             assert sum(p.numel() for p in model.parameters()) == expected
-
-
-def official_shapes(d, layers, cond, vocabulary):
-    """Names and shapes of the official code's state dict."""
-    shapes = {"vocab_embed.embedding": (vocabulary, d), "sigma_map.mlp.0.weight": (cond, 256),
-              "sigma_map.mlp.0.bias": (cond,), "sigma_map.mlp.2.weight": (cond, cond), "sigma_map.mlp.2.bias": (cond,),
-              "rotary_emb.inv_freq": (8,), "output_layer.norm_final.weight": (d,),
-              "output_layer.linear.weight": (vocabulary, d), "output_layer.linear.bias": (vocabulary,),
-              "output_layer.adaLN_modulation.weight": (2 * d, cond), "output_layer.adaLN_modulation.bias": (2 * d,)}
-    for i in range(layers):
-        shapes |= {f"blocks.{i}.{name}": shape for name, shape in {
-            "norm1.weight": (d,), "attn_qkv.weight": (3 * d, d), "attn_out.weight": (d, d), "norm2.weight": (d,),
-            "mlp.0.weight": (4 * d, d), "mlp.0.bias": (4 * d,), "mlp.2.weight": (d, 4 * d), "mlp.2.bias": (d,),
-            "adaLN_modulation.weight": (6 * d, cond), "adaLN_modulation.bias": (6 * d,)}.items()}
-    return shapes
-
-
-def test_official_weights_load_under_their_names():
-    torch.manual_seed(0)
-    state = {f"backbone.{name}": torch.randn(shape) for name, shape in official_shapes(32, 3, 8, V).items()}
-    model = dit.DiT(CONFIG)
-    dit.load_official_state_dict(model, state)
-    own = dict(model.named_parameters())
-    assert len(own) == len(state) - 1
-    for theirs, ours in (("vocab_embed.embedding", "embed.weight"), ("sigma_map.mlp.2.bias", "condition_out.bias"),
-                         ("blocks.2.attn_qkv.weight", "layers.2.qkv.weight"), ("blocks.0.norm2.weight",
-                         "layers.0.norm_mlp.weight"), ("blocks.1.mlp.2.weight", "layers.1.down.weight"),
-                         ("blocks.1.adaLN_modulation.bias", "layers.1.modulation.bias"),
-                         ("output_layer.adaLN_modulation.weight", "modulation.weight"),
-                         ("output_layer.linear.bias", "head.bias")):
-        assert torch.equal(own[ours], state[f"backbone.{theirs}"])
-    for change in ({"backbone.blocks.3.norm1.weight": torch.ones(32)}, {"other": torch.ones(1)},
-                   {"backbone.output_layer.linear.bias": torch.ones(3)}):
-        with pytest.raises(KeyError):
-            dit.load_official_state_dict(dit.DiT(CONFIG), {**state, **change})
-    del state["backbone.blocks.1.mlp.0.bias"]
-    with pytest.raises(KeyError, match=r"layers\.1\.up\.bias"):
-        dit.load_official_state_dict(dit.DiT(CONFIG), state)

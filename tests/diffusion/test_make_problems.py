@@ -12,8 +12,16 @@ from diffusion.problems import read_problems
 def test_rule_plans_follow_the_steps_and_never_hold_a_number():
     solution = ("Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nThen -3*2 = <<-3*2=-6>>6 were lost, 7 of 9.\n"
                 "She has $<<24-6=18>>18.50 left over 2 days.\n")
-    assert make_problems.rule_plan(solution) == ("First divide to find clips in May. Then multiply to find were lost. "
-                                              "Finally subtract to find left over days.")
+    assert make_problems.rule_plan(solution) == (
+        "First divide to find clips in May that Natalia sold. Then multiply to find were lost. "
+        "Finally subtract to find what she has left over days.")
+    solution = ("The price of the juice was 2 * 2 = $<<2*2=4>>4.\nSo in total he paid for it 2 + 3 = $<<2+3=5>>5.\n"
+                "Thus there are 9 x 2 = <<9*2=18>>18 pens, so Ann owns 4 x 5 = $<<4*5=20>>20 for the three bags.\n"
+                "First find the weight: 6 tubs * 2 kg per tub = <<6*2=12>>12 kg")
+    assert make_problems.rule_plan(solution) == (
+        "First multiply to find the price of the juice. Then add to find what in total he paid for it. "
+        "Then multiply to find pens. Then multiply to find what Ann owns for the bags. "
+        "Finally multiply to find the weight.")
     assert make_problems.rule_plan("<<1+1=2>>2") == "Simply add to find the next amount."
     assert make_problems.rule_plan("no marks at all") == "Work out the answer from the given amounts."
 

@@ -1,8 +1,10 @@
 """sample_bd3lm.py on models that know eight problems by heart: exact answers, counted passes, refusals."""
+import importlib.util
 import json
 import math
 import re
 import shutil
+import types
 from dataclasses import asdict
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from common import checkpoint, parallel
-from diffusion import blocks, demo_problems, dit, noise, sample_bd3lm, weights
+from diffusion import answers, blocks, demo_problems, dit, lm_eval_bd3lm, noise, sample_bd3lm, weights
 from diffusion.blocks import Layout
 from diffusion.problems import load_tokenizer, read_problems
 
@@ -159,6 +161,95 @@ def test_problems_known_by_heart_are_answered_exactly(trained, capsys):
     assert f"answers    {folder}/answers.json" in out
 
 
+def test_questions_are_answered_block_by_block(trained, tmp_path, capsys, monkeypatch):
+    """From the command line, from a terminal and from files: the texts of the test file's answers."""
+    folder, file, documents, tokens = trained
+    wanted = run(folder, file, "--order", "confidence")["answers"]
+    first, other = documents.problems[0], documents.problems[1]
+    common = ["--checkpoint", str(folder), "--device", "cpu", "--order", "confidence"]
+    pieces, real = [], sample_bd3lm.printable
+
+    def seen(text, *limit):
+        pieces.append(text)
+        return real(text, *limit)
+    monkeypatch.setattr(sample_bd3lm, "printable", seen)
+    capsys.readouterr()
+    sample_bd3lm.main([*common, "--question", first.question, other.question])
+    said = capsys.readouterr().out
+    for answer in wanted[:2]:
+        for part in ("plan", "text"):
+            for line in answer.get(part, "").split("\n"):
+                assert line in said
+    assert said.count("\nspeed      ") == 2 and "did not end" not in said
+    assert len(pieces) > 2 + sum(len(tokens.encode(a["text"])) // 8 for a in wanted[:2])      # not all at once
+    lines = iter([first.question, first.question + " <|mask|>", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    sample_bd3lm.main([*common, "--interactive"])
+    said = capsys.readouterr().out
+    assert wanted[0]["text"].split("\n")[-1] in said and "error: the question: its text holds the special token" in said
+    (tmp_path / "q.txt").write_text(f"{first.question}\n\n{other.question}\n")
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps({"question": p.question}) + "\n" for p in (first, other)))
+    for name in ("q.txt", "q.jsonl"):
+        sample_bd3lm.main([*common, "--question_file", str(tmp_path / name), "--output",
+                           str(tmp_path / "answers.json")])
+        result = json.loads((tmp_path / "answers.json").read_text())
+        assert texts(result) == [(a.get("plan"), a["text"]) for a in wanted[:2]]
+        assert "strict" not in result["summary"] and "accuracy" not in capsys.readouterr().out
+    (tmp_path / "q.jsonl").write_text('{"question": ""}\n')
+    with pytest.raises(SystemExit):
+        sample_bd3lm.main([*common, "--question_file", str(tmp_path / "q.jsonl")])
+    assert "line 1: has no 'question'" in capsys.readouterr().err
+    parallel._claimed.clear()
+
+
+TASK = """task: by_heart
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{file}"}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "Question: {{{{question}}}}\\nAnswer:"
+doc_to_target: "{{{{answer.split('####')[-1].strip()}}}}"
+generation_kwargs: {{until: ["Question:"], do_sample: false}}
+filter_list:
+  - name: strict-match
+    filter: [{{function: regex, regex_pattern: "#### (\\\\-?[0-9\\\\.\\\\,]+)"}}, {{function: take_first}}]
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+def test_prompts_of_lm_eval(trained, tmp_path, capsys):
+    """Requests as the harness sends them; where it is installed, the harness itself with a task file."""
+    folder, file, documents, tokens = trained
+    if documents.layout.system == "hdp":
+        return
+    wanted = run(folder, file, "--order", "confidence")["answers"]
+    model, _ = weights.load_checkpoint(folder / "checkpoint-5")
+    ours = lm_eval_bd3lm.harness_model(object, model, tokens, documents.layout, torch.device("cpu"), 3, False)
+    prompts = [f"Question: {answer['question']}\nAnswer:" for answer in wanted] + ["word " * 200]
+    stops = [[], "\n", ["####"], ["no", "\n####"]]
+    requests = [types.SimpleNamespace(args=(prompt, {"until": stops[i % 4]})) for i, prompt in enumerate(prompts)]
+    texts = ours.generate_until(requests)
+    assert texts[-1] == "" and ours.too_long == 1
+    for i, answer in enumerate(wanted):
+        text = answer["text"]
+        for stop in [stops[i % 4]] if isinstance(stops[i % 4], str) else stops[i % 4]:
+            text = text.split(stop)[0]
+        assert texts[i] == text
+    command = ["--checkpoint", str(folder), "--tasks", "by_heart", "--include_path", str(tmp_path), "--device", "cpu",
+               "--output", str(tmp_path / "results.json")]
+    capsys.readouterr()
+    if not importlib.util.find_spec("lm_eval"):
+        with pytest.raises(SystemExit):
+            lm_eval_bd3lm.main(command)
+        assert capsys.readouterr().err == "error: lm_eval is not installed: pip install lm_eval\n"
+        parallel._claimed.clear()
+        return
+    (tmp_path / "by_heart.yaml").write_text(TASK.format(file=file))
+    lm_eval_bd3lm.main(command)
+    results = json.loads((tmp_path / "results.json").read_text())["results"]["by_heart"]
+    assert results["exact_match,strict-match"] == 1.0
+
+
 def test_every_order_answers_and_fewer_passes_are_counted(trained):
     folder, file, documents, _ = trained
     layout = documents.layout
@@ -218,12 +309,12 @@ def test_the_execution_depends_on_the_generated_plan(trained, monkeypatch):
     if documents.layout.system != "hdp":
         pytest.skip("has no plan")
     seen = []
-    generate = sample_bd3lm.sampler.generate
+    generate = answers.sampler.generate
 
     def spy(model, contexts, pinned, rooms, block_size, end, **options):
         seen.append((contexts, pinned, rooms, block_size))
         return generate(model, contexts, pinned, rooms, block_size, end, **options)
-    monkeypatch.setattr(sample_bd3lm.sampler, "generate", spy)
+    monkeypatch.setattr(answers.sampler, "generate", spy)
     run(folder, file, "--limit", 1)
     (plan_context, plan_pinned, plan_rooms, plan_size), (context, pinned, rooms, size) = seen
     assert (plan_pinned[0], plan_rooms, plan_size) == (([tokens.plan], 48), [4], 8)
@@ -265,6 +356,7 @@ def test_too_long_questions_are_refused_or_counted_as_wrong(trained, tmp_path, c
     (["--test_file", "none.jsonl"], "none.jsonl: no such file or folder"),
     (["--output", "."], "--output . is a folder; give a file"),
     (["--checkpoint", "nowhere"], "--checkpoint nowhere: no such folder"),
+    (["--question", "Why?"], "give one of --test_file, --question, --question_file and --interactive"),
 ])
 def test_bad_flags_are_one_clear_line(trained, flags, message, capsys):
     if not torch.cuda.is_available():

@@ -14,13 +14,15 @@ import traceback
 import uuid
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from common import parallel
 from diffusion import make_problems
-from distill import create_data, teacher
+from distill import chat, create_data, table, teacher
+from distill.choices import LINES
 from distill.labels import LANGUAGES, make_parser, read_label
-from tests.helpers import tiny_teacher
+from tests.helpers import chats, tiny_teacher
 from tests.helpers.label_server import answer_to
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT
@@ -138,7 +140,7 @@ def labelled(folder):
 
 
 def test_prompt_of_the_project():
-    before, after = teacher.read_prompt(create_data.PROMPT)
+    _, before, after = teacher.read_prompt(create_data.PROMPT)
     assert after == "" and len(before.split()) > 500
     assert re.findall(r"^([a-z]{2})  ", before, re.MULTILINE) == list(LANGUAGES)
     assert read_label(make_parser("language"), before, "stop").label is None        # quoted, it says nothing
@@ -155,6 +157,9 @@ def test_every_line_is_in_one_of_the_files(server, tmp_path):
     files(tmp_path, lines)
     printed = label(tmp_path, *flags(tmp_path, server, "--logprobs", "3", "--max_retries", "6", "--seed", "5"))
     chats, rejected = rows(tmp_path / "labels.jsonl"), rows(tmp_path / "labels.rejected.jsonl")
+    assert all(row["id"] % LINES == row["line"] for row in chats + rejected)
+    for row in chats + rejected:
+        row["id"] = row["line"]
     assert sorted(row["id"] for row in chats + rejected) == list(range(40))
     assert [row["id"] for row in chats] == sorted(row["id"] for row in chats)
     for row in chats:
@@ -332,7 +337,7 @@ def test_other_settings_are_refused_not_mixed(change, name, server, tmp_path):
     (lambda f: (f / "lines.txt").write_text("a\n\nb\n"), [], "line 2 is empty (1 such lines); delete them"),
     (lambda f: (f / "lines.txt").write_bytes(b"abc\xff\n"), [], "is not UTF-8 text (line 1); convert it"),
     (lambda f: (f / "prompt.txt").unlink(), [], "--prompt_file"),
-    (lambda f: (f / "prompt.txt").write_text("no place"), [], "has {text} 0 times; write it once"),
+    (lambda f: (f / "prompt.txt").write_text("no place"), [], "has {text} 0 times; write it once, where"),
     (lambda f: (f / "prompt.txt").write_text("{text} {text}"), [], "has {text} 2 times"),
     (lambda f: (f / "labels.jsonl").write_text("x"), [], "is there already, without labels.jsonl.work"),
     (None, ["--parser", "regex"], "--parser regex needs --pattern"),
@@ -344,6 +349,8 @@ def test_other_settings_are_refused_not_mixed(change, name, server, tmp_path):
     (None, ["--temperature", "nan"], "--temperature is nan"),
     (None, ["--top_p", "0"], "--top_p is 0.0"),
     (None, ["--max_tokens", "0"], "--max_tokens is 0"),
+    (None, ["--prompt_role", "system", "--parser", "whole"], "has {text}, which --prompt_role system does not fill in"),
+    (None, ["--prompt_role", "system"], "say what counts as an answer"),
     (None, ["--shard", "2/2"], "give I/N with I from 0 to N - 1"),
     (None, ["--tensor_parallel_size", "2"], "is for the engine vllm, not openai"),
     (None, ["--engine", "transformers"], "--base_url is for the engine openai"),
@@ -376,15 +383,96 @@ def test_servers_that_do_not_help(server, tmp_path):
     assert "refused; start the server" in printed
     printed = label(tmp_path, *flags(tmp_path, server, "--base_url", server.url + "/else"), ok=False)
     assert "HTTP 404 Not Found; start the server, or mend the address" in printed
-    files(tmp_path, [*make_lines(2), "de refused"])
+    files(tmp_path, [f"de refused {i}" for i in range(3)])
     printed = label(tmp_path, *flags(tmp_path, server, output="b.jsonl"), ok=False)
-    assert "error: line 3: the server at" in printed and "HTTP 403 not allowed" in printed
+    assert "error: the server answers none of 3 lines" in printed and "HTTP 403 not allowed" in printed
+    assert labelled(tmp_path) == 0          # they are asked again once it answers
     files(tmp_path, ["de busy 2"])
     printed = label(tmp_path, *flags(tmp_path, server, "--server_patience", "0.5", output="c.jsonl"), ok=False)
-    assert "error: line 1: no answer from" in printed and "HTTP 429 rate limit" in printed
+    assert "error: the server answers none of 1 lines" in printed and "HTTP 429 rate limit" in printed
     files(tmp_path, ["de busy 3"])
     printed = label(tmp_path, *flags(tmp_path, server, "--max_retries", "9", output="d.jsonl"))
     assert printed.count(f"notice     line 1 waits for {server.url}: HTTP 429 rate limit") == 1
+
+
+def test_a_line_that_is_refused_stops_nothing(server, tmp_path):
+    """Rejected, with the reason; unless it is one of many and nothing else is answered."""
+    files(tmp_path, [*make_lines(8), "de refused", "en busy drop"])
+    label(tmp_path, *flags(tmp_path, server, "--server_patience", "0.3", "--max_retries", "9"))
+    rejected = {row["line"]: row for row in rows(tmp_path / "labels.rejected.jsonl")}
+    assert set(rejected) == {8, 9} and rejected[8]["why"] == "HTTP 403 not allowed"
+    assert rejected[9]["why"] == "no answer in 0.3 s: HTTP 429 rate limit" and rejected[9]["answers"][0]["text"]
+    files(tmp_path, [*make_lines(2), *(f"de refused {i}" for i in range(200))])
+    printed = label(tmp_path, *flags(tmp_path, server, output="b.jsonl"), ok=False)
+    assert f"error: the server answers none of {create_data.REFUSED_IN_A_ROW} lines" in printed
+
+
+def test_servers_of_other_kinds(server, tmp_path):
+    """Fields they refuse, answers in parts, null usage, a password in the address, a byte now and then."""
+    files(tmp_path, ["de seedless", "en limitless", "fr parts", "el drip"])
+    before = len(server.asked())
+    given = flags(tmp_path, server, "--max_retries", "20", "--request_timeout", "0.5", "--keep_reasoning", "--base_url",
+                  server.url.replace("://", "://anna:se%40cret@"))
+    printed = label(tmp_path, *given)
+    found = rows(tmp_path / "labels.jsonl")
+    assert [row["messages"][1]["content"] for row in found] == ["de", "en", "fr", "el"], printed
+    assert "the server takes no seed" in printed and "cret" not in printed
+    assert "no whole answer in 0.5 s" in printed
+    asked = server.asked()[before:]
+    assert {"max_tokens", "max_completion_tokens"} <= {name for body in asked for name in body}
+    assert any("seed" not in body for body in asked)
+    for row in found:
+        assert row["messages"][1]["reasoning_content"].startswith("The form is")
+
+
+def test_conversations(server, tmp_path):
+    """History, several lines, system messages: what the teacher gets, and what the student will."""
+    files(tmp_path, [])
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"},
+             {"role": "assistant", "content": "b"}, {"role": "user", "content": "first line\nde number 1"}]
+    records = [{"messages": turns}, {"text": "two\nfr lines", "history": [["q", "r"]], "id": 7},
+               {"messages": [*turns[1:], {"role": "assistant", "content": "old"}]}]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    given = [word.replace("lines.txt", "chats.jsonl") for word in flags(tmp_path, server, "--max_retries", "20")]
+    printed = label(tmp_path, *given)
+    assert "1 conversations end with an answer" in printed and "not read: id" in printed
+    found = rows(tmp_path / "labels.jsonl")
+    history = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"},
+               {"role": "user", "content": "two\nfr lines"}]
+    assert [row["messages"][:-1] for row in found] == [turns, history, turns[1:]]
+    assert [row["messages"][-1]["content"] for row in found] == ["de", "fr", "de"]
+    asked = [body["messages"] for body in server.asked() if len(body["messages"]) > 1]
+    wanted = PROMPT.replace("{text}", turns[-1]["content"]).rstrip("\n")
+    assert [*turns[:-1], {"role": "user", "content": wanted}] in asked
+
+    (tmp_path / "prompt.txt").write_text("You name languages.")
+    more = ["--prompt_role", "system", "--parser", "regex", "--pattern", "Final Answer: (.*)"]
+    given = [word.replace("labels", "b") for word in given]
+    assert "line 1 has a system message of its own" in label(tmp_path, *given, *more, ok=False)
+    (tmp_path / "chats.jsonl").write_text(json.dumps(records[1]) + "\n")
+    label(tmp_path, *given, *more)
+    assert [{"role": "system", "content": "You name languages."}, *history] in [
+        body["messages"] for body in server.asked()]
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "bot"}]}\n')
+    assert "line 1 has no role out of system" in label(tmp_path, *given, *more, ok=False)
+
+
+def test_two_files_join_without_duplicates(server, tmp_path):
+    """Line 9 of people's commands: cat part1.jsonl part2.jsonl; the same part twice is refused by name."""
+    for part, lines in (("part1", make_lines(4)), ("part2", make_lines(9)[4:])):
+        files(tmp_path, lines)
+        label(tmp_path, *flags(tmp_path, server, "--max_retries", "20", output=f"{part}.jsonl"))
+    parts = [(tmp_path / f"part{i}.jsonl").read_text() for i in (1, 2)]
+    (tmp_path / "both.jsonl").write_text("".join(parts))
+    ids = [row["id"] for row in rows(tmp_path / "both.jsonl")]
+    assert len(set(ids)) == 9 and max(ids) < 2**53
+    (tmp_path / "twice.jsonl").write_text(parts[0] * 2)
+    encoder = chat.Encoder(chats.tokenizer())
+    assert table.build_table(tmp_path / "table", [tmp_path / "both.jsonl"], encoder, 256, "stop")[0] == 9
+    with pytest.raises(parallel.UserError, match=f"twice.jsonl:5: has the same id {ids[0]} as .*twice.jsonl:1"):
+        table.build_table(tmp_path / "again", [tmp_path / "twice.jsonl"], encoder, 256, "stop")
+    groups = table.key_groups(np.array(ids), 2)
+    assert [groups.tolist().count(g) for g in dict.fromkeys(groups.tolist())] == [2, 2, 2, 2, 1]
 
 
 def test_damaged_journal_is_named(server, tmp_path):
@@ -406,8 +494,8 @@ def test_transformers_run(tiny_chat, tmp_path):
                   "--max_tokens", "24", "--temperature", "1", "--batch_size", "4", "--chunk_size", "3")
     label(tmp_path, *given)
     chats, rejected = rows(tmp_path / "labels.jsonl"), rows(tmp_path / "labels.rejected.jsonl")
-    assert len(chats) >= 6 and sorted(row["id"] for row in chats + rejected) == list(range(10))
-    assert "leaves no room" in rejected[-1]["why"] and rejected[-1]["id"] == 9
+    assert len(chats) >= 6 and sorted(row["line"] for row in chats + rejected) == list(range(10))
+    assert "leaves no room" in rejected[-1]["why"] and rejected[-1]["line"] == 9
     (folder / "generation_config.json").write_text((folder / "generation_config.json").read_text() + " ")
     assert "model was " in label(tmp_path, *given, ok=False)        # other weights under the same name are not mixed in
 
@@ -470,7 +558,7 @@ def instance(process, number):
 @pytest.mark.race
 def test_launcher_restarts_an_instance_and_merges(server, whole, launch, tmp_path):
     files(tmp_path, whole[0])
-    process = launch("--chunk_size", "4")
+    process = launch("--concurrency", "1")
     wait_until(lambda: labelled(tmp_path) >= 4 or process.poll() is not None, "first lines")
     os.kill(instance(process, 1), signal.SIGKILL)
     assert process.wait(timeout=PATIENCE_S) == 0, process.log.read_text()
@@ -486,7 +574,7 @@ def test_launcher_restarts_an_instance_and_merges(server, whole, launch, tmp_pat
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_launcher_leaves_no_process(name, server, whole, launch, tmp_path):
     files(tmp_path, whole[0])
-    process = launch("--chunk_size", "4", PATH=stand_in(tmp_path, f'exec {sys.executable} "$@"'))
+    process = launch("--concurrency", "1", PATH=stand_in(tmp_path, f'exec {sys.executable} "$@"'))
     wait_until(lambda: labelled(tmp_path) >= 4 or process.poll() is not None, "first lines")
     number = getattr(signal, name)
     if name == "SIGINT":
@@ -585,7 +673,7 @@ def test_plans_of_a_teacher_for_gsm8k(server, tmp_path, capsys):
     assert [entry["answer"] for entry in found] == ["72", "3", "5"]
 
     for spoil, words in ((records[1:], "1 of 3 problems have no plan, the first is"),
-                         ([records[1] | {"id": 0}, *records[1:]], "line 1: was not made from the lines of these"),
+                         ([records[1] | {"line": 0}, *records[1:]], "line 1: was not made from the lines of these"),
                          ([{"id": 0}], "line 1: is no record of create_data.py")):
         (tmp_path / "plans.jsonl").write_text("".join(json.dumps(record) + "\n" for record in spoil))
         parallel._claimed.clear()
@@ -605,6 +693,6 @@ def test_vllm_labels(tiny_chat, tmp_path):
         capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     chats, rejected = rows(tmp_path / "labels.jsonl"), rows(tmp_path / "labels.rejected.jsonl")
-    assert len(chats) >= 6 and sorted(row["id"] for row in chats + rejected) == list(range(10))
-    assert "leaves no room" in rejected[-1]["why"] and rejected[-1]["id"] == 9
+    assert len(chats) >= 6 and sorted(row["line"] for row in chats + rejected) == list(range(10))
+    assert "leaves no room" in rejected[-1]["why"] and rejected[-1]["line"] == 9
     assert json.loads((tmp_path / "labels.stats.json").read_text())["cached_share"] is not None

@@ -15,20 +15,25 @@ def tiny_chat(tmp_path_factory):
 
 def ask_tiny(folder, batch_size=16, max_tokens=12, **sampling):
     """answers(requests) of the model in a folder."""
-    return teacher.open_transformers(str(folder), teacher.Sampling(max_tokens, **sampling), batch_size=batch_size)
+    answers = teacher.open_transformers(str(folder), teacher.Sampling(max_tokens, **sampling), batch_size=batch_size)
+    return lambda requests: answers(teacher.taker(requests))
+
+
+def request(number, text, seed):
+    return teacher.Request(number, [{"role": "user", "content": text}], seed)
 
 
 def test_transformers_answers_as_generate_does(tiny_chat):
     folder, model, tokenizer = tiny_chat
-    requests = [teacher.Request(i, "a" * (3 * i + 1), i) for i in range(6)]
-    found = {request.id: answer for request, answer in
+    requests = [request(i, "a" * (3 * i + 1), i) for i in range(6)]
+    found = {asked.id: answer for asked, answer in
              ask_tiny(folder, max_tokens=4, logprobs=3)(requests)}
-    for request in requests:
-        text = f"<|im_start|>user\n{request.prompt}<|im_end|>\n<|im_start|>assistant\n"
+    for asked in requests:
+        text = f"<|im_start|>user\n{asked.messages[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
         prompt = tokenizer(text, return_tensors="pt")
         out = model.generate(**prompt, do_sample=False, max_new_tokens=4)[0, prompt["input_ids"].shape[1]:]
         ended = bool(out[-1].item() in model.generation_config.eos_token_id)
-        ids, answer = out[:len(out) - ended], found[request.id]
+        ids, answer = out[:len(out) - ended], found[asked.id]
         assert answer.text == tokenizer.decode(ids) and answer.finish_reason == ("stop" if ended else "length")
         assert answer.prompt_tokens == prompt["input_ids"].shape[1] and answer.completion_tokens == len(ids)
         logits = model(torch.cat([prompt["input_ids"][0], ids])[None]).logits[0, prompt["input_ids"].shape[1] - 1:]
@@ -42,7 +47,7 @@ def test_transformers_answers_as_generate_does(tiny_chat):
 
 def test_transformers_draws_depend_on_the_seed_alone(tiny_chat):
     folder = tiny_chat[0]
-    requests = [teacher.Request(i, "b" * (i % 4 + 1), 100 + i // 2) for i in range(12)]
+    requests = [request(i, "b" * (i % 4 + 1), 100 + i // 2) for i in range(12)]
     alone = {r.id: a.text for r, a in ask_tiny(folder, 1, temperature=1.0)(requests)}
     batch = {r.id: a.text for r, a in ask_tiny(folder, 8, temperature=1.0)(requests[::-1])}
     assert alone == batch and len(set(alone.values())) > 8
@@ -56,7 +61,7 @@ def test_transformers_draws_from_the_softmax(tiny_chat):
     folder, model, tokenizer = tiny_chat
     answers = ask_tiny(folder, 500, temperature=0.7, max_tokens=1)
     drawn = [answer.text if answer.finish_reason == "length" else "" for _, answer in
-             answers([teacher.Request(i, "c", i) for i in range(1500)])]
+             answers([request(i, "c", i) for i in range(1500)])]
     prompt = tokenizer("<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n", return_tensors="pt")
     share = torch.softmax(model(**prompt).logits[0, -1] / 0.7, -1)
     for token in share.topk(4).indices.tolist():
@@ -71,5 +76,5 @@ def test_thoughts_that_the_template_opens(tiny_chat, tmp_path):
     folder, _, tokenizer = tiny_chat
     assert teacher.opens_thought(tokenizer, {"enable_thinking": True}) == "<think>"
     assert teacher.opens_thought(tokenizer, {}) == ""
-    [(_, answer)] = ask_tiny(folder, thinking="on")([teacher.Request(0, "x", 0)])
+    [(_, answer)] = ask_tiny(folder, thinking="on")([request(0, "x", 0)])
     assert answer.text.startswith("<think>")        # so that thoughts without an end are seen

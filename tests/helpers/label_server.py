@@ -4,8 +4,10 @@
 
 Prints its port, then appends each request body to LOG. An answer depends on the message and the seed alone: some seeds
 give answers that must not count. Words in a line ask for trouble: slow, flaky (HTTP 500 first), busy (429 first), drop
-(connection closed first), garbage (no JSON first), never (no usable answer), long (400), refused (403).
+(connection closed first), garbage (no JSON first), never (no usable answer), long (400), refused (403), drip (a byte
+now and then, first), parts (content as a list, no usage, thoughts apart), seedless and limitless (400 for a field).
 """
+import contextlib
 import hashlib
 import json
 import sys
@@ -48,8 +50,8 @@ class Handler(BaseHTTPRequestHandler):
         line = content.strip().split("\n")[-1]
         words = line.split()
         with lock:
-            first = (content, body["seed"]) not in seen
-            seen.add((content, body["seed"]))
+            first = (content, body.get("seed")) not in seen
+            seen.add((content, body.get("seed")))
             with open(sys.argv[1], "a") as log:
                 log.write(json.dumps(body) + "\n")
         if "slow" in words:
@@ -58,6 +60,19 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(400, {"error": {"message": "This model's maximum context length is 128 tokens."}})
         if "refused" in words:
             return self.reply(403, {"error": {"message": "not allowed"}})
+        if "seedless" in words and "seed" in body:
+            return self.reply(422, {"detail": [{"type": "extra_forbidden", "loc": ["body", "seed"],
+                                                "msg": "Extra inputs are not permitted"}]})
+        if "limitless" in words and "max_tokens" in body:
+            return self.reply(400, {"error": {"message": "Unsupported parameter: 'max_tokens' is not supported with "
+                                              "this model. Use 'max_completion_tokens' instead."}})
+        if first and "drip" in words:
+            with contextlib.suppress(OSError):
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+                for _ in range(200):
+                    self.wfile.write(b"x")
+                    time.sleep(0.05)
+            return self.connection.close()
         if first and "flaky" in words:
             return self.reply(500, b"oops")
         if first and "busy" in words:
@@ -66,7 +81,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(200, b"<html>")
         if first and "drop" in words:
             return self.connection.close()
-        text, reason = answer_to(line, body["seed"])
+        text, reason = answer_to(line, body.get("seed"))
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
         if body.get("logprobs"):
             head, _, label = text.rpartition(" ")
@@ -75,6 +90,11 @@ class Handler(BaseHTTPRequestHandler):
                     {"token": token, "logprob": -0.25}, {"token": " ot", "logprob": -2.5},
                     {"token": "ot", "logprob": -3.5}][:body["top_logprobs"]]}
                 for token in (head, " " + label, "<|im_end|>")]}
+        if "parts" in words:
+            thoughts, _, text = text.rpartition("</think>")
+            choice["message"] = {"role": "assistant", "content": [{"type": "text", "text": part} for part in (
+                text[:3], text[3:])], "reasoning_content": thoughts.removeprefix("<think>") or None}
+            return self.reply(200, {"choices": [choice], "usage": None})
         self.reply(200, {"object": "chat.completion", "model": body["model"], "choices": [choice], "usage": {
             "prompt_tokens": len(content), "completion_tokens": len(text),
             "prompt_tokens_details": {"cached_tokens": len(content) // 2}}})

@@ -146,7 +146,7 @@ def test_a_copy_in_slurms_spool_folder_finds_the_repository(system, tmp_path):
 
 @pytest.mark.parametrize("system, settings, message", [
     ("gsm8k", {}, r"has 0 GPUs, 1 are needed \(MIN_GPUS\); --demo needs none"),
-    ("gsm8k", {"PRESET": "huge"}, r"PRESET=huge: conservative, recommended, aggressive or extreme"),
+    ("gsm8k", {"PRESET": "huge"}, r"PRESET=huge: conservative, recommended, aggressive, extreme, source or finetune"),
     ("gsm8k", {"SYSTEM": "both"}, r"SYSTEM=both: gsm8k or hdp"),
     ("hdp", {"MIN_GPUS": "0"}, r"TRAIN_DATA is not set"),
     ("gsm8k", {"VENV": "/nowhere", "MIN_GPUS": "0"}, r"VENV: no such file: /nowhere/bin/activate"),

@@ -11,7 +11,7 @@ import pytest
 import train_v2_ddp
 from common import flags
 from diffusion import train_bd3lm
-from distill import train_sft
+from distill import create_data, train_sft
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 from tests.launch.test_launchers import environment, launch, printed_command, shell
@@ -190,6 +190,9 @@ def test_block_diffusion_from_the_folder_in_the_notes(tree):
     ({"GPUS": "8"}, (64, 1, 5e-4, 0, 5000), False), ({"PRESET": "conservative"}, (64, 4, 4e-4, 0, 5000), False),
     ({"PRESET": "aggressive"}, (192, 4, 6e-4, 0, 5000), False),
     ({"PRESET": "extreme"}, (256, 4, 7e-4, 0, 10000), False),
+    ({"PRESET": "source"}, (16, 16, 1e-3, 0, 1000), False),
+    ({"INIT_FROM": "weights"}, (64, 2, 1e-4, 0, 100), False),
+    ({"INIT_FROM": "weights", "PRESET": "recommended", "GPUS": "2"}, (128, 2, 5e-4, 0, 5000), False),
     ({"BATCH_SIZE": "64", "GRAD_ACCUM": "8"}, (64, 8, 5e-4, 0, 5000), True),        # the preset's 512
     ({"BATCH_SIZE": "32"}, (32, 16, 5e-4, 0, 5000), True),
     ({"BATCH_SIZE": "64", "GRAD_ACCUM": "2"}, (64, 2, 5e-4, 512, 5000), True),
@@ -240,6 +243,28 @@ def test_student_on_what_the_teacher_wrote(tmp_path):
     assert done.returncode == 1 and "algorithm.x=1: not one of the overrides" in done.stderr
     done = launch("create_data_h100x8.sh", cwd=tmp_path, DRY_RUN="1", GPUS="8")
     assert done.returncode == 1 and "INPUT: no such file: ../tinker-cookbook/example-data/multilingual" in done.stderr
+
+
+def test_the_teacher_without_its_launcher(monkeypatch, tmp_path, capsys):
+    """Lines 9 and 10, where vLLM is installed (here an empty package of that name) and where it is not."""
+    def parsed(*words):
+        return flags.parse(create_data.build_parser(), create_data.check_flags, list(words))
+    line = "--tensor_parallel_size 4 --pipeline_parallel_size 2".split()
+    with pytest.raises(SystemExit):
+        parsed(*line)
+    assert "--tensor_parallel_size is for the engine vllm, not transformers" in capsys.readouterr().err
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    args = parsed(*line)
+    assert (args.input_file, args.output_file, args.model_name, args.max_model_len) == (
+        "../tinker-cookbook/example-data/multilingual.txt", "./data/prompt_distillation_lang.jsonl",
+        "Qwen/Qwen3-30B-A3B-Instruct-2507", 8192)
+    args = parsed(*"--input_file part1.txt --output_file data/part1.jsonl --tensor_parallel_size 2".split())
+    assert (args.input_file, args.tensor_parallel_size, args.model_name[:4]) == ("part1.txt", 2, "Qwen")
+    with pytest.raises(SystemExit):
+        parsed("--base_url", "http://localhost:1/v1")
+    assert "--base_url needs --model_name" in capsys.readouterr().err
 
 
 def test_a_file_of_flags_says_all_at_once(tmp_path):

@@ -192,7 +192,7 @@ def test_files_written_into_a_pipe_are_read_to_their_end(tmp_path, tiny, loud_fi
         whole, found = (decode_audio(str(p), [(None, None)])[1][0] for p in (tmp_path / f"a.{kind}", path))
         assert 0 <= len(found) - len(whole) < (1200 if kind == "mp3" else 1)    # the tag says where padding begins
         assert np.abs(np.abs(found[:len(whole)]).mean() / np.abs(whole).mean() - 1) < 0.02
-        assert header_frames(str(path), [(None, None)], config) == [codec_frames(len(found), config)]
+        assert header_frames(str(path), [(None, None, False)], config) == [codec_frames(len(found), config)]
 
 
 def test_the_shortest_clip_is_one_frame(tmp_path, tiny):
@@ -240,6 +240,18 @@ def test_a_second_fill_opens_no_audio(filled, tiny):
     assert all((a == b).all() for a, b in zip(again, codes.values()))
     assert sorted(p.name for p in folder.iterdir()) == shards
     assert not [name for name in opened if name.endswith(".wav")] and opened
+
+
+def test_a_short_reference_is_filled_with_zeros_and_a_long_one_shares_its_codes(tiny, tmp_path, codec):
+    long, short = (write_audio(tmp_path / f"{s}.wav", sine(440, 24000, s), 24000) for s in (1.5, 0.5))
+    clips = [Clip(str(path), filled=filled) for path in (short, long) for filled in (False, True)]
+    codes, folder = fill(clips, tiny.codec, tmp_path / "cache")
+    wave = decode_audio(str(short), [(None, None)])[1][0]
+    assert np.array_equal(codes[0], direct(codec, wave))
+    assert np.array_equal(codes[1], direct(codec, np.pad(wave, (0, 24000 - len(wave))))) and len(codes[1]) == 25
+    assert np.array_equal(codes[2], codes[3]) and len(encoded(folder)) == 3
+    frames = plan_codes(clips, tiny.codec, tmp_path / "empty", 8)[2][:, 2]
+    assert frames.tolist() == list(map(len, codes))
 
 
 def test_same_content_under_two_names_is_encoded_once(tiny, tmp_path):

@@ -160,8 +160,8 @@ CORPORA = {     # {corpus: ({file: text}, [(audio, text, speaker)], checks of wh
              [("p225_001_mic2.flac", "Hi.", "p225"), ("p280_001_mic1.flac", "Ho.", "p280")], []),
     "aishell3": ({"content.txt": "SSB00050001.wav\t你 ni3 好 hao3\n", "wav/SSB0005/SSB00050001.wav": "",
                   "label_train-set.txt": "x"}, [("SSB00050001.wav", "你好", "SSB0005")], []),
-    "mls": ({"transcripts.txt": "1_2_3\tone two\n1_2_4\t\n", "audio/1/2/1_2_3.opus": "", "segments.txt": "x"},
-            [("1_2_3.opus", "one two", "1")], ["empty_text"]),
+    "mls": ({"transcripts.txt": "1_2_3\tone\x85two\n1_2_4\t\n", "audio/1/2/1_2_3.opus": "", "segments.txt": "x"},
+            [("1_2_3.opus", "one\x85two", "1")], ["empty_text"]),
     "wenetspeech4tts": ({"txts/X1.txt": "X1\t你好。\n[[0, 0.2]]\n", "wavs/X1.wav": ""}, [("X1.wav", "你好。", "")], []),
     "gigaspeech": ({"GigaSpeech.json": json.dumps(GIGASPEECH), "audio/A.opus": ""},
                    [("A.opus", "YES, NO.", ""), ("A.opus", "WELL?", "P7")], ["empty_text"]),
@@ -174,6 +174,7 @@ CORPORA = {     # {corpus: ({file: text}, [(audio, text, speaker)], checks of wh
 
 @pytest.mark.parametrize("name", CORPORA)
 def test_corpora_are_read_as_they_are_published(tmp_path, name):
+    """In their tables only a line feed ends a line; texts may hold other characters that separate lines."""
     files, expected, refused = CORPORA[name]
     for path, text in files.items():
         written(tmp_path / path, text)
@@ -217,6 +218,23 @@ def test_quotes_are_text_in_ljspeech_and_quotes_in_what_pandas_writes(folder):
     assert spoken(read(path)[1]) == [("a.wav", 'He said "no".'), ("b.wav", '"odd'), ("c.wav", "Third")]
     path = written(folder / "n.csv", 'path,text\na.wav,"one, ""two""\nthree"\nb.wav,four\n')
     assert [s.turns[-2].text.split() for s in read(path)[1]] == [["one,", '"two"', "three"], ["four"]]
+
+
+@pytest.mark.parametrize("text, said", [
+    ('a.wav,One.\nb.wav,"Two\nc.wav,Three.\nd.wav,"Four"\n', "row that begins at line 3"),
+    ('a.wav,One.\nb.wav,"Two.\n' + "c.wav,Three and so on.\n" * 9000, "row that begins at line 3")])
+def test_a_quote_that_nothing_closes_swallows_no_lines(folder, text, said):
+    with pytest.raises(UserError, match=said):
+        read(written(folder / "m.csv", "audio,text\n" + text))
+
+
+def test_columns_may_come_late_in_json_lines(folder):
+    """Rows leave out what they have not: the first ones here have neither speaker nor reference."""
+    rows = [{"audio": "a.wav", "text": f"Text {i}."} for i in range(30)]
+    rows[25] |= {"speaker": "anna", "ref_audio": "b.wav", "ref_text": "Heard."}
+    _, samples, problems = read(lines(folder / "m.jsonl", *rows))
+    assert not problems and [s.speaker for s in samples] == [""] * 25 + ["anna"] + [""] * 4
+    assert [turn.text for turn in samples[25].turns[1:]] == ["Heard.", "", "Text 25.", ""]
 
 
 def test_rows_in_are_rows_kept_and_rows_refused(folder):
@@ -474,3 +492,53 @@ def test_folders_of_shards(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"audio": ["a"], "x": [1]}), tmp_path / "n.parquet")
     with pytest.raises(UserError, match="has no column of text; its columns are audio, x"):
         read(tmp_path / "n.parquet")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files of the tools themselves, where they are installed
+
+
+def saved_by_datasets(folder, clips):
+    """As parquet and as a saved folder. Undecoded: its decoding needs torchcodec, reading needs nothing of it."""
+    datasets = pytest.importorskip("datasets", reason="needs the package datasets")
+    datasets.disable_progress_bars()
+    rows = {"audio": [{"bytes": data, "path": name} for name, data in clips.items()],
+            "text": [f"This is {name}." for name in clips], "speaker_id": ["anna"] * len(clips)}
+    data = datasets.Dataset.from_dict(rows).cast_column("audio", datasets.Audio(decode=False))
+    data.to_parquet(str(folder / "a.parquet"))
+    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(str(folder / "saved"))
+    with pytest.raises(UserError, match="holds the splits train, test; give one: .*/saved/train"):
+        read(folder / "saved")
+    return folder / "a.parquet", folder / "saved" / "train"
+
+
+def written_by_webdataset(folder, clips):
+    webdataset = pytest.importorskip("webdataset", reason="needs the package webdataset")
+    for i, (name, data) in enumerate(clips.items()):
+        with webdataset.TarWriter(str(folder / f"s-{i}.tar")) as tar:
+            about = {"text": f"This is {name}.", "speaker": "anna"}
+            tar.write({"__key__": f"x/{name[:-4]}", "wav": data, "json": about})
+    return str(folder / "s-*.tar"),
+
+
+def written_by_pandas(folder, clips):
+    pandas = pytest.importorskip("pandas", reason="needs the package pandas")
+    for name, data in clips.items():
+        (folder / name).write_bytes(data)
+    table = pandas.DataFrame({"file_name": list(clips), "speaker": ["anna"] * len(clips),
+                              "text": [f"This is {name}." for name in clips]})
+    table.to_csv(folder / "m.csv"), table.to_csv(folder / "bars.csv", sep="|", index=False, quoting=csv.QUOTE_ALL)
+    table.to_csv(folder / "m.tsv", sep="\t", index=False), table.to_parquet(folder / "p.parquet")
+    table.to_json(folder / "m.jsonl", orient="records", lines=True)
+    return [folder / name for name in ("m.csv", "bars.csv", "m.tsv", "p.parquet", "m.jsonl")]
+
+
+@pytest.mark.parametrize("write", [saved_by_datasets, written_by_webdataset, written_by_pandas])
+def test_files_of_the_tools_themselves(tmp_path, write):
+    clips = waves(4)
+    for path in write(tmp_path, clips):
+        _, samples, problems = read(path)
+        assert not problems and [s.turns[-2].text for s in samples] == [f"This is {name}." for name in clips]
+        assert {s.speaker for s in samples} == {"anna"}
+        for sample, data in zip(samples, clips.values()):
+            assert decode_audio(sample.turns[-1].clips[0].path, [(None, None)])[0] == hashlib.sha256(data).hexdigest()

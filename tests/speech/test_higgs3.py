@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from common.parallel import UserError
-from speech import higgs3, make_tiny
+from speech import higgs3, layout_check, make_tiny
 from speech.labels import IGNORE, PackedBatch
 
 BOC, EOC = 1024, 1025
@@ -282,11 +282,23 @@ def without_ends(rows, mask):
     return rows, mask & (rows != EOC)
 
 
-@pytest.mark.parametrize("change", [None, shifted, without_ends])
+def without_delay(rows, mask):
+    return torch.cat([higgs3.undelay(rows), torch.full((7, 8), EOC)]), torch.ones_like(mask)
+
+
+def without_row_0(rows, mask):
+    return rows, mask & (torch.arange(len(rows)) > 0)[:, None]
+
+
+@pytest.mark.parametrize("change", [None, shifted, without_ends, without_delay, without_row_0])
 def test_what_is_learnt_is_spoken_and_stops_by_itself(loaded, change):
     model, ids = loaded
     clips = [codes_of(9, 7), codes_of(11, 8)]
     prompts = steps_of(model, ids, clips, 400, *[change] if change else [])
+    if change in (None, shifted):       # the layout that was learnt has the lowest loss
+        found = layout_check.losses(model, ids, [([60 + i], codes) for i, codes in enumerate(clips)])
+        assert min(found, key=lambda name: found[name][0]) == (
+            "a row of BOC first, as V2" if change else layout_check.OURS) and found[layout_check.OURS].shape == (9,)
     spoken = higgs3.generate(model, prompts, higgs3.Sampling(0, max_new_tokens=60), 0)
     right = all(torch.equal(codes, clip) and how == "eos" for (codes, how), clip in zip(spoken, clips))
     assert right == (change is None)

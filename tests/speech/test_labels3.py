@@ -1,4 +1,6 @@
 """Conversations of any data set as sequences of Higgs TTS 3: tokens, reference, labels, counts, batches."""
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from speech import higgs3, labels3, make_tiny
 from speech.conversations import BadSample, Clip, Sample, Turn
 from speech.labels import IGNORE
 from speech.speak import text_prompts
+from speech.table import TableBuilder
 from tests.helpers import dialogues
 
 
@@ -37,6 +40,10 @@ A, B, C = Clip("a.wav"), Clip("b.wav"), Clip("c.wav")
 SYSTEM = ("system", "Generate audio following instruction.", False)
 
 
+def filled(clip):
+    return replace(clip, filled=True)
+
+
 def words(stream):
     return [part for part, _ in stream]
 
@@ -46,7 +53,7 @@ def test_reference_and_target_of_a_cloning_sample(ids3):
                     ("assistant", B, True))
     (name, stream), = ids3.streams(sample)[0]
     assert name == "sample 0" and [labelled for _, labelled in stream] == [False] * 8 + [True]
-    assert words(stream) == ["<|tts|>", "<|ref_text|>", "Heard.", "<|ref_audio|>", A, "<|text|>", "Say this.",
+    assert words(stream) == ["<|tts|>", "<|ref_text|>", "Heard.", "<|ref_audio|>", filled(A), "<|text|>", "Say this.",
                              "<|audio|>", B]
     assert ids3.streams(sample)[1] == ["lose their system or scene text"]
 
@@ -56,7 +63,7 @@ def test_each_trained_clip_is_a_sample_of_its_own(ids3):
     found, left_out = ids3.streams(sample)
     assert [name for name, _ in found] == ["sample 0 message 1", "sample 0 message 3"] and left_out == []
     assert words(found[0][1]) == ["<|tts|>", "<|text|>", "One.", "<|audio|>", A]
-    assert words(found[1][1]) == ["<|tts|>", "<|ref_text|>", "One.", "<|ref_audio|>", A, "<|text|>", "Two.",
+    assert words(found[1][1]) == ["<|tts|>", "<|ref_text|>", "One.", "<|ref_audio|>", filled(A), "<|text|>", "Two.",
                                   "<|audio|>", B]
 
 
@@ -64,18 +71,30 @@ def test_what_has_no_place_is_counted_or_refused(ids3):
     sample = spoken(("user", "R1.", False), ("assistant", A, False), ("user", "R2.", False), ("assistant", B, False),
                     ("user", "[SPEAKER1] Say <|emotion:elation|>this.", False), ("assistant", C, True))
     (_, stream), = ids3.streams(sample)[0]
-    assert words(stream)[2:5] == ["R2.", "<|ref_audio|>", B] and words(stream)[-3] == "Say <|emotion:elation|>this."
+    assert words(stream)[2:5] == ["R2.", "<|ref_audio|>", filled(B)]
+    assert words(stream)[-3] == "Say <|emotion:elation|>this."
     assert ids3.streams(sample)[1] == ["lose a speaker's mark", "lose an earlier reference: the last one stays"]
     with pytest.raises(BadSample, match="several speakers"):
         ids3.streams(spoken(("user", "[SPEAKER0] Hi. [SPEAKER1] Ho.", False), ("assistant", A, True)))
+    (_, stream), = ids3.streams(spoken(("user", "[SPEAKER0] Hi.\n[SPEAKER0]Ho.", False), ("assistant", A, True)))[0]
+    assert words(stream)[-3] == "Hi.\nHo."
     stream = labels3.pieces("Hi.", A, ("Heard.", B), False)
-    assert words(stream) == ["<|tts|>", "<|ref_audio|>", B, "<|text|>", "Hi.", "<|audio|>", A]
+    assert words(stream) == ["<|tts|>", "<|ref_audio|>", filled(B), "<|text|>", "Hi.", "<|audio|>", A]
 
 
 def test_structural_tokens_are_forbidden_in_texts_and_tags_are_not(ids3, tokenizer3):
     forbidden = set(ids3.forbidden(tokenizer3).values())
     assert {"<|tts|>", "<|text|>", "<|audio_end|>", "<|endoftext|>"} <= forbidden
     assert not any(":" in token for token in forbidden)
+
+
+def test_unknown_control_tags_are_counted(ids3, tokenizer3, tmp_path):
+    texts = ["<|emotion:elation|>Hi.", "<|emotion:elaton|>Hi.", "<|emotion:elaton|>Ho <|laugh|>.", "2 <| 3 |> 1"]
+    builder, problems = TableBuilder(tokenizer3, ids3, tmp_path / "t"), []
+    builder.add([spoken(("user", text, False), ("assistant", A, True)) for text in texts], problems)
+    what = "which is no control tag of this model: it is read aloud"
+    assert builder.left_out == {f"hold <|emotion:elaton|>, {what}": 2, f"hold <|laugh|>, {what}": 1,
+                                f"hold <| 3 |>, {what}": 1} and not problems
 
 
 @pytest.fixture(scope="module")

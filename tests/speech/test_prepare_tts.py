@@ -1,6 +1,7 @@
 """A prepared folder trains as its sources do, wherever it is; checks find what is wrong, and say all of it."""
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -33,12 +34,12 @@ def written(path, rows):
     return path
 
 
-def prepared(tiny, tokenizer, ids, source, out, drop=(), held_out=None, weight=1.0, reading=None, cache=None):
+def prepared(tiny, tokenizer, ids, source, out, drop=(), held_out=None, weight=1.0, reading=None, cache=None, **more):
     """The report of prepare() in this process."""
     out.mkdir(exist_ok=True)
     return prepare_tts.prepare(WORLD, tokenizer, ids, tiny.codec, train=[(source, weight)], held_out=held_out,
                                reading=reading or Reading(), output_dir=out, cache_dir=cache or out / "codes",
-                               processes=0, wait_limit_s=60, drop=drop, min_seconds=0.32, max_seconds=60.0)
+                               processes=0, wait_limit_s=60, drop=drop, min_seconds=0.32, max_seconds=60.0, **more)
 
 
 def opened(tiny, tokenizer, ids, train, out, held_out=None, reading=None, **more):
@@ -106,6 +107,28 @@ def test_a_prepared_folder_gives_the_batches_of_its_source(tiny, tokenizer, ids,
     assert [(s["weight"], s["held_out"]) for s in both.sources] == [(0.5, False), (2.0, False), (1.0, True)]
     train, held_out = split_samples(both, 0.1, 42)
     assert len(train) == 12 + 48 and held_out.tolist() == list(range(48, 72))
+
+
+def test_a_trainer_leaves_a_prepared_folder_alone(tiny, tokenizer, ids, speech, folder, tmp_path):
+    """As its own output folder, where tables of earlier starts are deleted."""
+    mine = tmp_path / "mine"
+    shutil.copytree(folder, mine)
+    for train in ([(speech, 1.0)], [(mine, 1.0), (folder, 1.0)]):
+        with pytest.raises(UserError, match="is a folder of prepare_tts.py; give another one"):
+            opened(tiny, tokenizer, ids, train, mine)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "problems.jsonl").write_text("of an earlier start\n")       # else each start would add the same lines
+    assert len(opened(tiny, tokenizer, ids, [(mine, 1.0)], out)) and not (out / "problems.jsonl").exists()
+    (mine / "prepared.json").write_text(json.dumps(json.loads((mine / "prepared.json").read_text()) | {"files": []}))
+    with pytest.raises(UserError, match="is damaged, prepared.json has no list 'files'"):
+        opened(tiny, tokenizer, ids, [(mine, 1.0)], out)
+
+
+def test_clips_that_the_model_cannot_end_are_errors(tiny, tokenizer, ids, speech, tmp_path, folder, monkeypatch):
+    monkeypatch.setattr(type(ids), "min_frames", 10_000)
+    with pytest.raises(UserError, match="codec frames; this model needs 10000"):
+        prepared(tiny, tokenizer, ids, speech, tmp_path / "out", cache=folder / "codes")
 
 
 @pytest.mark.parametrize("change, said", [
@@ -213,6 +236,38 @@ def test_validation_audio_in_training_is_found(tiny, tokenizer, ids, faulty, tmp
     assert listed(tmp_path / "a")["in_validation"] == [2] and report["samples"] == 5
 
 
+HEARD = """import sys, soundfile, numpy as np
+open(sys.argv[1], "a").write(f"{len(sys.argv) - 2}\\n")
+for path in sys.argv[2:]:
+    wave, rate = soundfile.read(path)
+    hertz = np.abs(np.fft.rfft(wave)).argmax() * rate / len(wave)
+    print(f"a tone of {hertz:.0f} hertz" if hertz < 240 else "nothing")
+"""
+
+
+def test_what_a_recogniser_hears_is_compared_with_the_texts(tiny, tokenizer, ids, faulty, tmp_path):
+    """A command that hears the pitch; what it has heard is kept, by files whose last line may be cut off."""
+    rows = [{"audio": f"good{i}.wav", "text": f"A tone of {200 + i + 40 * (i == 3)} Hertz!"} for i in range(6)]
+    source = written(faulty.parent / "tones.jsonl", [*rows, {"audio": "again.wav", "text": "Something else."}])
+    (tmp_path / "hear.py").write_text(HEARD)
+    command = f"{sys.executable} {tmp_path / 'hear.py'} {tmp_path / 'calls'}"
+    by = {"asr_model": None, "asr_command": command, "language": None}
+    report = prepared(tiny, tokenizer, ids, source, tmp_path / "a", recogniser=by)
+    assert report["samples"] == 7 and "transcript" not in report["checks"]
+    found = [json.loads(line) for line in (tmp_path / "a" / "transcripts.jsonl").read_text().splitlines()]
+    assert [row["cer"] for row in found] == [0, 0, 0, 0.0667, 0, 0, found[6]["cer"]]
+    assert found[6]["heard"] == "nothing" and found[6]["cer"] > 0.5
+    assert report["transcripts"]["mean_cer"] == pytest.approx(np.mean([row["cer"] for row in found]), abs=1e-4)
+    (journal,) = (tmp_path / "a" / "heard").glob("*.jsonl")
+    journal.write_text(journal.read_text()[:-20])       # a kill while it was writing
+    report = prepared(tiny, tokenizer, ids, source, tmp_path / "a", recogniser=by, max_cer=0.05, drop=("transcript",))
+    assert (tmp_path / "calls").read_text().split() == ["7", "1"]
+    assert report["samples"] == 5 and report["checks"]["transcript"] == {"samples": 2, "dropped": True}
+    assert listed(tmp_path / "a")["transcript"] == [3, 6] and report["transcripts"]["mean_cer_kept"] == 0
+    prepared(tiny, tokenizer, ids, source, tmp_path / "a", recogniser=by | {"language": "de"})
+    assert (tmp_path / "calls").read_text().split()[2:] == ["7"]
+
+
 def test_limits_are_what_the_flags_say(capsys):
     flags = ["--model_path", "m", "--audio_tokenizer_path", "c", "--train_data_file", "a", "b:0.5"]
 
@@ -223,6 +278,8 @@ def test_limits_are_what_the_flags_say(capsys):
     assert prepare_tts.data_flags.sources(args) == ([("a", 1.0), ("b", 0.5)], None)
     for wrong, said in ((["--drop_bad", "noise"], "--drop_bad noise: no such check"),
                         (["--min_clip_seconds", "60"], "--min_clip_seconds must be below"),
+                        (["--max_cer", "0.1"], "--max_cer needs --asr_model or --asr_command"),
+                        (["--drop_bad", "transcript"], "--drop_bad transcript: give its limit, --max_cer"),
                         (["--train_data_file", "a:0"], "a:0: a weight lies above 0")):
         with pytest.raises(SystemExit):
             parse(*wrong)

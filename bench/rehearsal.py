@@ -1,0 +1,304 @@
+"""A trainer's own train() on the GPU of fake_cuda.py: three optimizer steps at a given shape, the last one counted.
+
+Models, tokenizers, recordings and chats are written to a folder first: real files, whose weights are holes. All samples
+of a set are alike, so every pack is, and the counted step is the one that --dry_run plans for. What train() reads and
+prepares is real; from the loading of the model on all tensors are fake. Not run: loader processes, other ranks (a fake
+process group answers at once), FlexAttention's kernel (a stand-in of the same shapes), what comes behind a step.
+"""
+import contextlib
+import io
+import json
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import soundfile
+import torch
+from tokenizers import Tokenizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import data
+import train_v2_ddp
+from bench import fake_cuda
+from common import flags, loading, memory, parallel, plan, run, tensor_files, watchdog
+from diffusion import choices, demo_problems, dit, noise, train_bd3lm
+from distill import train_sft
+from distill import weights as chat_weights
+from speech import data_flags, make_tiny, models
+from speech.sources import Reading
+
+from transformers import PreTrainedTokenizerFast, Qwen3Config  # isort: skip
+
+STEPS = 3
+SPEECH = {"vocab_size": 128256, "hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 24,
+          "num_key_value_heads": 8, "head_dim": 128}       # of Higgs-Audio V2 3B
+CHAT = {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128}         # of Qwen3 4B
+BLOCK_VOCABULARY = 50258        # GPT-2's and the mask
+TRAINERS = {"speech": train_v2_ddp, "chat": train_sft, "blocks": train_bd3lm}
+LAYERS = {"speech": 28, "chat": 36, "blocks": 12}
+SAMPLES = 256          # of a set, all alike
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def write_holes(model, path):
+    """A safetensors file of a model on the meta device in bf16, whose values are a hole of the file: no disk."""
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    for name, parameter in model.named_parameters():
+        header[name] = {"dtype": "BF16", "shape": list(parameter.shape),
+                        "data_offsets": [at, at := at + 2 * parameter.numel()]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + at)
+
+
+def speech_files(folder, layers):
+    """Flags that name a model and samples of 12 s of reference and 6 s of target, some 600 tokens each."""
+    if not (folder / "codec").exists():
+        tokenizer = make_tiny.make_tokenizer(folder)
+        make_tiny.make_model(folder, tokenizer)
+        make_tiny.make_codec(folder)
+        clips = []
+        for i, seconds in enumerate((12, 6)):
+            wave = 0.1 * np.sin(np.arange(24000 * seconds) * (0.05 + 0.01 * i))
+            soundfile.write(folder / f"clip{i}.wav", wave, 24000)
+            clips.append({"path": f"clip{i}.wav", "text": "the quick brown fox " * (2 * seconds), "speaker": 0,
+                          "seconds": float(seconds)})
+        sample = make_tiny.voice_cloning_sample("sample", *clips)
+        (folder / "train.json").write_text(json.dumps([sample] * SAMPLES))
+    model = folder / f"speech-{layers}"
+    if not model.exists():
+        model.mkdir()
+        for path in (folder / "model").iterdir():
+            if path.suffix != ".safetensors":
+                (model / path.name).write_bytes(path.read_bytes())
+        config = json.loads((model / "config.json").read_text()) | SPEECH | {"num_hidden_layers": layers}
+        (model / "config.json").write_text(json.dumps(config))
+        write_holes(models.empty_model(config, torch.bfloat16, model), model / "model.safetensors")
+    words = ["--model_path", model, "--audio_tokenizer_path", folder / "codec", "--train_data_file",
+             folder / "train.json", "--code_cache", folder / "codes", "--disable_eval"]
+    return words
+
+
+def prepare(folder):
+    """Call once, with an empty folder: fill the code cache of speech_files on the CPU, then have a GPU."""
+    words = speech_files(folder, 2)
+    args = flags.parse(train_v2_ddp.build_parser(), train_v2_ddp.check_flags, [
+        *map(str, words), "--output_dir", str(folder / "out")])
+    config = json.loads((folder / "speech-2" / "config.json").read_text())
+    tokenizer = models.load_tokenizer(folder / "speech-2", config)
+    train, held_out = data_flags.sources(args)
+    data.prepare_table(parallel.World(device=torch.device("cpu")), tokenizer,
+                       models.token_ids(tokenizer, models.read_config(config)), folder / "codec", train=train,
+                       held_out=held_out, output_dir=folder, cache_dir=folder / "codes",
+                       reading=Reading(**data_flags.reading(args)), processes=0, wait_limit_s=60)
+    fake_cuda.patch()
+
+
+CHAT_TEMPLATE = """{%- for m in messages -%}
+{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
+
+
+def chat_files(folder, layers):
+    """Flags that name a model and chats of some 500 tokens, half of them trained."""
+    model, chats = folder / f"chat-{layers}", folder / "chats.jsonl"
+    if not model.exists():
+        core = demo_problems.train_tokenizer(["user assistant the quick brown fox\n"] * 9)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+                                            additional_special_tokens=["<|im_start|>", "<|im_end|>"])
+        tokenizer.chat_template = CHAT_TEMPLATE
+        tokenizer.save_pretrained(model)
+        config = Qwen3Config(**CHAT, num_hidden_layers=layers, tie_word_embeddings=True, max_position_embeddings=262144)
+        config.architectures = ["Qwen3ForCausalLM"]
+        config.save_pretrained(model)
+        write_holes(chat_weights.empty_model(config, torch.bfloat16), model / "model.safetensors")
+        messages = [{"role": role, "content": " the quick brown fox" * 60} for role in ("user", "assistant")]
+        chats.write_text((json.dumps({"messages": messages}) + "\n") * SAMPLES)
+    return ["--model_path", model, "--train_data_file", chats]
+
+
+def block_files(folder, layers):
+    """Flags that name GSM8K's form of problems of about its mean length."""
+    data = folder / "problems.jsonl"
+    if not data.exists():
+        demo_problems.write_demo(folder / "demo")
+        tokenizer = Tokenizer.from_file(str(folder / "demo" / "tokenizer.json"))
+        text = " has 3 apples"
+        while len(tokenizer.encode(text).ids) < 62:
+            text += " and 3 apples"
+        problem = {"question": text, "answer": f"{text}\n#### 3"}
+        data.write_text((json.dumps(problem) + "\n") * SAMPLES)
+    choices.SIZES["small"] = (768, layers, 12, 128)
+    return ["--train_data_file", data, "--tokenizer", folder / "demo" / "tokenizer.json", "--model_size", "small",
+            "--validation_split", 0]
+
+
+FILES = {"speech": speech_files, "chat": chat_files, "blocks": block_files}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One run
+
+
+class Finished(Exception):
+    """Enough steps have run."""
+
+
+@dataclass
+class Step:
+    """What the last of STEPS optimizer steps on one of `ranks` GPUs came to."""
+    ledger: fake_cuda.Ledger
+    peak: int           # bytes of all tensors
+    planned: int        # the same as --dry_run has it
+    work: dict          # Run.count's, of all ranks: tokens, flops, ...
+    pairs: int          # that attend, of all micro-steps of this rank
+
+
+@torch.library.custom_op("rehearsal::flex_attention", mutates_args={})
+def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stands in for FlexAttention's kernel, which is compiled on a GPU."""
+    raise NotImplementedError
+
+
+@torch.library.custom_op("rehearsal::flex_attention_backward", mutates_args={})
+def flex_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+                  log_sum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    raise NotImplementedError
+
+
+flex.register_fake(lambda q, k, v: (torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)))
+flex_backward.register_fake(lambda grad, q, k, v, out, log_sum: tuple(map(torch.empty_like, (q, k, v))))
+flex.register_autograd(lambda ctx, grad, _: flex_backward(grad, *ctx.saved_tensors),
+                       setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))
+
+
+def sparse_attention(q, k, v, mask):
+    """dit.sparse_attention with the stand-in; the mask's tiles must be on the GPU and cover queries and keys."""
+    tiles = tuple(-(-n // dit.TILE) for n in (q.shape[2], k.shape[2]))
+    assert mask.kv_indices.shape == (len(q), 1, *tiles) and mask.kv_num_blocks.shape == (len(q), 1, tiles[0])
+    assert all(t.is_cuda for t in (mask.kv_indices, mask.kv_num_blocks, mask.full_kv_indices, mask.full_kv_num_blocks))
+    with fake_cuda.LEDGER.aside():
+        at = torch.zeros(1, dtype=torch.int64, device=q.device)
+        assert mask.mask_mod(at, at, at, at).is_cuda
+    return flex(q, k, v)[0]
+
+
+def config_of(size, _, mask_id, dropout):
+    return dit.Config(BLOCK_VOCABULARY, mask_id, *choices.SIZES[size], dropout)
+
+
+DiT = dit.DiT
+
+
+def on_gpu(*args):
+    """A DiT that is built on the GPU: modules of fake tensors do not move."""
+    if not fake_cuda.LEDGER:
+        return DiT(*args)
+    with torch.device("cuda", 0):
+        model = DiT(*args)
+    model.to = lambda device: model
+    return model
+
+
+def pairs_of(batch):
+    """(query, key) pairs of a batch that attend."""
+    if isinstance(batch, noise.Blocks):
+        return noise.attended_pairs(batch)
+    lengths = np.diff(batch.cu_seqlens.numpy()).astype(np.int64)
+    return int((lengths * (lengths + 1) // 2).sum())
+
+
+def rehearse(trainer, folder, words, layers=2, ranks=1, planned=True):
+    """Step of train() of a trainer (of TRAINERS) at so many layers, as one of `ranks` ranks.
+
+    folder: of prepare(). words: its flags, but for model and data. planned: run its --dry_run first.
+    """
+    script, seen = TRAINERS[trainer], {"pairs": 0, "planned": 0}
+    out = Path(tempfile.mkdtemp(dir=folder))
+    words = [*FILES[trainer](folder, layers), "--output_dir", out / "run", "--logging_dir", out / "logs", "--bf16",
+             "--logging_steps", 1000, "--save_steps", 1000, "--eval_steps", 0, "--max_steps", 1000, "--report_to",
+             "none", "--num_workers", 0, *words]
+    words = [str(word) for word in words if word is not None]
+
+    def parse(*more):
+        return flags.parse(script.build_parser(), script.check_flags, [*words, *more])
+
+    def print_room(check, setup, room, table, parts, stages, *_):
+        seen["planned"] = max(stages.values()) - parts["fixed"]
+
+    def init(*_, **__):
+        return parallel.World(size=ranks, device=device)
+
+    def ahead(loader, device=None):
+        batches = iter(loader)
+        while True:
+            with fake_cuda.outside():
+                batch = next(batches)
+                seen["pairs"] += pairs_of(batch) * seen["ledger"].counting
+            yield batch.to(device) if device else batch
+
+    def really(function):
+        def called(*args, **options):
+            with fake_cuda.outside():
+                return function(*args, **options)
+        return called
+
+    def window(now):
+        if now.step == STEPS - 1:
+            seen["ledger"].begin()
+        if now.step == STEPS:
+            raise Finished
+        return real_window(now)
+
+    def count(now, slots, work):
+        seen["work"] = work
+        real_count(now, slots, work)
+
+    def moved(watch, where, limit_s=None):
+        if where == "loading the model":        # from here on tensors are fake
+            seen["ledger"] = stack.enter_context(fake_cuda.rehearsal())
+
+    def load_model(world, model, *rest, **options):
+        for module in model.modules():      # computed ones are real so far
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
+        return real_load(world, model, *rest, **options)
+    real_window, real_count, real_load = run.Run.window, run.Run.count, getattr(script, "load_model", None)
+    device = torch.device("cuda", 0)
+    changes = [
+        (watchdog.Watchdog, "moved", moved), (run.Run, "window", window), (run.Run, "count", count),
+        (plan, "print_room", print_room), (loading, "ahead", ahead), (tensor_files, "read_into", lambda *_: None),
+        (parallel, "init", init), (parallel, "rank0_first", lambda world, work, *args: work(*args)),
+        (parallel, "init_device_mesh", really(parallel.init_device_mesh)), (noise, "diffuse", really(noise.diffuse)),
+        (dit, "DiT", on_gpu), (dit, "config_of", config_of), (dit, "sparse_attention", sparse_attention)]
+    if real_load:
+        changes.append((script, "load_model", load_model))
+    with memory.swapped(*changes), contextlib.redirect_stdout(io.StringIO()), contextlib.ExitStack() as stack:
+        if planned:
+            script.train(parse("--dry_run", str(ranks)))
+        args = parse()
+        if args.parallel == "fsdp":
+            torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        os.environ["WORLD_SIZE"] = str(ranks)
+        try:
+            script.train(args)
+        except Finished:
+            pass
+        finally:
+            os.environ.pop("WORLD_SIZE")
+            if args.parallel == "fsdp":
+                torch.distributed.destroy_process_group()
+    ledger = seen["ledger"]
+    return Step(ledger, ledger.peak, seen["planned"], seen["work"], seen["pairs"])

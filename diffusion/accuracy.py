@@ -1,0 +1,100 @@
+"""Validation by answers: some held-out problems are answered by the averaged weights; a few are kept block by block.
+
+Each rank answers its share on its own, so that ranks which wait for nobody may take as many passes as they need. The
+time is bounded by the number of problems and their longest answer. Sampling is certain (temperature 0, all tokens of
+probability 0.9 and more in a pass), so that numbers of different steps compare.
+"""
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from common import checkpoint, parallel
+from diffusion import weights
+from diffusion.answers import answer_batch, question_state, score
+
+SHOWN = 4           # problems whose answers are kept, block by block
+FOLDER = "answers"  # in OUTPUT_DIR
+
+
+def choose(rows, n, tokens, seed):
+    """[(Problem, its question_state)] of n held-out problems, all if there are fewer: those of the seed. UserError when
+    such a model cannot be sampled. rows: blocks.Rows.
+    """
+    if not rows or not n:
+        return []
+    documents, numbers = rows.documents, sorted(number for members in rows.members for number in members)
+    chosen = np.random.default_rng((seed, 4)).permutation(numbers)[:n]
+    return [(problem, question_state(problem, tokens, documents.layout))
+            for problem in (documents.problems[number] for number in chosen)]
+
+
+def accuracy(world, model, asked, tokens, layout, *, batch_rows, seed, bf16):
+    """({"eval/accuracy": strict, ...}, answers to the first SHOWN with their text behind every block). Collective.
+
+    model: the DiT, sharded or not, in eval mode, with the weights to judge. asked: of choose.
+    """
+    began, answers = time.monotonic(), []
+    whole = whole_model(model)
+    mine = asked[world.rank::world.size]
+    for first in range(0, len(mine), batch_rows):
+        batch, growth = mine[first:first + batch_rows], {}
+
+        def show(number, part, text, growth=growth):
+            growth.setdefault(number, []).append([part, text])
+        generator = torch.Generator(world.device).manual_seed(seed)
+        # lengths change with every block: compiled layers would be compiled again for each
+        with torch.autocast(world.device.type, torch.bfloat16, enabled=bf16), torch.compiler.set_stance("force_eager"):
+            written = answer_batch(whole, [state for _, state in batch], tokens, layout, show, order="confidence",
+                                   temperature=0.0, generator=generator)
+        for number, ((problem, _), answer) in enumerate(zip(batch, written)):
+            strict, flexible = score(answer["text"], problem.answer)
+            answers.append(answer | {"name": problem.name, "question": problem.question, "answer": problem.answer,
+                                     "strict": strict, "flexible": flexible, "growth": growth.get(number, [])})
+    del whole
+    of_ranks = parallel.gather_objects(world, answers)
+    answers = [of_ranks[i % world.size][i // world.size] for i in range(len(asked))]
+    means = {name: float(np.mean([answer[name] for answer in answers])) for name in ("strict", "flexible", "ended",
+                                                                                    "forwards")}
+    return {"eval/accuracy": means["strict"], "eval/accuracy_flexible": means["flexible"],
+            "eval/accuracy_stderr": math.sqrt(means["strict"] * (1 - means["strict"]) / len(answers)),
+            "eval/ended": means["ended"], "eval/nfe": means["forwards"],
+            "eval/accuracy_seconds": time.monotonic() - began}, answers[:SHOWN]
+
+
+@torch.no_grad()
+def whole_model(model):
+    """The model itself, or a copy that is not sharded, whose passes need no other rank. Collective."""
+    parallel.reshard(model)
+    parameters = dict(model.named_parameters())
+    if not any(isinstance(p, DTensor) for p in parameters.values()):
+        return model
+    copy = weights.empty_like(model)
+    for name, parameter in copy.named_parameters():
+        parameter.copy_(parameters[name].full_tensor())
+    return copy
+
+
+def write(output_dir, step, answers):
+    """OUTPUT_DIR/answers/step-N.json for the report: answers of accuracy(), with growth [[part, text so far], ...]."""
+    folder = Path(output_dir) / FOLDER
+    checkpoint.prepare_output(folder)
+    text = json.dumps({"step": step, "answers": answers}, indent=1, ensure_ascii=False)
+    checkpoint.write_atomically(folder / f"step-{step}.json", lambda path: path.write_text(text + "\n", "utf-8"))
+
+
+def improved(best, values):
+    """Whether a validation has a better bound or accuracy than any before; `best`, {name: value}, takes them over.
+
+    Bounds rise while answers still get better, when a model becomes too sure of itself; so either counts.
+    """
+    news = {"nll": values["eval/nll"]}
+    if "eval/accuracy" in values:
+        news["wrong"] = 1 - values["eval/accuracy"]
+    better = {name: value for name, value in news.items() if value < best.get(name, math.inf)}
+    best.update(better)
+    return bool(better)

@@ -1,0 +1,224 @@
+"""A Llama- or Qwen3-shaped language model as a block-diffusion backbone: its weights, block-causal attention.
+
+Same three-part pass, masks and interface as dit.py; a token also sees what follows it in its block. The recipe is that
+of dLLM's BD3 of Qwen3 (github.com/ZHZisZZ/dllm, examples/a2d), SDAR (arXiv 2510.06303, github.com/JetAstra/SDAR) and
+E2D2 (github.com/kuleshov-group/e2d2): noisy and clean copies under the same positions, all weights trained, and no
+shift: the head, which an autoregressive model reads one place before a token, here reads at the masked token itself.
+The mask's row is new; where the table has rows that no token uses, it is the first of them, as in dLLM and SDAR.
+
+Names of parameters are transformers', so files go both ways. Read there: models/llama and models/qwen3.
+"""
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from common import json_files, recomputation
+from common.parallel import UserError
+from diffusion import dit
+
+SHAPES = ("llama", "mistral", "qwen2", "qwen3")     # values of model_type that are this network
+
+
+@dataclass
+class Config:
+    """Shape of a decoder. vocab_size includes the mask token mask_id, which is never predicted."""
+    vocab_size: int
+    mask_id: int
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    mlp_size: int
+    theta: float            # base of the rotary frequencies
+    eps: float              # of the norms
+    tied: bool              # the head is the embedding
+    qk_norm: bool           # Qwen3: queries and keys are normalised
+    qkv_bias: bool          # Qwen2: their products have biases
+    dropout: float = 0.0
+
+
+def config_of(folder, vocab_size, mask_id, dropout):
+    """Config of a transformers folder; vocab_size, if its own table is not larger. Raises UserError."""
+    given = json_files.read_object(folder / "config.json")
+    kind = given.get("model_type")
+    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    odd = {"model_type": (kind, kind if kind in SHAPES else SHAPES),
+           "hidden_act": (given.get("hidden_act", "silu"), "silu"),
+           "rope": (rope.get("rope_type", rope.get("type", "default")), "default"),
+           "mlp_bias": (given.get("mlp_bias", False), False),
+           "attention_bias": (given.get("attention_bias", False), False),
+           "use_sliding_window": (given.get("use_sliding_window", False), False),
+           "quantization_config": (given.get("quantization_config"), None)}
+    if kind == "mistral":
+        odd["sliding_window"] = given.get("sliding_window"), None
+    if wrong := [f"{name} {value}" for name, (value, right) in odd.items() if value != right]:
+        raise UserError(f"--init_from {folder}: its config.json has {', '.join(wrong)}; models of type "
+                        f"{', '.join(SHAPES)} without that can be converted")
+    heads = given["num_attention_heads"]
+    return Config(
+        max(vocab_size, given["vocab_size"]), mask_id, given["hidden_size"], given["num_hidden_layers"], heads,
+        given.get("num_key_value_heads") or heads, given.get("head_dim") or given["hidden_size"] // heads,
+        given["intermediate_size"], float(rope.get("rope_theta") or given.get("rope_theta") or dit.THETA),
+        given.get("rms_norm_eps", 1e-6), bool(given.get("tie_word_embeddings", False)), kind == "qwen3",
+        kind == "qwen2", dropout)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layers
+
+
+class Norm(nn.Module):
+    """Root-mean-square norm over the last dimension in float32, with a weight."""
+
+    def __init__(self, size, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x):
+        x = x.float()
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        size, bias = config.hidden_size, config.qkv_bias
+        self.head_size = config.head_size
+        self.q_proj = nn.Linear(size, config.heads * config.head_size, bias)
+        self.k_proj = nn.Linear(size, config.kv_heads * config.head_size, bias)
+        self.v_proj = nn.Linear(size, config.kv_heads * config.head_size, bias)
+        self.o_proj = nn.Linear(config.heads * config.head_size, size, bias=False)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (Norm(config.head_size, config.eps) for _ in range(2))
+        self.qk_norm = config.qk_norm
+
+    def forward(self, x, cos, sin, n_noisy, noisy_mask, clean_mask, past):
+        """As dit.Layer: (attended (B, S or n_noisy, H), keys and values of x (B, kv_heads, S, D))."""
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_size))
+                   for project in (self.q_proj, self.k_proj, self.v_proj))
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.to(v.dtype).transpose(1, 2) for t in (dit.rotate(q, cos, sin), dit.rotate(k, cos, sin), v))
+        new = k, v
+        if past is not None:
+            k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        out = dit.attention(q[:, :, :n_noisy], k, v, noisy_mask)
+        if clean_mask is not None:
+            clean = dit.attention(q[:, :, n_noisy:], k[:, :, n_noisy:], v[:, :, n_noisy:], clean_mask)
+            out = torch.cat([out, clean], dim=2)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), new
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.mlp_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.mlp_size, bias=False)
+        self.down_proj = nn.Linear(config.mlp_size, config.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """One transformer layer; arguments and results as dit.Layer's, without its conditioning."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.dropout = config.dropout
+        self.self_attn, self.mlp = Attention(config), MLP(config)
+        self.input_layernorm = Norm(config.hidden_size, config.eps)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.eps)
+
+    def forward(self, x, cos, sin, n_noisy, noisy_mask, clean_mask=None, past=None):
+        out, new = self.self_attn(self.input_layernorm(x), cos, sin, n_noisy, noisy_mask, clean_mask, past)
+        x = x[:, :out.shape[1]]
+        x = x + F.dropout(out, self.dropout, self.training)
+        x = x + F.dropout(self.mlp(self.post_attention_layernorm(x)), self.dropout, self.training)
+        return x if past is None else (x, new)
+
+
+class Decoder(nn.Module):
+    """The whole network, with DiT's interface: forward is what training wraps, extend and logits what samples."""
+
+    def __init__(self, config, backend="sdpa", recompute=None):
+        super().__init__()
+        self.config, self.backend, self.call = config, backend, recomputation.caller(recompute)
+        self.model = nn.ModuleDict({
+            "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
+            "layers": nn.ModuleList([Layer(config) for _ in range(config.layers)]),
+            "norm": Norm(config.hidden_size, config.eps)})
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie()
+        self._masks = None, None        # layout, its masks: rows of one layout share them
+
+    def tie(self):
+        """Make the head the embedding, where it is; again when weights were moved or made anew."""
+        if self.config.tied:
+            self.lm_head.weight = self.model["embed_tokens"].weight
+
+    embed = property(lambda self: self.model["embed_tokens"])
+    layers = property(lambda self: self.model["layers"])
+
+    def rope(self, position):
+        """(cos, sin) of (B, S) positions, each (B, S, 1, D / 2) float32."""
+        half = self.config.head_size // 2
+        frequency = self.config.theta ** (-torch.arange(half, device=position.device, dtype=torch.float32) / half)
+        angle = position[..., None, None] * frequency
+        return angle.cos(), angle.sin()
+
+    def hidden_states(self, inputs):
+        """Final hidden states (B, N, H) of the noisy copies. inputs: noise.Inputs."""
+        noisy_mask, clean_mask = dit.masks_of(self, inputs)
+        x = self.embed(inputs.tokens).float()
+        cos, sin = self.rope(inputs.position)
+        for number, layer in enumerate(self.layers):
+            mask = clean_mask if number + 1 < len(self.layers) else None
+            given = (x, cos, sin, inputs.n_noisy, noisy_mask, mask)
+            x = self.call(layer, *given) if self.training else layer(*given)
+        return x
+
+    def logits(self, hidden):
+        """(..., H) -> (..., V) float32; the mask token's is -inf (SUBS: it is never the answer)."""
+        logits = self.lm_head(self.model["norm"](hidden)).float()
+        logits[..., self.config.mask_id] = -torch.inf
+        return logits
+
+    def row_losses(self, hidden, labels):
+        return F.cross_entropy(self.logits(hidden), labels, reduction="none")
+
+    def forward(self, inputs):
+        """Cross-entropy (R,) float32 of the clean token at each of inputs.rows; no row gives an empty tensor."""
+        return dit.losses(self, inputs)
+
+    def extend(self, tokens, position, mask, past):
+        """As DiT.extend: hidden states of one more block behind cached ones, and its own keys and values."""
+        x, new = self.embed(tokens).float(), []
+        cos, sin = self.rope(position)
+        for layer, pair in zip(self.layers, past):
+            x, own = layer(x, cos, sin, tokens.shape[1], mask, past=pair)
+            new.append(own)
+        return x, new
+
+
+Model = Decoder
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Work
+
+
+def decays(name, parameter):
+    """As dit.decays; a tied table is an embedding."""
+    return parameter.ndim > 1 and "embed_tokens" not in name
+
+
+def flops(config, tokens, rows, pairs):
+    """As dit.flops."""
+    size, heads = config.hidden_size, config.heads * config.head_size
+    layer = 2 * size * (heads + config.kv_heads * config.head_size) + 3 * size * config.mlp_size
+    matrices = 2 * tokens * layer * config.layers + 2 * rows * size * config.vocab_size
+    return 3 * (matrices + 4 * heads * pairs * config.layers)

@@ -1,0 +1,139 @@
+"""lm-eval-harness on a block-diffusion checkpoint, so that its numbers compare with those of other projects.
+
+    pip install lm_eval
+    python diffusion/lm_eval_bd3lm.py --checkpoint out --tasks gsm8k
+
+Tasks that generate (output_type generate_until) run as the harness defines them, answers greedy; of its settings for
+generation only `until` counts. A task's text is the prompt as it stands, and a model trained with --chat gets it as the
+user's turn. The stock gsm8k task without examples asks what a model of --system gsm8k was trained on; examples
+(--num_fewshot 5) it has never seen.
+"""
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
+
+import argparse
+
+from common import flags
+from diffusion.choices import ORDERS
+
+
+def build_parser():
+    p = flags.Parser("Run tasks of lm-eval-harness on a block-diffusion model.")
+    p.add_argument("--checkpoint", required=True, help="checkpoint folder, or the trainer's OUTPUT_DIR")
+    p.add_argument("--pick", choices=("best", "newest"), default="best",
+                   help="of an OUTPUT_DIR: the best checkpoint by --best_by, or the newest one")
+    p.add_argument("--ema", action=argparse.BooleanOptionalAction, default=True, help="take the averaged weights")
+    p.add_argument("--tasks", nargs="+", default=["gsm8k"], help="names of tasks")
+    p.add_argument("--include_path", help="folder with task files of your own")
+    p.add_argument("--num_fewshot", type=int, default=0, help="worked examples before each question")
+    p.add_argument("--limit", type=int, default=0, help="only the first so many problems of each task, 0 = all")
+    p.add_argument("--batch_size", type=int, default=64, help="problems answered side by side")
+    p.add_argument("--order", choices=ORDERS, default="confidence",
+                   help="which masked tokens a pass fills: one at random, the surest ones, or all that are sure enough")
+    p.add_argument("--threshold", type=float, default=0.9, help="confidence: probability a token must have, 0 to 1")
+    flags.switch(p, "--bf16", help="bfloat16 compute")
+    p.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    p.add_argument("--output", help="JSON file for the results (default: beside the checkpoint)")
+    return p
+
+
+def check_flags(args, world_size):
+    """Raise UserError for values that make no sense."""
+    flags.at_least_one(args, "batch_size")
+    flags.zero_or_more(args, "limit", "num_fewshot")
+
+
+# parsed before torch is imported: --help and a mistake in a flag answer at once
+ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+
+import json
+
+import torch
+
+from common import checkpoint, parallel
+from common.parallel import UserError
+from diffusion import weights
+from diffusion.answers import answer_batch, text_state
+from diffusion.blocks import Layout
+from diffusion.problems import load_tokenizer
+
+
+def harness_model(base, model, tokens, layout, device, batch_size, bf16, **options):
+    """An object of a subclass of `base`, lm_eval's LM, that generates. options: of sampler.generate."""
+
+    class BlockDiffusion(base):
+        too_long = 0        # questions without room for an answer, which is "" then
+
+        def generate_until(self, requests, disable_tqdm=False):
+            """Texts in the order of the requests, whose args are (prompt, {"until": [text], ...})."""
+            states, texts = [], [""] * len(requests)
+            for number, request in enumerate(requests):
+                prompt = request.args[0]
+                if layout.prompt:
+                    prompt = layout.prompt.replace("{question}", prompt)
+                try:
+                    states.append((number, text_state(f"request {number}", prompt, tokens, layout)))
+                except UserError:
+                    self.too_long += 1
+            states.sort(key=lambda item: item[1][0].shape[1])       # like lengths side by side: less padding
+            for first in range(0, len(states), batch_size):
+                numbers, batch = zip(*states[first:first + batch_size])
+                generator = torch.Generator(device).manual_seed(first)
+                with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                    answers = answer_batch(model, batch, tokens, layout, temperature=0.0, generator=generator,
+                                           **options)
+                for number, answer in zip(numbers, answers):
+                    until = requests[number].args[1].get("until") or []
+                    for stop in [until] if isinstance(until, str) else until:
+                        answer["text"] = answer["text"].partition(stop)[0] if stop else answer["text"]
+                    texts[number] = answer["text"]
+            return texts
+
+        def loglikelihood(self, requests, disable_tqdm=False):
+            raise UserError("this task scores given texts, whose likelihood a block-diffusion model only bounds; give "
+                            "tasks that generate")
+
+        loglikelihood_rolling = loglikelihood
+    return BlockDiffusion()
+
+
+def main(argv=None):
+    args = ARGS or flags.parse(build_parser(), check_flags, argv)
+    with parallel.one_clear_error():
+        try:
+            import lm_eval
+            from lm_eval.api.model import LM
+        except ImportError:
+            raise UserError("lm_eval is not installed: pip install lm_eval")
+        folder = weights.find_checkpoint(args.checkpoint, args.pick)
+        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        model, about = weights.load_checkpoint(folder, args.ema)
+        layout = Layout(**about["layout"])
+        if layout.system != "gsm8k":
+            raise UserError(f"--checkpoint {folder}: is an {layout.system} model, which writes a plan first; give one "
+                            "of --system gsm8k")
+        tokens = load_tokenizer(folder, layout.system, layout.end_token)
+        ours = harness_model(LM, model.to(device), tokens, layout, device, args.batch_size, args.bf16, order=args.order,
+                             **({"threshold": args.threshold} if args.order == "confidence" else {}))
+        found = lm_eval.simple_evaluate(
+            model=ours, tasks=args.tasks, num_fewshot=args.num_fewshot, limit=args.limit or None, bootstrap_iters=0,
+            log_samples=False,
+            task_manager=lm_eval.tasks.TaskManager(include_path=args.include_path))
+        output = Path(args.output or folder.parent / f"lm-eval-{folder.name}.json")
+        result = json.dumps({"checkpoint": str(folder), "lm_eval": lm_eval.__version__, "settings": vars(args),
+                             "too_long": ours.too_long, "results": found["results"]}, indent=1, default=str)
+        checkpoint.write_atomically(output, lambda path: path.write_text(result + "\n", encoding="utf-8"))
+        for task, metrics in found["results"].items():
+            for name, value in metrics.items():
+                if isinstance(value, float):
+                    print(f"{task:<20} {name:<40} {value:.4f}")
+        print(f"settings   lm_eval {lm_eval.__version__}, {args.num_fewshot} examples, {args.order}, temperature 0, "
+              f"blocks of {layout.block_size}, at most {layout.max_length} tokens, "
+              f"{'averaged' if args.ema else 'last'} weights; {ours.too_long} questions too long\n"
+              f"results    {output}")
+
+
+if __name__ == "__main__":
+    main()

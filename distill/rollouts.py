@@ -1,0 +1,92 @@
+"""The student's own answers, to be learned from: drawn from its softmax, scored by its teacher.
+
+Each draw has a seed of (run, step, sample), so a resumed run draws the same answers from the same weights. Generation
+is transformers' own, each rank for itself: under FSDP2 the weights are gathered for that time.
+"""
+import numpy as np
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from common import parallel
+from distill.table import ChatSamples, collate
+
+
+class Draw(LogitsProcessor):
+    """Adds Gumbel noise of each row's own generator: the largest value is then a draw from the softmax."""
+
+    def __init__(self, seeds):
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def __call__(self, input_ids, scores):
+        noise = torch.stack([torch.rand(scores.shape[1], generator=generator) for generator in self.generators])
+        return scores.float() - torch.log(-torch.log(noise.clamp(1e-20, 1 - 1e-7))).to(scores.device)
+
+
+def draw_of(seed, step, number):
+    """numpy's generator of one sample at one step."""
+    return np.random.default_rng((seed, step, number, 3))
+
+
+def last_answer(trained):
+    """Place of the first token of the last trained turn. trained (n,) bool."""
+    places = np.flatnonzero(trained)
+    gaps = np.flatnonzero(np.diff(places) > 1)
+    return int(places[gaps[-1] + 1] if len(gaps) else places[0])
+
+
+def own_answers(world, model, table, batches, *, share, tokens, ends, seed, step, bf16):
+    """(PackedChats of the same samples with the student's answers in a share of them, targets of all ranks).
+
+    batches: this rank's of the step. share: chance of a sample, 0 to 1. tokens: an answer may have; one that is cut off
+    there is trained as far as it goes. ends: ids that end an answer. On every rank at once.
+    """
+    samples, made = ChatSamples(table), []
+    rows = [[samples[i] for i in batch.samples] for batch in batches]
+    chosen = [(b, r) for b, found in enumerate(rows) for r, sample in enumerate(found)
+              if draw_of(seed, step, sample[0]).random() < share]
+    prompts = []        # of student and teacher
+    for b, r in chosen:
+        _, ids, trained, own = rows[b][r]
+        prompts.append((ids[:own][:last_answer(trained[:own])], ids[own:][:last_answer(trained[own:])]))
+    limit = getattr(model.native.config, "max_position_embeddings", None) or 1 << 30
+    with parallel.gathered(model):
+        for start in range(0, len(chosen), max(map(len, rows), default=1) or 1):
+            part = slice(start, start + max(map(len, rows)))
+            room = limit - max(len(ids) for pair in prompts[part] for ids in pair)
+            seeds = [int(draw_of(seed, step, rows[b][r][0]).integers(2**31)) for b, r in chosen[part]]
+            made += generate(model.native, [own for own, _ in prompts[part]], seeds, min(tokens, room), ends, bf16)
+    for (b, r), (own, behind), answer in zip(chosen, prompts, made):
+        ids = np.concatenate([own, answer, behind, answer])
+        trained = np.zeros(len(ids), bool)
+        trained[len(own):len(own) + len(answer)] = trained[len(ids) - len(answer):] = True
+        rows[b][r] = rows[b][r][0], ids, trained, len(own) + len(answer)
+    found = [collate(part, prompted=True).to(world.device) for part in rows]
+    targets = torch.tensor(float(sum(batch.counts["targets"] for batch in found)), device=world.device)
+    return found, parallel.all_sum(world, targets).item()
+
+
+@torch.no_grad()
+def generate(model, prompts, seeds, tokens, ends, bf16):
+    """[ids (n,) of an answer], the token that ends it included, drawn at temperature 1 from the ids of each prompt."""
+    width, training, attention = max(map(len, prompts)), model.training, model.config._attn_implementation
+    device = model.get_input_embeddings().weight.device
+    ids, mask = torch.full((len(prompts), width), ends[0]), torch.zeros(len(prompts), width, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):          # on the left, so that all answers begin at one place
+        ids[row, width - len(prompt):] = torch.from_numpy(prompt)
+        mask[row, width - len(prompt):] = 1
+    model.eval()
+    model.config._attn_implementation = "sdpa"      # the packed one has no cache
+    try:
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            out = model.generate(
+                input_ids=ids.to(device), attention_mask=mask.to(device), logits_processor=LogitsProcessorList([Draw(
+                    seeds)]), generation_config=GenerationConfig(do_sample=False, max_new_tokens=tokens, use_cache=True,
+                                                                 eos_token_id=list(ends), pad_token_id=ends[0]))
+    finally:
+        model.config._attn_implementation = attention
+        model.train(training)
+    answers = []
+    for new in out[:, width:].cpu().numpy():
+        stops = np.flatnonzero(np.isin(new, ends))
+        answers.append(new[:stops[0] + 1] if len(stops) else new)
+    return answers

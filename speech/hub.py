@@ -1,0 +1,121 @@
+"""Data sets on the Hugging Face hub: which of their files hold speech, and how those are read without keeping them.
+
+A shard's path is hf://datasets/OWNER/NAME@COMMIT/FILE. Texts are read from it by ranges of bytes; for its audio a shard
+is fetched as a whole, encoded, and deleted again. huggingface_hub is imported here, when such a path is met.
+"""
+import contextlib
+import fnmatch
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from common.parallel import UserError
+
+PREFIX = "hf://datasets/"
+NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+?)(?:@((?:refs/\w+/)?[^/@]+))?(?:/([^@]+))?")     # owner/name@revision/files
+KINDS = (".parquet", ".tar")
+LOCAL = (".json", ".jsonl", ".csv", ".tsv", ".txt", ".list", ".lst", ".arrow", ".gz", ".zip")      # a file that is gone
+_fetched = {}       # {path on the hub: path of its copy here}
+
+
+def is_there(path):
+    """Whether a file lies on the hub."""
+    return str(path).startswith(PREFIX)
+
+
+def may_be(path):
+    """Whether a name that nothing here has is that of a data set on the hub."""
+    return is_there(path) or bool(NAME.fullmatch(str(path))) and not str(path).endswith(LOCAL)
+
+
+def here(path):
+    """The path itself, or that of the copy that `fetched` has made of it."""
+    return _fetched.get(str(path), path)
+
+
+def open_file(path):
+    """A file here or on the hub, opened for reading bytes."""
+    path = here(path)
+    if not is_there(path):
+        return open(path, "rb")
+    from huggingface_hub import HfFileSystem
+    with asking(path):
+        return HfFileSystem().open(str(path).removeprefix("hf://"), "rb", block_size=2**16)
+
+
+def stat(path):
+    """(bytes, modification time in ns) of a file; of one on the hub, whose path has the commit, (0, 0)."""
+    if is_there(path):
+        return 0, 0
+    found = os.stat(path)
+    return found.st_size, found.st_mtime_ns
+
+
+@contextlib.contextmanager
+def asking(path):
+    """What the hub's client raises becomes one line of a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        what, why = type(error).__name__, (str(error).strip().splitlines() or [""])[0]
+        if what == "GatedRepoError":
+            raise UserError(f"{path}: its owner gives it to those who ask for it on the hub: do, then `hf auth login`")
+        if what in ("RepositoryNotFoundError", "RevisionNotFoundError", "HFValidationError"):
+            raise UserError(f"{path}: no such file or folder here, and no such data set on the hub (or a private one: "
+                            "`hf auth login`)")
+        raise UserError(f"{path}: no such file or folder here, and the hub cannot be reached ({what}: {why[:120]}); "
+                        "where there is a network: `hf download OWNER/NAME --repo-type dataset --local-dir FOLDER`, "
+                        "then give that folder")
+
+
+def find_shards(path):
+    """[path] of the shards that OWNER/NAME, with @REVISION or /PATTERN behind it, names. Raises UserError."""
+    found = NAME.fullmatch(str(path).removeprefix(PREFIX))
+    if not found:
+        raise UserError(f"{path}: is not of the form {PREFIX}OWNER/NAME, with @REVISION and /FILES behind it")
+    repo, revision, pattern = found.groups()
+    with asking(path):
+        from huggingface_hub import HfApi
+        about = HfApi().dataset_info(repo, revision=revision)
+    names = sorted(file.rfilename for file in about.siblings or [] if file.rfilename.endswith(KINDS))
+    if pattern:
+        names = [name for name in names if fnmatch.fnmatch(name, pattern)]
+    if not names:
+        raise UserError(f"{path}: has no files ending in {' or '.join(KINDS)}"
+                        + ("" if pattern or revision else f"; the hub may have made some: {repo}@refs/convert/parquet"))
+    groups = {}         # shards of one set: in one folder, with one word before the numbers
+    for name in names:
+        groups.setdefault(re.sub(r"[-_.][^/]*$", "", name) + "*" + Path(name).suffix, []).append(name)
+    if len(groups) > 1 and not pattern:
+        behind = f"@{revision}" * bool(revision)
+        raise UserError(f"{path}: holds the sets {', '.join(list(groups)[:12])}; give one: "
+                        f"'{repo}{behind}/{next((g for g in groups if 'train' in g), next(iter(groups)))}'")
+    return [f"{PREFIX}{repo}@{about.sha}/{name}" for name in names]
+
+
+@contextlib.contextmanager
+def fetched(path, folder):
+    """Within this context a file on the hub has a copy in a temporary folder in `folder`, which here() names."""
+    if not is_there(path):
+        yield
+        return
+    place = tempfile.mkdtemp(prefix=".hub-", dir=folder)
+    try:
+        repo, commit, name = NAME.fullmatch(path.removeprefix(PREFIX)).groups()
+        with asking(path):
+            from huggingface_hub import hf_hub_download
+            _fetched[path] = hf_hub_download(repo, name, repo_type="dataset", revision=commit, local_dir=place)
+        yield
+    finally:
+        _fetched.pop(path, None)
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def remove_left(folder):
+    """Delete copies that a killed process has left in a folder that this one owns."""
+    for place in Path(folder).glob(".hub-*"):
+        shutil.rmtree(place, ignore_errors=True)

@@ -1,0 +1,100 @@
+"""Answers in validation: the same from one rank or two, whole or sharded, and what they decide."""
+import json
+
+import pytest
+import torch
+
+from common import checkpoint
+from diffusion import accuracy, sample_bd3lm
+from diffusion.train_bd3lm import eval_line
+from tests.helpers.trainer import Run
+
+ARGUMENTS = {"report_to": "none", "model_size": "nano", "block_size": 8, "max_length": 96, "row_length": 96,
+             "eval_steps": 3, "save_steps": 0, "eval_repeats": 1, "num_workers": 1, "learning_rate": 3e-3,
+             "warmup_steps": 1, "max_steps": 6, "gradient_accumulation_steps": 1, "eval_accuracy": 5,
+             "best_by": "accuracy", "early_stop_patience": 0, "ema_decay": 0.5, "validation_split": 0.2}
+
+
+def train(pool, demo, folder, ranks, *more):
+    words = [str(part) for name, value in ARGUMENTS.items() for part in (f"--{name}", value)]
+    words += ["--train_data_file", demo / "train.jsonl", "--tokenizer", demo, "--output_dir", folder, "--logging_dir",
+              f"{folder}-logs", "--per_device_train_batch_size", 4 // ranks, "--dropout", 0, *more]
+    statuses, output = pool.run(ranks, "diffusion.train_bd3lm.main", [str(word) for word in words])
+    assert not any(statuses), output
+    return Run(0, output, folder)
+
+
+def test_ranks_share_the_problems(pool, demo, tmp_path):
+    """The same answers from 1 rank, DDP and FSDP2; they are those of sample_bd3lm.py from the checkpoint."""
+    runs = [train(pool, demo, tmp_path / mode, ranks, "--parallel", mode) for mode, ranks in (("ddp", 1), ("fsdp", 2))]
+    shown = [[json.loads((run.output_dir / "answers" / f"step-{step}.json").read_text())["answers"] for step in (3, 6)]
+             for run in runs]
+    assert shown[0] == shown[1] and [len(answers) for answers in shown[0]] == [4, 4]
+    for name in ("eval/accuracy", "eval/accuracy_flexible", "eval/ended", "eval/nfe"):
+        assert runs[0].metrics(name) == runs[1].metrics(name) and sorted(runs[0].metrics(name)) == [3, 6]
+    folder = dict(checkpoint.checkpoints(runs[0].output_dir))[6]
+    meta = checkpoint.load_meta(folder)
+    wrong = 1 - runs[0].metrics("eval/accuracy")[3]
+    assert (meta["best_loss"], meta["best_step"]) == (wrong, 3) and meta["best"]["wrong"] == wrong
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps({"question": a["question"]}) + "\n" for a in shown[0][1]))
+    sample_bd3lm.main(["--checkpoint", str(folder), "--question_file", str(questions), "--order", "confidence",
+                       "--device", "cpu", "--output", str(tmp_path / "answers.json")])
+    again = json.loads((tmp_path / "answers.json").read_text())["answers"]
+    assert [a["text"] for a in again] == [a["text"] for a in shown[0][1]] == [a["growth"][-1][1] for a in shown[0][1]]
+    assert [a["forwards"] for a in again] == [a["forwards"] for a in shown[0][1]]
+    for answer in shown[0][1]:
+        texts = [text for _, text in answer["growth"]]
+        assert all(later.startswith(text) for text, later in zip(texts, texts[1:]))
+
+
+def test_either_a_better_bound_or_a_better_accuracy_goes_on():
+    best, said = {}, []
+    for nll, right in ((2.0, 0.0), (1.0, 0.0), (1.1, 0.1), (1.2, 0.1), (1.3, 0.2), (1.0, 0.2), (float("nan"), 0.0)):
+        said.append(accuracy.improved(best, {"eval/nll": nll, "eval/accuracy": right}))
+    assert said == [True, True, True, False, True, False, False] and best == {"nll": 1.0, "wrong": 0.8}
+    best = {}
+    assert [accuracy.improved(best, {"eval/nll": nll}) for nll in (2.0, 2.5, 1.9)] == [True, False, True]
+
+
+def test_known_answers_are_right(demo, monkeypatch):
+    """Scores and shares, with a sampler that writes the truth to every other problem."""
+    from common.parallel import World
+    from diffusion import answers, blocks, problems
+    tokens, layout = problems.load_tokenizer(demo, "gsm8k"), blocks.Layout("gsm8k", block_size=8, max_length=96)
+    documents = blocks.make_documents(problems.read_problems(demo / "test.jsonl", "", "gsm8k"), tokens, layout)
+    rows = blocks.make_rows(documents, range(len(documents)), 96, pack=True)
+    asked = accuracy.choose(rows, 8, tokens, seed=1)
+    assert len({problem.name for problem, _ in asked}) == 8 and accuracy.choose(rows, 0, tokens, 1) == []
+    assert [p for p, _ in accuracy.choose(rows, 8, tokens, 1)] == [p for p, _ in asked]
+    assert [p for p, _ in accuracy.choose(rows, 8, tokens, 2)] != [p for p, _ in asked]
+    written = iter(enumerate(asked))
+
+    def generate(model, contexts, pinned, rooms, block_size, end, progress, **options):
+        found = []
+        for number, (ids, _) in enumerate(pinned):
+            place, (problem, _) = next(written)
+            text = problem.solution if place % 2 else "#### 1"
+            found.append(answers.sampler.Generated([*ids, *tokens.encode(" " + text), end], 3, True))
+            progress(number, found[-1].ids)
+        return found
+    monkeypatch.setattr(answers.sampler, "generate", generate)
+    values, shown = accuracy.accuracy(World(device=torch.device("cpu")), torch.nn.Linear(1, 1), asked, tokens, layout,
+                                      batch_rows=3, seed=0, bf16=False)
+    right = sum(p.answer == "1" or i % 2 for i, (p, _) in enumerate(asked)) / 8
+    assert values["eval/accuracy"] == right >= 0.5 and values["eval/nfe"] == 3 and values["eval/ended"] == 1
+    assert [a["name"] for a in shown] == [p.name for p, _ in asked[:4]]
+    line = eval_line(3, values | {"eval/nll": 1, "eval/bits_per_token": 1, "eval/perplexity": 1, "eval/loss": 1}, ())
+    assert f"right {right:.1%}" in line
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--best_by", "accuracy"], "--best_by accuracy needs --eval_accuracy"),
+    (["--eval_accuracy", "4", "--validation_split", "0"], "--eval_accuracy needs validation data"),
+    (["--eval_accuracy", "-1"], "--eval_accuracy is -1; it must be 0 or more")])
+def test_wishes_that_would_do_nothing(demo, tmp_path, flags, words):
+    from common.flags import UserError
+    from diffusion import train_bd3lm
+    args = train_bd3lm.build_parser().parse_args(["--train_data_file", "x", "--output_dir", str(tmp_path), *flags])
+    with pytest.raises(UserError, match=words):
+        train_bd3lm.check_flags(args, 1)

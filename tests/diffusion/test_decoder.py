@@ -1,0 +1,214 @@
+"""Llama- and Qwen3-shaped models as block diffusion, against transformers' own classes."""
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+
+from common import checkpoint
+from common.parallel import UserError
+from diffusion import blocks, decoder, dit, sample_bd3lm, sampler, start, weights
+from diffusion.answers import question_state
+from diffusion.problems import load_tokenizer, read_problems
+from tests.helpers.block_rows import MIXED, make_blocks, noised, sampled_hidden
+from tests.helpers.trainer import Run
+
+SHAPE = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
+         "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "rms_norm_eps": 1e-5}
+ROWS, SPARE = 452, 8        # tokens of the demo's tokenizer, <|endoftext|> the last; rows that no token uses
+KINDS = {"llama": LlamaConfig(tie_word_embeddings=True, rope_theta=500.0, vocab_size=ROWS + 1, **SHAPE),
+         "qwen3": Qwen3Config(head_dim=16, tie_word_embeddings=False, vocab_size=ROWS + 1 + SPARE, **SHAPE),
+         "qwen2": Qwen2Config(tie_word_embeddings=True, vocab_size=ROWS + 1, **SHAPE)}
+CHAT = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+@pytest.fixture(scope="module")
+def models(demo, tmp_path_factory):
+    """{kind: folder of a tiny model with random weights and the demo's tokenizer}."""
+    made = {}
+    for kind, config in KINDS.items():
+        torch.manual_seed(0)
+        folder = made[kind] = tmp_path_factory.mktemp(kind)
+        model = AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            if parameter.ndim == 1:     # norms and biases that matter
+                parameter.data += 0.3 * torch.randn_like(parameter)
+        model.save_pretrained(folder)
+        Tokenizer.from_file(str(demo / "tokenizer.json")).save(str(folder / "tokenizer.json"))
+    chat = Tokenizer.from_file(str(demo / "tokenizer.json"))
+    chat.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=chat, eos_token="<|im_end|>", chat_template=CHAT)
+    made["chat"] = tmp_path_factory.mktemp("chat")
+    wrapped.save_pretrained(made["chat"])
+    config = Qwen3Config(head_dim=16, tie_word_embeddings=True, vocab_size=ROWS + 3, **SHAPE)
+    AutoModelForCausalLM.from_config(config).save_pretrained(made["chat"])
+    return made
+
+
+def opened(folder):
+    """(our network with the folder's weights, Tokens, transformers' model)."""
+    tokens = load_tokenizer(folder, "gsm8k")
+    config = start.config_for(folder, "small", tokens, 0.0)
+    model = decoder.Decoder(config).eval()
+    given = start.read(folder, config, tokens)
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(given.tensors[name])
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    if len(theirs.get_input_embeddings().weight) < config.vocab_size:
+        theirs.resize_token_embeddings(config.vocab_size, mean_resizing=False)
+    mask = config.mask_id
+    theirs.get_input_embeddings().weight.data[mask] = model.embed.weight[mask]
+    return model, tokens, theirs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_hidden_states_are_those_of_transformers_under_the_same_mask(models, kind):
+    """Packed documents, ragged blocks, noisy and clean halves: their own forward with a dense additive mask."""
+    model, tokens, theirs = opened(models[kind])
+    batch = make_blocks(MIXED, 26, 24)
+    inputs = noised(batch)
+    changed = inputs.tokens.masked_fill(inputs.tokens == 20, tokens.mask)
+    inputs = inputs._replace(tokens=changed)
+    rule = dit.attends(inputs.doc, inputs.block, inputs.n_noisy)
+    at = torch.arange(inputs.tokens.shape[1])
+    seen = rule(torch.arange(len(inputs.doc))[:, None, None], 0, at[:, None], at)
+    seen[:, inputs.n_noisy:, :inputs.n_noisy] = False       # clean tokens never see noisy ones
+    bias = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[:, None]
+    wanted = theirs(input_ids=inputs.tokens, position_ids=inputs.position, attention_mask=bias,
+                    use_cache=False).logits[:, :inputs.n_noisy]
+    ours = model.logits(model.hidden_states(inputs))
+    live = batch.noisy >= 0
+    keep = [i for i in range(ours.shape[-1]) if i != tokens.mask]
+    torch.testing.assert_close(ours[live][:, keep], wanted[live][:, keep], rtol=1e-4, atol=1e-4)
+    losses = model(inputs)
+    flat = wanted.flatten(0, 1)[inputs.rows].float()
+    flat[:, tokens.mask] = -torch.inf
+    torch.testing.assert_close(losses, torch.nn.functional.cross_entropy(flat, inputs.labels, reduction="none"),
+                               rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_the_clean_pass_in_blocks_of_one_is_the_language_model(models, kind):
+    """Its logits at every place, through the sampler's cache; blocks of one are causal."""
+    model, tokens, theirs = opened(models[kind])
+    ids = torch.randint(ROWS, (2, 9), generator=torch.Generator().manual_seed(1))
+    at = torch.arange(9).expand(2, 9)
+    wanted = theirs(input_ids=ids).logits
+    past = sampler.prefill(model, ids[:, :4], at[:, :4], at[:, :4], torch.ones(2, 4, dtype=torch.bool))
+    seen = torch.cat([torch.ones(5, 4), torch.ones(5, 5).tril()], 1).bool()[None, None].expand(2, -1, -1, -1)
+    hidden, _ = model.extend(ids[:, 4:], at[:, 4:], seen, past)
+    keep = [i for i in range(wanted.shape[-1]) if i != tokens.mask]
+    torch.testing.assert_close(model.logits(hidden)[..., keep], wanted[:, 4:, keep], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_noisy_blocks_are_what_the_sampler_sees(models, kind):
+    model, tokens, _ = opened(models[kind])
+    batch = make_blocks(MIXED, 26, 24)
+    inputs = noised(batch)
+    with torch.no_grad():
+        hidden = model.hidden_states(inputs)
+        for row, doc, number in [(0, 0, 1), (0, 1, 1), (0, 1, 3), (1, 0, 0), (1, 0, 4)]:
+            sampled, copies = sampled_hidden(model, batch, inputs, row, doc, number)
+            torch.testing.assert_close(sampled, hidden[row, copies], rtol=1e-4, atol=1e-4)
+
+
+def test_the_mask_takes_a_spare_row_or_a_new_one(models):
+    for kind, rows in (("llama", ROWS + 2), ("qwen3", ROWS + 1 + SPARE)):
+        tokens = load_tokenizer(models[kind], "gsm8k")
+        config = start.config_for(models[kind], "small", tokens, 0.0)
+        given = start.read(models[kind], config, tokens)
+        table = load_file(models[kind] / "model.safetensors")["model.embed_tokens.weight"]
+        assert tokens.mask == ROWS + 1 == config.mask_id and config.vocab_size == rows
+        assert torch.equal(given.tensors["model.embed_tokens.weight"][:ROWS + 1], table[:ROWS + 1])
+        row = given.tensors["model.embed_tokens.weight"][tokens.mask]
+        assert (row - table[:ROWS + 1].mean(0)).abs().max() < 0.1 * table.std()
+        assert ("lm_head.weight" in given.tensors) == (kind == "qwen3")
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"model_type": "gpt2"}, "model_type gpt2"), ({"hidden_act": "gelu"}, "hidden_act gelu"),
+    ({"rope_parameters": {"rope_type": "yarn"}}, "rope yarn"),
+    ({"use_sliding_window": True}, "use_sliding_window True"), ({"attention_bias": True}, "attention_bias True")])
+def test_shapes_that_are_not_this_network_are_refused(models, tmp_path, change, words):
+    config = json.loads((models["qwen3"] / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=re.escape(words)):
+        decoder.config_of(tmp_path, ROWS + 2, ROWS + 1, 0.0)
+
+
+def test_questions_in_the_chat_template(models, demo):
+    """The ids are the template's; the answer ends as a turn does; a question cannot end its turn."""
+    folder = models["chat"]
+    layout = start.with_chat(blocks.Layout("gsm8k", block_size=8, max_length=96), folder)
+    assert layout.end_token == "<|im_end|>" and "{question}" in layout.prompt
+    tokens = load_tokenizer(folder, "gsm8k", layout.end_token)
+    problem = read_problems(demo / "test.jsonl", "", "gsm8k")[0]
+    documents = blocks.make_documents([problem], tokens, layout)
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    head = theirs.apply_chat_template([{"role": "user", "content": problem.question}], add_generation_prompt=True,
+                                      return_dict=False)
+    whole = head + theirs(problem.solution)["input_ids"] + [theirs.eos_token_id]
+    assert documents.ids[:len(whole)].tolist() == whole and set(documents.ids[len(whole):]) <= {theirs.eos_token_id}
+    assert np.flatnonzero(documents.target)[0] == len(head)
+    context, (pinned, first) = question_state(problem, tokens, layout)
+    assert [*context[0], *pinned] == head and first == len(head) - len(head) % 8
+    problem.question = "Now<|im_end|>"
+    for ask in (lambda: blocks.make_documents([problem], tokens, layout),
+                lambda: question_state(problem, tokens, layout)):
+        with pytest.raises(UserError, match=re.escape("its text holds the special token <|im_end|>")):
+            ask()
+
+
+def test_it_trains_resumes_and_answers(pool, demo, models, tmp_path):
+    """Chat format; DDP = FSDP2 on 2 ranks, resumed in between; the checkpoint answers with and without cache."""
+    flags = {"--init_from": models["chat"], "--chat": None, "--train_data_file": demo / "train.jsonl",
+             "--block_size": 4, "--max_length": 96, "--row_length": 96, "--dropout": 0, "--eval_steps": 2,
+             "--save_steps": 0, "--eval_repeats": 1, "--num_workers": 1, "--learning_rate": 1e-2,
+             "--warmup_steps": 0, "--report_to": "none", "--gradient_accumulation_steps": 1,
+             "--validation_split": 0.2, "--eval_accuracy": 2, "--ema_decay": 0.5}
+    words = [str(word) for pair in flags.items() for word in pair if word is not None]
+    runs = {}
+    for mode, ranks, stops in (("ddp", 1, (4,)), ("fsdp", 2, (2, 4))):
+        for steps in stops:
+            statuses, output = pool.run(ranks, "diffusion.train_bd3lm.main", [
+                *words, "--parallel", mode, "--max_steps", str(steps), "--output_dir", str(tmp_path / mode),
+                "--per_device_train_batch_size", str(4 // ranks), "--lr_scheduler", "constant"])
+            assert not any(statuses), output
+        runs[mode] = Run(0, output, tmp_path / mode)
+    bounds = [run.metrics("eval/nll") for run in runs.values()]
+    assert bounds[0] == pytest.approx(bounds[1], rel=1e-3) and sorted(bounds[0]) == [0, 2, 4]
+    assert bounds[0][4] < bounds[0][0] - 0.5
+    assert "resumed from" in runs["fsdp"].output and "language model" not in runs["fsdp"].output
+    folder = checkpoint.newest_whole(tmp_path / "fsdp")
+    model, about = weights.load_checkpoint(folder)
+    assert isinstance(model, decoder.Decoder) and model.lm_head.weight is model.embed.weight
+    assert about["layout"]["end_token"] == "<|im_end|>"
+    texts = []
+    for more in ([], ["--no-use_cache"]):
+        sample_bd3lm.main(["--checkpoint", str(folder), "--test_file", str(demo / "test.jsonl"), "--limit", "2",
+                           "--device", "cpu", "--order", "confidence", "--output", str(tmp_path / "answers.json"),
+                           *more])
+        texts.append([a["text"] for a in json.loads((tmp_path / "answers.json").read_text())["answers"]])
+    assert texts[0] == texts[1]
+
+
+def test_work_is_counted_like_a_plain_sum():
+    config = decoder.Config(20, 19, hidden_size=8, layers=2, heads=4, kv_heads=2, head_size=4, mlp_size=12, theta=1e4,
+                            eps=1e-5, tied=False, qk_norm=False, qkv_bias=False)
+    with torch.device("meta"):
+        model = decoder.Decoder(config)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name)
+    products = 2 * 10 * matrices + 2 * 3 * 8 * 20 + 4 * 7 * 16 * 2      # of tokens, of the head's rows, of pairs
+    assert decoder.flops(config, tokens=10, rows=3, pairs=7) == 3 * products
+    named = dict(model.named_parameters())
+    assert not decoder.decays("model.embed_tokens.weight", named["model.embed_tokens.weight"])
+    assert not decoder.decays("model.norm.weight", named["model.norm.weight"])
+    assert decoder.decays("lm_head.weight", named["lm_head.weight"])

@@ -1,0 +1,266 @@
+"""Published BD3-LM and MDLM files, written from the table of their tensors, against a forward pass of its own."""
+import json
+import math
+import os
+import re
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from common import checkpoint
+from common.parallel import UserError
+from diffusion import dit, export_bd3lm, noise, official, start
+from diffusion.problems import load_tokenizer
+from tests.helpers.trainer import ROOT, Run
+
+TABLE = json.loads((ROOT / "tests" / "diffusion" / "bd3lm_owt.json").read_text())
+LAYERS, HEADS, V = 2, 4, 454        # of model size nano and the demo's tokenizer
+SIZES = {768: 64, 2304: 192, 3072: 256, 4608: 384, 1536: 128, 128: 16, 256: 256, 32: 8, 50258: V}
+EPS = {"sampling_eps_min": 0.3, "sampling_eps_max": 0.8}
+ARGUMENTS = {"report_to": "none", "model_size": "nano", "dropout": 0, "block_size": 8, "max_length": 96,
+             "row_length": 96, "eval_steps": 0, "save_steps": 0, "eval_repeats": 1, "num_workers": 1,
+             "learning_rate": 1e-3, "warmup_steps": 1, "per_device_train_batch_size": 4,
+             "gradient_accumulation_steps": 1}
+
+
+def draw(seed):
+    """The table's tensors at the sizes of nano, with random values."""
+    generator, found = torch.Generator().manual_seed(seed), {}
+    for name, (dtype, *shape) in TABLE["tensors"].items():
+        if (number := re.search(r"blocks\.(\d+)", name)) and int(number[1]) >= LAYERS:
+            continue
+        found[name] = 0.3 * torch.randn([SIZES[n] for n in shape], dtype=getattr(torch, dtype), generator=generator)
+        if name.endswith("inv_freq"):
+            found[name] = 1.0 / (10_000 ** (torch.arange(0, 16, 2).float() / 16))
+        elif name in EPS:
+            found[name] = torch.tensor(EPS[name])
+    return found
+
+
+def parameters(state):
+    return [state[name] for name in TABLE["parameters"] if name in state]
+
+
+def reference(state, noisy, clean, size):
+    """Logits (L, V) of noisy (L,) behind clean (L,) ids in blocks of `size`: bd3lms' models/dit.py, with its names."""
+    w = {name.removeprefix("backbone."): tensor for name, tensor in state.items()}
+    length = len(noisy)
+    number = torch.arange(length).repeat(2) // size
+    is_clean = torch.arange(2 * length) >= length
+    mask = ((number[:, None] == number) & (is_clean[:, None] == is_clean)) | ((number[:, None] > number) & is_clean)
+    mask &= ~(is_clean[:, None] & ~is_clean)
+    wave = torch.cat([torch.ones(128), torch.zeros(128)])       # of noise level 0
+
+    def linear(name, x):
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
+
+    def norm(name, x):
+        return F.layer_norm(x, x.shape[-1:]) * w[f"{name}.weight"]
+    condition = F.silu(linear("sigma_map.mlp.2", F.silu(linear("sigma_map.mlp.0", wave))))
+    angle = torch.outer(torch.arange(length).float(), w["rotary_emb.inv_freq"]).repeat(2, 2)[:, None]
+    x = w["vocab_embed.embedding"][torch.cat([noisy, clean])]
+    for i in range(LAYERS):
+        block = f"blocks.{i}."
+        shift1, scale1, gate1, shift2, scale2, gate2 = linear(block + "adaLN_modulation", condition).chunk(6)
+        q, k, v = linear(block + "attn_qkv", norm(block + "norm1", x) * (1 + scale1) + shift1).view(
+            2 * length, 3, HEADS, -1).unbind(1)
+        q, k = (t * angle.cos() + torch.cat([-t[..., 8:], t[..., :8]], -1) * angle.sin() for t in (q, k))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
+        out = torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v).flatten(1)
+        x = x + gate1 * linear(block + "attn_out", out)
+        up = F.gelu(linear(block + "mlp.0", norm(block + "norm2", x) * (1 + scale2) + shift2), approximate="tanh")
+        x = x + gate2 * linear(block + "mlp.2", up)
+    shift, scale = linear("output_layer.adaLN_modulation", condition).chunk(2)
+    return linear("output_layer.linear", norm("output_layer.norm_final", x) * (1 + scale) + shift)[:length]
+
+
+class Config:
+    """Stands for omegaconf's DictConfig, which Lightning files hold."""
+
+    def __init__(self, **values):
+        self.__dict__.update(values)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """{form: path} of one model in all published forms; the Lightning file's averaged weights are another model's."""
+    state, averaged = draw(0), draw(1)
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    save_file(averaged, hub / "model.safetensors")
+    (hub / "config.json").write_text(json.dumps({"model_type": "bd3lm", "n_heads": HEADS, "hidden_dim": 64}))
+    old = tmp_path / "mdlm"
+    old.mkdir()
+    torch.save({name: tensor for name, tensor in averaged.items() if name not in EPS}, old / "pytorch_model.bin")
+    (old / "config.json").write_text(json.dumps({"model_type": "mdlm"}))
+    module = types.ModuleType("omegaconf_of_theirs")
+    module.DictConfig = type("DictConfig", (Config,), {"__module__": module.__name__})
+    sys.modules[module.__name__] = module
+    ema = {"decay": 0.9999, "num_updates": 7, "shadow_params": parameters(averaged)}
+    torch.save({"state_dict": {f"module._orig_mod.{name}" if "backbone" in name else name: t
+                               for name, t in state.items()},
+                "ema": ema, "hyper_parameters": {"config": module.DictConfig(a=1)}, **EPS}, tmp_path / "13.ckpt")
+    del sys.modules[module.__name__]
+    torch.save({"state_dict": {name.replace("blocks.1.", "blocks.1._orig_mod."): t for name, t in state.items()},
+                "ema": ema}, tmp_path / "plain.ckpt")
+    return {"hub": hub, "mdlm": old, "lightning": tmp_path / "13.ckpt", "plain": tmp_path / "plain.ckpt"}
+
+
+def filled(given, config):
+    model = dit.DiT(config).eval()
+    model.load_state_dict(given.tensors)
+    return model
+
+
+def logits_of(model, noisy, clean, size):
+    """Ours for the same tokens, from the training pass."""
+    length = len(noisy)
+    at = torch.arange(length).repeat(2)[None]
+    empty = torch.zeros(0, dtype=torch.int64)
+    inputs = noise.Inputs(torch.cat([noisy, clean])[None], at, torch.zeros_like(at), at // size, empty, empty,
+                          empty.float(), empty, None, None, length, None)
+    return model.logits(model.hidden_states(inputs))[0]
+
+
+@pytest.mark.parametrize("form, ema, seed", [("hub", True, 1), ("mdlm", True, 1), ("lightning", True, 1),
+                                             ("lightning", False, 0), ("plain", True, 1), ("plain", False, 0)])
+def test_every_form_gives_the_published_model(files, demo, form, ema, seed):
+    tokens = load_tokenizer(demo, "gsm8k")
+    config = dit.config_of("nano", tokens.vocab_size, tokens.mask)
+    given = start.read(files[form], config, tokens, ema)
+    assert ("were left out" in given.words) == (form == "lightning")
+    noisy, clean = torch.randint(V, (2, 12), generator=torch.Generator().manual_seed(2))
+    for size in (4, 12):
+        ours, theirs = logits_of(filled(given, config), noisy, clean, size), reference(draw(seed), noisy, clean, size)
+        torch.testing.assert_close(ours[:, :-1], theirs[:, :-1], rtol=1e-5, atol=1e-4)
+    again = official.state_dict(given.tensors, HEADS, EPS.values())
+    wanted = draw(seed)
+    assert again.keys() == wanted.keys() and all(torch.equal(again[name], wanted[name]) for name in wanted)
+    assert {name: str(t.dtype) for name, t in again.items()} == {name: str(t.dtype) for name, t in wanted.items()}
+
+
+def test_names_are_those_of_the_published_class():
+    assert [f"backbone.{theirs}" for theirs, _ in dit.official_names(12)] == TABLE["parameters"]
+    with torch.device("meta"):
+        model = dit.DiT(dit.config_of("small", 50258, 50257))
+    ours = official.state_dict(dict(model.named_parameters()), 12, (1e-3, 1))
+    assert {name: [str(t.dtype).removeprefix("torch."), *t.shape] for name, t in ours.items()} == TABLE["tensors"]
+    assert {name for name, _ in model.named_parameters()} == {ours for _, ours in dit.official_names(12)}
+
+
+def test_markers_of_plans_get_rows_and_nothing_else_changes(files, demo):
+    tokens = load_tokenizer(demo, "hdp")
+    config = dit.config_of("nano", tokens.vocab_size, tokens.mask)
+    given = start.read(files["hub"], config, tokens, seed=3)
+    assert given.words.endswith("new rows for <|pad|>, <|plan|>, <|execution|>, <|answer|>")
+    state, model = draw(1), filled(given, config)
+    noisy, clean = torch.randint(V - 1, (2, 8), generator=torch.Generator().manual_seed(2))
+    noisy[::2] = V - 1
+    theirs = reference(state, noisy, clean, 4)[:, :-1]
+    ours = logits_of(model, noisy.masked_fill(noisy == V - 1, tokens.mask), clean, 4)
+    torch.testing.assert_close(ours[:, :V - 1], theirs, rtol=1e-5, atol=1e-4)
+    new = model.embed.weight[V - 1:tokens.mask]
+    plain = model.embed.weight[:V - 1]
+    assert (new - plain.mean(0)).abs().max() < 0.2 * plain.std() and len(new.unique(dim=0)) == 4
+
+
+class Trap:
+    def __init__(self, *call):
+        self.call = call
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize("kind", ["mkdir", "exec", "function"])
+def test_a_pickle_runs_nothing(tmp_path, kind):
+    """Code where Lightning has its callbacks, and where a tensor should be."""
+    ran, path, state = tmp_path / "ran", tmp_path / "hostile.ckpt", draw(0)
+    trap = {"mkdir": Trap(os.mkdir, (str(ran),)), "exec": Trap(exec, (f"open({str(ran)!r}, 'w')",)),
+            "function": os.mkdir}[kind]
+    ema = {"shadow_params": parameters(draw(1))}
+    torch.save({"state_dict": state, "ema": ema, "callbacks": [trap, {1: trap}]}, path)
+    held, note = official.read_pickle(path)
+    assert not ran.exists() and "were left out" in note and held["callbacks"][0] is not os.mkdir
+    assert torch.equal(held["state_dict"]["backbone.vocab_embed.embedding"], state["backbone.vocab_embed.embedding"])
+    torch.save({"state_dict": state | {"backbone.output_layer.linear.bias": trap},
+                "ema": ema}, path)
+    with pytest.raises(UserError, match="output_layer.linear.bias is no tensor"):
+        official.read(path)
+    assert not ran.exists()
+
+
+def spoil(path, change):
+    save_file({**draw(1), **change}, path / "model.safetensors")
+
+
+@pytest.mark.parametrize("damage, words", [
+    (lambda f: spoil(f["hub"], {"backbone.extra": torch.ones(1)}), "1 names are missing or unknown, first extra"),
+    (lambda f: spoil(f["hub"], {"backbone.rotary_emb.inv_freq": torch.ones(8)}), "not that of base 10000"),
+    (lambda f: spoil(f["hub"], {"backbone.output_layer.linear.bias": torch.full((V,), math.nan)}), "NaN or infinity"),
+    (lambda f: spoil(f["hub"], {"backbone.blocks.0.norm1.weight": torch.ones(3)}), "is (3,) instead of (64,)"),
+    (lambda f: spoil(f["hub"], {"backbone.vocab_embed.embedding": torch.ones(99, 64)}), "rows of 98 tokens and a mask"),
+    (lambda f: (f["hub"] / "config.json").write_text('{"time_conditioning": true}'), "time_conditioning True"),
+    (lambda f: (f["hub"] / "model.safetensors").write_bytes(b"no"), "cannot be read"),
+    (lambda f: (f["hub"] / "model.safetensors").unlink(), "cannot be read (No such file")])
+def test_what_does_not_fit_is_one_line(files, demo, damage, words):
+    tokens = load_tokenizer(demo, "gsm8k")
+    damage(files)
+    with pytest.raises(UserError, match=re.escape(words)):
+        start.read(files["hub"], dit.config_of("nano", V, V - 1), tokens)
+
+
+def test_other_wishes_are_answered(files, demo, tmp_path):
+    tokens, nano = load_tokenizer(demo, "gsm8k"), dit.config_of("nano", V, V - 1)
+    for path, config, ema, words in [
+            ("hub", nano, False, "the averaged ones; drop --no-init_ema"),
+            ("hub", dit.config_of("tiny", V, V - 1), True, "has 2 layers of 64, 4 heads, 16 of conditioning; give "
+             "--model_size nano"), ("nowhere/at/all", nano, True, "no such folder")]:
+        with pytest.raises(UserError, match=re.escape(words)):
+            start.read(start.find(str(files.get(path, path))), config, tokens, ema)
+    short = {"state_dict": draw(0), "ema": {"shadow_params": parameters(draw(1))[1:]}}
+    torch.save(short, tmp_path / "short.ckpt")
+    torch.save({"state_dict": draw(0)}, tmp_path / "none.ckpt")
+    for name, words in (("short", "in number or in shape"), ("none", "holds no averaged weights")):
+        with pytest.raises(UserError, match=words):
+            start.read(tmp_path / f"{name}.ckpt", nano, tokens)
+
+
+def train(pool, demo, folder, *more, ranks=1, status=0):
+    words = [str(part) for name, value in ARGUMENTS.items() for part in (f"--{name}", value)]
+    words += ["--train_data_file", demo / "train.jsonl", "--eval_data_file", demo / "test.jsonl", "--tokenizer", demo,
+              "--output_dir", folder, "--logging_dir", f"{folder}-logs", *more]
+    statuses, output = pool.run(ranks, "diffusion.train_bd3lm.main", [str(word) for word in words])
+    assert max(statuses) == status, output
+    return Run(max(statuses), output, folder)
+
+
+def test_a_run_starts_from_them_and_from_its_own(pool, demo, files, tmp_path):
+    """Published -> DDP and FSDP -> another block size -> published again; the first bound is of the given weights."""
+    runs = [train(pool, demo, tmp_path / mode, "--init_from", files["lightning"], "--max_steps", 2, "--parallel", mode,
+                  "--per_device_train_batch_size", 4 // ranks, ranks=ranks)
+            for mode, ranks in (("ddp", 1), ("fsdp", 2))]
+    bounds = [run.metrics("eval/nll") for run in runs]
+    assert bounds[0] == pytest.approx(bounds[1], rel=1e-4) and sorted(bounds[0]) == [0, 2]
+    saved = load_file(tmp_path / "fsdp" / "checkpoint-0" / "ema-00001-of-00002.safetensors")
+    saved |= load_file(tmp_path / "fsdp" / "checkpoint-0" / "ema-00002-of-00002.safetensors")
+    given = draw(1)
+    assert all(torch.equal(official.state_dict(saved, HEADS, (1e-3, 1.0))[name], given[name]) for name in
+               TABLE["parameters"] if name in given)
+    run = train(pool, demo, tmp_path / "wider", "--init_from", tmp_path / "ddp", "--block_size", 16, "--max_steps", 1)
+    assert f"averaged weights of {tmp_path / 'ddp'}/checkpoint-" in run.output
+    other = train(pool, demo, tmp_path / "ddp", "--init_from", files["hub"], "--max_steps", 4, status=1)
+    assert "was made with another start" in other.output
+    export_bd3lm.main(["--checkpoint", str(tmp_path / "wider"), "--pick", "newest", "--output_dir",
+                       str(tmp_path / "exported")])
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    tokens = load_tokenizer(demo, "gsm8k")
+    given = start.read(tmp_path / "exported", dit.config_of("nano", V, V - 1), tokens)
+    kept = load_file(checkpoint.checkpoints(tmp_path / "wider")[-1][1] / "ema.safetensors")
+    assert exported.keys() == draw(0).keys() and all(torch.equal(given.tensors[name], kept[name]) for name in kept)
+    config = json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert (config["block_size"], config["model_length"], config["vocab_size"], config["cond_dim"]) == (16, 96, V, 16)

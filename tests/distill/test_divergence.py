@@ -1,0 +1,319 @@
+"""The model as its own teacher: divergences against sums in double precision, packed student and teacher against
+transformers' own forward one conversation at a time, whole runs on any number of ranks, resumed, and on their own
+answers.
+"""
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common import adapters, parallel
+from common.parallel import UserError
+from distill import chat, packed_lm, rollouts
+from distill.divergence import divergence
+from distill.table import ChatSamples, ChatTable, collate, write_table
+from distill.teacher import read_prompt, with_prompt
+from tests.helpers import chats
+from tests.helpers.pool import Pool
+
+PROMPT = "Name the language. the quick brown fox jumps over the lazy dog and again\n"
+SMOLLM2 = {"vocab_size": 401, "hidden_size": 36, "intermediate_size": 96, "num_hidden_layers": 3,       # 135M's shape,
+           "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 4, "tie_word_embeddings": True,  # made small
+           "max_position_embeddings": 512, "initializer_range": 0.3, "rms_norm_eps": 1e-5,
+           "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0}}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The divergence
+
+
+def dense(student, teacher, kind, beta, k):
+    """divergence of one row by loops over plain probabilities."""
+    p, q = teacher.softmax(-1), student.softmax(-1)
+    if k:
+        kept = sorted(range(len(p)), key=lambda i: -p[i].item())[:k]
+        p, q = (torch.stack([*(d[i] for i in kept), sum(d[i] for i in range(len(d)) if i not in kept)]) for d in (p, q))
+
+    def kl(a, b):
+        return sum(x * torch.log(x / y) for x, y in zip(a, b))
+    m = beta * p + (1 - beta) * q
+    return {"forward": kl(p, q), "reverse": kl(q, p), "js": beta * kl(p, m) + (1 - beta) * kl(q, m)}[kind]
+
+
+@pytest.mark.parametrize("kind, beta, k", [("forward", 0.5, 0), ("reverse", 0.5, 0), ("js", 0.5, 0), ("js", 0.1, 0),
+                                           ("forward", 0.5, 4), ("reverse", 0.5, 4), ("js", 0.8, 4)])
+def test_values_and_gradients_are_the_dense_ones(kind, beta, k):
+    """Through the head, whole and in pieces, with a share of cross-entropy; the teacher gets no gradient."""
+    torch.manual_seed(0)
+    ours = [torch.randn(shape, requires_grad=True) for shape in ((11, 5), (23, 5), (23,))]
+    theirs = [t.detach().double().requires_grad_() for t in ours]
+    taught, targets = torch.randn(11, 5, requires_grad=True), torch.randint(0, 23, (11,))
+    rows = theirs[0] @ theirs[1].T + theirs[2]
+    with torch.no_grad():
+        teacher = taught.double() @ theirs[1].T + theirs[2]
+    apart = [dense(row, other, kind, beta, k) for row, other in zip(rows, teacher)]
+    ce = -rows.log_softmax(-1)[range(11), targets]
+    (2 * (0.3 * ce.sum() + 0.7 * sum(apart))).backward()
+    for chunk in (100, 4):
+        for t in ours:
+            t.grad = None
+        loss, right, all_ce, all_apart, n = packed_lm.chunked_loss(*ours, targets, chunk, (taught,), 0.7,
+                                                                   (kind, beta, k))
+        (2 * loss).backward()
+        assert (all_ce.item(), all_apart.item(), n) == pytest.approx((ce.sum().item(), sum(apart).item(), 11), rel=1e-5)
+        assert loss.item() == pytest.approx(0.3 * ce.sum().item() + 0.7 * sum(apart).item(), rel=1e-5)
+        assert right == (rows.argmax(-1) == targets).sum() and taught.grad is None
+        for a, b in zip(ours, theirs):
+            torch.testing.assert_close(a.grad, b.grad.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_what_a_divergence_must_be():
+    torch.manual_seed(1)
+    student, teacher = torch.randn(9, 30) * 3, torch.randn(9, 30) * 3
+    for kind in ("forward", "reverse", "js"):
+        whole, part = divergence(student, teacher, kind), divergence(student, teacher, kind, k=5)
+        assert (0 < part).all() and (part <= whole + 1e-5).all()
+        same = student.clone().requires_grad_()
+        for k in (0, 5):
+            zero = divergence(same, student + 7, kind, k=k)         # a constant changes no softmax
+            torch.testing.assert_close(zero, torch.zeros(9), atol=2e-6, rtol=0)
+            zero.sum().backward()
+            torch.testing.assert_close(same.grad, torch.zeros(9, 30), atol=2e-6, rtol=0)
+            same.grad = None
+    js = divergence(student, teacher, "js", 0.2)
+    torch.testing.assert_close(js, divergence(teacher, student, "js", 0.8))
+    assert (js <= math.log(2)).all()
+    near = student + 0.3 * torch.randn(9, 30)
+    torch.testing.assert_close(divergence(student, near, "js", 1e-3) / 1e-3, divergence(student, near, "forward"),
+                               rtol=0.01, atol=0)
+    with pytest.raises(ValueError, match="no divergence 'kl'"):
+        divergence(student, teacher, "kl")
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "js"])
+def test_ruled_out_tokens_are_no_nan(kind):
+    """Logits of -inf in both, or in one: 0 log 0 is 0, and what cannot be is only a large number."""
+    student = torch.tensor([[0.0, 1.0, -math.inf], [0.0, -math.inf, 2.0]], requires_grad=True)
+    teacher = torch.tensor([[1.0, 0.0, -math.inf], [0.0, 1.0, -math.inf]])
+    found = divergence(student, teacher, kind)
+    found.sum().backward()
+    assert torch.isfinite(found).all() and torch.isfinite(student.grad).all()
+    assert found[0].item() == pytest.approx(dense(student[0, :2], teacher[0, :2], kind, 0.5, 0).item(), rel=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Student and teacher in one model
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Folder with two students, conversations, a prompt for each role."""
+    folder = tmp_path_factory.mktemp("self")
+    chats.student(folder / "qwen", max_position_embeddings=512)
+    chats.student(folder / "smollm2", "llama", **SMOLLM2, attention_bias=False)
+    talks = [[message for message in messages if message["role"] != "system"] for messages in chats.conversations(24)]
+    chats.write(folder / "chats.jsonl", talks)
+    (folder / "system.txt").write_text(PROMPT)
+    (folder / "user.txt").write_text(PROMPT + "{text}\nthe language is")
+    return folder
+
+
+def prompted_table(made, folder, student, role, turns="all"):
+    encoder = chat.Encoder(chat.load_tokenizer(made / student), turns)
+    write_table(folder, [made / "chats.jsonl"], encoder, 512, "stop", prompt=read_prompt(made / f"{role}.txt", role))
+    return ChatTable(folder)
+
+
+def random_adapter(folder, model, seed=3):
+    """Write an adapter that does something: B is not zero."""
+    adapters.init_adapters(model.net, seed)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in adapters.adapter_weights(model.net).items():
+        if ".lora_B." in name:
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+    adapters.save_config(model.net, folder)
+    save_file({n: p.detach().clone() for n, p in adapters.adapter_weights(model.net).items()},
+              folder / "adapter_model.safetensors")
+
+
+def alone(model, base, tokenizer, messages, role, made, turns="all"):
+    """[(student's logits, teacher's logits, target)] of every trained token, each conversation without any other."""
+    found, prompt = [], read_prompt(made / f"{role}.txt", role)
+    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    for i in places if turns == "all" else places[-1:]:
+        logits = []
+        for asked in (messages[:i], [*with_prompt(prompt, messages[:i])]):
+            start = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+            ids = tokenizer.apply_chat_template([*asked, messages[i]], return_dict=False)
+            while tokenizer.decode(ids[-1:]).isspace():
+                ids = ids[:-1]
+            with torch.set_grad_enabled(not logits):
+                net = base if logits else model
+                logits.append(net(torch.tensor([ids])).logits[0, len(start) - 1:-1])
+            answer = ids[len(start):]
+        found += zip(*logits, answer, strict=True)
+    return found
+
+
+@pytest.mark.parametrize("student, role, kind, recompute", [
+    ("qwen", "system", ("forward", 0.5, 0), None), ("smollm2", "user", ("js", 0.3, 6), "all"),
+    ("smollm2", "system", ("reverse", 0.5, 0), None)])
+def test_packed_self_distillation_is_the_dense_one(made, tmp_path, student, role, kind, recompute):
+    """Losses and the gradient of every adapter, from transformers' and PEFT's forward of each conversation alone."""
+    turns = "last" if role == "user" else "all"
+    table = prompted_table(made, tmp_path / "table", student, role, turns)
+    lora = (5, 5, 0.0, "all-linear", str(made / student))
+    model, parts = packed_lm.build_empty(made / student, torch.float32, lora, recompute, share=0.7, prompted=kind)
+    packed_lm.load(model, parts, parallel.World(device=torch.device("cpu")), sharded=False)
+    random_adapter(tmp_path, model)
+    model.train()
+    model.chunk = 7
+    flags = {name: p.requires_grad for name, p in model.named_parameters()}
+    chosen = [3, 0, 7, 11]
+    state = torch.get_rng_state()
+    batch = collate([ChatSamples(table)[n] for n in chosen], prompted=True)
+    loss, right, ce, apart, n = model(batch)
+    loss.backward()
+    assert torch.equal(state, torch.get_rng_state()) and model.net.training
+    assert flags == {name: p.requires_grad for name, p in model.named_parameters()}
+
+    tokenizer = AutoTokenizer.from_pretrained(made / student)
+    base = AutoModelForCausalLM.from_pretrained(made / student)
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made / student), tmp_path,
+                                       is_trainable=True)
+    talks = [json.loads(line)["messages"] for line in open(made / "chats.jsonl")]
+    rows = [row for number in chosen for row in alone(theirs, base, tokenizer, talks[number], role, made, turns)]
+    wanted_ce = sum(-s.log_softmax(-1)[target] for s, _, target in rows)
+    wanted = sum(dense(s.double(), t.double(), *kind) for s, t, _ in rows)
+    total = 0.3 * wanted_ce + 0.7 * wanted
+    total.backward()
+    assert n == len(rows) == int(table.targets[chosen].sum())
+    assert (loss.item(), ce.item(), apart.item()) == pytest.approx((total.item(), wanted_ce.item(), wanted.item()),
+                                                                   rel=1e-5)
+    assert wanted.item() > 0.01 * n.item(), "prompt and adapter matter"
+    grads = {name.replace(".default", ""): p.grad for name, p in theirs.named_parameters() if ".lora_" in name}
+    ours = adapters.adapter_weights(model.net)
+    assert grads.keys() == ours.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(ours[name].grad, grad, rtol=1e-4, atol=1e-5 * float(grad.abs().max() + 1))
+
+
+def test_the_model_behind_no_prompt_is_no_other(made, tmp_path):
+    """Teacher and student with the same words and adapters that do nothing: no divergence, no gradient."""
+    (tmp_path / "user.txt").write_text("{text}")
+    encoder = chat.Encoder(chat.load_tokenizer(made / "qwen"), "last")
+    write_table(tmp_path / "table", [made / "chats.jsonl"], encoder, 512, "stop", prompt=read_prompt(
+        tmp_path / "user.txt"))
+    table = ChatTable(tmp_path / "table")
+    for kind in (("forward", 0.5, 0), ("reverse", 0.5, 3), ("js", 0.5, 0)):
+        model, parts = packed_lm.build_empty(made / "qwen", torch.float32, (4, 4, 0.0, "all-linear", "x"), None,
+                                             share=1.0, prompted=kind)
+        packed_lm.load(model, parts, parallel.World(device=torch.device("cpu")), sharded=False)
+        adapters.init_adapters(model.net, 0)
+        loss, *_ = model.train()(collate([ChatSamples(table)[n] for n in (1, 2, 5)], prompted=True))
+        loss.backward()
+        assert abs(loss.item()) < 1e-5
+        assert all(p.grad.abs().max() < 1e-5 for p in adapters.adapter_weights(model.net).values())
+
+
+def test_prompts_that_cannot_teach(made, tmp_path):
+    chats.write(tmp_path / "chats.jsonl", [[{"role": "system", "content": "x"}, *chats.ask("y", "en")]])
+    encoder = chat.Encoder(chat.load_tokenizer(made / "qwen"))
+    with pytest.raises(UserError, match="chats.jsonl:1: has a system message of its own beside --prompt_role system"):
+        write_table(tmp_path / "t", [tmp_path / "chats.jsonl"], encoder, 512, "stop",
+                    prompt=read_prompt(made / "system.txt", "system"))
+    with pytest.raises(UserError, match=r"tokens, more than 60"):
+        write_table(tmp_path / "t", [made / "chats.jsonl"], encoder, 60, "stop",
+                    prompt=read_prompt(made / "system.txt", "system"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs
+
+
+@pytest.fixture(scope="module")
+def train(made, tmp_path_factory):
+    """train(ranks, output_dir, *flags) -> {step: {metric: value}} of a run of train_sft.py."""
+    pool = Pool(2, tmp_path_factory.mktemp("pool"), "distill.train_sft")
+
+    def run(ranks, output_dir, *more, student="smollm2"):
+        statuses, output = pool.run(ranks, "distill.train_sft.main", [str(part) for part in (
+            "--model_path", made / student, "--train_data_file", made / "chats.jsonl", "--output_dir", output_dir,
+            "--validation_split", 0.2, "--seed", 5, "--use_lora", "--lora_rank", 4, "--prompt_file",
+            made / "system.txt", "--prompt_role", "system", "--learning_rate", 5e-3, "--num_workers", 0, "--report_to",
+            "none", "--logging_steps", 1, "--eval_steps", 3, *more)])
+        assert not any(statuses), output
+        lines = map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines())
+        found = {}
+        for line in lines:
+            found.setdefault(line["step"], {}).update(line)
+        return found
+    yield run
+    pool.close()
+
+
+def losses(found, start=0):
+    return [found[step]["train/loss"] for step in sorted(found) if step > start and "train/loss" in found[step]]
+
+
+def weights_of(output_dir, step):
+    return load_file(output_dir / f"checkpoint-{step}" / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("policy", [0, 0.6])
+def test_runs_are_the_same_on_any_ranks_and_resumed(train, tmp_path, policy):
+    """DDP on one rank, FSDP2 on two, and one that was stopped at step 2; on the answers given and on drawn ones."""
+    own = ("--on_policy", policy, "--max_new_tokens", 6) if policy else ()
+    steps = ("--max_steps", 5, "--save_steps", 2)
+    one = train(1, tmp_path / "one", "--parallel", "ddp", "--per_device_train_batch_size", 4,
+                "--gradient_accumulation_steps", 2, *steps, *own)
+    two = train(2, tmp_path / "two", "--parallel", "fsdp", "--per_device_train_batch_size", 4,
+                "--gradient_accumulation_steps", 1, *steps, *own)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-4)
+    for name, tensor in weights_of(tmp_path / "one", 5).items():
+        torch.testing.assert_close(tensor, weights_of(tmp_path / "two", 5)[name], rtol=1e-3, atol=2e-5)
+    assert policy or one[5]["eval/kl_loss"] < one[3]["eval/kl_loss"] and losses(one)[-1] < losses(one)[0]
+    assert one[1]["train/loss"] == pytest.approx(one[1]["train/kl_loss"]), "nothing but the divergence is learned"
+    shutil.copytree(tmp_path / "one", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-4", "checkpoint-5"))
+    again = train(1, tmp_path / "again", "--parallel", "ddp", "--per_device_train_batch_size", 4,
+                  "--gradient_accumulation_steps", 2, *steps, *own)
+    assert losses(again, 2) == losses(one, 2)
+    for name, tensor in weights_of(tmp_path / "one", 5).items():
+        assert torch.equal(tensor, weights_of(tmp_path / "again", 5)[name])
+
+
+def test_drawn_answers_are_draws(made, tmp_path):
+    """Behind the student's own prompt, from its softmax with its adapters; the teacher reads the same tokens."""
+    table = prompted_table(made, tmp_path / "table", "smollm2", "system")
+    lora = (4, 4, 0.0, "all-linear", "x")
+    model, parts = packed_lm.build_empty(made / "smollm2", torch.float32, lora, None, share=1.0,
+                                         prompted=("forward", 0.5, 0))
+    packed_lm.load(model, parts, parallel.World(device=torch.device("cpu")), sharded=False)
+    random_adapter(tmp_path, model)
+    world, ends = parallel.World(device=torch.device("cpu")), [2]
+    batches = [collate([ChatSamples(table)[n] for n in part], prompted=True) for part in ((0, 1, 2, 3), (4, 5))]
+    options = {"tokens": 5, "ends": ends, "seed": 1, "bf16": False}
+    (first, second), targets = rollouts.own_answers(world, model, table, batches, share=1.0, step=7, **options)
+    assert targets == first.counts["targets"] + second.counts["targets"] and first.samples == (0, 1, 2, 3)
+    same, _ = rollouts.own_answers(world, model, table, batches[1:], share=1.0, step=7, **options)
+    assert torch.equal(same[0].input_ids, second.input_ids), "a draw depends on run, step and sample alone"
+    other, _ = rollouts.own_answers(world, model, table, batches[1:], share=1.0, step=8, **options)
+    assert not torch.equal(other[0].input_ids, second.input_ids)
+    kept, n = rollouts.own_answers(world, model, table, batches, share=0.0, step=7, **options)
+    assert torch.equal(kept[0].input_ids, batches[0].input_ids) and n == table.targets[:6].sum()
+    assert model.native.config._attn_implementation != "sdpa"
+
+    reference = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made / "smollm2"), tmp_path)
+    ids = ChatSamples(table)[0]
+    prompt = ids[1][:rollouts.last_answer(ids[2][:ids[3]])]
+    share = torch.softmax(reference(torch.from_numpy(prompt)[None]).logits[0, -1], -1)
+    drawn = rollouts.generate(model.native, [prompt] * 1500, list(range(1500)), 1, ends, False)
+    for token in share.topk(4).indices.tolist():
+        p = share[token].item()
+        assert abs(np.mean([answer[0] == token for answer in drawn]) - p) < 4 * (p * (1 - p) / 1500) ** 0.5

@@ -1,0 +1,91 @@
+"""The steps that test_rehearsal.py looks at, each as a JSON line; runs with bench/fake_cuda.py's device preloaded.
+
+    python tests/gpu/cases.py
+"""
+import contextlib
+import io
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from peft.tuners.lora import Linear
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from bench import rehearsal
+from common import adapters, memory
+from diffusion import dit
+from speech import higgs
+
+LORA, FULL, AGAIN = ("--use_lora",), (), ("--gradient_checkpointing",)
+TOKENS = ("--max_tokens_per_batch", 8192)
+ROWS = ("--problems_per_batch", 64, "--gradient_accumulation_steps", 1)
+# {name: (trainer, ranks, flags)}; each pair of {LoRA, full}, {ddp, fsdp}, {plain, recomputed} is in one of them
+CASES = {
+    "speech, lora, ddp": ("speech", 1, (*TOKENS, *LORA)),
+    "speech, lora, fsdp of 8, recomputed": ("speech", 8, (*TOKENS, *LORA, "--parallel", "fsdp", *AGAIN)),
+    "speech, full, ddp, recomputed": ("speech", 1, (*TOKENS, *AGAIN)),
+    "speech, full, fsdp of 8": ("speech", 8, (*TOKENS, "--parallel", "fsdp")),
+    "chat, lora, ddp, recomputed": ("chat", 1, (*TOKENS, *LORA, "--parallel", "ddp", *AGAIN)),
+    "chat, lora, fsdp of 1": ("chat", 1, (*TOKENS, *LORA)),
+    "chat, full, ddp": ("chat", 1, (*TOKENS, "--parallel", "ddp")),
+    "chat, full, fsdp of 8, recomputed": ("chat", 8, (*TOKENS, *AGAIN)),
+    "blocks, ddp": ("blocks", 1, ROWS),
+    "blocks, fsdp of 8, recomputed": ("blocks", 8, (*ROWS, "--parallel", "fsdp", *AGAIN)),
+}
+
+
+def item(audio, n_audio, text, *rest):
+    text.item()
+    return total_loss(audio, n_audio, text, *rest)
+
+
+def mask(doc, block, *rest):
+    return attention_masks(doc, torch.zeros_like(block, device="cpu"), *rest)
+
+
+def keep(ctx, rows, index, inverse):
+    ctx.rows = rows.clone()
+    return permute(ctx, rows, index, inverse)
+
+
+total_loss, attention_masks, permute = higgs.total_loss, dit.attention_masks, higgs.Permute.forward
+# {name: (case, (owner, attribute, faulty value))}
+FAULTS = {
+    "a value is read in each step": ("speech, lora, ddp", (higgs, "total_loss", item)),
+    "a mask stays on the CPU": ("blocks, ddp", (dit, "attention_masks", mask)),
+    "adapters add with kernels of their own": ("speech, lora, ddp", (adapters.AddingLinear, "forward", Linear.forward)),
+    "an activation is kept twice": ("speech, lora, ddp", (higgs.Permute, "forward", staticmethod(keep))),
+}
+
+
+def counts(case, folder, planned=True):
+    """What the test compares, JSON-able."""
+    trainer, ranks, words = CASES[case]
+    step = rehearsal.rehearse(trainer, folder, words, ranks=ranks, planned=planned)
+    rows = step.ledger.rows
+    return {"launches": sum(row.launches for row in rows),
+            "elementwise_gb": round(sum(row.size for row in rows if row.kind == "elementwise") / 1e9, 3),
+            "peak_gib": round(step.peak / memory.GIB, 3), "planned_gib": round(step.planned / memory.GIB, 3),
+            "waits": dict(step.ledger.syncs)}
+
+
+def main():
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        folder = Path(folder)
+        rehearsal.prepare(folder)
+        for case in CASES:
+            print(json.dumps({"case": case, **counts(case, folder)}), file=sys.__stdout__, flush=True)
+        for fault, (case, change) in FAULTS.items():
+            with memory.swapped(change):
+                try:
+                    found = counts(case, folder, planned=False)
+                except Exception as error:
+                    found = {"error": f"{type(error).__name__}: {error}"[:300]}
+            print(json.dumps({"fault": fault, "case": case, **found}), file=sys.__stdout__, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The CUDA path of each trainer's step, on a GPU that is not there (bench/rehearsal.py): two layers of full width.
+
+What each case may launch, move and keep stands in counts.json, by version of torch; WRITE_COUNTS=1 pytest tests/gpu
+writes what is found. Fewer is better: a number there only goes up with a reason.
+"""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import fake_cuda
+from tests.helpers.trainer import ROOT
+
+COUNTS = Path(__file__).parent / "counts.json"
+VERSION = torch.__version__.partition("+")[0]
+ALLOWED = "synchronize at common/optim.py"      # StepFlags.pop, one step late
+PLAN = 0.03             # of the memory that --dry_run says; a case with a larger gap has it in counts.json
+
+pytestmark = pytest.mark.skipif(bool(fake_cuda.why_not()), reason=fake_cuda.why_not() or "-")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """{case or fault: what cases.py found}"""
+    env = fake_cuda.environment(tmp_path_factory.mktemp("device"))
+    done = subprocess.run([sys.executable, ROOT / "tests" / "gpu" / "cases.py"], text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, env=os.environ | env, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    if os.environ.get("WRITE_COUNTS"):
+        known = json.loads(COUNTS.read_text()) if COUNTS.exists() else {}
+        known[VERSION] = {line["case"]: {key: value for key, value in line.items() if key not in ("case", "waits")}
+                          for line in lines if "fault" not in line}
+        COUNTS.write_text(json.dumps(known, indent=1) + "\n")
+    return {line.get("fault", line["case"]): line for line in lines}
+
+
+def known(case):
+    counts = json.loads(COUNTS.read_text())
+    if VERSION not in counts:
+        pytest.skip(f"counts.json has no counts of torch {VERSION}")
+    return counts[VERSION][case]
+
+
+def worse(got, limit):
+    """What is more than it may be, by name."""
+    return [name for name, room in (("launches", 1), ("elementwise_gb", 1.001), ("peak_gib", 1.005))
+            if got[name] > limit[name] * room]
+
+
+CASES = json.loads(COUNTS.read_text())["2.13.0"] if COUNTS.exists() else {}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_step_waits_for_the_gpu(found, case):
+    assert all(where.startswith(ALLOWED) for where in found[case]["waits"]), found[case]["waits"]
+    assert len(found[case]["waits"]) == 1       # the ledger does see that one
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_kernel_no_pass_over_memory_and_no_activation_is_added(found, case):
+    assert not worse(found[case], known(case)), (found[case], known(case))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_peak_memory_is_what_the_dry_run_says(found, case):
+    gap, before = (abs(counts["peak_gib"] / counts["planned_gib"] - 1) for counts in (found[case], known(case)))
+    assert gap <= max(PLAN, before + 0.005), found[case]
+
+
+def test_faults_are_seen(found):
+    """What no CPU test sees: each of these trains as before there."""
+    waits = found["a value is read in each step"]["waits"]
+    assert [where for where in waits if where.startswith("item at tests/gpu/cases.py")], waits
+    assert "device" in found["a mask stays on the CPU"]["error"]
+    for fault, what in (("adapters add with kernels of their own", {"launches", "elementwise_gb"}),
+                        ("an activation is kept twice", {"peak_gib"})):
+        assert what <= set(worse(found[fault], known(found[fault]["case"]))), found[fault]
