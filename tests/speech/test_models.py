@@ -50,7 +50,7 @@ def assert_same(one, other):
         assert list(one.metrics(name).values()) == pytest.approx(list(other.metrics(name).values()), rel=1e-4), name
     ours, theirs = weights_of(one), weights_of(other)
     assert ours.keys() == theirs.keys() and len(ours) > 20
-    for name in ours:       # a gradient that is rounding only, as of lora_A in its first steps, moves its value all the same
+    for name in ours:       # a gradient that is only rounding, as of lora_A at first, moves its value all the same
         apart = (ours[name] - theirs[name]).abs() > 2e-4 + 1e-3 * theirs[name].abs()
         assert apart.float().mean() < 2e-3, f"{name}: {int(apart.sum())} of {apart.numel()} values differ"
 
