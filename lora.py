@@ -67,15 +67,15 @@ import torch
 
 from common import tensor_files
 from common.parallel import UserError, one_clear_error
-from speech import card, export
+from speech import card, export, higgs3, models
 
 # after speech.weights, which explains a torchaudio that breaks every transformers import
 from common import adapters  # isort: skip
 from peft import LoraConfig  # isort: skip
 
 
-def add_lora(model, rank, alpha, dropout, targets, base_name, rslora=False, dora=False):
-    """Wrap a native model in fp32 adapters; the base is frozen.
+def add_lora(model, rank, alpha, dropout, targets, base_name, rslora=False, dora=False, table=False):
+    """Wrap a native model in fp32 adapters; the base is frozen, but for the audio table of Higgs TTS 3 with `table`.
 
     targets: a name in LORA_TARGETS, or comma-separated module name endings. base_name: written into the adapter's
     config. rslora, dora: of PEFT's LoraConfig. Raises UserError when a target matches nothing.
@@ -87,8 +87,13 @@ def add_lora(model, rank, alpha, dropout, targets, base_name, rslora=False, dora
             raise UserError(f"--lora_target_modules {name!r} matches no linear layer; use one of "
                             f"{', '.join(LORA_TARGETS)} or endings such as q_proj, mlp.gate_proj, audio_mlp.gate_proj")
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none",
-                        use_rslora=rslora, use_dora=dora)
-    return adapters.attach(model, config, base_name)
+                        use_rslora=rslora, use_dora=dora, modules_to_save=[higgs3.TABLE] if table else None)
+    if table and not isinstance(model, higgs3.Higgs3):
+        raise UserError("--train_audio_table is for Higgs TTS 3; of V2 --freeze_llm trains audio embedding and head")
+    net = adapters.attach(model, config, base_name)
+    if table:       # one copy, embedding and head alike
+        model.audio_embedding.modules_to_save.float()
+    return net
 
 
 def folds(model, adapter):
@@ -97,9 +102,10 @@ def folds(model, adapter):
     Raises UserError when the adapter's files and the model do not fit together exactly: PeftModel.from_pretrained would
     only warn about weights that are missing.
     """
-    net = adapters.add_saved(model, adapter)
+    net = adapters.add_saved(model, adapter, whole=models.whole_modules(model))
     stored = tensor_files.open_tensors([Path(adapter) / "adapter_model.safetensors"])
-    known = (".lora_A.weight", ".lora_B.weight", f".{adapters.MAGNITUDE}")
+    table = f"base_model.model.{higgs3.TABLE}.weight"
+    known = (".lora_A.weight", ".lora_B.weight", f".{adapters.MAGNITUDE}", table)
     if other := [name for name in stored if not name.endswith(known)]:
         raise UserError(f"--adapter {adapter}: only LoRA, rsLoRA and DoRA can be folded in, this has {min(other)}")
     adapters.load_adapters(net, adapter)     # onto the meta device nothing is copied: names and shapes are compared
@@ -115,8 +121,9 @@ def folds(model, adapter):
                 weight *= (length[:].float() / torch.linalg.norm(weight, dim=1))[:, None]
             return weight
         return updated
-    return {f"{name}.weight": fold(name, module.scaling["default"])
-            for name, module in net.get_base_model().named_modules() if hasattr(module, "lora_A")}
+    whole = {f"{higgs3.TABLE}.weight": lambda weight: stored[table][:].float().clone()} if table in stored else {}
+    return whole | {f"{name}.weight": fold(name, module.scaling["default"])
+                    for name, module in net.get_base_model().named_modules() if hasattr(module, "lora_A")}
 
 
 def merge(model_path, adapter, output_dir, dtype="float32", shard_bytes=5 * 10**9, layout="native", codec=None):

@@ -35,6 +35,8 @@ def build_parser():
     flags.lora(g, rank=16, alpha=32, dropout=0.1, targets=None,
                targets_help=f"{', '.join(LORA_TARGETS)}, or comma-separated module name endings (default: attention; "
                             "Higgs TTS 3: all-linear)")
+    flags.switch(g, "--train_audio_table", help="beside the adapters, the audio embedding of Higgs TTS 3, which is its "
+                                                "head as well")
     flags.switch(g, "--freeze_llm", help="full fine-tuning of the audio embedding and head only")
     flags.switch(g, "--freeze_audio_tower", help="accepted for old launch lines: there is no tower")
     flags.switch(g, "--freeze_audio_encoder_proj", help="accepted for old launch lines, as above")
@@ -113,6 +115,7 @@ def check_flags(args, world_size):
          f"--wait_timeout {args.wait_timeout}")
     flags.check_lora(args, build_parser())
     flags.check_loading(args, build_parser())
+    need(args.use_lora or not args.train_audio_table, "--train_audio_table needs --use_lora; without it all is trained")
     need(not (args.use_lora and args.freeze_llm), "--use_lora freezes the whole base already: drop --freeze_llm")
     need(args.parallel == "ddp" or args.eval_ranks != "rank0",
          "--eval_ranks rank0 does not go with --parallel fsdp: every forward there needs all ranks; drop it")
@@ -218,15 +221,16 @@ def check_resume(model, native, resume):
         weights.check_weights(native, models.weight_parts(resume, config), resume)
 
 
-def run_identity(folder, table, train, *, normalize_text, adapters_only, freeze_llm, text_loss_weight, tokens_per_pack,
-                 samples_per_pack, by_length, seed):
+def run_identity(folder, table, train, *, normalize_text, adapters_only, audio_table, freeze_llm, text_loss_weight,
+                 tokens_per_pack, samples_per_pack, by_length, seed):
     """What a checkpoint must share with the run that resumes it, {name: value}; JSON-able.
 
     folder: the base model's. train: numbers of the samples trained.
     """
     batch = (f"{tokens_per_pack} tokens" if tokens_per_pack else f"{samples_per_pack} samples") \
         + (" by length" if by_length else "")
-    trained = "lora" if adapters_only else "audio embedding and head" if freeze_llm else "full"
+    adapted = "lora and audio table" if audio_table else "lora"
+    trained = adapted if adapters_only else "audio embedding and head" if freeze_llm else "full"
     return {"--normalize_text": "on" if normalize_text == "on" else None,     # older checkpoints do not know it
             "set of trained weights": trained if text_loss_weight else f"{trained} without text",
             "base model": tensor_files.fingerprint_weights(folder), "codec": Path(table.reader.folder).name,
@@ -353,7 +357,7 @@ def print_sample(table, tokenizer, batch):
 def for_model(args):
     """What empty_trained_model takes of the flags, by name."""
     adapter = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules, args.model_path,
-               args.use_rslora, args.use_dora)
+               args.use_rslora, args.use_dora, args.train_audio_table)
     return {"adapter": adapter if args.use_lora else None, "bf16": args.bf16, "freeze_llm": args.freeze_llm,
             "text_loss_weight": args.text_loss_weight, "recompute": args.gradient_checkpointing}
 
@@ -366,7 +370,8 @@ def for_loading(args):
 
 def for_identity(args):
     """What run_identity takes of the flags, by name."""
-    return {"adapters_only": args.use_lora, "freeze_llm": args.freeze_llm, "text_loss_weight": args.text_loss_weight,
+    return {"adapters_only": args.use_lora, "audio_table": args.train_audio_table, "freeze_llm": args.freeze_llm,
+            "text_loss_weight": args.text_loss_weight,
             "tokens_per_pack": args.max_tokens_per_batch, "samples_per_pack": args.per_device_train_batch_size,
             "by_length": args.group_by_length, "seed": args.seed, "normalize_text": args.normalize_text}
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import data
 import train_v2_ddp
 from bench import fake_cuda
-from common import flags, loading, memory, parallel, plan, run, tensor_files, watchdog
+from common import flags, fused, loading, memory, parallel, plan, run, tensor_files, watchdog
 from diffusion import choices, demo_problems, dit, noise, train_bd3lm
 from distill import train_sft
 from distill import weights as chat_weights
@@ -178,10 +178,50 @@ def flex_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch
     raise NotImplementedError
 
 
+@torch.library.custom_op("rehearsal::rms_norm", mutates_args={})
+def norm(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stands in for F.rms_norm's kernel, which a CPU build does not have."""
+    raise NotImplementedError
+
+
+@torch.library.custom_op("rehearsal::rms_norm_backward", mutates_args={})
+def norm_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, quotient: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError
+
+
+@torch.library.custom_op("rehearsal::rms_norm_weight_backward", mutates_args={})
+def norm_weight(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, quotient: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError
+
+
+def norm_gradients(ctx, grad, _):
+    saved = ctx.saved_tensors       # asked for once: then recomputation frees them
+    return tuple(gradient(grad, *saved) if wanted else None for gradient, wanted in
+                 zip((norm_backward, norm_weight), ctx.needs_input_grad))
+
+
+norm.register_fake(lambda x, weight: (torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)))
+norm_backward.register_fake(lambda grad, x, weight, quotient: torch.empty_like(x))
+norm_weight.register_fake(lambda grad, x, weight, quotient: torch.empty_like(weight))
+norm.register_autograd(norm_gradients, setup_context=lambda ctx, inputs, output: (
+    ctx.set_materialize_grads(False), ctx.save_for_backward(*inputs, output[1])))
 flex.register_fake(lambda q, k, v: (torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)))
 flex_backward.register_fake(lambda grad, q, k, v, out, log_sum: tuple(map(torch.empty_like, (q, k, v))))
 flex.register_autograd(lambda ctx, grad, _: flex_backward(grad, *ctx.saved_tensors),
-                       setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))
+                       setup_context=lambda ctx, inputs, output: (
+                           ctx.set_materialize_grads(False), ctx.save_for_backward(*inputs, *output)))
+
+
+def one_kernel(function, *args):
+    """fused.kernel, whose functions torch.compile makes one kernel of."""
+    if not fake_cuda.LEDGER:
+        return function(*args)
+    return fake_cuda.LEDGER.one_kernel(function.__name__, function, *args)
+
+
+def rms_norm(x, weight, eps):
+    """fused.rms_norm with the stand-in."""
+    return norm(x, weight.to(x.dtype))[0] if fake_cuda.LEDGER else plain_norm(x, weight, eps)
 
 
 def sparse_attention(q, k, v, mask):
@@ -199,7 +239,7 @@ def config_of(size, _, mask_id, dropout):
     return dit.Config(BLOCK_VOCABULARY, mask_id, *choices.SIZES[size], dropout)
 
 
-DiT = dit.DiT
+DiT, plain_norm = dit.DiT, fused.rms_norm
 
 
 def on_gpu(*args):
@@ -282,7 +322,8 @@ def rehearse(trainer, folder, words, layers=2, ranks=1, planned=True):
         (plan, "print_room", print_room), (loading, "ahead", ahead), (tensor_files, "read_into", lambda *_: None),
         (parallel, "init", init), (parallel, "rank0_first", lambda world, work, *args: work(*args)),
         (parallel, "init_device_mesh", really(parallel.init_device_mesh)), (noise, "diffuse", really(noise.diffuse)),
-        (dit, "DiT", on_gpu), (dit, "config_of", config_of), (dit, "sparse_attention", sparse_attention)]
+        (fused, "kernel", one_kernel), (fused, "rms_norm", rms_norm),
+        (dit, "Model", on_gpu), (dit, "config_of", config_of), (dit, "sparse_attention", sparse_attention)]
     if real_load:
         changes.append((script, "load_model", load_model))
     with memory.swapped(*changes), contextlib.redirect_stdout(io.StringIO()), contextlib.ExitStack() as stack:

@@ -13,6 +13,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from common import json_files, tensor_files
 from common.parallel import UserError
 
+WHOLE = ".modules_to_save."             # in the names of modules that are trained as a whole
 MAGNITUDE = "lora_magnitude_vector"     # PEFT's name of DoRA's lengths
 # Fields of PEFT's LoraConfig that its layers compute with, or that matter in training alone. An adapter that sets any
 # other one (modules_to_save, bias, what a newer PEFT adds) would be computed wrongly here, or in part.
@@ -80,10 +81,10 @@ def attach(model, config, base_name=None, autocast=True):
     return wrapped
 
 
-def check_config(folder, refused=()):
+def check_config(folder, refused=(), whole=()):
     """Raise UserError unless a folder has the configuration of a LoRA adapter of which nothing but FIELDS is set.
 
-    refused: those of FIELDS that must not be set either.
+    refused: those of FIELDS that must not be set either. whole: modules that may be saved beside the adapters.
     """
     path = Path(folder) / "adapter_config.json"
     if not path.is_file():
@@ -95,20 +96,20 @@ def check_config(folder, refused=()):
     if missing:
         raise UserError(f"{path}: has no {' and no '.join(missing)}")
     odd = [name for name, value in saved.items() if (name not in FIELDS or name in refused) and value
-           and value != getattr(usual, name, None)]
+           and value != getattr(usual, name, None) and not (name == "modules_to_save" and set(value) <= set(whole))]
     if saved.get("init_lora_weights") not in INITS:
         odd.append(f"init_lora_weights {saved['init_lora_weights']!r}")
     if odd:
         raise UserError(f"{path}: the adapter has {odd[0]}, which is not supported; merge it into its base with PEFT")
 
 
-def add_saved(model, folder, refused=()):
+def add_saved(model, folder, refused=(), whole=()):
     """Wrap a model in the adapters of a PEFT folder, their weights not yet loaded. Raises UserError.
 
-    They are computed by PEFT's own forward: plain LoRA, rsLoRA, DoRA, ranks and scales by layer. refused: of
-    check_config.
+    They are computed by PEFT's own forward: plain LoRA, rsLoRA, DoRA, ranks and scales by layer. refused,
+    whole: of check_config.
     """
-    check_config(folder, refused)
+    check_config(folder, refused, whole)
     try:
         config = LoraConfig.from_pretrained(folder)
         config.base_model_name_or_path = None       # peft would warn that this base has another name
@@ -122,28 +123,33 @@ def add_saved(model, folder, refused=()):
 def base_weights(model):
     """{the base's own name: parameter} of the base inside a PeftModel."""
     named = model.get_base_model().named_parameters()
-    return {name.replace(".base_layer.", "."): parameter for name, parameter in named if ".lora_" not in name}
+    return {name.replace(".base_layer.", ".").replace(".original_module.", "."): parameter for name, parameter in named
+            if ".lora_" not in name and WHOLE not in name}
 
 
 def adapter_weights(model):
     """{name in adapter_model.safetensors: parameter}."""
-    trained = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
+    trained = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name or WHOLE in name}
     return get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False)
 
 
 def init_adapters(model, seed):
     """Fill new adapters: A as PEFT does (Kaiming uniform), B with zeros, DoRA's magnitudes with the lengths of the
-    base's rows, which must be there already. The same for any sharding of the same seed.
+    base's rows, whole modules with the base's; that must be there already. The same for any sharding of the same seed.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in adapter_weights(model).items():
-        if MAGNITUDE in name:
+        if MAGNITUDE in name or ".lora_" not in name:
             continue
         whole = torch.zeros(parameter.shape)
         if ".lora_A." in name:
             torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
         tensor_files.fill(parameter, whole)
     for module in model.get_base_model().modules():
+        for whole in getattr(module, "modules_to_save", {}).values():
+            for ours, base in zip(whole.parameters(), module.original_module.parameters()):
+                ours, base = (getattr(tensor, "_local_tensor", tensor).detach() for tensor in (ours, base))
+                ours.copy_(base)
         for magnitude in getattr(module, MAGNITUDE, {}).values():
             rows, lengths = (getattr(tensor, "_local_tensor", tensor).detach() for tensor in (
                 module.base_layer.weight, magnitude.weight))        # of a shard: both have the same rows
@@ -156,14 +162,14 @@ def switched_off(model):
 
     PEFT's own disable_adapter also changes requires_grad, which FSDP2 copies when it gathers a layer.
     """
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    for layer in layers:
+    layers = [(module, module._disable_adapters) for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer, _ in layers:
         layer._disable_adapters = True
     try:
         yield
     finally:
-        for layer in layers:
-            layer._disable_adapters = False
+        for layer, before in layers:
+            layer._disable_adapters = before
 
 
 def save_config(model, folder):
@@ -177,9 +183,9 @@ def load_adapters(model, folder):
     """Copy a saved adapter into a freshly wrapped model, sharded or not; raises UserError when it does not fit."""
     saved = json_files.read_object(Path(folder) / "adapter_config.json")
     ours = model.peft_config["default"]
-    for key in ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora"):
+    for key in ("r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "use_dora"):
         value, stored = getattr(ours, key), saved.get(key, False)
-        if (set(stored) != set(value)) if key == "target_modules" else stored != value:
+        if (set(stored or ()) != set(value or ())) if key.endswith(("modules", "save")) else stored != value:
             raise UserError(f"{folder}: adapter has {key} {stored}, this run {value}; give the same LoRA flags or "
                             "another --output_dir")
     weights, found = adapter_weights(model), tensor_files.open_tensors([Path(folder) / "adapter_model.safetensors"])

@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common import recomputation
+from common import fused, recomputation
 
 GIB = 2**30
 FIXED = 1.0 * GIB           # CUDA context and library workspaces: about this much on current GPUs
@@ -60,6 +60,15 @@ class _KeptByAttention(torch.autograd.Function):
         out = torch.empty_like(q)
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))     # the last: log-sum-exp
         return out
+
+
+class _KeptByNorm(torch.autograd.Function):
+    """What the GPU's kernel of F.rms_norm keeps for its backward pass, without its work."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))        # the last: its quotient
+        return torch.empty_like(x)
 
 
 class _Selected(TorchDispatchMode):
@@ -135,7 +144,11 @@ def _trial(model, layers, inputs, bf16, sharded, plain, kernel, gpu):
             select(out)
         return out if gpu else torch.cat([out[:1], out[1:]])        # the CPU's goes document by document
 
-    changes = [*plain, *([(kernel.owner, kernel.name, attention)] if kernel else [])]
+    def norm(x, weight, _):
+        return _KeptByNorm.apply(x, weight.to(x.dtype))
+
+    changes = [*plain, *([(kernel.owner, kernel.name, attention)] if kernel else []),
+               *([(fused, "wanted", lambda x: True), (fused, "rms_norm", norm)] if gpu else [])]
     handles = [handle for layer in layers for handle in (layer.register_forward_pre_hook(enter, with_kwargs=True),
                                                          layer.register_forward_hook(leave))]
     try:
@@ -193,14 +206,16 @@ def kept_bytes(row, layers, recompute):
     return kept + row["ends"], row["layer"] - selected / layers     # a layer computed again takes over what it had kept
 
 
-def cast_bytes(model, layers, recompute):
+def cast_bytes(model, layers, recompute, heads=()):
     """Bytes of the bf16 copies of fp32 matrices that autocast makes -> (kept to the backward pass, to its beginning).
 
+    heads: embeddings that are heads as well, so that their matrices are cast, too.
     Recomputed layers' copies go with the forward pass, and one layer's at a time come back; the B of an adapter is cast
     by its layer, whose recomputation frees that copy at once.
     """
     def copies(module):
-        found = {parameter: name for place, part in module.named_modules() if not isinstance(part, nn.Embedding)
+        found = {parameter: name for place, part in module.named_modules()
+                 if not isinstance(part, nn.Embedding) or part in heads
                  for name, parameter in part.named_parameters(place, recurse=False)}
         return 2 * sum(p.numel() for p, name in found.items() if p.dtype == torch.float32 and p.ndim > 1
                        and not (recompute and ".lora_B." in name))

@@ -20,7 +20,7 @@ def build_parser():
     p = flags.Parser("Write a checkpoint in the layout of the published BD3-LM models.")
     p.add_argument("--checkpoint", required=True, help="checkpoint folder, or the trainer's OUTPUT_DIR")
     p.add_argument("--pick", choices=("best", "newest"), default="best",
-                   help="of an OUTPUT_DIR: the checkpoint with the lowest validation bound, or the newest one")
+                   help="of an OUTPUT_DIR: the best checkpoint by --best_by, or the newest one")
     p.add_argument("--ema", action=argparse.BooleanOptionalAction, default=True, help="take the averaged weights")
     p.add_argument("--output_dir", required=True, help="folder to write, new or empty")
     return p

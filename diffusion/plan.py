@@ -88,5 +88,7 @@ def print_plan(check, config, table, rows, eval_rows, order, masked_share, steps
     print(plan.lengths_text(np.concatenate([rows.documents.tokens[m] for m in rows.members])))
     plan.print_room(check, setup, room, text, parts, stages, memory.checkpoint_bytes(model, False, average=True), steps,
                     bool(eval_rows))
+    if not isinstance(config, dit.Config):      # the guide is for DiTs
+        return
     print(presets_text(lambda n: max(stages_of(n, masked_share * n * table["targets"].mean())[1].values()),
                        table["samples"].mean()))

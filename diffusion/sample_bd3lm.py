@@ -29,7 +29,7 @@ def build_parser():
     p = flags.Parser("Answer problems with a block-diffusion model.")
     p.add_argument("--checkpoint", required=True, help="checkpoint folder, or the trainer's OUTPUT_DIR")
     p.add_argument("--pick", choices=("best", "newest"), default="best",
-                   help="of an OUTPUT_DIR: the checkpoint with the lowest validation bound, or the newest one")
+                   help="of an OUTPUT_DIR: the best checkpoint by --best_by, or the newest one")
     p.add_argument("--ema", action=argparse.BooleanOptionalAction, default=True, help="take the averaged weights")
     p.add_argument("--test_file",
                    help="problems in the form the model was trained on: JSONL, JSON, dataset folder, or hub name")

@@ -106,8 +106,9 @@ def build_parser():
     g.add_argument("--ema_decay", type=float, default=0.9999, help="of the averaged weights, after its warm-up")
 
     g = p.add_argument_group("batch and length of the run")
-    g.add_argument("--batch_preset", choices=tuple(PRESETS), default="recommended",
-                   help="defaults of the next two, and of rate, warm-up and steps: "
+    g.add_argument("--batch_preset", choices=tuple(PRESETS),
+                   help="defaults of the next two, and of rate, warm-up and steps (default: recommended; finetune with "
+                        "--init_from): "
                    + "; ".join(f"{name} {b} x {a}, {lr:g}" for name, (b, a, lr, _, _) in PRESETS.items()))
     g.add_argument("--per_device_train_batch_size", type=int,
                    help="rows per micro-step and rank (default: as many as hold --problems_per_batch on average)")
@@ -148,6 +149,7 @@ def check_flags(args, world_size):
     need(not (args.per_device_train_batch_size and args.problems_per_batch),
          "give one of --per_device_train_batch_size, rows, and --problems_per_batch")
     names = ("problems_per_batch", "gradient_accumulation_steps", "learning_rate", "warmup_steps", "max_steps")
+    args.batch_preset = args.batch_preset or ("finetune" if args.init_from else "recommended")
     for flag, value in zip(names, PRESETS[args.batch_preset]):      # problems become rows when the data is known
         if getattr(args, flag) is None:
             setattr(args, flag, value)

@@ -1,6 +1,7 @@
 """Chat JSONL -> token ids and which of them are trained, proven against the chat template.
 
-One JSON object a line: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}.
+One JSON object a line: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}, or
+ShareGPT's {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}; .parquet: such rows.
 Only assistant turns are trained. Where one begins is not guessed from markers but proven with the tokenizer's own
 template: the ids of the prompt (all messages before it, with the generation prompt) must be the first ids of the whole
 conversation. Then the model is trained on exactly the answer that it has to write behind exactly the prompt that
@@ -10,6 +11,7 @@ that a template writes behind it is not trained.
 import itertools
 import re
 from collections import Counter
+from pathlib import Path
 
 from common import json_files
 from common.indexing import token_lists
@@ -18,6 +20,7 @@ from common.parallel import UserError
 from common.problems import problem
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT = {"human": "user", "gpt": "assistant"}        # its names of roles, beside ROLES
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -57,18 +60,20 @@ def read_chunks(path, size, first=0, step=1):
     """Yield (read_records' records, its problems) of every `step`-th chunk of `size` lines from chunk `first` on."""
     try:
         with json_files.open_file(path) as file:
-            lines = enumerate(json_files.lines(file, path), 1)
+            rows = Path(path).suffix == ".parquet"
+            lines = enumerate(parquet_rows(path, size) if rows else json_files.lines(file, path), 1)
             for _ in itertools.islice(lines, first * size):
                 pass
             while chunk := list(itertools.islice(lines, size)):
                 records, problems = [], []
                 for number, line in chunk:
-                    if not line.strip():
+                    if not rows and not line.strip():
                         continue
                     check = "unreadable"
                     try:
-                        record = json_files.loads(line)
+                        record = line if rows else json_files.loads(line)
                         check = "invalid"
+                        record = of_sharegpt(record)
                         check_messages(record)
                         group_key(record)
                     except ValueError as error:
@@ -82,11 +87,44 @@ def read_chunks(path, size, first=0, step=1):
         raise UserError(f"{path}: cannot be read ({error.strerror})")
 
 
+def parquet_rows(path, size):
+    """Yield the rows of a parquet file as dicts without fields of null; UserError. size: rows read together."""
+    import pyarrow
+    import pyarrow.parquet
+
+    def without_null(value):
+        if isinstance(value, dict):
+            return {name: without_null(part) for name, part in value.items() if part is not None}
+        return [without_null(part) for part in value] if isinstance(value, list) else value
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=size):
+                yield from map(without_null, batch.to_pylist())
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: cannot be read as parquet ({str(error).splitlines()[0]})")
+
+
+def of_sharegpt(record):
+    """The record with "messages" made of ShareGPT's "conversations" and "system", where it has those; else itself."""
+    if not isinstance(record, dict) or "messages" in record or not isinstance(record.get("conversations"), list):
+        return record
+    turns = [{"from": "system", "value": record["system"]}] if record.get("system") else []
+    messages = []
+    for number, turn in enumerate([*turns, *record["conversations"]], 1):
+        if not isinstance(turn, dict) or turn.keys() != {"from", "value"}:
+            raise ValueError(f'turn {number} of its "conversations" is not {{"from": ..., "value": ...}}')
+        role = turn["from"] if isinstance(turn["from"], str) else None
+        messages.append({"role": SHAREGPT.get(role, role), "content": turn["value"]})
+    return record | {"messages": messages}
+
+
 def check_messages(record):
     """The messages of one record; ValueError says what is wrong with them and what to do."""
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
         raise ValueError('has no list "messages"; a line is {"messages": [{"role": ..., "content": ...}, ...]}')
+    if record.get("tools"):
+        raise ValueError('has "tools", which no chat template here is given; drop the line')
     for number, message in enumerate(messages):
         where = f"message {number + 1}"
         if not isinstance(message, dict) or message.get("role") not in ROLES:

@@ -32,7 +32,6 @@ from distill.teacher import PLACE, read_prompt, with_prompt
 MANY = 60                   # different labels; beyond them this is no classification
 CONFUSED = 10               # pairs of labels, with EXAMPLES texts each
 EXAMPLES = 3
-LATENCY_LINES = 8           # asked one at a time
 BASE = ("base", "base + prompt")        # columns of the model before training
 VLLM_FLAGS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager")
 
@@ -114,9 +113,7 @@ import gc
 import json
 import re
 import signal
-import statistics
 import tempfile
-import time
 from collections import Counter
 
 import numpy as np
@@ -124,6 +121,7 @@ import torch
 
 from common import checkpoint, parallel, verdict
 from distill import chat, held_out, scores, student, weights
+from distill.student import ask_all
 
 
 def pick_labels(parser, lines):
@@ -156,28 +154,6 @@ def why_not(answer, found):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Asking
-
-
-def ask_all(ask, chats, max_new_tokens, batch_size):
-    """([Answer], speed): one line to warm up, some one at a time, then all together.
-
-    In this order: vLLM would have cached a line that it has answered before, not only the prompt that all share.
-    """
-    ask(chats[-1:], max_new_tokens, 1)
-    alone = []
-    for messages in chats[:LATENCY_LINES]:
-        start = time.perf_counter()
-        answer, = ask([messages], max_new_tokens, 1)
-        if answer.finish_reason != "too_long":
-            alone.append(time.perf_counter() - start)
-    start = time.perf_counter()
-    answers = ask(chats, max_new_tokens, batch_size)
-    seconds = time.perf_counter() - start
-    fitting = sum(answer.finish_reason != "too_long" for answer in answers)
-    return answers, {"seconds": seconds, "lines_per_second": fitting / seconds,
-                     "seconds_per_line_alone": statistics.median(alone) if alone else None,
-                     "tokens_in": statistics.fmean(a.prompt_tokens for a in answers),
-                     "tokens_out": statistics.fmean(a.completion_tokens for a in answers)}
 
 
 def open_model(folder, adapter, tokenizer, lines, scratch, *, dtype, device, vllm):

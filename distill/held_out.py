@@ -123,16 +123,9 @@ def read_lines(name, run, meta, folder, tokenizer, eval_data_file=None, group_si
                         f"by; train with {HOLD_OUT}, or give --eval_data_file with lines it has not seen")
     if not other and group_size not in (None, run.group_size):
         raise UserError(f"--group_size {group_size}: the run held out groups of {run.group_size}")
-    paths = [path for path in (run.train_data_file, eval_data_file or run.eval_data_file) if path]
-    encoder = chat.Encoder(tokenizer, run.train_turns, THINKING[run.enable_thinking])
-    limit = weights.length_limit(weights.load_config(folder), run.max_length, run.max_tokens_per_batch)
     with tempfile.TemporaryDirectory() as scratch:
-        prompt = read_prompt(run.prompt_file, run.prompt_role) if run.prompt_file else None
-        n_train, found, ends = build_table(scratch, paths, encoder, limit, run.too_long, drop=run.drop_bad,
-                                           prompt=prompt)
-        table = ChatTable(scratch)
-        train, held_out = split(run, table, n_train, other)
-        check_fingerprints(name, run.train_data_file, meta, table, train, None if other else held_out)
+        table, train, held_out, found, ends, options = read_table(scratch, name, run, meta, folder, tokenizer,
+                                                                  eval_data_file)
         keys, lines = np.array(table.keys), np.array(table.lines)
         chats, names = read_files(table), [table.name(i) for i in range(len(table))]
     notes = [found]
@@ -151,7 +144,23 @@ def read_lines(name, run, meta, folder, tokenizer, eval_data_file=None, group_si
         set(group_numbers(keys, lines, run.group_size)[held_out].tolist())
     rejected = rejected_ids(table.paths[-1], groups, run.group_size) if (keys >= 0).all() else []
     return Lines(ids[kept].tolist(), [chats[i][:-1] for i in kept], [label_of(chats[i]) for i in kept],
-                 sorted(set(map(label_of, chats))), about, ends, encoder.options, rejected, notes)
+                 sorted(set(map(label_of, chats))), about, ends, options, rejected, notes)
+
+
+def read_table(scratch, name, run, meta, folder, tokenizer, eval_data_file=None):
+    """(ChatTable in the folder `scratch`, numbers trained, numbers held out, summary, ids that answers end with, what
+    the chat template gets), proven to be the run's. The other arguments: of read_lines.
+    """
+    other = eval_data_file is not None
+    paths = [path for path in (run.train_data_file, eval_data_file or run.eval_data_file) if path]
+    encoder = chat.Encoder(tokenizer, run.train_turns, THINKING[run.enable_thinking])
+    limit = weights.length_limit(weights.load_config(folder), run.max_length, run.max_tokens_per_batch)
+    prompt = read_prompt(run.prompt_file, run.prompt_role) if run.prompt_file else None
+    n_train, found, ends = build_table(scratch, paths, encoder, limit, run.too_long, drop=run.drop_bad, prompt=prompt)
+    table = ChatTable(scratch)
+    train, held_out = split(run, table, n_train, other)
+    check_fingerprints(name, run.train_data_file, meta, table, train, None if other else held_out)
+    return table, train, held_out, found, ends, encoder.options
 
 
 def split(run, table, n_train, other):

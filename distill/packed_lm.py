@@ -7,15 +7,16 @@ layers that carry state along the axis, and heads that do more than multiply.
 The head works on the rows that predict a trained token, in pieces, so the logits of a batch never stand whole; it does
 so inside the wrapped forward, where FSDP2 has gathered its weight once.
 """
+import functools
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from common import adapters, parallel, recomputation
+from common import adapters, fused, parallel, recomputation
 from common.document_attention import ATTENTION
+from common.linear_loss import linear_loss
 from common.parallel import UserError
 from distill import weights
 from distill.divergence import prompted_loss
@@ -57,32 +58,31 @@ def check_model(model):
 # Model and loss
 
 
-def head_loss(weight, bias, share, prompted, hidden, targets, *teacher):
-    """(loss, right guesses) of rows (R, H) against targets (R,), both sums and 0-d fp32; the loss is cross-entropy.
+def head_sums(share, taught, logits, targets, *teacher):
+    """(loss, right guesses) of logits (R, V) fp32 against targets (R,), sums and 0-d fp32; the loss is cross-entropy.
 
-    teacher: ids and logprobs as in topk.divergence, which has a share in the loss; or, with `prompted`, (kind, beta, k)
-    of divergence.divergence, the teacher's rows (R, H). Then the other sums of topk.mixed_loss follow.
+    teacher: ids and logprobs as in topk.divergence, which has a share in the loss; or, where `taught` is (function of
+    the teacher's rows (R, H) -> its logits, (kind, beta, k) of divergence.divergence), those rows. Then the other sums
+    of topk.mixed_loss follow.
     """
-    logits = F.linear(hidden, weight, bias).float()
     right = (logits.detach().argmax(-1) == targets).sum().float()
     if not teacher:
         return F.cross_entropy(logits, targets, reduction="sum"), right
-    if prompted:
-        with torch.no_grad():
-            taught = F.linear(*teacher, weight, bias).float()
-        loss, *parts = prompted_loss(logits, targets, taught, share, *prompted)
+    if taught:
+        logits_of, prompted = taught
+        loss, *parts = prompted_loss(logits, targets, logits_of(*teacher), share, *prompted)
     else:
         loss, *parts = mixed_loss(logits, targets, *teacher, share)
     return loss, right, *parts
 
 
 def chunked_loss(hidden, weight, bias, targets, chunk, teacher=(), share=0.0, prompted=None):
-    """head_loss over `chunk` rows at a time, each piece's logits made again in the backward pass: equal to 1e-7."""
-    pieces = list(zip(*(rows.split(chunk) for rows in (hidden, targets, *teacher))))    # one, empty, without any rows
-    if len(pieces) == 1:
-        return head_loss(weight, bias, share, prompted, *pieces[0])
-    sums = [checkpoint(head_loss, weight, bias, share, prompted, *piece, use_reentrant=False) for piece in pieces]
-    return tuple(torch.stack(column).sum() for column in zip(*sums))
+    """head_sums of rows (R, H) behind the head, `chunk` of them at a time."""
+    @torch.no_grad()
+    def logits_of(rows):
+        return F.linear(rows.to(weight.dtype), weight, bias).float()
+    sums = functools.partial(head_sums, share, prompted and (logits_of, prompted))
+    return linear_loss(sums, hidden, weight, bias, chunk, targets, *teacher)
 
 
 class PackedLM(nn.Module):
@@ -99,11 +99,13 @@ class PackedLM(nn.Module):
         self.sums = 5 if share else 2       # how many forward returns
         self._native = [net.get_base_model() if self.lora else net]     # in a list, torch does not register it again
         recomputation.leave_products(net, recompute)
+        fused.use(self.native)
         if recompute:       # as transformers' own switch, whose name depends on the version
             for layer in weights.decoder_layers(self.native):
                 layer.gradient_checkpointing = True
                 layer._gradient_checkpointing_func = recomputation.caller(recompute)
-        self.chunk = max(16, logits // self.native.get_output_embeddings().out_features)
+        rows = logits // self.native.get_output_embeddings().out_features
+        self.chunk = max(128, rows // 128 * 128)        # products of whole tiles
 
     @property
     def native(self):
@@ -126,9 +128,11 @@ class PackedLM(nn.Module):
 
     def hidden(self, ids, positions, cu_seqlens, longest, rows):
         """(R, H) what the head reads in `rows` of a pack; all as in PackedChats."""
+        embedded = self.native.get_input_embeddings()(ids[None])
         found = self.native.base_model(
-            input_ids=ids[None], position_ids=positions[None], use_cache=False, cu_seq_lens_q=cu_seqlens,
-            cu_seq_lens_k=cu_seqlens, max_length_q=longest, max_length_k=longest).last_hidden_state[0]
+            inputs_embeds=embedded.to(fused.stream_dtype(embedded)), position_ids=positions[None], use_cache=False,
+            cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, max_length_q=longest,
+            max_length_k=longest).last_hidden_state[0]
         return found.index_select(0, rows)
 
     @torch.no_grad()

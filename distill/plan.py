@@ -17,9 +17,9 @@ def samples_line(table, train_ids, eval_ids):
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory
 
-# fp32: log-softmax and two gradients; with stored alternatives also their bucket's two; with a prompted teacher its
+# fp32: logits, log-softmax and two gradients; stored alternatives' bucket has one more; with a prompted teacher its
 # logits and log-softmax, and the products of both distributions
-LOGIT_COPIES, PROMPTED_COPIES = {False: 3, True: 5}, 9
+LOGIT_COPIES, PROMPTED_COPIES = {False: 4, True: 5}, 10
 
 
 def row_bytes(model, bf16, sharded, gpu=True):
@@ -46,14 +46,20 @@ def memory_stages(setup, model, tokens, rows):
     """
     fsdp, recompute = setup.fsdp, setup.recompute
     native, layers = model.native, weights.decoder_layers(model.native)
-    casts = (0, 0) if fsdp or not setup.bf16 else memory.cast_bytes(native, layers, recompute)
+    head = native.get_output_embeddings().weight
+    casts, cast = (0, 0), 0
+    if setup.bf16 and not fsdp:
+        casts, cast = memory.cast_bytes(native, layers, recompute), 2 * head.numel() * (head.dtype == torch.float32)
+        casts = casts[0] - cast, casts[1]       # the head's is gone when its pieces are done
     parts = memory.memory_parts(memory.unit_sizes(native, layers), world=setup.ranks, sharded=fsdp,
                                 offload=setup.offload, reshard=setup.reshard, compute=2 if setup.bf16 else 4,
                                 casts=casts, accumulation=setup.accumulation)
     kept, layer = memory.kept_bytes(row_bytes(model, setup.bf16, fsdp), len(layers), recompute)
-    activations = tokens * kept + rows * native.config.hidden_size * (2 if fsdp and setup.bf16 else 4)     # of the head
+    activations = tokens * kept + rows * native.config.hidden_size * (2 if setup.bf16 else 4)     # of the head
     copies = PROMPTED_COPIES if model.prompted else LOGIT_COPIES[bool(model.share)]
-    logits = copies * 4 * np.minimum(rows, model.chunk) * native.config.vocab_size
+    logits = copies * 4 * np.minimum(rows, model.chunk) * native.config.vocab_size + cast
+    if head.requires_grad:      # its gradient is summed over the pieces in fp32, and what each adds is made first
+        logits = logits + (6 if setup.bf16 else 4) * head.numel()
     worst, parts, stages = memory.worst_pack(parts, activations, tokens * layer, logits, recompute)
     return parts, stages, worst
 

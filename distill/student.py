@@ -5,6 +5,8 @@ Of a model's generation_config only the ids that end an answer are used, no samp
 transformers an adapter stays an adapter; for vLLM it is merged into a copy of the base in float32.
 """
 import os
+import statistics
+import time
 from pathlib import Path
 
 import torch
@@ -14,6 +16,7 @@ from common import adapters, tensor_files
 from common.parallel import UserError
 from distill import teacher, weights
 
+LATENCY_LINES = 8           # asked one at a time
 UNKNOWN = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform",
            "trainable_token_indices", "fan_in_fan_out")     # in an adapter's config: what train_sft.py never sets
 
@@ -57,6 +60,28 @@ def end_ids(model, ends):
     weights.stop_at(model, ends)
     known = model.generation_config.eos_token_id
     return sorted(known if isinstance(known, list) else [known])
+
+
+def ask_all(ask, chats, max_new_tokens, batch_size):
+    """([Answer], speed): one line to warm up, some one at a time, then all together.
+
+    In this order: vLLM would have cached a line that it has answered before, not only the prompt that all share.
+    """
+    ask(chats[-1:], max_new_tokens, 1)
+    alone = []
+    for messages in chats[:LATENCY_LINES]:
+        start = time.perf_counter()
+        answer, = ask([messages], max_new_tokens, 1)
+        if answer.finish_reason != "too_long":
+            alone.append(time.perf_counter() - start)
+    start = time.perf_counter()
+    answers = ask(chats, max_new_tokens, batch_size)
+    seconds = time.perf_counter() - start
+    fitting = sum(answer.finish_reason != "too_long" for answer in answers)
+    return answers, {"seconds": seconds, "lines_per_second": fitting / seconds,
+                     "seconds_per_line_alone": statistics.median(alone) if alone else None,
+                     "tokens_in": statistics.fmean(a.prompt_tokens for a in answers),
+                     "tokens_out": statistics.fmean(a.completion_tokens for a in answers)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

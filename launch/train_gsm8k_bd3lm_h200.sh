@@ -46,7 +46,7 @@ setting WARMUP_STEPS '' --warmup_steps          # default: the preset's, as that
 setting MAX_STEPS '' --max_steps                # optimizer steps
 TRAIN_DATA=${TRAIN_DATA-openai/gsm8k}           # JSONL, JSON, dataset folder or hub name
 TEST_DATA=${TEST_DATA-openai/gsm8k}             # the same with a test split, answered after training; empty: not done
-TOKENIZER=${TOKENIZER:-gpt2}                    # folder with GPT-2's files or tokenizer.json, or hub name
+TOKENIZER=${TOKENIZER:-}                        # folder with GPT-2's files or tokenizer.json, or hub name; default gpt2
 OUTPUT_DIR=${OUTPUT_DIR:-}                      # checkpoints, logs, answers; default outputs/SYSTEM_h200, or _demo
 SIZE=${SIZE:-small}                             # model: nano, tiny, small, medium
 BLOCK_SIZE=${BLOCK_SIZE:-16}                    # tokens of a block
@@ -108,8 +108,8 @@ hdp) test_file=test_hdp.json ;;
 esac
 # shellcheck disable=SC2153     # setting made it
 case $PRESET in
-conservative | recommended | aggressive | extreme | source | finetune) ;;
-*) die "PRESET=$PRESET: conservative, recommended, aggressive, extreme, source or finetune" ;;
+conservative | recommended | aggressive | extreme | source | finetune | convert) ;;
+*) die "PRESET=$PRESET: conservative, recommended, aggressive, extreme, source, finetune or convert" ;;
 esac
 # Problems a step = problems a GPU and micro-step x micro-steps x GPUs; what is not set follows.
 each=4
@@ -120,6 +120,7 @@ aggressive) problems=192 ;;
 extreme) problems=256 ;;
 source) problems=16 each=16 ;;
 finetune) problems=64 each=2 ;;
+convert) problems=64 each=1 ;;
 esac
 preset=$((problems * each)) step=${GLOBAL_BATCH_SIZE:-} micro=$BATCH_SIZE steps=$GRAD_ACCUM
 for name in GLOBAL_BATCH_SIZE BATCH_SIZE GRAD_ACCUM GPUS; do
@@ -163,8 +164,9 @@ if [ $demo = 1 ]; then      # everything small, so that two CPU cores show falli
     SAMPLE_FLAGS='--order confidence'
 else
     read -ra switches <<<"$SWITCHES"
-    settings=(--batch_preset "$PRESET" --train_data_file "$TRAIN_DATA" --tokenizer "$TOKENIZER" --model_size "$SIZE"
+    settings=(--batch_preset "$PRESET" --train_data_file "$TRAIN_DATA" --model_size "$SIZE"
         --block_size "$BLOCK_SIZE" --num_workers "$WORKERS" "${switches[@]}")
+    if [ -n "$TOKENIZER" ]; then settings+=(--tokenizer "$TOKENIZER"); fi      # else gpt2, or INIT_FROM's own
     if has_flag --per_device_train_batch_size "$@" || has_flag --gradient_accumulation_steps "$@"; then
         [ -z "$GLOBAL_BATCH_SIZE$BATCH_SIZE$GRAD_ACCUM" ] ||
             die "the batch is set by variables and by flags: leave one out"

@@ -186,7 +186,7 @@ def load_to_speak(folder, config, adapter, dtype, device):
     parts = models.weight_parts(folder, config)
     weights.check_weights(native, parts, folder)
     if adapter:
-        net = adapters.add_saved(native, adapter)
+        net = adapters.add_saved(native, adapter, whole=models.whole_modules(native))
     net.to_empty(device=device)
     models.reset_buffers(native, device)
     loaded = adapters.base_weights(net) if adapter else dict(native.named_parameters())

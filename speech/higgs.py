@@ -12,14 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
-from common import recomputation
+from common import fused, recomputation
 from speech import weights  # noqa: F401  (first: it explains a torchaudio that breaks every transformers import)
 from speech.labels import IGNORE
 
-from transformers.models.higgs_audio_v2.modeling_higgs_audio_v2 import (  # isort: skip
-    HiggsAudioV2DecoderLayer,
-    apply_rotary_pos_emb,
-)
+from transformers.models.higgs_audio_v2 import modeling_higgs_audio_v2 as modeling  # isort: skip
 
 VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters      # torch >= 2.13
 
@@ -62,7 +59,7 @@ def _attention_by_sample(q, k, v, seqlens):
     return torch.cat(out, dim=2)[0].transpose(0, 1)
 
 
-class PackedDecoderLayer(HiggsAudioV2DecoderLayer):
+class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
     """The native layer with a second forward for packed batches; without `packed` it is the native one (generate)."""
 
     def __init_subclass__(cls, **kwargs):
@@ -78,7 +75,7 @@ class PackedDecoderLayer(HiggsAudioV2DecoderLayer):
         normed = torch.cat([self.input_layernorm(text), self.audio_input_layernorm(audio)])
         normed = Permute.apply(normed, seq_index, order)        # before q, k, v, which together are wider
         q, k, v = (project(normed).view(rows, -1, attn.head_dim) for project in (attn.q_proj, attn.k_proj, attn.v_proj))
-        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        q, k = modeling.apply_rotary_pos_emb(q, k, cos, sin)       # looked up there: fused.use changes it
         out = packed_attention(q.to(v.dtype), k.to(v.dtype), v, cu_seqlens, longest, seqlens)
         hidden_states = hidden_states + Permute.apply(attn.o_proj(out.reshape(rows, -1)), order, seq_index)
         text, audio = hidden_states.split([n_text, rows - n_text])
@@ -100,7 +97,7 @@ class PackedHiggs(nn.Module):
         self.net = net
         # in a list, where torch does not look for modules: else its parameters would be registered twice
         self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
-        for layer in self.base_model.model.layers:
+        for layer in fused.use(self.base_model).model.layers:
             layer.__class__ = PackedDecoderLayer
 
     @property
@@ -119,6 +116,7 @@ class PackedHiggs(nn.Module):
         order = torch.cat([batch.text_pos, batch.audio_pos])
         n_text = len(batch.text_pos)
         text = model.embed_tokens(batch.input_ids.index_select(0, batch.text_pos))
+        text = text.to(fused.stream_dtype(text))
         hidden = torch.cat([text, model.embed_audio_tokens(batch.audio_ids).to(text.dtype)])
         cos, sin = model.rotary_emb(hidden, batch.position_ids[None])
         packed = (n_text, order, batch.seq_index, cos[0], sin[0], batch.cu_seqlens, batch.longest,

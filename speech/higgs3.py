@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import json_files, recomputation, tensor_files
+from common import fused, json_files, recomputation, tensor_files
 from common.document_attention import ATTENTION
 from common.parallel import UserError
 from speech import weights  # noqa: F401  (first: it explains a torchaudio that breaks every transformers import)
@@ -37,6 +37,7 @@ TEXT_TABLE = "tied.embedding.text_embedding.weight"
 AUDIO_TABLE = "tied.embedding.modality_embeddings.0.embedding.weight"
 OURS = {TEXT_TABLE: "body.embed_tokens.weight", AUDIO_TABLE: "audio_embedding.weight"}      # file's name: ours
 HEADS = {"tied.head.text_head.weight": TEXT_TABLE, "tied.head.modality_heads.0.weight": AUDIO_TABLE}    # copies
+TABLE = "audio_embedding"       # the audio table's module: embedding and head
 CODEC = "tied.embedding.modality_embeddings.0.model."       # prefix of the codec's weights
 OWN_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
              "merges.txt", "chat_template.jinja", "LICENSE", "NOTICE")      # of a folder, beside its weights
@@ -117,7 +118,8 @@ class Higgs3(nn.Module):
 
     def logits(self, hidden):
         """(R, H) hidden states -> (R, 8, 1026) fp32 logits of the row that follows."""
-        flat = F.linear(hidden, self.audio_embedding.weight).float()
+        table = self.audio_embedding.weight     # in fp32 where adapters train it
+        flat = F.linear(hidden.to(table.dtype), table).float()
         return flat.view(*hidden.shape[:-1], self.config.num_codebooks, self.config.codebook_size)
 
 
@@ -133,6 +135,7 @@ class PackedHiggs3(nn.Module):
         # in a list, where torch does not look for modules: else its parameters would be registered twice
         self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
         recomputation.leave_products(net, recompute)
+        fused.use(self.base_model)
         for layer in self.base_model.body.layers if recompute else ():      # transformers' own switch
             layer.gradient_checkpointing = True
             layer._gradient_checkpointing_func = recomputation.caller(recompute)
@@ -151,6 +154,7 @@ class PackedHiggs3(nn.Module):
         """Final hidden states (S, H) in sequence order of a labels.PackedBatch."""
         base = self.base_model
         text = base.body.embed_tokens(batch.input_ids.index_select(0, batch.text_pos))
+        text = text.to(fused.stream_dtype(text))
         rows = torch.cat([text, base.embed_rows(batch.audio_ids).to(text.dtype)])
         return base.body(inputs_embeds=rows.index_select(0, batch.seq_index)[None], use_cache=False,
                          position_ids=batch.position_ids[None], cu_seq_lens_q=batch.cu_seqlens,

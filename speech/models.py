@@ -84,6 +84,18 @@ def reset_buffers(native, device):
     (higgs3 if isinstance(native, higgs3.Higgs3) else weights).reset_buffers(native, device)
 
 
+def whole_modules(native):
+    """Modules that an adapter may hold as a whole: the audio table of Higgs TTS 3."""
+    return (higgs3.TABLE,) if isinstance(native, higgs3.Higgs3) else ()
+
+
+def tied_heads(native):
+    """Embeddings that are heads as well."""
+    if not isinstance(native, higgs3.Higgs3):
+        return []
+    return [*getattr(native.audio_embedding, "modules_to_save", {}).values()] or [native.audio_embedding]
+
+
 def layers(native):
     """The decoder layers."""
     return native.body.layers if isinstance(native, higgs3.Higgs3) else native.model.layers

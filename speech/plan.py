@@ -81,7 +81,8 @@ def memory_stages(setup, model, packs, eval_packs, speaks):
     native, layers = model.base_model, models.layers(model.base_model)
     fsdp, recompute, compute = setup.fsdp, setup.recompute, 2 if setup.bf16 else 4
     units = memory.unit_sizes(native, layers)
-    casts = (0, 0) if fsdp or not setup.bf16 else memory.cast_bytes(native, layers, recompute)
+    casts = (0, 0) if fsdp or not setup.bf16 else memory.cast_bytes(native, layers, recompute,
+                                                                    models.tied_heads(native))
     parts = memory.memory_parts(units, world=setup.ranks, sharded=fsdp, offload=setup.offload, reshard=setup.reshard,
                                 compute=compute, casts=casts, accumulation=setup.accumulation)
     row = row_bytes(model, setup.bf16, fsdp)

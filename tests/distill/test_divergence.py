@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import adapters, parallel
 from common.parallel import UserError
-from distill import chat, packed_lm, rollouts
+from distill import chat, evaluate_prompt, packed_lm, rollouts
 from distill.divergence import divergence
 from distill.table import ChatSamples, ChatTable, collate, write_table
 from distill.teacher import read_prompt, with_prompt
@@ -317,3 +317,36 @@ def test_drawn_answers_are_draws(made, tmp_path):
     for token in share.topk(4).indices.tolist():
         p = share[token].item()
         assert abs(np.mean([answer[0] == token for answer in drawn]) - p) < 4 * (p * (1 - p) / 1500) ** 0.5
+
+
+def test_the_judge_of_a_prompt(made, train, tmp_path, capsys):
+    """Its divergence and likelihood are those of the run's own validation; the base's are those of plain forwards."""
+    found = train(1, tmp_path / "run", "--parallel", "ddp", "--per_device_train_batch_size", 4,
+                  "--gradient_accumulation_steps", 2, "--max_steps", 6, "--save_steps", 0)
+    given = ["--checkpoint", str(tmp_path / "run" / "checkpoint-6"), "--output_dir", str(tmp_path / "judged"),
+             "--follows", "e", "--max_new_tokens", "4", "--batch_size", "3"]
+    evaluate_prompt.main(given)
+    report = json.loads((tmp_path / "judged" / "evaluation.json").read_text())
+    metrics, shown = report["metrics"], capsys.readouterr().out
+    assert metrics["student: kl"] == pytest.approx(found[6]["eval/kl_loss"], rel=1e-4)
+    assert metrics["student: nll"] == pytest.approx(found[6]["eval/ce_loss"], rel=1e-4)
+    assert 0 < metrics["student: kl"] < metrics["base: kl"] and metrics["base + prompt: kl"] == 0
+    assert metrics["closed: kl"] == pytest.approx(1 - metrics["student: kl"] / metrics["base: kl"])
+
+    tokenizer = AutoTokenizer.from_pretrained(made / "smollm2")
+    base = AutoModelForCausalLM.from_pretrained(made / "smollm2")
+    talks = [json.loads(line)["messages"] for line in open(made / "chats.jsonl")]
+    rows = [row for sample in report["samples"] for row in alone(base, base, tokenizer, talks[sample["id"]], "system",
+                                                                 made)]
+    kl = sum(dense(s.double(), t.double(), "forward", 0.5, 0) for s, t, _ in rows).item() / len(rows)
+    assert metrics["base: kl"] == pytest.approx(kl, rel=1e-4)
+    teacher = sum(-t.log_softmax(-1)[target] for _, t, target in rows).item() / len(rows)
+    assert metrics["base + prompt: nll"] == pytest.approx(teacher, rel=1e-4)
+    assert metrics["base + prompt: exact"] == 1 and "verdict    the student went" in shown
+    prompt_tokens = len(tokenizer(tokenizer.apply_chat_template([{"role": "system", "content": PROMPT.strip()}],
+                                                                tokenize=False), add_special_tokens=False)["input_ids"])
+    assert metrics["tokens saved"] == pytest.approx(prompt_tokens - 1, abs=1)
+    with pytest.raises(SystemExit):
+        parallel._claimed.clear()
+        evaluate_prompt.main([*given[:3], str(tmp_path / "again"), *given[4:], "--min_closed", "1"])
+    assert "closed, less than --min_closed 1.0" in capsys.readouterr().err

@@ -37,6 +37,9 @@ def encoder(made, template, *options):
 @pytest.mark.parametrize("line, part", [
     (b"{", "is not JSON (Expecting property name"), (b"[]", 'has no list "messages"'), (b"\xff{}", "is not UTF-8"),
     (b'{"messages": []}', 'has no list "messages"'), (b'{"messages": "hi"}', 'has no list "messages"'),
+    (b'{"conversations": [{"from": "human", "value": "a", "weight": 0}]}', 'turn 1 of its "conversations" is'),
+    (b'{"conversations": [{"from": ["gpt"], "value": "a"}]}', "message 1 has no role out of system"),
+    (b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}]}', 'has "tools", which no'),
     (b'{"messages": [{"role": "bot", "content": "a"}]}', "message 1 has no role out of system"),
     (b'{"messages": [{"role": "user", "content": "a"}]}', "ends with a message of the user"),
     (b'{"messages": [{"role": "assistant", "content": null}]}', "message 1 has no text as its content"),
@@ -191,3 +194,33 @@ def test_prepared_table(made, tmp_path, capsys):
     assert (len(ours), len(theirs), found.name(theirs[0])) == (8, 3, f"{held}:1")
     assert len(list(tmp_path.glob("table-*"))) == 1, "an old table is not left behind"
     assert "data       read in" in capsys.readouterr().out
+
+
+def test_sharegpt_and_parquet_are_the_same_conversations(made, tmp_path):
+    """Names of roles, a system text apart, columns of null; chunks of their own for each of several readers."""
+    import pyarrow
+    import pyarrow.parquet
+    talks = [chats.ask(f"question {i}", f"answer {i}") for i in range(7)]
+    talks[2] = [{"role": "system", "content": "Be brief."}, *talks[2]]
+    share = [{"conversations": [{"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]}
+                                for m in talk if m["role"] != "system"],
+              **({"system": "Be brief."} if i == 2 else {})} for i, talk in enumerate(talks)]
+    (tmp_path / "share.jsonl").write_text("".join(json.dumps(row) + "\n" for row in share))
+    talks[0][1]["reasoning_content"] = ""                   # a column of null in all other rows
+    chats.write(tmp_path / "plain.jsonl", talks)
+    rows = [{"messages": talk, "id": i} for i, talk in enumerate(talks)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    found = {}
+    for name in ("plain.jsonl", "share.jsonl", "rows.parquet"):
+        write_table(tmp_path / f"table-{name}", [tmp_path / name], chat.Encoder(made), 256, "stop")
+        found[name] = ChatTable(tmp_path / f"table-{name}")
+    for table in found.values():
+        assert table.tokens.tolist() == found["plain.jsonl"].tokens.tolist() and len(table) == 7
+        assert table.trained.tolist() == found["plain.jsonl"].trained.tolist()
+    assert found["rows.parquet"].keys.tolist() == list(range(7))
+    for path in (tmp_path / "rows.parquet", tmp_path / "plain.jsonl"):
+        parts = [[n for chunk, _ in chat.read_chunks(path, 2, first, 3) for n, _ in chunk] for first in range(3)]
+        assert parts == [[1, 2, 7], [3, 4], [5, 6]]
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing")
+    with pytest.raises(UserError, match="bad.parquet: cannot be read as parquet"):
+        write_table(tmp_path / "bad", [tmp_path / "bad.parquet"], chat.Encoder(made), 256, "stop")

@@ -139,7 +139,7 @@ def run_too_long(folder, flags):
     """Why a line that is longer than the server's limit has no label."""
     label(folder, "long", *flags, "--constrain", "always", lines=[LINES[0], "word " * 300])
     rejected, = map(json.loads, (folder / "long.rejected.jsonl").read_text().splitlines())
-    assert rejected["id"] == 1
+    assert rejected["line"] == 1
     return rejected["why"]
 
 

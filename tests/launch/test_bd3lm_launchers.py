@@ -95,7 +95,7 @@ def test_presets_are_the_guides(system, preset, wanted, tmp_path):
 
 def test_gsm8k_and_its_tokenizer_come_from_the_hub_by_default():
     _, args, sample = printed(launch(LAUNCHERS["gsm8k"], DRY_RUN="1", MIN_GPUS="0"))
-    assert (args.train_data_file, args.eval_data_file, args.tokenizer) == ("openai/gsm8k", None, "gpt2")
+    assert (args.train_data_file, args.eval_data_file, args.tokenizer) == ("openai/gsm8k", None, None)
     assert sample.test_file == "openai/gsm8k"       # the test split is for the accuracy, not for early stopping
     assert printed(launch(LAUNCHERS["gsm8k"], DRY_RUN="1", MIN_GPUS="0", TEST_DATA=""))[2] is None
 
@@ -146,7 +146,7 @@ def test_a_copy_in_slurms_spool_folder_finds_the_repository(system, tmp_path):
 
 @pytest.mark.parametrize("system, settings, message", [
     ("gsm8k", {}, r"has 0 GPUs, 1 are needed \(MIN_GPUS\); --demo needs none"),
-    ("gsm8k", {"PRESET": "huge"}, r"PRESET=huge: conservative, recommended, aggressive, extreme, source or finetune"),
+    ("gsm8k", {"PRESET": "huge"}, r"PRESET=huge: conservative, recommended, aggressive, extreme, source, finetune or"),
     ("gsm8k", {"SYSTEM": "both"}, r"SYSTEM=both: gsm8k or hdp"),
     ("hdp", {"MIN_GPUS": "0"}, r"TRAIN_DATA is not set"),
     ("gsm8k", {"VENV": "/nowhere", "MIN_GPUS": "0"}, r"VENV: no such file: /nowhere/bin/activate"),

@@ -95,7 +95,7 @@ def test_the_teacher_labels_every_line_by_its_number(server, tmp_path):
     from py3langid import langid
     lines = [line for line in reversed(LINES[:150])]        # not in the order of languages.txt
     records = ask(server, tmp_path / "labels.jsonl", lines=lines)
-    assert [record["id"] for record in records] == list(range(150))
+    assert [record["line"] for record in records] == list(range(150))
     assert [record["messages"][0]["content"] for record in records] == lines
     given = [record["messages"][1]["content"] for record in records]
     assert given == [langid_server.label_of(langid.classify(line)[0]) for line in lines]

@@ -1,11 +1,17 @@
 """Higgs TTS 3 through the scripts themselves: trained on any ranks the same, resumed, merged, spoken; V2 kept apart."""
+import ast
+import importlib.util
 import json
+import runpy
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import soundfile
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerFast
 
 import lora
 from common import parallel
@@ -50,7 +56,7 @@ def assert_same(one, other):
         assert list(one.metrics(name).values()) == pytest.approx(list(other.metrics(name).values()), rel=1e-4), name
     ours, theirs = weights_of(one), weights_of(other)
     assert ours.keys() == theirs.keys() and len(ours) > 20
-    for name in ours:       # a gradient that is only rounding, as of lora_A at first, moves its value all the same
+    for name in ours:       # a gradient that is rounding only, as of lora_A in its first steps, moves its value too
         apart = (ours[name] - theirs[name]).abs() > 2e-4 + 1e-3 * theirs[name].abs()
         assert apart.float().mean() < 2e-3, f"{name}: {int(apart.sum())} of {apart.numel()} values differ"
 
@@ -99,6 +105,64 @@ def test_merged_and_exported_folders_are_those_of_servers(runs, tiny3, tmp_path)
     served, _ = higgs3.load(tmp_path / "served")
     assert all(torch.equal(value, weights_of(runs(1, "--per_device_train_batch_size", 4))[name])
                for name, value in models.weight_names(served).items())
+
+
+def test_sglang_omnis_own_files_read_a_merged_folder(runs, tiny3, tmp_path):
+    """Its tokenizer and its map of weights; they need nothing of sglang, whose engine no CPU runs."""
+    package = importlib.util.find_spec("sglang_omni")
+    if package is None:
+        pytest.skip("needs the package sglang-omni (pip install --no-deps)")
+    place = Path(package.submodule_search_locations[0]) / "models" / "higgs_tts"
+    theirs = runpy.run_path(str(place / "text_tokenizer.py"))
+    adapter = runs(1, "--per_device_train_batch_size", 4, "--use_lora", "--lora_target_modules", "all-linear",
+                   "--lora_dropout", 0).output_dir / "checkpoint-4"
+    lora.merge(str(tiny3.model), str(adapter), tmp_path / "merged", None)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "merged" / "tokenizer.json"))
+    said = theirs["HiggsTokenizerAdapter"](tokenizer).build_prompt(
+        "Say <|emotion:elation|>this.", num_ref_tokens=16, reference_text="Heard.")
+    ids, rows = higgs3.load(tmp_path / "merged")[1], higgs3.delay(torch.zeros(9, 8))
+    ours, is_audio = higgs3.prompt(ids, *(tokenizer.encode(text, add_special_tokens=False) for text in (
+        "Say <|emotion:elation|>this.", "Heard.")), rows)
+    assert ours.masked_fill(is_audio, -100).tolist() == said
+    tree = ast.parse((place / "model.py").read_text())
+    prefixes = next(ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.AnnAssign)
+                    and node.target.id == "_BACKBONE_PREFIX_MAP")
+    spec = importlib.util.spec_from_file_location("weight_loader", place / "weight_loader.py")
+    sys.modules["weight_loader"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    names = load_file(tmp_path / "merged" / "model.safetensors").keys()
+    mapped = {module.DiscreteWeightMapper(prefixes).map(name) for name in names} - {None}
+    body = {f"backbone.model.{name}" for name in higgs3.load(tmp_path / "merged")[0].body.state_dict()}
+    assert mapped == body | {"backbone.lm_head.weight", "multimodal_embedding.modality_embedding_0.weight",
+                             "tied.head.modality_heads.0.weight"}       # the last one it drops, being tied
+
+
+TABLE = ("--use_lora", "--train_audio_table", "--lora_dropout", 0)
+
+
+def test_the_audio_table_is_trained_beside_adapters_as_one_parameter(pool, runs, tiny3, tmp_path):
+    """Sharded or not, resumed, spoken with and merged: embedding and head stay one table."""
+    run = runs(1, "--per_device_train_batch_size", 4, *TABLE)
+    assert_same(run, runs(2, "--per_device_train_batch_size", 2, "--parallel", "fsdp", *TABLE))
+    released, ours = load_file(tiny3.model / "model.safetensors")[higgs3.AUDIO_TABLE], weights_of(run)
+    table = ours["base_model.model.audio_embedding.weight"]
+    assert (table - released).abs().max() > 1e-3
+    assert sum("lora_A" in name for name in ours) == len([name for name in ours if "lora_B" in name]) > 7
+    out = tmp_path / "out"
+    shutil.copytree(run.output_dir, out)
+    shutil.rmtree(out / "checkpoint-4")
+    again = weights_of(train_forked(pool, tiny3, out, *LENGTH, "--per_device_train_batch_size", 4, *TABLE))
+    assert again.keys() == ours.keys() and all(torch.equal(again[name], ours[name]) for name in ours)
+    adapter = run.output_dir / "checkpoint-4"
+    lora.merge(str(tiny3.model), str(adapter), tmp_path / "merged", None)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert torch.equal(merged[higgs3.AUDIO_TABLE], table.to(merged[higgs3.AUDIO_TABLE].dtype))
+    assert all(torch.equal(merged[head], merged[table]) for head, table in higgs3.HEADS.items())
+    speaking = generate_tts.load_to_speak(tiny3.model, json.loads((tiny3.model / "config.json").read_text()), adapter,
+                                          torch.float32, torch.device("cpu"))
+    prompt, rows = higgs3.prompt(higgs3.load(tiny3.model)[1], [5, 6]), higgs3.delay(torch.arange(80).view(10, 8))
+    torch.testing.assert_close(higgs3.forced_logits(higgs3.load(tmp_path / "merged")[0], prompt, None, rows),
+                               higgs3.forced_logits(speaking, prompt, None, rows), rtol=1e-4, atol=1e-4)
 
 
 def test_codec_inside_gives_the_codes_of_the_codec_beside(pool, runs, tiny3, tmp_path):

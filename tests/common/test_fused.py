@@ -1,0 +1,92 @@
+"""Norm, rotary embedding and SwiGLU of GPUs, on the CPU: values and gradients of transformers' own code."""
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.models.qwen3 import modeling_qwen3
+
+from common import fused
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def theirs_norm(x, weight):
+    norm = modeling_qwen3.Qwen3RMSNorm(x.shape[-1], eps=1e-6)
+    return torch.func.functional_call(norm, {"weight": weight}, (x,))
+
+
+def theirs_rotated(x, cos, sin):
+    return getattr(modeling_qwen3.apply_rotary_pos_emb, "plain", modeling_qwen3.apply_rotary_pos_emb)(
+        x, x, cos[:, 0], sin[:, 0])[0]
+
+
+ANGLES = numbers(2, 1, 5, 16, seed=3).detach()      # halves that differ: any cosine and sine, that bf16 has
+COS, SIN = (values.bfloat16().float() for values in (ANGLES.cos(), ANGLES.sin()))
+CASES = {"norm": (lambda x, w: fused.rms_norm(x, w, 1e-6), theirs_norm, ((4, 7, 24), (24,))),
+         "swiglu": (fused.swiglu, lambda gate, up: nn.functional.silu(gate) * up, ((3, 40), (3, 40))),
+         "rotary": (lambda x: fused.rotate(x, COS.to(x.dtype), SIN.to(x.dtype)),
+                    lambda x: theirs_rotated(x, COS.to(x.dtype), SIN.to(x.dtype)), ((2, 3, 5, 16),))}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_are_transformers(case, dtype):
+    """In bf16 what is rounded once is at least as near to float32 as what transformers rounds at each operator."""
+    ours, theirs, shapes = CASES[case]
+    exact = [numbers(*shape, seed=i) for i, shape in enumerate(shapes)]
+    found = []
+    for function, kind in ((ours, dtype), (theirs, dtype), (theirs, torch.float32)):
+        given = [x.detach().to(dtype).to(kind).requires_grad_() for x in exact]
+        out = function(*given)
+        assert out.dtype == kind or function is theirs
+        out.backward(numbers(*out.shape, seed=9).detach().to(dtype).to(out.dtype))
+        found.append([out.detach().float(), *(x.grad.float() for x in given)])
+    for mine, other, true in zip(*found):
+        if dtype == torch.float32:
+            torch.testing.assert_close(mine, true, **CLOSE)
+        else:
+            assert (mine - true).norm() <= 1.05 * (other - true).norm() + 1e-3 * true.norm()
+
+
+def test_compiled_kernels_are_the_plain_ones():
+    """As torch.compile makes them, for two lengths."""
+    compiled = [torch.compile(function, dynamic=True) for function in (fused.swiglu_gradient_kernel,
+                                                                       fused.rotate_gradient_kernel)]
+    for rows in (5, 9):
+        grad, gate, up = (numbers(rows, 16, seed=i).detach() for i in range(3))
+        torch.testing.assert_close(compiled[0](grad, gate, up), fused.swiglu_gradient_kernel(grad, gate, up), **CLOSE)
+        torch.testing.assert_close(compiled[1](grad, gate, up), fused.rotate_gradient_kernel(grad, gate, up), **CLOSE)
+
+
+@pytest.mark.parametrize("kind, changes", [("Qwen3", {"norm", "mlp", "rotary"}), ("Llama", {"norm", "mlp", "rotary"}),
+                                           ("Mistral", {"norm", "mlp", "rotary"}), ("Gemma3Text", set()),
+                                           ("Granite", {"norm", "mlp", "rotary"})])
+def test_whole_models_compute_the_same(kind, changes, monkeypatch):
+    """Loss and all gradients; what computes otherwise, as Gemma's norms and activation, keeps its own code."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, pad_token_id=0)
+    plain = transformers.AutoModelForCausalLM.from_config(config).train()
+    for parameter in plain.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    ids, ours = torch.randint(0, 50, (2, 9)), fused.use(copy.deepcopy(plain))
+    called = set()
+    for name, real in (("norm", fused.rms_norm), ("mlp", fused.swiglu), ("rotary", fused.rotate)):
+        monkeypatch.setattr(fused, real.__name__, lambda *args, name=name, real=real: (
+            called.add(name), real(*args))[1])
+    losses = []
+    for model, on in ((plain, False), (ours, True)):
+        monkeypatch.setattr(fused, "wanted", lambda x, on=on: on)
+        losses.append(model(input_ids=ids, labels=ids).loss)
+        losses[-1].backward()
+    assert called - {"rotary"} == changes - {"rotary"} and changes <= called
+    torch.testing.assert_close(losses[1], losses[0], **CLOSE)
+    for (name, mine), other in zip(ours.named_parameters(), plain.parameters()):
+        assert (mine.grad - other.grad).norm() <= 1e-5 * other.grad.norm(), name
