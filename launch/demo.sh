@@ -8,7 +8,7 @@ set -euo pipefail
 OUT=${OUT:-demo_out}          # everything is written below this folder
 STEPS=${STEPS:-160}           # optimizer steps; the run stops half way and resumes once
 MODEL=${MODEL:-v2}            # v2: Higgs-Audio V2; higgs3: Higgs TTS 3
-CLIPS=${CLIPS:-$([ "$MODEL" = higgs3 ] && echo 16 || echo 48)}      # synthesised clips
+CLIPS=${CLIPS:-$(if [ "$MODEL" = higgs3 ]; then echo 16; else echo 48; fi)}      # synthesised clips
 
 made=()
 method=(--use_lora --lora_target_modules all-linear --learning_rate 5e-3 --validation_split 0.1)
@@ -64,8 +64,12 @@ status=0
 python common/report.py "$run" --samples "$run/spoken" --check_fell || status=$?
 if [ "$MODEL" = higgs3 ]; then
     cut_off=$(grep -L '"ended_by": "eos"' "$run"/spoken/*.json) || true
-    if [ -n "$cut_off" ]; then echo "error: did not end by themselves: $cut_off" >&2; status=1; fi
-    echo "checkpoint:   $run/checkpoint-$STEPS; its $CLIPS training texts$([ -n "$cut_off" ] || echo " all") end by themselves"
+    echo "checkpoint:   $run/checkpoint-$STEPS"
+    if [ -n "$cut_off" ]; then
+        echo "error: did not end by themselves: $cut_off" >&2
+        exit 1
+    fi
+    echo "all $CLIPS training texts end by themselves"
     exit $status
 fi
 cat <<END
