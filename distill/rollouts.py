@@ -49,9 +49,10 @@ def own_answers(world, model, table, batches, *, share, tokens, ends, seed, step
         _, ids, trained, own = rows[b][r]
         prompts.append((ids[:own][:last_answer(trained[:own])], ids[own:][:last_answer(trained[own:])]))
     limit = getattr(model.native.config, "max_position_embeddings", None) or 1 << 30
+    together = max(1, *map(len, rows))
     with parallel.gathered(model):
-        for start in range(0, len(chosen), max(map(len, rows), default=1) or 1):
-            part = slice(start, start + max(map(len, rows)))
+        for start in range(0, len(chosen), together):
+            part = slice(start, start + together)
             room = limit - max(len(ids) for pair in prompts[part] for ids in pair)
             seeds = [int(draw_of(seed, step, rows[b][r][0]).integers(2**31)) for b, r in chosen[part]]
             made += generate(model.native, [own for own, _ in prompts[part]], seeds, min(tokens, room), ends, bf16)
