@@ -1,25 +1,23 @@
 #!/usr/bin/env bash
-# The whole main job on a tiny model, offline: set-up, speech, LoRA fine-tuning on 2 processes, validation with spoken
-# samples, checkpoints, one resume, speech from the adapter, a page to look at and listen to. Exit status 0 only if the
-# training loss fell. Needs no GPU; uses them when there are some.
-#   MODEL=higgs3 bash launch/demo.sh    Higgs TTS 3: all weights of a random model; each training text must end by itself
+# The main job in small, offline: a tiny base that speaks in one voice (launch/voice) learns another voice by LoRA on 2
+# processes, with validation and spoken samples; one of the processes is killed half way, and the same command goes on
+# from the last checkpoint. Then base and adapter speak sentences that are in no training text, and a recogniser that
+# has nothing to do with the training listens. Exit status 0 only if it understands. Needs no GPU; uses them when there.
+#   MODEL=higgs3 bash launch/demo.sh    Higgs TTS 3 instead: demo_higgs3.sh
 set -euo pipefail
 
 OUT=${OUT:-demo_out}          # everything is written below this folder
-STEPS=${STEPS:-160}           # optimizer steps; the run stops half way and resumes once
-MODEL=${MODEL:-v2}            # v2: Higgs-Audio V2; higgs3: Higgs TTS 3
-CLIPS=${CLIPS:-$([ "$MODEL" = higgs3 ] && echo 16 || echo 48)}      # synthesised clips
-
-made=()
-method=(--use_lora --lora_target_modules all-linear --learning_rate 5e-3 --validation_split 0.1)
-tiny=$OUT/tiny-$CLIPS
-case $MODEL in
-    v2) ;;
-    higgs3) made=(--higgs3) method=(--learning_rate 3e-3 --disable_eval) tiny=$OUT/tiny3-$CLIPS ;;
-    *) echo "demo: MODEL=$MODEL: v2 or higgs3" >&2; exit 1 ;;
-esac
+STEPS=${STEPS:-600}           # optimizer steps, of 16 clips each
+DATA=${DATA:-launch/voice/train.json}           # clips to learn from
+PROMPTS=${PROMPTS:-launch/voice/held.json}      # sentences to be judged by; in no training text
+RANKS=${RANKS:-}              # processes that train: 1, 2, 4, 8 or 16 (default: 1 on a machine with one GPU, else 2)
 
 here=$(dirname "${BASH_SOURCE[0]}")
+case ${MODEL:-v2} in
+    v2) ;;
+    higgs3) exec bash "$here/demo_higgs3.sh" ;;
+    *) echo "demo: MODEL=$MODEL: v2 or higgs3" >&2; exit 1 ;;
+esac
 # shellcheck source=launch/env.sh
 source "$here/env.sh"
 # shellcheck source=launch/setup.sh
@@ -27,48 +25,57 @@ source "$REPO/launch/setup.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
-ranks=$((gpus == 1 ? 1 : 2))
+ranks=${RANKS:-$((gpus == 1 ? 1 : 2))}
+voice=launch/voice
+half=$((STEPS / 2))
 mkdir -p "$OUT"
 run=$(mktemp -d "$OUT/run-XXXX")
-if [ ! -e "$tiny/complete" ]; then
-    python speech/make_tiny.py "$tiny" --clips "$CLIPS" "${made[@]}"
-    touch "$tiny/complete"
-fi
 
-printf '%s\n' "The moon rose slowly over the harbour." "Could you pass me the blue notebook?" >"$run/prompts.txt"
-
-train() {
-    torchrun "${one_machine[@]}" --nproc-per-node="$ranks" train_v2_ddp.py \
-        --model_path "$tiny/model" --audio_tokenizer_path "$tiny/codec" \
-        --train_data_file "$tiny/train.json" --code_cache "$OUT/codes" \
+train() {       # in a subshell: exec makes its process torchrun's
+    exec torchrun "${one_machine[@]}" --nproc-per-node="$ranks" train_v2_ddp.py \
+        --model_path "$voice/model" --audio_tokenizer_path "$voice/codec" \
+        --train_data_file "$DATA" --code_cache "$OUT/codes" \
         --output_dir "$run" --logging_dir "$OUT/tensorboard" \
-        "${method[@]}" --lr_scheduler constant --warmup_steps 10 \
-        --per_device_train_batch_size 4 --eval_steps $((STEPS / 4)) --save_steps $((STEPS / 4)) \
-        --sample_prompts "$run/prompts.txt" --sample_seconds 4 --logging_steps 10 --num_workers 1 "$@"
+        --use_lora --lora_rank 32 --lora_alpha 64 --lora_dropout 0.1 \
+        --lora_target_modules q_proj,k_proj,v_proj,o_proj,audio_mlp.gate_proj,audio_mlp.up_proj,audio_mlp.down_proj,audio_lm_head \
+        --learning_rate 3e-3 --warmup_steps 20 --weight_decay 0 --adam_beta2 0.99 --text_loss_weight 0 \
+        --per_device_train_batch_size $((16 / ranks)) --max_steps "$STEPS" --num_workers 0 --logging_steps 25 \
+        --validation_split 0.05 --per_device_eval_batch_size 8 --eval_steps $((half / 2)) --save_steps $((half / 2)) \
+        --sample_prompts "$run/prompts.txt" --sample_seconds 4
 }
 
-echo "== training to step $((STEPS / 2))"
-train --max_steps $((STEPS / 2))
-echo "== the same command again, to step $STEPS: it resumes from the newest checkpoint"
-train --max_steps "$STEPS"
+speak() {       # speak NAME [flags]: the held-out sentences
+    python speech/generate_tts.py --model_path "$voice/model" --audio_tokenizer_path "$voice/codec" \
+        --prompts "$PROMPTS" --temperature 0.3 --ras_window 0 --max_seconds 6 --batch_size 40 \
+        --output_dir "$run/$1" "${@:2}"
+}
 
-echo "== speaking with the checkpoint"
-speaking=(--model_path "$tiny/model" --adapter "$run/checkpoint-$STEPS" --prompts "$run/prompts.txt" --max_seconds 4)
-if [ "$MODEL" = higgs3 ]; then      # what it has learnt, by the prompts of the training data
-    speaking=(--model_path "$run/checkpoint-$STEPS" --prompts "$tiny/train.json" --max_seconds 15 --batch_size "$CLIPS")
-fi
-python speech/generate_tts.py "${speaking[@]}" --audio_tokenizer_path "$tiny/codec" --output_dir "$run/spoken"
+printf '%s\n' "seven four two." "six one two four seven." >"$run/prompts.txt"
+
+echo "== the base speaks, before training"
+speak before
+
+echo "== training to step $STEPS; one process is killed after step $half"
+(train) 2>"$run/killed.txt" &
+while kill -0 $! 2>/dev/null && [ ! -e "$run/checkpoint-$half/manifest.json" ]; do sleep 0.2; done
+victim=$(grep -l "^PPid:[[:space:]]*$!\$" /proc/[0-9]*/status 2>/dev/null | head -n 1 | cut -d / -f 3 || true)
+[ -n "$victim" ] || { cat "$run/killed.txt" >&2; die "training ended before step $half"; }
+kill -KILL "$victim"
+if wait $!; then die "training ended well without one of its processes"; fi
+echo "training ended with an error, as it should: $run/killed.txt"
+
+echo "== the same command again: it resumes from the newest checkpoint"
+(train)
+
+echo "== the adapter speaks"
+speak after --adapter "$run/checkpoint-$STEPS"
 
 echo "== result"
 status=0
-python common/report.py "$run" --samples "$run/spoken" --check_fell || status=$?
-if [ "$MODEL" = higgs3 ]; then
-    cut_off=$(grep -L '"ended_by": "eos"' "$run"/spoken/*.json) || true
-    if [ -n "$cut_off" ]; then echo "error: did not end by themselves: $cut_off" >&2; status=1; fi
-    echo "checkpoint:   $run/checkpoint-$STEPS; its $CLIPS training texts$([ -n "$cut_off" ] || echo " all") end by themselves"
-    exit $status
-fi
+python common/report.py "$run" --samples "$run/after" || status=$?
+python speech/judge_demo.py "$run/before" "$run/after" --voice_dir "$voice" || status=$?
 cat <<END
+listen to:    $run/before/*.wav, $run/after/*.wav
 adapter:      $run/checkpoint-$STEPS   (PeftModel.from_pretrained loads it)
 metrics:      $run/metrics.jsonl
 TensorBoard:  tensorboard --logdir $OUT/tensorboard

@@ -18,7 +18,9 @@ are given, not learnt: per frame a log-mel envelope, normalised per voice and re
 the voice's, then the voice. k-means makes the codebooks, the encoder learns to hear the latents in a waveform, and the
 decoder learns to speak from their codes. Codebooks 0 and 1 hold the envelope (256 live codes each), 2 the pitch (24), 3
 the voice; the others always give code 0. So a word has about the same codes in both voices. The base learns from codes
-of the computed latents; every later clip is encoded by the codec itself.
+of the computed latents; every later clip is encoded by the codec itself. Beside its own voice the base hears two more
+of flite's, each clip of them with the base's voice code: one timbre, three ways to speak a word. From one voice alone
+it learns that voice's codes by heart, and loses the words when it learns another.
 """
 import sys
 from pathlib import Path
@@ -34,11 +36,12 @@ def build_parser():
     p.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder for all stages")
     p.add_argument("--product_dir", type=Path, help="where the product is put (default: OUT_DIR/voice)")
     p.add_argument("--texts", type=int, default=7000, help="texts that the base learns from")
-    p.add_argument("--clips", type=int, default=400, help="clips of the new voice to fine-tune on")
+    p.add_argument("--other_texts", type=int, default=3500, help="texts that it hears in each of kal16 and awb")
+    p.add_argument("--clips", type=int, default=600, help="clips of the new voice to fine-tune on")
     p.add_argument("--held_out", type=int, default=40, help="texts of 3 to 5 words that are in no training list")
     p.add_argument("--encoder_steps", type=int, default=1850, help="steps of the codec's encoder, 4 crops of 0.8 s")
     p.add_argument("--decoder_steps", type=int, default=1300, help="steps of the codec's decoder, likewise")
-    p.add_argument("--base_steps", type=int, default=2000, help="steps of the base, 16 clips each")
+    p.add_argument("--base_steps", type=int, default=4000, help="steps of the base, 16 clips each")
     p.add_argument("--ranks", type=int, default=2, help="processes that train the base; 16 is a multiple of it")
     p.add_argument("--seed", type=int, default=0, help="of texts, weights and order")
     p.add_argument("--only", choices=("encoder", "decoder", "base"), help="of what is trained side by side, only this")
@@ -49,7 +52,8 @@ def build_parser():
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 def check_flags(args, world_size):
     """Raise UserError for counts that make no voice."""
-    flags.at_least_one(args, "texts", "clips", "held_out", "encoder_steps", "decoder_steps", "base_steps", "ranks")
+    flags.at_least_one(args, "texts", "other_texts", "clips", "held_out", "encoder_steps", "decoder_steps",
+                       "base_steps", "ranks")
     flags.zero_or_more(args, "seed")
     flags.need(16 % args.ranks == 0, f"--ranks is {args.ranks}; the 16 clips of a step cannot be shared by so many")
     flags.need(args.texts <= 50_000, f"--texts is {args.texts}; there are not many more than 100000 of so few words")
@@ -94,7 +98,8 @@ from transformers.audio_utils import mel_filter_bank  # isort: skip
 
 WORDS = "zero one two three four five six seven eight nine".split()
 BASE, NEW = "slt", "rms"        # flite's voices: of the base, and the one to be learnt
-VOICES = BASE, NEW
+VOICES = BASE, NEW              # those that the codec knows
+OTHERS = "kal16", "awb"         # the base hears them, too
 FRAME = 960                     # samples at 24 kHz
 PEAK = 0.6                      # of every clip
 CODEC_CLIPS = 450               # of each voice, at most, that the codec learns from
@@ -114,8 +119,8 @@ SPECTRA = [(256, 20), (512, 40), (1024, 80), (2048, 80)]        # the decoder's 
 # Texts and clips
 
 
-def choose_texts(seed, base, new, held_out):
-    """{"held_out", BASE, NEW: [digits]}: texts such as "314", distinct within a list; held-out ones are in no other.
+def choose_texts(seed, base, new, held_out, other):
+    """{"held_out", each voice: [digits]}: texts such as "314", distinct within a list; held-out ones are in no other.
 
     The base hears every text of one and two words, then longer ones.
     """
@@ -133,19 +138,20 @@ def choose_texts(seed, base, new, held_out):
     short = ["".join(digits) for n in (1, 2) for digits in itertools.product("0123456789", repeat=n)][:base // 4]
     learnt = distinct(new, [2, 3, 4, 4, 5, 5], set(held))
     longer = distinct(base - len(short), [3, 4, 4, 4, 4, 5, 5, 5, 5, 5], {*held, *short})
-    return {"held_out": held, BASE: short + longer, NEW: learnt}
+    others = {voice: distinct(other, [2, 3, 3, 4, 4, 4, 5, 5, 5, 5], set(held)) for voice in OTHERS}
+    return {"held_out": held, BASE: short + longer, NEW: learnt, **others}
 
 
-def read_texts(path, seed, base, new, held_out):
+def read_texts(path, seed, base, new, held_out, other):
     """choose_texts, kept in a file. Raises UserError where that has other counts."""
     if not path.exists():
-        texts = choose_texts(seed, base, new, held_out)
+        texts = choose_texts(seed, base, new, held_out, other)
         write_atomically(path, lambda temporary: temporary.write_text(json.dumps(texts) + "\n"))
     texts = json.loads(path.read_text())
-    counts = [len(texts[name]) for name in (BASE, NEW, "held_out")]
-    if counts != [base, new, held_out]:
-        raise UserError(f"{path} has {counts} texts of base, new voice and held out, the flags say "
-                        f"{[base, new, held_out]}: give another OUT_DIR")
+    meant = {BASE: base, NEW: new, "held_out": held_out, **dict.fromkeys(OTHERS, other)}
+    counts = {name: len(texts.get(name, ())) for name in meant}
+    if counts != meant:
+        raise UserError(f"{path} has texts: {counts}, the flags say {meant}: give another OUT_DIR")
     return texts
 
 
@@ -238,16 +244,19 @@ def melody(log_f0, voiced, median):
     return np.median(np.lib.stride_tricks.sliding_window_view(line, 5), axis=1).astype(np.float32)
 
 
+def measure_voice(voice, clips):
+    """[(n,) wave] of a voice -> mean and deviation of its envelope's bands, median of its log F0."""
+    bands = torch.cat([envelope(wave) for wave in clips]).reshape(-1, BANDS)
+    pitches = torch.cat([log_f0[voiced] for log_f0, voiced in map(pitch, clips)])
+    say(f"{voice}: {len(clips)} clips, {sum(map(len, clips)) / SAMPLE_RATE:.0f} s, median pitch "
+        f"{pitches.median().exp():.0f} Hz")
+    return {"mean": bands.mean(0), "deviation": bands.std(0).clamp(min=0.05), "pitch": pitches.median()}
+
+
 def measure(waves):
     """{voice: [(n,) wave]} -> what latents() needs: per voice mean, deviation and pitch; the PCA of all envelopes."""
-    known, content = {}, []
-    for voice, clips in waves.items():
-        bands = torch.cat([envelope(wave) for wave in clips]).reshape(-1, BANDS)
-        pitches = torch.cat([log_f0[voiced] for log_f0, voiced in map(pitch, clips)])
-        known[voice] = {"mean": bands.mean(0), "deviation": bands.std(0).clamp(min=0.05), "pitch": pitches.median()}
-        content += [normalised(wave, known[voice]) for wave in clips]
-        say(f"{voice}: {len(clips)} clips, {sum(map(len, clips)) / SAMPLE_RATE:.0f} s, median pitch "
-            f"{known[voice]['pitch'].exp():.0f} Hz")
+    known = {voice: measure_voice(voice, clips) for voice, clips in waves.items()}
+    content = [normalised(wave, known[voice]) for voice, clips in waves.items() for wave in clips]
     together = torch.cat(content)
     power, axes = torch.linalg.eigh(torch.cov(together.T))
     say(f"PCA: {ENVELOPE} components keep {power[-ENVELOPE:].sum() / power.sum():.3f} of the envelope's variance")
@@ -260,11 +269,14 @@ def normalised(wave, voice):
 
 
 def latents(wave, voice, known):
-    """(T * 960,) -> (T, LATENTS); the envelope's first component has deviation 1. known: of measure."""
+    """(T * 960,) -> (T, LATENTS); the envelope's first component has deviation 1. known: of measure.
+
+    One of OTHERS gets the base's voice: the codec knows VOICES only.
+    """
     median = known[voice]["pitch"]
     tune = (torch.from_numpy(melody(*pitch(wave), float(median))) - median).reshape(-1, 2) / 0.15
     content = (normalised(wave, known[voice]) - known["mean"]) @ known["axes"]
-    who = torch.eye(len(VOICES))[VOICES.index(voice)].expand(len(content), -1)
+    who = torch.eye(len(VOICES))[VOICES.index(BASE if voice in OTHERS else voice)].expand(len(content), -1)
     return torch.cat([content, 0.4 * tune.clamp(-3, 3), who], 1)
 
 
@@ -488,17 +500,18 @@ def sample(text, **audio):
 
 def train_base(out_dir, texts, steps, seed, ranks):
     """Makes OUT_DIR/base, random, and OUT_DIR/codes, and runs train_v2_ddp.py on them, which resumes by itself."""
-    folder = out_dir / "base"
+    folder, clips = out_dir / "base", {voice: [out_dir / "clips" / voice / f"{text}.wav" for text in texts[voice]]
+                                       for voice in (BASE, *OTHERS)}
     if not (folder / "train.json").exists():
-        every = [f"{DEFAULT_SYSTEM} system user assistant", *(spoken(text) for text in texts[:500])]
+        every = [f"{DEFAULT_SYSTEM} system user assistant", *(spoken(text) for text in texts[BASE][:500])]
         tokenizer = make_tiny.make_tokenizer(folder, every * 4)
         model = make_tiny.make_model(folder, tokenizer, seed, hidden_size=96, num_hidden_layers=4,
                                       intermediate_size=192, num_attention_heads=3, num_key_value_heads=3,
                                       initializer_range=0.05)
         say(f"base: {model.num_parameters():,} parameters, {len(tokenizer)} token ids")
-        samples = [sample(text, audio_url=str(out_dir / "clips" / BASE / f"{text}.wav")) for text in texts]
+        samples = [sample(path.stem, audio_url=str(path)) for paths in clips.values() for path in paths]
         write_atomically(folder / "train.json", lambda path: path.write_text(json.dumps(samples)))
-    fill_cache(out_dir, [out_dir / "clips" / BASE / f"{text}.wav" for text in texts])
+    fill_cache(out_dir, clips)
     command = ["torchrun", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1",
                f"--nproc-per-node={ranks}", "train_v2_ddp.py",
                "--model_path", folder / "model", "--audio_tokenizer_path", out_dir / "books",
@@ -515,21 +528,29 @@ def train_base(out_dir, texts, steps, seed, ranks):
 
 
 def fill_cache(out_dir, paths):
-    """Writes the codes of the base's clips' computed latents where train_v2_ddp.py looks for them, unless there."""
+    """Writes codes of the clips' computed latents where train_v2_ddp.py looks for them, unless there.
+
+    paths: {voice: [Path]}
+    """
     folder = out_dir / "codes" / codes.codec_fingerprint(out_dir / "books")
     folder.mkdir(parents=True, exist_ok=True)
-    clips = [Clip(str(path), None, None) for path in paths]
-    _, unknown = codes.CacheIndex(folder).find_clips(clips)
     codec, known = load_codec(out_dir / "books"), torch.load(out_dir / "latents.pt")
-    batch = codes.Batch(folder, len(codec.quantizer.quantizers))
-    for number, size, modified in unknown.tolist():
-        clip = clips[number]
-        digest, (wave,) = decode_audio(clip.path, [(None, None)])
-        key = codes.content_key(digest, clip)
-        batch.add_codes(key, encode(codec, latents(torch.from_numpy(wave), BASE, known)).to(torch.int16).numpy())
-        batch.add_file(codes.file_key(clip, size, modified), key)
-    batch.write()
-    say(f"base: {len(unknown)} clips encoded")
+    for voice, of in paths.items():
+        if voice in OTHERS:
+            known[voice] = measure_voice(voice, read_clips(out_dir / "clips", voice, [
+                path.stem for path in of if len(path.stem) > 2][:CODEC_CLIPS]))
+        clips = [Clip(str(path), None, None) for path in of]
+        _, unknown = codes.CacheIndex(folder).find_clips(clips)
+        batch = codes.Batch(folder, len(codec.quantizer.quantizers))
+        for number, size, modified in unknown.tolist():
+            clip = clips[number]
+            digest, (wave,) = decode_audio(clip.path, [(None, None)])
+            key = codes.content_key(digest, clip)
+            found = encode(codec, latents(torch.from_numpy(wave), voice, known))
+            batch.add_codes(key, found.to(torch.int16).numpy())
+            batch.add_file(codes.file_key(clip, size, modified), key)
+        batch.write()
+        say(f"base: {len(unknown)} clips of {voice} encoded")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -538,7 +559,7 @@ def fill_cache(out_dir, paths):
 
 def write_ogg(path, waves):
     """Waves one behind the other in an ogg file -> [{"offset", "duration"} in seconds] of each."""
-    with soundfile.SoundFile(path, "w", SAMPLE_RATE, 1, "OPUS", format="OGG", compression_level=0.95) as file:
+    with soundfile.SoundFile(path, "w", SAMPLE_RATE, 1, "OPUS", format="OGG", compression_level=0.975) as file:
         for wave in waves:      # one by one: libsndfile 1.2.2 crashes where it gets minutes at once
             file.write(wave)
     ends = np.cumsum([len(wave) for wave in waves])
@@ -576,7 +597,7 @@ def make_product(args, texts, product):
     for name, made in (("train", save_clips(building, NEW, clips, NEW, texts[NEW])),
                        ("held", save_clips(building, f"held-{NEW}", clips, NEW, texts["held_out"])),
                        ("held_base", save_clips(building, f"held-{BASE}", clips, BASE, texts["held_out"]))):
-        (building / f"{name}.json").write_text(json.dumps(made) + "\n")
+        (building / f"{name}.json").write_text(json.dumps(made, separators=(",", ":")) + "\n")
     shutil.copy(args.out_dir / "texts.json", building)
     write_about(args, building)
     if product.exists():
@@ -596,7 +617,7 @@ def write_about(args, folder):
     about = {"command": shlex.join(["python", "speech/make_voice.py", *sys.argv[1:]]),
              "versions": {"python": platform.python_version(), "torch": torch.__version__,
                           "transformers": transformers.__version__, "flite": version.strip()},
-             "voices": {"base": BASE, "new": NEW},
+             "voices": {"base": BASE, "new": NEW, "heard by the base, too": OTHERS},
              "sha256": {str(path.relative_to(folder)): sha256_file(path) for path in files}}
     (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")
     say(f"product: {sum(path.stat().st_size for path in files) / 1e6:.2f} MB in {len(files)} files")
@@ -611,7 +632,8 @@ def main(argv=None):
     with one_clear_error():
         args.out_dir.mkdir(parents=True, exist_ok=True)
         args.out_dir = args.out_dir.resolve()
-        texts = read_texts(args.out_dir / "texts.json", args.seed, args.texts, args.clips, args.held_out)
+        texts = read_texts(args.out_dir / "texts.json", args.seed, args.texts, args.clips, args.held_out,
+                           args.other_texts)
         clips = args.out_dir / "clips"
         longer = {voice: [text for text in texts[voice] if len(text) > 2][:CODEC_CLIPS] for voice in VOICES}
         if not args.only:
@@ -627,9 +649,9 @@ def main(argv=None):
             elif args.only == "decoder":
                 make_decoder(args.out_dir, waves, args.decoder_steps, args.seed)
             else:
-                for voice in VOICES:
+                for voice in (*VOICES, *OTHERS):
                     make_clips(args.flite, clips, voice, texts[voice])
-                train_base(args.out_dir, texts[BASE], args.base_steps, args.seed, args.ranks)
+                train_base(args.out_dir, texts, args.base_steps, args.seed, args.ranks)
             if any([process.wait() for process in beside]):
                 raise UserError("the encoder's or the decoder's training failed; the lines above say why")
         finally:

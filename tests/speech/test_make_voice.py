@@ -1,5 +1,6 @@
 """make_voice.py, much shortened, on launch/voice's own clips in flite's place: what it makes fits together."""
 import json
+import shutil
 import subprocess
 import sys
 
@@ -27,9 +28,15 @@ def made(tmp_path_factory):
         for text, wave in list(found.items())[:CLIPS + 4]:
             soundfile.write(out / "clips" / voice / f"{text}.wav", wave, 24000, subtype="PCM_16")
         texts[voice] = list(found)[4:CLIPS + 4]
+    for voice in make_voice.OTHERS:     # the new voice's clips, two of each
+        (out / "clips" / voice).mkdir()
+        texts[voice] = texts[make_voice.NEW][:2]
+        for text in texts[voice]:
+            shutil.copy(out / "clips" / make_voice.NEW / f"{text}.wav", out / "clips" / voice)
     (out / "texts.json").write_text(json.dumps({"held_out": list(found)[:4], **texts}))
     command = [sys.executable, "speech/make_voice.py", out, "--flite", "/nowhere/flite", "--texts", CLIPS, "--clips",
-               CLIPS, "--held_out", 4, "--encoder_steps", 4, "--decoder_steps", 4, "--base_steps", 3, "--ranks", 1]
+               CLIPS, "--other_texts", 2, "--held_out", 4, "--encoder_steps", 4, "--decoder_steps", 4,
+               "--base_steps", 3, "--ranks", 1]
     done = subprocess.run([str(word) for word in command], cwd=ROOT, text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT)
     assert done.returncode == 0, done.stdout[-3000:]
@@ -56,12 +63,12 @@ def test_the_pieces_fit(made):
 
 
 def test_texts_are_apart():
-    texts = make_voice.choose_texts(0, 2000, 100, 40)
+    texts = make_voice.choose_texts(0, 2000, 100, 40, 300)
     assert [len(texts[name]) for name in ("slt", "rms", "held_out")] == [2000, 100, 40]
     assert all(len(set(of)) == len(of) for of in texts.values())
     held = set(texts["held_out"])
     assert sum(map(len, held)) == 160 and not held & {*texts["slt"], *texts["rms"]}
-    assert make_voice.choose_texts(1, 2000, 100, 40)["slt"] != texts["slt"]
+    assert make_voice.choose_texts(1, 2000, 100, 40, 300)["slt"] != texts["slt"]
 
 
 @pytest.mark.parametrize("hertz", [100, 175, 240])
