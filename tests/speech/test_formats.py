@@ -228,6 +228,11 @@ def test_a_quote_that_nothing_closes_swallows_no_lines(folder, text, said):
         read(written(folder / "m.csv", "audio,text\n" + text))
 
 
+def test_an_end_without_a_start_cuts_from_the_beginning(folder):
+    _, (sample,), _ = read(written(folder / "m.csv", "audio,text,end\na.wav,Hi.,0.5\n"))
+    assert [(c.offset, c.duration) for c in sample.turns[-1].clips] == [(0, 0.5)]
+
+
 def test_columns_may_come_late_in_json_lines(folder):
     """Rows leave out what they have not: the first ones here have neither speaker nor reference."""
     rows = [{"audio": "a.wav", "text": f"Text {i}."} for i in range(30)]
