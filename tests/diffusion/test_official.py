@@ -240,20 +240,19 @@ def train(pool, demo, folder, *more, ranks=1, status=0):
 
 
 def test_a_run_starts_from_them_and_from_its_own(pool, demo, files, tmp_path):
-    """Published -> DDP and FSDP -> another block size -> published again; the first bound is of the given weights."""
-    runs = [train(pool, demo, tmp_path / mode, "--init_from", files["lightning"], "--max_steps", 2, "--parallel", mode,
-                  "--per_device_train_batch_size", 4 // ranks, ranks=ranks)
-            for mode, ranks in (("ddp", 1), ("fsdp", 2))]
-    bounds = [run.metrics("eval/nll") for run in runs]
-    assert bounds[0] == pytest.approx(bounds[1], rel=1e-4) and sorted(bounds[0]) == [0, 2]
+    """Published -> FSDP on 2 ranks -> another block size -> published again; the first checkpoint is what was given."""
+    run = train(pool, demo, tmp_path / "fsdp", "--init_from", files["lightning"], "--max_steps", 1, "--parallel",
+                "fsdp", "--per_device_train_batch_size", 2, ranks=2)
+    assert sorted(run.metrics("eval/nll")) == [0, 1]
     saved = load_file(tmp_path / "fsdp" / "checkpoint-0" / "ema-00001-of-00002.safetensors")
     saved |= load_file(tmp_path / "fsdp" / "checkpoint-0" / "ema-00002-of-00002.safetensors")
     given = draw(1)
     assert all(torch.equal(official.state_dict(saved, HEADS, (1e-3, 1.0))[name], given[name]) for name in
                TABLE["parameters"] if name in given)
-    run = train(pool, demo, tmp_path / "wider", "--init_from", tmp_path / "ddp", "--block_size", 16, "--max_steps", 1)
-    assert f"averaged weights of {tmp_path / 'ddp'}/checkpoint-" in run.output
-    other = train(pool, demo, tmp_path / "ddp", "--init_from", files["hub"], "--max_steps", 4, status=1)
+    run = train(pool, demo, tmp_path / "wider", "--init_from", tmp_path / "fsdp", "--block_size", 16, "--max_steps", 1)
+    assert f"averaged weights of {tmp_path / 'fsdp'}/checkpoint-" in run.output
+    other = train(pool, demo, tmp_path / "wider", "--init_from", files["hub"], "--block_size", 16, "--max_steps", 4,
+                  status=1)
     assert "was made with another start" in other.output
     export_bd3lm.main(["--checkpoint", str(tmp_path / "wider"), "--pick", "newest", "--output_dir",
                        str(tmp_path / "exported")])
