@@ -20,7 +20,7 @@ from common.problems import settle
 from common.watchdog import init_loader
 from speech.encode import ensure_codes, plan_codes
 from speech.labels import IGNORE, PackedBatch, audio_targets
-from speech.prepared import is_prepared, open_prepared
+from speech.prepared import is_prepared, keep_prepared, open_prepared
 from speech.table import Table, read_all
 
 PAD_LENGTH = 128        # padding comes in samples this short: attention costs the square of a sample's length
@@ -45,6 +45,7 @@ def prepare_table(world, tokenizer, ids, codec_dir, *, train, held_out, output_d
 
     def read():
         nonlocal builder, sources
+        keep_prepared(output_dir)
         for old in Path(output_dir).glob("table-*"):        # a running job keeps what it has mapped
             shutil.rmtree(old, ignore_errors=True)
         builder, sources = read_all(train, held_out, tokenizer, ids, reading, folder, processes, drop, list_in)

@@ -451,11 +451,11 @@ def check_fell(run):
         raise UserError(f"{run.folder}/metrics.jsonl holds {len(rows)} training steps with a loss; two are needed")
     fifth, fell = max(1, len(rows) // 5), {}
     for name in ("train/loss", "train/audio_loss", "train/text_loss"):
-        if all(row.get(name) is not None for row in rows):
+        if all(row.get(name) is not None for row in rows) and any(row[name] for row in rows):       # 0: not trained
             first, last = (statistics.fmean(row[name] for row in part) for part in (rows[:fifth], rows[-fifth:]))
             fell[name] = last < first
             print(f"{name:<17} {first:7.3f} -> {last:7.3f} {'fell' if fell[name] else 'DID NOT FALL'}")
-    return fell["train/loss"]
+    return fell.get("train/loss", False)
 
 
 def write_report(runs, output, samples, sample_steps, sample_count, evaluations):

@@ -21,11 +21,11 @@ def printable(text, limit=WHAT):
 
     Characters of HIDDEN are spelled as Python spells them (\\n, \\x1b), which may make the line longer again.
     """
-    text = str(text)
+    text = PASSWORD.sub("***", str(text))       # first: the cut may come before the sign that ends a password
     if len(text) > limit:
         half = limit // 2
         text = f"{text[:half]}[... {len(text) - 2 * half:,} characters ...]{text[-half:]}"
-    return HIDDEN.sub(lambda found: repr(found[0])[1:-1], PASSWORD.sub("***", text))
+    return HIDDEN.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def error_text(message, lines=LINES):

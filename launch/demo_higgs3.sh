@@ -50,6 +50,10 @@ echo "== result"
 status=0
 python common/report.py "$run" --samples "$run/spoken" --check_fell || status=$?
 cut_off=$(grep -L '"ended_by": "eos"' "$run"/spoken/*.json) || true
-if [ -n "$cut_off" ]; then echo "error: did not end by themselves: $cut_off" >&2; status=1; fi
-echo "checkpoint:   $run/checkpoint-$STEPS; its $CLIPS training texts$([ -n "$cut_off" ] || echo " all") end by themselves"
+echo "checkpoint:   $run/checkpoint-$STEPS"
+if [ -n "$cut_off" ]; then
+    echo "error: did not end by themselves: $cut_off" >&2
+    exit 1
+fi
+echo "all $CLIPS training texts end by themselves"
 exit $status

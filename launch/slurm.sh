@@ -40,6 +40,8 @@ need_file "$TRAINER" TRAINER
 hub='^hf://|^[A-Za-z0-9_]([A-Za-z0-9_-]*|[A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+)$'     # gsm8k, openai/gsm8k; the trainer looks there
 for flag in --train_data_file --train_data_dir --eval_data_file --eval_data_dir; do
     path=$(flag_value $flag "" "$@")
+    [[ -e $path ]] || path=$(sed -E 's/:([0-9]+\.?[0-9]*|\.[0-9]+)$//' <<<"$path")         # a weight of a mixture
+    if compgen -G "$path" >/dev/null; then continue; fi                                    # shards/*.tar
     if [ -n "$path" ] && [[ ! $path =~ $hub || $path = *.json* ]]; then need_file "$path" $flag; fi
 done
 

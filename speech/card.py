@@ -8,9 +8,10 @@ import os
 import shutil
 from pathlib import Path
 
-from common import checkpoint, metrics
+from common import checkpoint, metrics, tensor_files
+from common.json_files import read_object
 from common.parallel import UserError
-from speech import wording
+from speech import higgs3, wording
 from speech.export import new_folder
 
 LICENCE = "boson-higgs-audio-2-community-license"
@@ -66,6 +67,9 @@ def write(source, output_dir, repo_id, base=None, languages=()):
     adapter = (source / "adapter_config.json").is_file()
     if not adapter and not (source / "config.json").is_file():
         raise UserError(f"{source}: is no checkpoint: it has neither adapter_config.json nor config.json")
+    if is_third(source, adapter):
+        raise UserError(f"{source}: is of Higgs TTS 3, whose licence and use the card does not tell; upload it with: "
+                        f"hf upload {repo_id} {source}")
     try:
         meta = checkpoint.load_meta(source)
     except (OSError, ValueError):
@@ -85,6 +89,13 @@ def write(source, output_dir, repo_id, base=None, languages=()):
         card = text(repo_id, base, adapter, languages, facts(meta, source.parent), source)
         (building / "README.md").write_text(card, encoding="utf-8")
     return [f"{len(files) + 1} files, {size / 1e9:.3f} GB, {'adapter' if adapter else 'model'}", *notes]
+
+
+def is_third(source, adapter):
+    """Whether a checkpoint folder is of Higgs TTS 3. Raises UserError."""
+    if not adapter:
+        return read_object(source / "config.json").get("model_type") == higgs3.MODEL_TYPE
+    return any(".body.layers." in name for name in tensor_files.open_tensors([source / "adapter_model.safetensors"]))
 
 
 def facts(meta, output_dir):

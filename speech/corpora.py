@@ -33,7 +33,7 @@ def numbered(rows, wanted):
 
 def _lines(path):
     """[first field, the rest] of the lines of a table with tabs that are not empty."""
-    return (line.split("\t", 1) for line in read_text(path).splitlines() if line.strip())
+    return (line.rstrip("\r").split("\t", 1) for line in read_text(path).split("\n") if line.strip())
 
 
 def vctk(folder):

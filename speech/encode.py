@@ -27,7 +27,7 @@ from common.checkpoint import remove_temporary
 from common.loading import each
 from common.parallel import UserError, all_ranks_ok, gather_objects, problem_text, rank0_first
 from common.watchdog import Stopped, init_loader, stop_requested
-from speech import hub
+from speech import hub, mp3
 from speech.codes import (
     FRAME_RATE,
     SAMPLE_RATE,
@@ -46,6 +46,8 @@ from speech.containers import file_of, read_bytes, unit_of
 from speech.conversations import FILLED_S, MEMBER
 
 MIN_SAMPLES = 960               # one codec frame
+UNKNOWN = 2**63 - 1             # length of a FLAC file that was written into a pipe, in libsndfile's words
+PIECE = 2**20                   # samples of such a file that are read at a time
 WHOLE = 0.99                    # of the samples that a header promises: with fewer a file is cut off
 LOUDEST = 10.0                  # peak of a clip; full scale is 1, float files and mp3 may go a little beyond it
 SHARD_CLIPS, SHARD_SECONDS = 4096, 60.0     # a crash loses at most this much encoding
@@ -167,8 +169,9 @@ def decode_file(path):
     if not data:
         raise ValueError("is an empty file")
     try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
-            audio, rate, promised = file.read(dtype="float32", always_2d=True), file.samplerate, file.frames
+        with soundfile.SoundFile(_said(data)) as file:
+            audio, rate = _samples(file), file.samplerate
+            promised = file.frames if file.frames < UNKNOWN else 0
     except Exception as error:
         why = str(error).rpartition(": ")[2].strip().rstrip(".")        # without the name of a buffer in memory
         raise ValueError(f"is not readable audio ({why}); wav, flac, mp3 and ogg are read")
@@ -178,6 +181,24 @@ def decode_file(path):
                          "there")
     with np.errstate(over="ignore", invalid="ignore"):      # what is not finite then, cut_wave refuses
         return hashlib.sha256(data).hexdigest(), audio.mean(axis=1), rate
+
+
+def _said(data):
+    """A binary file of the bytes of an audio file, which says how long it is."""
+    file = io.BytesIO(data)
+    known = not (data[:3] == b"ID3" or data[:1] == b"\xff") or mp3.says_length(file)
+    return io.BytesIO(data if known else mp3.with_length(data))
+
+
+def _samples(file):
+    """All samples (n, channels) float32 of an open SoundFile."""
+    if file.frames < UNKNOWN:
+        return file.read(dtype="float32", always_2d=True)
+    file.seekable = lambda: False       # soundfile would seek to the end, which cannot be found
+    parts = [file.read(PIECE, dtype="float32", always_2d=True)]
+    while len(parts[-1]) == PIECE:
+        parts.append(file.read(PIECE, dtype="float32", always_2d=True))
+    return np.concatenate(parts)
 
 
 def wav_share(data):
@@ -467,6 +488,20 @@ def codec_frames(samples, config):
     return -(-n // config.semantic_downsample_factor)
 
 
+def count_samples(path, said):
+    """Samples of an MP3, or of a FLAC file of UNKNOWN length; said: by soundfile, for an MP3 a guess where it has none.
+
+    Reads all of a file that does not say how long it is. Raises OSError and soundfile's errors.
+    """
+    import soundfile
+    if said < UNKNOWN and MEMBER not in str(path):
+        with open(path, "rb") as file:
+            if mp3.says_length(file):
+                return said
+    with soundfile.SoundFile(_said(read_bytes(path))) as file:
+        return file.frames if file.frames < UNKNOWN else len(_samples(file))
+
+
 def header_frames(path, cuts, config):
     """Codec frames of each cut (offset, duration, filled) of a file, from its header alone -> [int].
 
@@ -477,6 +512,9 @@ def header_frames(path, cuts, config):
         if not os.path.getsize(file_of(path)):
             raise ValueError("is an empty file")
         info = soundfile.info(path if MEMBER not in str(path) else io.BytesIO(read_bytes(path)))
+        frames = info.frames
+        if frames == UNKNOWN or info.format == "MP3":
+            frames = count_samples(path, frames)
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})")
     except soundfile.SoundFileError as error:
@@ -485,7 +523,7 @@ def header_frames(path, cuts, config):
     found = []
     for offset, length, fill in cuts:
         start = round((offset or 0) * info.samplerate)
-        stop = min(info.frames, start + round(length * info.samplerate)) if length else info.frames
+        stop = min(frames, start + round(length * info.samplerate)) if length else frames
         samples = wave_samples(max(0, stop - start), info.samplerate)
         check_length(samples, offset)
         found.append(codec_frames(max(samples, round(FILLED_S * SAMPLE_RATE)) if fill else samples, config))

@@ -338,13 +338,14 @@ def read_manifest(path, columns, wanted):
         if entry is SKIPPED or not isinstance(entry, dict):
             yield number, entry if entry is SKIPPED else BadSample(f"is a {type(entry).__name__}, not an object")
         else:
-            yield number, {meaning: entry.get(name) for meaning, name in columns.items()}
+            mine = find_columns(entry)      # rows may leave columns out, also those in which the format was seen
+            yield number, {meaning: entry.get(mine.get(meaning)) for meaning in {**columns, **mine}}
 
 
 def read_table(path, separator):
     """Rows of a table with a header. In CSV a quoted field may go over several lines; elsewhere a line is a row."""
     if separator == ",":
-        rows = csv.reader(line + "\n" for line in _lines(path))
+        rows = _csv_rows(path)
     else:
         rows = (_fields(line, separator) for line in _lines(path))
     rows = (row for row in rows if any(field.strip() for field in row))
@@ -355,6 +356,20 @@ def read_table(path, separator):
             yield number, BadSample(f"has {len(row)} fields, the header has {len(names)}: {separator.join(row)[:80]!r}")
         else:
             yield number, {meaning: row[at].strip("\n") for meaning, at in columns.items()}
+
+
+def _csv_rows(path):
+    """Rows of a CSV file. UserError names the line of an open quote, which would swallow the lines behind it."""
+    reader = csv.reader((line + "\n" for line in _lines(path)), strict=True)
+    while True:
+        line = reader.line_num + 1
+        try:
+            yield next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise UserError(f"{path}: its quotes do not fit in the row that begins at line {line} ({error}); a quote "
+                            'inside a field is written twice, and the field stands in quotes: "so ""it"" is"')
 
 
 def read_bars(path, kind):

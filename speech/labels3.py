@@ -150,7 +150,7 @@ def streams(sample, ids):
             asked = turn.text.strip()
         for clip in turn.clips if turn.role == "assistant" else ():
             text = turn.text.strip() or asked
-            if turn.trained and len(set(SPEAKER.findall(text))) > 1:
+            if turn.trained and len(set(map(str.strip, SPEAKER.findall(text)))) > 1:
                 raise BadSample("has several speakers in one clip, which Higgs TTS 3 has no marks for")
             if SPEAKER.search(text):
                 left_out.append("lose a speaker's mark")

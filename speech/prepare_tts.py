@@ -119,6 +119,7 @@ def prepare(world, tokenizer, ids, codec_dir, *, train, held_out, reading, outpu
 
     def write():
         cache, shards, where = codes
+        bad.update(builder.shorter_than(ids.min_frames, where))
         problems = builder.without_audio(bad, sources) if bad else []
         measures = measures_of(cache, shards, where)
         problems += noted + checks.find_problems(builder, sources, where, measures, min_seconds, max_seconds)

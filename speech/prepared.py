@@ -12,6 +12,7 @@ import numpy as np
 from common import json_files, parallel
 from common.checkpoint import write_atomically
 from common.parallel import UserError
+from common.problems import LIST
 from speech.codes import codec_fingerprint
 from speech.sources import flag_of
 from speech.table import Table
@@ -22,6 +23,12 @@ FILE = "prepared.json"      # written last: a folder without it is not finished
 def is_prepared(path):
     """Whether a path is a folder of prepare_tts.py."""
     return os.path.isfile(os.path.join(path, FILE))
+
+
+def keep_prepared(output_dir):
+    """Raise UserError where a run would take the table of a prepared folder for its own, of an earlier start."""
+    if is_prepared(output_dir):
+        raise UserError(f"--output_dir {output_dir}: is a folder of prepare_tts.py; give another one to the trainer")
 
 
 def tokenizer_fingerprint(tokenizer, ids):
@@ -54,6 +61,7 @@ def look_into(folder):
     for name, kind in (("table", str), ("tokenizer", str), ("codec", str), ("reading", dict)):
         need(isinstance(about.get(name), kind), f"{FILE} has no {name!r}")
     need((Path(folder) / about["table"]).is_dir(), f"{about['table']} is not there")
+    need(isinstance(about.get("files", {}), dict), f"{FILE} has no list 'files'")
     for name, size in about.get("files", {}).items():       # folders of earlier versions do not say
         path = Path(folder) / name
         need(path.is_file(), f"{name} is not there")
@@ -87,7 +95,9 @@ def open_prepared(world, train, held_out, tokenizer, ids, codec_dir, reading, ou
                     raise UserError(f"{path}: was prepared with {flag_of(name)} {was}, not {value}; drop the flag, or "
                                     "prepare it again")
         found = [str(Path(path) / about["table"]) for path, about in zip(paths, abouts)]
+        (Path(output_dir) / LIST).unlink(missing_ok=True)       # of the run before
         if len(found) > 1:
+            keep_prepared(output_dir)
             folder = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}"
             for old in Path(output_dir).glob("table-*"):
                 shutil.rmtree(old, ignore_errors=True)

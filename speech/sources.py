@@ -202,6 +202,8 @@ def tagged(text):
 def audio_item(row):
     """ChatML audio item of a row. Its offset makes it a cut, up to its end if that is known."""
     offset, duration, end = (_seconds(row, key) for key in ("offset", "duration", "end"))
+    if offset is None and end is not None and end >= 0:
+        offset = 0.0
     if end is not None and offset is not None:
         duration = end - offset if end >= 0 else None       # Kaldi's -1: to the end of the file
         if duration is not None and duration <= 0:

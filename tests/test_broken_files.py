@@ -85,6 +85,7 @@ def test_text_is_printable_and_bounded():
     assert printable("Für 你好\u3000नमस्ते") == "Für 你好\u3000नमस्ते"
     assert printable("a\nb\x1b[2J\ud800\u202e") == r"a\nb\x1b[2J\ud800\u202e"
     assert printable("see http://anna:pa@ss:w@host:8000/v1?a=b@c") == "see http://***@host:8000/v1?a=b@c"
+    assert "q" not in printable("see http://anna:" + "q" * 90 + "@host:8000/v1", 80)      # cut off before its end
     long = printable("x" * 10_000_000, 100)
     assert long.startswith("x" * 50 + "[... 9,999,900 characters ...]") and len(long) < 140
     text = error_text("error: a\nerror: b\n  c\nfix: d\n" + "\n".join(["e"] * 1000))

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from common.parallel import UserError, World
 from speech.codes import CodeReader, codec_fingerprint
 from speech.conversations import Clip
-from speech.encode import decode_audio, encode_clip, ensure_codes, plan_codes
+from speech.encode import codec_config, codec_frames, decode_audio, encode_clip, ensure_codes, header_frames, plan_codes
 from speech.sources import read_samples
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT, mount
@@ -171,6 +171,28 @@ def test_a_file_that_is_cut_off_is_told_from_a_whole_one(tmp_path):
             at = data.index(b"data")
             path.write_bytes(data[:at + 4] + b"\xff\xff\xff\xff" + data[at + 8:])
             assert len(decode_audio(str(path), [(None, None)])[1][0]) == 72000
+
+
+@pytest.mark.parametrize("loud_first", (True, False))
+def test_files_written_into_a_pipe_are_read_to_their_end(tmp_path, tiny, loud_first):
+    """An mp3 with a variable bitrate and no frame that says its length, and a FLAC file of unknown length."""
+    config, _ = codec_config(tiny.codec, 8)
+    wave = np.random.default_rng(0).normal(0, 0.2, 24000 * 6).astype(np.float32)
+    wave[slice(72000, None) if loud_first else slice(72000)] *= 1e-4
+    for kind in ("mp3", "flac"):
+        soundfile.write(tmp_path / f"a.{kind}", wave, 24000)
+        path, data = tmp_path / f"b.{kind}", bytearray((tmp_path / f"a.{kind}").read_bytes())
+        if kind == "flac":
+            data[21] &= 0xF0            # 36 bits: samples in STREAMINFO
+            data[22:26] = bytes(4)
+        else:
+            at = data.index(data[:2], data.index(b"LAME") + 36)     # behind the frame that says the length
+            data = b"ID3\x03\0\0\0\0\0\x10" + bytes(16) + data[at:] + b"TAG".ljust(128)
+        path.write_bytes(data)
+        whole, found = (decode_audio(str(p), [(None, None)])[1][0] for p in (tmp_path / f"a.{kind}", path))
+        assert 0 <= len(found) - len(whole) < (1200 if kind == "mp3" else 1)    # the tag says where padding begins
+        assert np.abs(np.abs(found[:len(whole)]).mean() / np.abs(whole).mean() - 1) < 0.02
+        assert header_frames(str(path), [(None, None, False)], config) == [codec_frames(len(found), config)]
 
 
 def test_the_shortest_clip_is_one_frame(tmp_path, tiny):

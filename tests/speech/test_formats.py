@@ -160,8 +160,8 @@ CORPORA = {     # {corpus: ({file: text}, [(audio, text, speaker)], checks of wh
              [("p225_001_mic2.flac", "Hi.", "p225"), ("p280_001_mic1.flac", "Ho.", "p280")], []),
     "aishell3": ({"content.txt": "SSB00050001.wav\t你 ni3 好 hao3\n", "wav/SSB0005/SSB00050001.wav": "",
                   "label_train-set.txt": "x"}, [("SSB00050001.wav", "你好", "SSB0005")], []),
-    "mls": ({"transcripts.txt": "1_2_3\tone two\n1_2_4\t\n", "audio/1/2/1_2_3.opus": "", "segments.txt": "x"},
-            [("1_2_3.opus", "one two", "1")], ["empty_text"]),
+    "mls": ({"transcripts.txt": "1_2_3\tone\x85two\n1_2_4\t\n", "audio/1/2/1_2_3.opus": "", "segments.txt": "x"},
+            [("1_2_3.opus", "one\x85two", "1")], ["empty_text"]),
     "wenetspeech4tts": ({"txts/X1.txt": "X1\t你好。\n[[0, 0.2]]\n", "wavs/X1.wav": ""}, [("X1.wav", "你好。", "")], []),
     "gigaspeech": ({"GigaSpeech.json": json.dumps(GIGASPEECH), "audio/A.opus": ""},
                    [("A.opus", "YES, NO.", ""), ("A.opus", "WELL?", "P7")], ["empty_text"]),
@@ -174,6 +174,7 @@ CORPORA = {     # {corpus: ({file: text}, [(audio, text, speaker)], checks of wh
 
 @pytest.mark.parametrize("name", CORPORA)
 def test_corpora_are_read_as_they_are_published(tmp_path, name):
+    """In their tables only a line feed ends a line; texts may hold other characters that separate lines."""
     files, expected, refused = CORPORA[name]
     for path, text in files.items():
         written(tmp_path / path, text)
@@ -217,6 +218,28 @@ def test_quotes_are_text_in_ljspeech_and_quotes_in_what_pandas_writes(folder):
     assert spoken(read(path)[1]) == [("a.wav", 'He said "no".'), ("b.wav", '"odd'), ("c.wav", "Third")]
     path = written(folder / "n.csv", 'path,text\na.wav,"one, ""two""\nthree"\nb.wav,four\n')
     assert [s.turns[-2].text.split() for s in read(path)[1]] == [["one,", '"two"', "three"], ["four"]]
+
+
+@pytest.mark.parametrize("text, said", [
+    ('a.wav,One.\nb.wav,"Two\nc.wav,Three.\nd.wav,"Four"\n', "row that begins at line 3"),
+    ('a.wav,One.\nb.wav,"Two.\n' + "c.wav,Three and so on.\n" * 9000, "row that begins at line 3")])
+def test_a_quote_that_nothing_closes_swallows_no_lines(folder, text, said):
+    with pytest.raises(UserError, match=said):
+        read(written(folder / "m.csv", "audio,text\n" + text))
+
+
+def test_an_end_without_a_start_cuts_from_the_beginning(folder):
+    _, (sample,), _ = read(written(folder / "m.csv", "audio,text,end\na.wav,Hi.,0.5\n"))
+    assert [(c.offset, c.duration) for c in sample.turns[-1].clips] == [(0, 0.5)]
+
+
+def test_columns_may_come_late_in_json_lines(folder):
+    """Rows leave out what they have not: the first ones here have neither speaker nor reference."""
+    rows = [{"audio": "a.wav", "text": f"Text {i}."} for i in range(30)]
+    rows[25] |= {"speaker": "anna", "ref_audio": "b.wav", "ref_text": "Heard."}
+    _, samples, problems = read(lines(folder / "m.jsonl", *rows))
+    assert not problems and [s.speaker for s in samples] == [""] * 25 + ["anna"] + [""] * 4
+    assert [turn.text for turn in samples[25].turns[1:]] == ["Heard.", "", "Text 25.", ""]
 
 
 def test_rows_in_are_rows_kept_and_rows_refused(folder):

@@ -76,6 +76,8 @@ def test_what_has_no_place_is_counted_or_refused(ids3):
     assert ids3.streams(sample)[1] == ["lose a speaker's mark", "lose an earlier reference: the last one stays"]
     with pytest.raises(BadSample, match="several speakers"):
         ids3.streams(spoken(("user", "[SPEAKER0] Hi. [SPEAKER1] Ho.", False), ("assistant", A, True)))
+    (_, stream), = ids3.streams(spoken(("user", "[SPEAKER0] Hi.\n[SPEAKER0]Ho.", False), ("assistant", A, True)))[0]
+    assert words(stream)[-3] == "Hi.\nHo."
     stream = labels3.pieces("Hi.", A, ("Heard.", B), False)
     assert words(stream) == ["<|tts|>", "<|ref_audio|>", filled(B), "<|text|>", "Hi.", "<|audio|>", A]
 

@@ -109,6 +109,28 @@ def test_a_prepared_folder_gives_the_batches_of_its_source(tiny, tokenizer, ids,
     assert len(train) == 12 + 48 and held_out.tolist() == list(range(48, 72))
 
 
+def test_a_trainer_leaves_a_prepared_folder_alone(tiny, tokenizer, ids, speech, folder, tmp_path):
+    """As its own output folder, where tables of earlier starts are deleted."""
+    mine = tmp_path / "mine"
+    shutil.copytree(folder, mine)
+    for train in ([(speech, 1.0)], [(mine, 1.0), (folder, 1.0)]):
+        with pytest.raises(UserError, match="is a folder of prepare_tts.py; give another one"):
+            opened(tiny, tokenizer, ids, train, mine)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "problems.jsonl").write_text("of an earlier start\n")       # else each start would add the same lines
+    assert len(opened(tiny, tokenizer, ids, [(mine, 1.0)], out)) and not (out / "problems.jsonl").exists()
+    (mine / "prepared.json").write_text(json.dumps(json.loads((mine / "prepared.json").read_text()) | {"files": []}))
+    with pytest.raises(UserError, match="is damaged, prepared.json has no list 'files'"):
+        opened(tiny, tokenizer, ids, [(mine, 1.0)], out)
+
+
+def test_clips_that_the_model_cannot_end_are_errors(tiny, tokenizer, ids, speech, tmp_path, folder, monkeypatch):
+    monkeypatch.setattr(type(ids), "min_frames", 10_000)
+    with pytest.raises(UserError, match="codec frames; this model needs 10000"):
+        prepared(tiny, tokenizer, ids, speech, tmp_path / "out", cache=folder / "codes")
+
+
 @pytest.mark.parametrize("change, said", [
     ({"tokenizer": "x"}, "was prepared with another tokenizer than that of --model_path"),
     ({"codec": "x"}, "was prepared with another codec than that of --audio_tokenizer_path"),
