@@ -37,7 +37,7 @@ PROGRESS=$LOG_DIR/$job.progress                 # newest checkpoint when the job
 
 use_environment torchrun torch transformers
 need_file "$TRAINER" TRAINER
-hub='^hf://|^[A-Za-z0-9_]([A-Za-z0-9_-]*|[A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+)$'     # gsm8k, openai/gsm8k; the trainer looks there
+hub='^(hf://datasets/)?[A-Za-z0-9_]([A-Za-z0-9_-]*|[A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+(@.*)?)$'       # gsm8k, openai/gsm8k@main/a-*.parquet
 for flag in --train_data_file --train_data_dir --eval_data_file --eval_data_dir; do
     path=$(flag_value $flag "" "$@")
     [[ -e $path ]] || path=$(sed -E 's/:([0-9]+\.?[0-9]*|\.[0-9]+)$//' <<<"$path")         # a weight of a mixture

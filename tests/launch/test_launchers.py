@@ -184,7 +184,7 @@ def test_h200_launcher_without_lora_is_full_fine_tuning_under_fsdp(switches):
 
 def test_mixtures_and_patterns_are_data(tmp_path):
     (tmp_path / "a.jsonl").touch()
-    for data in (["a.jsonl:0.5", "b.jsonl:2"], [str(tmp_path / "*.jsonl")]):
+    for data in (["a.jsonl:0.5", "b.jsonl:2"], [str(tmp_path / "*.jsonl")], ["me/data@main/data/train-*.parquet:2"]):
         done = launch("train_tts.sh", "--train_data_file", *data, cwd=tmp_path, DRY_RUN="1")
         assert printed_command(done)[1][-len(data):] == data
     done = launch("train_tts.sh", "--train_data_file", "no.jsonl:2", cwd=tmp_path, DRY_RUN="1")
