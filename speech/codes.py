@@ -28,7 +28,7 @@ from speech.containers import file_of
 
 SAMPLE_RATE = 24_000
 FRAME_RATE = 25                 # codec frames per second: 24 kHz / hop 960
-PIPELINE = b"mono-mean soxr-HQ 24k v1"      # part of the fingerprint: change it when the waveform would change
+PIPELINE = b"mono-mean soxr-HQ 24k v2"      # part of the fingerprint: change it when the waveform would change
 KEY = "S16"                     # 128 bits of SHA-256, compared as bytes
 MEASURES = ("seconds", "peak", "rms", "clipped", "dc")     # of a clip's sound: those of measure()
 BLOCK = 8192                    # clips whose file dates are asked for together
