@@ -16,19 +16,20 @@ SHOWN = 20                  # problems in an error
 class Problem(str):
     """A line about a sample: "NAME: what is wrong".
 
-    name: where the sample stands, which begins with its file. check: what found it, as --drop_bad names it.
+    name: where the sample stands, which begins with its file. check: what found it, as --drop_bad names it. sample: its
+    number in a table of all, if there is one already; names are not unique where a file is given twice.
     """
 
-    def __new__(cls, text, name="", what="", check="", file=""):
+    def __new__(cls, text, name="", what="", check="", file="", sample=None):
         made = super().__new__(cls, text)
-        made.name, made.what, made.check, made.file = name, what, check, file
+        made.name, made.what, made.check, made.file, made.sample = name, what, check, file, sample
         return made
 
 
-def problem(name, check, what, file=""):
+def problem(name, check, what, file="", sample=None):
     """Problem of the sample that stands at `name`; both texts made printable."""
     name, what = printable(name), printable(what)
-    return Problem(f"{name}: {what}", name, what, check, str(file))
+    return Problem(f"{name}: {what}", name, what, check, str(file), sample)
 
 
 class Problems:

@@ -25,7 +25,7 @@ def targets(builder):
 def wrong_texts(builder, sources, cer, limit):
     """[Problem] of samples in which more was heard wrong than the limit. cer: of transcripts.compare."""
     return [problem(bytes(builder.names[i]).decode(), "transcript", f"{cer[i]:.0%} of its characters are heard "
-                    f"otherwise, more than --max_cer {limit:g}", file_of(sources, i))
+                    f"otherwise, more than --max_cer {limit:g}", file_of(sources, i), i)
             for i in np.flatnonzero(np.nan_to_num(cer) > limit).tolist()]
 
 
@@ -45,7 +45,7 @@ def find_problems(builder, sources, where, measures, min_seconds, max_seconds):
 
     def add(check, samples, what):
         """Note samples (numbers); what(i): text about one."""
-        found.extend(problem(bytes(builder.names[i]).decode(), check, what(i), file_of(sources, i))
+        found.extend(problem(bytes(builder.names[i]).decode(), check, what(i), file_of(sources, i), i)
                      for i in samples.tolist())
 
     def of_clips(check, wrong, what):

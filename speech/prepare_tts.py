@@ -90,7 +90,6 @@ from common import checkpoint, parallel, watchdog
 from common.parallel import UserError
 from common.plan import Checks
 from common.problems import LIST, settle
-from common.text import printable
 from speech import checks, models, prepared, transcripts
 from speech.codes import FRAME_RATE, measures_of
 from speech.encode import ensure_codes
@@ -126,10 +125,8 @@ def prepare(world, tokenizer, ids, codec_dir, *, train, held_out, reading, outpu
         cer = compare(where) if recogniser else None
         problems += checks.wrong_texts(builder, sources, cer, max_cer) if max_cer is not None else []
         settle(problems, (*drop, *WARNINGS), out, "\nfix: mend them, or drop them with --drop_bad", more=True)
-        names = {p.name for p in problems if p.check in drop}
         left_out = np.zeros(len(builder), bool)
-        for i in range(len(builder)) if names else ():
-            left_out[i] = printable(builder.names[i].tobytes().decode()) in names
+        left_out[[p.sample for p in problems if p.sample is not None and p.check in drop]] = True
         if left_out.all():
             raise UserError(f"no samples are left: all {len(builder)} are dropped; see {out / LIST}")
         report = make_report(builder, sources, where, left_out, Counter(p.check for p in problems), drop)

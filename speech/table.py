@@ -222,7 +222,7 @@ class TableBuilder:
         used, offsets = self.clips.numbers[self.entries.values.array()], self.entries.offsets.array()
         at = np.flatnonzero(np.isin(used, list(bad)))
         samples, first = np.unique(np.searchsorted(offsets, at, "right") - 1, return_index=True)
-        return [problem(self.names[i].tobytes().decode(), "audio", f"its audio {bad[clip]}", file_of(sources, i))
+        return [problem(self.names[i].tobytes().decode(), "audio", f"its audio {bad[clip]}", file_of(sources, i), i)
                 for i, clip in zip(samples.tolist(), used[at[first]].tolist())]
 
     def shorter_than(self, least, where):

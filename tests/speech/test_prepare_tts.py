@@ -235,6 +235,10 @@ def test_validation_audio_in_training_is_found(tiny, tokenizer, ids, faulty, tmp
     report = prepared(tiny, tokenizer, ids, train, tmp_path / "a", held_out=held_out, drop=("in_validation",))
     assert listed(tmp_path / "a")["in_validation"] == [2] and report["samples"] == 5
 
+    # a file given as both: its samples have one name, and stay in the validation data
+    report = prepared(tiny, tokenizer, ids, train, tmp_path / "b", held_out=train, drop=("in_validation",))
+    assert report["samples"] == report["dropped"] == 4 and [part["kept"] for part in report["sources"]] == [0, 4]
+
 
 HEARD = """import sys, soundfile, numpy as np
 open(sys.argv[1], "a").write(f"{len(sys.argv) - 2}\\n")
