@@ -35,7 +35,7 @@ ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else N
 
 from common import checkpoint, parallel, tensor_files
 from common.parallel import UserError
-from diffusion import official, weights
+from diffusion import dit, official, weights
 from diffusion.blocks import Layout
 from diffusion.problems import load_tokenizer
 
@@ -43,6 +43,9 @@ from diffusion.problems import load_tokenizer
 def export(folder, ema, output):
     """Write the checkpoint `folder` to the folder `output`. Raises UserError."""
     model, about = weights.load_checkpoint(folder, ema)
+    if weights.module_of(model.config) is not dit:
+        raise UserError(f"{folder}: was converted from a language model; the published layout is that of BD3-LM's own "
+                        "network. sample_bd3lm.py and --init_from take the checkpoint as it is")
     layout = Layout(**about["layout"])
     if layout.region_block(1) != layout.region_block(2) or (layout.system == "hdp" and not layout.flat):
         print(f"note       their code has blocks of one size from the first token on; this is an {layout.system} model "

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from common import checkpoint
 from common.parallel import UserError
-from diffusion import blocks, decoder, dit, sample_bd3lm, sampler, start, weights
+from diffusion import blocks, decoder, dit, export_bd3lm, sample_bd3lm, sampler, start, weights
 from diffusion.answers import question_state
 from diffusion.problems import load_tokenizer, read_problems
 from tests.helpers.block_rows import MIXED, make_blocks, noised, sampled_hidden
@@ -198,6 +198,9 @@ def test_it_trains_resumes_and_answers(pool, demo, models, tmp_path):
                            *more])
         texts.append([a["text"] for a in json.loads((tmp_path / "answers.json").read_text())["answers"]])
     assert texts[0] == texts[1]
+    with pytest.raises(UserError, match="was converted from a language model"):
+        export_bd3lm.export(folder, True, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
 
 
 def test_work_is_counted_like_a_plain_sum():
