@@ -79,7 +79,7 @@ import torch
 from common import json_files, ownership
 from common.checkpoint import write_atomically
 from common.parallel import one_clear_error, problem_text
-from speech import layout_check, scores, speech_metrics, wording
+from speech import scores, speech_metrics, wording
 
 # name -> (unit, what is better: -1 less, 1 more, 0 near 1)
 METRICS = {"wer": ("errors/word", -1), "wer_mean": ("errors/word", -1), "cer": ("errors/char", -1),
@@ -330,6 +330,7 @@ def main(argv=None):
         args.device = pick_device(args.device)
         if args.check_layout:
             with tempfile.TemporaryDirectory() as scratch:
+                from speech import layout_check         # imports transformers
                 print(*layout_check.check(args.model_path, args.audio_tokenizer_path, args.folders[0], args.max_samples,
                                           args.device, scratch), sep="\n")
             return

@@ -158,7 +158,7 @@ def test_the_checked_batch_notices_a_wrong_mask(bench, monkeypatch):
     world = bench.parallel.World(device=torch.device("cpu"))
     args, documents = bench.argparse.Namespace(size="nano", seed=42), bench.make_documents(16, 128, 42)
     right, attends = bench.loss_and_norm(world, args, documents, "sdpa", False), bench.dit.attends
-    monkeypatch.setattr(bench.dit, "attends", lambda doc, block, n: attends(doc.clip(max=0), block, n))
+    monkeypatch.setattr(bench.dit, "attends", lambda doc, *more: attends(doc.clip(max=0), *more))
     with pytest.raises(SystemExit, match="DISAGREE"):
         bench.check_agreement({"right": right, "one document": bench.loss_and_norm(world, args, documents, "sdpa",
                                                                                    False)})

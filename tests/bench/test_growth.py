@@ -54,8 +54,8 @@ def test_every_step_trains_its_weights(name, monkeypatch):
 
 def test_the_report_holds_every_size_and_a_real_runs_saves(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(growth, "TIMES", (1, 4))
-    monkeypatch.setattr(growth, "LAYERS", (1, 3))
+    monkeypatch.setattr(growth, "TIMES", (1, 4, 16))
+    monkeypatch.setattr(growth, "LAYERS", (1, 4, 8))
     monkeypatch.setattr(growth, "LEAST_S", 0.03)
     monkeypatch.setattr(growth.dit, "HEAD_ROWS", growth.dit.HEAD_ROWS)      # main sets it
     growth.main(["--tokens", "128", "--rounds", "1", "--hidden_size", "32", "--steps", "7", "--save_steps", "3",
@@ -65,8 +65,8 @@ def test_the_report_holds_every_size_and_a_real_runs_saves(tmp_path, monkeypatch
         "--rounds 1 --hidden_size 32 --steps 7 --save_steps 3 --checkpoint_size 64"
     tables = report["tables"]
     assert [row[:2] for row in tables["tokens"]["rows"]] == [[name, 128 * n] for name in growth.TRAINERS
-                                                            for n in (1, 4)]
-    assert [row[:2] for row in tables["layers"]["rows"]] == [[name, n] for name in growth.TRAINERS for n in (1, 3)]
+                                                            for n in (1, 4, 16)]
+    assert [row[:2] for row in tables["layers"]["rows"]] == [[name, n] for name in growth.TRAINERS for n in (1, 4, 8)]
     for _, size, seconds, each, _ in [*tables["tokens"]["rows"], *tables["layers"]["rows"]]:
         assert each * size == pytest.approx(1e3 * seconds) and seconds > 0
     found = {row[0]: row[1] for row in tables["checkpoints"]["rows"]}

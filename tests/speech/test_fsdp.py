@@ -25,7 +25,7 @@ import lora
 import train_v2_ddp
 from common import checkpoint, parallel, tensor_files
 from data import collate
-from speech import higgs, make_tiny
+from speech import higgs, make_tiny, models
 from speech.weights import empty_model, find_model, native_config
 from tests.helpers import spoken as speech
 from tests.helpers.checkpoints import config_of, original_config, original_state, split_rows, write_checkpoint
@@ -361,6 +361,7 @@ def start(argv):
     train_v2_ddp.check_flags(args, int(os.environ["WORLD_SIZE"]))
     world = parallel.init(60, 60, alone_too=args.parallel == "fsdp")
     folder, config = find_model(args.model_path)
+    args.lora_target_modules = models.lora_targets(config, args.lora_target_modules or "")
     model, native, parts = train_v2_ddp.empty_trained_model(folder, config, **train_v2_ddp.for_model(args))
     wrapped = train_v2_ddp.load_model(world, model, native, parts, None, **train_v2_ddp.for_loading(args))
     return world, args, model, wrapped, native
