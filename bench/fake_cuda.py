@@ -170,7 +170,7 @@ def waits(what):
 def place():
     """file:line of the project's code that runs now."""
     own = [frame for frame in traceback.extract_stack() if frame.filename.startswith(str(ROOT))
-           and "/bench/" not in frame.filename]
+           and not any(word in frame.filename for word in ("/bench/", "/site-packages/"))]     # .venv is in ROOT, too
     return f"{Path(own[-1].filename).relative_to(ROOT)}:{own[-1].lineno} {own[-1].name}" if own else "?"
 
 

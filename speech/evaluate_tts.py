@@ -330,7 +330,7 @@ def main(argv=None):
         args.device = pick_device(args.device)
         if args.check_layout:
             with tempfile.TemporaryDirectory() as scratch:
-                from speech import layout_check         # imports transformers
+                from speech import layout_check  # imports transformers
                 print(*layout_check.check(args.model_path, args.audio_tokenizer_path, args.folders[0], args.max_samples,
                                           args.device, scratch), sep="\n")
             return

@@ -1,4 +1,5 @@
 """Indices of millions of samples: what several processes make is what one makes, and little of it is in memory."""
+import itertools
 import json
 import multiprocessing
 import os
@@ -192,7 +193,8 @@ def test_a_chat_takes_no_memory(tmp_path, monkeypatch):
     tokenizer = chats.tokenizer()
     made = chat_table.encode_chunk(list(next(chat.read_chunks(path, 10_000))[0]), path, chat.Encoder(tokenizer), 100,
                                    "stop", [])
-    monkeypatch.setattr(chat_table, "encode_chunk", lambda *_: made)
+    chunks = itertools.count()          # each with ids of its own
+    monkeypatch.setattr(chat_table, "encode_chunk", lambda *_: made | {"keys": made["keys"] + 10_000 * next(chunks)})
     path.write_text("\n" * 1024 * 100)
     tracemalloc.start()
     found = chat_table.write_table(tmp_path / "table", [path], chat.Encoder(tokenizer), 100, "stop")
