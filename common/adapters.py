@@ -96,7 +96,8 @@ def check_config(folder, refused=(), whole=()):
     if missing:
         raise UserError(f"{path}: has no {' and no '.join(missing)}")
     odd = [name for name, value in saved.items() if (name not in FIELDS or name in refused) and value
-           and value != getattr(usual, name, None) and not (name == "modules_to_save" and set(value) <= set(whole))]
+           and value != getattr(usual, name, None)
+           and not (name == "modules_to_save" and isinstance(value, list) and set(map(str, value)) <= set(whole))]
     if saved.get("init_lora_weights") not in INITS:
         odd.append(f"init_lora_weights {saved['init_lora_weights']!r}")
     if odd:
