@@ -16,6 +16,7 @@ from common.parallel import UserError
 from distill import chat
 from distill import table as chat_table
 from tests.helpers import chats
+from tests.helpers.fork import in_a_fork
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Columns, parts, texts
@@ -196,8 +197,10 @@ def test_a_chat_takes_no_memory(tmp_path, monkeypatch):
     chunks = itertools.count()          # each with ids of its own
     monkeypatch.setattr(chat_table, "encode_chunk", lambda *_: made | {"keys": made["keys"] + 10_000 * next(chunks)})
     path.write_text("\n" * 1024 * 100)
-    tracemalloc.start()
-    found = chat_table.write_table(tmp_path / "table", [path], chat.Encoder(tokenizer), 100, "stop")
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+
+    def measure():
+        tracemalloc.start()
+        found = chat_table.write_table(tmp_path / "table", [path], chat.Encoder(tokenizer), 100, "stop")
+        return found, tracemalloc.get_traced_memory()[1]
+    found, peak = in_a_fork(measure)
     assert found["samples"] == [50_000] and peak < 4 * 2**20
