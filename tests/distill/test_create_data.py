@@ -583,8 +583,9 @@ def test_launcher_leaves_no_process(name, server, whole, launch, tmp_path):
         process.send_signal(number)
     assert process.wait(timeout=PATIENCE_S) == (-9 if name == "SIGKILL" else 128 + number), process.log.read_text()
     wait_until(lambda: not alive(process.mark), "end of every process")
-    assert labelled(tmp_path) >= 4 and not (tmp_path / "labels.jsonl").exists()
-    assert labelled(tmp_path) < 60 or name == "SIGKILL"     # of which the instances learn half a second later
+    assert labelled(tmp_path) >= 4
+    if name != "SIGKILL":       # of which the instances learn later; they may have come to their end
+        assert labelled(tmp_path) < 60 and not (tmp_path / "labels.jsonl").exists()
     label(tmp_path, *flags(tmp_path, server))
     assert results(tmp_path) == whole[1]
 
