@@ -17,8 +17,9 @@ from tests.helpers.trainer import Run, Tiny, mount, train_forked, trainer_comman
 
 torch.set_num_threads(1)
 
-LONGEST = ("recovery", "slurm", "launchers", "train_sft", "fsdp", "train_v2_ddp", "distill_demo", "docs", "house",
-           "plan", "kills", "bad_input", "evaluate_tts", "encode", "generate_tts", "train_bd3lm", "tts", "growth")
+LONGEST = ("recovery", "slurm", "launchers", "train_sft", "fsdp", "train_v2_ddp", "reproducible", "distill_demo",
+           "docs", "house", "plan", "kills", "bad_input", "encode", "create_data", "generate_tts", "train_bd3lm", "tts",
+           "sft", "setup", "growth")
 
 
 def pytest_configure(config):
