@@ -7,9 +7,9 @@ import os
 import re
 import tarfile
 
+from common import hub
 from common.json_files import SKIPPED, loads
 from common.parallel import UserError
-from speech import hub
 from speech.columns import AUDIO_FILES, OTHER_AUDIO, TEXTS, find_columns
 from speech.conversations import MEMBER, BadSample
 
