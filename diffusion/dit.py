@@ -173,13 +173,7 @@ def masks_of(model, inputs):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Ends of a network
-
-
-def embedded(model, tokens):
-    """Embeddings of tokens (B, S) in the dtype of the layers."""
-    x = model.embed(tokens)
-    return x.to(fused.stream_dtype(x))
+# Losses
 
 
 def _logits(head, x, mask_id):
@@ -306,6 +300,11 @@ class DiT(nn.Module):
     def tie(self):
         """Nothing is tied."""
 
+    def embedded(self, tokens):
+        """(B, S, H) of tokens (B, S), in the dtype of the layers."""
+        x = self.embed(tokens)
+        return x.to(fused.stream_dtype(x))
+
     def condition(self):
         """(cond_size,): the embedding of noise level 0, whose cosines are 1 and sines 0."""
         weight = self.condition_in.weight
@@ -322,7 +321,7 @@ class DiT(nn.Module):
 
     def hidden_states(self, inputs):
         """Final hidden states (B, N, H) of the noisy copies. inputs: noise.Inputs."""
-        x, condition = embedded(self, inputs.tokens), self.condition()
+        x, condition = self.embedded(inputs.tokens), self.condition()
         cos, sin = self.rope(inputs.position)
         for layer, masks in zip(self.layers, masks_of(self, inputs)):
             given = (x, condition, cos, sin, *masks)
@@ -351,7 +350,7 @@ class DiT(nn.Module):
         tokens, position (B, T). past: [(keys, values)] of every layer, (B, heads, P, D). mask (B, 1, T, P + T) bool:
         what each of the block's tokens sees, cached keys first.
         """
-        x, new = embedded(self, tokens), []
+        x, new = self.embedded(tokens), []
         cos, sin = self.rope(position)
         condition = self.condition()
         for layer, pair in zip(self.layers, past):
