@@ -107,7 +107,7 @@ def print_plan(check, config, table, rows, eval_rows, order, masked_share, steps
     text = plan.memory_text(setup, parts, stages, f"{setup.batch_size} rows",
                             "of a piece of the masked tokens, at their peak")
     print(plan.lengths_text(np.concatenate([rows.documents.tokens[m] for m in rows.members])))
-    plan.print_room(check, setup, room, text, parts, stages, memory.checkpoint_bytes(model, False, average=True), steps,
+    plan.print_room(check, setup, room, text, parts, stages, memory.checkpoint_bytes(model, True, average=True), steps,
                     bool(eval_rows))
     if not isinstance(config, dit.Config):      # the guide is for DiTs
         return
