@@ -1,6 +1,8 @@
 """--dry_run of the block diffusion trainer: the memory of its step, and of the guide's presets beside the guide's own
 figures.
 """
+import functools
+
 import numpy as np
 import torch
 
@@ -53,6 +55,25 @@ def memory_stages(model, row, rows, masked, *, ranks, sharded, bf16, recompute, 
         stages["validation"] = stages["the heads"] - parts["activations"] - parts["logits"] + (
             eval_rows * float(row["layer"][0]) + head)
     return parts, stages
+
+
+def peaks(config, table, rows, eval_rows, masked_share, *, backend, eval_batch_size):
+    """Function of a plan.Setup -> bytes of one GPU at the peak of a micro-step whose rows have the most targets.
+
+    config, table, ...: of print_plan.
+    """
+    with torch.device("meta"):
+        model = weights.module_of(config).Model(config, backend or "flex")
+    row_of = functools.cache(lambda *how: row_bytes(model, rows.length, rows.noisy_length, *how))
+    most = np.sort(table["targets"])[::-1].cumsum()
+
+    def peak(setup):
+        masked = masked_share * most[min(setup.batch_size, len(most)) - 1]
+        return max(memory_stages(
+            model, row_of(setup.bf16, setup.fsdp), setup.batch_size, masked, ranks=setup.ranks, sharded=setup.fsdp,
+            bf16=setup.bf16, recompute=setup.recompute, accumulation=setup.accumulation,
+            eval_rows=eval_batch_size if eval_rows else 0)[1].values())
+    return peak
 
 
 def presets_text(peak_of, per_row):
