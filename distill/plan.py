@@ -1,9 +1,12 @@
 """--dry_run of the chat trainer: what a run will be and take."""
+import functools
+
 import numpy as np
 import torch
 
 from common import document_attention, memory, plan
 from distill import weights
+from distill.packed_lm import mixture_text
 from distill.table import PackedChats
 
 
@@ -38,11 +41,11 @@ def row_bytes(model, bf16, sharded, gpu=True):
                                                  document_attention.VARLEN_GQA, True))
 
 
-def memory_stages(setup, model, tokens, rows):
+def memory_stages(setup, model, tokens, rows, row=None):
     """(parts, stages, number of the worst pack): bytes of one GPU, as memory has them, at the worst pack.
 
     setup: plan.Setup. model: the empty PackedLM as trained. tokens, rows: (packs,) of each pack, padding included, and
-    trained ones.
+    trained ones. row: of row_bytes, if it is known.
     """
     fsdp, recompute = setup.fsdp, setup.recompute
     native, layers = model.native, weights.decoder_layers(model.native)
@@ -54,7 +57,7 @@ def memory_stages(setup, model, tokens, rows):
     parts = memory.memory_parts(memory.unit_sizes(native, layers), world=setup.ranks, sharded=fsdp,
                                 offload=setup.offload, reshard=setup.reshard, compute=2 if setup.bf16 else 4,
                                 casts=casts, accumulation=setup.accumulation)
-    kept, layer = memory.kept_bytes(row_bytes(model, setup.bf16, fsdp), len(layers), recompute)
+    kept, layer = memory.kept_bytes(row or row_bytes(model, setup.bf16, fsdp), len(layers), recompute)
     activations = tokens * kept + rows * native.config.hidden_size * (2 if setup.bf16 else 4)     # of the head
     copies = PROMPTED_COPIES if model.prompted else LOGIT_COPIES[bool(model.share)]
     logits = copies * 4 * np.minimum(rows, model.chunk) * native.config.vocab_size + cast
@@ -62,6 +65,20 @@ def memory_stages(setup, model, tokens, rows):
         logits = logits + (6 if setup.bf16 else 4) * head.numel()
     worst, parts, stages = memory.worst_pack(parts, activations, tokens * layer, logits, recompute)
     return parts, stages, worst
+
+
+def peaks(model, lengths, targets):
+    """Function of (plan.Setup, PackOrder) -> bytes of one GPU at the peak of the worst pack of the first epoch.
+
+    model: the empty PackedLM as trained. lengths, targets: (n,) tokens of the samples, and trained ones.
+    """
+    row_of = functools.cache(lambda *how: row_bytes(model, *how))
+
+    def peak(setup, order):
+        tokens = np.maximum(plan.epoch_sums(order, [0], lengths), setup.budget)
+        rows = plan.epoch_sums(order, [0], targets)
+        return max(memory_stages(setup, model, tokens, rows, row_of(setup.bf16, setup.fsdp))[1].values())
+    return peak
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -84,8 +101,8 @@ def print_plan(check, model, table, train_ids, eval_ids, order, lengths_of_run, 
                f"{lengths.sum() / order.packs_per_epoch:,.0f} tokens each on average")
     units = memory.unit_sizes(model.native, weights.decoder_layers(model.native))
     print("\n".join([
-        plan.head_text(setup, units), samples_line(table, train_ids, eval_ids), plan.lengths_text(lengths),
-        plan.packs_text(setup, order, lengths, average),
+        plan.head_text(setup, units), *mixture_text(model), samples_line(table, train_ids, eval_ids),
+        plan.lengths_text(lengths), plan.packs_text(setup, order, lengths, average),
         plan.steps_text(total_steps, steps_per_epoch, setup.ranks, setup.accumulation, f"peak lr {peak_lr:.2e}"), often,
         plan.start_text(at["step"], resume)]))
     text = plan.memory_text(setup, parts, stages, f"{tokens[worst]:,} tokens",
