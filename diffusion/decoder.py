@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-from common import json_files, recomputation, tensor_files
+from common import fused, json_files, recomputation, tensor_files
 from common.parallel import UserError
 from diffusion import dit
 
@@ -101,6 +101,8 @@ class Norm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x):
+        if fused.wanted(x):
+            return fused.rms_norm(x, self.weight, self.eps)
         x = x.float()
         return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
 
@@ -118,22 +120,20 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (Norm(config.head_size, config.eps) for _ in range(2))
         self.qk_norm = config.qk_norm
 
-    def forward(self, x, cos, sin, n_noisy, noisy_mask, clean_mask, past):
-        """As dit.Layer: (attended (B, S or n_noisy, H), keys and values of x (B, kv_heads, S, D))."""
+    def forward(self, x, cos, sin, queries, mask, clean_mask, past):
+        """As dit.Layer: (attended (B, S or queries, H), keys and values of x (B, kv_heads, S, D))."""
         q, k, v = (project(x).unflatten(-1, (-1, self.head_size))
                    for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (t.to(v.dtype).transpose(1, 2) for t in (dit.rotate(q, cos, sin), dit.rotate(k, cos, sin), v))
+        rotate = fused.rotate if fused.wanted(v) else fused.rotate_kernel
+        q, k = (rotate(t, cos, sin).to(v.dtype) for t in (q, k))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         new = k, v
         if past is not None:
             k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-        out = dit.attention(q[:, :, :n_noisy], k, v, noisy_mask)
-        if clean_mask is not None:
-            clean = dit.attention(q[:, :, n_noisy:], k[:, :, n_noisy:], v[:, :, n_noisy:], clean_mask)
-            out = torch.cat([out, clean], dim=2)
-        return self.o_proj(out.transpose(1, 2).flatten(2)), new
+        return self.o_proj(dit.attend(q, k, v, queries, mask, clean_mask).flatten(2)), new
 
 
 class MLP(nn.Module):
@@ -144,7 +144,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.mlp_size, config.hidden_size, bias=False)
 
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(fused.swiglu(gate, up) if fused.wanted(x) else F.silu(gate) * up)
 
 
 class Layer(nn.Module):
@@ -157,8 +158,8 @@ class Layer(nn.Module):
         self.input_layernorm = Norm(config.hidden_size, config.eps)
         self.post_attention_layernorm = Norm(config.hidden_size, config.eps)
 
-    def forward(self, x, cos, sin, n_noisy, noisy_mask, clean_mask=None, past=None):
-        out, new = self.self_attn(self.input_layernorm(x), cos, sin, n_noisy, noisy_mask, clean_mask, past)
+    def forward(self, x, cos, sin, queries, mask, clean_mask=None, past=None):
+        out, new = self.self_attn(self.input_layernorm(x), cos, sin, queries, mask, clean_mask, past)
         x = x[:, :out.shape[1]]
         x = x + F.dropout(out, self.dropout, self.training)
         x = x + F.dropout(self.mlp(self.post_attention_layernorm(x)), self.dropout, self.training)
@@ -192,37 +193,33 @@ class Decoder(nn.Module):
     layers = property(lambda self: self.model["layers"])
 
     def embedded(self, tokens):
-        """(..., H) float32 of tokens (...)."""
-        x = self.embed(tokens).float()
-        return x if self.mask_row is None else torch.where(
-            (tokens == self.config.mask_id)[..., None], self.mask_row.float(), x)
+        """(..., H) of tokens (...), in the dtype of the layers."""
+        x = self.embed(tokens)
+        x = x if self.mask_row is None else torch.where((tokens == self.config.mask_id)[..., None], self.mask_row, x)
+        return x.to(fused.stream_dtype(x))
 
     def rope(self, position):
-        """(cos, sin) of (B, S) positions, each (B, S, 1, D / 2) float32."""
+        """(cos, sin) of (B, S) positions, each (B, S, 1, D) float32."""
         half = self.config.head_size // 2
         frequency = self.config.theta ** (-torch.arange(half, device=position.device, dtype=torch.float32) / half)
-        angle = position[..., None, None] * frequency
+        angle = position[..., None, None] * torch.cat([frequency, frequency])
         return angle.cos(), angle.sin()
 
     def hidden_states(self, inputs):
         """Final hidden states (B, N, H) of the noisy copies. inputs: noise.Inputs."""
-        noisy_mask, clean_mask = dit.masks_of(self, inputs)
-        x = self.embedded(inputs.tokens)
-        cos, sin = self.rope(inputs.position)
-        for number, layer in enumerate(self.layers):
-            mask = clean_mask if number + 1 < len(self.layers) else None
-            given = (x, cos, sin, inputs.n_noisy, noisy_mask, mask)
+        x, (cos, sin) = self.embedded(inputs.tokens), self.rope(inputs.position)
+        for layer, masks in zip(self.layers, dit.masks_of(self, inputs)):
+            given = (x, cos, sin, *masks)
             x = self.call(layer, *given) if self.training else layer(*given)
         return x
 
     def logits(self, hidden):
         """(..., H) -> (..., V) float32; the mask token's is -inf (SUBS: it is never the answer)."""
-        logits = self.lm_head(self.model["norm"](hidden)).float()
-        logits[..., self.config.mask_id] = -torch.inf
-        return logits
+        return dit.logits_of(self.lm_head, self.model["norm"](hidden), self.config.mask_id)
 
     def row_losses(self, hidden, labels):
-        return F.cross_entropy(self.logits(hidden), labels, reduction="none")
+        """As dit.DiT.row_losses."""
+        return dit.cross_entropies(self.lm_head, self.model["norm"](hidden), self.config.mask_id, labels)
 
     def forward(self, inputs):
         """Cross-entropy (R,) float32 of the clean token at each of inputs.rows; no row gives an empty tensor."""
@@ -230,8 +227,7 @@ class Decoder(nn.Module):
 
     def extend(self, tokens, position, mask, past):
         """As DiT.extend: hidden states of one more block behind cached ones, and its own keys and values."""
-        x, new = self.embedded(tokens), []
-        cos, sin = self.rope(position)
+        x, new, (cos, sin) = self.embedded(tokens), [], self.rope(position)
         for layer, pair in zip(self.layers, past):
             x, own = layer(x, cos, sin, tokens.shape[1], mask, past=pair)
             new.append(own)
@@ -303,6 +299,9 @@ def merged(model):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Work
+
+
+OWN_CASTS = {}
 
 
 def decays(name, parameter):

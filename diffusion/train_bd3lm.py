@@ -116,6 +116,8 @@ def build_parser():
                    help="rows per micro-step and rank (default: as many as hold --problems_per_batch on average)")
     g.add_argument("--problems_per_batch", type=int, help="problems per micro-step and rank (default: preset's)")
     g.add_argument("--gradient_accumulation_steps", type=int, help="micro-steps per optimizer step (default: preset's)")
+    g.add_argument("--global_batch_size", type=int, default=0, help="with --auto: problems per optimizer step, of all "
+                   "ranks (default: the two numbers of the preset multiplied)")
     g.add_argument("--per_device_eval_batch_size", type=int, default=32, help="rows per validation batch")
     g.add_argument("--max_steps", type=int, help="optimizer steps (default: preset's)")
 
@@ -156,6 +158,8 @@ def check_flags(args, world_size):
     for flag, value in zip(names, PRESETS[args.batch_preset]):      # problems become rows when the data is known
         if getattr(args, flag) is None:
             setattr(args, flag, value * 10 if flag == "learning_rate" and args.use_lora else value)
+    need(args.auto or not args.global_batch_size, "--global_batch_size needs --auto; or give --problems_per_batch")
+    args.global_batch_size = args.global_batch_size or args.problems_per_batch * args.gradient_accumulation_steps
     flags.check_shared(args)
     flags.check_bad_samples(args, CHECKS)
     flags.check_loading(args, build_parser())
@@ -199,11 +203,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, loading, metrics, optim, parallel, plan, run, tensor_files
+from common import auto, checkpoint, loading, metrics, optim, parallel, plan, run, tensor_files
 from common.packing import PackOrder, rank_packs
 from common.parallel import UserError
 from diffusion import accuracy, blocks, bound, decoder, demo_problems, noise, start, weights
-from diffusion.plan import print_plan
+from diffusion.plan import peaks, print_plan
 from diffusion.problems import load_tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -389,16 +393,33 @@ def print_start(device, ranks, config, rows, eval_rows, table, more, *, size_nam
           f"{table['samples'].mean():.2f} problems each\n{more}")
 
 
-def for_plan(args, ranks):
-    """What print_plan needs of the flags, by name. ranks: how many processes train."""
-    setup = plan.Setup(
+def setup_of(args, ranks):
+    """plan.Setup of the flags. ranks: how many processes train."""
+    return plan.Setup(
         ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
         accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size)
+
+
+def set_batch(args, world, ranks, config, rows, eval_rows, table):
+    """Turn problems into rows of a micro-step; with --auto set the flags that are open by the memory plan."""
+    problems = table["samples"].mean()      # of a packed row
+    if not args.per_device_train_batch_size:
+        args.per_device_train_batch_size = max(1, round(args.problems_per_batch / problems))
+    if args.auto:
+        peak_of = peaks(config, table, rows, eval_rows, noise.mean_rate(args.t_range, args.noise_schedule),
+                        backend=args.attn_backend, eval_batch_size=args.per_device_eval_batch_size)
+        setups = auto.by_rows(args, setup_of(args, ranks), args.global_batch_size / problems,
+                              rows.length + rows.noisy_length)
+        auto.decide(args, world, setups, peak_of, lambda setup: setup.batch_size * problems, "rows")
+
+
+def for_plan(args, ranks):
+    """What print_plan needs of the flags, by name. ranks: how many processes train."""
     room = plan.Room(
         output_dir=args.output_dir, save_steps=args.save_steps, eval_steps=args.eval_steps,
         save_total_limit=args.save_total_limit, save_minutes=args.save_minutes, gpu_memory=args.gpu_memory,
         host_memory=args.host_memory)
-    return {"setup": setup, "room": room, "backend": args.attn_backend,
+    return {"setup": setup_of(args, ranks), "room": room, "backend": args.attn_backend,
             "eval_batch_size": args.per_device_eval_batch_size}
 
 
@@ -434,8 +455,7 @@ def train(args):
     check.settle()
     config = start.with_lora(config, path, args.bf16, args.init_from, lora_of(args))
     table, regions = blocks.row_table(rows), bound.REGIONS[args.system]
-    if not args.per_device_train_batch_size:        # a packed row holds several problems
-        args.per_device_train_batch_size = max(1, round(args.problems_per_batch / table["samples"].mean()))
+    set_batch(args, world, ranks, config, rows, eval_rows, table)
     batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     identity = identity_of(layout, rows, given, seed=args.seed, model=[args.model_size, tokens.vocab_size],
                            batch=[batch_rows, rows.length], adapters=lora_of(args))

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
-from common import checkpoint, tensor_files
+from common import checkpoint, fused, tensor_files
 from common.parallel import UserError
 from diffusion import blocks, decoder, dit, export_bd3lm, sample_bd3lm, sampler, start, weights
 from diffusion.answers import question_state
@@ -66,10 +66,12 @@ def opened(folder):
     return model, tokens, theirs
 
 
+@pytest.mark.parametrize("for_gpus", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_hidden_states_are_those_of_transformers_under_the_same_mask(models, kind):
+def test_hidden_states_are_those_of_transformers_under_the_same_mask(models, kind, for_gpus, monkeypatch):
     """Packed documents, ragged blocks, noisy and clean halves: their own forward with a dense additive mask."""
+    monkeypatch.setattr(fused, "wanted", lambda x: for_gpus)
     model, tokens, theirs = opened(models[kind])
     batch = make_blocks(MIXED, 26, 24)
     inputs = noised(batch)
