@@ -123,7 +123,8 @@ finetune) problems=64 each=2 ;;
 convert) problems=64 each=1 ;;
 esac
 auto=0                      # the trainer splits a step into micro-steps, whatever the number of GPUs
-if [ -z "$BATCH_SIZE$GRAD_ACCUM" ] && has_flag --auto $SWITCHES; then auto=1; fi
+read -ra words <<<"$SWITCHES"
+if [ -z "$BATCH_SIZE$GRAD_ACCUM" ] && has_flag --auto "${words[@]}"; then auto=1; fi
 preset=$((problems * each)) step=${GLOBAL_BATCH_SIZE:-} micro=$BATCH_SIZE steps=$GRAD_ACCUM
 for name in GLOBAL_BATCH_SIZE BATCH_SIZE GRAD_ACCUM GPUS; do
     [[ -z ${!name} || ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name}: a number from 1 on"
