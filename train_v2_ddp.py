@@ -393,7 +393,7 @@ def for_table(args, check):
 def for_judges(args):
     """What scores.load_judges takes of the flags, by name."""
     return {"asr_model": args.asr_model, "asr_command": args.asr_command, "speaker_model": args.speaker_model,
-            "mos": args.mos, "language": args.language}
+            "mos": args.mos, "language": args.language, "asr_time_limit": args.asr_time_limit}
 
 
 def for_prompts(args):

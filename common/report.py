@@ -211,8 +211,8 @@ def panels(runs):
 # Parts of the page
 
 
-def summary(run, now):
-    """A block of tiles about one run."""
+def summary(run, now, evaluations):
+    """Verdict and tiles of one run. evaluations: those of report_files.read_evaluation that are about it."""
     word, sentence = report_files.state(run, now)
     total, speed = report_files.total_steps(run), run.curve("train/throughput")[1]
     steps, seconds = run.curve("train/step_seconds")
@@ -246,7 +246,8 @@ def summary(run, now):
         tiles.append(("Model", "/".join(Path(str(model)).parts[-2:]), what))
     cells = "".join(f"<div><dt>{html(title)}</dt><dd>{html(value)}</dd><small>{html(note)}</small></div>"
                     for title, value, note in tiles)
-    clauses = "".join(f"<li>{html(clause[0].upper() + clause[1:])}.</li>" for clause in verdict.verdict(run.rows))
+    clauses = "".join(f"<li>{html(clause[0].upper() + clause[1:])}.</li>"
+                      for clause in verdict.verdict(run.rows, evaluations))
     return Raw(f'<p class="path">{html(run.folder.resolve())}</p><ul class="verdict">{clauses}</ul>'
                f'<dl class="tiles">{cells}</dl>')
 
@@ -410,6 +411,10 @@ def page(runs, sample_columns, evaluations, left_out="", now=None, answer_column
     def named(run, tag, content):
         return f"<{tag}>{html(run.name)}</{tag}>{content}" if content and len(runs) > 1 else content
 
+    def of_run(run):
+        return [found for found in evaluations if len(runs) == 1 or run.folder.resolve() in
+                found["path"].resolve().parents]
+
     def per_run(make):
         return Raw("".join(named(run, "h3", make(run)) for run in runs))
     parts["Checkpoints"] = per_run(checkpoint_table)
@@ -420,8 +425,8 @@ def page(runs, sample_columns, evaluations, left_out="", now=None, answer_column
     body = "".join(f'<section id="{escape(name.replace(" ", "-"))}"><h2>{escape(name)}</h2>{content}</section>'
                    for name, content in parts.items())
     values = {"title": escape(title), "links": links, "made": moment(time.time() if now is None else now),
-              "body": body, "summary": "".join(f'<section class="run">{named(run, "h2", summary(run, now))}</section>'
-                                               for run in runs),
+              "body": body, "summary": "".join(
+                  f'<section class="run">{named(run, "h2", summary(run, now, of_run(run)))}</section>' for run in runs),
               "data": json.dumps(drawn, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")}
     template = (Path(__file__).resolve().parent / "report_page.html").read_text(encoding="utf-8")
     script = re.search(r"<script>(.*?)</script>", template, re.DOTALL)[1]

@@ -6,6 +6,7 @@
 Used by the trainers' last line, by report.py and by the demos.
 """
 import math
+from pathlib import PurePath
 
 SMALL = 0.005           # share of a loss that counts as no change: less than validation losses differ by seed
 UNDERSTOOD, PARTLY = 0.15, 0.5      # word error rates: up to here speech is understood, or partly
@@ -53,28 +54,35 @@ def loss_clause(rows):
         f": the run diverged, take checkpoint-{step} and a lower rate")
 
 
-def speech_clauses(rows):
-    """What the last sample prompts say: ended by themselves, understood, like the voice."""
+def understood(share):
+    """A word error rate in words."""
+    word = "understood" if share <= UNDERSTOOD else "partly understood" if share <= PARTLY else "not understood"
+    return f"speech is {word} (word errors {percent(share)})"
+
+
+def speech_clauses(rows, evaluations):
+    """What the last sample prompts say: ended by themselves, understood, like the voice; and what evaluations heard."""
     stops, errors, voices = (curve(rows, f"eval/{name}") for name in ("stop_rate", "wer", "speaker_similarity"))
+    judged = [(PurePath(found["name"]).name, share) for found in evaluations
+              if (share := found["metrics"].get("wer")) is not None and math.isfinite(share)]
     clauses = []
     if stops:
-        share = stops[-1][1]
-        clauses.append(f"{percent(share)} of the sample prompts ended by themselves")
-        if not errors:
+        clauses.append(f"{percent(stops[-1][1])} of the sample prompts ended by themselves")
+        if not errors and not judged:
             clauses.append("whether they are understood was not measured (--asr_model)")
     if errors:
-        share = errors[-1][1]
-        word = "is understood" if share <= UNDERSTOOD else "is partly understood" if share <= PARTLY else \
-            "is not understood"
-        clauses.append(f"speech {word} (word errors {percent(share)})")
+        clauses.append(understood(errors[-1][1]))
     if voices:
         clauses.append(f"likeness to the reference voice {voices[-1][1]:.2f}")
-    return clauses
+    return clauses + [f"{name}: {understood(share)}" for name, share in judged]
 
 
-def verdict(rows):
-    """[clause] about a run. rows: of metrics.jsonl, {"step": int, metric: number or None}."""
-    clauses = [loss_clause(rows), *speech_clauses(rows)]
+def verdict(rows, evaluations=()):
+    """[clause] about a run. rows: of metrics.jsonl, {"step": int, metric: number or None}.
+
+    evaluations: what an evaluation.json has, {"name", "metrics": {metric: number or None}}.
+    """
+    clauses = [loss_clause(rows), *speech_clauses(rows, evaluations)]
     skipped = curve(rows, "train/bad_steps")
     if skipped and skipped[-1][1]:
         clauses.append(f"steps skipped because their gradients were not finite: {skipped[-1][1]:.0f}")

@@ -47,6 +47,7 @@ import json
 
 import numpy as np
 
+from common import verdict
 from common.checkpoint import write_atomically
 from common.parallel import UserError, one_clear_error
 from speech import scores, speech_metrics
@@ -145,10 +146,14 @@ def main(argv=None):
             shown = "".join(f"{'' if v is None else f'{v:.1%}':>{width}}" for v, width in zip(values, (12, 9, 9)))
             print(f"{what:<40}{shown}   {gate + ('' if good else '  <- FAILED')}")
         failed = [what for what, *_, good, _ in rows if not good]
-        verdict = f"FAILED: {'; '.join(failed)}" if failed else "the new voice is learnt and understood"
-        print(f"verdict    {verdict}")
-        about = {"recordings": original, "before": before, "after": after, "verdict": verdict}
-        write_atomically(Path(args.after) / "verdict.json", lambda path: path.write_text(json.dumps(about, indent=1)))
+        for spoken, found in ((args.before, before), (args.after, after)):
+            about = {"name": Path(spoken).name, "metrics": found, "settings": {
+                "recogniser": "pocketsphinx", "voice": by, "word errors in recordings": original}}
+            write_atomically(Path(spoken) / "evaluation.json",
+                             lambda path, about=about: path.write_text(json.dumps(about, indent=1) + "\n"))
+        print(verdict.line([*([f"FAILED: {', '.join(failed)}"] if failed else []), verdict.understood(after["wer"]),
+                            f"{verdict.percent(after['likeness'])} of {after['sentences']} clips are more like the new "
+                            f"voice", f"{verdict.percent(after['stop_rate'])} ended by themselves"]))
     sys.exit(bool(failed))
 
 

@@ -44,7 +44,8 @@ def build_parser():
     p.add_argument("--base_steps", type=int, default=4000, help="steps of the base, 16 clips each")
     p.add_argument("--ranks", type=int, default=2, help="processes that train the base; 16 is a multiple of it")
     p.add_argument("--seed", type=int, default=0, help="of texts, weights and order")
-    p.add_argument("--only", choices=("encoder", "decoder", "base"), help="of what is trained side by side, only this")
+    p.add_argument("--only", choices=("codes", "encoder", "decoder", "base"),
+                   help="of what is trained side by side, only this; codes: the base's random weights, clips and codes")
     p.add_argument("--flite", default="flite", help="the program; not needed for clips that are there already")
     return p
 
@@ -52,9 +53,9 @@ def build_parser():
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 def check_flags(args, world_size):
     """Raise UserError for counts that make no voice."""
-    flags.at_least_one(args, "texts", "other_texts", "clips", "held_out", "encoder_steps", "decoder_steps",
+    flags.at_least_one(args, "texts", "clips", "held_out", "encoder_steps", "decoder_steps",
                        "base_steps", "ranks")
-    flags.zero_or_more(args, "seed")
+    flags.zero_or_more(args, "other_texts", "seed")
     flags.need(16 % args.ranks == 0, f"--ranks is {args.ranks}; the 16 clips of a step cannot be shared by so many")
     flags.need(args.texts <= 50_000, f"--texts is {args.texts}; there are not many more than 100000 of so few words")
 
@@ -498,8 +499,8 @@ def sample(text, **audio):
                          {"role": "assistant", "content": {"type": "audio", **audio}}], "start_index": 1}
 
 
-def train_base(out_dir, texts, steps, seed, ranks):
-    """Makes OUT_DIR/base, random, and OUT_DIR/codes, and runs train_v2_ddp.py on them, which resumes by itself."""
+def make_base(out_dir, texts, seed):
+    """OUT_DIR/base: random weights and the samples to learn from, unless they are there; OUT_DIR/codes: their codes."""
     folder, clips = out_dir / "base", {voice: [out_dir / "clips" / voice / f"{text}.wav" for text in texts[voice]]
                                        for voice in (BASE, *OTHERS)}
     if not (folder / "train.json").exists():
@@ -512,6 +513,11 @@ def train_base(out_dir, texts, steps, seed, ranks):
         samples = [sample(path.stem, audio_url=str(path)) for paths in clips.values() for path in paths]
         write_atomically(folder / "train.json", lambda path: path.write_text(json.dumps(samples)))
     fill_cache(out_dir, clips)
+
+
+def train_base(out_dir, steps, seed, ranks):
+    """Runs train_v2_ddp.py on OUT_DIR/base, all weights; it resumes by itself."""
+    folder = out_dir / "base"
     command = ["torchrun", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1",
                f"--nproc-per-node={ranks}", "train_v2_ddp.py",
                "--model_path", folder / "model", "--audio_tokenizer_path", out_dir / "books",
@@ -536,7 +542,7 @@ def fill_cache(out_dir, paths):
     folder.mkdir(parents=True, exist_ok=True)
     codec, known = load_codec(out_dir / "books"), torch.load(out_dir / "latents.pt")
     for voice, of in paths.items():
-        if voice in OTHERS:
+        if voice in OTHERS and of:
             known[voice] = measure_voice(voice, read_clips(out_dir / "clips", voice, [
                 path.stem for path in of if len(path.stem) > 2][:CODEC_CLIPS]))
         clips = [Clip(str(path), None, None) for path in of]
@@ -636,7 +642,7 @@ def main(argv=None):
                            args.other_texts)
         clips = args.out_dir / "clips"
         longer = {voice: [text for text in texts[voice] if len(text) > 2][:CODEC_CLIPS] for voice in VOICES}
-        if not args.only:
+        if args.only in (None, "codes"):
             for voice in VOICES:
                 make_clips(args.flite, clips, voice, longer[voice] + texts["held_out"])
         waves = {voice: read_clips(clips, voice, longer[voice]) for voice in VOICES}
@@ -651,7 +657,9 @@ def main(argv=None):
             else:
                 for voice in (*VOICES, *OTHERS):
                     make_clips(args.flite, clips, voice, texts[voice])
-                train_base(args.out_dir, texts, args.base_steps, args.seed, args.ranks)
+                make_base(args.out_dir, texts, args.seed)
+                if args.only != "codes":
+                    train_base(args.out_dir, args.base_steps, args.seed, args.ranks)
             if any([process.wait() for process in beside]):
                 raise UserError("the encoder's or the decoder's training failed; the lines above say why")
         finally:

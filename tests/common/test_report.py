@@ -87,10 +87,10 @@ def run(tmp_path_factory):
     judged = folder / "judged" / "step 40"
     judged.mkdir(parents=True)
     (judged / "evaluation.json").write_text(json.dumps(
-        {"name": "<i>step 40</i>", "metrics": {"word_error_rate": 0.125, "f0_correlation": None},
-         "samples": [{"name": TEXTS[0], "word_error_rate": 0.25}], "settings": {"asr": "small"}}))
+        {"name": "<i>step 40<i>", "metrics": {"wer": 0.125, "f0_correlation": None},
+         "samples": [{"name": TEXTS[0], "wer": 0.25}], "settings": {"asr": "small"}}))
     other = folder.parent / "base.json"
-    other.write_text(json.dumps({"name": "base", "metrics": {"word_error_rate": 0.5, "similarity": 0.75,
+    other.write_text(json.dumps({"name": "base", "metrics": {"wer": 0.5, "similarity": 0.75,
                                                                   "f0_correlation": math.nan}}))
     make_samples(folder.parent / "spoken", 99)
     shutil.copy(folder / "samples" / "step-40" / "prompt-1.wav", folder.parent / "spoken" / "reference.wav")
@@ -176,13 +176,15 @@ def test_page_has_every_number_and_stays_offline(page, run):
                      "Resumed at": "20", "Model": "voices/big-model"}
     assert page.run("[...document.querySelectorAll('.verdict li')].map(one => one.textContent)") == [
         "Validation loss was best at step 20 (4.0000) and 5.0 % higher at step 40 while the training loss fell: "
-        "overfitting, take checkpoint-20.", "Steps skipped because their gradients were not finite: 1."]
+        "overfitting, take checkpoint-20.", "<i>step 40<i>: speech is understood (word errors 12.5 %).",
+        "Base: speech is partly understood (word errors 50 %).",
+        "Steps skipped because their gradients were not finite: 1."]
     notes = page.run("[...document.querySelectorAll('.tiles small')].map(note => note.textContent)")
     assert {"2.0% of it waiting for data", "of 40", "first 10", "best 4 at step 20", "2 starts", "LoRA"} <= set(notes)
     assert [cells[0:3:2] + cells[5:] for cells in rows_of(page, ".checkpoints")[1:]] == \
         [["20 best", "4", "whole"], ["40", "4.2", "whole"]]
     assert dict(rows_of(page, "#settings")[1:]) == {name: json.dumps(value) for name, value in ARGS.items()}
-    assert rows_of(page, "#evaluations") == [["metric", "<i>step 40</i>", "base"], ["word_error_rate", "0.125", "0.5"],
+    assert rows_of(page, "#evaluations") == [["metric", "<i>step 40<i>", "base"], ["wer", "0.125", "0.5"],
                                              ["f0_correlation", "–", "–"], ["similarity", "–", "0.75"]]
     headings = page.run("[...document.querySelectorAll('.chart figcaption span')].map(span => span.textContent)")
     assert len(headings) == len(set(headings)) and "spread</script>" in headings

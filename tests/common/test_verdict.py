@@ -48,6 +48,14 @@ def test_what_is_said_of_speech(values, expected):
     assert verdict.verdict(rows(FELL, **{f"eval/{name}": found for name, found in values.items()}))[1:] == expected
 
 
+def test_what_an_evaluation_heard_is_said_beside_the_sample_prompts():
+    judged = [{"name": "run/after", "metrics": {"wer": 0.062}}, {"name": "before", "metrics": {"wer": 0.181}},
+              {"name": "unheard", "metrics": {"wer": None}}]
+    assert verdict.verdict(rows(FELL, **{"eval/stop_rate": [1.0]}), judged)[1:] == [
+        "100 % of the sample prompts ended by themselves", "after: speech is understood (word errors 6.2 %)",
+        "before: speech is partly understood (word errors 18.1 %)"]
+
+
 @pytest.mark.parametrize("share, text", [(0, "0 %"), (1, "100 %"), (0.925, "92.5 %"), (0.3, "30 %"), (1.2, "120 %"),
                                          (0.9999, "more than 99.9 %"), (1e-4, "less than 0.1 %"), (1.0001, "100 %")])
 def test_shares_are_not_rounded_to_all_or_nothing(share, text):

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>",
            "<|end_header_id|>", "<|eot_id|>"]
@@ -22,6 +22,12 @@ QWEN = """{%- for m in messages -%}
 {{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
+
+# Qwen3's way with tools: their schemas in a system turn, calls as JSON between tags.
+QWEN_TOOLS = QWEN.replace("m.content +", """m.content + (('<tool_call>\n' + (m.tool_calls[0].function | tojson)
++ '\n</tool_call>') if m.tool_calls else '') +""")
+QWEN_TOOLS = ("{%- if tools -%}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{%- endif -%}"
+              + QWEN_TOOLS)
 
 # Qwen3 (hybrid): the last answer has a think block, answers before the last question lose theirs; with
 # enable_thinking=False an empty block belongs to the generation prompt.
@@ -119,11 +125,17 @@ def alternatives(n, tokenizer, k=4):
 
 
 def student(folder, kind="qwen", **settings):
-    """Write a tiny random model with its tokenizer. qwen: tied, normed queries; llama: untied, scaled rotary places."""
+    """Write a tiny random model with its tokenizer.
+
+    qwen: tied, normed queries; llama: untied, scaled rotary places; moe: Qwen3 of 5 experts, two of them for a token.
+    """
     sizes = {"vocab_size": 401, "hidden_size": 36, "intermediate_size": 43, "num_hidden_layers": 2,
              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 256}
     if kind == "qwen":
         config, made = Qwen3Config(**sizes | {"tie_word_embeddings": True} | settings), tokenizer()
+    elif kind == "moe":
+        experts = {"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 20}
+        config, made = Qwen3MoeConfig(**sizes | experts | settings), tokenizer()
     else:
         rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
