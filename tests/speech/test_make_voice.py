@@ -9,7 +9,7 @@ import pytest
 import soundfile
 import torch
 
-from speech import judge_demo, make_voice
+from speech import judge_demo, make_voice, voice_codec
 from tests.helpers.trainer import ROOT
 
 VOICE = ROOT / "launch" / "voice"
@@ -45,13 +45,13 @@ def made(tmp_path_factory):
 
 def test_the_pieces_fit(made):
     """The codec gives the codes that the base was trained on; model, codec and clips work in generate_tts.py."""
-    codec, known = make_voice.load_codec(made / "voice" / "codec"), torch.load(made / "latents.pt")
+    codec, known = voice_codec.load_codec(made / "voice" / "codec"), torch.load(made / "latents.pt")
     text, wave = next(iter(judge_demo.read_originals(made / "voice" / "held.json").items()))
-    frames = make_voice.latents(torch.from_numpy(wave), make_voice.NEW, known)
-    codes = make_voice.encode(codec, frames)
+    frames = voice_codec.latents(torch.from_numpy(wave), make_voice.NEW, known)
+    codes = voice_codec.encode(codec, frames)
     assert codes.shape == (len(wave) // 960, 8) and not codes[:, 4:].any()
-    missed = (make_voice.decode(codec, codes) - frames)[:, :make_voice.ENVELOPE]
-    assert missed.square().sum() < 0.5 * frames[:, :make_voice.ENVELOPE].square().sum()
+    missed = (voice_codec.decode(codec, codes) - frames)[:, :voice_codec.ENVELOPE]
+    assert missed.square().sum() < 0.5 * frames[:, :voice_codec.ENVELOPE].square().sum()
     with torch.no_grad():
         coded = codec.encode(torch.from_numpy(wave)[None, None]).audio_codes
         spoken = codec.decode(coded).audio_values
@@ -76,6 +76,6 @@ def test_pitch_of_a_tone(hertz):
     """A pulse train; and silence has none."""
     wave = np.zeros(24000, np.float32)
     wave[::24000 // hertz] = 0.5
-    log_f0, voiced = make_voice.pitch(torch.from_numpy(wave))
+    log_f0, voiced = voice_codec.pitch(torch.from_numpy(wave))
     assert voiced[3:-3].all() and torch.allclose(log_f0[3:-3].exp(), torch.tensor(float(hertz)), rtol=0.02)
-    assert not make_voice.pitch(torch.zeros(24000))[1].any()
+    assert not voice_codec.pitch(torch.zeros(24000))[1].any()
