@@ -71,6 +71,16 @@ class _KeptByNorm(torch.autograd.Function):
         return torch.empty_like(x)
 
 
+class _KeptByExperts(torch.autograd.Function):
+    """What F.grouped_mm keeps for its backward pass, without its work; torch knows its shapes in bfloat16 alone."""
+
+    @staticmethod
+    def forward(ctx, rows, weights):
+        """rows (n, inner), weights (experts, inner, outer) -> (n, outer)."""
+        ctx.save_for_backward(*([rows] if ctx.needs_input_grad[1] else []), weights)
+        return rows.new_empty(len(rows), weights.shape[-1])
+
+
 class _Selected(TorchDispatchMode):
     """Calls note with what selective checkpointing keeps of the operators' outputs."""
 
@@ -147,7 +157,13 @@ def _trial(model, layers, inputs, bf16, sharded, plain, kernel, gpu):
     def norm(x, weight, _):
         return _KeptByNorm.apply(x, weight.to(x.dtype))
 
-    changes = [*plain, *([(kernel.owner, kernel.name, attention)] if kernel else []),
+    def experts(rows, weights, **_):
+        out = _KeptByExperts.apply(rows, weights)
+        if recomputation.keeps_product(*weights.shape[1:]):
+            select(out)
+        return out
+
+    changes = [*plain, (F, "grouped_mm", experts), *([(kernel.owner, kernel.name, attention)] if kernel else []),
                *([(fused, "wanted", lambda x: True), (fused, "rms_norm", norm)] if gpu else [])]
     handles = [handle for layer in layers for handle in (layer.register_forward_pre_hook(enter, with_kwargs=True),
                                                          layer.register_forward_hook(leave))]
@@ -218,7 +234,7 @@ def cast_bytes(model, layers, recompute, heads=()):
                  if not isinstance(part, nn.Embedding) or part in heads
                  for name, parameter in part.named_parameters(place, recurse=False)}
         return 2 * sum(p.numel() for p, name in found.items() if p.dtype == torch.float32 and p.ndim > 1
-                       and not (recompute and ".lora_B." in name))
+                       and not (recompute and ".lora_B." in name) and ".experts." not in name)     # those it leaves
     inside = [copies(layer) for layer in layers] if recompute else [0]
     return copies(model) - sum(inside) + max(inside), sum(inside) - max(inside)
 

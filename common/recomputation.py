@@ -16,7 +16,7 @@ ATTENTION = {torch.ops.torch_attn._varlen_attn.default,
              *(getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default
                for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"))}
 PRODUCTS = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1,       # place of the first matrix
-            torch.ops.aten._scaled_mm.default: 0}
+            torch.ops.aten._scaled_mm.default: 0, torch.ops.aten._grouped_mm.default: 0}     # the last: of experts
 WIDER = 8       # a product is kept unless its rows grow by more: an adapter's second half, rank to width, does
 
 
@@ -27,7 +27,7 @@ def keeps_product(inner, outer):
 
 def keeps(op, args):
     """Whether selective checkpointing keeps the output of an operator with these arguments."""
-    return keeps_product(*args[PRODUCTS[op] + 1].shape) if op in PRODUCTS else op in ATTENTION
+    return keeps_product(*args[PRODUCTS[op] + 1].shape[-2:]) if op in PRODUCTS else op in ATTENTION
 
 
 def _policy(context, op, *args, **kwargs):

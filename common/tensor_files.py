@@ -182,19 +182,22 @@ def gather_share(world, named, spread=True):
     return share, owners
 
 
-def stage(world, stem, named, spread=True):
+def stage(world, stem, named, spread=True, parts=lambda name, tensor: {name: tensor}):
     """Copy tensors off the device: {file name: write(path)} of this rank's files, which training cannot change.
 
     One file for each rank that owns tensors, with the index that transformers reads when there are several.
+    parts: what a file holds of a tensor, {name: tensor}.
     """
-    share, owners = gather_share(world, named, spread)
+    whole, owners = gather_share(world, named, spread)
+    share = {name: part for stored, tensor in whole.items() for name, part in parts(stored, tensor).items()}
     files = max(owners.values(), default=0) + 1
     writes = {}
     if share:
         writes[file_name(stem, world.rank, files)] = lambda path: save(share, path)
     if files > 1 and world.is_main:
         size = sum(tensor.numel() * tensor.element_size() for tensor in named.values())
-        places = {name: Path(file_name(stem, owner, files)).name for name, owner in owners.items()}
+        places = {name: file_name(stem, owner, files) for stored, owner in owners.items()
+                  for name in parts(stored, torch.empty(named[stored].shape, device="meta"))}
         index = json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=1)
         writes[f"{stem}.safetensors.index.json"] = lambda path: path.write_text(index)
     return writes

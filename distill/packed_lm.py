@@ -28,7 +28,9 @@ SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 LENGTH_ROPE = {"dynamic", "longrope"}
 # Settings that change logits or attention in a way that the packed forward would miss, and the value that does nothing.
 NEUTRAL = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1,
-           "lm_head_multiplier": 1, "attention_dropout": 0, "attn_pdrop": 0, "attention_chunk_size": None}
+           "lm_head_multiplier": 1, "attention_dropout": 0, "attn_pdrop": 0, "attention_chunk_size": None,
+           "output_router_logits": False}       # with it transformers adds the routers' balancing loss
+MIXTURES = {"qwen2_moe", "qwen3_moe", "olmoe"}      # of experts, in the layout of weights.EXPERTS
 
 
 def check_model(model):
@@ -48,8 +50,9 @@ def check_model(model):
             raise UserError(f"{name}: config.json has {setting} {getattr(config, setting)}, which is not supported")
     if any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()):
         raise UserError(f"{name} has attention sinks, which are not supported")
-    if any(".experts." in name for name, _ in model.named_parameters()):
-        raise UserError(f"{name} is a mixture of experts; only dense models can be trained")
+    if any(".experts." in name for name, _ in model.named_parameters()) and config.model_type not in MIXTURES:
+        raise UserError(f"{name} is a mixture of experts of a kind that is not supported; "
+                        f"{', '.join(sorted(MIXTURES))} are")
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise UserError(f"{name} has no linear output head")
 
@@ -202,9 +205,25 @@ def decays(name, parameter):
 
 
 def layer_weights(model):
-    """Values of all matrices in the decoder layers, adapters aside: what a token is multiplied with."""
-    return sum(parameter.numel() for layer in weights.decoder_layers(model)
-               for name, parameter in layer.named_parameters() if parameter.ndim == 2 and ".lora_" not in name)
+    """Values of the matrices in the decoder layers that a token is multiplied with, adapters aside.
+
+    model: transformers'. Of a mixture of experts those of the experts that a token goes to.
+    """
+    return sum(parameter.numel() * (model.config.num_experts_per_tok if parameter.ndim == 3 else 1)
+               // (parameter.shape[0] if parameter.ndim == 3 else 1) for layer in weights.decoder_layers(model)
+               for name, parameter in layer.named_parameters() if parameter.ndim > 1 and ".lora_" not in name)
+
+
+def mixture_text(model):
+    """[line about a PackedLM's experts]; [] for a dense model."""
+    found = [p for name, p in model.native.named_parameters() if p.ndim == 3 and weights.expert_names(name, p.shape)]
+    if not found:
+        return []
+    each, idle = model.native.config.num_experts_per_tok, found[0].shape[0]
+    active = sum(p.numel() for p in model.native.parameters()) - sum(
+        p.numel() * (idle - each) // idle for p in found)
+    return [f"experts    {each} of {idle} for a token, with {active / 1e6:,.1f} M of the parameters"
+            + ("; they and the routers are frozen" if model.lora else "")]
 
 
 def flops(values, config, tokens, targets, pairs, lora, forward_only=False):

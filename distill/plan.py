@@ -4,6 +4,7 @@ import torch
 
 from common import document_attention, memory, plan
 from distill import weights
+from distill.packed_lm import mixture_text
 from distill.table import PackedChats
 
 
@@ -84,8 +85,8 @@ def print_plan(check, model, table, train_ids, eval_ids, order, lengths_of_run, 
                f"{lengths.sum() / order.packs_per_epoch:,.0f} tokens each on average")
     units = memory.unit_sizes(model.native, weights.decoder_layers(model.native))
     print("\n".join([
-        plan.head_text(setup, units), samples_line(table, train_ids, eval_ids), plan.lengths_text(lengths),
-        plan.packs_text(setup, order, lengths, average),
+        plan.head_text(setup, units), *mixture_text(model), samples_line(table, train_ids, eval_ids),
+        plan.lengths_text(lengths), plan.packs_text(setup, order, lengths, average),
         plan.steps_text(total_steps, steps_per_epoch, setup.ranks, setup.accumulation, f"peak lr {peak_lr:.2e}"), often,
         plan.start_text(at["step"], resume)]))
     text = plan.memory_text(setup, parts, stages, f"{tokens[worst]:,} tokens",

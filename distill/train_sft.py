@@ -223,7 +223,7 @@ def save_checkpoint(world, writer, model, tokenizer, optimizer, meta):
     if model.lora:
         files = tensor_files.stage(world, "adapter_model", adapters.adapter_weights(model.net), spread=False)
     else:
-        files = tensor_files.stage(world, "model", dict(model.native.named_parameters()))
+        files = tensor_files.stage(world, "model", dict(model.native.named_parameters()), parts=weights.published)
     moments = optim.state_tensors(optimizer, model.named_parameters())
     files |= tensor_files.stage(world, f"{checkpoint.STATE_DIR}/optimizer", moments)
     if world.is_main:
@@ -305,8 +305,8 @@ def print_start(world, model, table, train_ids, eval_ids, *more, fsdp, bf16):
     print(f"device     {world.size} x {where}, torch {torch.__version__}, {'fsdp' if fsdp else 'ddp'}, "
           f"{'bf16' if bf16 else 'fp32'}\n"
           f"model      {n / 1e6:,.1f} M parameters, {n_trained / 1e6:,.3f} M trainable "
-          f"({'LoRA' if model.lora else 'full'})\n"
-          f"{samples_line(table, train_ids, eval_ids)}", *more, sep="\n")
+          f"({'LoRA' if model.lora else 'full'})", *packed_lm.mixture_text(model),
+          samples_line(table, train_ids, eval_ids), *more, sep="\n")
 
 
 def teaching_of(args):

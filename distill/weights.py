@@ -1,8 +1,9 @@
 """Checkpoints of transformers' causal language models: find, build empty, load into any sharding, save.
 
 A model starts empty on torch's meta device and takes its weights from the safetensors files row by row, so no process
-ever holds more than it trains. Missing, unexpected or misshapen weights stop the run. What from_pretrained would have
-to convert on the way (some mixtures of experts, quantised or remote-code models) is refused, not approximated.
+ever holds more than it trains. Missing, unexpected or misshapen weights stop the run. Mixtures of experts are published
+with matrices for each expert, which transformers holds in tensors (experts, rows, columns): files have the former,
+models the latter. What else from_pretrained would have to convert (quantised or remote-code models) is refused.
 """
 import contextlib
 import copy
@@ -20,6 +21,7 @@ from common.parallel import UserError
 
 logging.disable_progress_bar()      # of loading weights: each rank would show one
 
+EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}    # tensor: matrices of an expert
 IGNORED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")      # buffers that old files hold; now computed
 
 
@@ -154,17 +156,42 @@ def weight_parts(folder, model):
     return parts
 
 
+def expert_names(name, shape):
+    """[names of the published matrices] of each expert, for a tensor (experts, rows, columns); [] for any other."""
+    place, _, leaf = name.rpartition(".")
+    if len(shape) != 3 or leaf not in EXPERTS:
+        return []
+    return [[f"{place}.{expert}.{matrix}.weight" for matrix in EXPERTS[leaf]] for expert in range(shape[0])]
+
+
+def published(name, tensor):
+    """{published name: tensor} of a parameter: views of the matrices of each expert, or the tensor as it is."""
+    experts = expert_names(name, tensor.shape)
+    return {matrix: rows for names, whole in zip(experts, tensor)
+            for matrix, rows in zip(names, whole.chunk(len(names)))} if experts else {name: tensor}
+
+
 def check_weights(model, parts, folder):
-    """Raise UserError unless the files hold exactly the model's weights. model: bare of adapters."""
-    if problem := tensor_files.compare({name: p.shape for name, p in model.named_parameters()}, parts):
+    """Raise UserError unless the files hold exactly the model's weights. model: bare of adapters, not sharded."""
+    wanted = {}
+    for name, parameter in model.named_parameters():
+        found = {name: parameter} if name in parts else published(name, parameter.detach())
+        wanted |= {stored: tensor.shape for stored, tensor in found.items()}
+    if problem := tensor_files.compare(wanted, parts):
         raise UserError(f"{folder}: {problem}; its files do not hold the weights under the names of "
-                        f"{type(model).__name__}. What from_pretrained converts (mixtures of experts) is not supported")
+                        f"{type(model).__name__}. Other names, which from_pretrained may convert, are not supported")
 
 
 def load_weights(weights, parts):
-    """Fill {name: tensor, plain or a shard} from weight_parts; every rank reads its own rows only."""
+    """Fill {name: tensor, plain or a shard} from weight_parts; every rank reads its own rows, or experts, only."""
     for name, tensor in weights.items():
-        tensor_files.read_into(tensor.detach(), parts[name])
+        if name in parts:
+            tensor_files.read_into(tensor.detach(), parts[name])
+            continue
+        local, first = tensor_files.local_rows(tensor.detach())
+        for names, whole in zip(expert_names(name, tensor.shape)[first:], local):
+            for matrix, rows in zip(names, whole.chunk(len(names))):
+                tensor_files.read_into(rows, parts[matrix])
 
 
 def stop_at(model, ends):

@@ -16,6 +16,7 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("students")
     chats.student(folder / "qwen")
     chats.student(folder / "llama", "llama")
+    chats.student(folder / "moe", "moe")
     chats.student(folder / "sixteen", hidden_size=48, intermediate_size=64, head_dim=16)
     chats.student(folder / "window", use_sliding_window=True, sliding_window=6, max_window_layers=1)
     records = chats.alternatives(24, chats.tokenizer())         # without --distill_topk they change nothing

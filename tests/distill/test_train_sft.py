@@ -185,7 +185,8 @@ def reference_run(model, table, numbers, sample_loss=sample_loss):
     return losses
 
 
-@pytest.mark.parametrize("name", ["qwen full fsdp 2x4x1", "llama full fsdp 2x2x2", "window full ddp 1x8x1"])
+@pytest.mark.parametrize("name", ["qwen full fsdp 2x4x1", "llama full fsdp 2x2x2", "window full ddp 1x8x1",
+                                  "moe full fsdp 2x4x1"])
 def test_a_run_is_the_plain_trainers(shared, data, made, name):
     run, student = shared(name), name.split()[0]
     table, train, held_out = data(student)
@@ -272,6 +273,20 @@ def test_adapters_train_the_same(shared):
     assert_same_run(shared("llama lora ddp 2x2x2"), shared("llama lora ddp 1x8x1"), "adapter_model")
 
 
+def test_experts_train_the_same(shared, made):
+    """On any ranks, one of which has packs of one token and so experts without any; files as the base's."""
+    full, adapted = shared("moe full fsdp 2x4x1"), shared("moe lora fsdp 2x4x1")
+    assert_same_run(shared("moe full ddp 2x2x2 --gradient_checkpointing selective"), full)
+    assert_same_run(shared("moe lora ddp 1x8x1"), adapted, "adapter_model")
+    base = load_file(made / "moe" / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in tensors(full).items()} == {
+        name: tensor.shape for name, tensor in base.items()} and "model.layers.1.mlp.experts.4.up_proj.weight" in base
+    ends = {name.split(".")[-3] for name in tensors(adapted, "adapter_model")}
+    assert ends == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert re.search(r"experts    2 of 5 for a token, with 0.0 M of the parameters; they and the routers are frozen\n",
+                     adapted.output)
+
+
 def test_a_saved_adapter_loads_in_peft(shared, data, made):
     run, (table, train, held_out) = shared("llama lora fsdp 2x4x1"), data("llama")
     base = AutoModelForCausalLM.from_pretrained(made / "llama")
@@ -323,7 +338,7 @@ def stop_after_two(line):
     train_sft.main(line)
 
 
-@pytest.mark.parametrize("name", ["qwen full fsdp 2x4x1", "llama dropout ddp 2x2x2", "qwen distill fsdp 2x4x1"])
+@pytest.mark.parametrize("name", ["moe full fsdp 2x4x1", "llama dropout ddp 2x2x2", "qwen distill fsdp 2x4x1"])
 def test_resumed_is_uninterrupted(pool, made, shared, tmp_path, name):
     """From checkpoints amid an epoch and at its end, all that follows has the same bits."""
     whole = shared(f"{name} {EVERY}")
@@ -388,6 +403,7 @@ def planned(made, output_dir, *flags, student="qwen"):
     (["--max_length", "300"], "--max_length 300 is more than the model's 256 positions"),
     (["--max_length", "20"], "problems:"), (["--lora_target_modules", "q_proj"], "needs --use_lora"),
     (["--use_lora", "--lora_target_modules", "qkv"], "'qkv' matches no linear layer; use all-linear or out of: down_"),
+    (["--use_lora", "--lora_target_modules", "gate_up_proj", "--model_path", "MOE"], "'gate_up_proj' matches no"),
     (["--eval_data_file", "x", "--validation_split", "0.1"], "give one of --eval_data_file and --validation_split"),
     (["--gradient_accumulation_steps", "0", "--global_batch_size", "24"], "24 is not a multiple of 16"),
     (["--gradient_accumulation_steps", "0", "--per_device_train_batch_size", "9"], "128 is not a multiple of 18"),
@@ -407,7 +423,7 @@ def planned(made, output_dir, *flags, student="qwen"):
 ])
 def test_bad_flags(made, tmp_path, flags, part):
     with pytest.raises(UserError, match=re.escape(part)):
-        planned(made, tmp_path, *flags)
+        planned(made, tmp_path, *[flag.replace("MOE", f"{made}/moe") for flag in flags])
 
 
 def test_what_only_goes_with_a_dry_run(made, tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>",
            "<|end_header_id|>", "<|eot_id|>"]
@@ -119,11 +119,17 @@ def alternatives(n, tokenizer, k=4):
 
 
 def student(folder, kind="qwen", **settings):
-    """Write a tiny random model with its tokenizer. qwen: tied, normed queries; llama: untied, scaled rotary places."""
+    """Write a tiny random model with its tokenizer.
+
+    qwen: tied, normed queries; llama: untied, scaled rotary places; moe: Qwen3 of 5 experts, two of them for a token.
+    """
     sizes = {"vocab_size": 401, "hidden_size": 36, "intermediate_size": 43, "num_hidden_layers": 2,
              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 256}
     if kind == "qwen":
         config, made = Qwen3Config(**sizes | {"tie_word_embeddings": True} | settings), tokenizer()
+    elif kind == "moe":
+        experts = {"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 20}
+        config, made = Qwen3MoeConfig(**sizes | experts | settings), tokenizer()
     else:
         rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
