@@ -148,7 +148,7 @@ from common import adapters, checkpoint, float8, loading, metrics, optim, parall
 from common.json_files import read_object
 from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.parallel import UserError
-from common.plan import Checks, Room, Setup, check_writable, start_text, steps_text
+from common.plan import Checks, check_writable, of_flags, start_text, steps_text
 from data import make_loader, prepare_table
 from speech import higgs, models, sample_prompts, weights, wording
 from speech.codes import FRAME_RATE
@@ -403,16 +403,7 @@ def code_cache(args):
 
 def for_plan(args, ranks, often):
     """What print_plan takes of the flags, by name. ranks: how many processes train. often: of run.intervals."""
-    setup = Setup(
-        ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
-        accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size,
-        budget=args.max_tokens_per_batch, reshard=args.reshard_after_forward, offload=args.cpu_offload,
-        adapters=args.use_lora)
-    room = Room(
-        output_dir=args.output_dir, save_steps=args.save_steps, eval_steps=args.eval_steps,
-        save_total_limit=args.save_total_limit, save_minutes=args.save_minutes, gpu_memory=args.gpu_memory,
-        host_memory=args.host_memory)
-    return {"setup": setup, "room": room, "eval_batch_size": args.per_device_eval_batch_size,
+    return {**of_flags(args, ranks), "eval_batch_size": args.per_device_eval_batch_size,
             "warmup_steps": args.warmup_steps, "often": often, "speaks": bool(args.sample_prompts),
             "code_cache": code_cache(args)}
 

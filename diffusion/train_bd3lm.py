@@ -372,14 +372,7 @@ def print_start(device, ranks, config, rows, eval_rows, table, more, *, size_nam
 
 def for_plan(args, ranks):
     """What print_plan needs of the flags, by name. ranks: how many processes train."""
-    setup = plan.Setup(
-        ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
-        accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size)
-    room = plan.Room(
-        output_dir=args.output_dir, save_steps=args.save_steps, eval_steps=args.eval_steps,
-        save_total_limit=args.save_total_limit, save_minutes=args.save_minutes, gpu_memory=args.gpu_memory,
-        host_memory=args.host_memory)
-    return {"setup": setup, "room": room, "backend": args.attn_backend,
+    return {**plan.of_flags(args, ranks), "backend": args.attn_backend,
             "eval_batch_size": args.per_device_eval_batch_size}
 
 

@@ -172,7 +172,7 @@ from tqdm import tqdm
 
 from common import adapters, checkpoint, float8, loading, metrics, optim, parallel, run, tensor_files, watchdog
 from common.packing import PackOrder, pack_order, rank_packs, run_length
-from common.plan import Checks, Room, Setup, start_text, steps_text
+from common.plan import Checks, of_flags, start_text, steps_text
 from distill import chat, packed_lm, rollouts, topk, weights
 from distill.plan import print_plan, samples_line
 from distill.table import make_loader, prepare_table, split_samples
@@ -317,16 +317,7 @@ def teaching_of(args):
 
 def for_plan(args, ranks, often):
     """What print_plan needs of the flags, by name. ranks: how many processes train. often: of run.intervals."""
-    setup = Setup(
-        ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
-        accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size,
-        budget=args.max_tokens_per_batch, reshard=args.reshard_after_forward, offload=args.cpu_offload,
-        adapters=args.use_lora)
-    room = Room(
-        output_dir=args.output_dir, save_steps=args.save_steps, eval_steps=args.eval_steps,
-        save_total_limit=args.save_total_limit, save_minutes=args.save_minutes, gpu_memory=args.gpu_memory,
-        host_memory=args.host_memory)
-    return {"setup": setup, "room": room, "often": often, "epochs": args.num_train_epochs,
+    return {**of_flags(args, ranks), "often": often, "epochs": args.num_train_epochs,
             "peak_lr": args.learning_rate}
 
 

@@ -278,7 +278,7 @@ def save_clips(product, stem, folder, voice, texts, per_file=100):
     return samples
 
 
-def make_product(args, texts, product):
+def make_product(args, given, texts, product):
     """Everything that the demo needs, as small as it goes, and where it came from."""
     building = product.with_name(f".{product.name}.tmp")
     shutil.rmtree(building, ignore_errors=True)
@@ -300,7 +300,7 @@ def make_product(args, texts, product):
                        ("held_base", save_clips(building, f"held-{BASE}", clips, BASE, texts["held_out"]))):
         (building / f"{name}.json").write_text(json.dumps(made, separators=(",", ":")) + "\n")
     shutil.copy(args.out_dir / "texts.json", building)
-    write_about(args, building)
+    write_about(args, given, building)
     if product.exists():
         for kept in product.glob("LICENSE*"):
             shutil.copy(kept, building)
@@ -308,14 +308,14 @@ def make_product(args, texts, product):
     building.rename(product)
 
 
-def write_about(args, folder):
-    """about.json: the command, the versions, sizes and hashes of all files."""
+def write_about(args, given, folder):
+    """about.json: the command with the flags given, the versions, and the hashes of all files."""
     flite = subprocess.run([args.flite, "--version"], text=True, capture_output=True).stdout if shutil.which(
         args.flite) else ""
     version = next((line for line in flite.splitlines() if "version" in line), "flite: not there")
     import transformers
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    about = {"command": shlex.join(["python", "speech/make_voice.py", *sys.argv[1:]]),
+    about = {"command": shlex.join(["python", "speech/make_voice.py", *given]),
              "versions": {"python": platform.python_version(), "torch": torch.__version__,
                           "transformers": transformers.__version__, "flite": version.strip()},
              "voices": {"base": BASE, "new": NEW, "heard by the base, too": OTHERS},
@@ -326,6 +326,7 @@ def write_about(args, folder):
 
 def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
+    given = sys.argv[1:] if argv is None else argv
     with one_clear_error():
         args.out_dir.mkdir(parents=True, exist_ok=True)
         args.out_dir = args.out_dir.resolve()
@@ -338,7 +339,7 @@ def main(argv=None):
                 make_clips(args.flite, clips, voice, longer[voice] + texts["held_out"])
         waves = {voice: read_clips(clips, voice, longer[voice]) for voice in VOICES}
         make_latents(args.out_dir, waves, args.seed)
-        beside = [] if args.only else [subprocess.Popen([sys.executable, *sys.argv, "--only", part])
+        beside = [] if args.only else [subprocess.Popen([sys.executable, __file__, *given, "--only", part])
                                        for part in ("encoder", "decoder")]
         try:
             if args.only == "encoder":
@@ -357,7 +358,7 @@ def main(argv=None):
             for process in beside:
                 process.terminate()
         if not args.only:
-            make_product(args, texts, args.product_dir or args.out_dir / "voice")
+            make_product(args, given, texts, args.product_dir or args.out_dir / "voice")
 
 
 if __name__ == "__main__":

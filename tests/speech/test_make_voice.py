@@ -1,8 +1,6 @@
 """make_voice.py, much shortened, on launch/voice's own clips in flite's place: what it makes fits together."""
 import json
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ CLIPS = 12          # of either voice
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(pool, tmp_path_factory):
     """OUT_DIR of a run of a few steps."""
     out = tmp_path_factory.mktemp("made")
     texts = {}
@@ -34,16 +32,15 @@ def made(tmp_path_factory):
         for text in texts[voice]:
             shutil.copy(out / "clips" / make_voice.NEW / f"{text}.wav", out / "clips" / voice)
     (out / "texts.json").write_text(json.dumps({"held_out": list(found)[:4], **texts}))
-    command = [sys.executable, "speech/make_voice.py", out, "--flite", "/nowhere/flite", "--texts", CLIPS, "--clips",
+    command = [out, "--flite", "/nowhere/flite", "--texts", CLIPS, "--clips",
                CLIPS, "--other_texts", 2, "--held_out", 4, "--encoder_steps", 4, "--decoder_steps", 4,
                "--base_steps", 3, "--ranks", 1]
-    done = subprocess.run([str(word) for word in command], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT)
-    assert done.returncode == 0, done.stdout[-3000:]
+    statuses, output = pool.run(1, "speech.make_voice.main", [str(word) for word in command])
+    assert not any(statuses), output[-3000:]
     return out
 
 
-def test_the_pieces_fit(made):
+def test_the_pieces_fit(made, pool):
     """The codec gives the codes that the base was trained on; model, codec and clips work in generate_tts.py."""
     codec, known = voice_codec.load_codec(made / "voice" / "codec"), torch.load(made / "latents.pt")
     text, wave = next(iter(judge_demo.read_originals(made / "voice" / "held.json").items()))
@@ -56,9 +53,10 @@ def test_the_pieces_fit(made):
         coded = codec.encode(torch.from_numpy(wave)[None, None]).audio_codes
         spoken = codec.decode(coded).audio_values
     assert coded.shape == (1, 8, len(codes)) and spoken.shape[-1] == len(wave)
-    subprocess.run([sys.executable, "speech/generate_tts.py", "--model_path", made / "voice" / "model",
-                    "--audio_tokenizer_path", made / "voice" / "codec", "--text", text,
-                    "--max_seconds", "0.4", "--output_dir", made / "spoken"], cwd=ROOT, check=True, capture_output=True)
+    statuses, output = pool.run(1, "speech.generate_tts.main", [
+        "--model_path", str(made / "voice" / "model"), "--audio_tokenizer_path", str(made / "voice" / "codec"),
+        "--text", text, "--max_seconds", "0.4", "--output_dir", str(made / "spoken")])
+    assert not any(statuses), output[-3000:]
     assert soundfile.info(made / "spoken" / "0000.wav").samplerate == 24000
 
 
