@@ -32,7 +32,7 @@ def build_parser():
                    help="folder or hub name: Higgs-Audio V2 (native or 2025 format) or Higgs TTS 3")
     g.add_argument("--audio_tokenizer_path", help="native audio tokenizer, folder or hub name (default: the codec "
                    "inside a Higgs TTS 3 checkpoint)")
-    flags.lora(g, rank=16, alpha=32, dropout=0.1, targets=None,
+    flags.lora(g, rank=16, alpha=32, dropout=0.0, targets=None,
                targets_help=f"{', '.join(LORA_TARGETS)}, or comma-separated module name endings (default: attention; "
                             "Higgs TTS 3: all-linear)")
     flags.switch(g, "--train_audio_table", help="beside the adapters, the audio embedding of Higgs TTS 3, which is its "
@@ -119,12 +119,15 @@ def check_flags(args, world_size):
     need(not (args.use_lora and args.freeze_llm), "--use_lora freezes the whole base already: drop --freeze_llm")
     need(args.parallel == "ddp" or args.eval_ranks != "rank0",
          "--eval_ranks rank0 does not go with --parallel fsdp: every forward there needs all ranks; drop it")
-    args.eval_ranks = args.eval_ranks or ("rank0" if args.parallel == "ddp" else "all")
-    if args.max_tokens_per_batch:
-        need(not args.group_by_length, "--group_by_length does nothing with --max_tokens_per_batch: packs are equal")
-        need(not args.global_batch_size and not args.scale_lr_from_batch,
-             "--global_batch_size and --scale_lr_from_batch count samples: not with --max_tokens_per_batch")
-    if args.global_batch_size:
+    need(not (args.auto and args.eval_ranks == "rank0") or "parallel" in flags.named(args),
+         "--eval_ranks rank0 with --auto needs --parallel ddp: every forward of fsdp needs all ranks")
+    args.eval_ranks = args.eval_ranks or ("rank0" if args.parallel == "ddp" and not args.auto else "all")
+    if not flags.counts_samples(args):
+        need(not args.group_by_length, "--group_by_length does nothing with packs of tokens: they are equal")
+        need(args.auto or not args.global_batch_size, "--global_batch_size counts samples: with packs of tokens it "
+             "needs --auto")
+        need(not args.scale_lr_from_batch, "--scale_lr_from_batch counts samples: not with packs of tokens")
+    if args.global_batch_size and flags.counts_samples(args):
         per_micro_step = args.per_device_train_batch_size * world_size
         need(args.gradient_accumulation_steps == 1, "give one of --global_batch_size and --gradient_accumulation_steps")
         need(args.global_batch_size % per_micro_step == 0,
@@ -136,6 +139,7 @@ def check_flags(args, world_size):
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
+import functools
 import math
 from pathlib import Path
 
@@ -144,15 +148,15 @@ import torch
 from tqdm import tqdm
 
 import lora  # first: it explains a torchaudio that breaks every transformers import
-from common import adapters, checkpoint, float8, loading, metrics, optim, parallel, run, tensor_files, watchdog
+from common import adapters, auto, checkpoint, float8, loading, metrics, optim, parallel, run, tensor_files, watchdog
 from common.json_files import read_object
 from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.parallel import UserError
-from common.plan import Checks, check_writable, of_flags, start_text, steps_text
+from common.plan import Checks, check_writable, room_of, setup_of, start_text, steps_text
 from data import make_loader, prepare_table
 from speech import higgs, models, sample_prompts, weights, wording
 from speech.codes import FRAME_RATE
-from speech.plan import print_plan
+from speech.plan import peaks, print_plan
 from speech.sources import Reading
 from speech.table import data_facts, samples_line, split_samples, usable_samples
 
@@ -388,7 +392,7 @@ def for_table(args, check):
 def for_judges(args):
     """What scores.load_judges takes of the flags, by name."""
     return {"asr_model": args.asr_model, "asr_command": args.asr_command, "speaker_model": args.speaker_model,
-            "mos": args.mos, "language": args.language}
+            "mos": args.mos, "language": args.language, "asr_time_limit": args.asr_time_limit}
 
 
 def for_prompts(args):
@@ -401,9 +405,25 @@ def code_cache(args):
     return args.code_cache or Path(args.output_dir) / "codes"
 
 
+def choose(args, world, ranks, model, table, ids, train_ids, eval_ids):
+    """--auto: set the flags that are open by the memory plan; returns whether the model has to be built anew."""
+    lengths = table.lengths[train_ids]
+
+    @functools.cache
+    def order_of(budget):
+        return pack_order(lengths, tokens_per_pack=budget, samples_per_pack=args.per_device_train_batch_size,
+                          seed=args.seed, group_by_length=args.group_by_length)
+    peak_of = peaks(model, table, ids, train_ids, eval_ids, eval_batch_size=args.per_device_eval_batch_size,
+                    speaks=bool(args.sample_prompts))
+    setups = auto.by_tokens(args, setup_of(args, ranks), lengths, lambda budget: order_of(budget).packs_per_epoch,
+                            args.global_batch_size)
+    return auto.decide(args, world, setups, lambda setup: peak_of(setup, order_of(setup.budget)),
+                       lambda setup: len(lengths) / order_of(setup.budget).packs_per_epoch)
+
+
 def for_plan(args, ranks, often):
     """What print_plan takes of the flags, by name. ranks: how many processes train. often: of run.intervals."""
-    return {**of_flags(args, ranks), "eval_batch_size": args.per_device_eval_batch_size,
+    return {"setup": setup_of(args, ranks), "room": room_of(args), "eval_batch_size": args.per_device_eval_batch_size,
             "warmup_steps": args.warmup_steps, "often": often, "speaks": bool(args.sample_prompts),
             "code_cache": code_cache(args)}
 
@@ -445,7 +465,8 @@ def train(args):
         output_dir=args.output_dir if main_rank and not check.dry else None)
     if args.tf32:       # only now: codes in the cache must not depend on it
         torch.set_float32_matmul_precision("high")
-    books = ids.num_codebooks
+    if args.auto and choose(args, world, ranks, model, table, ids, train_ids, eval_ids):
+        model, native, parts = empty_trained_model(folder, config_dict, **for_model(args))
     identity = run_identity(folder, table, train_ids, **for_identity(args)) if main_rank else None
     validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
     resume, meta = parallel.rank0_first(world, checkpoint.find_resume, args.output_dir, args.resume, identity)
@@ -479,7 +500,7 @@ def train(args):
                                   (args.adam_beta1, args.adam_beta2), higgs.decays)
     parallel.seed_everything(args.seed, world.rank)     # other dropout on every rank
     # a step's log values: loss sums by codebook, text loss, 5 of the stream's end; targets of both kinds, on rank 0
-    now = run.Run(world, watch, args, order, total_steps, books + 8, resume, meta, validation, table.name)
+    now = run.Run(world, watch, args, order, total_steps, ids.num_codebooks + 8, resume, meta, validation, table.name)
     now.restore(model, optimizer)
     epochs = sys.maxsize if args.max_steps else args.num_train_epochs
     packs = ([int(train_ids[i]) for i in pack] for pack in
@@ -512,7 +533,7 @@ def train(args):
                     audio, text, eos = wrapped(batch)       # sums over this batch's targets
                 loss = higgs.total_loss(audio, n_audio, text, n_text, args.audio_loss_reduction, args.text_loss_weight)
                 (loss * world.size).backward()          # gradients are averaged over ranks, the loss is a global mean
-            sums[:books + 6] += torch.cat([audio.detach(), text.detach()[None], eos])
+            sums[:ids.num_codebooks + 6] += torch.cat([audio.detach(), text.detach()[None], eos])
             now.saw(loss, mine)
         if main_rank:       # python numbers: a tensor made of them would wait for the GPU
             sums[-2] += n_audio

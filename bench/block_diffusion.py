@@ -239,7 +239,7 @@ def host_costs(args, device, report, problems=128):
     ways = {"batch from rows, in a loader process": collate,
             "of it, tiles of flex attention": lambda: dit.tile_states(on_host.doc.numpy(), on_host.block.numpy(), n),
             "noise": noised, "flex masks from tiles": lambda: dit.attention_masks(
-                doc, block, n, (inputs.noisy_tiles, inputs.clean_tiles)),
+                doc, block, n, inputs.tiles),
             "flex masks by create_block_mask, before": created,
             "dense masks of sdpa": lambda: dit.attention_masks(doc, block, n)}
     seconds = measure.alternate(ways, args.repeats, device)

@@ -117,7 +117,7 @@ def one_attention(model, inputs):
     at = torch.arange(length, device=inputs.doc.device)
     b = torch.arange(len(inputs.doc), device=inputs.doc.device)[:, None, None]
     mask = dit.attends(inputs.doc, inputs.block, n)(b, 0, at[:, None], at)[:, None]
-    x, (cos, sin), condition = model.embed(inputs.tokens).float(), model.rope(inputs.position), model.condition()
+    x, (cos, sin), condition = model.embedded(inputs.tokens), model.rope(inputs.position), model.condition()
     for layer in model.layers[:-1]:
         x = layer(x, condition, cos, sin, length, mask)
     x = model.layers[-1](x, condition, cos, sin, n, mask[:, :, :n])

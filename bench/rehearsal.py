@@ -130,15 +130,17 @@ def chat_files(folder, layers):
 
 
 def block_files(folder, layers):
-    """Flags that name GSM8K's form of problems of about its mean length."""
+    """Flags that name problems of about GSM8K's mean length, whose rows are as docs/diffusion.md counts them there."""
     data = folder / "problems.jsonl"
     if not data.exists():
         demo_problems.write_demo(folder / "demo")
         tokenizer = Tokenizer.from_file(str(folder / "demo" / "tokenizer.json"))
-        text = " has 3 apples"
-        while len(tokenizer.encode(text).ids) < 62:
-            text += " and 3 apples"
-        problem = {"question": text, "answer": f"{text}\n#### 3"}
+        question, answer = " has 3 apples", " has 3 apples"
+        while len(tokenizer.encode(question).ids) < 58:
+            question += " and 3 apples"
+        while len(tokenizer.encode(answer).ids) < 88:
+            answer += " and 3 apples"
+        problem = {"question": question, "answer": f"{answer}\n#### 3"}
         data.write_text((json.dumps(problem) + "\n") * SAMPLES)
     choices.SIZES["small"] = (768, layers, 12, 128)
     return ["--train_data_file", data, "--tokenizer", folder / "demo" / "tokenizer.json", "--model_size", "small",
@@ -163,7 +165,7 @@ class Step:
     peak: int           # bytes of all tensors
     planned: int        # the same as --dry_run has it
     work: dict          # Run.count's, of all ranks: tokens, flops, ...
-    pairs: int          # that attend, of all micro-steps of this rank
+    pairs: float        # (query, key) that a layer's attention computes, of all micro-steps of this rank
 
 
 @torch.library.custom_op("rehearsal::flex_attention", mutates_args={})
@@ -253,9 +255,10 @@ def on_gpu(*args):
 
 
 def pairs_of(batch):
-    """(query, key) pairs of a batch that attend."""
+    """(query, key) pairs that attention computes of a batch, mean of its layers: FlexAttention's tiles are whole."""
     if isinstance(batch, noise.Blocks):
-        return noise.attended_pairs(batch)
+        last, layers = batch.tiles[:, :batch.noisy.shape[1] // dit.TILE], choices.SIZES["small"][1]
+        return dit.TILE ** 2 * float(((layers - 1) * (batch.tiles > 0).sum() + (last > 0).sum()) / layers)
     lengths = np.diff(batch.cu_seqlens.numpy()).astype(np.int64)
     return int((lengths * (lengths + 1) // 2).sum())
 

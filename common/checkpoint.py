@@ -407,6 +407,18 @@ def newest_whole(output_dir, report=print):
     return None
 
 
+def last_args(output_dir, resume):
+    """Flags of the run that --resume goes on with, as its newest checkpoint has them, or None; find_resume proves it.
+
+    Nothing is hashed: all checkpoints of a run have the flags that matter in common.
+    """
+    folders = [path for _, path in reversed(checkpoints(output_dir))] if resume == "auto" else [Path(resume)]
+    for file in (folder / STATE_DIR / "state.json" for folder in folders):
+        if is_file(file) and (state := read_json(file, STATE | {"args": dict})):
+            return state["args"]
+    return None
+
+
 def load_meta(path):
     """state.json of a checkpoint folder as a dict."""
     return json_files.read_object(Path(path) / STATE_DIR / "state.json")

@@ -1,11 +1,11 @@
-"""RMSNorm, rotary embedding and SwiGLU of transformers' models in fewer passes over a GPU's memory.
+"""Norms, rotary embedding, SwiGLU and cross-entropy in fewer passes over a GPU's memory.
 
 Written as transformers has them, a norm is 8 kernels forward and 12 backward, a rotary embedding 5 and 8 for q and as
-many for k, a SwiGLU 2 and 4, each a pass over memory as wide as the layer. Here a norm is F.rms_norm, and the others
-are one kernel each way, which torch.compile makes of a function of a few lines (plainly run where it cannot: without
-Triton). They round once, at the end, and keep only their inputs for the backward pass.
+many for k, a SwiGLU 2 and 4, each a pass over memory as wide as the layer. Here a norm is F.rms_norm or F.layer_norm,
+and the others are one kernel each way, which torch.compile makes of a function of a few lines (plainly run where it
+cannot: without Triton). They round once, at the end, and keep only their inputs for the backward pass.
 
-On a CPU, and in layers that torch.compile sees whole, transformers' own code runs.
+On a CPU, and in layers that torch.compile sees whole, transformers' own code runs, and our own networks' plain one.
 """
 import functools
 import inspect
@@ -105,6 +105,77 @@ class _Rotate(torch.autograd.Function):
 def rotate(x, cos, sin):
     """Rotary embedding of x (..., D): its halves as the two coordinates; cos, sin (..., D) broadcast; like x."""
     return _Rotate.apply(x, cos, sin)
+
+
+def layer_norm(x, weight, bias, eps):
+    """Layer norm of x (..., H) with weight and bias (H,), rounded to the dtype of x, like x; sums are fp32."""
+    with torch.autocast(x.device.type, enabled=False):      # which would make it fp32
+        return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype), eps)
+
+
+def rotate_halves(x, cos, sin):
+    """Rotary embedding of x (..., D) in float32; cos, sin (..., D / 2) for both halves."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def rotate_qk_kernel(q, k, cos, sin):
+    return rotate_halves(q, cos, sin).to(q.dtype), rotate_halves(k, cos, sin).to(k.dtype)
+
+
+def rotate_qkv_gradient_kernel(q, k, v, cos, sin):
+    q, k = (rotate_halves(t, cos, -sin).to(v.dtype) for t in (q, k))
+    return torch.stack([q, k, v], dim=2)
+
+
+class _RotateQKV(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, qkv, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        q, k, v = qkv.unbind(2)
+        return *kernel(rotate_qk_kernel, q, k, cos, sin), v
+
+    @staticmethod
+    def backward(ctx, q, k, v):
+        return kernel(rotate_qkv_gradient_kernel, q, k, v, *ctx.saved_tensors), None, None
+
+
+def rotate_qkv(qkv, cos, sin):
+    """(B, S, 3, heads, D) -> q, k, v (B, S, heads, D), q and k by rotate_halves; cos, sin (B, S, 1, D / 2)."""
+    if wanted(qkv):
+        return _RotateQKV.apply(qkv, cos, sin)
+    q, k, v = qkv.unbind(2)
+    return *rotate_qk_kernel(q, k, cos, sin), v
+
+
+def cross_entropies_kernel(logits, labels):
+    wide = logits.float()
+    log_sum = wide.logsumexp(-1)
+    return log_sum - wide.gather(-1, labels[:, None])[:, 0], log_sum
+
+
+def cross_entropies_gradient_kernel(grad, logits, labels, log_sum):
+    hit = torch.arange(logits.shape[-1], device=logits.device) == labels[:, None]
+    return (grad[:, None] * ((logits.float() - log_sum[:, None]).exp() - hit.float())).to(logits.dtype)
+
+
+class _CrossEntropies(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, logits, labels):
+        losses, log_sum = kernel(cross_entropies_kernel, logits, labels)
+        ctx.save_for_backward(logits, labels, log_sum)
+        return losses
+
+    @staticmethod
+    def backward(ctx, grad):
+        return kernel(cross_entropies_gradient_kernel, grad, *ctx.saved_tensors), None
+
+
+def cross_entropies(logits, labels):
+    """Cross-entropies (R,) float32 of logits (R, V), some of which may be -inf, at labels (R,) int64."""
+    return _CrossEntropies.apply(logits, labels)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

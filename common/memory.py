@@ -222,19 +222,20 @@ def kept_bytes(row, layers, recompute):
     return kept + row["ends"], row["layer"] - selected / layers     # a layer computed again takes over what it had kept
 
 
-def cast_bytes(model, layers, recompute, heads=()):
+def cast_bytes(model, layers, recompute, heads=(), freed=(".lora_B.",), never=()):
     """Bytes of the bf16 copies of fp32 matrices that autocast makes -> (kept to the backward pass, to its beginning).
 
-    heads: embeddings that are heads as well, so that their matrices are cast, too.
-    Recomputed layers' copies go with the forward pass, and one layer's at a time come back; the B of an adapter is cast
-    by its layer, whose recomputation frees that copy at once.
+    heads: embeddings that are heads as well, so that their matrices are cast, too. Recomputed layers' copies go with
+    the forward pass, and one layer's at a time come back. Parts of names: freed, what a layer casts itself, as the B of
+    an adapter, so that its recomputation frees that copy at once; never, what is used in fp32.
     """
     def copies(module):
         found = {parameter: name for place, part in module.named_modules()
                  if not isinstance(part, nn.Embedding) or part in heads
                  for name, parameter in part.named_parameters(place, recurse=False)}
+        left = (".experts.", *never, *(freed if recompute else ()))      # experts are left as stored
         return 2 * sum(p.numel() for p, name in found.items() if p.dtype == torch.float32 and p.ndim > 1
-                       and not (recompute and ".lora_B." in name) and ".experts." not in name)     # those it leaves
+                       and not any(part in name for part in left))
     inside = [copies(layer) for layer in layers] if recompute else [0]
     return copies(model) - sum(inside) + max(inside), sum(inside) - max(inside)
 

@@ -56,7 +56,7 @@ def start(args, check, cpu_too=False):
             check(plan.check_writable, args.logging_dir, "--logging_dir")
         return parallel.World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu")), None
     watchdog.catch_signals()
-    world = parallel.init(args.collective_timeout, args.wait_timeout, args.parallel == "fsdp", cpu_too)
+    world = parallel.init(args.collective_timeout, args.wait_timeout, args.auto or args.parallel == "fsdp", cpu_too)
     watch = watchdog.Watchdog(world, args.collective_timeout)
     watch.moved("data preparation", args.wait_timeout)
     parallel.rank0_first(world, checkpoint.own_output, args.output_dir, lambda why: watchdog.end(world, why))

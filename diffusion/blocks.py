@@ -364,7 +364,7 @@ def collate(rows, batch_rows, length, noisy_length, pad, mixed=False):
         noisy[r, :len(places)] = places
     copied, at = noisy >= 0, noisy.clip(min=0)
     copies = {key: np.take_along_axis(joined[key], at, 1) for key in ("doc", "block", "part") if key in joined}
-    noisy_tiles, clean_tiles = dit.tile_states(
+    tiles = dit.tile_states(
         np.concatenate([np.where(copied, copies["doc"], -1), joined["doc"]], 1),
         np.concatenate([copies["block"], joined["block"]], 1), noisy_length,
         np.concatenate([copies["part"], joined["part"]], 1) if mixed else None)
@@ -374,7 +374,7 @@ def collate(rows, batch_rows, length, noisy_length, pad, mixed=False):
                   target=tensors["target"], region=tensors["region"], noisy=torch.from_numpy(noisy),
                   group=tensors["group"], n_groups=groups, n_targets=int(joined["target"].sum()),
                   documents=sum(row["documents"] for row in rows), tokens=tokens,
-                  noisy_tiles=noisy_tiles, clean_tiles=clean_tiles, part=tensors.get("part"))
+                  tiles=tiles, part=tensors.get("part"))
 
 
 def make_loader(rows, packs, batch_rows, noisy_length, *, num_workers, prefetch_factor):

@@ -71,7 +71,7 @@ def bound(world, model, rows, mask_id, check, *, batch_rows, repeats, seed, bf16
             losses = weighted_losses(model, inputs, world.device, bf16)
             sums[repeat].index_add_(0, cell[inputs.places].to(world.device), losses)
             of_block[repeat].index_add_(0, batch.group.flatten()[inputs.places].to(world.device), losses)
-        if repeats > 1:
+        if repeats > 1 and batch.n_groups:      # none: what tops up the last round of ranks
             variance += of_block.var(0).sum() / repeats
     sums, variance = parallel.all_sum(world, sums), parallel.all_sum(world, variance)
     return report(sums.cpu().numpy(), float(variance), target_counts(rows), REGIONS[layout.system])

@@ -5,16 +5,18 @@ of dLLM's BD3 of Qwen3 (github.com/ZHZisZZ/dllm, examples/a2d), SDAR (arXiv 2510
 E2D2 (github.com/kuleshov-group/e2d2): noisy and clean copies under the same positions, all weights trained, and no
 shift: the head, which an autoregressive model reads one place before a token, here reads at the masked token itself.
 The mask's row is new; where the table has rows that no token uses, it is the first of them, as in dLLM and SDAR.
+Under LoRA the base is frozen, and the mask's row is a parameter of its own that is trained beside the adapters.
 
 Names of parameters are transformers', so files go both ways. Read there: models/llama and models/qwen3.
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 
-from common import json_files, recomputation
+from common import fused, json_files, recomputation, tensor_files
 from common.parallel import UserError
 from diffusion import dit
 
@@ -38,6 +40,7 @@ class Config:
     qk_norm: bool           # Qwen3: queries and keys are normalised
     qkv_bias: bool          # Qwen2: their products have biases
     dropout: float = 0.0
+    lora: dict | None = None    # adapt's arguments; base, the language model's name, and identity, of its files
 
 
 def config_of(folder, vocab_size, mask_id, dropout):
@@ -66,6 +69,26 @@ def config_of(folder, vocab_size, mask_id, dropout):
         kind == "qwen2", dropout)
 
 
+def weight_files(folder):
+    """The safetensors files of a transformers folder. Raises UserError."""
+    if files := tensor_files.files_in(folder, "model"):
+        return files
+    raise UserError(f"--init_from {folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
+
+
+def read_folder(folder, config):
+    """{name: CPU tensor} of a transformers folder, without the second name of a tied head. Raises UserError."""
+    files = weight_files(folder)
+    tensor_files.open_tensors(files)        # names what cannot be read
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()
+               if not name.endswith("rotary_emb.inv_freq")}
+    if config.tied:
+        tensors.pop("lm_head.weight", None)
+    if len(tensors.get("model.embed_tokens.weight", ())) > config.vocab_size:
+        raise UserError(f"--init_from {folder}: its embedding has more rows than its config.json says")
+    return tensors
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Layers
 
@@ -78,6 +101,8 @@ class Norm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x):
+        if fused.wanted(x):
+            return fused.rms_norm(x, self.weight, self.eps)
         x = x.float()
         return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
 
@@ -95,22 +120,20 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (Norm(config.head_size, config.eps) for _ in range(2))
         self.qk_norm = config.qk_norm
 
-    def forward(self, x, cos, sin, n_noisy, noisy_mask, clean_mask, past):
-        """As dit.Layer: (attended (B, S or n_noisy, H), keys and values of x (B, kv_heads, S, D))."""
+    def forward(self, x, cos, sin, queries, mask, clean_mask, past):
+        """As dit.Layer: (attended (B, S or queries, H), keys and values of x (B, kv_heads, S, D))."""
         q, k, v = (project(x).unflatten(-1, (-1, self.head_size))
                    for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (t.to(v.dtype).transpose(1, 2) for t in (dit.rotate(q, cos, sin), dit.rotate(k, cos, sin), v))
+        rotate = fused.rotate if fused.wanted(v) else fused.rotate_kernel
+        q, k = (rotate(t, cos, sin).to(v.dtype) for t in (q, k))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         new = k, v
         if past is not None:
             k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-        out = dit.attention(q[:, :, :n_noisy], k, v, noisy_mask)
-        if clean_mask is not None:
-            clean = dit.attention(q[:, :, n_noisy:], k[:, :, n_noisy:], v[:, :, n_noisy:], clean_mask)
-            out = torch.cat([out, clean], dim=2)
-        return self.o_proj(out.transpose(1, 2).flatten(2)), new
+        return self.o_proj(dit.attend(q, k, v, queries, mask, clean_mask).flatten(2)), new
 
 
 class MLP(nn.Module):
@@ -121,7 +144,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.mlp_size, config.hidden_size, bias=False)
 
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(fused.swiglu(gate, up) if fused.wanted(x) else F.silu(gate) * up)
 
 
 class Layer(nn.Module):
@@ -134,8 +158,8 @@ class Layer(nn.Module):
         self.input_layernorm = Norm(config.hidden_size, config.eps)
         self.post_attention_layernorm = Norm(config.hidden_size, config.eps)
 
-    def forward(self, x, cos, sin, n_noisy, noisy_mask, clean_mask=None, past=None):
-        out, new = self.self_attn(self.input_layernorm(x), cos, sin, n_noisy, noisy_mask, clean_mask, past)
+    def forward(self, x, cos, sin, queries, mask, clean_mask=None, past=None):
+        out, new = self.self_attn(self.input_layernorm(x), cos, sin, queries, mask, clean_mask, past)
         x = x[:, :out.shape[1]]
         x = x + F.dropout(out, self.dropout, self.training)
         x = x + F.dropout(self.mlp(self.post_attention_layernorm(x)), self.dropout, self.training)
@@ -155,6 +179,10 @@ class Decoder(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
         self._masks = None, None        # layout, its masks: rows of one layout share them
+        self.register_parameter("mask_row", None)
+        if config.lora:
+            self.adapted = [adapt(self, **config.lora)]     # in a list, torch does not register it again
+            recomputation.leave_products(self, recompute)
 
     def tie(self):
         """Make the head the embedding, where it is; again when weights were moved or made anew."""
@@ -164,32 +192,34 @@ class Decoder(nn.Module):
     embed = property(lambda self: self.model["embed_tokens"])
     layers = property(lambda self: self.model["layers"])
 
+    def embedded(self, tokens):
+        """(..., H) of tokens (...), in the dtype of the layers."""
+        x = self.embed(tokens)
+        x = x if self.mask_row is None else torch.where((tokens == self.config.mask_id)[..., None], self.mask_row, x)
+        return x.to(fused.stream_dtype(x))
+
     def rope(self, position):
-        """(cos, sin) of (B, S) positions, each (B, S, 1, D / 2) float32."""
+        """(cos, sin) of (B, S) positions, each (B, S, 1, D) float32."""
         half = self.config.head_size // 2
         frequency = self.config.theta ** (-torch.arange(half, device=position.device, dtype=torch.float32) / half)
-        angle = position[..., None, None] * frequency
+        angle = position[..., None, None] * torch.cat([frequency, frequency])
         return angle.cos(), angle.sin()
 
     def hidden_states(self, inputs):
         """Final hidden states (B, N, H) of the noisy copies. inputs: noise.Inputs."""
-        noisy_mask, clean_mask = dit.masks_of(self, inputs)
-        x = self.embed(inputs.tokens).float()
-        cos, sin = self.rope(inputs.position)
-        for number, layer in enumerate(self.layers):
-            mask = clean_mask if number + 1 < len(self.layers) else None
-            given = (x, cos, sin, inputs.n_noisy, noisy_mask, mask)
+        x, (cos, sin) = self.embedded(inputs.tokens), self.rope(inputs.position)
+        for layer, masks in zip(self.layers, dit.masks_of(self, inputs)):
+            given = (x, cos, sin, *masks)
             x = self.call(layer, *given) if self.training else layer(*given)
         return x
 
     def logits(self, hidden):
         """(..., H) -> (..., V) float32; the mask token's is -inf (SUBS: it is never the answer)."""
-        logits = self.lm_head(self.model["norm"](hidden)).float()
-        logits[..., self.config.mask_id] = -torch.inf
-        return logits
+        return dit.logits_of(self.lm_head, self.model["norm"](hidden), self.config.mask_id)
 
     def row_losses(self, hidden, labels):
-        return F.cross_entropy(self.logits(hidden), labels, reduction="none")
+        """As dit.DiT.row_losses."""
+        return dit.cross_entropies(self.lm_head, self.model["norm"](hidden), self.config.mask_id, labels)
 
     def forward(self, inputs):
         """Cross-entropy (R,) float32 of the clean token at each of inputs.rows; no row gives an empty tensor."""
@@ -197,8 +227,7 @@ class Decoder(nn.Module):
 
     def extend(self, tokens, position, mask, past):
         """As DiT.extend: hidden states of one more block behind cached ones, and its own keys and values."""
-        x, new = self.embed(tokens).float(), []
-        cos, sin = self.rope(position)
+        x, new, (cos, sin) = self.embedded(tokens), [], self.rope(position)
         for layer, pair in zip(self.layers, past):
             x, own = layer(x, cos, sin, tokens.shape[1], mask, past=pair)
             new.append(own)
@@ -208,7 +237,71 @@ class Decoder(nn.Module):
 Model = Decoder
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Adapters
+
+
+def adapt(model, rank, alpha, dropout, targets, rslora, dora, dtype, base, identity):
+    """Freeze a Decoder in `dtype` (a name), give it LoRA adapters and the mask's row as a parameter -> PEFT's wrapper.
+
+    Others: of adapters.add_lora; base and identity, of Config.lora, are not used. UserError when no layer is a target.
+    """
+    from common import adapters  # here: PEFT takes seconds to import
+    wrapper = adapters.add_lora(model, model.layers, rank, alpha, dropout, targets, base, rslora, dora, task=None)
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+    model.mask_row = nn.Parameter(torch.zeros(model.config.hidden_size))
+    return wrapper
+
+
+def base_weights(model):
+    """{transformers' name: parameter}: all of a Decoder, or the frozen ones under its adapters."""
+    return {name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()
+            if ".lora_" not in name and name != "mask_row"}
+
+
+def begin_adapters(model, tensors, seed):
+    """Fill new adapters, which change nothing yet, and the mask's row, from a start's tensors. The base is filled."""
+    from common import adapters
+    adapters.init_adapters(model.adapted[0], seed)
+    tensor_files.fill(model.mask_row, tensors["model.embed_tokens.weight"][model.config.mask_id])
+
+
+@torch.no_grad()
+def read_base(model):
+    """Fill the frozen weights from the language model that the checkpoint's config names. UserError when it changed."""
+    config = model.config
+    folder = tensor_files.find_folder(config.lora["base"], "the language model of these adapters,")
+    if tensor_files.fingerprint_files(weight_files(folder)) != config.lora["identity"]:
+        raise UserError(f"{folder}: its weights are not those that these adapters were trained on")
+    tensors = read_folder(folder, config)
+    for name, parameter in base_weights(model).items():
+        parameter[:len(tensors[name])] = tensors[name]      # rows of new tokens stay: the mask has its own
+
+
+@torch.no_grad()
+def merged(model):
+    """A Decoder without adapters that computes the same: updates are added to the weights, the mask's row is set."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+    tensors = {name: parameter.detach() for name, parameter in base_weights(model).items()}
+    tensors["model.embed_tokens.weight"][model.config.mask_id] = model.mask_row
+    if model.config.tied:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    with torch.device("meta"):
+        plain = Decoder(replace(model.config, lora=None), model.backend)
+    plain.load_state_dict(tensors, assign=True)
+    plain.tie()
+    return plain
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Work
+
+
+OWN_CASTS = {}
 
 
 def decays(name, parameter):
@@ -217,8 +310,8 @@ def decays(name, parameter):
 
 
 def flops(config, tokens, rows, pairs):
-    """As dit.flops."""
+    """As dit.flops; frozen matrices have no gradients of their own, and adapters are not counted."""
     size, heads = config.hidden_size, config.heads * config.head_size
     layer = 2 * size * (heads + config.kv_heads * config.head_size) + 3 * size * config.mlp_size
     matrices = 2 * tokens * layer * config.layers + 2 * rows * size * config.vocab_size
-    return 3 * (matrices + 4 * heads * pairs * config.layers)
+    return (2 if config.lora else 3) * matrices + 3 * 4 * heads * pairs * config.layers

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from common import recomputation
+from common import fused, recomputation
 from diffusion.choices import SIZES
 
 HEAD_ROWS = 8192        # logits of so many rows at a time; of more, they are computed again in the backward pass
@@ -73,16 +73,15 @@ def attends(doc, block, n_noisy, part=None):
 
 
 def tile_states(doc, block, n_noisy, part=None):
-    """What flex_attention may skip of attention_masks: two int8 tensors of NOTHING, SOME or ALL for each tile.
+    """What flex_attention may skip of attends: (B, tiles, tiles) int8 of NOTHING, SOME or ALL for each tile.
 
-    doc, block, part: (B, S) int arrays as in attends. -> (B, tiles of noisy queries, tiles of all keys), (B, tiles of
-    clean queries, tiles of clean keys). Pairs are counted by runs of tokens of one block, some 50 a row, not one by one
-    as create_block_mask does: cheap enough for a loader process. A last tile that is not whole is never ALL, as there.
+    doc, block, part: (B, S) int arrays as in attends. Pairs are counted by runs of tokens of one block, some 50 a row,
+    not one by one as create_block_mask does: cheap enough for a loader process. A last tile that is not whole is never
+    ALL, as there.
     """
     rows, length = doc.shape
-    edges = [np.append(np.arange(first, last, TILE), last) for first, last in
-             ((0, n_noisy), (0, length), (n_noisy, length))]
-    counts = [np.zeros((rows, len(edges[q]) - 1, len(edges[k]) - 1), np.int64) for q, k in ((0, 1), (2, 2))]
+    edges = np.append(np.arange(0, length, TILE), length)
+    counts = np.zeros((rows, len(edges) - 1, len(edges) - 1), np.int64)
     for r in range(rows):
         changes = np.flatnonzero(sum(np.diff(x[r]) != 0 for x in (doc, block, part) if x is not None)) + 1
         starts = np.unique(np.concatenate([[0, n_noisy], changes]))
@@ -90,13 +89,10 @@ def tile_states(doc, block, n_noisy, part=None):
         rule = attends(doc[r:r + 1, starts], block[r:r + 1, starts], np.searchsorted(starts, n_noisy),
                        part if part is None else part[r:r + 1, starts])
         seen = rule(0, 0, at[:, None], at) & live       # of padding runs no token sees another one
-        noisy, both, clean = (covered(starts, length, some) for some in edges)
-        for count, queries, keys in zip(counts, (noisy, clean), (both, clean)):
-            count[r] = queries.T @ seen @ keys
-            tiles = np.arange(count.shape[1])
-            count[r, tiles, tiles] += (queries * ~live[:, None]).sum(0)     # but each sees itself
-    return tuple(torch.from_numpy(np.select([c == TILE * TILE, c > 0], [ALL, SOME], NOTHING).astype(np.int8))
-                 for c in counts)
+        tokens = covered(starts, length, edges)
+        counts[r] = tokens.T @ seen @ tokens
+        np.einsum("ii->i", counts[r])[:] += (tokens * ~live[:, None]).sum(0)        # but each sees itself
+    return torch.from_numpy(np.select([counts == TILE * TILE, counts > 0], [ALL, SOME], NOTHING).astype(np.int8))
 
 
 def covered(starts, length, edges):
@@ -115,26 +111,32 @@ def block_mask(states, rule, queries, keys):
 
 
 def attention_masks(doc, block, n_noisy, states=None, part=None):
-    """(mask of noisy queries over all keys, mask of clean queries over clean keys), for attention().
+    """(mask of noisy queries over all keys, mask of the other queries), for attend().
 
-    With states (tile_states, on the device of doc and block) BlockMasks, else (B, 1, queries, keys) bool.
+    With states (tile_states, on the device of doc and block) two BlockMasks, the second one of all queries over all
+    keys; else two (B, 1, queries, keys) bool, the second one of clean queries over clean keys.
     """
     (rows, length), device = doc.shape, doc.device
     rule, n_clean = attends(doc, block, n_noisy, part), length - n_noisy
-
-    def clean_rule(b, h, q, k):
-        return rule(b, h, q + n_noisy, k + n_noisy)
     if states is not None:
-        return block_mask(states[0], rule, n_noisy, length), block_mask(states[1], clean_rule, n_clean, n_clean)
+        return (block_mask(states[:, :-(-n_noisy // TILE)], rule, n_noisy, length),
+                block_mask(states, rule, length, length))
     b = torch.arange(rows, device=device)[:, None, None]
     at = torch.arange(length, device=device)
-    return (rule(b, 0, at[:n_noisy, None], at)[:, None],
-            clean_rule(b, 0, at[:n_clean, None], at[:n_clean])[:, None])
+    clean = n_noisy + at[:n_clean]
+    return rule(b, 0, at[:n_noisy, None], at)[:, None], rule(b, 0, clean[:, None], clean)[:, None]
 
 
 @torch.compiler.disable     # a graph of its own: inside a compiled layer torch 2.13's CPU kernel misread its input
+def _flex_on_cpu(q, k, v, mask):
+    return flex_attention(q, k, v, block_mask=mask)
+
+
 def sparse_attention(q, k, v, mask):
-    return (compiled_flex if q.is_cuda else flex_attention)(q, k, v, block_mask=mask)
+    """FlexAttention of q to k, v under a BlockMask: on a GPU one kernel, in the graph of a compiled layer."""
+    if not q.is_cuda:
+        return _flex_on_cpu(q, k, v, mask)
+    return (flex_attention if torch.compiler.is_compiling() else compiled_flex)(q, k, v, block_mask=mask)
 
 
 def attention(q, k, v, mask):
@@ -144,13 +146,61 @@ def attention(q, k, v, mask):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
+def attend(q, k, v, queries, mask, clean_mask):
+    """Attention of q, k, v (B, heads, S, D): of the first `queries` tokens by mask, of the others by clean_mask, which
+    may be None, to each other -> (B, S or queries, heads, D).
+    """
+    whole = queries == q.shape[2]       # a slice has a backward pass of its own, even of all
+    out = attention(q if whole else q[:, :, :queries], k, v, mask)
+    if clean_mask is not None:
+        clean = attention(q[:, :, queries:], k[:, :, queries:], v[:, :, queries:], clean_mask)
+        out = torch.cat([out, clean], dim=2)
+    return out.transpose(1, 2)
+
+
 def masks_of(model, inputs):
-    """attention_masks of inputs (noise.Inputs) for a model, which keeps them: rows of one layout share them."""
+    """What attend() needs of masks in each layer, [(queries, mask, clean_mask)], of inputs (noise.Inputs).
+
+    The last layer has queries of noisy copies alone. Rows of one layout share masks, which the model keeps. Rows of
+    less than a tile of noisy copies have dense ones: for so few queries torch compiles FlexAttention without backward.
+    """
     if inputs.layout is None or model._masks[0] != inputs.layout:
-        states = (inputs.noisy_tiles, inputs.clean_tiles) if model.backend == "flex" else None
-        model._masks = inputs.layout, attention_masks(inputs.doc, inputs.block, inputs.n_noisy, states,
-                                                       inputs.part)
-    return model._masks[1]
+        states = inputs.tiles if model.backend == "flex" and inputs.n_noisy >= TILE else None
+        model._masks = inputs.layout, attention_masks(inputs.doc, inputs.block, inputs.n_noisy, states, inputs.part)
+    noisy, others = model._masks[1]
+    inner = (inputs.doc.shape[1], others, None) if isinstance(others, BlockMask) else (inputs.n_noisy, noisy, others)
+    return [inner] * (len(model.layers) - 1) + [(inputs.n_noisy, noisy, None)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Losses
+
+
+def _logits(head, x, mask_id):
+    """Logits (..., V or more) of x (..., H), -inf for mask_id and what lies behind the vocabulary.
+
+    Behind it: tensor cores want rows whose bytes are a multiple of 16 (docs.nvidia.com/deeplearning/performance), which
+    those of GPT-2's 50,258 tokens are not.
+    """
+    weight, size = head.weight, len(head.weight)
+    bias = torch.zeros(size, device=x.device) if head.bias is None else head.bias
+    bias = bias.masked_fill(torch.arange(size, device=x.device) == mask_id, -torch.inf)
+    if fused.wanted(x) and size % 8:
+        weight, bias = F.pad(weight.to(x.dtype), (0, 0, 0, -size % 64)), F.pad(bias, (0, -size % 64), value=-torch.inf)
+    return F.linear(x, weight, bias.to(x.dtype))
+
+
+def logits_of(head, x, mask_id):
+    """(..., H) -> (..., V) float32; the mask token's is -inf (SUBS: it is never the answer)."""
+    return _logits(head, x, mask_id)[..., :len(head.weight)].float()
+
+
+def cross_entropies(head, x, mask_id, labels):
+    """Cross-entropies (R,) float32 of logits_of x (R, H) at labels (R,)."""
+    logits = _logits(head, x, mask_id)
+    if fused.wanted(logits):
+        return fused.cross_entropies(logits, labels)
+    return F.cross_entropy(logits.float(), labels, reduction="none")
 
 
 def losses(model, inputs):
@@ -167,24 +217,28 @@ def losses(model, inputs):
 
 
 class Norm(nn.Module):
-    """Layer norm in float32 with a weight and no bias."""
+    """Layer norm with a weight and no bias, modulated: norm(x) * (1 + scale) + shift in one pass."""
 
     def __init__(self, size):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
 
-    def forward(self, x):
-        return F.layer_norm(x.float(), x.shape[-1:], self.weight.float(), eps=1e-5)
+    def forward(self, x, shift, scale):
+        """x (..., H) -> like x; shift, scale (H,) float32, the same for all tokens."""
+        return fused.layer_norm(x, self.weight.float() * (1 + scale), shift, 1e-5)
 
 
-def modulate(x, shift, scale):
-    return x * (1 + scale) + shift
+def constants(modulation, condition, number):
+    """`number` (H,) float32 tensors: a layer's modulation of all its tokens, from condition (cond_size,)."""
+    with torch.autocast(condition.device.type, enabled=False):      # a few numbers, that all tokens share
+        return modulation(condition.to(modulation.weight.dtype)).float().chunk(number)
 
 
-def rotate(x, cos, sin):
-    """Rotary embedding of x (B, S, heads, D) in float32; cos, sin (B, S, 1, D / 2)."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+def gated(linear, x, gate):
+    """gate * linear(x) for a gate (outputs,): one of the weights where x has more rows than these have columns."""
+    if x[..., 0].numel() < linear.in_features:
+        return gate.to(x.dtype) * linear(x)
+    return F.linear(x, gate[:, None] * linear.weight, None if linear.bias is None else gate * linear.bias)
 
 
 class Layer(nn.Module):
@@ -200,27 +254,23 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(size, 4 * size), nn.Linear(4 * size, size)
         self.modulation = nn.Linear(config.cond_size, 6 * size)
 
-    def forward(self, x, condition, cos, sin, n_noisy, noisy_mask, clean_mask=None, past=None):
-        """x (B, S, H) -> the same, or (B, n_noisy, H) without clean_mask: the last layer's clean half gives keys only.
+    def forward(self, x, condition, cos, sin, queries, mask, clean_mask=None, past=None):
+        """x (B, S, H) -> the same, or (B, queries, H): what the first tokens see by mask, and the others by clean_mask.
 
-        condition (1, 1, cond_size). past: (keys, values) (B, heads, P, D) of earlier clean tokens, seen where
-        noisy_mask (B, 1, S, P + S) says; then this returns (x, (keys, values) of x).
+        condition (cond_size,). Without clean_mask the others give keys only. past: (keys, values) (B, heads, P, D) of
+        earlier clean tokens, seen where mask (B, 1, S, P + S) says; then this returns (x, (keys, values) of x).
         """
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition).chunk(6, dim=-1)
-        qkv = self.qkv(modulate(self.norm_attention(x), shift1, scale1)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = qkv.unbind(2)
-        q, k, v = (t.to(v.dtype).transpose(1, 2) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+        shift1, scale1, gate1, shift2, scale2, gate2 = constants(self.modulation, condition, 6)
+        qkv = self.qkv(self.norm_attention(x, shift1, scale1)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = (t.transpose(1, 2) for t in fused.rotate_qkv(qkv, cos, sin))
         new = k, v
         if past is not None:
             k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
-        out = attention(q[:, :, :n_noisy], k, v, noisy_mask)
-        if clean_mask is not None:
-            clean = attention(q[:, :, n_noisy:], k[:, :, n_noisy:], v[:, :, n_noisy:], clean_mask)
-            out = torch.cat([out, clean], dim=2)
-        x = x[:, :out.shape[2]]
-        x = x + gate1 * self.drop(self.out(out.transpose(1, 2).flatten(2)))
-        mlp = self.down(F.gelu(self.up(modulate(self.norm_mlp(x), shift2, scale2)), approximate="tanh"))
-        x = x + gate2 * self.drop(mlp)
+        out = attend(q, k, v, queries, mask, clean_mask)
+        x = x[:, :out.shape[1]]
+        x = x + self.drop(gated(self.out, out.flatten(2), gate1))
+        mlp = F.gelu(self.up(self.norm_mlp(x, shift2, scale2)), approximate="tanh")
+        x = x + self.drop(gated(self.down, mlp, gate2))
         return x if past is None else (x, new)
 
     def drop(self, x):
@@ -250,10 +300,17 @@ class DiT(nn.Module):
     def tie(self):
         """Nothing is tied."""
 
+    def embedded(self, tokens):
+        """(B, S, H) of tokens (B, S), in the dtype of the layers."""
+        x = self.embed(tokens)
+        return x.to(fused.stream_dtype(x))
+
     def condition(self):
-        """(1, 1, cond_size): the embedding of noise level 0, whose cosines are 1 and sines 0."""
-        wave = (torch.arange(FREQUENCIES, device=self.embed.weight.device) < FREQUENCIES // 2).float()
-        return F.silu(self.condition_out(F.silu(self.condition_in(wave))))[None, None]
+        """(cond_size,): the embedding of noise level 0, whose cosines are 1 and sines 0."""
+        weight = self.condition_in.weight
+        wave = (torch.arange(FREQUENCIES, device=weight.device) < FREQUENCIES // 2).to(weight.dtype)
+        with torch.autocast(weight.device.type, enabled=False):
+            return F.silu(self.condition_out(F.silu(self.condition_in(wave))))
 
     def rope(self, position):
         """(cos, sin) of (B, S) positions, each (B, S, 1, D / 2) float32."""
@@ -264,25 +321,24 @@ class DiT(nn.Module):
 
     def hidden_states(self, inputs):
         """Final hidden states (B, N, H) of the noisy copies. inputs: noise.Inputs."""
-        noisy_mask, clean_mask = masks_of(self, inputs)
-        x = self.embed(inputs.tokens).float()
+        x, condition = self.embedded(inputs.tokens), self.condition()
         cos, sin = self.rope(inputs.position)
-        condition = self.condition()
-        for number, layer in enumerate(self.layers):
-            mask = clean_mask if number + 1 < len(self.layers) else None
-            given = (x, condition, cos, sin, inputs.n_noisy, noisy_mask, mask)
+        for layer, masks in zip(self.layers, masks_of(self, inputs)):
+            given = (x, condition, cos, sin, *masks)
             x = self.call(layer, *given) if self.training else layer(*given)
         return x
 
+    def head_inputs(self, hidden):
+        """Hidden states (..., H) as the head takes them."""
+        return self.norm(hidden, *constants(self.modulation, self.condition(), 2))
+
     def logits(self, hidden):
         """(..., H) -> (..., V) float32; the mask token's is -inf (SUBS: it is never the answer)."""
-        shift, scale = self.modulation(self.condition()[0, 0]).chunk(2, dim=-1)
-        logits = self.head(modulate(self.norm(hidden), shift, scale)).float()
-        logits[..., self.config.mask_id] = -torch.inf
-        return logits
+        return logits_of(self.head, self.head_inputs(hidden), self.config.mask_id)
 
     def row_losses(self, hidden, labels):
-        return F.cross_entropy(self.logits(hidden), labels, reduction="none")
+        """Cross-entropies (R,) float32 of hidden states (R, H) at labels (R,)."""
+        return cross_entropies(self.head, self.head_inputs(hidden), self.config.mask_id, labels)
 
     def forward(self, inputs):
         """Cross-entropy (R,) float32 of the clean token at each of inputs.rows; no row gives an empty tensor."""
@@ -294,7 +350,7 @@ class DiT(nn.Module):
         tokens, position (B, T). past: [(keys, values)] of every layer, (B, heads, P, D). mask (B, 1, T, P + T) bool:
         what each of the block's tokens sees, cached keys first.
         """
-        x, new = self.embed(tokens).float(), []
+        x, new = self.embedded(tokens), []
         cos, sin = self.rope(position)
         condition = self.condition()
         for layer, pair in zip(self.layers, past):
@@ -364,6 +420,9 @@ def load_official_state_dict(model, state):
     if wrong := sorted(tensors.keys() ^ own.keys()) or [name for name in own if tensors[name].shape != own[name].shape]:
         raise KeyError(f"missing, unknown or of another shape: {wrong}")
     model.load_state_dict(tensors)
+
+
+OWN_CASTS = {"freed": ("out.weight", "down.weight"), "never": ("modulation.", "condition_")}      # memory.cast_bytes
 
 
 def decays(name, parameter):

@@ -1,10 +1,16 @@
-"""Write a checkpoint of train_bd3lm.py as BD3-LM's authors publish theirs, for their code and transformers.
+"""Write a checkpoint of train_bd3lm.py as others read it: BD3-LM's published layout, or a transformers language model.
 
     python diffusion/export_bd3lm.py --checkpoint out --output_dir exported
 
-The folder holds config.json, model.safetensors and tokenizer.json. config.json names the classes of the published
-models on the hub (Apache-2.0), so that transformers before version 5 loads it with trust_remote_code=True; their
-forward takes ids of twice model_length, [noisy | clean]. Weights are the averaged ones, as in the published files.
+The folder holds config.json, model.safetensors and tokenizer.json; weights are the averaged ones, as in published
+files.
+
+A network of BD3-LM's own goes out in the published layout. config.json names the classes of the published models on
+the hub (Apache-2.0), so that transformers before version 5 loads it with trust_remote_code=True; their forward takes
+ids of twice model_length, [noisy | clean].
+
+What was converted from a language model goes out as that model's own class, float32, adapters merged, with a row for
+the mask; --init_from takes it back bit for bit. Its README.md says how it must be sampled: not by generate().
 """
 import sys
 from pathlib import Path
@@ -17,7 +23,7 @@ from common import flags
 
 
 def build_parser():
-    p = flags.Parser("Write a checkpoint in the layout of the published BD3-LM models.")
+    p = flags.Parser("Write a checkpoint in the layout of the published BD3-LM models, or as a language model.")
     p.add_argument("--checkpoint", required=True, help="checkpoint folder, or the trainer's OUTPUT_DIR")
     p.add_argument("--pick", choices=("best", "newest"), default="best",
                    help="of an OUTPUT_DIR: the best checkpoint by --best_by, or the newest one")
@@ -33,31 +39,70 @@ def check_flags(args, world_size):
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
+import json
+
 from common import checkpoint, parallel, tensor_files
 from common.parallel import UserError
-from diffusion import dit, official, weights
+from diffusion import decoder, official, weights
 from diffusion.blocks import Layout
-from diffusion.problems import load_tokenizer
+from diffusion.problems import END, load_tokenizer
+
+SAMPLING = """# A language model converted to block diffusion
+
+Tensors have the names of a transformers language model, but this is no autoregressive model: `generate()` would write
+nonsense.
+
+- Blocks of {block} tokens, counted from the first token of the prompt. A token sees its own block, both ways, and all
+  earlier blocks.
+- The block to be written begins as mask tokens (id {mask}), the prompt's last tokens in front where it ends inside a
+  block. The head is not shifted: logits at a masked place are those of the token at that place. The mask is never an
+  answer. Passes replace masks, the surest first, until none is left; then the next block follows.
+- Trained on the form {prompt!r}, answers end with {end!r}.
+
+`python diffusion/train_bd3lm.py --init_from THIS_FOLDER` trains on from here; `diffusion/sample_bd3lm.py` samples its
+checkpoints.
+"""
+
+
+def language_config(folder, model, about, layout):
+    """Text of config.json: the language model's own, with the rows and the dtype of what is written. UserError."""
+    if not about.get("source"):
+        raise UserError(f"{folder}: was written before checkpoints kept their language model's config.json; resume its "
+                        "run for a step, which saves it")
+    source = about["source"] | {"vocab_size": model.config.vocab_size, "dtype": "float32", "block_diffusion": {
+        "block_size": layout.block_size, "mask_token_id": model.config.mask_id, "shift": False}}
+    source.pop("torch_dtype", None)
+    return json.dumps(source, indent=2) + "\n"
+
+
+def note(config, layout):
+    """Text of README.md of an exported language model: how to sample it."""
+    prompt = layout.prompt or "Question: {question}\nAnswer: "
+    return SAMPLING.format(block=layout.block_size, mask=config.mask_id,
+                           prompt=prompt, end=layout.end_token or END)
 
 
 def export(folder, ema, output):
     """Write the checkpoint `folder` to the folder `output`. Raises UserError."""
     model, about = weights.load_checkpoint(folder, ema)
-    if weights.module_of(model.config) is not dit:
-        raise UserError(f"{folder}: was converted from a language model; the published layout is that of BD3-LM's own "
-                        "network. sample_bd3lm.py and --init_from take the checkpoint as it is")
     layout = Layout(**about["layout"])
-    if layout.region_block(1) != layout.region_block(2) or (layout.system == "hdp" and not layout.flat):
-        print(f"note       their code has blocks of one size from the first token on; this is an {layout.system} model "
-              "of other blocks, whose weights fit and whose texts need sample_bd3lm.py", flush=True)
-    t_range = checkpoint.load_meta(folder)["t_range"]
-    state = official.state_dict(model.state_dict(), model.config.heads, t_range)
+    converted = weights.module_of(model.config) is decoder
+    if converted:
+        state, text = dict(model.named_parameters()), language_config(folder, model, about, layout)
+    else:
+        t_range = checkpoint.load_meta(folder)["t_range"]
+        state = official.state_dict(model.state_dict(), model.config.heads, t_range)
+        text = official.config_json(model.config, layout.block_size, layout.longest, t_range)
+        if layout.region_block(1) != layout.region_block(2) or (layout.system == "hdp" and not layout.flat):
+            print(f"note       their code has blocks of one size from the first token on; this is an {layout.system} "
+                  "model of other blocks, whose weights fit and whose texts need sample_bd3lm.py", flush=True)
     checkpoint.prepare_output(output, "--output_dir")
     if any(output.iterdir()):
         raise UserError(f"--output_dir {output}: is not empty; give another folder")
     tensor_files.save({name: tensor.contiguous() for name, tensor in state.items()}, output / "model.safetensors")
     load_tokenizer(folder, layout.system, layout.end_token).save(output)
-    text = official.config_json(model.config, layout.block_size, layout.longest, t_range)
+    if converted:
+        (output / "README.md").write_text(note(model.config, layout), encoding="utf-8")
     checkpoint.write_atomically(output / "config.json", lambda path: path.write_text(text))     # last: now it is whole
     return state
 

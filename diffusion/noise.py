@@ -38,8 +38,7 @@ class Blocks(NamedTuple):
     n_targets: int
     documents: int
     tokens: int                 # clean ones without padding
-    noisy_tiles: torch.Tensor   # (B, tiles, tiles) int8   dit.tile_states: what flex attention may skip
-    clean_tiles: torch.Tensor   # (B, tiles, tiles) int8
+    tiles: torch.Tensor         # (B, tiles, tiles) int8   dit.tile_states: what flex attention may skip
     part: torch.Tensor | None = None    # (B, L) int64   dit.attends: hdp's region where a block has several, else None
 
     __reduce__ = loading.reduce
@@ -55,8 +54,7 @@ class Inputs(NamedTuple):
     labels: torch.Tensor        # (R,) int64         their clean tokens
     weights: torch.Tensor       # (R,) float32       factor of their cross-entropy
     places: torch.Tensor        # (R,) int64         where they stand in the flat (B * L) clean tokens
-    noisy_tiles: torch.Tensor   # as in Blocks
-    clean_tiles: torch.Tensor
+    tiles: torch.Tensor         # as in Blocks
     n_noisy: int                # N
     layout: bytes               # equal for batches that need the same attention mask
     part: torch.Tensor | None = None    # (B, N + L) int32, as in Blocks
@@ -199,7 +197,7 @@ def diffuse(batch, draws, mask_id, t_range=FULL, schedule="loglinear", weighting
     return Inputs(torch.cat([clean.masked_fill(hidden, mask_id), batch.input_ids], 1),
                   torch.cat([batch.position.gather(1, at), batch.position], 1), doc, block,
                   hidden.flatten().nonzero()[:, 0], clean[hidden], weights, places,
-                  batch.noisy_tiles, batch.clean_tiles, at.shape[1], layout, part)
+                  batch.tiles, at.shape[1], layout, part)
 
 
 def attended_pairs(batch):

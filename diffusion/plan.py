@@ -1,6 +1,8 @@
 """--dry_run of the block diffusion trainer: the memory of its step, and of the guide's presets beside the guide's own
 figures.
 """
+import functools
+
 import numpy as np
 import torch
 
@@ -11,7 +13,7 @@ from diffusion import dit, noise, weights
 # problem each, padded to 512 tokens, and its head computes logits of every place.
 GUIDE = {"conservative": (64, 40, 50), "recommended": (128, 60, 80), "aggressive": (192, 90, 110),
          "extreme": (256, 110, 130)}
-LOGIT_COPIES = 3        # fp32: log-softmax and two gradients
+LOGIT_COPIES = 3        # of a CPU, fp32: log-softmax and two gradients; a GPU has logits and one gradient
 
 
 def row_bytes(model, length, n_noisy, bf16, sharded, gpu=True):
@@ -19,23 +21,21 @@ def row_bytes(model, length, n_noisy, bf16, sharded, gpu=True):
     def inputs(rows):
         def numbers(n):
             return torch.zeros(rows, n, dtype=torch.int64)
-
-        def tiles(*tokens):
-            return torch.zeros(rows, *(-(-n // dit.TILE) for n in tokens), dtype=torch.int8)
         every, none = length + n_noisy, torch.zeros(0, dtype=torch.int64)
+        tiles = torch.zeros(rows, *[-(-every // dit.TILE)] * 2, dtype=torch.int8)
         return (noise.Inputs(tokens=numbers(every), position=numbers(every), doc=numbers(every).int(),
                              block=numbers(every).int(), rows=none, labels=none, weights=none.float(), places=none,
-                             noisy_tiles=tiles(n_noisy, every), clean_tiles=tiles(length, length), n_noisy=n_noisy,
+                             tiles=tiles, n_noisy=n_noisy,
                              layout=None),), {}
     kernel = memory.Kernel(dit, "sparse_attention", False, False) if model.backend == "flex" else None
     return memory.row_bytes(model, model.layers, inputs, bf16=bf16, sharded=sharded, gpu=gpu, kernel=kernel,
                             plain=[(model, "call", recomputation.caller(None)), (model, "_masks", (None, None))])
 
 
-def head_bytes(config, masked):
+def head_bytes(config, masked, bf16=False, gpu=True):
     """Bytes of the head at its peak, for so many masked tokens: of all their rows, and of a piece's logits."""
-    piece = np.minimum(masked, dit.HEAD_ROWS)
-    return 4 * config.hidden_size * masked + piece * (LOGIT_COPIES * 4 * config.vocab_size + 10 * config.hidden_size)
+    piece, logit = np.minimum(masked, dit.HEAD_ROWS), (4 if bf16 else 8) if gpu else LOGIT_COPIES * 4
+    return 4 * config.hidden_size * masked + piece * (logit * config.vocab_size + 10 * config.hidden_size)
 
 
 def memory_stages(model, row, rows, masked, *, ranks, sharded, bf16, recompute, accumulation, eval_rows=0):
@@ -43,17 +43,37 @@ def memory_stages(model, row, rows, masked, *, ranks, sharded, bf16, recompute, 
 
     model: the empty DiT. row: of row_bytes. eval_rows: of a validation batch, of whose tokens the same share is masked.
     """
-    casts = (0, 0) if sharded or not bf16 else memory.cast_bytes(model, model.layers, recompute)
+    casts = (0, 0) if sharded or not bf16 else memory.cast_bytes(
+        model, model.layers, recompute, **weights.module_of(model.config).OWN_CASTS)
     parts = memory.memory_parts(memory.unit_sizes(model, model.layers), world=ranks, sharded=sharded,
                                 compute=2 if bf16 else 4, casts=casts, accumulation=accumulation, average=True)
     (kept,), (layer,) = memory.kept_bytes(row, len(model.layers), recompute)
-    given = (np.array([rows * kept]), np.array([rows * layer]), np.array([head_bytes(model.config, masked)]))
+    given = (np.array([rows * kept]), np.array([rows * layer]), np.array([head_bytes(model.config, masked, bf16)]))
     _, parts, stages = memory.worst_pack(parts, *given, recompute)
     if eval_rows:       # no gradients: one layer's work, and logits beside their log-softmax
-        head = head_bytes(model.config, masked * eval_rows / rows)
+        head = head_bytes(model.config, masked * eval_rows / rows, bf16)
         stages["validation"] = stages["the heads"] - parts["activations"] - parts["logits"] + (
             eval_rows * float(row["layer"][0]) + head)
     return parts, stages
+
+
+def peaks(config, table, rows, eval_rows, masked_share, *, backend, eval_batch_size):
+    """Function of a plan.Setup -> bytes of one GPU at the peak of a micro-step whose rows have the most targets.
+
+    config, table, ...: of print_plan.
+    """
+    with torch.device("meta"):
+        model = weights.module_of(config).Model(config, backend or "flex")
+    row_of = functools.cache(lambda *how: row_bytes(model, rows.length, rows.noisy_length, *how))
+    most = np.sort(table["targets"])[::-1].cumsum()
+
+    def peak(setup):
+        masked = masked_share * most[min(setup.batch_size, len(most)) - 1]
+        return max(memory_stages(
+            model, row_of(setup.bf16, setup.fsdp), setup.batch_size, masked, ranks=setup.ranks, sharded=setup.fsdp,
+            bf16=setup.bf16, recompute=setup.recompute, accumulation=setup.accumulation,
+            eval_rows=eval_batch_size if eval_rows else 0)[1].values())
+    return peak
 
 
 def presets_text(peak_of, per_row):
@@ -86,7 +106,7 @@ def print_plan(check, config, table, rows, eval_rows, order, masked_share, steps
     text = plan.memory_text(setup, parts, stages, f"{setup.batch_size} rows",
                             "of a piece of the masked tokens, at their peak")
     print(plan.lengths_text(np.concatenate([rows.documents.tokens[m] for m in rows.members])))
-    plan.print_room(check, setup, room, text, parts, stages, memory.checkpoint_bytes(model, False, average=True), steps,
+    plan.print_room(check, setup, room, text, parts, stages, memory.checkpoint_bytes(model, True, average=True), steps,
                     bool(eval_rows))
     if not isinstance(config, dit.Config):      # the guide is for DiTs
         return

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import load_file
+from tokenizers import Tokenizer
 
 from common import checkpoint, json_files, tensor_files
 from common.parallel import UserError
 from diffusion import decoder, dit, official, weights
 from diffusion.choices import SIZES
-from diffusion.problems import load_tokenizer
+from diffusion.problems import MARKERS, load_tokenizer
 
 ROWS = ("embed.weight", "head.weight", "head.bias", "model.embed_tokens.weight", "lm_head.weight")      # one a token
 
@@ -24,6 +24,7 @@ class Start(NamedTuple):
     tensors: dict       # {our name: CPU tensor}
     identity: str       # hash of the files they come from
     words: str          # what they are
+    source: dict        # config.json of the language model that they come from; {}: of none
 
 
 def find(name):
@@ -51,7 +52,8 @@ def config_for(path, model_size, tokens, dropout):
         about = json_files.read_object(path / "config.json")["model"]
         if "kv_heads" in about:
             size = max(tokens.vocab_size, about["vocab_size"])
-            return decoder.Config(**about | {"vocab_size": size, "mask_id": tokens.mask, "dropout": dropout})
+            return decoder.Config(**about | {"vocab_size": size, "mask_id": tokens.mask, "dropout": dropout,
+                                             "lora": None})
     return dit.config_of(model_size, tokens.vocab_size, tokens.mask, dropout)
 
 
@@ -78,16 +80,17 @@ def read(path, config, tokens, ema=True, seed=0):
     Raises UserError when it does not fit. config: of config_for. tokens: problems.Tokens. ema: the averaged weights,
     of those that have them. seed: of rows without a source.
     """
-    which, note = "averaged" if ema else "last", ""
+    which, note, source = "averaged" if ema else "last", "", {}
     if (path / checkpoint.MANIFEST).exists():
         model, about = weights.load_checkpoint(path, ema)
         its_tokens = load_tokenizer(path, about["layout"]["system"], about["layout"].get("end_token", ""))
         if plain(its_tokens) != plain(tokens):
             raise UserError(f"--init_from {path}: was trained with another tokenizer; give --tokenizer {path}")
-        tensors, markers = dict(model.named_parameters()), its_tokens.markers
+        tensors, markers, source = dict(model.named_parameters()), its_tokens.markers, about.get("source", {})
         head_size = model.config.head_size
     elif is_causal(path):
-        which, tensors, markers, head_size = "causal", read_causal(path, config), {}, config.head_size
+        which, tensors, head_size = "causal", decoder.read_folder(path, config), config.head_size
+        source, markers = json_files.read_object(path / "config.json"), its_markers(path)
     else:
         tensors, head_size, note = official.read(path, ema)
         markers = {"<|mask|>": len(tensors["embed.weight"]) - 1}        # GPT-2 has none, so they add it behind
@@ -99,22 +102,27 @@ def read(path, config, tokens, ema=True, seed=0):
     tensors, new = fit_vocabulary(tensors, markers, tokens, config.vocab_size, seed)
     files = [path] if path.is_file() else [f for f in sorted(path.iterdir()) if f.suffix in (".safetensors", ".bin")]
     words = "; ".join(filter(None, (f"{which} weights of {path}", note, new and f"new rows for {', '.join(new)}")))
-    return Start(tensors, tensor_files.fingerprint_files(files), words)
+    return Start(tensors, tensor_files.fingerprint_files(files), words, source)
 
 
-def read_causal(path, config):
-    """{name: CPU tensor} of a transformers folder, without the second name of a tied head. Raises UserError."""
-    files = tensor_files.files_in(path, "model")
-    if not files:
-        raise UserError(f"--init_from {path}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
-    tensor_files.open_tensors(files)        # names what cannot be read
-    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()
-               if not name.endswith("rotary_emb.inv_freq")}
-    if config.tied:
-        tensors.pop("lm_head.weight", None)
-    if len(tensors.get("model.embed_tokens.weight", ())) > config.vocab_size:
-        raise UserError(f"--init_from {path}: its embedding has more rows than its config.json says")
-    return tensors
+def its_markers(folder):
+    """{name: row} of our markers that a language model's tokenizer knows: one that export_bd3lm.py wrote does."""
+    path = folder / "tokenizer.json"
+    known = Tokenizer.from_file(str(path)).get_vocab() if path.is_file() else {}
+    return {name: known[name] for name in MARKERS["hdp"] if name in known}
+
+
+def with_lora(config, path, bf16, name, adapters):
+    """A Config whose network has adapters, frozen weights in bfloat16 with bf16; without adapters the same.
+
+    path: of find(), name: as the user gave it. adapters: other arguments of decoder.adapt, by name. Raises UserError.
+    """
+    if not adapters:
+        return config
+    if not is_causal(path):
+        raise UserError("--use_lora needs --init_from of a language model; other weights are trained whole")
+    base = {"base": name, "identity": tensor_files.fingerprint_files(decoder.weight_files(path))}
+    return dataclasses.replace(config, lora=adapters | base | {"dtype": "bfloat16" if bf16 else "float32"})
 
 
 def plain(tokens):

@@ -104,6 +104,8 @@ def build_parser():
     g.add_argument("--loss_weighting", choices=("elbo", "ce"), default="elbo", help="the bound's weights, or all 1")
     flags.switch(g, "--official_t_order", help="strata of t in order of blocks, not permuted")
     g.add_argument("--ema_decay", type=float, default=0.9999, help="of the averaged weights, after its warm-up")
+    flags.lora(g, rank=32, alpha=32, dropout=0.0, targets="all-linear",
+               targets_help="all-linear or name endings; the mask's row is trained as well")
 
     g = p.add_argument_group("batch and length of the run")
     g.add_argument("--batch_preset", choices=tuple(PRESETS),
@@ -114,10 +116,13 @@ def build_parser():
                    help="rows per micro-step and rank (default: as many as hold --problems_per_batch on average)")
     g.add_argument("--problems_per_batch", type=int, help="problems per micro-step and rank (default: preset's)")
     g.add_argument("--gradient_accumulation_steps", type=int, help="micro-steps per optimizer step (default: preset's)")
+    g.add_argument("--global_batch_size", type=int, default=0, help="with --auto: problems per optimizer step, of all "
+                   "ranks (default: the two numbers of the preset multiplied)")
     g.add_argument("--per_device_eval_batch_size", type=int, default=32, help="rows per validation batch")
     g.add_argument("--max_steps", type=int, help="optimizer steps (default: preset's)")
 
-    g = flags.optimisation(p, learning_rate=None, learning_rate_help="peak learning rate (default: preset's)",
+    g = flags.optimisation(p, learning_rate=None,
+                           learning_rate_help="peak learning rate (default: preset's; 10 times that with --use_lora)",
                            lr_scheduler="constant", min_lr_ratio=0.0, weight_decay=0.0, adam_beta2=0.999,
                            decayed="matrices, not of the embedding")
     g.add_argument("--warmup_steps", type=int, help="optimizer steps of linear warm-up (default: preset's)")
@@ -152,7 +157,9 @@ def check_flags(args, world_size):
     args.batch_preset = args.batch_preset or ("finetune" if args.init_from else "recommended")
     for flag, value in zip(names, PRESETS[args.batch_preset]):      # problems become rows when the data is known
         if getattr(args, flag) is None:
-            setattr(args, flag, value)
+            setattr(args, flag, value * 10 if flag == "learning_rate" and args.use_lora else value)
+    need(args.auto or not args.global_batch_size, "--global_batch_size needs --auto; or give --problems_per_batch")
+    args.global_batch_size = args.global_batch_size or args.problems_per_batch * args.gradient_accumulation_steps
     flags.check_shared(args)
     flags.check_bad_samples(args, CHECKS)
     flags.check_loading(args, build_parser())
@@ -160,6 +167,9 @@ def check_flags(args, world_size):
         ownership.look(args.output_dir)
     need((args.demo is not None) != bool(args.train_data_file), "give one of --train_data_file and --demo")
     need(args.init_ema or args.init_from, "--no-init_ema needs --init_from")
+    flags.check_lora(args, build_parser())
+    need(not args.use_lora or (args.init_from and args.system == "gsm8k"),
+         "--use_lora needs --init_from of a language model, and --system gsm8k: of new tokens it learns the mask only")
     need(not args.chat or args.system == "gsm8k", "--chat needs --system gsm8k: plans have a form of their own")
     need(args.demo is None or not args.eval_data_file,
          "--demo makes its own validation problems: drop --eval_data_file")
@@ -193,11 +203,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, loading, metrics, optim, parallel, plan, run, tensor_files
+from common import auto, checkpoint, loading, metrics, optim, parallel, plan, run, tensor_files
 from common.packing import PackOrder, rank_packs
 from common.parallel import UserError
-from diffusion import accuracy, blocks, bound, demo_problems, noise, start, weights
-from diffusion.plan import print_plan
+from diffusion import accuracy, blocks, bound, decoder, demo_problems, noise, start, weights
+from diffusion.plan import peaks, print_plan
 from diffusion.problems import load_tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -220,11 +230,14 @@ def build_model(world, config, resume, given, *, fsdp, bf16, backend, compiled, 
         parallel.compile_layers(model.layers, dynamic=False)    # FlexAttention of unknown lengths is slow
     if fsdp:
         parallel.shard(model, model.layers, world, bf16)
-    if resume:
-        weights.load_weights(dict(model.named_parameters()), resume, "model")
-    elif given:
-        for name, parameter in model.named_parameters():
+    lora = getattr(config, "lora", None)
+    if given and (lora or not resume):
+        for name, parameter in decoder.base_weights(model).items():
             tensor_files.fill(parameter, given.tensors[name])
+    if resume:
+        weights.load_weights(weights.trained(model), resume, "model")
+    elif lora:
+        decoder.begin_adapters(model, given.tensors, seed)
     average = weights.Average(model, ema_decay)
     if resume:
         weights.load_weights(average.shadow, resume, "ema")
@@ -232,18 +245,19 @@ def build_model(world, config, resume, given, *, fsdp, bf16, backend, compiled, 
     return model, model if fsdp else parallel.wrap_ddp(model, world), average
 
 
-def save_checkpoint(world, writer, model, average, optimizer, layout, tokens, meta):
-    """Copy all of checkpoint-<meta["step"]> off the device and start writing it. On every rank."""
+def save_checkpoint(world, writer, model, average, optimizer, layout, tokens, given, meta):
+    """Copy all of checkpoint-<meta["step"]> off the device and start writing it. On every rank. given: of build_model.
+    """
     writer.begin(meta["step"])
     parallel.reshard(model)
     states = parallel.gather_objects(world, checkpoint.rng_state(world.device))
     moments = optim.state_tensors(optimizer, model.named_parameters())
-    files = tensor_files.stage(world, "model", dict(model.named_parameters()))
+    files = tensor_files.stage(world, "model", weights.trained(model))
     files |= tensor_files.stage(world, "ema", average.shadow)
     files |= tensor_files.stage(world, f"{checkpoint.STATE_DIR}/optimizer", moments)
     if world.is_main:
         config = json.dumps({"model": dataclasses.asdict(model.config), "layout": dataclasses.asdict(layout),
-                             "step": meta["step"]}, indent=1)
+                             "step": meta["step"], "source": given.source if given else {}}, indent=1)
         files[f"{checkpoint.STATE_DIR}/rng.pt"] = lambda path: torch.save(states, path)
         files["config.json"] = lambda path: path.write_text(config)
         files["tokenizer.json"] = lambda path: tokens.tokenizer.save(str(path))
@@ -280,7 +294,7 @@ def validate(world, model, average, rows, tokens, check, t_range, asked, *, repe
 
 def identity_of(layout, rows, given, **more):
     """What a checkpoint must share with the run that goes on from it, by name."""
-    newer = {"prompt", "end_token", "start"}        # older checkpoints do not have them
+    newer = {"prompt", "end_token", "start", "adapters"}        # older checkpoints do not have them
     found = more | dataclasses.asdict(layout) | {"training data": rows.fingerprint(),
                                                  "start": given.identity if given else ""}
     return {name: value for name, value in found.items() if value or name not in newer}
@@ -297,6 +311,12 @@ def stood(meta, validation, t_range, widths, given):
     same = meta["validation"] == validation
     return (tuple(meta["t_range"]) if widths else t_range, meta["stale"] if same else 0,
             meta.get("best", {}) if same else {}, bool(validation) and meta.get("owed", False))
+
+
+def lora_of(args):
+    """What start.with_lora needs of the flags, by name; {}: no adapters."""
+    return {} if not args.use_lora else {"rank": args.lora_rank, "alpha": args.lora_alpha, "dropout": args.lora_dropout,
+            "targets": args.lora_target_modules, "rslora": args.use_rslora, "dora": args.use_dora}
 
 
 def for_validation(args):
@@ -354,14 +374,17 @@ def print_start(device, ranks, config, rows, eval_rows, table, more, *, size_nam
     """What is about to run, before the first step. table: blocks.row_table of rows; more: lines."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     with torch.device("meta"):
-        size = sum(p.numel() for p in weights.module_of(config).Model(config).parameters())
+        model = weights.module_of(config).Model(config)
+    size, trained = (sum(p.numel() for p in found) for found in (model.parameters(), weights.trained(model).values()))
+    base = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    kind = f", {trained:,} of them trained" if base else ""
     held_out = sum(len(m) for m in eval_rows.members) if eval_rows else 0
     dropped = f", {rows.documents.dropped} dropped" if rows.documents.dropped else ""
     share = ranks if fsdp else 1
-    state = 20 * size / share       # fp32 weights, gradients, two moments, average
+    state = (20 * trained + base) / share       # fp32 weights, gradients, two moments, average
     lengths = np.concatenate([rows.documents.tokens[m] for m in rows.members])
     print(f"device     {ranks} x {where}, torch {torch.__version__}, {'bf16 autocast' if bf16 else 'fp32'}\n"
-          f"model      {size_name}, {size:,} parameters; weights, gradients, optimizer and average "
+          f"model      {size_name}, {size:,} parameters{kind}; weights, gradients, optimizer and average "
           f"{plan.size(state)} a GPU\n"
           f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; tokens mean "
           f"{lengths.mean():.0f} max {lengths.max()}\n"
@@ -370,9 +393,29 @@ def print_start(device, ranks, config, rows, eval_rows, table, more, *, size_nam
           f"{table['samples'].mean():.2f} problems each\n{more}")
 
 
+def setup_of(args, ranks):
+    """plan.Setup of the flags. ranks: how many processes train."""
+    return plan.Setup(
+        ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
+        accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size)
+
+
+def set_batch(args, world, ranks, config, rows, eval_rows, table):
+    """Turn problems into rows of a micro-step; with --auto set the flags that are open by the memory plan."""
+    problems = table["samples"].mean()      # of a packed row
+    if not args.per_device_train_batch_size:
+        args.per_device_train_batch_size = max(1, round(args.problems_per_batch / problems))
+    if args.auto:
+        peak_of = peaks(config, table, rows, eval_rows, noise.mean_rate(args.t_range, args.noise_schedule),
+                        backend=args.attn_backend, eval_batch_size=args.per_device_eval_batch_size)
+        setups = auto.by_rows(args, setup_of(args, ranks), args.global_batch_size / problems,
+                              rows.length + rows.noisy_length)
+        auto.decide(args, world, setups, peak_of, lambda setup: setup.batch_size * problems, "rows")
+
+
 def for_plan(args, ranks):
     """What print_plan needs of the flags, by name. ranks: how many processes train."""
-    return {**plan.of_flags(args, ranks), "backend": args.attn_backend,
+    return {"setup": setup_of(args, ranks), "room": plan.room_of(args), "backend": args.attn_backend,
             "eval_batch_size": args.per_device_eval_batch_size}
 
 
@@ -406,12 +449,12 @@ def train(args):
     config = tokens and start.config_for(path, args.model_size, tokens, args.dropout)
     given = tokens and path and check(start.read, path, config, tokens, args.init_ema, args.seed)
     check.settle()
+    config = start.with_lora(config, path, args.bf16, args.init_from, lora_of(args))
     table, regions = blocks.row_table(rows), bound.REGIONS[args.system]
-    if not args.per_device_train_batch_size:        # a packed row holds several problems
-        args.per_device_train_batch_size = max(1, round(args.problems_per_batch / table["samples"].mean()))
+    set_batch(args, world, ranks, config, rows, eval_rows, table)
     batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     identity = identity_of(layout, rows, given, seed=args.seed, model=[args.model_size, tokens.vocab_size],
-                           batch=[batch_rows, rows.length])
+                           batch=[batch_rows, rows.length], adapters=lora_of(args))
     asked = accuracy.choose(eval_rows, args.eval_accuracy, tokens, args.seed)
     validation = eval_rows and [eval_rows.fingerprint(), args.eval_repeats, args.per_device_eval_batch_size,
                                 *([len(asked), args.best_by] if asked else [])]
@@ -422,9 +465,7 @@ def train(args):
     per_step, total_steps = ranks * accumulation, args.max_steps
     step_rows = per_step * batch_rows
     step_problems, epochs = step_rows * table["samples"].mean(), total_steps * per_step / order.packs_per_epoch
-    peak_lr = args.learning_rate
-    if args.scale_lr_from_batch:
-        peak_lr = optim.sqrt_lr(peak_lr, step_problems, args.scale_lr_from_batch)
+    peak_lr = optim.sqrt_lr(args.learning_rate, step_problems, args.scale_lr_from_batch or step_problems)
     often = run.intervals(args, total_steps, meta, bool(eval_rows), **OFTEN)
     if main_rank:
         print_start(device, ranks, config, rows, eval_rows, table,
@@ -484,7 +525,7 @@ def train(args):
             if (better or saving or stopping or enough) and now.saved_step != now.step:
                 meta = now.state(identity, owed=owed, stale=stale, best=best, t_range=t_range,
                                  averaged=float(average.updates))
-                save_checkpoint(world, now.writer, model, average, optimizer, layout, tokens, meta)
+                save_checkpoint(world, now.writer, model, average, optimizer, layout, tokens, given, meta)
         if now.step >= total_steps or stopping or enough:
             break
 

@@ -14,13 +14,18 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def trained(model):
+    """{name: parameter} of those that training changes: all, or adapters and the mask's row."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
 class Average:
     """Exponential moving average of a model's weights: decay min(decay, (1 + n) / (10 + n)) at update n = 1, 2, ..."""
 
     def __init__(self, model, decay):
-        """Make it when the weights are in place and sharded, if they will be."""
+        """Make it when the weights are in place and sharded, if they will be; of those that are trained."""
         self.decay = decay
-        self.parameters = dict(model.named_parameters())
+        self.parameters = trained(model)
         self.shadow = {name: p.detach().clone() for name, p in self.parameters.items()}
         self.updates = torch.zeros((), device=local(next(iter(self.shadow.values()))).device)
 
@@ -54,17 +59,24 @@ def module_of(config):
 def load_checkpoint(folder, ema=True, backend="sdpa"):
     """(network on the CPU in eval mode, config.json as a dict) of a checkpoint folder; ema: the averaged weights.
 
-    Raises UserError when the folder holds no such model.
+    Adapters are merged into their language model, which is read from where it was in training. Raises UserError when
+    the folder holds no such model.
     """
     folder = Path(folder)
     try:
         config = json_files.read_object(folder / "config.json")
         kind = decoder if "kv_heads" in config["model"] else dit
-        model = kind.Model(kind.Config(**config["model"]), backend)
+        settings = dict(config["model"])
+        if settings.get("lora"):
+            settings["lora"] = settings["lora"] | {"dtype": "float32"}
+        model = kind.Model(kind.Config(**settings), backend)
     except (UserError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: no checkpoint of train_bd3lm.py (config.json: {error})")
-    load_weights(dict(model.named_parameters()), folder, "ema" if ema else "model")
-    tensor_files.check_finite(dict(model.named_parameters()), folder)
+    load_weights(trained(model), folder, "ema" if ema else "model")
+    tensor_files.check_finite(trained(model), folder)
+    if settings.get("lora"):
+        decoder.read_base(model)
+        model = decoder.merged(model)
     return model.eval(), config
 
 

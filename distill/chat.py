@@ -5,10 +5,13 @@ ShareGPT's {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt",
 Only assistant turns are trained. Where one begins is not guessed from markers but proven with the tokenizer's own
 template: the ids of the prompt (all messages before it, with the generation prompt) must be the first ids of the whole
 conversation. Then the model is trained on exactly the answer that it has to write behind exactly the prompt that
-it will be given. A template for which this does not hold is refused. A turn ends with its special token; white space
-that a template writes behind it is not trained.
+it will be given. Where the prompt's text begins the whole, but not its ids (an opened think block may share a token
+with what follows), the last answer is tokenised apart: generation sees the prompt's ids, and writes others behind them.
+A template for which neither holds is refused. A turn ends with its special token; white space that a template writes
+behind it is not trained. A record's "tools" go to the template, as do tool calls; an answer of "weight" 0 is context.
 """
 import itertools
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -20,6 +23,8 @@ from common.parallel import UserError
 from common.problems import problem
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+KNOWN = {"role", "content", "reasoning_content"}        # keys of a message, and those that some roles have beside them
+KEYS = {"assistant": {"tool_calls", "weight"}, "tool": {"tool_call_id", "name"}}
 SHAREGPT = {"human": "user", "gpt": "assistant"}        # its names of roles, beside ROLES
 
 
@@ -73,7 +78,7 @@ def read_chunks(path, size, first=0, step=1):
                     try:
                         record = line if rows else json_files.loads(line)
                         check = "invalid"
-                        record = of_sharegpt(record)
+                        record = with_tools(of_sharegpt(record))
                         check_messages(record)
                         group_key(record)
                     except ValueError as error:
@@ -111,11 +116,52 @@ def of_sharegpt(record):
     turns = [{"from": "system", "value": record["system"]}] if record.get("system") else []
     messages = []
     for number, turn in enumerate([*turns, *record["conversations"]], 1):
-        if not isinstance(turn, dict) or turn.keys() != {"from", "value"}:
+        if not isinstance(turn, dict) or turn.keys() - {"weight"} != {"from", "value"}:
             raise ValueError(f'turn {number} of its "conversations" is not {{"from": ..., "value": ...}}')
         role = turn["from"] if isinstance(turn["from"], str) else None
-        messages.append({"role": SHAREGPT.get(role, role), "content": turn["value"]})
+        weight = {"weight": turn["weight"]} if "weight" in turn else {}
+        messages.append({"role": SHAREGPT.get(role, role), "content": turn["value"], **weight})
     return record | {"messages": messages}
+
+
+def with_tools(record):
+    """The record as templates want it: tools and arguments of tool calls are JSON values, which servers send as text;
+    a message that is nothing but calls has an empty text. ValueError for text that is no JSON.
+    """
+    if not isinstance(record, dict) or not isinstance(record.get("messages"), list):
+        return record
+    messages = []
+    for message in record["messages"]:
+        if isinstance(message, dict) and isinstance(message.get("tool_calls"), list) and message["tool_calls"]:
+            message = message | {"content": message.get("content") or "", "tool_calls": [
+                _with_arguments(call) for call in message["tool_calls"]]}
+        messages.append(message)
+    tools = record.get("tools")
+    return record | {"messages": messages} | ({"tools": json_files.loads(tools)} if isinstance(tools, str) else {})
+
+
+def _with_arguments(call):
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return call | {"function": _with_arguments(call["function"])}
+    arguments = call.get("arguments")
+    return call | ({"arguments": json_files.loads(arguments)} if isinstance(arguments, str) else {})
+
+
+def check_tools(record):
+    """Names of a record's tools. ValueError for what is no list of tools, each with a name."""
+    tools = record.get("tools") or []
+    names = [called(tool).get("name") for tool in tools] if isinstance(tools, list) else [None]
+    if not all(isinstance(name, str) and name for name in names):
+        raise ValueError('its "tools" are no list of {"type": "function", "function": {"name": ..., ...}}')
+    return names
+
+
+def called(tool):
+    """What of a tool, or of a tool call, has its name: the tool itself, or its "function"."""
+    inner = tool.get("function", tool) if isinstance(tool, dict) else {}
+    return inner if isinstance(inner, dict) else {}
 
 
 def check_messages(record):
@@ -123,8 +169,7 @@ def check_messages(record):
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
         raise ValueError('has no list "messages"; a line is {"messages": [{"role": ..., "content": ...}, ...]}')
-    if record.get("tools"):
-        raise ValueError('has "tools", which no chat template here is given; drop the line')
+    check_tools(record)
     for number, message in enumerate(messages):
         where = f"message {number + 1}"
         if not isinstance(message, dict) or message.get("role") not in ROLES:
@@ -133,13 +178,20 @@ def check_messages(record):
             raise ValueError(f"{where} has no text as its content; only text is trained")
         if HALF_CHARACTER.search(message["content"] + str(message.get("reasoning_content") or "")):
             raise ValueError(f"{where} holds half a character (\\ud800 to \\udfff)")
-        if message["role"] == "assistant" and not message["content"].strip():
+        if message["role"] == "assistant" and not message["content"].strip() and not message.get("tool_calls"):
             raise ValueError(f"{where} is an empty answer; drop the line")
-        if other := message.keys() - {"role", "content", "reasoning_content"}:
-            raise ValueError(f"{where} has {', '.join(sorted(other))}, which cannot be trained; known are role, "
-                             "content, reasoning_content")
+        known = KNOWN | KEYS.get(message["role"], set())
+        if other := message.keys() - known:
+            raise ValueError(f"{where} has {', '.join(sorted(other))}, which cannot be trained; known are "
+                             f"{', '.join(sorted(known))}")
         if not isinstance(message.get("reasoning_content") or "", str):
             raise ValueError(f"{where}: its reasoning_content is not text")
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(isinstance(called(call).get("name"), str) and isinstance(
+                called(call).get("arguments", {}), dict) for call in calls):
+            raise ValueError(f'{where}: its tool_calls are no list of {{"name": "...", "arguments": {{...}}}}')
+        if message.get("weight", 1) not in (0, 1):
+            raise ValueError(f"{where} has the weight {message['weight']!r}; an answer is trained (1) or not (0)")
     if messages[-1]["role"] != "assistant":
         raise ValueError(f"ends with a message of the {messages[-1]['role']}, so there is no answer to train; drop it")
     return messages
@@ -178,14 +230,14 @@ class Encoder:
         self.blank = {}         # id -> is it white space?
         self.ends = Counter()   # ids that trained turns ended with
 
-    def render(self, messages, prompt):
+    def render(self, messages, prompt, tools=None):
         """Text of messages by the template, or texts of many such lists; prompt: with the generation prompt.
 
         ValueError when it refuses them, or one of them.
         """
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt,
-                                                      **self.options)
+                                                      tools=tools, **self.options)
         except Exception as error:      # Jinja's, and whatever a template's expressions raise
             raise ValueError(f"the chat template refuses it ({type(error).__name__}: {error})")
 
@@ -199,24 +251,28 @@ class Encoder:
         except ValueError:
             return None
 
-    def encode(self, chats):
-        """[messages] -> [(ids, mask) or the ValueError that says why not], each list of ints and of bools."""
-        jobs, texts = [], {}
-        for messages in chats:
+    def encode(self, chats, tools=None):
+        """[messages] -> [(ids, mask) or the ValueError that says why not], each list of ints and of bools.
+
+        tools: [list of tools or None] of the conversations.
+        """
+        jobs, texts, tools = [], {}, tools or [None] * len(chats)
+        for messages, known in zip(chats, tools):
             try:
-                jobs.append(self._answers(messages))
+                jobs.append(self._answers(messages, known))
             except ValueError as error:
                 jobs.append(error)
-        asked = [(messages, i) for messages, job in zip(chats, jobs) if isinstance(job, list) for i in job]
+        asked = [(messages, i) for messages, job, known in zip(chats, jobs, tools)
+                 if isinstance(job, list) and not known for i in job]
         rendered = self._render_all(asked)
         together = None if rendered is None else iter(rendered)
-        for number, (messages, job) in enumerate(zip(chats, jobs)):
+        for number, (messages, job, known) in enumerate(zip(chats, jobs, tools)):
             if isinstance(job, ValueError):
                 continue
-            pairs = list(itertools.islice(together, len(job))) if together else (
-                (self.render(messages[:i], True), self.render(messages[:i + 1], False)) for i in job)
+            pairs = list(itertools.islice(together, len(job))) if together and not known else (
+                (self.render(messages[:i], True, known), self.render(messages[:i + 1], False, known)) for i in job)
             try:
-                jobs[number] = self._texts(messages, job, pairs)
+                jobs[number] = self._texts(messages, job, pairs, known)
             except ValueError as error:
                 jobs[number] = error
             else:
@@ -225,38 +281,64 @@ class Encoder:
         results = []
         for job in jobs:
             try:
-                results.append(job if isinstance(job, ValueError) else self._mask([[texts[t] for t in part]
-                                                                                   for part in job]))
+                results.append(job if isinstance(job, ValueError) else self._mask(
+                    [[texts[t] for t in part] for part in job], *job[-1]))
             except ValueError as error:
                 results.append(error)
         return results
 
-    def _answers(self, messages):
-        """Places of the answers that are trained. ValueError for a text with a control token."""
+    def _answers(self, messages, tools):
+        """Places of the answers that are trained. ValueError for a text with a control token, or none to train."""
         for number, message in enumerate(messages, 1):
-            for text in (message["content"], message.get("reasoning_content") or ""):
+            for text in (message["content"], message.get("reasoning_content") or "",
+                         json.dumps(message.get("tool_calls") or "", ensure_ascii=False)):
                 if found := self.control.search(text):
                     raise ValueError(f"message {number} contains the control token {found[0]}; remove it")
+        if found := self.control.search(json.dumps(tools or "", ensure_ascii=False)):
+            raise ValueError(f"its tools contain the control token {found[0]}; remove it")
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        return answers if self.turns == "all" else answers[-1:]
+        answers = [i for i in answers[0 if self.turns == "all" else -1:] if messages[i].get("weight", 1)]
+        if not answers:
+            raise ValueError("has no answer to train that is not of weight 0; drop the line")
+        return answers
 
-    def _texts(self, messages, answers, pairs):
-        """The (prompt, prompt and answer) of each trained turn, proven whole; the last is the conversation's text."""
+    def _texts(self, messages, answers, pairs, tools):
+        """The (prompt, prompt and answer) of each trained turn, proven whole; what follows the last is left out."""
         found = []
         for i, (prompt, text) in zip(answers, pairs):
             if text.startswith(prompt):         # else _mask refuses it, naming the tokens
-                answer = messages[i]["content"].split("</think>")[-1].strip()
-                reasoning = (messages[i].get("reasoning_content") or "").strip()
-                if answer not in text[len(prompt):] or reasoning not in text[len(prompt):]:
-                    raise ValueError(f"the chat template leaves out the answer or the reasoning of message {i + 1}")
+                words = [messages[i]["content"].split("</think>")[-1].strip(),
+                         (messages[i].get("reasoning_content") or "").strip()]
+                for call in map(called, messages[i].get("tool_calls") or ()):
+                    words += call["name"], *call.get("arguments", {})
+                if any(word not in text[len(prompt):] for word in words):
+                    raise ValueError("the chat template leaves out the answer, the reasoning or a tool call of message "
+                                     f"{i + 1}")
             found.append((prompt, text))
-        for number, message in enumerate(messages, 1):
-            if message["content"].split("</think>")[-1].strip() not in found[-1][1]:
+        whole, schemas = found[-1][1], json.dumps(tools or "", ensure_ascii=False)
+        for number, message in enumerate(messages[:answers[-1] + 1], 1):
+            calls = [called(call)["name"] for call in message.get("tool_calls") or ()]
+            if message["content"].split("</think>")[-1].strip() not in whole or any(
+                    whole.count(name) <= schemas.count(name) for name in calls):
                 raise ValueError(f"the chat template leaves out the text of message {number} ({message['role']})")
+        if missing := [name for name in check_tools({"tools": tools}) if name not in found[0][0]]:
+            raise ValueError(f"the chat template leaves out the tool {missing[0]}; give another with --chat_template "
+                             "FILE, or drop the line")
         return found
 
-    def _mask(self, parts):
-        """[(prompt ids, prompt and answer ids) of each trained turn] -> (ids, mask)."""
+    def _apart(self, ids, whole, prompt, text):
+        """`ids` of a prompt and those of what its text `prompt` lacks of `text`; `whole` where they are not the same
+        text, or the prompt's are its beginning anyway.
+        """
+        if whole[:len(ids)] == ids or not text.startswith(prompt):
+            return whole
+        apart = [*ids, *self.lists([text[len(prompt):]])[0]]
+        same = (self.tokenizer.decode(made, clean_up_tokenization_spaces=False) for made in (apart, whole))
+        return apart if next(same) == next(same) else whole
+
+    def _mask(self, parts, prompt, text):
+        """[(prompt ids, prompt and answer ids) of each trained turn] -> (ids, mask). prompt, text: of the last."""
+        parts[-1][1] = self._apart(*parts[-1], prompt, text)
         ids = parts[-1][1]
         mask = [False] * len(ids)
         for number, (prompt, upto) in enumerate(parts, 1):

@@ -201,9 +201,14 @@ def check_groups(path, size, trained, judged):
 
 
 def read_files(table):
-    """[messages] of the table's samples."""
-    found = {(source, line): messages for source, path in enumerate(table.paths)
-             for line, _, messages in chat.read_chats(path, [])}
+    """[messages] of the table's samples. UserError for tools."""
+    found = {}
+    for source, path in enumerate(table.paths):
+        for line, record in chat.read_records(path, []):
+            if record.get("tools"):
+                raise UserError(f"{path}:{line}: has tools, which no evaluation here gives to the model; give a "
+                                "--data_file without")
+            found[source, line] = record["messages"]
     return [found[place] for place in zip(table.sources.tolist(), table.lines.tolist())]
 
 

@@ -35,7 +35,7 @@ CHUNK = 1024            # lines tokenised together
 # Sample table
 
 
-def behind_prompt(prompt, encoder, chats, results):
+def behind_prompt(prompt, encoder, chats, tools, results):
     """[(ids, mask, tokens of the student)] or ValueErrors: encoder.encode's results, each followed by its teacher's.
 
     The teacher's has the prompt, and the very tokens of the student's answers.
@@ -46,7 +46,8 @@ def behind_prompt(prompt, encoder, chats, results):
             prompted.append([*with_prompt(prompt, messages[:-1]), messages[-1]])
         except ValueError as error:
             prompted.append(error)
-    taught = iter(encoder.encode([messages for messages in prompted if isinstance(messages, list)]))
+    chosen = [i for i, messages in enumerate(prompted) if isinstance(messages, list)]
+    taught = iter(encoder.encode([prompted[i] for i in chosen], [tools[i] for i in chosen]))
     for messages, result in zip(prompted, results):
         theirs = next(taught) if isinstance(messages, list) else messages
         if wrong := [one for one in (result, theirs) if isinstance(one, ValueError)]:
@@ -65,9 +66,10 @@ def encode_chunk(records, path, encoder, limit, policy, problems, teacher=None, 
     """
     kept, lines, keys, own, count, ends = [], [], [], [], Counter(), encoder.ends
     encoder.ends = Counter()
-    results = encoder.encode([record["messages"] for _, record in records])
+    chats, tools = ([record.get(name) for _, record in records] for name in ("messages", "tools"))
+    results = encoder.encode(chats, tools)
     if prompt:
-        results = behind_prompt(prompt, encoder, [record["messages"] for _, record in records], results)
+        results = behind_prompt(prompt, encoder, chats, tools, results)
     for (line, record), result in zip(records, results):
         check = "template"
         try:

@@ -122,11 +122,15 @@ def read_prompt(path, role="user"):
 
 
 def with_prompt(prompt, messages):
-    """The messages as the teacher gets them; the last one is the user's. ValueError for a second system message."""
+    """The messages as the teacher gets them. ValueError for a second system message, or when there is no message of the
+    user at the end that a prompt could go around.
+    """
     if prompt.role == "system":
-        if messages[0]["role"] in ("system", "developer"):
+        if messages and messages[0]["role"] in ("system", "developer"):
             raise ValueError("has a system message of its own beside --prompt_role system; join the two")
         return [{"role": "system", "content": prompt.before}, *messages]
+    if not messages or messages[-1]["role"] != "user":
+        raise ValueError("has no message of the user before its last answer, around which --prompt_role user could go")
     return [*messages[:-1], {**messages[-1], "content": prompt.before + messages[-1]["content"] + prompt.after}]
 
 

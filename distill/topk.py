@@ -38,7 +38,7 @@ def read_alternatives(record):
 
     None: it has none. ValueError says what is wrong with them.
     """
-    if "logprobs" not in record:
+    if "logprobs" not in record or not record["messages"][-1].get("weight", 1):
         return None
     rows, texts = record["logprobs"], record.get("label_tokens")
     again = "; label again with create_data.py --logprobs, or drop both fields"

@@ -102,7 +102,7 @@ def build_parser():
                            weight_decay=0.01, adam_beta2=0.95)
     g.add_argument("--warmup_ratio", type=float, default=0.1, help="share of the run that is linear warm-up")
 
-    g = flags.speed(p, parallel="fsdp", bf16_help="bfloat16 compute; a frozen base is stored in bfloat16")
+    g = flags.speed(p, parallel=None, bf16_help="bfloat16 compute; a frozen base is stored in bfloat16")
     flags.sharding(g)
 
     flags.logging(p, logging_steps=10, save_total_limit=2)
@@ -111,6 +111,8 @@ def build_parser():
 
 def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later; fill in what derives."""
+    if args.parallel is None:       # one GPU has nothing to shard with
+        args.parallel = "fsdp" if world_size > 1 or args.cpu_offload or not args.reshard_after_forward else "ddp"
     if args.learning_rate is None:
         args.learning_rate = LORA_RATE if args.use_lora else FULL_RATE
     flags.check_shared(args)
@@ -131,8 +133,11 @@ def check_flags(args, world_size):
          "give one of --eval_data_file and --validation_split, not both")
     need(not (args.global_batch_size and args.gradient_accumulation_steps),
          "give one of --global_batch_size and --gradient_accumulation_steps")
-    need(not (args.global_batch_size and args.max_tokens_per_batch),
-         "--global_batch_size counts samples: not with --max_tokens_per_batch")
+    if args.auto and not flags.counts_samples(args):
+        args.global_batch_size = args.global_batch_size or GLOBAL_BATCH * (not args.gradient_accumulation_steps)
+        args.gradient_accumulation_steps = args.gradient_accumulation_steps or 1
+    need(args.auto or not (args.global_batch_size and args.max_tokens_per_batch),
+         "--global_batch_size counts samples: with --max_tokens_per_batch it needs --auto")
     if not args.gradient_accumulation_steps:
         samples, per_micro_step = args.global_batch_size or GLOBAL_BATCH, args.per_device_train_batch_size * world_size
         need(args.max_tokens_per_batch or samples % per_micro_step == 0,
@@ -167,14 +172,16 @@ def check_distillation(args):
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
+import functools
+
 import torch
 from tqdm import tqdm
 
-from common import adapters, checkpoint, float8, loading, metrics, optim, parallel, run, tensor_files, watchdog
+from common import adapters, auto, checkpoint, float8, loading, metrics, optim, parallel, run, tensor_files, watchdog
 from common.packing import PackOrder, pack_order, rank_packs, run_length
-from common.plan import Checks, of_flags, start_text, steps_text
+from common.plan import Checks, room_of, setup_of, start_text, steps_text
 from distill import chat, packed_lm, rollouts, topk, weights
-from distill.plan import print_plan, samples_line
+from distill.plan import peaks, print_plan, samples_line
 from distill.table import make_loader, prepare_table, split_samples
 from distill.teacher import read_prompt
 
@@ -315,9 +322,24 @@ def teaching_of(args):
             "prompted": (args.divergence, args.js_beta, args.distill_topk) if args.prompt_file else None}
 
 
+def choose(args, world, ranks, model, table, train_ids):
+    """--auto: set the flags that are open by the memory plan; returns whether the model has to be built anew."""
+    lengths = table.lengths[train_ids]
+
+    @functools.cache
+    def order_of(budget):
+        return pack_order(lengths, tokens_per_pack=budget, samples_per_pack=args.per_device_train_batch_size,
+                          seed=args.seed)
+    peak_of = peaks(model, lengths, table.targets[train_ids])
+    setups = auto.by_tokens(args, setup_of(args, ranks), lengths, lambda budget: order_of(budget).packs_per_epoch,
+                            args.global_batch_size)
+    return auto.decide(args, world, setups, lambda setup: peak_of(setup, order_of(setup.budget)),
+                       lambda setup: len(lengths) / order_of(setup.budget).packs_per_epoch)
+
+
 def for_plan(args, ranks, often):
     """What print_plan needs of the flags, by name. ranks: how many processes train. often: of run.intervals."""
-    return {**of_flags(args, ranks), "often": often, "epochs": args.num_train_epochs,
+    return {"setup": setup_of(args, ranks), "room": room_of(args), "often": often, "epochs": args.num_train_epochs,
             "peak_lr": args.learning_rate}
 
 
@@ -334,7 +356,7 @@ def train(args):
     # -- ranks, data, empty model: a run ends at the first mistake, a dry run names them all -------------------------
     ranks, check = run.ranks(args), Checks(args.dry_run is not None)
     world, watch = run.start(args, check, cpu_too=args.cpu_offload)
-    device, main_rank, fsdp = world.device, world.is_main, args.parallel == "fsdp"
+    device, main_rank = world.device, world.is_main
     check(parallel.check_bf16, device, args.bf16)
     check(float8.check_device, device, args.float8)
     check(parallel.rank0_first, world, weights.find_model, args.model_path)       # downloads before the others look
@@ -360,6 +382,8 @@ def train(args):
     check.settle()
     if args.tf32:
         torch.set_float32_matmul_precision("high")
+    if args.auto and choose(args, world, ranks, model, table, train_ids):
+        model, parts = empty_model(folder, **kind | {"recompute": args.gradient_checkpointing})
     # a checkpoint of a run with another identity is refused; validation losses on other data do not compare
     identity = run_identity(
         folder, table, train_ids, lora=args.use_lora, tokens_per_pack=args.max_tokens_per_batch,
@@ -387,7 +411,8 @@ def train(args):
     # -- model, optimizer, resume -------------------------------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)
     if resume and not args.use_lora:        # a full checkpoint replaces the base; adapters are loaded on top of it
-        model, parts = empty_model(resume, **kind)
+        model, parts = empty_model(resume, **kind | {"recompute": args.gradient_checkpointing})
+    fsdp = args.parallel == "fsdp"
     wrapped = load_model(world, model, parts, resume, seed=args.seed, fp8=args.float8, fsdp=fsdp, bf16=args.bf16,
                          reshard=args.reshard_after_forward, offload=args.cpu_offload, compiled=args.compile)
     unknown_ends = weights.stop_at(model.native, ends)      # so that generate stops where trained answers end

@@ -366,5 +366,7 @@ class Batch:
             write_atomically(self.folder / f"codes-{uuid.uuid4().hex}.safetensors",
                              lambda temporary: tensor_files.save(tensors, temporary, about, save_file))
         except Exception as error:
-            raise UserError(f"{self.folder}: code cache shard cannot be written ({error}); free disk space")
+            full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+            raise UserError(f"{self.folder}: code cache shard cannot be written ({error})"
+                            + "; free disk space" * full)
         self.codes, self.keys, self.files, self.file_keys, self.measures = [], [], [], [], []

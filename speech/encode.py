@@ -28,6 +28,7 @@ from common.loading import each
 from common.parallel import UserError, all_ranks_ok, gather_objects, problem_text, rank0_first
 from common.watchdog import Stopped, init_loader, stop_requested
 from speech import hub, mp3
+from speech.choices import LONGEST_CLIP_S
 from speech.codes import (
     FRAME_RATE,
     SAMPLE_RATE,
@@ -43,11 +44,12 @@ from speech.codes import (
     shard_names,
 )
 from speech.containers import file_of, read_bytes, unit_of
-from speech.conversations import FILLED_S, MEMBER
+from speech.conversations import FILLED_S
 
 MIN_SAMPLES = 960               # one codec frame
 UNKNOWN = 2**63 - 1             # length of a FLAC file that was written into a pipe, in libsndfile's words
 PIECE = 2**20                   # samples of such a file that are read at a time
+LONGEST_FILE = 500_000_000      # samples, 2 GB as float32: 2.9 h at 48 kHz, of which clips may be cut
 WHOLE = 0.99                    # of the samples that a header promises: with fewer a file is cut off
 LOUDEST = 10.0                  # peak of a clip; full scale is 1, float files and mp3 may go a little beyond it
 SHARD_CLIPS, SHARD_SECONDS = 4096, 60.0     # a crash loses at most this much encoding
@@ -128,7 +130,7 @@ def share_work(clips, unknown, world_size):
 
     def seconds(path, stat, cuts):
         claimed = max(c.seconds for c in cuts.values())
-        size = stat[0] if MEMBER not in str(path) else 64_000        # of a file that holds many: all the same
+        size = stat[0] if file_of(path) == str(path) else 64_000        # of a file that holds many: all the same
         return claimed or size / BYTES_PER_SECOND.get(os.path.splitext(path)[1].lower(), 64_000)
 
     shards = {file_of(path) for path in files if hub.is_there(path)}
@@ -155,12 +157,19 @@ def decode_audio(path, cuts):
 
     cuts: [(offset seconds or None, duration seconds or None)]. Raises ValueError with the reason.
     """
-    digest, mono, rate = decode_file(path)
+    digest, mono, rate = decode_file(path, all(cut == (None, None) for cut in cuts))
     return digest, [cut_wave(mono, rate, *cut) for cut in cuts]
 
 
-def decode_file(path):
-    """A whole file -> (sha256 hex of its bytes, mono float32 waveform (n,), its rate in Hz). Raises ValueError."""
+class TooLong(ValueError):
+    """A file, or a clip, that would take too much memory."""
+
+
+def decode_file(path, one_clip=False):
+    """A whole file -> (sha256 hex of its bytes, mono float32 waveform (n,), its rate in Hz). Raises ValueError.
+
+    one_clip: the whole file is the only clip wanted of it, so that it may not be longer than one.
+    """
     import soundfile
     try:
         data = read_bytes(path)
@@ -170,17 +179,26 @@ def decode_file(path):
         raise ValueError("is an empty file")
     try:
         with soundfile.SoundFile(_said(data)) as file:
-            audio, rate = _samples(file), file.samplerate
-            promised = file.frames if file.frames < UNKNOWN else 0
+            rate, promised = file.samplerate, file.frames if file.frames < UNKNOWN else 0
+            limit = min(LONGEST_FILE, LONGEST_CLIP_S * rate if one_clip else LONGEST_FILE)
+            check_size(promised, rate, limit)
+            mono = _mono(file, limit)
+    except TooLong:
+        raise
     except Exception as error:
         why = str(error).rpartition(": ")[2].strip().rstrip(".")        # without the name of a buffer in memory
         raise ValueError(f"is not readable audio ({why}); wav, flac, mp3 and ogg are read")
-    promised = max(promised, len(audio) * wav_share(data))
-    if len(audio) < WHOLE * promised:
-        raise ValueError(f"is cut off: its header promises {promised / rate:.2f} s, {len(audio) / rate:.2f} s are "
-                         "there")
-    with np.errstate(over="ignore", invalid="ignore"):      # what is not finite then, cut_wave refuses
-        return hashlib.sha256(data).hexdigest(), audio.mean(axis=1), rate
+    promised = max(promised, len(mono) * wav_share(data))
+    if len(mono) < WHOLE * promised:
+        raise ValueError(f"is cut off: its header promises {promised / rate:.2f} s, {len(mono) / rate:.2f} s are there")
+    return hashlib.sha256(data).hexdigest(), mono, rate
+
+
+def check_size(samples, rate, limit):
+    """Raise TooLong for more samples than a limit."""
+    if samples > limit:
+        raise TooLong(f"lasts {samples / rate / 60:.1f} minutes, of which at most {limit / rate / 60:.1f} are decoded: "
+                      f"cut it into clips of at most {LONGEST_CLIP_S} s")
 
 
 def _said(data):
@@ -190,14 +208,20 @@ def _said(data):
     return io.BytesIO(data if known else mp3.with_length(data))
 
 
-def _samples(file):
-    """All samples (n, channels) float32 of an open SoundFile."""
-    if file.frames < UNKNOWN:
-        return file.read(dtype="float32", always_2d=True)
-    file.seekable = lambda: False       # soundfile would seek to the end, which cannot be found
-    parts = [file.read(PIECE, dtype="float32", always_2d=True)]
-    while len(parts[-1]) == PIECE:
-        parts.append(file.read(PIECE, dtype="float32", always_2d=True))
+def _mono(file, limit):
+    """The mean (n,) float32 of the channels of an open SoundFile, of which no more than a piece is held at a time.
+
+    Raises TooLong for more than `limit` samples.
+    """
+    if file.frames == UNKNOWN:
+        file.seekable = lambda: False       # soundfile would seek to the end, which cannot be found
+    parts, total, size = [], 0, PIECE
+    while size == PIECE:
+        piece = file.read(PIECE, dtype="float32", always_2d=True)
+        with np.errstate(over="ignore", invalid="ignore"):      # what is not finite then, cut_wave refuses
+            parts.append(piece.mean(axis=1))
+        size, total = len(piece), total + len(piece)
+        check_size(total, file.samplerate, limit)
     return np.concatenate(parts)
 
 
@@ -223,6 +247,7 @@ def cut_wave(mono, rate, offset, length):
     """Waveform at 24 kHz (m,) float32 of one cut of decode_file's; ValueError when nobody can be heard in it."""
     import soxr
     part = part_of(mono, rate, offset, length)
+    check_size(len(part), rate, LONGEST_CLIP_S * rate)
     where = f" from offset {offset} s" if offset else ""
     if not np.isfinite(part).all():
         raise ValueError(f"contains samples that are not finite numbers{where}")
@@ -327,7 +352,7 @@ class _Decode(Dataset):
         """(i, digest of the file, [(waveform of a cut, its measures), or text of why there is none])."""
         path, _, cuts = self.work[i]
         try:
-            digest, mono, rate = decode_file(path)
+            digest, mono, rate = decode_file(path, all((c.offset, c.duration) == (None, None) for c in cuts.values()))
         except ValueError as error:
             return i, "", [str(error)] * len(cuts)
 
@@ -494,12 +519,12 @@ def count_samples(path, said):
     Reads all of a file that does not say how long it is. Raises OSError and soundfile's errors.
     """
     import soundfile
-    if said < UNKNOWN and MEMBER not in str(path):
+    if said < UNKNOWN and file_of(path) == str(path):
         with open(path, "rb") as file:
             if mp3.says_length(file):
                 return said
     with soundfile.SoundFile(_said(read_bytes(path))) as file:
-        return file.frames if file.frames < UNKNOWN else len(_samples(file))
+        return file.frames if file.frames < UNKNOWN else len(_mono(file, LONGEST_FILE))
 
 
 def header_frames(path, cuts, config):
@@ -511,10 +536,11 @@ def header_frames(path, cuts, config):
     try:
         if not os.path.getsize(file_of(path)):
             raise ValueError("is an empty file")
-        info = soundfile.info(path if MEMBER not in str(path) else io.BytesIO(read_bytes(path)))
+        info = soundfile.info(path if file_of(path) == str(path) else io.BytesIO(read_bytes(path)))
         frames = info.frames
         if frames == UNKNOWN or info.format == "MP3":
             frames = count_samples(path, frames)
+        check_size(frames, info.samplerate, LONGEST_FILE)
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})")
     except soundfile.SoundFileError as error:
@@ -525,6 +551,7 @@ def header_frames(path, cuts, config):
         start = round((offset or 0) * info.samplerate)
         stop = min(frames, start + round(length * info.samplerate)) if length else frames
         samples = wave_samples(max(0, stop - start), info.samplerate)
+        check_size(samples, SAMPLE_RATE, LONGEST_CLIP_S * SAMPLE_RATE)
         check_length(samples, offset)
         found.append(codec_frames(max(samples, round(FILLED_S * SAMPLE_RATE)) if fill else samples, config))
     return found

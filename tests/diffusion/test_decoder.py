@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
-from common import checkpoint
+from common import checkpoint, fused, tensor_files
 from common.parallel import UserError
 from diffusion import blocks, decoder, dit, export_bd3lm, sample_bd3lm, sampler, start, weights
 from diffusion.answers import question_state
@@ -66,10 +66,12 @@ def opened(folder):
     return model, tokens, theirs
 
 
+@pytest.mark.parametrize("for_gpus", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_hidden_states_are_those_of_transformers_under_the_same_mask(models, kind):
+def test_hidden_states_are_those_of_transformers_under_the_same_mask(models, kind, for_gpus, monkeypatch):
     """Packed documents, ragged blocks, noisy and clean halves: their own forward with a dense additive mask."""
+    monkeypatch.setattr(fused, "wanted", lambda x: for_gpus)
     model, tokens, theirs = opened(models[kind])
     batch = make_blocks(MIXED, 26, 24)
     inputs = noised(batch)
@@ -167,13 +169,16 @@ def test_questions_in_the_chat_template(models, demo):
             ask()
 
 
-def test_it_trains_resumes_and_answers(pool, demo, models, tmp_path):
+@pytest.mark.parametrize("kind", ["all", "lora"])
+def test_it_trains_resumes_and_answers(pool, demo, models, tmp_path, kind):
     """Chat format; DDP = FSDP2 on 2 ranks, resumed in between; the checkpoint answers with and without cache."""
     flags = {"--init_from": models["chat"], "--chat": None, "--train_data_file": demo / "train.jsonl",
              "--block_size": 4, "--max_length": 96, "--row_length": 96, "--dropout": 0, "--eval_steps": 2,
              "--save_steps": 0, "--eval_repeats": 1, "--num_workers": 1, "--learning_rate": 1e-2,
              "--warmup_steps": 0, "--report_to": "none", "--gradient_accumulation_steps": 1,
              "--validation_split": 0.2, "--eval_accuracy": 2, "--ema_decay": 0.5}
+    if kind == "lora":
+        flags |= {"--use_lora": None, "--lora_rank": 4, "--lora_alpha": 16, "--learning_rate": 3e-2}
     words = [str(word) for pair in flags.items() for word in pair if word is not None]
     runs = {}
     for mode, ranks, stops in (("ddp", 1, (4,)), ("fsdp", 2, (2, 4))):
@@ -185,11 +190,13 @@ def test_it_trains_resumes_and_answers(pool, demo, models, tmp_path):
         runs[mode] = Run(0, output, tmp_path / mode)
     bounds = [run.metrics("eval/nll") for run in runs.values()]
     assert bounds[0] == pytest.approx(bounds[1], rel=1e-3) and sorted(bounds[0]) == [0, 2, 4]
-    assert bounds[0][4] < bounds[0][0] - 0.5
+    assert bounds[0][4] < bounds[0][0] - (0.5 if kind == "all" else 0.1)
     assert "resumed from" in runs["fsdp"].output and "language model" not in runs["fsdp"].output
     folder = checkpoint.newest_whole(tmp_path / "fsdp")
     model, about = weights.load_checkpoint(folder)
     assert isinstance(model, decoder.Decoder) and model.lm_head.weight is model.embed.weight
+    if kind == "lora":
+        check_adapters(folder, model, about, models["chat"])
     assert about["layout"]["end_token"] == "<|im_end|>"
     texts = []
     for more in ([], ["--no-use_cache"]):
@@ -198,9 +205,55 @@ def test_it_trains_resumes_and_answers(pool, demo, models, tmp_path):
                            *more])
         texts.append([a["text"] for a in json.loads((tmp_path / "answers.json").read_text())["answers"]])
     assert texts[0] == texts[1]
-    with pytest.raises(UserError, match="was converted from a language model"):
-        export_bd3lm.export(folder, True, tmp_path / "exported")
-    assert not (tmp_path / "exported").exists()
+    check_export(folder, model, tmp_path / "exported")
+
+
+@torch.no_grad()
+def check_adapters(folder, merged, about, base):
+    """Saved: adapters and the mask's row, all of them changed; merged into the base they compute the same."""
+    saved, averaged = (tensor_files_in(folder, stem) for stem in ("model", "ema"))
+    mask, table = about["model"]["mask_id"], load_file(base / "model.safetensors")["model.embed_tokens.weight"]
+    assert saved.keys() == averaged.keys() and len(saved) == 1 + 3 * 7 * 2      # 3 layers of 7 matrices
+    assert all(".lora_" in name or name == "mask_row" for name in saved)
+    assert all(tensor.any() for name, tensor in averaged.items() if "lora_B" in name)
+    assert (averaged["mask_row"] - table[:mask].mean(0)).norm() > 0.1
+    apart = decoder.Decoder(decoder.Config(**about["model"])).eval()
+    weights.load_weights(weights.trained(apart), folder, "ema")
+    decoder.read_base(apart)
+    assert torch.equal(apart.embed.weight[:mask], table[:mask])
+    assert torch.equal(merged.embed.weight[:mask], table[:mask])
+    inputs = noised(make_blocks(MIXED, 26, 24))
+    inputs = inputs._replace(tokens=inputs.tokens.masked_fill(inputs.tokens == 20, mask))
+    torch.testing.assert_close(merged(inputs), apart(inputs), rtol=1e-4, atol=1e-4)
+    apart.mask_row.zero_()
+    assert not torch.allclose(merged(inputs), apart(inputs), rtol=1e-2)
+    (base / "model.safetensors").rename(base / "away")
+    try:
+        with pytest.raises(UserError, match="holds no weights"):
+            weights.load_checkpoint(folder)
+    finally:
+        (base / "away").rename(base / "model.safetensors")
+
+
+@torch.no_grad()
+def check_export(folder, model, exported):
+    """transformers reads the folder, with these weights; --init_from takes them back bit for bit."""
+    export_bd3lm.main(["--checkpoint", str(folder), "--output_dir", str(exported)])
+    theirs = AutoModelForCausalLM.from_pretrained(exported, dtype="auto")
+    ours = dict(model.named_parameters())
+    found = dict(theirs.named_parameters())
+    assert found.keys() == ours.keys() and all(torch.equal(found[name], ours[name]) for name in ours)
+    tokens = load_tokenizer(exported, "gsm8k", "<|im_end|>")
+    given = start.read(exported, start.config_for(exported, "small", tokens, 0.0), tokens)
+    assert tokens.mask == model.config.mask_id and "new rows" not in given.words
+    assert given.tensors.keys() == ours.keys() and all(torch.equal(given.tensors[name], ours[name]) for name in ours)
+    assert f"(id {tokens.mask})" in (exported / "README.md").read_text()
+    with pytest.raises(UserError, match="is not empty"):
+        export_bd3lm.export(folder, True, exported)
+
+
+def tensor_files_in(folder, stem):
+    return {name: tensor for path in tensor_files.files_in(folder, stem) for name, tensor in load_file(path).items()}
 
 
 def test_work_is_counted_like_a_plain_sum():

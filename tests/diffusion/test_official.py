@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from common import checkpoint
+from common import checkpoint, fused
 from common.parallel import UserError
 from diffusion import dit, export_bd3lm, noise, official, start
 from diffusion.problems import load_tokenizer
@@ -116,14 +116,40 @@ def filled(given, config):
     return model
 
 
+def inputs_of(noisy, clean, size, rows):
+    """noise.Inputs of one problem whose noisy copies `rows` are trained."""
+    at = torch.arange(len(noisy)).repeat(2)[None]
+    return noise.Inputs(torch.cat([noisy, clean])[None], at, torch.zeros_like(at), at // size, rows, clean[rows],
+                        torch.ones(len(rows)), rows, None, len(noisy), None)
+
+
 def logits_of(model, noisy, clean, size):
     """Ours for the same tokens, from the training pass."""
-    length = len(noisy)
-    at = torch.arange(length).repeat(2)[None]
-    empty = torch.zeros(0, dtype=torch.int64)
-    inputs = noise.Inputs(torch.cat([noisy, clean])[None], at, torch.zeros_like(at), at // size, empty, empty,
-                          empty.float(), empty, None, None, length, None)
+    inputs = inputs_of(noisy, clean, size, torch.zeros(0, dtype=torch.int64))
     return model.logits(model.hidden_states(inputs))[0]
+
+
+@pytest.mark.parametrize("for_gpus", [False, True])
+def test_loss_and_gradients_are_the_official_ones(for_gpus, monkeypatch):
+    """Of all parameters, those of the modulation as well. 300 tokens: more than a matrix has columns, so that the gates
+    go into the weights; 454 of the vocabulary: no multiple of 8, so that logits are padded on a GPU.
+    """
+    monkeypatch.setattr(fused, "wanted", lambda x: for_gpus)
+    state = {name: tensor.requires_grad_("backbone" in name) for name, tensor in draw(3).items()}
+    clean = torch.randint(V - 1, (150,), generator=torch.Generator().manual_seed(4))
+    rows = torch.arange(0, 150, 3)
+    noisy = clean.index_fill(0, rows, V - 1)
+    theirs = reference(state, noisy, clean, 16)[rows].index_fill(1, torch.tensor(V - 1), -torch.inf)
+    theirs = F.cross_entropy(theirs, clean[rows], reduction="none")
+    model = dit.DiT(dit.config_of("nano", V, V - 1, dropout=0.0)).train()
+    dit.load_official_state_dict(model, {name: tensor for name, tensor in state.items() if name not in EPS})
+    ours = model(inputs_of(noisy, clean, 16, rows))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    ours.sum().backward()
+    theirs.sum().backward()
+    for (official_name, name) in dit.official_names(LAYERS):
+        grad, wanted = model.get_parameter(name).grad, state[f"backbone.{official_name}"].grad
+        assert (grad - wanted).norm() <= 1e-5 * wanted.norm(), name
 
 
 @pytest.mark.parametrize("form, ema, seed", [("hub", True, 1), ("mdlm", True, 1), ("lightning", True, 1),

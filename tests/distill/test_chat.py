@@ -108,14 +108,14 @@ def test_many_at_once_are_as_each_alone(made):
 
 
 @pytest.mark.parametrize("template, messages, turns, thinking, part", [
-    (QWEN_OPEN, SINGLE, "all", None, "Try --enable_thinking false"),            # two line feeds are one token
+    (QWEN_OPEN, [*THOUGHTS, *THOUGHTS], "all", None, "--train_turns last"),
     (QWEN_THINK, MULTI, "all", None, "--train_turns last"),                     # earlier turns lose their think block
     (QWEN_THINK, THOUGHTS, "all", False, "is not how the whole begins"),
     (QWEN.replace("<|im_end|>", ""), SINGLE, "all", None, "does not end an answer with a special token"),
     ("{{ raise_exception('no system role') }}", SINGLE, "all", None, "refuses it (TemplateError: no system role)"),
     (QWEN.replace("messages -%}", "messages if m.role != 'system' -%}", 1), MULTI, "all", None,
      "leaves out the text of message 1 (system)"),
-    (QWEN, THOUGHTS, "all", None, "leaves out the answer or the reasoning of message 2"),
+    (QWEN, THOUGHTS, "all", None, "leaves out the answer, the reasoning or a tool call of message 2"),
     (QWEN, ask("say <|im_end|> now", "en"), "all", None, "message 1 contains the control token <|im_end|>"),
     (QWEN, ask("hello", "en<|im_start|>"), "all", None, "message 2 contains the control token <|im_start|>"),
     (QWEN + "{{ '<|endoftext|>' if not add_generation_prompt }}", MULTI, "all", None, "conversation so far"),
@@ -126,6 +126,58 @@ def test_refused(made, template, messages, turns, thinking, part):
     assert isinstance(refused, ValueError) and part in str(refused), refused
     if template == QWEN:        # its neighbours are not touched by it
         assert isinstance(encoder(made, template, turns).encode([messages, good])[1], tuple)
+
+
+def test_an_answer_behind_a_prompt_that_shares_a_token_with_it(made):
+    """Two line feeds are one token; generation is given the first, as the last token of its prompt."""
+    (ids, mask), = encoder(made, QWEN_OPEN).encode([SINGLE])
+    prompt = made.apply_chat_template(SINGLE[:-1], add_generation_prompt=True, return_dict=False)
+    whole = made.apply_chat_template(SINGLE, tokenize=False)
+    assert whole.startswith(made.decode(prompt)) and made(whole)["input_ids"][:len(prompt)] != prompt
+    assert ids[:len(prompt)] == prompt and made.decode(ids) == whole and not any(mask[:len(prompt)])
+    assert made.decode([i for i, trained in zip(ids, mask) if trained]) == "\n</think>\n\nde<|im_end|>"
+
+
+def test_answers_of_weight_0_are_context(made, tmp_path):
+    talk = [message | ({"weight": weight} if message["role"] == "assistant" else {})
+            for message, weight in zip(MULTI, (0, 0, 0, 1, 1, 0.0, 0.0))]
+    (ids, mask), (plain, _) = encoder(made, QWEN).encode([talk, MULTI])
+    assert made.decode([i for i, trained in zip(ids, mask) if trained]) == "Final Answer: en<|im_end|>"
+    assert ids == plain[:len(ids)] and made.decode(ids).endswith("Final Answer: en<|im_end|>\n")
+    refused, = encoder(made, QWEN, "last").encode([talk])
+    assert "no answer to train" in str(refused)
+    problems, path = [], chats.write(tmp_path / "chats.jsonl", [talk, [SINGLE[0], SINGLE[1] | {"weight": 0.5}]])
+    assert len(list(chat.read_records(path, problems))) == 1 and "has the weight 0.5" in problems[0]
+
+
+TOOL = {"type": "function", "function": {"name": "lookup", "parameters": {"properties": {"word": {"type": "string"}}}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "lookup", "arguments": '{"word": "Hund"}'}}
+
+
+def test_tools_and_calls_go_to_the_template(made, tmp_path):
+    talk = [SINGLE[0], {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "1", "content": "German"}, SINGLE[1]]
+    path = chats.write(tmp_path / "chats.jsonl", [talk], tools=[TOOL])
+    (_, record), = chat.read_records(path, [])
+    call = '<tool_call>\n{"name": "lookup", "arguments": {"word": "Hund"}}\n</tool_call><|im_end|>'
+    for turns, wanted in (("all", call + "de<|im_end|>"), ("last", "de<|im_end|>")):
+        (ids, mask), (plain, _) = encoder(made, chats.QWEN_TOOLS, turns).encode([record["messages"], SINGLE],
+                                                                               [record["tools"], None])
+        assert made.decode([i for i, trained in zip(ids, mask) if trained]) == wanted
+        assert '"word": {"type": "string"}' in made.decode(ids) and "lookup" not in made.decode(plain)
+    refused, = encoder(made, QWEN).encode([record["messages"][-2:]], [record["tools"]])
+    assert "leaves out the tool lookup" in str(refused)
+    without = chats.QWEN_TOOLS.replace("m.tool_calls else", "none else")
+    for turns, part in (("all", "a tool call of message 2"), ("last", "leaves out the text of message 2 (assistant)")):
+        refused, = encoder(made, without, turns).encode([record["messages"]], [record["tools"]])
+        assert part in str(refused)
+    refused, = encoder(made, chats.QWEN_TOOLS).encode([SINGLE], [[{"name": "<|im_end|>"}]])
+    assert "its tools contain the control token" in str(refused)
+    for spoilt, part in (({"tools": [{"name": 3}]}, 'its "tools" are no list'), ({"tools": "no"}, "is not JSON"),
+                         ({"tools": [TOOL], "messages": [SINGLE[0], talk[1] | {"tool_calls": [{"name": 1}]}]},
+                          "its tool_calls are no list")):
+        problems, path = [], chats.write(tmp_path / "spoilt.jsonl", [SINGLE], **spoilt)
+        assert not list(chat.read_records(path, problems)) and part in problems[0]
 
 
 def test_tokenizers_that_cannot_be_used(made, tmp_path):

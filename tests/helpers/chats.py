@@ -23,6 +23,12 @@ QWEN = """{%- for m in messages -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
 
+# Qwen3's way with tools: their schemas in a system turn, calls as JSON between tags.
+QWEN_TOOLS = QWEN.replace("m.content +", """m.content + (('<tool_call>\n' + (m.tool_calls[0].function | tojson)
++ '\n</tool_call>') if m.tool_calls else '') +""")
+QWEN_TOOLS = ("{%- if tools -%}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{%- endif -%}"
+              + QWEN_TOOLS)
+
 # Qwen3 (hybrid): the last answer has a think block, answers before the last question lose theirs; with
 # enable_thinking=False an empty block belongs to the generation prompt.
 QWEN_THINK = """{%- set last = namespace(user=-1) -%}
