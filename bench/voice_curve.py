@@ -1,7 +1,7 @@
 """Full training from random weights to understood speech: train_v2_ddp.py alone, its curve by step.
 
     apt-get install flite
-    python bench/voice_curve.py work        # one CPU thread, no GPU, about two hours; the same command goes on
+    python bench/voice_curve.py work        # one CPU thread, no GPU; the same command goes on where it was
 
 speech/make_voice.py makes 7000 clips of flite's `slt` saying digits, a codec and a language model of random weights, in
 OUT_DIR. train_v2_ddp.py trains all weights of it in one process, 16 clips a step. Each of its checkpoints, the random
@@ -43,7 +43,7 @@ def make(out_dir, stage):
 
 
 def spoken_codec(out_dir):
-    """OUT_DIR/spoken: the codec with its trained decoder; codes to learn from are of computed latents, see there."""
+    """OUT_DIR/spoken: the codec with its trained decoder; its encoder is not needed, codes come from latents."""
     import torch
 
     from speech import voice_codec
