@@ -82,7 +82,7 @@ from speech import codes, make_tiny
 from speech.choices import DEFAULT_SYSTEM
 from speech.codes import SAMPLE_RATE
 from speech.conversations import Clip
-from speech.encode import decode_audio
+from speech.decode import decode_audio
 from speech.voice_codec import (
     BASE,
     FRAME,

@@ -20,16 +20,8 @@ from common.parallel import UserError
 from data import collate
 from speech import higgs, higgs3, labels3, models
 from speech import plan as speech_plan
-from speech.encode import (
-    check_encoder,
-    codec_config,
-    codec_frames,
-    decode_audio,
-    encode_clip,
-    header_frames,
-    load_codec,
-    wave_samples,
-)
+from speech.decode import codec_frames, decode_audio, header_frames, wave_samples
+from speech.encode import check_encoder, codec_config, encode_clip, load_codec
 from speech.labels import IGNORE, TokenIds
 from speech.table import split_validation
 from speech.weights import empty_model
