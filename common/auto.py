@@ -6,7 +6,7 @@ checkpoint, whatever memory there is now, so its packs stay the same.
 """
 from dataclasses import replace
 
-from common import checkpoint, plan
+from common import checkpoint, flags, plan
 from common.flags import named, need
 from common.parallel import rank0_first
 
@@ -23,7 +23,9 @@ def ways(args, setup):
     modes = [setup.recompute] if "gradient_checkpointing" in named(args) else \
         [None, "all"] if args.compile else [None, "selective", "all"]
     fixed = "parallel" in named(args) or setup.ranks == 1 or getattr(args, "float8", False)
-    kinds = [setup.parallel] if fixed else ["ddp", "fsdp"]
+    group = getattr(args, "shard_size", 0) or flags.local_ranks(setup.ranks)
+    nodes = setup.ranks > group and setup.ranks % group == 0        # then sharding inside each comes first
+    kinds = [setup.parallel] if fixed else ["ddp", "hsdp", "fsdp"] if nodes else ["ddp", "fsdp"]
     return [(mode, kind) for mode in modes for kind in kinds]
 
 

@@ -284,9 +284,13 @@ def speed(parser, parallel, bf16_help):
     g = parser.add_argument_group("speed and memory")
     switch(g, "--auto", help="choose what no flag names by the memory plan, and print why: batches, "
                              "--gradient_checkpointing, --parallel; a resumed run keeps its choice")
-    g.add_argument("--parallel", choices=("ddp", "fsdp"), default=parallel,
-                   help="a whole model on every GPU, or weights, gradients and optimizer sharded (FSDP2)"
+    g.add_argument("--parallel", choices=("ddp", "fsdp", "hsdp"), default=parallel,
+                   help="a whole model on every GPU; weights, gradients, optimizer sharded over all GPUs (FSDP2), or "
+                        "over those of a node, with a copy on every node (HSDP)"
                         + ("" if parallel else " (default: ddp on one GPU, else fsdp)"))
+    g.add_argument("--shard_size", type=int, default=0, help="hsdp: GPUs that weights are sharded over, 0 = a node's")
+    g.add_argument("--reduce_dtype", choices=("fp32", "bf16"), default="fp32",
+                   help="fsdp, hsdp: gradients are summed over the GPUs in; bf16 halves that traffic and rounds")
     g.add_argument("--deepspeed", dest="parallel", type=deepspeed, default=argparse.SUPPRESS, metavar="zero3",
                    help="as Hugging Face's scripts: zero3 (or ms-swift's default-zero3) is --parallel fsdp")
     switch(g, "--bf16", help=bf16_help)
@@ -305,9 +309,9 @@ def speed(parser, parallel, bf16_help):
 def sharding(group):
     """Flags of FSDP2 for models that need it."""
     group.add_argument("--reshard_after_forward", action=argparse.BooleanOptionalAction, default=True,
-                       help="fsdp: free each layer's gathered weights until the backward pass; no-: faster, more "
+                       help="fsdp, hsdp: free each layer's gathered weights until the backward pass; no-: faster, more "
                             "memory")
-    switch(group, "--cpu_offload", help="fsdp: keep shards and optimizer in host memory (slow)")
+    switch(group, "--cpu_offload", help="fsdp, hsdp: keep shards and optimizer in host memory (slow)")
     switch(group, "--float8", help="lora with --compile: products with frozen weights in float8; not yet run on a GPU")
 
 
@@ -437,10 +441,27 @@ def check_bad_samples(args, checks):
     args.drop_bad = tuple(name for name in checks if name in names or (name == "too_long" and args.drop_too_long))
 
 
+def local_ranks(ranks):
+    """How many of `ranks` processes run on one node: what torchrun says, else up to 8."""
+    return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", 8)))
+
+
+def check_parallel(args, world_size):
+    """--parallel with --shard_size, which is filled in, and --reduce_dtype."""
+    zero_or_more(args, "shard_size")
+    auto = args.auto and "parallel" not in named(args)
+    need(auto or args.parallel == "hsdp" or not args.shard_size, "--shard_size needs --parallel hsdp")
+    need(auto or args.parallel != "ddp" or args.reduce_dtype == "fp32",
+         "--reduce_dtype bf16 needs --parallel fsdp or hsdp")
+    size = args.shard_size or local_ranks(world_size)
+    need(args.parallel != "hsdp" or world_size % size == 0,
+         f"--parallel hsdp: {world_size} ranks are no whole number of groups of {size} (--shard_size)")
+
+
 def check_sharding(args):
     """The flags of sharding()."""
-    need(args.parallel == "fsdp" or (args.reshard_after_forward and not args.cpu_offload),
-         "--no-reshard_after_forward and --cpu_offload need --parallel fsdp")
+    need(args.parallel != "ddp" or (args.reshard_after_forward and not args.cpu_offload),
+         "--no-reshard_after_forward and --cpu_offload need --parallel fsdp or hsdp")
     if args.float8:
         need(args.compile, "--float8 needs --compile: alone it reads and writes more than it saves")
         need(args.use_lora, "--float8 needs --use_lora: only frozen weights are rounded")

@@ -70,7 +70,7 @@ def peaks(config, table, rows, eval_rows, masked_share, *, backend, eval_batch_s
     def peak(setup):
         masked = masked_share * most[min(setup.batch_size, len(most)) - 1]
         return max(memory_stages(
-            model, row_of(setup.bf16, setup.fsdp), setup.batch_size, masked, ranks=setup.ranks, sharded=setup.fsdp,
+            model, row_of(setup.bf16, setup.fsdp), setup.batch_size, masked, ranks=setup.shards, sharded=setup.fsdp,
             bf16=setup.bf16, recompute=setup.recompute, accumulation=setup.accumulation,
             eval_rows=eval_batch_size if eval_rows else 0)[1].values())
     return peak
@@ -99,7 +99,7 @@ def print_plan(check, config, table, rows, eval_rows, order, masked_share, steps
     row = row_bytes(model, rows.length, rows.noisy_length, setup.bf16, setup.fsdp)
 
     def stages_of(batch_rows, masked):
-        return memory_stages(model, row, batch_rows, masked, ranks=setup.ranks, sharded=setup.fsdp, bf16=setup.bf16,
+        return memory_stages(model, row, batch_rows, masked, ranks=setup.shards, sharded=setup.fsdp, bf16=setup.bf16,
                              recompute=setup.recompute, accumulation=setup.accumulation,
                              eval_rows=eval_batch_size if eval_rows else 0)
     parts, stages = stages_of(setup.batch_size, masked_share * plan.epoch_sums(order, [0], table["targets"]).max())

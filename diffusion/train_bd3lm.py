@@ -163,6 +163,7 @@ def check_flags(args, world_size):
     flags.check_shared(args)
     flags.check_bad_samples(args, CHECKS)
     flags.check_loading(args, build_parser())
+    flags.check_parallel(args, world_size)
     if args.dry_run is None:        # long before the imports are done
         ownership.look(args.output_dir)
     need((args.demo is not None) != bool(args.train_data_file), "give one of --train_data_file and --demo")
@@ -214,11 +215,11 @@ from diffusion.problems import load_tokenizer
 # Model and checkpoints
 
 
-def build_model(world, config, resume, given, *, fsdp, bf16, backend, compiled, recompute, ema_decay, seed):
+def build_model(world, config, resume, given, *, sharding, backend, compiled, recompute, ema_decay, seed):
     """(network, what to call in training, weights.Average) on this rank's device, new or from the checkpoint `resume`.
 
-    given: start.Start of a new one, or None. backend: --attn_backend, None for what is best on the device. UserError
-    when it cannot train there.
+    given: start.Start of a new one, or None. sharding: of run.sharding. backend: --attn_backend, None for what is best
+    on the device. UserError when it cannot train there.
     """
     device = world.device
     backend = backend or ("flex" if device.type == "cuda" else "sdpa")
@@ -228,8 +229,8 @@ def build_model(world, config, resume, given, *, fsdp, bf16, backend, compiled, 
     model = weights.module_of(config).Model(config, backend, recompute).to(device)
     if compiled:
         parallel.compile_layers(model.layers, dynamic=False)    # FlexAttention of unknown lengths is slow
-    if fsdp:
-        parallel.shard(model, model.layers, world, bf16)
+    if sharding:
+        parallel.shard(model, model.layers, world, **sharding)
     lora = getattr(config, "lora", None)
     if given and (lora or not resume):
         for name, parameter in decoder.base_weights(model).items():
@@ -242,7 +243,7 @@ def build_model(world, config, resume, given, *, fsdp, bf16, backend, compiled, 
     if resume:
         weights.load_weights(average.shadow, resume, "ema")
     model.train()
-    return model, model if fsdp else parallel.wrap_ddp(model, world), average
+    return model, model if sharding else parallel.wrap_ddp(model, world), average
 
 
 def save_checkpoint(world, writer, model, average, optimizer, layout, tokens, given, meta):
@@ -250,7 +251,7 @@ def save_checkpoint(world, writer, model, average, optimizer, layout, tokens, gi
     """
     writer.begin(meta["step"])
     parallel.reshard(model)
-    states = parallel.gather_objects(world, checkpoint.rng_state(world.device))
+    states = parallel.gather_on_main(world, checkpoint.rng_state(world.device))
     moments = optim.state_tensors(optimizer, model.named_parameters())
     files = tensor_files.stage(world, "model", weights.trained(model))
     files |= tensor_files.stage(world, "ema", average.shadow)
@@ -370,8 +371,10 @@ def eval_line(step, v, regions):
             f"bits/token | perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} | {parts}")
 
 
-def print_start(device, ranks, config, rows, eval_rows, table, more, *, size_name, fsdp, bf16):
-    """What is about to run, before the first step. table: blocks.row_table of rows; more: lines."""
+def print_start(device, ranks, config, rows, eval_rows, table, more, *, size_name, shards, bf16):
+    """What is about to run, before the first step. table: blocks.row_table of rows; more: lines; shards: GPUs that the
+    state is sharded over.
+    """
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     with torch.device("meta"):
         model = weights.module_of(config).Model(config)
@@ -380,8 +383,7 @@ def print_start(device, ranks, config, rows, eval_rows, table, more, *, size_nam
     kind = f", {trained:,} of them trained" if base else ""
     held_out = sum(len(m) for m in eval_rows.members) if eval_rows else 0
     dropped = f", {rows.documents.dropped} dropped" if rows.documents.dropped else ""
-    share = ranks if fsdp else 1
-    state = (20 * trained + base) / share       # fp32 weights, gradients, two moments, average
+    state = (20 * trained + base) / shards      # fp32 weights, gradients, two moments, average
     lengths = np.concatenate([rows.documents.tokens[m] for m in rows.members])
     print(f"device     {ranks} x {where}, torch {torch.__version__}, {'bf16 autocast' if bf16 else 'fp32'}\n"
           f"model      {size_name}, {size:,} parameters{kind}; weights, gradients, optimizer and average "
@@ -397,7 +399,8 @@ def setup_of(args, ranks):
     """plan.Setup of the flags. ranks: how many processes train."""
     return plan.Setup(
         ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
-        accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size)
+        accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size,
+        shard_size=args.shard_size)
 
 
 def set_batch(args, world, ranks, config, rows, eval_rows, table):
@@ -415,11 +418,7 @@ def set_batch(args, world, ranks, config, rows, eval_rows, table):
 
 def for_plan(args, ranks):
     """What print_plan needs of the flags, by name. ranks: how many processes train."""
-    room = plan.Room(
-        output_dir=args.output_dir, save_steps=args.save_steps, eval_steps=args.eval_steps,
-        save_total_limit=args.save_total_limit, save_minutes=args.save_minutes, gpu_memory=args.gpu_memory,
-        host_memory=args.host_memory)
-    return {"setup": setup_of(args, ranks), "room": room, "backend": args.attn_backend,
+    return {"setup": setup_of(args, ranks), "room": plan.room_of(args), "backend": args.attn_backend,
             "eval_batch_size": args.per_device_eval_batch_size}
 
 
@@ -470,7 +469,7 @@ def train(args):
     step_rows = per_step * batch_rows
     step_problems, epochs = step_rows * table["samples"].mean(), total_steps * per_step / order.packs_per_epoch
     peak_lr = optim.sqrt_lr(args.learning_rate, step_problems, args.scale_lr_from_batch or step_problems)
-    often = run.intervals(args, total_steps, meta, bool(eval_rows), **OFTEN)
+    often, setup = run.intervals(args, total_steps, meta, bool(eval_rows), **OFTEN), setup_of(args, ranks)
     if main_rank:
         print_start(device, ranks, config, rows, eval_rows, table,
                     f"steps      {total_steps} = {epochs:,.1f} epochs; a step is {step_rows} rows "
@@ -478,7 +477,7 @@ def train(args):
                     f"{batch_rows}; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\n{often}\n"
                     f"{plan.start_text(at['step'], resume, given.words if given else 'new weights')}",
                     size_name=path.name if start.is_causal(path) else args.model_size,
-                    fsdp=args.parallel == "fsdp", bf16=args.bf16)
+                    shards=setup.shards if setup.fsdp else 1, bf16=args.bf16)
     if check.dry:
         print_plan(check, config, table, rows, eval_rows, order, noise.mean_rate(args.t_range, args.noise_schedule),
                    total_steps - at["step"], **for_plan(args, ranks))
@@ -489,7 +488,7 @@ def train(args):
     if args.tf32:
         torch.set_float32_matmul_precision("high")
     model, wrapped, average = build_model(
-        world, config, resume, given, fsdp=args.parallel == "fsdp", bf16=args.bf16, backend=args.attn_backend,
+        world, config, resume, given, sharding=run.sharding(args, ranks), backend=args.attn_backend,
         compiled=args.compile, recompute=args.gradient_checkpointing, ema_decay=args.ema_decay, seed=args.seed)
     parameters = list(model.parameters())
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,

@@ -54,7 +54,7 @@ def memory_stages(setup, model, tokens, rows, row=None):
     if setup.bf16 and not fsdp:
         casts, cast = memory.cast_bytes(native, layers, recompute), 2 * head.numel() * (head.dtype == torch.float32)
         casts = casts[0] - cast, casts[1]       # the head's is gone when its pieces are done
-    parts = memory.memory_parts(memory.unit_sizes(native, layers), world=setup.ranks, sharded=fsdp,
+    parts = memory.memory_parts(memory.unit_sizes(native, layers), world=setup.shards, sharded=fsdp,
                                 offload=setup.offload, reshard=setup.reshard, compute=2 if setup.bf16 else 4,
                                 casts=casts, accumulation=setup.accumulation)
     kept, layer = memory.kept_bytes(row or row_bytes(model, setup.bf16, fsdp), len(layers), recompute)

@@ -129,6 +129,7 @@ def check_flags(args, world_size):
          f"--drop_too_long and --too_long {args.too_long} exclude each other")
     if "too_long" in args.drop_bad and args.too_long == "stop":
         args.too_long = "drop"
+    flags.check_parallel(args, world_size)
     flags.check_sharding(args)
     flags.check_lora(args, build_parser())
     flags.check_loading(args, build_parser())
@@ -189,7 +190,7 @@ from tqdm import tqdm
 
 from common import adapters, auto, checkpoint, float8, loading, metrics, optim, parallel, run, tensor_files, watchdog
 from common.packing import PackOrder, pack_order, rank_packs, run_length
-from common.plan import Checks, Room, Setup, start_text, steps_text
+from common.plan import Checks, room_of, setup_of, start_text, steps_text
 from distill import chat, packed_lm, rollouts, served, topk, weights
 from distill.plan import peaks, print_plan, samples_line
 from distill.table import make_loader, prepare_table, split_samples
@@ -204,13 +205,13 @@ def empty_model(folder, *, bf16, lora, **options):
     return packed_lm.build_empty(folder, torch.bfloat16 if bf16 and lora else torch.float32, lora, **options)
 
 
-def load_model(world, model, parts, resume, *, seed, fp8, fsdp, bf16, reshard, offload, compiled):
+def load_model(world, model, parts, resume, *, seed, fp8, sharding, compiled):
     """Load empty_model's model -> what to call in training: itself under FSDP2, or DDP around it.
 
     resume: checkpoint folder, or None: then adapters are drawn by the seed. fp8: the layers' products in float8.
-    bf16, reshard, offload, compiled: of packed_lm.load.
+    sharding, compiled: of packed_lm.load.
     """
-    packed_lm.load(model, parts, world, sharded=fsdp, bf16=bf16, reshard=reshard, offload=offload, compiled=compiled)
+    packed_lm.load(model, parts, world, sharding=sharding, compiled=compiled)
     if model.lora and resume:
         adapters.load_adapters(model.net, resume)
     elif model.lora:
@@ -218,7 +219,7 @@ def load_model(world, model, parts, resume, *, seed, fp8, fsdp, bf16, reshard, o
     if fp8:
         float8.convert(weights.decoder_layers(model.native))
     model.train()
-    return model if fsdp else parallel.wrap_ddp(model, world)
+    return model if sharding else parallel.wrap_ddp(model, world)
 
 
 def run_identity(folder, table, train, *, lora, tokens_per_pack, samples_per_pack, seed):
@@ -236,7 +237,7 @@ def save_checkpoint(world, writer, model, tokenizer, optimizer, meta):
     """Copy all of checkpoint-<meta["step"]> off the device and start writing it. On every rank."""
     writer.begin(meta["step"])
     parallel.reshard(model)
-    states = parallel.gather_objects(world, checkpoint.rng_state(world.device))
+    states = parallel.gather_on_main(world, checkpoint.rng_state(world.device))
     if model.lora:
         files = tensor_files.stage(world, "adapter_model", adapters.adapter_weights(model.net), spread=False)
     else:
@@ -315,11 +316,11 @@ def console_line(step, total_steps, v):
             f"eta {metrics.duration((total_steps - step) * v['train/step_seconds'])}")
 
 
-def print_start(world, model, table, train_ids, eval_ids, *more, fsdp, bf16):
-    """What is about to run, before the first step. more: lines."""
+def print_start(world, model, table, train_ids, eval_ids, *more, kind, bf16):
+    """What is about to run, before the first step. more: lines; kind: of --parallel."""
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     n, n_trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))
-    print(f"device     {world.size} x {where}, torch {torch.__version__}, {'fsdp' if fsdp else 'ddp'}, "
+    print(f"device     {world.size} x {where}, torch {torch.__version__}, {kind}, "
           f"{'bf16' if bf16 else 'fp32'}\n"
           f"model      {n / 1e6:,.1f} M parameters, {n_trained / 1e6:,.3f} M trainable "
           f"({'LoRA' if model.lora else 'full'})", *packed_lm.mixture_text(model),
@@ -330,15 +331,6 @@ def teaching_of(args):
     """What PackedLM needs of the flags: a divergence's share in the loss, and which one from a prompted teacher."""
     return {"share": args.distill_weight if args.distill_topk or args.prompt_file else 0.0,
             "prompted": (args.divergence, args.js_beta, args.distill_topk) if args.prompt_file else None}
-
-
-def setup_of(args, ranks):
-    """plan.Setup of the flags. ranks: how many processes train."""
-    return Setup(
-        ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
-        accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size,
-        budget=args.max_tokens_per_batch, reshard=args.reshard_after_forward, offload=args.cpu_offload,
-        adapters=args.use_lora)
 
 
 def choose(args, world, ranks, model, table, train_ids):
@@ -358,11 +350,7 @@ def choose(args, world, ranks, model, table, train_ids):
 
 def for_plan(args, ranks, often):
     """What print_plan needs of the flags, by name. ranks: how many processes train. often: of run.intervals."""
-    room = Room(
-        output_dir=args.output_dir, save_steps=args.save_steps, eval_steps=args.eval_steps,
-        save_total_limit=args.save_total_limit, save_minutes=args.save_minutes, gpu_memory=args.gpu_memory,
-        host_memory=args.host_memory)
-    return {"setup": setup_of(args, ranks), "room": room, "often": often, "epochs": args.num_train_epochs,
+    return {"setup": setup_of(args, ranks), "room": room_of(args), "often": often, "epochs": args.num_train_epochs,
             "peak_lr": args.learning_rate}
 
 
@@ -435,9 +423,8 @@ def train(args):
     watch.moved("loading the model", args.wait_timeout)
     if resume and not args.use_lora:        # a full checkpoint replaces the base; adapters are loaded on top of it
         model, parts = empty_model(resume, **kind | {"recompute": args.gradient_checkpointing})
-    fsdp = args.parallel == "fsdp"
-    wrapped = load_model(world, model, parts, resume, seed=args.seed, fp8=args.float8, fsdp=fsdp, bf16=args.bf16,
-                         reshard=args.reshard_after_forward, offload=args.cpu_offload, compiled=args.compile)
+    wrapped = load_model(world, model, parts, resume, seed=args.seed, fp8=args.float8, compiled=args.compile,
+                         sharding=run.sharding(args, ranks))
     unknown_ends = weights.stop_at(model.native, ends)      # so that generate stops where trained answers end
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
@@ -457,7 +444,7 @@ def train(args):
         print_start(world, model, table, train_ids, eval_ids,
                     steps_text(total_steps, steps_per_epoch, ranks, accumulation,
                                f"peak lr {peak_lr:.2e}, warm-up {warmup}"), often, start_text(now.step, resume),
-                    fsdp=fsdp, bf16=args.bf16)
+                    kind=args.parallel, bf16=args.bf16)
         if unknown_ends:
             names = ", ".join(tokenizer.convert_ids_to_tokens(unknown_ends))
             print(f"note       answers end with {names}, at which the base model's generation_config does not stop"

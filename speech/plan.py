@@ -85,7 +85,7 @@ def memory_stages(setup, model, packs, eval_packs, speaks, row=None):
     units = memory.unit_sizes(native, layers)
     casts = (0, 0) if fsdp or not setup.bf16 else memory.cast_bytes(native, layers, recompute,
                                                                     models.tied_heads(native))
-    parts = memory.memory_parts(units, world=setup.ranks, sharded=fsdp, offload=setup.offload, reshard=setup.reshard,
+    parts = memory.memory_parts(units, world=setup.shards, sharded=fsdp, offload=setup.offload, reshard=setup.reshard,
                                 compute=compute, casts=casts, accumulation=setup.accumulation)
     row = row or row_bytes(model, setup.bf16, fsdp)
     rows, (kept, layer) = np.stack([packs["text"], packs["audio"]], axis=-1), memory.kept_bytes(
