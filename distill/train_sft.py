@@ -79,6 +79,11 @@ def build_parser():
     g.add_argument("--on_policy", type=float, default=0.0,
                    help="with --prompt_file, share of the samples whose answer the student draws anew at each step")
     g.add_argument("--max_new_tokens", type=int, default=128, help="tokens an answer drawn for --on_policy may have")
+    g.add_argument("--base_url", help="of vLLM's server, e.g. http://localhost:8000/v1, which then draws the answers "
+                                      "of --on_policy (see distill/served.py); key in OPENAI_API_KEY")
+    g.add_argument("--refresh_steps", type=int, default=1,
+                   help="with --base_url, optimizer steps after which the server gets the adapters anew")
+    g.add_argument("--request_timeout", type=float, default=600.0, help="seconds that one request may take in all")
     g.add_argument("--distill_topk", type=int, default=0, metavar="K",
                    help="learn the teacher's K likeliest tokens, as create_data.py --logprobs stored them; 0 = off. "
                         "With --prompt_file compare those and the sum of all others; 0 = the whole vocabulary")
@@ -156,11 +161,15 @@ def check_distillation(args):
         args.distill_weight = 1.0 if args.prompt_file else DISTILL_WEIGHT
     need(0 < args.distill_weight <= 1, f"--distill_weight is {args.distill_weight}; it must be above 0, at most 1")
     if not args.prompt_file:
-        for flag in ("prompt_role", "divergence", "js_beta", "on_policy", "max_new_tokens"):
+        for flag in ("prompt_role", "divergence", "js_beta", "on_policy", "max_new_tokens", "base_url"):
             need(getattr(args, flag) == build_parser().get_default(flag), f"--{flag} needs --prompt_file")
         return
     flags.share(args, "on_policy")
-    flags.at_least_one(args, "max_new_tokens")
+    flags.at_least_one(args, "max_new_tokens", "refresh_steps")
+    need(args.on_policy or not args.base_url, "--base_url needs --on_policy")
+    need(args.base_url or args.refresh_steps == 1, "--refresh_steps needs --base_url")
+    need(not (args.base_url and args.use_dora), "--base_url: vLLM's server loads no DoRA adapters; drop --use_dora")
+    need(args.request_timeout > 0, f"--request_timeout is {args.request_timeout}; it must be above 0")
     need(args.use_lora, "--prompt_file needs --use_lora: the teacher is the model without its adapters")
     need(not args.compile, "--compile and --prompt_file exclude each other: the shapes change with every step")
     need(args.too_long in ("stop", "drop"), f"--too_long {args.too_long} would cut the teacher's prompt: stop or drop")
@@ -181,8 +190,8 @@ from tqdm import tqdm
 
 from common import adapters, auto, checkpoint, float8, loading, metrics, optim, parallel, run, tensor_files, watchdog
 from common.packing import PackOrder, pack_order, rank_packs, run_length
-from common.plan import Checks, Room, Setup, start_text, steps_text
-from distill import chat, packed_lm, rollouts, topk, weights
+from common.plan import Checks, room_of, setup_of, start_text, steps_text
+from distill import chat, packed_lm, rollouts, served, topk, weights
 from distill.plan import peaks, print_plan, samples_line
 from distill.table import make_loader, prepare_table, split_samples
 from distill.teacher import read_prompt
@@ -324,15 +333,6 @@ def teaching_of(args):
             "prompted": (args.divergence, args.js_beta, args.distill_topk) if args.prompt_file else None}
 
 
-def setup_of(args, ranks):
-    """plan.Setup of the flags. ranks: how many processes train."""
-    return Setup(
-        ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
-        accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size,
-        budget=args.max_tokens_per_batch, reshard=args.reshard_after_forward, offload=args.cpu_offload,
-        adapters=args.use_lora, shard_size=args.shard_size)
-
-
 def choose(args, world, ranks, model, table, train_ids):
     """--auto: set the flags that are open by the memory plan; returns whether the model has to be built anew."""
     lengths = table.lengths[train_ids]
@@ -350,11 +350,7 @@ def choose(args, world, ranks, model, table, train_ids):
 
 def for_plan(args, ranks, often):
     """What print_plan needs of the flags, by name. ranks: how many processes train. often: of run.intervals."""
-    room = Room(
-        output_dir=args.output_dir, save_steps=args.save_steps, eval_steps=args.eval_steps,
-        save_total_limit=args.save_total_limit, save_minutes=args.save_minutes, gpu_memory=args.gpu_memory,
-        host_memory=args.host_memory)
-    return {"setup": setup_of(args, ranks), "room": room, "often": often, "epochs": args.num_train_epochs,
+    return {"setup": setup_of(args, ranks), "room": room_of(args), "often": often, "epochs": args.num_train_epochs,
             "peak_lr": args.learning_rate}
 
 
@@ -442,6 +438,7 @@ def train(args):
              rank_packs(order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
     batches = loading.ahead(make_loader(table, packs, num_workers=args.num_workers, pad_id=ends[0],
                                         prefetch_factor=args.prefetch_factor, pad_to=pad_to), device)
+    sampler = served.opened(world, args.base_url, args.output_dir, args.refresh_steps, args.request_timeout)
     matrix_weights = packed_lm.layer_weights(model.native)
     if main_rank:
         print_start(world, model, table, train_ids, eval_ids,
@@ -463,7 +460,7 @@ def train(args):
         if args.on_policy:      # before the first loss, as all are divided by the tokens of all answers of the step
             drawn, work["targets"] = rollouts.own_answers(
                 world, model, table, [now.next(batches) for _ in range(accumulation)], share=args.on_policy,
-                tokens=args.max_new_tokens, ends=ends, seed=args.seed, step=now.step, bf16=args.bf16)
+                tokens=args.max_new_tokens, ends=ends, seed=args.seed, step=now.step, bf16=args.bf16, sampler=sampler)
         for micro in range(accumulation):
             batch = drawn[micro] if drawn else now.next(batches)
             mine = list(batch.samples)
