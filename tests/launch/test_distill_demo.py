@@ -336,7 +336,7 @@ def test_the_prompt_story_with_a_student_that_did_not_learn(tmp_path):
                      said, re.M), said[-3000:]
     report = json.loads((tmp_path / "out" / "training" / "evaluation" / "evaluation.json").read_text())
     assert {"base: kl", "student: kl", "control: kl", "base + prompt: follows"} <= report["metrics"].keys()
-    assert report["metrics"]["tokens saved"] == len("<|im_start|>system\nBe short.<|im_end|>\n") - 18
+    assert report["metrics"]["tokens saved"] == len("system\nBe short.\n") + 2     # a token is a byte
 
 
 @pytest.mark.race
