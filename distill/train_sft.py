@@ -46,7 +46,8 @@ def build_parser():
     g = p.add_argument_group("data")
     g.add_argument("--train_data_file", required=True,
                    help='JSONL, a line {"messages": [{"role": ..., "content": ...}, ...]}, or ShareGPT; or .parquet of '
-                        'such rows; with an integer "id", groups go by it')
+                        'such rows; or a folder, a pattern or a data set on the hub, OWNER/NAME@REVISION/FILES, of '
+                        'them; with an integer "id", groups go by it')
     g.add_argument("--eval_data_file", help="validation data; without it --validation_split is held out")
     g.add_argument("--validation_split", type=float, default=0.0, help="share of groups held out, by seeded shuffle")
     g.add_argument("--group_size", type=int, default=1,

@@ -19,11 +19,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from common import tensor_files
+from common import hub, tensor_files
 from common.checkpoint import move_aside, write_atomically
 from common.indexing import in_order
 from common.parallel import UserError
-from speech import hub
 from speech.containers import file_of
 
 SAMPLE_RATE = 24_000

@@ -6,9 +6,9 @@ parquet file or of a record batch of an arrow file. Columns and tars are read pi
 import os
 import tarfile
 
+from common import hub
 from common.json_files import SKIPPED, loads
 from common.parallel import UserError
-from speech import hub
 from speech.columns import AUDIO_FILES, OTHER_AUDIO, TEXTS, find_columns
 from speech.conversations import MEMBER, PLACE, BadSample
 

@@ -22,12 +22,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from common import ownership, tensor_files
+from common import hub, ownership, tensor_files
 from common.checkpoint import remove_temporary
 from common.loading import each
 from common.parallel import UserError, all_ranks_ok, gather_objects, problem_text, rank0_first
 from common.watchdog import Stopped, init_loader, stop_requested
-from speech import hub, mp3
+from speech import mp3
 from speech.choices import LONGEST_CLIP_S
 from speech.codes import (
     FRAME_RATE,
