@@ -153,7 +153,7 @@ from common import adapters, auto, checkpoint, float8, loading, metrics, optim, 
 from common.json_files import read_object
 from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.parallel import UserError
-from common.plan import Checks, Room, Setup, check_writable, start_text, steps_text
+from common.plan import Checks, check_writable, room_of, setup_of, start_text, steps_text
 from data import make_loader, prepare_table
 from speech import higgs, models, sample_prompts, weights, wording
 from speech.codes import FRAME_RATE
@@ -407,15 +407,6 @@ def code_cache(args):
     return args.code_cache or Path(args.output_dir) / "codes"
 
 
-def setup_of(args, ranks):
-    """plan.Setup of the flags. ranks: how many processes train."""
-    return Setup(
-        ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
-        accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size,
-        budget=args.max_tokens_per_batch, reshard=args.reshard_after_forward, offload=args.cpu_offload,
-        adapters=args.use_lora, shard_size=args.shard_size)
-
-
 def choose(args, world, ranks, model, table, ids, train_ids, eval_ids):
     """--auto: set the flags that are open by the memory plan; returns whether the model has to be built anew."""
     lengths = table.lengths[train_ids]
@@ -434,11 +425,7 @@ def choose(args, world, ranks, model, table, ids, train_ids, eval_ids):
 
 def for_plan(args, ranks, often):
     """What print_plan takes of the flags, by name. ranks: how many processes train. often: of run.intervals."""
-    room = Room(
-        output_dir=args.output_dir, save_steps=args.save_steps, eval_steps=args.eval_steps,
-        save_total_limit=args.save_total_limit, save_minutes=args.save_minutes, gpu_memory=args.gpu_memory,
-        host_memory=args.host_memory)
-    return {"setup": setup_of(args, ranks), "room": room, "eval_batch_size": args.per_device_eval_batch_size,
+    return {"setup": setup_of(args, ranks), "room": room_of(args), "eval_batch_size": args.per_device_eval_batch_size,
             "warmup_steps": args.warmup_steps, "often": often, "speaks": bool(args.sample_prompts),
             "code_cache": code_cache(args)}
 

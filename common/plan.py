@@ -61,6 +61,23 @@ class Room:
     host_memory: float | None = None        # GiB of a node, None: what is free here
 
 
+def setup_of(args, ranks):
+    """Setup of the parsed flags of a trainer with token budgets and adapters. ranks: how many processes train."""
+    return Setup(
+        ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
+        accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size,
+        budget=args.max_tokens_per_batch, reshard=args.reshard_after_forward, offload=args.cpu_offload,
+        adapters=args.use_lora, shard_size=args.shard_size)
+
+
+def room_of(args):
+    """Room of a trainer's parsed flags."""
+    return Room(
+        output_dir=args.output_dir, save_steps=args.save_steps, eval_steps=args.eval_steps,
+        save_total_limit=args.save_total_limit, save_minutes=args.save_minutes, gpu_memory=args.gpu_memory,
+        host_memory=args.host_memory)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Problems
 

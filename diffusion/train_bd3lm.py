@@ -418,11 +418,7 @@ def set_batch(args, world, ranks, config, rows, eval_rows, table):
 
 def for_plan(args, ranks):
     """What print_plan needs of the flags, by name. ranks: how many processes train."""
-    room = plan.Room(
-        output_dir=args.output_dir, save_steps=args.save_steps, eval_steps=args.eval_steps,
-        save_total_limit=args.save_total_limit, save_minutes=args.save_minutes, gpu_memory=args.gpu_memory,
-        host_memory=args.host_memory)
-    return {"setup": setup_of(args, ranks), "room": room, "backend": args.attn_backend,
+    return {"setup": setup_of(args, ranks), "room": plan.room_of(args), "backend": args.attn_backend,
             "eval_batch_size": args.per_device_eval_batch_size}
 
 

@@ -181,7 +181,7 @@ from tqdm import tqdm
 
 from common import adapters, auto, checkpoint, float8, loading, metrics, optim, parallel, run, tensor_files, watchdog
 from common.packing import PackOrder, pack_order, rank_packs, run_length
-from common.plan import Checks, Room, Setup, start_text, steps_text
+from common.plan import Checks, room_of, setup_of, start_text, steps_text
 from distill import chat, packed_lm, rollouts, topk, weights
 from distill.plan import peaks, print_plan, samples_line
 from distill.table import make_loader, prepare_table, split_samples
@@ -324,15 +324,6 @@ def teaching_of(args):
             "prompted": (args.divergence, args.js_beta, args.distill_topk) if args.prompt_file else None}
 
 
-def setup_of(args, ranks):
-    """plan.Setup of the flags. ranks: how many processes train."""
-    return Setup(
-        ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
-        accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size,
-        budget=args.max_tokens_per_batch, reshard=args.reshard_after_forward, offload=args.cpu_offload,
-        adapters=args.use_lora, shard_size=args.shard_size)
-
-
 def choose(args, world, ranks, model, table, train_ids):
     """--auto: set the flags that are open by the memory plan; returns whether the model has to be built anew."""
     lengths = table.lengths[train_ids]
@@ -350,11 +341,7 @@ def choose(args, world, ranks, model, table, train_ids):
 
 def for_plan(args, ranks, often):
     """What print_plan needs of the flags, by name. ranks: how many processes train. often: of run.intervals."""
-    room = Room(
-        output_dir=args.output_dir, save_steps=args.save_steps, eval_steps=args.eval_steps,
-        save_total_limit=args.save_total_limit, save_minutes=args.save_minutes, gpu_memory=args.gpu_memory,
-        host_memory=args.host_memory)
-    return {"setup": setup_of(args, ranks), "room": room, "often": often, "epochs": args.num_train_epochs,
+    return {"setup": setup_of(args, ranks), "room": room_of(args), "often": often, "epochs": args.num_train_epochs,
             "peak_lr": args.learning_rate}
 
 

@@ -55,6 +55,7 @@ MIN_GPUS=${MIN_GPUS:-1}                         # GPUs that must be there; 0 let
 switches='--bf16 --tf32 --compile --pack --drop_too_long --auto'
 SWITCHES=${SWITCHES-$switches}                  # flags without a value; SWITCHES= gives none of them
 SAMPLE_FLAGS=${SAMPLE_FLAGS---bf16 --drop_too_long}     # flags of the sampler
+MIN_ACCURACY=${MIN_ACCURACY:-0.8}               # demo: share of new problems to answer right, else its status is 1
 LOG_DIR=${LOG_DIR:-}                            # where the output is kept, over requeues; default OUTPUT_DIR/node_logs
 cpus=$(count_cpus)
 WORKERS=${WORKERS:-$((cpus > 16 ? 16 : cpus > 1 ? cpus - 1 : 1))}       # loader processes a trainer
@@ -166,7 +167,7 @@ if [ $demo = 1 ]; then      # everything small, so that two CPU cores show falli
         --attn_backend sdpa)    # for under 128 noisy copies a row torch may compile flex without a backward pass
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}    # on busy cores more threads make small steps many times slower
     TEST_DATA=$OUTPUT_DIR/demo/$test_file
-    SAMPLE_FLAGS='--order confidence'
+    SAMPLE_FLAGS="--order confidence --min_accuracy $MIN_ACCURACY"
 else
     read -ra switches <<<"$SWITCHES"
     settings=(--batch_preset "$PRESET" --train_data_file "$TRAIN_DATA" --model_size "$SIZE"

@@ -15,7 +15,8 @@ from common.parallel import UserError
 from speech.codes import file_keys
 from speech.containers import unit_of
 from speech.conversations import Clip
-from speech.encode import decode_audio, share_work
+from speech.decode import decode_audio
+from speech.encode import share_work
 from speech.formats import find_source
 from speech.sources import MULTISPEAKER_SYSTEM, Reading, open_source, read_chunks, read_samples
 
