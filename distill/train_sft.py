@@ -401,7 +401,7 @@ def train(args):
         folder, table, train_ids, lora=args.use_lora, tokens_per_pack=args.max_tokens_per_batch,
         samples_per_pack=args.per_device_train_batch_size, seed=args.seed) if main_rank else None
     validation = table.fingerprint(eval_ids)
-    resume, meta = parallel.rank0_first(world, checkpoint.find_resume, args.output_dir, args.resume, identity)
+    resume, meta = checkpoint.find_resume(args.output_dir, args.resume, identity, world)
 
     # -- order, number of steps: known to every rank without asking, so all make the same number of collectives -------
     accumulation, at = args.gradient_accumulation_steps, run.position(meta)
