@@ -121,7 +121,7 @@ def report(out_dir, judged):
     made["tables"]["curve"] = {"columns": columns, "rows": [
         [name, *((16 * int(name), train.get(int(name)), held_out.get(int(name))) if name.isdigit() else [None] * 3),
          *(round(100 * found[share], 1) for share in ("wer", "shuffled_wer", "likeness", "stop_rate"))]
-        for name, found in judged.items()]}
+        for name, found in sorted(judged.items(), key=lambda item: not item[0].isdigit())]}
     return made
 
 
