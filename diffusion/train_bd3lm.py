@@ -235,12 +235,12 @@ def build_model(world, config, resume, given, *, sharding, backend, compiled, re
         for name, parameter in decoder.base_weights(model).items():
             tensor_files.fill(parameter, given.tensors[name])
     if resume:
-        weights.load_weights(weights.trained(model), resume, "model")
+        weights.load_weights(weights.trained(model), resume, "model", world)
     elif lora:
         decoder.begin_adapters(model, given.tensors, seed)
     average = weights.Average(model, ema_decay)
     if resume:
-        weights.load_weights(average.shadow, resume, "ema")
+        weights.load_weights(average.shadow, resume, "ema", world)
     model.train()
     return model, model if sharding else parallel.wrap_ddp(model, world), average
 
@@ -406,7 +406,7 @@ def train(args):
     asked = accuracy.choose(eval_rows, args.eval_accuracy, tokens, args.seed)
     validation = eval_rows and [eval_rows.fingerprint(), args.eval_repeats, args.per_device_eval_batch_size,
                                 *([len(asked), args.best_by] if asked else [])]
-    resume, meta = parallel.rank0_first(world, checkpoint.find_resume, args.output_dir, args.resume, identity)
+    resume, meta = checkpoint.find_resume(args.output_dir, args.resume, identity, world)
 
     # -- order, number of steps: known to every rank without asking, so all make the same number of collectives -------
     order, at = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, seed=args.seed), run.position(meta)
