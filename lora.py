@@ -144,7 +144,7 @@ def main(argv=None):
             return
         notes = merge(args.model_path, args.adapter, args.output_dir, args.dtype, int(args.max_shard_gb * 1e9),
                       args.format, args.audio_tokenizer_path)
-        print(f"{args.format} checkpoint: {args.output_dir}", *notes, sep="\n  ")
+        print(f"checkpoint: {args.output_dir}", *notes, sep="\n  ")
 
 
 if __name__ == "__main__":

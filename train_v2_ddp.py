@@ -32,7 +32,7 @@ def build_parser():
                    help="folder or hub name: Higgs-Audio V2 (native or 2025 format) or Higgs TTS 3")
     g.add_argument("--audio_tokenizer_path", help="native audio tokenizer, folder or hub name (default: the codec "
                    "inside a Higgs TTS 3 checkpoint)")
-    flags.lora(g, rank=16, alpha=32, dropout=0.1, targets=None,
+    flags.lora(g, rank=16, alpha=32, dropout=0.0, targets=None,
                targets_help=f"{', '.join(LORA_TARGETS)}, or comma-separated module name endings (default: attention; "
                             "Higgs TTS 3: all-linear)")
     flags.switch(g, "--train_audio_table", help="beside the adapters, the audio embedding of Higgs TTS 3, which is its "
@@ -81,7 +81,7 @@ def build_parser():
     flags.switch(g, "--disable_eval", "--disable_evaluation", help="no validation, no hold-out")
     g.add_argument("--eval_ranks", choices=("rank0", "all"),
                    help="who validates: rank 0 while the others wait, or all ranks a share; same number (default: "
-                        "rank0, with --parallel fsdp all)")
+                        "rank0, with --parallel fsdp and hsdp all)")
     g.add_argument("--sample_prompts", metavar="FILE",
                    help="prompts spoken at every validation: one text a line, or ChatML .json/.jsonl")
     g.add_argument("--sample_seconds", type=float, default=10.0, help="seconds of speech a sample prompt may give")
@@ -97,6 +97,7 @@ def check_flags(args, world_size):
     flags.check_bad_samples(args, CHECKS)
     if args.dry_run is None:        # long before the imports are done
         ownership.look(args.output_dir)
+    flags.check_parallel(args, world_size)
     flags.check_sharding(args)
     data_flags.check(args)
     for path, _ in data_flags.sources(args)[0] if args.code_cache else ():
@@ -118,13 +119,16 @@ def check_flags(args, world_size):
     need(args.use_lora or not args.train_audio_table, "--train_audio_table needs --use_lora; without it all is trained")
     need(not (args.use_lora and args.freeze_llm), "--use_lora freezes the whole base already: drop --freeze_llm")
     need(args.parallel == "ddp" or args.eval_ranks != "rank0",
-         "--eval_ranks rank0 does not go with --parallel fsdp: every forward there needs all ranks; drop it")
-    args.eval_ranks = args.eval_ranks or ("rank0" if args.parallel == "ddp" else "all")
-    if args.max_tokens_per_batch:
-        need(not args.group_by_length, "--group_by_length does nothing with --max_tokens_per_batch: packs are equal")
-        need(not args.global_batch_size and not args.scale_lr_from_batch,
-             "--global_batch_size and --scale_lr_from_batch count samples: not with --max_tokens_per_batch")
-    if args.global_batch_size:
+         f"--eval_ranks rank0 with --parallel {args.parallel}: every forward there needs all ranks; drop it")
+    need(not (args.auto and args.eval_ranks == "rank0") or "parallel" in flags.named(args),
+         "--eval_ranks rank0 with --auto needs --parallel ddp: every forward of fsdp needs all ranks")
+    args.eval_ranks = args.eval_ranks or ("rank0" if args.parallel == "ddp" and not args.auto else "all")
+    if not flags.counts_samples(args):
+        need(not args.group_by_length, "--group_by_length does nothing with packs of tokens: they are equal")
+        need(args.auto or not args.global_batch_size, "--global_batch_size counts samples: with packs of tokens it "
+             "needs --auto")
+        need(not args.scale_lr_from_batch, "--scale_lr_from_batch counts samples: not with packs of tokens")
+    if args.global_batch_size and flags.counts_samples(args):
         per_micro_step = args.per_device_train_batch_size * world_size
         need(args.gradient_accumulation_steps == 1, "give one of --global_batch_size and --gradient_accumulation_steps")
         need(args.global_batch_size % per_micro_step == 0,
@@ -136,6 +140,7 @@ def check_flags(args, world_size):
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
+import functools
 import math
 from pathlib import Path
 
@@ -144,15 +149,15 @@ import torch
 from tqdm import tqdm
 
 import lora  # first: it explains a torchaudio that breaks every transformers import
-from common import adapters, checkpoint, float8, loading, metrics, optim, parallel, run, tensor_files, watchdog
+from common import adapters, auto, checkpoint, float8, loading, metrics, optim, parallel, run, tensor_files, watchdog
 from common.json_files import read_object
 from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.parallel import UserError
-from common.plan import Checks, Room, Setup, check_writable, start_text, steps_text
+from common.plan import Checks, check_writable, room_of, setup_of, start_text, steps_text
 from data import make_loader, prepare_table
 from speech import higgs, models, sample_prompts, weights, wording
 from speech.codes import FRAME_RATE
-from speech.plan import print_plan
+from speech.plan import peaks, print_plan
 from speech.sources import Reading
 from speech.table import data_facts, samples_line, split_samples, usable_samples
 
@@ -186,18 +191,19 @@ def empty_trained_model(folder, config, *, adapter, bf16, freeze_llm, text_loss_
     return model, native, parts
 
 
-def load_model(world, model, native, parts, resume, *, seed, fp8, fsdp, bf16, reshard, offload, compiled):
+def load_model(world, model, native, parts, resume, *, seed, fp8, sharding, compiled):
     """Load empty_trained_model's model on this rank's device -> what to call: itself under FSDP2, or DDP around it.
 
     resume: checkpoint folder, or None: then adapters are drawn by the seed. fp8: the layers' products in float8.
-    bf16, reshard, offload: of parallel.shard. compiled: torch.compile each layer.
+    sharding: of run.sharding. compiled: torch.compile each layer.
     """
     net = model.net
     if compiled:
         parallel.compile_layers(models.layers(native))
-    if fsdp:
-        parallel.shard(model, models.layers(native), world, bf16, reshard, offload)
-    model.to_empty(device="cpu" if offload else world.device)       # from here on there is memory, still unset
+    if sharding:
+        parallel.shard(model, models.layers(native), world, **sharding)
+    on_host = sharding and sharding["cpu_offload"]
+    model.to_empty(device="cpu" if on_host else world.device)       # from here on there is memory, still unset
     models.reset_buffers(native, world.device)
     weights.load_weights(adapters.base_weights(net) if model.has_adapters else dict(native.named_parameters()), parts)
     if model.has_adapters and resume:
@@ -207,7 +213,7 @@ def load_model(world, model, native, parts, resume, *, seed, fp8, fsdp, bf16, re
     if fp8:
         float8.convert(models.layers(native))
     model.train()
-    return model if fsdp else parallel.wrap_ddp(model, world)
+    return model if sharding else parallel.wrap_ddp(model, world)
 
 
 def check_resume(model, native, resume):
@@ -228,7 +234,7 @@ def run_identity(folder, table, train, *, normalize_text, adapters_only, audio_t
     folder: the base model's. train: numbers of the samples trained.
     """
     batch = (f"{tokens_per_pack} tokens" if tokens_per_pack else f"{samples_per_pack} samples") \
-        + (" by length" if by_length else "")
+        + (" by length, in blocks" if by_length else "")
     adapted = "lora and audio table" if audio_table else "lora"
     trained = adapted if adapters_only else "audio embedding and head" if freeze_llm else "full"
     return {"--normalize_text": "on" if normalize_text == "on" else None,     # older checkpoints do not know it
@@ -244,7 +250,7 @@ def save_checkpoint(world, writer, model, tokenizer, source, optimizer, meta):
     """
     writer.begin(meta["step"])
     parallel.reshard(model)
-    states = parallel.gather_objects(world, checkpoint.rng_state(world.device))
+    states = parallel.gather_on_main(world, checkpoint.rng_state(world.device))
     if model.has_adapters:
         files = tensor_files.stage(world, "adapter_model", adapters.adapter_weights(model.net), spread=False)
     else:
@@ -362,10 +368,9 @@ def for_model(args):
             "text_loss_weight": args.text_loss_weight, "recompute": args.gradient_checkpointing}
 
 
-def for_loading(args):
-    """What load_model takes of the flags, by name."""
-    return {"seed": args.seed, "fp8": args.float8, "fsdp": args.parallel == "fsdp", "bf16": args.bf16,
-            "reshard": args.reshard_after_forward, "offload": args.cpu_offload, "compiled": args.compile}
+def for_loading(args, ranks):
+    """What load_model takes of the flags, by name. ranks: how many processes train."""
+    return {"seed": args.seed, "fp8": args.float8, "sharding": run.sharding(args, ranks), "compiled": args.compile}
 
 
 def for_identity(args):
@@ -388,7 +393,7 @@ def for_table(args, check):
 def for_judges(args):
     """What scores.load_judges takes of the flags, by name."""
     return {"asr_model": args.asr_model, "asr_command": args.asr_command, "speaker_model": args.speaker_model,
-            "mos": args.mos, "language": args.language}
+            "mos": args.mos, "language": args.language, "asr_time_limit": args.asr_time_limit}
 
 
 def for_prompts(args):
@@ -401,18 +406,25 @@ def code_cache(args):
     return args.code_cache or Path(args.output_dir) / "codes"
 
 
+def choose(args, world, ranks, model, table, ids, train_ids, eval_ids):
+    """--auto: set the flags that are open by the memory plan; returns whether the model has to be built anew."""
+    lengths = table.lengths[train_ids]
+
+    @functools.cache
+    def order_of(budget):
+        return pack_order(lengths, tokens_per_pack=budget, samples_per_pack=args.per_device_train_batch_size,
+                          seed=args.seed, group_by_length=args.group_by_length)
+    peak_of = peaks(model, table, ids, train_ids, eval_ids, eval_batch_size=args.per_device_eval_batch_size,
+                    speaks=bool(args.sample_prompts))
+    setups = auto.by_tokens(args, setup_of(args, ranks), lengths, lambda budget: order_of(budget).packs_per_epoch,
+                            args.global_batch_size)
+    return auto.decide(args, world, setups, lambda setup: peak_of(setup, order_of(setup.budget)),
+                       lambda setup: len(lengths) / order_of(setup.budget).packs_per_epoch)
+
+
 def for_plan(args, ranks, often):
     """What print_plan takes of the flags, by name. ranks: how many processes train. often: of run.intervals."""
-    setup = Setup(
-        ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
-        accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size,
-        budget=args.max_tokens_per_batch, reshard=args.reshard_after_forward, offload=args.cpu_offload,
-        adapters=args.use_lora)
-    room = Room(
-        output_dir=args.output_dir, save_steps=args.save_steps, eval_steps=args.eval_steps,
-        save_total_limit=args.save_total_limit, save_minutes=args.save_minutes, gpu_memory=args.gpu_memory,
-        host_memory=args.host_memory)
-    return {"setup": setup, "room": room, "eval_batch_size": args.per_device_eval_batch_size,
+    return {"setup": setup_of(args, ranks), "room": room_of(args), "eval_batch_size": args.per_device_eval_batch_size,
             "warmup_steps": args.warmup_steps, "often": often, "speaks": bool(args.sample_prompts),
             "code_cache": code_cache(args)}
 
@@ -454,7 +466,8 @@ def train(args):
         output_dir=args.output_dir if main_rank and not check.dry else None)
     if args.tf32:       # only now: codes in the cache must not depend on it
         torch.set_float32_matmul_precision("high")
-    books = ids.num_codebooks
+    if args.auto and choose(args, world, ranks, model, table, ids, train_ids, eval_ids):
+        model, native, parts = empty_trained_model(folder, config_dict, **for_model(args))
     identity = run_identity(folder, table, train_ids, **for_identity(args)) if main_rank else None
     validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
     resume, meta = parallel.rank0_first(world, checkpoint.find_resume, args.output_dir, args.resume, identity)
@@ -482,13 +495,13 @@ def train(args):
     if resume and not args.use_lora:        # a full checkpoint replaces the base; adapters are loaded on top of it
         config_dict = read_object(Path(resume) / "config.json")
         model, native, parts = empty_trained_model(resume, config_dict, **for_model(args))
-    wrapped = load_model(world, model, native, parts, resume, **for_loading(args))
+    wrapped = load_model(world, model, native, parts, resume, **for_loading(args, ranks))
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
                                   (args.adam_beta1, args.adam_beta2), higgs.decays)
     parallel.seed_everything(args.seed, world.rank)     # other dropout on every rank
     # a step's log values: loss sums by codebook, text loss, 5 of the stream's end; targets of both kinds, on rank 0
-    now = run.Run(world, watch, args, order, total_steps, books + 8, resume, meta, validation, table.name)
+    now = run.Run(world, watch, args, order, total_steps, ids.num_codebooks + 8, resume, meta, validation, table.name)
     now.restore(model, optimizer)
     epochs = sys.maxsize if args.max_steps else args.num_train_epochs
     packs = ([int(train_ids[i]) for i in pack] for pack in
@@ -521,7 +534,7 @@ def train(args):
                     audio, text, eos = wrapped(batch)       # sums over this batch's targets
                 loss = higgs.total_loss(audio, n_audio, text, n_text, args.audio_loss_reduction, args.text_loss_weight)
                 (loss * world.size).backward()          # gradients are averaged over ranks, the loss is a global mean
-            sums[:books + 6] += torch.cat([audio.detach(), text.detach()[None], eos])
+            sums[:ids.num_codebooks + 6] += torch.cat([audio.detach(), text.detach()[None], eos])
             now.saw(loss, mine)
         if main_rank:       # python numbers: a tensor made of them would wait for the GPU
             sums[-2] += n_audio

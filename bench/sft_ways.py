@@ -331,7 +331,8 @@ def train_ours(turns, job, options):
     model, files = packed_lm.build_empty(job.folder / "model", torch.bfloat16 if cuda and lora else torch.float32,
                                          (RANK, ALPHA, 0.0, "all-linear", str(job.folder)) if lora else None,
                                          options.get("recompute"))
-    packed_lm.load(model, files, world, sharded=mode == "fsdp", bf16=cuda, compiled=options.get("compile", False))
+    packed_lm.load(model, files, world, sharding={"bf16": cuda} if mode == "fsdp" else None,
+                   compiled=options.get("compile", False))
     if lora:
         adapters.init_adapters(model.net, job.seed)
     parts = model, model.train() if mode == "fsdp" else parallel.wrap_ddp(model.train(), world)

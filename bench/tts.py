@@ -87,7 +87,7 @@ class Side:
         # with the imports done once; but CUDA does not survive a fork
         context = multiprocessing.get_context("spawn" if device.type == "cuda" else "forkserver")
         if device.type == "cpu":
-            context.set_forkserver_preload(["tts_ways"])
+            context.set_forkserver_preload(["bench.tts_ways"])      # found from the repository's root
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=run_side, args=(theirs, way, folder, device, torch.get_num_threads()),
                                        daemon=True)

@@ -1,7 +1,7 @@
 """Full training from random weights to understood speech: train_v2_ddp.py alone, its curve by step.
 
     apt-get install flite
-    python bench/voice_curve.py work        # one CPU thread, no GPU, about two hours; the same command goes on
+    python bench/voice_curve.py work        # one CPU thread, no GPU; the same command goes on where it was
 
 speech/make_voice.py makes 7000 clips of flite's `slt` saying digits, a codec and a language model of random weights, in
 OUT_DIR. train_v2_ddp.py trains all weights of it in one process, 16 clips a step. Each of its checkpoints, the random
@@ -43,16 +43,16 @@ def make(out_dir, stage):
 
 
 def spoken_codec(out_dir):
-    """OUT_DIR/spoken: the codec with its trained decoder; codes to learn from are of computed latents, see there."""
+    """OUT_DIR/spoken: the codec with its trained decoder; its encoder is not needed, codes come from latents."""
     import torch
 
-    from speech import make_voice
+    from speech import voice_codec
     folder = out_dir / "spoken"
     if not folder.exists():
         make(out_dir, "decoder")
-        codec = make_voice.load_codec(out_dir / "books")
+        codec = voice_codec.load_codec(out_dir / "books")
         codec.acoustic_decoder.load_state_dict(torch.load(out_dir / "decoder.pt")["module"])
-        make_voice.save_codec(codec, folder)
+        voice_codec.save_codec(codec, folder)
     return folder
 
 
@@ -99,11 +99,11 @@ def through_codec(out_dir, codec, waves):
     """[wave] -> what the codec makes of the codes of their latents: the best that the model can learn."""
     import torch
 
-    from speech import make_voice, speak
-    known, codec = torch.load(out_dir / "latents.pt"), make_voice.load_codec(codec)
+    from speech import speak, voice_codec
+    known, codec = torch.load(out_dir / "latents.pt"), voice_codec.load_codec(codec)
     with torch.no_grad():
-        return [speak.decode(codec, make_voice.encode(codec, make_voice.latents(
-            torch.from_numpy(wave), make_voice.BASE, known)).numpy()) for wave in waves]
+        return [speak.decode(codec, voice_codec.encode(codec, voice_codec.latents(
+            torch.from_numpy(wave), voice_codec.BASE, known)).numpy()) for wave in waves]
 
 
 def report(out_dir, judged):
@@ -135,11 +135,11 @@ def main(argv=None):
 
     from bench import measure
     from common.checkpoint import write_atomically
-    from speech import judge_demo, make_voice
+    from speech import judge_demo, make_voice, voice_codec
     torch.set_num_threads(1)
     texts = json.loads((out_dir / "texts.json").read_text())["held_out"]
     own, other = ({make_voice.spoken(text): wave.numpy() for text, wave in zip(
-        texts, make_voice.read_clips(out_dir / "clips", voice, texts))} for voice in make_voice.VOICES)
+        texts, make_voice.read_clips(out_dir / "clips", voice, texts))} for voice in voice_codec.VOICES)
     kept = out_dir / "judged.json"
     judged = json.loads(kept.read_text()) if kept.exists() else {}
     if not judged:

@@ -75,24 +75,11 @@ def train(fault, folder):
 
 def judged(model, adapter=None):
     """What judge_demo finds in SENTENCES held-out sentences."""
-    import torch
-
-    from speech import generate_tts, judge_demo, speak, weights
-    from speech.encode import load_codec
-    from speech.labels import token_ids
-    cpu = torch.device("cpu")
-    folder, config_dict = weights.find_model(model)
-    config, tokenizer = weights.native_config(config_dict), weights.load_tokenizer(folder)
-    ids = token_ids(tokenizer, config)
-    codec, bandwidth = load_codec(VOICE / "codec", cpu, ids.num_codebooks)
-    samples = speak.read_prompts(VOICE / "held.json", normalize=True)[::4][:SENTENCES]
-    prompts = speak.prepare(samples, tokenizer, ids, codec, bandwidth, 1000)
-    native = generate_tts.load_to_speak(folder, config_dict, adapter, torch.float32, cpu)
-    settings = speak.sampling(config, 5.0, temperature=0.3, ras_window=0)
-    spoken = speak.generate(native, prompts, ids, settings, 0, cpu)
-    return judge_demo.judge([p.text.strip(". ") for p in prompts], [speak.decode(codec, codes) for codes, _ in spoken],
-                            [end for _, end in spoken],
-                            *(judge_demo.read_originals(VOICE / f"{name}.json") for name in ("held", "held_base")))
+    from bench.voice_curve import say
+    from speech import judge_demo
+    new, old = (judge_demo.read_originals(VOICE / f"{name}.json") for name in ("held", "held_base"))
+    texts = list(new)[::4][:SENTENCES]
+    return judge_demo.judge(texts, *say(model, VOICE / "codec", texts, adapter), new, old)
 
 
 def run(fault, folder):

@@ -2,8 +2,8 @@
 
 output_dir/checkpoint-<step>/ holds what people use (adapter or model files) beside trainer_state/ (optimizer, random
 states of every rank, position) and manifest.json, written last, with the size and SHA-256 of every file. The folder is
-built under a .tmp name, synced to disk and renamed, so a kill at any instant leaves the last whole one untouched. Each
-rank writes its own share from copies on the CPU and tells rank 0, which completes the folder.
+built under a .tmp name, synced to disk and renamed, so a kill at any instant leaves the last whole one untouched. Ranks
+that have a share write it from copies on the CPU and tell rank 0, which completes the folder.
 """
 import contextlib
 import errno
@@ -235,7 +235,7 @@ class Writer:
         except Exception as error:
             written, why = {}, str(error)
         try:
-            if store is not None:
+            if store is not None and (files or rank in tensor_files.writers(self.world.size)):
                 store.set(f"checkpoint/{self.saves}/{rank}", json.dumps([written, why]))
             if self.world.is_main:
                 self._complete(step, self._reports() if store is not None else [(written, why)], meta)
@@ -243,9 +243,11 @@ class Writer:
             self.error = self.failed(step, error)
 
     def _reports(self):
-        """[(files, error)] of every rank, as they come in; polled, since a blocking call would hold the store."""
+        """[(files, error)] of the ranks that write, as they come in; polled, since a blocking call would hold the
+        store.
+        """
         reports, store, end = [], self.world.store, time.monotonic() + self.limit_s
-        for rank in range(self.world.size):
+        for rank in tensor_files.writers(self.world.size):
             key, beat, heard = f"checkpoint/{self.saves}/{rank}", None, time.monotonic()
             while not store.check([key]):
                 now, last = time.monotonic(), store.get(f"watch/{rank}") if store.check([f"watch/{rank}"]) else None
@@ -262,7 +264,8 @@ class Writer:
         """Every share is on disk: state, manifest, the real name, rotation."""
         building, final = self.building(step), self.output_dir / f"checkpoint-{step}"
         try:
-            if errors := [f"rank {rank}: {why}" for rank, (_, why) in enumerate(reports) if why]:
+            ranks = tensor_files.writers(self.world.size)
+            if errors := [f"rank {rank}: {why}" for rank, (_, why) in zip(ranks, reports) if why]:
                 raise OSError("; ".join(dict.fromkeys(errors)))
             state = f"{STATE_DIR}/state.json"
             written = write_files(building, {state: lambda path: path.write_text(json.dumps(meta, indent=1))})
@@ -404,6 +407,18 @@ def newest_whole(output_dir, report=print):
         if not wrong:
             return path
         report(f"checkpoint {path} is damaged ({wrong}); trying the one before")
+    return None
+
+
+def last_args(output_dir, resume):
+    """Flags of the run that --resume goes on with, as its newest checkpoint has them, or None; find_resume proves it.
+
+    Nothing is hashed: all checkpoints of a run have the flags that matter in common.
+    """
+    folders = [path for _, path in reversed(checkpoints(output_dir))] if resume == "auto" else [Path(resume)]
+    for file in (folder / STATE_DIR / "state.json" for folder in folders):
+        if is_file(file) and (state := read_json(file, STATE | {"args": dict})):
+            return state["args"]
     return None
 
 

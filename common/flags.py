@@ -64,8 +64,10 @@ def spellings(parser):
 
 
 class Args(argparse.Namespace):
-    """Parsed flags. given: the same as they were before a script's check filled in what derives; not in vars()."""
-    __slots__ = ("given",)
+    """Parsed flags. Not in vars(): given, the same as they were before a script's check filled in what derives; named,
+    those that the command line or its file names.
+    """
+    __slots__ = ("given", "named")
 
 
 def parse(parser, check=None, argv=None):
@@ -89,6 +91,8 @@ def parse(parser, check=None, argv=None):
             words = config_words(parser, words) + words     # what stands later counts
         args = parser.parse_args(words, Args())
         args.given = dict(vars(args))
+        actions = (parser._option_string_actions.get(word.split("=")[0]) for word in words)
+        args.named = frozenset(action.dest for action in actions if action)
         status = 1
         if check:
             check(args, getattr(args, "dry_run", None) or int(os.environ.get("WORLD_SIZE", "1")))
@@ -218,7 +222,7 @@ def before_the_run(parser):
                    help="check everything, print what the run will be and take, and stop; needs no GPU. GPUS: plan for "
                         "so many (default: the processes of this launch)")
     g.add_argument("--gpu_memory", type=float, metavar="GIB",
-                   help="dry run: memory of one GPU (default: of the GPU here, else 80)")
+                   help="dry run, --auto: memory of one GPU (default: of the GPU here, else 80)")
     g.add_argument("--host_memory", type=float, metavar="GIB",
                    help="dry run: free memory of a node (default: what is free here, or the Slurm job's share)")
 
@@ -274,10 +278,19 @@ def optimisation(parser, learning_rate, learning_rate_help, lr_scheduler, min_lr
 
 
 def speed(parser, parallel, bf16_help):
-    """The group. parallel: the default way to use several GPUs. Returns it, for the script's own."""
+    """The group. parallel: the default way to use several GPUs, None: the script says. Returns it, for the script's
+    own.
+    """
     g = parser.add_argument_group("speed and memory")
-    g.add_argument("--parallel", choices=("ddp", "fsdp"), default=parallel,
-                   help="a whole model on every GPU, or weights, gradients and optimizer sharded (FSDP2)")
+    switch(g, "--auto", help="choose what no flag names by the memory plan, and print why: batches, "
+                             "--gradient_checkpointing, --parallel; a resumed run keeps its choice")
+    g.add_argument("--parallel", choices=("ddp", "fsdp", "hsdp"), default=parallel,
+                   help="a whole model on every GPU; weights, gradients, optimizer sharded over all GPUs (FSDP2), or "
+                        "over those of a node, with a copy on every node (HSDP)"
+                        + ("" if parallel else " (default: ddp on one GPU, else fsdp)"))
+    g.add_argument("--shard_size", type=int, default=0, help="hsdp: GPUs that weights are sharded over, 0 = a node's")
+    g.add_argument("--reduce_dtype", choices=("fp32", "bf16"), default="fp32",
+                   help="fsdp, hsdp: gradients are summed over the GPUs in; bf16 halves that traffic and rounds")
     g.add_argument("--deepspeed", dest="parallel", type=deepspeed, default=argparse.SUPPRESS, metavar="zero3",
                    help="as Hugging Face's scripts: zero3 (or ms-swift's default-zero3) is --parallel fsdp")
     switch(g, "--bf16", help=bf16_help)
@@ -296,9 +309,9 @@ def speed(parser, parallel, bf16_help):
 def sharding(group):
     """Flags of FSDP2 for models that need it."""
     group.add_argument("--reshard_after_forward", action=argparse.BooleanOptionalAction, default=True,
-                       help="fsdp: free each layer's gathered weights until the backward pass; no-: faster, more "
+                       help="fsdp, hsdp: free each layer's gathered weights until the backward pass; no-: faster, more "
                             "memory")
-    switch(group, "--cpu_offload", help="fsdp: keep shards and optimizer in host memory (slow)")
+    switch(group, "--cpu_offload", help="fsdp, hsdp: keep shards and optimizer in host memory (slow)")
     switch(group, "--float8", help="lora with --compile: products with frozen weights in float8; not yet run on a GPU")
 
 
@@ -385,7 +398,8 @@ def check_shared(args):
     above_zero(args, "gpu_memory", "host_memory")
     need(args.seed < 2**62, f"--seed is {args.seed}; it must be below 2**62")
     for name, _ in values(args, ("gpu_memory", "host_memory")):
-        need(args.dry_run is not None, f"--{name} needs --dry_run")
+        auto = name == "gpu_memory" and getattr(args, "auto", False)
+        need(args.dry_run is not None or auto, f"--{name} needs --dry_run")
     need(not (args.compile and args.gradient_checkpointing == "selective"),
          "--gradient_checkpointing selective does not go with --compile: inside a compiled layer nothing can be picked "
          "out; drop one of the two")
@@ -395,6 +409,16 @@ def check_shared(args):
     for name in args.report_to:
         need(name in TRACKERS, f"--report_to {name}: no such one; there are {', '.join(TRACKERS)} and none")
         need(importlib.util.find_spec(name), f"--report_to {name}: pip install {name}, or --report_to none")
+
+
+def named(args):
+    """The flags that the command line or its file names."""
+    return getattr(args, "named", frozenset())
+
+
+def counts_samples(args):
+    """Whether a micro-step has so many samples; else packs of tokens, as --max_tokens_per_batch or --auto has them."""
+    return not args.max_tokens_per_batch and (not args.auto or "per_device_train_batch_size" in named(args))
 
 
 def check_loading(args, parser):
@@ -417,10 +441,27 @@ def check_bad_samples(args, checks):
     args.drop_bad = tuple(name for name in checks if name in names or (name == "too_long" and args.drop_too_long))
 
 
+def local_ranks(ranks):
+    """How many of `ranks` processes run on one node: what torchrun says, else up to 8."""
+    return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", 8)))
+
+
+def check_parallel(args, world_size):
+    """--parallel with --shard_size, which is filled in, and --reduce_dtype."""
+    zero_or_more(args, "shard_size")
+    auto = args.auto and "parallel" not in named(args)
+    need(auto or args.parallel == "hsdp" or not args.shard_size, "--shard_size needs --parallel hsdp")
+    need(auto or args.parallel != "ddp" or args.reduce_dtype == "fp32",
+         "--reduce_dtype bf16 needs --parallel fsdp or hsdp")
+    size = args.shard_size or local_ranks(world_size)
+    need(args.parallel != "hsdp" or world_size % size == 0,
+         f"--parallel hsdp: {world_size} ranks are no whole number of groups of {size} (--shard_size)")
+
+
 def check_sharding(args):
     """The flags of sharding()."""
-    need(args.parallel == "fsdp" or (args.reshard_after_forward and not args.cpu_offload),
-         "--no-reshard_after_forward and --cpu_offload need --parallel fsdp")
+    need(args.parallel != "ddp" or (args.reshard_after_forward and not args.cpu_offload),
+         "--no-reshard_after_forward and --cpu_offload need --parallel fsdp or hsdp")
     if args.float8:
         need(args.compile, "--float8 needs --compile: alone it reads and writes more than it saves")
         need(args.use_lora, "--float8 needs --use_lora: only frozen weights are rounded")

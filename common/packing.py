@@ -12,8 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-PACKS_PER_BLOCK = 8     # with length grouping, packs that run side by side stay side by side: one node's worth
-SORT_WINDOW = 128       # packs sorted by length together: large enough to group well, small enough to stay random
+# With length grouping, packs that run side by side should be equally long, whatever the number of ranks. So blocks of
+# up to 512 packs that follow each other by length are shuffled, and blocks of one node's 8 within each of those. An
+# epoch has at least 64 of the large ones, or long samples would come first or last.
+LARGE, SMALL, LEAST = 512, 8, 64
+SORT_WINDOW = LEAST * LARGE     # packs sorted by length together
+JITTER = 0.01           # share of its length by which a sample may be sorted wrongly: other neighbours in each epoch
 
 
 @dataclass
@@ -79,6 +83,13 @@ def _reordered(plan, packs):
     return EpochPlan(plan.samples[places], offsets)
 
 
+def _shuffled(packs, size, rng):
+    """Packs (n,) in blocks of `size` that are shuffled; a short last block stays last, or it would shift the others."""
+    full = len(packs) // size
+    blocks = packs[:full * size].reshape(full, size)[rng.permutation(full)]
+    return np.concatenate([blocks.ravel(), packs[full * size:]])
+
+
 class PackOrder:
     """Deterministic packs of every epoch.
 
@@ -120,13 +131,15 @@ class PackOrder:
         if self.group_by_length:
             window = size * SORT_WINDOW
             parts = [order[a:a + window] for a in range(0, n, window)]
-            order = np.concatenate([part[np.argsort(-self.lengths[part], kind="stable")] for part in parts])
+            keys = -self.lengths * rng.uniform(1, 1 + JITTER * self.shuffle, n)
+            order = np.concatenate([part[np.argsort(keys[part], kind="stable")] for part in parts])
         plan = EpochPlan(order, np.minimum(np.arange(self.packs_per_epoch + 1) * size, n))
         if self.group_by_length and self.shuffle:
-            full = len(plan) // PACKS_PER_BLOCK         # a short last block stays last, or it would shift the others
-            packs, whole = np.arange(len(plan)), full * PACKS_PER_BLOCK
-            blocks = packs[:whole].reshape(full, PACKS_PER_BLOCK)[rng.permutation(full)]
-            plan = _reordered(plan, np.concatenate([blocks.ravel(), packs[whole:]]))
+            large = next(size for size in (LARGE, 256, 128, 64, 32, 16, SMALL)
+                         if size == SMALL or len(plan) >= LEAST * size)
+            packs = _shuffled(np.arange(len(plan)), large, rng)
+            parts = [_shuffled(packs[a:a + large], SMALL, rng) for a in range(0, len(packs), large)]
+            plan = _reordered(plan, np.concatenate(parts))
         return plan
 
     def window(self, epoch, first, count):

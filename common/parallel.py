@@ -322,13 +322,37 @@ def rank0_first(world, work, *args):
     return result
 
 
+def tree(rank, size):
+    """(parent, children) of a rank in a binomial tree over all ranks; rank 0 has none above it, None.
+
+    Nobody has more than log2(size) children, and no way to rank 0 is longer.
+    """
+    children = []
+    while not rank >> len(children) & 1 and rank + (1 << len(children)) < size:
+        children.append(rank + (1 << len(children)))
+    return (rank & rank - 1 if rank else None), children
+
+
+def gather_on_main(world, value):
+    """Every rank's (picklable) value as a list in rank order on rank 0, None elsewhere; over the slow group, up the
+    tree, so that no rank takes in a message of each other one.
+    """
+    found, box = {world.rank: value}, [None]
+    parent, children = tree(world.rank, world.size)
+    for child in children:
+        dist.recv_object_list(box, child, group=world.slow_group)
+        found |= box[0]
+    if parent is not None:
+        return dist.send_object_list([found], parent, group=world.slow_group)
+    return [found[rank] for rank in range(world.size)]
+
+
 def gather_objects(world, value):
     """Every rank's (picklable) value as a list in rank order, on every rank; over the slow group."""
-    if world.size == 1:
-        return [value]
-    values = [None] * world.size
-    dist.all_gather_object(values, value, group=world.slow_group)
-    return values
+    box = [gather_on_main(world, value)]
+    if world.size > 1:
+        dist.broadcast_object_list(box, src=0, group=world.slow_group)      # down a tree
+    return box[0]
 
 
 def all_ranks_ok(world, problems):
@@ -382,18 +406,20 @@ def compile_layers(layers, **options):
         layer.compile(**options)
 
 
-def shard(module, layers, world, bf16=False, reshard_after_forward=True, cpu_offload=False):
+def shard(module, layers, world, bf16=False, reshard_after_forward=True, cpu_offload=False, size=0, reduce="fp32"):
     """FSDP2: each of `layers`, then what is left of `module`, becomes one sharded unit; in place, names stay.
 
-    Before weights are loaded and before an optimizer is built. bf16: computes in bfloat16; gradients are reduced and
-    weights kept as they are stored. reshard_after_forward: free each layer's weights between forward and backward.
-    cpu_offload: shards, gradients and optimizer live in host memory. Every rank must build `module` alike: nothing is
-    broadcast.
+    Before weights are loaded and before an optimizer is built. bf16: computes in bfloat16; weights are kept as they are
+    stored. reshard_after_forward: free each layer's weights between forward and backward. cpu_offload: shards,
+    gradients and optimizer live in host memory. size: HSDP, so many neighbouring ranks share the shards of a model, and
+    groups of them have copies, whose gradients are summed; 0: all ranks share one. reduce: fp32 or bf16, in which
+    gradients are summed. Every rank must build `module` alike: nothing is broadcast.
     """
-    mesh, on_gpu = init_device_mesh(world.device.type, (world.size,)), world.device.type == "cuda"
+    shape, on_gpu = (world.size // size, size) if size else (world.size,), world.device.type == "cuda"
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape):])
     options = {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy(),
-               "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None,
-                                                 reduce_dtype=torch.float32, cast_forward_inputs=False)}
+               "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype={
+                   "fp32": torch.float32, "bf16": torch.bfloat16}[reduce], cast_forward_inputs=False)}
     for layer in layers:
         fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(module, reshard_after_forward=False, **options)     # needed again at once, by the backward

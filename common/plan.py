@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import checkpoint, recomputation
+from common import checkpoint, recomputation, tensor_files
+from common.flags import local_ranks
 from common.memory import GIB
 from common.parallel import UserError, problem_text
 
@@ -26,7 +27,7 @@ INDENT = "\n           "
 class Setup:
     """How a run computes, as its flags say; None where the trainer has no such flag."""
     ranks: int
-    parallel: str               # ddp or fsdp
+    parallel: str               # ddp, fsdp or hsdp
     bf16: bool
     recompute: str | None       # of flags.MODES, or None
     accumulation: int           # micro-steps of an optimizer step
@@ -35,10 +36,17 @@ class Setup:
     reshard: bool | None = None     # fsdp: a layer is freed after its forward
     offload: bool | None = None     # fsdp: shards and moments are in host memory
     adapters: bool | None = None    # only they are trained
+    shard_size: int = 0         # hsdp: GPUs that weights are sharded over, 0: those of a node
 
     @property
     def fsdp(self):
-        return self.parallel == "fsdp"
+        """Whether weights are sharded."""
+        return self.parallel != "ddp"
+
+    @property
+    def shards(self):
+        """GPUs that weights are sharded over, where they are; else all."""
+        return self.shard_size or local_ranks(self.ranks) if self.parallel == "hsdp" else self.ranks
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,23 @@ class Room:
     save_minutes: float = 0     # after which a checkpoint comes as well, 0: never
     gpu_memory: float | None = None         # GiB of one GPU, None: what it has here
     host_memory: float | None = None        # GiB of a node, None: what is free here
+
+
+def setup_of(args, ranks):
+    """Setup of the parsed flags of a trainer with token budgets and adapters. ranks: how many processes train."""
+    return Setup(
+        ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
+        accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size,
+        budget=args.max_tokens_per_batch, reshard=args.reshard_after_forward, offload=args.cpu_offload,
+        adapters=args.use_lora, shard_size=args.shard_size)
+
+
+def room_of(args):
+    """Room of a trainer's parsed flags."""
+    return Room(
+        output_dir=args.output_dir, save_steps=args.save_steps, eval_steps=args.eval_steps,
+        save_total_limit=args.save_total_limit, save_minutes=args.save_minutes, gpu_memory=args.gpu_memory,
+        host_memory=args.host_memory)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -205,11 +230,6 @@ def packs_text(setup, order, lengths, about):
 # Memory and disk, against what there is
 
 
-def local_ranks(ranks):
-    """How many of `ranks` processes run on one node: what torchrun says, else up to 8."""
-    return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", 8)))
-
-
 def host_memory(meminfo="/proc/meminfo"):
     """Bytes of host memory that are free on this machine, or what Slurm gives the job, if that is less."""
     free = 1024 * int(re.search(r"MemAvailable: +(\d+) kB", Path(meminfo).read_text())[1])
@@ -239,7 +259,7 @@ def helps(setup):
             "--gradient_checkpointing all": setup.recompute == "selective", "--bf16": not setup.bf16,
             "a smaller --max_tokens_per_batch": setup.budget > 0,
             "a smaller --per_device_train_batch_size": not setup.budget and setup.batch_size > 1,
-            "--parallel fsdp": not setup.fsdp,
+            "--parallel fsdp": setup.parallel != "fsdp",
             "--gradient_accumulation_steps 1": setup.fsdp and setup.accumulation > 1,
             "--reshard_after_forward": setup.reshard is False, "--cpu_offload": setup.fsdp and setup.offload is False,
             "--use_lora": setup.adapters is False}
@@ -249,10 +269,10 @@ def host_parts(parallel, ranks, offloaded, weights, moments, adapters=False):
     """(bytes offloaded, bytes a save stages, ranks) of the node of rank 0, which stages most; see tensor_files.stage.
 
     offloaded: bytes of each rank; weights, moments: of a checkpoint; adapters: the weights are those. Under DDP rank 0
-    copies all that is saved, under FSDP2 each rank what it owns, but rank 0 all adapters.
+    copies all that is saved, under FSDP2 and HSDP each writer what it owns, but rank 0 all adapters.
     """
-    local = local_ranks(ranks)
-    share = local / ranks if parallel == "fsdp" else 1
+    local, writers = local_ranks(ranks), tensor_files.writers(ranks)
+    share = sum(rank < local for rank in writers) / len(writers) if parallel != "ddp" else 1
     return offloaded * local, weights * (1 if adapters else share) + moments * share, local
 
 
@@ -263,7 +283,7 @@ def check_host(needed, limit, local, parallel, offload=False, adapters=None):
     """
     if needed <= limit:
         return
-    fsdp = parallel == "fsdp"
+    fsdp = parallel != "ddp"
     found = {"a node or Slurm job with more (--host_memory GIB plans for another machine)": True,
              "no --cpu_offload": offload, "more nodes": fsdp, "--parallel fsdp on several nodes": not fsdp,
              "--use_lora": adapters is False}

@@ -335,7 +335,7 @@ def evaluation_tables(evaluations):
         rows = [[number(row.get(key)) if isinstance(row.get(key), (int, float, type(None))) else row[key]
                  for key in keys] for row in found["samples"]]
         settings = [[key, json.dumps(value, ensure_ascii=False)] for key, value in found["settings"].items()]
-        parts.append(details(f"{found['name']}: {len(rows)} samples, {found['path']}",
+        parts.append(details(f"{found['name']}: {f'{len(rows)} samples' if rows else 'settings'}, {found['path']}",
                              (table(keys, rows) if rows else "") + (table(["setting", "value"], settings)
                                                                     if settings else "")))
     return Raw("".join(parts))

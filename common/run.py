@@ -56,7 +56,7 @@ def start(args, check, cpu_too=False):
             check(plan.check_writable, args.logging_dir, "--logging_dir")
         return parallel.World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu")), None
     watchdog.catch_signals()
-    world = parallel.init(args.collective_timeout, args.wait_timeout, args.parallel == "fsdp", cpu_too)
+    world = parallel.init(args.collective_timeout, args.wait_timeout, args.auto or args.parallel != "ddp", cpu_too)
     watch = watchdog.Watchdog(world, args.collective_timeout)
     watch.moved("data preparation", args.wait_timeout)
     parallel.rank0_first(world, checkpoint.own_output, args.output_dir, lambda why: watchdog.end(world, why))
@@ -64,6 +64,16 @@ def start(args, check, cpu_too=False):
     if "tensorboard" in args.report_to:
         parallel.rank0_first(world, checkpoint.prepare_output, args.logging_dir, "--logging_dir")
     return world, watch
+
+
+def sharding(args, size):
+    """What parallel.shard takes of the flags, by name, or None under DDP. size: how many ranks train."""
+    if args.parallel == "ddp":
+        return None
+    group = args.shard_size or flags.local_ranks(size)
+    return {"bf16": args.bf16, "reshard_after_forward": getattr(args, "reshard_after_forward", True),
+            "cpu_offload": getattr(args, "cpu_offload", False), "size": group if args.parallel == "hsdp" else 0,
+            "reduce": args.reduce_dtype}
 
 
 def position(meta):

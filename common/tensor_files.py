@@ -1,9 +1,10 @@
 """Tensors in safetensors files, read and written the same way whether a tensor is plain or sharded over the ranks.
 
 Reading: every rank takes just its rows of each tensor from the files, so a model never stands whole in any process.
-Writing: every sharded tensor is gathered once, the rank that owns it keeps a copy on the CPU, and each rank writes the
-file of the tensors it owns. Files hold whole tensors under their own names, so any number of ranks, DDP or FSDP2, and
-any other program can read them. A save moves each tensor over the network once: about what a training step does.
+Writing: every sharded tensor is gathered once, the rank that owns it keeps a copy on the CPU, and each of those ranks
+writes the file of the tensors it owns. Files hold whole tensors under their own names, so any number of ranks, DDP,
+FSDP2 or HSDP, and any other program can read them. A save moves each tensor over the network once, under HSDP inside
+one node: about what a training step does.
 """
 import hashlib
 import json
@@ -20,6 +21,7 @@ from common import json_files
 from common.parallel import UserError
 
 WINDOW = 256 * 2**20        # bytes a rank gathers for itself before it copies them to the CPU
+WRITERS = 16                # ranks that write a checkpoint; rank 0 waits for each of them
 FLOATS = ("F64", "F32", "F16", "BF16")      # what weights are; integers and float8 would need scales that no file has
 
 
@@ -127,8 +129,19 @@ def local_rows(tensor):
     """(plain tensor, its first row in the whole one); FSDP2 cuts dimension 0 as torch.chunk does. 0-d becomes (1,)."""
     if not isinstance(tensor, DTensor):
         return tensor.view(tensor.shape or (1,)), 0
-    rows, mesh = tensor.shape[0], tensor.device_mesh
-    return tensor.to_local(), min(mesh.get_local_rank() * -(-rows // mesh.size()), rows)
+    rows, mesh = tensor.shape[0], tensor.device_mesh        # its last dimension shards; one before it has copies
+    return tensor.to_local(), min(mesh.get_local_rank(mesh.ndim - 1) * -(-rows // mesh.size(mesh.ndim - 1)), rows)
+
+
+def holders(tensor):
+    """Ranks that together hold a sharded tensor, this one among them: all of them, or under HSDP those of a group."""
+    mesh = tensor.device_mesh
+    return mesh.mesh.tolist() if mesh.ndim == 1 else mesh.mesh[mesh.get_coordinate()[0]].tolist()
+
+
+def writers(ranks):
+    """Which of so many ranks write sharded tensors: at most WRITERS, spread over the nodes."""
+    return range(0, ranks, -(-ranks // WRITERS))
 
 
 @torch.no_grad()
@@ -156,9 +169,11 @@ def gather_share(world, named, spread=True):
     """(share, owners): whole tensors on the CPU of those this rank has to write, and {name: rank that writes it}.
 
     Collective when tensors are sharded. named: {name: tensor}, the same names on every rank. spread: share sharded
-    tensors out evenly, else rank 0 owns them; plain ones, alike everywhere, are always rank 0's.
+    tensors out evenly over writers(), else rank 0 owns them; plain ones, alike everywhere, are always rank 0's. Of
+    several groups that hold a tensor, only the one of its owner gathers it.
     """
-    share, owners, load, waiting, gathered = {}, {}, [0] * world.size, {}, 0
+    share, owners, load, waiting, gathered = {}, {}, dict.fromkeys(writers(world.size), 0), {}, 0
+    group = set(next((holders(tensor) for tensor in named.values() if isinstance(tensor, DTensor)), ()))
 
     def fetch():
         share.update({name: tensor.to("cpu", copy=True) for name, tensor in waiting.items()})
@@ -167,8 +182,10 @@ def gather_share(world, named, spread=True):
         owners[name] = 0
         if isinstance(tensor, DTensor):
             if spread:
-                owners[name] = load.index(min(load))
+                owners[name] = min(load, key=load.get)
                 load[owners[name]] += tensor.numel()
+            if owners[name] not in group:
+                continue
             if tensor.device.type != world.device.type:     # offloaded: gathered on the GPU, as gradients are
                 tensor = tensor.to(world.device)
             tensor = tensor.full_tensor()
@@ -190,22 +207,22 @@ def stage(world, stem, named, spread=True, parts=lambda name, tensor: {name: ten
     """
     whole, owners = gather_share(world, named, spread)
     share = {name: part for stored, tensor in whole.items() for name, part in parts(stored, tensor).items()}
-    files = max(owners.values(), default=0) + 1
-    writes = {}
+    used = sorted(set(owners.values()))
+    files, writes = {rank: file_name(stem, number, len(used)) for number, rank in enumerate(used)}, {}
     if share:
-        writes[file_name(stem, world.rank, files)] = lambda path: save(share, path)
-    if files > 1 and world.is_main:
+        writes[files[world.rank]] = lambda path: save(share, path)
+    if len(files) > 1 and world.is_main:
         size = sum(tensor.numel() * tensor.element_size() for tensor in named.values())
-        places = {name: file_name(stem, owner, files) for stored, owner in owners.items()
+        places = {name: Path(files[owner]).name for stored, owner in owners.items()
                   for name in parts(stored, torch.empty(named[stored].shape, device="meta"))}
         index = json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=1)
         writes[f"{stem}.safetensors.index.json"] = lambda path: path.write_text(index)
     return writes
 
 
-def file_name(stem, rank, files):
+def file_name(stem, number, files):
     """model.safetensors, or model-00002-of-00008.safetensors: the names that transformers looks for."""
-    return f"{stem}.safetensors" if files == 1 else f"{stem}-{rank + 1:05d}-of-{files:05d}.safetensors"
+    return f"{stem}.safetensors" if files == 1 else f"{stem}-{number + 1:05d}-of-{files:05d}.safetensors"
 
 
 def files_in(folder, stem):

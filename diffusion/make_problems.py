@@ -179,6 +179,25 @@ def make_plans(path, split="train", teacher=None):
     return entries
 
 
+def quality(entries):
+    """{what: number} of plans, by rule or a teacher's alike: sentences, and shares of plans that have a fault."""
+    def share(wrong):
+        return sum(map(wrong, entries)) / len(entries)
+
+    def sentences(entry):
+        return [part for part in re.split(r"[.!?]+(?:\s|$)", entry["plan"]) if part.strip()]
+
+    def letters(entry):
+        return NUMBERS & set(re.findall("[a-z]+", entry["plan"].lower()))
+    return {"sentences": sum(len(sentences(e)) for e in entries) / len(entries),
+            "with figures": share(lambda e: bool(re.search(r"\d", e["plan"]))),
+            "with numbers in letters": share(lambda e: bool(letters(e))),
+            "with the answer": share(lambda e: e["answer"] in re.findall(r"-?[\d.,]*\d", e["plan"])),
+            "naming nothing but the next amount": share(lambda e: "the next amount" in e["plan"]),
+            "of one sentence": share(lambda e: len(sentences(e)) == 1),
+            "longer than the solution": share(lambda e: len(e["plan"].split()) > len(e["execution"].split()))}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -200,6 +219,9 @@ def main(argv=None):
             checkpoint.prepare_output(Path(args.output).resolve().parent, "--output")
             write_text(Path(args.output), json.dumps(entries, indent=1, ensure_ascii=False) + "\n")
             print(f"{args.output}: {len(entries)} problems with plans by {'a teacher' if args.teacher else 'rule'}")
+            found = quality(entries)
+            print(f"plans      {found.pop('sentences'):.1f} sentences each; "
+                  + ", ".join(f"{value:.1%} {what}" for what, value in found.items()))
 
 
 if __name__ == "__main__":

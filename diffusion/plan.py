@@ -1,6 +1,8 @@
 """--dry_run of the block diffusion trainer: the memory of its step, and of the guide's presets beside the guide's own
 figures.
 """
+import functools
+
 import numpy as np
 import torch
 
@@ -56,6 +58,25 @@ def memory_stages(model, row, rows, masked, *, ranks, sharded, bf16, recompute, 
     return parts, stages
 
 
+def peaks(config, table, rows, eval_rows, masked_share, *, backend, eval_batch_size):
+    """Function of a plan.Setup -> bytes of one GPU at the peak of a micro-step whose rows have the most targets.
+
+    config, table, ...: of print_plan.
+    """
+    with torch.device("meta"):
+        model = weights.module_of(config).Model(config, backend or "flex")
+    row_of = functools.cache(lambda *how: row_bytes(model, rows.length, rows.noisy_length, *how))
+    most = np.sort(table["targets"])[::-1].cumsum()
+
+    def peak(setup):
+        masked = masked_share * most[min(setup.batch_size, len(most)) - 1]
+        return max(memory_stages(
+            model, row_of(setup.bf16, setup.fsdp), setup.batch_size, masked, ranks=setup.shards, sharded=setup.fsdp,
+            bf16=setup.bf16, recompute=setup.recompute, accumulation=setup.accumulation,
+            eval_rows=eval_batch_size if eval_rows else 0)[1].values())
+    return peak
+
+
 def presets_text(peak_of, per_row):
     """The presets' memory beside the guide's. peak_of(rows): bytes at the peak; per_row: problems of a row."""
     lines = ["presets    rows that hold the problems, peak estimate; the guide's figure for padded rows and all logits"]
@@ -79,7 +100,7 @@ def print_plan(check, config, table, rows, eval_rows, order, masked_share, steps
     row = row_bytes(model, rows.length, rows.noisy_length, setup.bf16, setup.fsdp)
 
     def stages_of(batch_rows, masked):
-        return memory_stages(model, row, batch_rows, masked, ranks=setup.ranks, sharded=setup.fsdp, bf16=setup.bf16,
+        return memory_stages(model, row, batch_rows, masked, ranks=setup.shards, sharded=setup.fsdp, bf16=setup.bf16,
                              recompute=setup.recompute, accumulation=setup.accumulation,
                              eval_rows=eval_batch_size if eval_rows else 0)
     parts, stages = stages_of(setup.batch_size, masked_share * plan.epoch_sums(order, [0], table["targets"]).max())

@@ -53,6 +53,8 @@ def build_parser():
     p.add_argument("--seed", type=int, default=0, help="of order and temperature")
     flags.switch(p, "--bf16", help="bfloat16 compute")
     p.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    p.add_argument("--min_accuracy", type=float, default=0.0, metavar="SHARE",
+                   help="exit status 1 unless this share of the problems is answered right, strictly; 0 to 1")
     p.add_argument("--show", type=int, default=3, help="answers to print")
     p.add_argument("--output", help="JSON file for all answers of a file (default: beside the checkpoint)")
     return p
@@ -62,6 +64,8 @@ def check_flags(args, world_size):
     """Raise UserError for values that make no sense, or would do nothing."""
     flags.at_least_one(args, "batch_size", "tokens_per_step")
     flags.zero_or_more(args, "limit", "show", "seed", "temperature")
+    flags.share(args, "min_accuracy")
+    need(not args.min_accuracy or args.test_file, "--min_accuracy needs --test_file, problems with answers")
     for flag in ("top_p", "threshold"):
         need(0 < getattr(args, flag) <= 1, f"--{flag} is {getattr(args, flag)}; it must be above 0, up to 1")
     need(args.top_p == 1 or args.temperature > 0, "--top_p does nothing at --temperature 0; set --temperature 1")
@@ -188,8 +192,8 @@ def print_answer(answer):
             print(f"   {part:<9} {answer[part]!r}")
 
 
-def print_summary(total, output):
-    """The last lines. total: of summarise; output: the file that holds the answers."""
+def print_summary(total, output, least=0.0):
+    """The last lines. total: of summarise; output: the file that holds the answers; least: share to be right."""
     if total["too_long"]:
         print(f"too long   {total['too_long']} questions do not fit and count as wrong")
     found = []
@@ -197,7 +201,8 @@ def print_summary(total, output):
         rates = [f"{rule} {total[rule]:.2%} +- {total[f'{rule}_stderr']:.2%}" for rule in ("strict", "flexible")]
         print(f"accuracy   {', '.join(rates)} of {total['problems']} problems; {total['ended']:.1%} ended by "
               "themselves")
-        found = [f"{verdict.percent(total['strict'])} of {total['problems']} problems were answered right"]
+        failed = [f"FAILED: not {verdict.percent(least)} of the answers are right"] if total["strict"] < least else []
+        found = [*failed, f"{verdict.percent(total['strict'])} of {total['problems']} problems were answered right"]
     print(f"speed      NFE {total['nfe']:.1f}, {total['tokens_per_forward']:.2f} tokens a pass, "
           f"{total['tokens_per_second']:,.1f} tok/s, {total['seconds']:.1f} s\nanswers    {output}")
     print(verdict.line([*found, f"{verdict.percent(total['ended'])} of the answers ended by themselves"]))
@@ -247,7 +252,9 @@ def main(argv=None):
         checkpoint.write_atomically(output, lambda path: path.write_text(result + "\n", encoding="utf-8"))
         for answer in answers[:args.show]:
             print_answer(answer)
-        print_summary(total, output)
+        print_summary(total, output, args.min_accuracy)
+    if args.min_accuracy and total["strict"] < args.min_accuracy:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -116,6 +116,8 @@ def build_parser():
                    help="rows per micro-step and rank (default: as many as hold --problems_per_batch on average)")
     g.add_argument("--problems_per_batch", type=int, help="problems per micro-step and rank (default: preset's)")
     g.add_argument("--gradient_accumulation_steps", type=int, help="micro-steps per optimizer step (default: preset's)")
+    g.add_argument("--global_batch_size", type=int, default=0, help="with --auto: problems per optimizer step, of all "
+                   "ranks (default: the two numbers of the preset multiplied)")
     g.add_argument("--per_device_eval_batch_size", type=int, default=32, help="rows per validation batch")
     g.add_argument("--max_steps", type=int, help="optimizer steps (default: preset's)")
 
@@ -157,9 +159,12 @@ def check_flags(args, world_size):
     for flag, value in zip(names, PRESETS[args.batch_preset]):      # problems become rows when the data is known
         if getattr(args, flag) is None:
             setattr(args, flag, value * 10 if flag == "learning_rate" and args.use_lora else value)
+    need(args.auto or not args.global_batch_size, "--global_batch_size needs --auto; or give --problems_per_batch")
+    args.global_batch_size = args.global_batch_size or args.problems_per_batch * args.gradient_accumulation_steps
     flags.check_shared(args)
     flags.check_bad_samples(args, CHECKS)
     flags.check_loading(args, build_parser())
+    flags.check_parallel(args, world_size)
     if args.dry_run is None:        # long before the imports are done
         ownership.look(args.output_dir)
     need((args.demo is not None) != bool(args.train_data_file), "give one of --train_data_file and --demo")
@@ -200,22 +205,22 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, loading, metrics, optim, parallel, plan, run, tensor_files
+from common import auto, checkpoint, loading, metrics, optim, parallel, plan, run, tensor_files
 from common.packing import PackOrder, rank_packs
 from common.parallel import UserError
 from diffusion import accuracy, blocks, bound, decoder, demo_problems, noise, start, weights
-from diffusion.plan import print_plan
+from diffusion.plan import peaks, print_plan
 from diffusion.problems import load_tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Model and checkpoints
 
 
-def build_model(world, config, resume, given, *, fsdp, bf16, backend, compiled, recompute, ema_decay, seed):
+def build_model(world, config, resume, given, *, sharding, backend, compiled, recompute, ema_decay, seed):
     """(network, what to call in training, weights.Average) on this rank's device, new or from the checkpoint `resume`.
 
-    given: start.Start of a new one, or None. backend: --attn_backend, None for what is best on the device. UserError
-    when it cannot train there.
+    given: start.Start of a new one, or None. sharding: of run.sharding. backend: --attn_backend, None for what is best
+    on the device. UserError when it cannot train there.
     """
     device = world.device
     backend = backend or ("flex" if device.type == "cuda" else "sdpa")
@@ -225,8 +230,8 @@ def build_model(world, config, resume, given, *, fsdp, bf16, backend, compiled, 
     model = weights.module_of(config).Model(config, backend, recompute).to(device)
     if compiled:
         parallel.compile_layers(model.layers, dynamic=False)    # FlexAttention of unknown lengths is slow
-    if fsdp:
-        parallel.shard(model, model.layers, world, bf16)
+    if sharding:
+        parallel.shard(model, model.layers, world, **sharding)
     lora = getattr(config, "lora", None)
     if given and (lora or not resume):
         for name, parameter in decoder.base_weights(model).items():
@@ -239,7 +244,7 @@ def build_model(world, config, resume, given, *, fsdp, bf16, backend, compiled, 
     if resume:
         weights.load_weights(average.shadow, resume, "ema")
     model.train()
-    return model, model if fsdp else parallel.wrap_ddp(model, world), average
+    return model, model if sharding else parallel.wrap_ddp(model, world), average
 
 
 def save_checkpoint(world, writer, model, average, optimizer, layout, tokens, given, meta):
@@ -247,7 +252,7 @@ def save_checkpoint(world, writer, model, average, optimizer, layout, tokens, gi
     """
     writer.begin(meta["step"])
     parallel.reshard(model)
-    states = parallel.gather_objects(world, checkpoint.rng_state(world.device))
+    states = parallel.gather_on_main(world, checkpoint.rng_state(world.device))
     moments = optim.state_tensors(optimizer, model.named_parameters())
     files = tensor_files.stage(world, "model", weights.trained(model))
     files |= tensor_files.stage(world, "ema", average.shadow)
@@ -367,8 +372,10 @@ def eval_line(step, v, regions):
             f"bits/token | perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} | {parts}")
 
 
-def print_start(device, ranks, config, rows, eval_rows, table, more, *, size_name, fsdp, bf16):
-    """What is about to run, before the first step. table: blocks.row_table of rows; more: lines."""
+def print_start(device, ranks, config, rows, eval_rows, table, more, *, size_name, shards, bf16):
+    """What is about to run, before the first step. table: blocks.row_table of rows; more: lines; shards: GPUs that the
+    state is sharded over.
+    """
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     with torch.device("meta"):
         model = weights.module_of(config).Model(config)
@@ -377,8 +384,7 @@ def print_start(device, ranks, config, rows, eval_rows, table, more, *, size_nam
     kind = f", {trained:,} of them trained" if base else ""
     held_out = sum(len(m) for m in eval_rows.members) if eval_rows else 0
     dropped = f", {rows.documents.dropped} dropped" if rows.documents.dropped else ""
-    share = ranks if fsdp else 1
-    state = (20 * trained + base) / share       # fp32 weights, gradients, two moments, average
+    state = (20 * trained + base) / shards      # fp32 weights, gradients, two moments, average
     lengths = np.concatenate([rows.documents.tokens[m] for m in rows.members])
     print(f"device     {ranks} x {where}, torch {torch.__version__}, {'bf16 autocast' if bf16 else 'fp32'}\n"
           f"model      {size_name}, {size:,} parameters{kind}; weights, gradients, optimizer and average "
@@ -390,16 +396,30 @@ def print_start(device, ranks, config, rows, eval_rows, table, more, *, size_nam
           f"{table['samples'].mean():.2f} problems each\n{more}")
 
 
+def setup_of(args, ranks):
+    """plan.Setup of the flags. ranks: how many processes train."""
+    return plan.Setup(
+        ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
+        accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size,
+        shard_size=args.shard_size)
+
+
+def set_batch(args, world, ranks, config, rows, eval_rows, table):
+    """Turn problems into rows of a micro-step; with --auto set the flags that are open by the memory plan."""
+    problems = table["samples"].mean()      # of a packed row
+    if not args.per_device_train_batch_size:
+        args.per_device_train_batch_size = max(1, round(args.problems_per_batch / problems))
+    if args.auto:
+        peak_of = peaks(config, table, rows, eval_rows, noise.mean_rate(args.t_range, args.noise_schedule),
+                        backend=args.attn_backend, eval_batch_size=args.per_device_eval_batch_size)
+        setups = auto.by_rows(args, setup_of(args, ranks), args.global_batch_size / problems,
+                              rows.length + rows.noisy_length)
+        auto.decide(args, world, setups, peak_of, lambda setup: setup.batch_size * problems, "rows")
+
+
 def for_plan(args, ranks):
     """What print_plan needs of the flags, by name. ranks: how many processes train."""
-    setup = plan.Setup(
-        ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
-        accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size)
-    room = plan.Room(
-        output_dir=args.output_dir, save_steps=args.save_steps, eval_steps=args.eval_steps,
-        save_total_limit=args.save_total_limit, save_minutes=args.save_minutes, gpu_memory=args.gpu_memory,
-        host_memory=args.host_memory)
-    return {"setup": setup, "room": room, "backend": args.attn_backend,
+    return {"setup": setup_of(args, ranks), "room": plan.room_of(args), "backend": args.attn_backend,
             "eval_batch_size": args.per_device_eval_batch_size}
 
 
@@ -435,8 +455,7 @@ def train(args):
     check.settle()
     config = start.with_lora(config, path, args.bf16, args.init_from, lora_of(args))
     table, regions = blocks.row_table(rows), bound.REGIONS[args.system]
-    if not args.per_device_train_batch_size:        # a packed row holds several problems
-        args.per_device_train_batch_size = max(1, round(args.problems_per_batch / table["samples"].mean()))
+    set_batch(args, world, ranks, config, rows, eval_rows, table)
     batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     identity = identity_of(layout, rows, given, seed=args.seed, model=[args.model_size, tokens.vocab_size],
                            batch=[batch_rows, rows.length], adapters=lora_of(args))
@@ -451,7 +470,7 @@ def train(args):
     step_rows = per_step * batch_rows
     step_problems, epochs = step_rows * table["samples"].mean(), total_steps * per_step / order.packs_per_epoch
     peak_lr = optim.sqrt_lr(args.learning_rate, step_problems, args.scale_lr_from_batch or step_problems)
-    often = run.intervals(args, total_steps, meta, bool(eval_rows), **OFTEN)
+    often, setup = run.intervals(args, total_steps, meta, bool(eval_rows), **OFTEN), setup_of(args, ranks)
     if main_rank:
         print_start(device, ranks, config, rows, eval_rows, table,
                     f"steps      {total_steps} = {epochs:,.1f} epochs; a step is {step_rows} rows "
@@ -459,7 +478,7 @@ def train(args):
                     f"{batch_rows}; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\n{often}\n"
                     f"{plan.start_text(at['step'], resume, given.words if given else 'new weights')}",
                     size_name=path.name if start.is_causal(path) else args.model_size,
-                    fsdp=args.parallel == "fsdp", bf16=args.bf16)
+                    shards=setup.shards if setup.fsdp else 1, bf16=args.bf16)
     if check.dry:
         print_plan(check, config, table, rows, eval_rows, order, noise.mean_rate(args.t_range, args.noise_schedule),
                    total_steps - at["step"], **for_plan(args, ranks))
@@ -470,7 +489,7 @@ def train(args):
     if args.tf32:
         torch.set_float32_matmul_precision("high")
     model, wrapped, average = build_model(
-        world, config, resume, given, fsdp=args.parallel == "fsdp", bf16=args.bf16, backend=args.attn_backend,
+        world, config, resume, given, sharding=run.sharding(args, ranks), backend=args.attn_backend,
         compiled=args.compile, recompute=args.gradient_checkpointing, ema_decay=args.ema_decay, seed=args.seed)
     parameters = list(model.parameters())
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,

@@ -1,7 +1,8 @@
 """Chat JSONL -> token ids and which of them are trained, proven against the chat template.
 
 One JSON object a line: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}, or
-ShareGPT's {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}; .parquet: such rows.
+ShareGPT's {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}; .parquet: such rows. A data set
+is one file, or the files that a folder, a pattern or the hub has of it.
 Only assistant turns are trained. Where one begins is not guessed from markers but proven with the tokenizer's own
 template: the ids of the prompt (all messages before it, with the generation prompt) must be the first ids of the whole
 conversation. Then the model is trained on exactly the answer that it has to write behind exactly the prompt that
@@ -10,13 +11,15 @@ with what follows), the last answer is tokenised apart: generation sees the prom
 A template for which neither holds is refused. A turn ends with its special token; white space that a template writes
 behind it is not trained. A record's "tools" go to the template, as do tool calls; an answer of "weight" 0 is context.
 """
+import functools
+import glob
 import itertools
 import json
 import re
 from collections import Counter
 from pathlib import Path
 
-from common import json_files
+from common import hub, json_files
 from common.indexing import token_lists
 from common.json_files import HALF_CHARACTER
 from common.parallel import UserError
@@ -25,6 +28,7 @@ from common.problems import problem
 ROLES = ("system", "developer", "user", "assistant", "tool")
 KNOWN = {"role", "content", "reasoning_content"}        # keys of a message, and those that some roles have beside them
 KEYS = {"assistant": {"tool_calls", "weight"}, "tool": {"tool_call_id", "name"}}
+KINDS = (".parquet", ".jsonl")                          # of a data set's files in a folder or on the hub
 SHAREGPT = {"human": "user", "gpt": "assistant"}        # its names of roles, beside ROLES
 
 
@@ -63,37 +67,64 @@ def read_records(path, problems):
 
 def read_chunks(path, size, first=0, step=1):
     """Yield (read_records' records, its problems) of every `step`-th chunk of `size` lines from chunk `first` on."""
+    lines = enumerate(itertools.chain.from_iterable(lines_of(name, size) for name in files_of(path)), 1)
+    for _ in itertools.islice(lines, first * size):
+        pass
+    while chunk := list(itertools.islice(lines, size)):
+        records, problems = [], []
+        for number, line in chunk:
+            rows = isinstance(line, dict)
+            if not rows and not line.strip():
+                continue
+            check = "unreadable"
+            try:
+                record = line if rows else json_files.loads(line)
+                check = "invalid"
+                record = with_tools(of_sharegpt(record))
+                check_messages(record)
+                group_key(record)
+            except ValueError as error:
+                problems.append(problem(f"{path}:{number}", check, error, path))
+            else:
+                records.append((number, record))
+        yield records, problems
+        for _ in itertools.islice(lines, (step - 1) * size):
+            pass
+
+
+@functools.cache
+def files_of(path):
+    """[paths] of what holds a data set's lines: a file itself, or the files of a pattern, of a folder (as save_to_disk
+    wrote it, or of one set of KINDS, in it or its data/), or of a name on the hub, downloaded. Raises UserError.
+    """
+    name, path = str(path), Path(path)
+    if path.is_dir():
+        if saved := hub.saved_shards(path):
+            return [str(file) for file in saved]
+        for place in (path, path / "data"):
+            if found := sorted(str(file) for file in place.glob("*") if file.suffix in KINDS):
+                hub.one_set(path, found, str)
+                return found
+        raise UserError(f"{path}: has no files ending in {' or '.join(KINDS)}, nor has its data/")
+    if not path.exists() and (found := sorted(glob.glob(name))):
+        return found
+    if not path.exists() and hub.may_be(name):
+        return [hub.download(shard) for shard in hub.find_shards(name, KINDS)]
+    return [name]
+
+
+def lines_of(path, size):
+    """Yield the lines of a file, or rows of a parquet or arrow file as dicts; UserError. size: rows read together."""
     try:
         with json_files.open_file(path) as file:
-            rows = Path(path).suffix == ".parquet"
-            lines = enumerate(parquet_rows(path, size) if rows else json_files.lines(file, path), 1)
-            for _ in itertools.islice(lines, first * size):
-                pass
-            while chunk := list(itertools.islice(lines, size)):
-                records, problems = [], []
-                for number, line in chunk:
-                    if not rows and not line.strip():
-                        continue
-                    check = "unreadable"
-                    try:
-                        record = line if rows else json_files.loads(line)
-                        check = "invalid"
-                        record = with_tools(of_sharegpt(record))
-                        check_messages(record)
-                        group_key(record)
-                    except ValueError as error:
-                        problems.append(problem(f"{path}:{number}", check, error, path))
-                    else:
-                        records.append((number, record))
-                yield records, problems
-                for _ in itertools.islice(lines, (step - 1) * size):
-                    pass
+            kind = Path(path).suffix
+            yield from table_rows(path, kind, size) if kind in (".parquet", ".arrow") else json_files.lines(file, path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})")
 
 
-def parquet_rows(path, size):
-    """Yield the rows of a parquet file as dicts without fields of null; UserError. size: rows read together."""
+def table_rows(path, kind, size):
+    """Yield the rows of a parquet or arrow file as dicts without fields of null; UserError. size: of lines_of."""
     import pyarrow
     import pyarrow.parquet
 
@@ -102,11 +133,12 @@ def parquet_rows(path, size):
             return {name: without_null(part) for name, part in value.items() if part is not None}
         return [without_null(part) for part in value] if isinstance(value, list) else value
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=size):
+        whole = kind == ".parquet"
+        with pyarrow.parquet.ParquetFile(path) if whole else pyarrow.ipc.open_stream(pyarrow.memory_map(path)) as file:
+            for batch in file.iter_batches(batch_size=size) if whole else file:
                 yield from map(without_null, batch.to_pylist())
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: cannot be read as parquet ({str(error).splitlines()[0]})")
+        raise UserError(f"{path}: cannot be read as {kind[1:]} ({str(error).splitlines()[0]})")
 
 
 def of_sharegpt(record):

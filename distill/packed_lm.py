@@ -166,17 +166,18 @@ def build_empty(folder, dtype, lora=None, recompute=None, share=0.0, prompted=No
     return PackedLM(net, recompute, share=share, prompted=prompted), parts
 
 
-def load(model, parts, world, *, sharded, bf16=False, reshard=True, offload=False, compiled=False):
+def load(model, parts, world, *, sharding=None, compiled=False):
     """Move build_empty's model to this rank's device and fill it from its files; adapters stay unset.
 
-    sharded: by FSDP2, with bf16, reshard and offload as in parallel.shard. compiled: torch.compile each layer.
+    sharding: options of parallel.shard, {"bf16": ...}; None: not sharded. compiled: torch.compile each layer.
     """
     layers = weights.decoder_layers(model.native)
     if compiled:
         parallel.compile_layers(layers)
-    if sharded:
-        parallel.shard(model, layers, world, bf16, reshard, offload)
-    weights.give_memory(model, "cpu" if offload else world.device, world.device)
+    if sharding is not None:
+        parallel.shard(model, layers, world, **sharding)
+    on_host = sharding and sharding.get("cpu_offload")
+    weights.give_memory(model, "cpu" if on_host else world.device, world.device)
     base = adapters.base_weights(model.net) if model.lora else dict(model.native.named_parameters())
     weights.load_weights(base, parts)
 

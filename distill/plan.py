@@ -1,4 +1,6 @@
 """--dry_run of the chat trainer: what a run will be and take."""
+import functools
+
 import numpy as np
 import torch
 
@@ -39,11 +41,11 @@ def row_bytes(model, bf16, sharded, gpu=True):
                                                  document_attention.VARLEN_GQA, True))
 
 
-def memory_stages(setup, model, tokens, rows):
+def memory_stages(setup, model, tokens, rows, row=None):
     """(parts, stages, number of the worst pack): bytes of one GPU, as memory has them, at the worst pack.
 
     setup: plan.Setup. model: the empty PackedLM as trained. tokens, rows: (packs,) of each pack, padding included, and
-    trained ones.
+    trained ones. row: of row_bytes, if it is known.
     """
     fsdp, recompute = setup.fsdp, setup.recompute
     native, layers = model.native, weights.decoder_layers(model.native)
@@ -52,10 +54,10 @@ def memory_stages(setup, model, tokens, rows):
     if setup.bf16 and not fsdp:
         casts, cast = memory.cast_bytes(native, layers, recompute), 2 * head.numel() * (head.dtype == torch.float32)
         casts = casts[0] - cast, casts[1]       # the head's is gone when its pieces are done
-    parts = memory.memory_parts(memory.unit_sizes(native, layers), world=setup.ranks, sharded=fsdp,
+    parts = memory.memory_parts(memory.unit_sizes(native, layers), world=setup.shards, sharded=fsdp,
                                 offload=setup.offload, reshard=setup.reshard, compute=2 if setup.bf16 else 4,
                                 casts=casts, accumulation=setup.accumulation, **memory.table_of(native))
-    kept, layer = memory.kept_bytes(row_bytes(model, setup.bf16, fsdp), len(layers), recompute)
+    kept, layer = memory.kept_bytes(row or row_bytes(model, setup.bf16, fsdp), len(layers), recompute)
     activations = tokens * kept + rows * native.config.hidden_size * (2 if setup.bf16 else 4)     # of the head
     copies = PROMPTED_COPIES if model.prompted else LOGIT_COPIES[bool(model.share)]
     logits = copies * 4 * np.minimum(rows, model.chunk) * native.config.vocab_size
@@ -66,6 +68,20 @@ def memory_stages(setup, model, tokens, rows):
     logits = logits + cast
     worst, parts, stages = memory.worst_pack(parts, activations, tokens * layer, logits, recompute)
     return parts, stages, worst
+
+
+def peaks(model, lengths, targets):
+    """Function of (plan.Setup, PackOrder) -> bytes of one GPU at the peak of the worst pack of the first epoch.
+
+    model: the empty PackedLM as trained. lengths, targets: (n,) tokens of the samples, and trained ones.
+    """
+    row_of = functools.cache(lambda *how: row_bytes(model, *how))
+
+    def peak(setup, order):
+        tokens = np.maximum(plan.epoch_sums(order, [0], lengths), setup.budget)
+        rows = plan.epoch_sums(order, [0], targets)
+        return max(memory_stages(setup, model, tokens, rows, row_of(setup.bf16, setup.fsdp))[1].values())
+    return peak
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -46,7 +46,8 @@ def build_parser():
     g = p.add_argument_group("data")
     g.add_argument("--train_data_file", required=True,
                    help='JSONL, a line {"messages": [{"role": ..., "content": ...}, ...]}, or ShareGPT; or .parquet of '
-                        'such rows; with an integer "id", groups go by it')
+                        'such rows; or a folder, a pattern or a data set on the hub, OWNER/NAME@REVISION/FILES, of '
+                        'them; with an integer "id", groups go by it')
     g.add_argument("--eval_data_file", help="validation data; without it --validation_split is held out")
     g.add_argument("--validation_split", type=float, default=0.0, help="share of groups held out, by seeded shuffle")
     g.add_argument("--group_size", type=int, default=1,
@@ -102,7 +103,7 @@ def build_parser():
                            weight_decay=0.01, adam_beta2=0.95)
     g.add_argument("--warmup_ratio", type=float, default=0.1, help="share of the run that is linear warm-up")
 
-    g = flags.speed(p, parallel="fsdp", bf16_help="bfloat16 compute; a frozen base is stored in bfloat16")
+    g = flags.speed(p, parallel=None, bf16_help="bfloat16 compute; a frozen base is stored in bfloat16")
     flags.sharding(g)
 
     flags.logging(p, logging_steps=10, save_total_limit=2)
@@ -111,6 +112,8 @@ def build_parser():
 
 def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later; fill in what derives."""
+    if args.parallel is None:       # one GPU has nothing to shard with
+        args.parallel = "fsdp" if world_size > 1 or args.cpu_offload or not args.reshard_after_forward else "ddp"
     if args.learning_rate is None:
         args.learning_rate = LORA_RATE if args.use_lora else FULL_RATE
     flags.check_shared(args)
@@ -121,6 +124,7 @@ def check_flags(args, world_size):
          f"--drop_too_long and --too_long {args.too_long} exclude each other")
     if "too_long" in args.drop_bad and args.too_long == "stop":
         args.too_long = "drop"
+    flags.check_parallel(args, world_size)
     flags.check_sharding(args)
     flags.check_lora(args, build_parser())
     flags.check_loading(args, build_parser())
@@ -131,8 +135,11 @@ def check_flags(args, world_size):
          "give one of --eval_data_file and --validation_split, not both")
     need(not (args.global_batch_size and args.gradient_accumulation_steps),
          "give one of --global_batch_size and --gradient_accumulation_steps")
-    need(not (args.global_batch_size and args.max_tokens_per_batch),
-         "--global_batch_size counts samples: not with --max_tokens_per_batch")
+    if args.auto and not flags.counts_samples(args):
+        args.global_batch_size = args.global_batch_size or GLOBAL_BATCH * (not args.gradient_accumulation_steps)
+        args.gradient_accumulation_steps = args.gradient_accumulation_steps or 1
+    need(args.auto or not (args.global_batch_size and args.max_tokens_per_batch),
+         "--global_batch_size counts samples: with --max_tokens_per_batch it needs --auto")
     if not args.gradient_accumulation_steps:
         samples, per_micro_step = args.global_batch_size or GLOBAL_BATCH, args.per_device_train_batch_size * world_size
         need(args.max_tokens_per_batch or samples % per_micro_step == 0,
@@ -167,14 +174,16 @@ def check_distillation(args):
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
+import functools
+
 import torch
 from tqdm import tqdm
 
-from common import adapters, checkpoint, float8, loading, metrics, optim, parallel, run, tensor_files, watchdog
+from common import adapters, auto, checkpoint, float8, loading, metrics, optim, parallel, run, tensor_files, watchdog
 from common.packing import PackOrder, pack_order, rank_packs, run_length
-from common.plan import Checks, Room, Setup, start_text, steps_text
+from common.plan import Checks, room_of, setup_of, start_text, steps_text
 from distill import chat, packed_lm, rollouts, topk, weights
-from distill.plan import print_plan, samples_line
+from distill.plan import peaks, print_plan, samples_line
 from distill.table import make_loader, prepare_table, split_samples
 from distill.teacher import read_prompt
 
@@ -187,13 +196,13 @@ def empty_model(folder, *, bf16, lora, **options):
     return packed_lm.build_empty(folder, torch.bfloat16 if bf16 and lora else torch.float32, lora, **options)
 
 
-def load_model(world, model, parts, resume, *, seed, fp8, fsdp, bf16, reshard, offload, compiled):
+def load_model(world, model, parts, resume, *, seed, fp8, sharding, compiled):
     """Load empty_model's model -> what to call in training: itself under FSDP2, or DDP around it.
 
     resume: checkpoint folder, or None: then adapters are drawn by the seed. fp8: the layers' products in float8.
-    bf16, reshard, offload, compiled: of packed_lm.load.
+    sharding, compiled: of packed_lm.load.
     """
-    packed_lm.load(model, parts, world, sharded=fsdp, bf16=bf16, reshard=reshard, offload=offload, compiled=compiled)
+    packed_lm.load(model, parts, world, sharding=sharding, compiled=compiled)
     if model.lora and resume:
         adapters.load_adapters(model.net, resume)
     elif model.lora:
@@ -201,7 +210,7 @@ def load_model(world, model, parts, resume, *, seed, fp8, fsdp, bf16, reshard, o
     if fp8:
         float8.convert(weights.decoder_layers(model.native))
     model.train()
-    return model if fsdp else parallel.wrap_ddp(model, world)
+    return model if sharding else parallel.wrap_ddp(model, world)
 
 
 def run_identity(folder, table, train, *, lora, tokens_per_pack, samples_per_pack, seed):
@@ -219,7 +228,7 @@ def save_checkpoint(world, writer, model, tokenizer, optimizer, meta):
     """Copy all of checkpoint-<meta["step"]> off the device and start writing it. On every rank."""
     writer.begin(meta["step"])
     parallel.reshard(model)
-    states = parallel.gather_objects(world, checkpoint.rng_state(world.device))
+    states = parallel.gather_on_main(world, checkpoint.rng_state(world.device))
     if model.lora:
         files = tensor_files.stage(world, "adapter_model", adapters.adapter_weights(model.net), spread=False)
     else:
@@ -298,11 +307,11 @@ def console_line(step, total_steps, v):
             f"eta {metrics.duration((total_steps - step) * v['train/step_seconds'])}")
 
 
-def print_start(world, model, table, train_ids, eval_ids, *more, fsdp, bf16):
-    """What is about to run, before the first step. more: lines."""
+def print_start(world, model, table, train_ids, eval_ids, *more, kind, bf16):
+    """What is about to run, before the first step. more: lines; kind: of --parallel."""
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     n, n_trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))
-    print(f"device     {world.size} x {where}, torch {torch.__version__}, {'fsdp' if fsdp else 'ddp'}, "
+    print(f"device     {world.size} x {where}, torch {torch.__version__}, {kind}, "
           f"{'bf16' if bf16 else 'fp32'}\n"
           f"model      {n / 1e6:,.1f} M parameters, {n_trained / 1e6:,.3f} M trainable "
           f"({'LoRA' if model.lora else 'full'})", *packed_lm.mixture_text(model),
@@ -315,18 +324,24 @@ def teaching_of(args):
             "prompted": (args.divergence, args.js_beta, args.distill_topk) if args.prompt_file else None}
 
 
+def choose(args, world, ranks, model, table, train_ids):
+    """--auto: set the flags that are open by the memory plan; returns whether the model has to be built anew."""
+    lengths = table.lengths[train_ids]
+
+    @functools.cache
+    def order_of(budget):
+        return pack_order(lengths, tokens_per_pack=budget, samples_per_pack=args.per_device_train_batch_size,
+                          seed=args.seed)
+    peak_of = peaks(model, lengths, table.targets[train_ids])
+    setups = auto.by_tokens(args, setup_of(args, ranks), lengths, lambda budget: order_of(budget).packs_per_epoch,
+                            args.global_batch_size)
+    return auto.decide(args, world, setups, lambda setup: peak_of(setup, order_of(setup.budget)),
+                       lambda setup: len(lengths) / order_of(setup.budget).packs_per_epoch)
+
+
 def for_plan(args, ranks, often):
     """What print_plan needs of the flags, by name. ranks: how many processes train. often: of run.intervals."""
-    setup = Setup(
-        ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
-        accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size,
-        budget=args.max_tokens_per_batch, reshard=args.reshard_after_forward, offload=args.cpu_offload,
-        adapters=args.use_lora)
-    room = Room(
-        output_dir=args.output_dir, save_steps=args.save_steps, eval_steps=args.eval_steps,
-        save_total_limit=args.save_total_limit, save_minutes=args.save_minutes, gpu_memory=args.gpu_memory,
-        host_memory=args.host_memory)
-    return {"setup": setup, "room": room, "often": often, "epochs": args.num_train_epochs,
+    return {"setup": setup_of(args, ranks), "room": room_of(args), "often": often, "epochs": args.num_train_epochs,
             "peak_lr": args.learning_rate}
 
 
@@ -343,7 +358,7 @@ def train(args):
     # -- ranks, data, empty model: a run ends at the first mistake, a dry run names them all -------------------------
     ranks, check = run.ranks(args), Checks(args.dry_run is not None)
     world, watch = run.start(args, check, cpu_too=args.cpu_offload)
-    device, main_rank, fsdp = world.device, world.is_main, args.parallel == "fsdp"
+    device, main_rank = world.device, world.is_main
     check(parallel.check_bf16, device, args.bf16)
     check(float8.check_device, device, args.float8)
     check(parallel.rank0_first, world, weights.find_model, args.model_path)       # downloads before the others look
@@ -369,6 +384,8 @@ def train(args):
     check.settle()
     if args.tf32:
         torch.set_float32_matmul_precision("high")
+    if args.auto and choose(args, world, ranks, model, table, train_ids):
+        model, parts = empty_model(folder, **kind | {"recompute": args.gradient_checkpointing})
     # a checkpoint of a run with another identity is refused; validation losses on other data do not compare
     identity = run_identity(
         folder, table, train_ids, lora=args.use_lora, tokens_per_pack=args.max_tokens_per_batch,
@@ -396,9 +413,9 @@ def train(args):
     # -- model, optimizer, resume -------------------------------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)
     if resume and not args.use_lora:        # a full checkpoint replaces the base; adapters are loaded on top of it
-        model, parts = empty_model(resume, **kind)
-    wrapped = load_model(world, model, parts, resume, seed=args.seed, fp8=args.float8, fsdp=fsdp, bf16=args.bf16,
-                         reshard=args.reshard_after_forward, offload=args.cpu_offload, compiled=args.compile)
+        model, parts = empty_model(resume, **kind | {"recompute": args.gradient_checkpointing})
+    wrapped = load_model(world, model, parts, resume, seed=args.seed, fp8=args.float8, compiled=args.compile,
+                         sharding=run.sharding(args, ranks))
     unknown_ends = weights.stop_at(model.native, ends)      # so that generate stops where trained answers end
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
@@ -417,7 +434,7 @@ def train(args):
         print_start(world, model, table, train_ids, eval_ids,
                     steps_text(total_steps, steps_per_epoch, ranks, accumulation,
                                f"peak lr {peak_lr:.2e}, warm-up {warmup}"), often, start_text(now.step, resume),
-                    fsdp=fsdp, bf16=args.bf16)
+                    kind=args.parallel, bf16=args.bf16)
         if unknown_ends:
             names = ", ".join(tokenizer.convert_ids_to_tokens(unknown_ends))
             print(f"note       answers end with {names}, at which the base model's generation_config does not stop"

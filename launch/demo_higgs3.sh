@@ -7,6 +7,9 @@ set -euo pipefail
 OUT=${OUT:-demo_out}          # everything is written below this folder
 STEPS=${STEPS:-160}           # optimizer steps; the run stops half way and resumes once
 CLIPS=${CLIPS:-16}            # synthesised clips
+SPEAKERS=${SPEAKERS:-4}       # voices that share the clips, each at least 2
+SAMPLE_SECONDS=${SAMPLE_SECONDS:-4}             # longest sample while it trains
+RANKS=${RANKS:-}              # processes that train (default: 1 on a machine with one GPU, else 2)
 
 here=$(dirname "${BASH_SOURCE[0]}")
 # shellcheck source=launch/env.sh
@@ -16,12 +19,12 @@ source "$REPO/launch/setup.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
-ranks=$((gpus == 1 ? 1 : 2))
+ranks=${RANKS:-$((gpus == 1 ? 1 : 2))}
 mkdir -p "$OUT"
 run=$(mktemp -d "$OUT/run-XXXX")
-tiny=$OUT/tiny3-$CLIPS
+tiny=$OUT/tiny3-$CLIPS-$SPEAKERS
 if [ ! -e "$tiny/complete" ]; then
-    python speech/make_tiny.py "$tiny" --clips "$CLIPS" --higgs3
+    python speech/make_tiny.py "$tiny" --clips "$CLIPS" --speakers "$SPEAKERS" --higgs3
     touch "$tiny/complete"
 fi
 
@@ -34,7 +37,7 @@ train() {
         --output_dir "$run" --logging_dir "$OUT/tensorboard" --disable_eval \
         --learning_rate 3e-3 --lr_scheduler constant --warmup_steps 10 \
         --per_device_train_batch_size 4 --eval_steps $((STEPS / 4)) --save_steps $((STEPS / 4)) \
-        --sample_prompts "$run/prompts.txt" --sample_seconds 4 --logging_steps 10 --num_workers 1 "$@"
+        --sample_prompts "$run/prompts.txt" --sample_seconds "$SAMPLE_SECONDS" --logging_steps 10 --num_workers 1 "$@"
 }
 
 echo "== training to step $((STEPS / 2))"

@@ -52,9 +52,10 @@ SIZE=${SIZE:-small}                             # model: nano, tiny, small, medi
 BLOCK_SIZE=${BLOCK_SIZE:-16}                    # tokens of a block
 GPUS=${GPUS:-1}                                 # trainers, which share the problems of a step
 MIN_GPUS=${MIN_GPUS:-1}                         # GPUs that must be there; 0 lets a dry run or a trial start anywhere
-switches='--bf16 --tf32 --compile --pack --drop_too_long'
+switches='--bf16 --tf32 --compile --pack --drop_too_long --auto'
 SWITCHES=${SWITCHES-$switches}                  # flags without a value; SWITCHES= gives none of them
 SAMPLE_FLAGS=${SAMPLE_FLAGS---bf16 --drop_too_long}     # flags of the sampler
+MIN_ACCURACY=${MIN_ACCURACY:-0.8}               # demo: share of new problems to answer right, else its status is 1
 LOG_DIR=${LOG_DIR:-}                            # where the output is kept, over requeues; default OUTPUT_DIR/node_logs
 cpus=$(count_cpus)
 WORKERS=${WORKERS:-$((cpus > 16 ? 16 : cpus > 1 ? cpus - 1 : 1))}       # loader processes a trainer
@@ -122,11 +123,16 @@ source) problems=16 each=16 ;;
 finetune) problems=64 each=2 ;;
 convert) problems=64 each=1 ;;
 esac
+auto=0                      # the trainer splits a step into micro-steps, whatever the number of GPUs
+read -ra words <<<"$SWITCHES"
+if [ -z "$BATCH_SIZE$GRAD_ACCUM" ] && has_flag --auto "${words[@]}"; then auto=1; fi
 preset=$((problems * each)) step=${GLOBAL_BATCH_SIZE:-} micro=$BATCH_SIZE steps=$GRAD_ACCUM
 for name in GLOBAL_BATCH_SIZE BATCH_SIZE GRAD_ACCUM GPUS; do
     [[ -z ${!name} || ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name}: a number from 1 on"
 done
-if [ -n "$micro" ] && [ -n "$steps" ]; then
+if [ $auto = 1 ]; then
+    step=${step:-$preset}
+elif [ -n "$micro" ] && [ -n "$steps" ]; then
     [ -z "$step" ] || [ "$step" = $((micro * steps * GPUS)) ] ||
         die "GLOBAL_BATCH_SIZE=$step is not BATCH_SIZE x GRAD_ACCUM x GPUS = $((micro * steps * GPUS))"
     step=$((micro * steps * GPUS))
@@ -161,7 +167,7 @@ if [ $demo = 1 ]; then      # everything small, so that two CPU cores show falli
         --attn_backend sdpa)    # for under 128 noisy copies a row torch may compile flex without a backward pass
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}    # on busy cores more threads make small steps many times slower
     TEST_DATA=$OUTPUT_DIR/demo/$test_file
-    SAMPLE_FLAGS='--order confidence'
+    SAMPLE_FLAGS="--order confidence --min_accuracy $MIN_ACCURACY"
 else
     read -ra switches <<<"$SWITCHES"
     settings=(--batch_preset "$PRESET" --train_data_file "$TRAIN_DATA" --model_size "$SIZE"
@@ -170,11 +176,13 @@ else
     if has_flag --per_device_train_batch_size "$@" || has_flag --gradient_accumulation_steps "$@"; then
         [ -z "$GLOBAL_BATCH_SIZE$BATCH_SIZE$GRAD_ACCUM" ] ||
             die "the batch is set by variables and by flags: leave one out"
+    elif [ $auto = 1 ]; then
+        settings+=(--global_batch_size "$step")
     else
         settings+=(--problems_per_batch "$micro" --gradient_accumulation_steps "$steps")
     fi
     if [ -n "$GLOBAL_BATCH_SIZE$BATCH_SIZE$GRAD_ACCUM" ]; then
-        say "$step problems a step = $micro x $steps micro-steps x $GPUS GPUs"
+        [ $auto = 1 ] || say "$step problems a step = $micro x $steps micro-steps x $GPUS GPUs"
         if [ "$step" != "$preset" ] && [ -z "$LR" ] && ! has_flag --learning_rate "$@"; then settings+=(--scale_lr_from_batch "$preset"); fi
     fi
 fi

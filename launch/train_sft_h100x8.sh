@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Fine-tuning of a 4B student on chats on one node of 8 H100 GPUs: all weights under FSDP2, or with LORA=1 adapters.
+# Fine-tuning of a 4B student on chats on one node of 8 H100 GPUs: all weights, or with LORA=1 adapters.
 #
 #   TRAIN_FILE=labels.jsonl bash launch/train_sft_h100x8.sh OUT [flags of distill/train_sft.py]
 #   TRAIN_FILE=labels.jsonl sbatch launch/train_sft_h100x8.sh OUT ...       the same as a Slurm job
 #
-# Right on 1, 2 and 4 GPUs too: a step stays GLOBAL_BATCH samples. Everything else - DRY_RUN=1, signals, requeueing - is
-# slurm.sh, which this one calls.
+# Right on 1, 2 and 4 GPUs too: --auto fits packs to the GPUs, and a step stays about GLOBAL_BATCH_SIZE samples, or with
+# BATCH_SIZE=16 just that. Everything else - DRY_RUN=1, signals, requeueing - is slurm.sh, which this one calls.
 #
 #SBATCH --job-name=train_sft_h100x8
 #SBATCH --nodes=1
@@ -31,11 +31,11 @@ source "$repo/launch/env.sh"
 export TRAINER=${TRAINER:-$REPO/distill/train_sft.py}       # the script that torchrun starts
 setting MODEL Qwen/Qwen3-4B-Instruct-2507 --model_path      # folder or hub name of the student
 setting TRAIN_FILE ./data/prompt_distillation_lang.jsonl --train_data_file      # what create_data_h100x8.sh writes
-setting BATCH_SIZE 16 --per_device_train_batch_size         # samples a GPU and micro-step
+setting BATCH_SIZE '' --per_device_train_batch_size         # samples a GPU and micro-step; empty: packs of tokens
 batch=128 held_out=0.05
 if has_flag --gradient_accumulation_steps "$@"; then batch=''; fi
 if has_flag --eval_data_file "$@"; then held_out=''; fi
-setting GLOBAL_BATCH_SIZE "$batch" --global_batch_size      # samples an optimizer step: 16 x 8 GPUs
+setting GLOBAL_BATCH_SIZE "$batch" --global_batch_size      # samples an optimizer step
 setting EPOCHS 4 --num_train_epochs                         # passes over the training samples
 setting VALIDATION "$held_out" --validation_split           # share of groups held out, unless --eval_data_file is given
 setting GROUP_SIZE 15 --group_size          # neighbouring lines that are one group, such as translations of one sentence
@@ -45,7 +45,7 @@ setting LORA 0 -                                            # 1: adapters; 0: fu
 setting LOADERS 2 --num_workers                             # loader processes a GPU
 setting LOGGING_STEPS 5 --logging_steps                     # optimizer steps between log lines
 setting REPORT_TO tensorboard -                             # beside metrics.jsonl; several, separated by spaces
-setting SWITCHES '--bf16 --tf32' -                          # flags without a value; SWITCHES= gives none of them
+setting SWITCHES '--bf16 --tf32 --auto' -                   # flags without a value; SWITCHES= gives none of them
 known_settings
 
 case ${1:-} in '' | -*) die "the first argument is the output folder: $LAUNCHER.sh OUT [flags]" ;; esac

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Train Higgs-Audio V2 on one node or many: adapters under DDP, or with LORA=0 all weights under FSDP2. Arguments go to
-# train_v2_ddp.py; they, and --config FILE, count more than the defaults below.
+# Train Higgs-Audio V2 on one node or many: adapters, or with LORA=0 all weights; --auto fits the run to the GPUs.
+# Arguments go to train_v2_ddp.py; they, and --config FILE, count more than the defaults below.
 #
 #   sbatch launch/train_tts.sh                                        2 nodes x 8 GPUs; or sbatch --nodes=1
 #   TRAIN_DATA=train.json OUTPUT_DIR=out bash launch/train_tts.sh     this machine, all its GPUs
@@ -37,8 +37,8 @@ setting OUTPUT_DIR ./output_expmt_v1 --output_dir           # checkpoints and lo
 setting LR 5e-5 --learning_rate                             # peak learning rate
 setting EPOCHS 3 --num_train_epochs                         # passes over the data
 setting LORA 1 -                                            # 1: adapters; 0: full fine-tuning
-setting SWITCHES --bf16 -                                   # flags without a value; SWITCHES= gives none of them
-# Without a default, so the trainer's own rule counts:
+setting SWITCHES '--bf16 --auto' -                          # flags without a value; SWITCHES= gives none of them
+# Without a default, so --auto chooses, or the trainer's own rule counts:
 setting BATCH_SIZE '' --per_device_train_batch_size         # samples a GPU and micro-step
 setting GRAD_ACCUM '' --gradient_accumulation_steps         # micro-steps an optimizer step
 setting GLOBAL_BATCH_SIZE '' --global_batch_size            # samples an optimizer step, instead of GRAD_ACCUM
@@ -50,7 +50,7 @@ known_settings
 read -ra switches <<<"$SWITCHES"
 case $LORA in
 1) switches+=(--use_lora) ;;
-0) switches+=(--parallel fsdp) ;;
+0) has_flag --auto "${switches[@]}" || switches+=(--parallel fsdp) ;;
 '') ;;                      # --config says
 *) die "LORA=$LORA: 1 or 0" ;;
 esac

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Fine-tuning of Higgs-Audio V2 on one node of 8 H200 GPUs: LoRA under DDP, or with LORA=0 all weights under FSDP.
-# Arguments go to train_v2_ddp.py, after those from here.
+# Fine-tuning of Higgs-Audio V2 on one node of 8 H200 GPUs: LoRA, or with LORA=0 all weights. Arguments go to
+# train_v2_ddp.py, after those from here. --auto fits packs to the GPUs; BATCH_SIZE=4 has samples instead, and
+# --gradient_checkpointing recomputes layers though the memory suffices.
 #
 #   TRAIN_DATA=train.json OUTPUT_DIR=out sbatch launch/train_tts_h200x8.sh     or bash, on the machine itself
 #
@@ -39,11 +40,11 @@ setting EPOCHS '' --num_train_epochs                        # passes over the da
 setting WARMUP_STEPS '' --warmup_steps                      # optimizer steps
 setting SAVE_STEPS '' --save_steps                          # optimizer steps between checkpoints
 setting EVAL_STEPS '' --eval_steps                          # optimizer steps between validations
-setting BATCH_SIZE 4 --per_device_train_batch_size          # samples a GPU and micro-step
+setting BATCH_SIZE '' --per_device_train_batch_size         # samples a GPU and micro-step; empty: packs of tokens
 setting GRAD_ACCUM '' --gradient_accumulation_steps         # micro-steps an optimizer step, instead of the next
 batch=256
 if [ -n "$GRAD_ACCUM" ] || has_flag --gradient_accumulation_steps "$@"; then batch=''; fi
-setting GLOBAL_BATCH_SIZE "$batch" --global_batch_size      # samples an optimizer step: 4 x 8 GPUs x 8 micro-steps
+setting GLOBAL_BATCH_SIZE "$batch" --global_batch_size      # samples an optimizer step, about
 setting LORA 1 -                                            # 1: adapters; 0: full fine-tuning
 adapters=${LORA/#0}
 setting LORA_RANK "${adapters:+16}" --lora_rank             # adapter rank
@@ -52,7 +53,7 @@ setting LORA_TARGETS "${adapters:+all-linear}" --lora_target_modules     # layer
 setting LOADERS 4 --num_workers                             # loader processes a GPU
 setting LOGGING_STEPS 5 --logging_steps                     # optimizer steps between log lines
 setting REPORT_TO tensorboard -                             # beside metrics.jsonl; several, separated by spaces
-setting SWITCHES '--bf16 --tf32 --gradient_checkpointing --group_by_length' -      # flags without a value
+setting SWITCHES '--bf16 --tf32 --auto' -                   # flags without a value
 # Processes that decode audio: 32 of 128 CPUs, fewer on a smaller machine or with less than 2 GiB of memory for each.
 cpus=$(count_cpus) memory=$(count_memory)
 decoders=$(printf '%s\n' 32 $(((cpus + 3) / 4)) $(((memory + 1) / 2)) | sort -n | head -n 1)
@@ -67,7 +68,7 @@ read -ra reports <<<"$REPORT_TO"
 if [ -n "$REPORT_TO" ]; then switches+=(--report_to "${reports[@]}"); fi
 case $LORA in
 1) switches+=(--use_lora) ;;
-0) switches+=(--parallel fsdp) ;;
+0) has_flag --auto "${switches[@]}" || switches+=(--parallel fsdp) ;;
 '') ;;                      # --config says
 *) die "LORA=$LORA: 1 or 0" ;;
 esac

@@ -6,15 +6,16 @@ What neither says is left out.
 import json
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from common import checkpoint, metrics, tensor_files
 from common.json_files import read_object
 from common.parallel import UserError
 from speech import higgs3, wording
+from speech.choices import HUB_CODEC
 from speech.export import new_folder
 
-LICENCE = "boson-higgs-audio-2-community-license"
 LOGGED = {"train/loss": "training loss", "eval/loss": "validation loss",     # of metrics.jsonl, for the card
           "eval/stop_rate": "share of sample prompts that ended by themselves"}
 NOT_SHARED = (checkpoint.STATE_DIR, checkpoint.MANIFEST, "README.md")       # optimizer, random states, checksums
@@ -22,7 +23,7 @@ CARD = """---
 {front}
 ---
 
-# Higgs Audio 2: {title}
+# {family}: {title}
 
 {kind} of [{base}](https://huggingface.co/{base}), a text-to-speech model, made with `train_v2_ddp.py`.
 
@@ -34,28 +35,58 @@ CARD = """---
 
 ## Use
 
-```python
+```{language}
 {use}
 ```
 
-Prompts have the form of the base model's chat template. The text to speak {text}.
+{text}
 
 ## Licence
 
-The base is under the Boson Higgs Audio 2 Community License Agreement, which is built on the Llama 3 licence. It goes
-with what is made of the base: pass on both licence texts and their notice ("Built with Higgs Materials licensed from
-Boson AI USA, Inc. ..."). [The text itself]({licence}) says what is allowed.
+{terms} [The text itself]({licence}) says what is allowed.
 """
-ADAPTER = """import torch
+PEFT_V2 = """import torch
 from peft import PeftModel
 from transformers import HiggsAudioV2ForConditionalGeneration
 
 base = HiggsAudioV2ForConditionalGeneration.from_pretrained("{base}", dtype=torch.bfloat16)
 model = PeftModel.from_pretrained(base, "{repo}")"""
-MODEL = """import torch
+MODEL_V2 = """import torch
 from transformers import HiggsAudioV2ForConditionalGeneration
 
 model = HiggsAudioV2ForConditionalGeneration.from_pretrained("{repo}", dtype=torch.bfloat16)"""
+TERMS_V2 = """The base is under the Boson Higgs Audio 2 Community License Agreement, which is built on the Llama 3
+licence. It goes with what is made of the base: pass on both licence texts and their notice ("Built with Higgs Materials
+licensed from Boson AI USA, Inc. ...")."""
+SERVE_3 = """sgl-omni serve --model-path served --port 8000
+vllm-omni serve served --omni --trust-remote-code           # or this"""
+ADAPTER_3 = """# no server takes an adapter: fold it into the base first, with the scripts that trained it
+hf download {repo} --local-dir adapter
+python lora.py merge --model_path {base} --adapter adapter --dtype bfloat16 --output_dir served
+""" + SERVE_3
+CHECKPOINT_3 = """# the servers also want the codec in the folder: export it with the scripts that trained it
+hf download {repo} --local-dir checkpoint
+python lora.py export --model_path checkpoint --audio_tokenizer_path {codec} --dtype bfloat16 --output_dir served
+""" + SERVE_3
+SERVED_3 = """hf download {repo} --local-dir served
+""" + SERVE_3
+TERMS_3 = """For research and non-commercial use only: the base is under the Boson Higgs TTS 3 Research and
+Non-Commercial License, which goes with what is made of it. No voice may be cloned without its owner's consent."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the cards of one family of models say. prompts: of its texts, {} takes how they were trained."""
+    name: str
+    licence: str
+    terms: str
+    prompts: str
+
+
+V2 = Family("Higgs Audio 2", "boson-higgs-audio-2-community-license", TERMS_V2,
+            "Prompts have the form of the base model's chat template. The text to speak was {}.")
+THIRD = Family("Higgs TTS 3", "boson-higgs-tts-3-research-and-non-commercial-license", TERMS_3,
+               "Texts are spoken as they stand, with control tags such as `<|emotion:elation|>` inside; they were {}.")
 
 
 def write(source, output_dir, repo_id, base=None, languages=()):
@@ -67,13 +98,7 @@ def write(source, output_dir, repo_id, base=None, languages=()):
     adapter = (source / "adapter_config.json").is_file()
     if not adapter and not (source / "config.json").is_file():
         raise UserError(f"{source}: is no checkpoint: it has neither adapter_config.json nor config.json")
-    if is_third(source, adapter):
-        raise UserError(f"{source}: is of Higgs TTS 3, whose licence and use the card does not tell; upload it with: "
-                        f"hf upload {repo_id} {source}")
-    try:
-        meta = checkpoint.load_meta(source)
-    except (OSError, ValueError):
-        meta = {}
+    meta = checkpoint.load_meta(source) if (source / checkpoint.STATE_DIR).is_dir() else {}
     said = str(meta.get("args", {}).get("model_path", ""))
     if not base:
         if said.count("/") != 1 or said[0] in "./~" or Path(said).exists():
@@ -86,8 +111,13 @@ def write(source, output_dir, repo_id, base=None, languages=()):
     with new_folder(output_dir, size) as building:
         for path in files:
             (shutil.copytree if path.is_dir() else shutil.copyfile)(path, building / path.name)
-        card = text(repo_id, base, adapter, languages, facts(meta, source.parent), source)
+        if adapter:         # it names the folder from which the run read its base
+            config = read_object(source / "adapter_config.json") | {"base_model_name_or_path": base}
+            (building / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        third = is_third(source, adapter)
+        card = text(repo_id, base, adapter, languages, facts(meta, source.parent), source, third)
         (building / "README.md").write_text(card, encoding="utf-8")
+    notes += [f"{higgs3.LICENCE}: read it before you publish"] * third
     return [f"{len(files) + 1} files, {size / 1e9:.3f} GB, {'adapter' if adapter else 'model'}", *notes]
 
 
@@ -121,20 +151,25 @@ def facts(meta, output_dir):
     return found
 
 
-def text(repo_id, base, adapter, languages, rows, source):
-    """The model card as text."""
-    licence = f"https://huggingface.co/{base}/blob/main/LICENSE"
-    front = ["license: other", f"license_name: {LICENCE}", f"license_link: {licence}", f"base_model: {base}",
-             f"base_model_relation: {'adapter' if adapter else 'finetune'}", "pipeline_tag: text-to-speech",
-             f"library_name: {'peft' if adapter else 'transformers'}"]
+def text(repo_id, base, adapter, languages, rows, source, third):
+    """The model card as text. third: of Higgs TTS 3, which transformers has no class for."""
+    family, licence = THIRD if third else V2, f"https://huggingface.co/{base}/blob/main/LICENSE"
+    front = ["license: other", f"license_name: {family.licence}", f"license_link: {licence}", f"base_model: {base}",
+             f"base_model_relation: {'adapter' if adapter else 'finetune'}", "pipeline_tag: text-to-speech"]
+    front += ["library_name: peft"] if adapter else [] if third else ["library_name: transformers"]
+    front += ["tags:", "- higgs-tts-3", *["- lora"] * adapter] if third else []
     if languages:
         front += ["language:", *(f"- {json.dumps(language)}" for language in languages)]
     how = "normalised as boson-ai's own inference does" if wording.saved_setting(source) == "on" else "not normalised"
+    if third:
+        use = ADAPTER_3 if adapter else SERVED_3 if higgs3.codec_parts(source) else CHECKPOINT_3
+    else:
+        use = PEFT_V2 if adapter else MODEL_V2
     return CARD.format(
-        front="\n".join(front), title=repo_id.rpartition("/")[2] or Path(source).name, base=base, licence=licence,
-        kind="An adapter" if adapter else "A fine-tuned version", text=f"was {how}",
-        facts="\n".join(f"| {what} | {value} |" for what, value in rows) or "| | not known |",
-        use=(ADAPTER if adapter else MODEL).format(base=base, repo=repo_id))
+        front="\n".join(front), family=family.name, title=repo_id.rpartition("/")[2] or Path(source).name, base=base,
+        kind="An adapter" if adapter else "A fine-tuned version", text=family.prompts.format(how), licence=licence,
+        facts="\n".join(f"| {what} | {value} |" for what, value in rows) or "| | not known |", terms=family.terms,
+        use=use.format(base=base, repo=repo_id, codec=HUB_CODEC), language="bash" if third else "python")
 
 
 def upload(folder, repo_id, private):

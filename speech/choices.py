@@ -24,6 +24,8 @@ FORMATS = ("chatml", "ms_swift", "manifest", "vibevoice", "metadata_json", "side
            "emilia_pipe")       # of data (speech/formats.py, speech/corpora.py)
 REFERENCES = ("given", "same_speaker", "none")      # which clip stands before a text
 
+LONGEST_CLIP_S = 600        # seconds of one clip: the codec sees it whole, and positions are 25 a second
+
 LAYOUTS = ("native", "2025")            # of a checkpoint
 DTYPES = ("float32", "bfloat16")        # of its weights
 HUB_CODEC = "bosonai/higgs-audio-v2-tokenizer"      # what a processor names as its codec when the base names none
@@ -37,6 +39,8 @@ def recognisers(group):
                                            "model, or pocketsphinx")
     group.add_argument("--asr_command", help="the same by a command that gets paths of wav files behind its own words "
                                              "and prints a line of text for each")
+    group.add_argument("--asr_time_limit", type=float, default=3600.0, help="seconds that one start of --asr_command "
+                                                                            "may take; then the run ends")
     group.add_argument("--language", help="language code, for Whisper and for the rules by which texts are compared; "
                                           "en unifies numbers and contractions (default: Whisper finds out, plain "
                                           "rules)")
@@ -53,6 +57,8 @@ def judges(group):
 def check_recognisers(args):
     """The flags of recognisers()."""
     need(not (args.asr_model and args.asr_command), "give one of --asr_model and --asr_command")
+    need(args.asr_time_limit == 3600 or args.asr_command, "--asr_time_limit is for --asr_command")
+    flags.above_zero(args, "asr_time_limit")
     need(not args.language or args.asr_model or args.asr_command,
          "--language: only --asr_model and --asr_command make use of it")
 

@@ -19,11 +19,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from common import tensor_files
+from common import hub, tensor_files
 from common.checkpoint import move_aside, write_atomically
 from common.indexing import in_order
 from common.parallel import UserError
-from speech import hub
 from speech.containers import file_of
 
 SAMPLE_RATE = 24_000
@@ -366,5 +365,7 @@ class Batch:
             write_atomically(self.folder / f"codes-{uuid.uuid4().hex}.safetensors",
                              lambda temporary: tensor_files.save(tensors, temporary, about, save_file))
         except Exception as error:
-            raise UserError(f"{self.folder}: code cache shard cannot be written ({error}); free disk space")
+            full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+            raise UserError(f"{self.folder}: code cache shard cannot be written ({error})"
+                            + "; free disk space" * full)
         self.codes, self.keys, self.files, self.file_keys, self.measures = [], [], [], [], []

@@ -4,22 +4,21 @@ Such a clip's path is FILE::PLACE::NAME. PLACE is START+SIZE, bytes of a tar, or
 parquet file or of a record batch of an arrow file. Columns and tars are read piece by piece; pyarrow is imported here.
 """
 import os
-import re
 import tarfile
 
+from common import hub
 from common.json_files import SKIPPED, loads
 from common.parallel import UserError
-from speech import hub
 from speech.columns import AUDIO_FILES, OTHER_AUDIO, TEXTS, find_columns
-from speech.conversations import MEMBER, BadSample
+from speech.conversations import MEMBER, PLACE, BadSample
 
-PLACE = re.compile(r"(.*?)::(?:(\d+)\+(\d+)|(\d+)\.(\d+))::", re.DOTALL)
 _group = {}         # the row group that this process read last, {(file, group): column of bytes}
 
 
 def file_of(path):
     """The file in which a clip's audio lies."""
-    return os.fspath(path).split(MEMBER)[0]
+    found = PLACE.match(os.fspath(path))
+    return found[1] if found else os.fspath(path)
 
 
 def unit_of(path):
@@ -103,16 +102,17 @@ def _read(kind, table, group, columns):
     return batch.select(columns)
 
 
+def _holds_bytes(field):
+    """Whether a column is of bytes, or of structs with bytes."""
+    from pyarrow import types
+    plain = types.is_binary(field.type) or types.is_large_binary(field.type)
+    return plain or types.is_struct(field.type) and field.type.get_field_index("bytes") >= 0
+
+
 def _audio_column(kind, table, path):
     """Name of the column of audio: of structs with bytes, or of bytes; else of paths."""
-    import pyarrow
     schema = _schema(kind, table)
-
-    def holds_bytes(field):
-        plain = pyarrow.types.is_binary(field.type) or pyarrow.types.is_large_binary(field.type)
-        return plain or (pyarrow.types.is_struct(field.type) and field.type.get_field_index("bytes") >= 0)
-
-    found = [field.name for field in schema if holds_bytes(field)]
+    found = [field.name for field in schema if _holds_bytes(field)]
     named = find_columns(schema.names).get("audio")
     if len(found) > 1 and named in found:
         found = [named]
@@ -132,19 +132,18 @@ def read_columns(paths, wanted):
         columns = {meaning: name for meaning, name in find_columns(schema.names).items() if meaning != "audio"}
         if "text" not in columns:
             raise UserError(f"{path}: has no column of text; its columns are {', '.join(schema.names)}")
-        inside = None       # whether the bytes are there, by the first row
         for group in range(_groups(kind, table)):
             values = _read(kind, table, group, list(columns.values())).to_pydict()
             names = _paths(kind, table, group, audio)
-            if inside is None and len(names):
-                inside = _has_bytes(kind, table, group, audio)
+            inside = None       # which rows have the bytes
             for row, name in enumerate(names):
                 number += 1
                 if not wanted(number):
                     yield number, SKIPPED
                     continue
+                inside = _with_bytes(kind, table, group, audio, len(names)) if inside is None else inside
                 label = os.path.basename(name) if name else f"row {number}"
-                where = MEMBER.join((path, f"{group}.{row}", label)) if inside else name
+                where = MEMBER.join((path, f"{group}.{row}", label)) if inside[row] else name
                 entry = {meaning: values[column][row] for meaning, column in columns.items()}
                 if not isinstance(entry["text"], str):
                     yield number, BadSample(f"its {columns['text']!r} is {str(entry['text'])[:40]!r}, not text",
@@ -153,15 +152,26 @@ def read_columns(paths, wanted):
                     yield number, {**entry, "id": entry.get("id") or label, "audio": where}
 
 
-def _has_bytes(kind, table, group, audio):
-    """Whether the audio of a row group is in it, not in files that it names. Reads no audio of a file that says so."""
+def _with_bytes(kind, table, group, audio, n):
+    """[whether the audio of a row is in its file, not in one that it names] of the n rows of a group.
+
+    Reads no audio where the file says that all rows have theirs, or none.
+    """
+    field = _schema(kind, table).field(audio)
+    if not _holds_bytes(field):
+        return [False] * n
     if kind == "parquet":
         about = table.metadata.row_group(group)
         for column in map(about.column, range(about.num_columns)):
-            if column.path_in_schema == f"{audio}.bytes" and column.statistics and column.statistics.has_null_count:
-                return column.statistics.null_count < about.num_rows
-    value = _read(kind, table, group, [audio]).column(0)[0].as_py()
-    return (value or {}).get("bytes") is not None if isinstance(value, dict) else isinstance(value, bytes)
+            if column.path_in_schema in (audio, f"{audio}.bytes") and (said := column.statistics) and \
+                    said.has_null_count and said.null_count in (0, n):
+                return [said.null_count == 0] * n
+    value = _read(kind, table, group, [audio]).column(0)
+    value = value.combine_chunks() if kind == "parquet" else value
+    there = value.is_valid().to_pylist()
+    if hasattr(value, "field"):     # of structs
+        there = [a and b for a, b in zip(there, value.field("bytes").is_valid().to_pylist())]
+    return there
 
 
 def _paths(kind, table, group, audio):

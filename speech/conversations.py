@@ -19,6 +19,7 @@ from speech.choices import DEFAULT_SYSTEM
 SCENE = "<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 MEMBER = "::"           # between the path of a container and what tells one clip in it (speech/containers.py)
+PLACE = re.compile(r"(.*?)::(?:(\d+)\+(\d+)|(\d+)\.(\d+))::", re.DOTALL)      # of such a clip, at its path's beginning
 FILLED_S = 1.0          # of Higgs TTS 3's references, as its servers do
 KNOWN = 100_000         # audio files remembered by name: references come again, targets mostly do not
 
@@ -90,7 +91,7 @@ class Paths:
 
     def find(self, name):
         """Absolute path of an audio file; raises BadSample with every place that was tried."""
-        if MEMBER in name:
+        if MEMBER in name and PLACE.match(name):        # "::" may also stand in the name of a folder
             return name
         if name not in self.known:
             if len(self.known) >= KNOWN:
@@ -155,6 +156,9 @@ def _clip(item, paths):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if value is not None and not (number and 0 <= value < 1e7):
             raise BadSample(f"'{key}' of {name!r} is {value!r}, not seconds")
+    if offset is not None and duration == 0:
+        raise BadSample(f"{name!r} lasts 0 s from offset {offset} s on; without a duration the rest of the file is "
+                        "meant")
     # duration alone is the dataset's note on the clip's length; only an offset makes it a cut
     return Clip(paths.find(str(name)), offset, duration if offset is not None else None, float(duration or 0))
 

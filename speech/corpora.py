@@ -8,6 +8,7 @@ from pathlib import Path
 
 from common.json_files import SKIPPED, json_value, read_text
 from common.parallel import UserError
+from common.text import NAME, printable
 from speech.columns import AUDIO_FILES
 from speech.conversations import BadSample
 
@@ -90,17 +91,26 @@ def emilia_pipe(folder):
     """Emilia-Pipe's own output, in subfolders too: NAME.json is a list, of which entry 3 is spoken in NAME_3.mp3."""
     for at, folders, names in os.walk(folder):
         folders.sort()
-        clips = {}
-        for name in names:
+        clips = {}      # {NAME: {number, None for a file without one: file}}
+        for name in sorted(names):
             stem, ending = os.path.splitext(name)
-            if ending.lower() in AUDIO_FILES and (found := NUMBERED.fullmatch(stem)):
-                clips.setdefault(found[1], {})[int(found[2])] = name
+            if ending.lower() in AUDIO_FILES:
+                found = NUMBERED.fullmatch(stem)
+                clips.setdefault(found[1] if found else stem, {})[int(found[2]) if found else None] = name
+            elif ending == ".json":
+                clips.setdefault(stem, {})
         for name, numbers in sorted(clips.items()):
             path = Path(at) / f"{name}.json"
-            if not path.exists():
+            rows = json_value(path) if path.exists() else []
+            if not isinstance(rows, list) and not numbers:      # a file of something else
                 continue
-            if not isinstance(rows := json_value(path), list):
+            if not isinstance(rows, list):
                 raise UserError(f"{path}: is no list of the clips beside it")
+            for number, file in numbers.items():
+                if number is None or number >= len(rows):
+                    error = BadSample(f"{file}: {path.name} has no entry for it", "empty_text")
+                    error.place = f" ({printable(file, NAME)})"
+                    yield error
             for number, row in enumerate(rows):
                 if number not in numbers or not isinstance(row, dict):
                     error = BadSample(f"{name}_{number} is not there, or has no entry")

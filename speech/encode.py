@@ -1,15 +1,12 @@
-"""Audio files -> codec codes, once ever: decoding, the codec, and sharing the work among the ranks.
+"""Audio files -> codec codes, once ever: the codec, and sharing the work among the ranks.
 
-Each distinct file is opened once: its bytes are hashed and decoded from memory (soundfile), averaged to mono and
-resampled to 24 kHz (soxr HQ). Each distinct content is encoded once, clip by clip, because zero-padding a batch changes
-the codes. Where the codes then lie: speech/codes.py.
+Each distinct file is opened once (speech/decode.py). Each distinct content is encoded once, clip by clip, because
+zero-padding a batch changes the codes. Where the codes then lie: speech/codes.py.
 
 The codec (and with it torchaudio) is imported only when a clip is missing.
 """
 import contextlib
-import hashlib
 import heapq
-import io
 import itertools
 import os
 import sys
@@ -17,17 +14,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from common import ownership, tensor_files
+from common import hub, ownership, tensor_files
 from common.checkpoint import remove_temporary
 from common.loading import each
 from common.parallel import UserError, all_ranks_ok, gather_objects, problem_text, rank0_first
 from common.watchdog import Stopped, init_loader, stop_requested
-from speech import hub, mp3
 from speech.codes import (
     FRAME_RATE,
     SAMPLE_RATE,
@@ -42,14 +37,10 @@ from speech.codes import (
     set_aside,
     shard_names,
 )
-from speech.containers import file_of, read_bytes, unit_of
-from speech.conversations import FILLED_S, MEMBER
+from speech.containers import file_of, unit_of
+from speech.conversations import FILLED_S
+from speech.decode import cut_wave, decode_file, filled, header_frames, part_of
 
-MIN_SAMPLES = 960               # one codec frame
-UNKNOWN = 2**63 - 1             # length of a FLAC file that was written into a pipe, in libsndfile's words
-PIECE = 2**20                   # samples of such a file that are read at a time
-WHOLE = 0.99                    # of the samples that a header promises: with fewer a file is cut off
-LOUDEST = 10.0                  # peak of a clip; full scale is 1, float files and mp3 may go a little beyond it
 SHARD_CLIPS, SHARD_SECONDS = 4096, 60.0     # a crash loses at most this much encoding
 BYTES_PER_SECOND = {".wav": 64_000, ".flac": 32_000, ".mp3": 12_000, ".ogg": 10_000}     # typical, to share out work
 
@@ -128,7 +119,7 @@ def share_work(clips, unknown, world_size):
 
     def seconds(path, stat, cuts):
         claimed = max(c.seconds for c in cuts.values())
-        size = stat[0] if MEMBER not in str(path) else 64_000        # of a file that holds many: all the same
+        size = stat[0] if file_of(path) == str(path) else 64_000        # of a file that holds many: all the same
         return claimed or size / BYTES_PER_SECOND.get(os.path.splitext(path)[1].lower(), 64_000)
 
     shards = {file_of(path) for path in files if hub.is_there(path)}
@@ -147,106 +138,7 @@ def share_work(clips, unknown, world_size):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One file, one clip
-
-
-def decode_audio(path, cuts):
-    """Open a file once -> (sha256 hex of its bytes, [mono float32 waveform at 24 kHz per cut]).
-
-    cuts: [(offset seconds or None, duration seconds or None)]. Raises ValueError with the reason.
-    """
-    digest, mono, rate = decode_file(path)
-    return digest, [cut_wave(mono, rate, *cut) for cut in cuts]
-
-
-def decode_file(path):
-    """A whole file -> (sha256 hex of its bytes, mono float32 waveform (n,), its rate in Hz). Raises ValueError."""
-    import soundfile
-    try:
-        data = read_bytes(path)
-    except OSError as error:
-        raise ValueError(f"cannot be read ({error.strerror})")
-    if not data:
-        raise ValueError("is an empty file")
-    try:
-        with soundfile.SoundFile(_said(data)) as file:
-            audio, rate = _samples(file), file.samplerate
-            promised = file.frames if file.frames < UNKNOWN else 0
-    except Exception as error:
-        why = str(error).rpartition(": ")[2].strip().rstrip(".")        # without the name of a buffer in memory
-        raise ValueError(f"is not readable audio ({why}); wav, flac, mp3 and ogg are read")
-    promised = max(promised, len(audio) * wav_share(data))
-    if len(audio) < WHOLE * promised:
-        raise ValueError(f"is cut off: its header promises {promised / rate:.2f} s, {len(audio) / rate:.2f} s are "
-                         "there")
-    with np.errstate(over="ignore", invalid="ignore"):      # what is not finite then, cut_wave refuses
-        return hashlib.sha256(data).hexdigest(), audio.mean(axis=1), rate
-
-
-def _said(data):
-    """A binary file of the bytes of an audio file, which says how long it is."""
-    file = io.BytesIO(data)
-    known = not (data[:3] == b"ID3" or data[:1] == b"\xff") or mp3.says_length(file)
-    return io.BytesIO(data if known else mp3.with_length(data))
-
-
-def _samples(file):
-    """All samples (n, channels) float32 of an open SoundFile."""
-    if file.frames < UNKNOWN:
-        return file.read(dtype="float32", always_2d=True)
-    file.seekable = lambda: False       # soundfile would seek to the end, which cannot be found
-    parts = [file.read(PIECE, dtype="float32", always_2d=True)]
-    while len(parts[-1]) == PIECE:
-        parts.append(file.read(PIECE, dtype="float32", always_2d=True))
-    return np.concatenate(parts)
-
-
-def wav_share(data):
-    """Size that a wav file gives for its samples, over how much of that is there; 1 for what is whole or no wav."""
-    at = 12
-    while data[:4] == b"RIFF" and at + 8 <= len(data):
-        size = int.from_bytes(data[at + 4:at + 8], "little")
-        if data[at:at + 4] == b"data":
-            open_end = size >= 0x7FFF0000       # a program that writes into a pipe does not know it
-            return 1.0 if open_end else max(1.0, size / max(1, len(data) - at - 8))
-        at += 8 + size + size % 2
-    return 1.0
-
-
-def part_of(mono, rate, offset, length):
-    """The samples of one cut of decode_file's."""
-    start = round((offset or 0) * rate)
-    return mono[start:start + round(length * rate)] if length else mono[start:]
-
-
-def cut_wave(mono, rate, offset, length):
-    """Waveform at 24 kHz (m,) float32 of one cut of decode_file's; ValueError when nobody can be heard in it."""
-    import soxr
-    part = part_of(mono, rate, offset, length)
-    where = f" from offset {offset} s" if offset else ""
-    if not np.isfinite(part).all():
-        raise ValueError(f"contains samples that are not finite numbers{where}")
-    low, high = (float(part.min()), float(part.max())) if len(part) else (0.0, 0.0)
-    if max(-low, high) > LOUDEST:
-        raise ValueError(f"peaks at {max(-low, high):.3g}{where}; full scale is 1, so its samples have another scale")
-    wave = soxr.resample(part, rate, SAMPLE_RATE, quality="HQ") if len(part) else part
-    check_length(len(wave), offset)
-    if low == high:
-        raise ValueError(f"is silent: every sample{where} is {low:g}")
-    return np.ascontiguousarray(wave, np.float32)
-
-
-def filled(wave):
-    """A waveform at 24 kHz with zeros behind it up to FILLED_S seconds; itself where it is as long."""
-    return np.pad(wave, (0, max(0, round(FILLED_S * SAMPLE_RATE) - len(wave))))
-
-
-def check_length(samples, offset):
-    """Raise ValueError unless a cut has enough samples at 24 kHz for one codec frame."""
-    if samples < MIN_SAMPLES:
-        where = f" from offset {offset} s" if offset else ""
-        raise ValueError(f"is too short: {samples / SAMPLE_RATE:.3f} s{where}; "
-                         f"a clip needs {MIN_SAMPLES / SAMPLE_RATE} s")
+# The codec
 
 
 def codec_config(codec_dir, num_codebooks):
@@ -327,7 +219,7 @@ class _Decode(Dataset):
         """(i, digest of the file, [(waveform of a cut, its measures), or text of why there is none])."""
         path, _, cuts = self.work[i]
         try:
-            digest, mono, rate = decode_file(path)
+            digest, mono, rate = decode_file(path, all((c.offset, c.duration) == (None, None) for c in cuts.values()))
         except ValueError as error:
             return i, "", [str(error)] * len(cuts)
 
@@ -468,66 +360,7 @@ class Progress:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What would be encoded: lengths from headers
-
-
-def wave_samples(frames, rate):
-    """Samples at 24 kHz that soxr makes of `frames` samples at `rate` Hz: the exact length, rounded half up."""
-    return (2 * frames * SAMPLE_RATE + rate) // (2 * rate)
-
-
-def codec_frames(samples, config):
-    """Codec frames of a waveform of `samples` at 24 kHz; config: of codec_config.
-
-    The semantic branch decides and the acoustic one is padded to fit: 24 -> 16 kHz, 160 zeros at both ends, HuBERT's
-    unpadded convolutions, then every semantic_downsample_factor-th vector (transformers' encode).
-    """
-    n = -(-samples * config.semantic_sample_rate // config.sample_rate) + 2 * 160
-    for kernel, stride in zip(config.semantic_model_config.conv_kernel, config.semantic_model_config.conv_stride):
-        n = (n - kernel) // stride + 1
-    return -(-n // config.semantic_downsample_factor)
-
-
-def count_samples(path, said):
-    """Samples of an MP3, or of a FLAC file of UNKNOWN length; said: by soundfile, for an MP3 a guess where it has none.
-
-    Reads all of a file that does not say how long it is. Raises OSError and soundfile's errors.
-    """
-    import soundfile
-    if said < UNKNOWN and MEMBER not in str(path):
-        with open(path, "rb") as file:
-            if mp3.says_length(file):
-                return said
-    with soundfile.SoundFile(_said(read_bytes(path))) as file:
-        return file.frames if file.frames < UNKNOWN else len(_samples(file))
-
-
-def header_frames(path, cuts, config):
-    """Codec frames of each cut (offset, duration, filled) of a file, from its header alone -> [int].
-
-    Raises ValueError with the reason. A file damaged behind its header is only found when it is decoded.
-    """
-    import soundfile
-    try:
-        if not os.path.getsize(file_of(path)):
-            raise ValueError("is an empty file")
-        info = soundfile.info(path if MEMBER not in str(path) else io.BytesIO(read_bytes(path)))
-        frames = info.frames
-        if frames == UNKNOWN or info.format == "MP3":
-            frames = count_samples(path, frames)
-    except OSError as error:
-        raise ValueError(f"cannot be read ({error.strerror})")
-    except soundfile.SoundFileError as error:
-        why = str(error).rpartition(": ")[2].strip().rstrip(".")
-        raise ValueError(f"is not readable audio ({why}); wav, flac, mp3 and ogg are read")
-    found = []
-    for offset, length, fill in cuts:
-        start = round((offset or 0) * info.samplerate)
-        stop = min(frames, start + round(length * info.samplerate)) if length else frames
-        samples = wave_samples(max(0, stop - start), info.samplerate)
-        check_length(samples, offset)
-        found.append(codec_frames(max(samples, round(FILLED_S * SAMPLE_RATE)) if fill else samples, config))
-    return found
+# What would be encoded
 
 
 def plan_codes(clips, codec_dir, cache_dir, num_codebooks, processes=0, bad=None):

@@ -12,11 +12,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import json_files
+from common import hub, json_files
 from common.json_files import SKIPPED, json_entries, json_value
 from common.parallel import UserError
 from common.text import NAME, printable
-from speech import containers, corpora, hub
+from speech import containers, corpora
 from speech.choices import FORMATS
 from speech.columns import AUDIO_FILES, OTHER_AUDIO, TEXTS, find_columns
 from speech.conversations import BadSample, Paths
@@ -52,7 +52,7 @@ def find_source(path, data_format="auto"):
     elif not path.exists() and (shards := [Path(p) for p in sorted(glob.glob(str(path)))]):
         fits = _shard_formats(path, shards)
     elif not path.exists() and hub.may_be(name):
-        fits = _shard_formats(name, hub.find_shards(name))
+        fits = _shard_formats(name, hub.find_shards(name, (".parquet", ".tar")))
     else:
         fits = _file_formats(path)
     if data_format != "auto":
@@ -78,11 +78,8 @@ def _folder_formats(folder):
     if "metadata.json" in names:
         return _metadata_json(folder / "metadata.json")
     fits = {}
-    if "dataset_dict.json" in names:        # save_to_disk of a DatasetDict
-        splits = list(map(str, json_files.read_object(folder / "dataset_dict.json").get("splits") or ["?"]))
-        raise UserError(f"{folder}: holds the splits {', '.join(splits)}; give one: {folder / splits[0]}")
-    if "state.json" in names and "dataset_info.json" in names:
-        fits |= _shard_formats(folder, _saved_shards(folder))
+    if saved := hub.saved_shards(folder):
+        fits |= _shard_formats(folder, saved)
     for place in (folder, folder / "data"):
         for ending in (".parquet", ".tar"):
             if shards := sorted(place.glob(f"*{ending}")):
@@ -113,14 +110,6 @@ def _folder_formats(folder):
         hint = f"; give one of its files: {', '.join(tables[:5])}" if tables else ""
         raise UserError(f"{folder}: has neither metadata.json nor audio files ({', '.join(AUDIO_FILES)}){hint}")
     return fits
-
-
-def _saved_shards(folder):
-    """Files of a folder that datasets' save_to_disk wrote, in their order."""
-    state = json_files.read_object(folder / "state.json")
-    if state.get("_indices_files"):
-        raise UserError(f"{folder}: its rows are in another order than saved; flatten_indices() before save_to_disk()")
-    return [folder / str(file.get("filename")) for file in state.get("_data_files") or [] if isinstance(file, dict)]
 
 
 def _one(path, kind, about, base, read):

@@ -39,6 +39,10 @@ OURS = {TEXT_TABLE: "body.embed_tokens.weight", AUDIO_TABLE: "audio_embedding.we
 HEADS = {"tied.head.text_head.weight": TEXT_TABLE, "tied.head.modality_heads.0.weight": AUDIO_TABLE}    # copies
 TABLE = "audio_embedding"       # the audio table's module: embedding and head
 CODEC = "tied.embedding.modality_embeddings.0.model."       # prefix of the codec's weights
+RELEASED_CODEC = {      # what transformers' defaults for HiggsAudioV2TokenizerConfig have otherwise: 25 frames a second
+    "target_bandwidths": [0.5, 1, 1.5, 2], "acoustic_model_config": {
+        "model_type": "dac", "encoder_hidden_size": 64, "downsampling_ratios": [8, 5, 4, 2, 3], "hidden_size": 256,
+        "decoder_hidden_size": 1024, "upsampling_ratios": [8, 5, 4, 2, 3], "hop_length": 960}}
 OWN_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
              "merges.txt", "chat_template.jinja", "LICENSE", "NOTICE")      # of a folder, beside its weights
 
@@ -283,22 +287,28 @@ def unpack_codec(folder, config_dict, into):
     """Write the codec inside a checkpoint to the folder `into` as a native one in fp32, unless it is there; -> into.
 
     Its configuration is that of the released tokenizer, which the servers ship, unless config.json has another under
-    "audio_tokenizer_config". Raises UserError unless every weight is there.
+    "audio_tokenizer_config". Raises UserError unless every weight is there, and where `into` is something else.
     """
     from transformers import HiggsAudioV2TokenizerConfig, HiggsAudioV2TokenizerModel
     into, parts = Path(into), codec_parts(folder)
     if not parts:
         raise UserError(f"{folder}: holds no codec weights; give --audio_tokenizer_path")
-    if (into / "config.json").is_file():
-        return into
-    config = HiggsAudioV2TokenizerConfig(**config_dict.get("audio_tokenizer_config", {}))
+    config = HiggsAudioV2TokenizerConfig(**config_dict.get("audio_tokenizer_config", RELEASED_CODEC))
     with torch.device("meta"):
         wanted = {name: value.shape for name, value in HiggsAudioV2TokenizerModel(config).state_dict().items()}
+    if other := [name for name in wanted if name in parts and tuple(parts[name].get_shape()) != tuple(wanted[name])]:
+        raise UserError(f"{folder}: its codec is another one than the released: {other[0]} has the shape "
+                        f"{parts[other[0]].get_shape()}; give --audio_tokenizer_path")
     if missing := sorted(wanted.keys() - parts.keys()):
         raise UserError(f"{folder}: its codec lacks {len(missing)} weights, first {', '.join(missing[:5])}; give "
                         "--audio_tokenizer_path")
     if extra := sorted(parts.keys() - wanted.keys()):
         print(f"codec      {len(extra)} tensors of the checkpoint's codec are not used, first {', '.join(extra[:3])}")
+    if into.exists():
+        if not holds(into, {name: parts[name] for name in wanted}):
+            raise UserError(f"{into}: is not the codec inside {folder}; delete that folder, or give another "
+                            "--output_dir")
+        return into
     building = into.with_name(f".{into.name}.tmp{os.getpid()}")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
@@ -306,6 +316,15 @@ def unpack_codec(folder, config_dict, into):
     tensor_files.save({name: parts[name][:].float().contiguous() for name in wanted}, building / "model.safetensors")
     os.rename(building, into)
     return into
+
+
+def holds(folder, parts):
+    """Whether a folder is a codec with the values {name: slice handle}, in fp32."""
+    if not (Path(folder) / "config.json").is_file():
+        return False
+    there = tensor_files.open_tensors(tensor_files.files_in(folder, "model"))
+    return there.keys() == parts.keys() and all(torch.equal(there[name][:], part[:].float())
+                                                for name, part in parts.items())
 
 
 def load(folder, dtype=torch.float32, device="cpu"):

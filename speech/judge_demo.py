@@ -74,20 +74,23 @@ def read_spoken(folder):
 
 def read_originals(path):
     """{text: wave} of a ChatML file that make_voice.py wrote."""
-    found = {}
+    found, files = {}, {}       # read whole: a seek in ogg decodes all before
     for sample in json.loads(Path(path).read_text()):
         _, user, assistant = sample["messages"]
         clip = assistant["content"]
-        found[user["content"]] = speech_metrics.read_audio(Path(path).parent / clip["audio_url"], clip["offset"],
-                                                           clip["duration"])
+        file = clip["audio_url"]
+        if file not in files:
+            files[file] = speech_metrics.read_audio(Path(path).parent / file)
+        first, length = (round(clip[key] * RATE) for key in ("offset", "duration"))
+        found[user["content"]] = files[file][first:first + length]
     return found
 
 
-def word_error_rate(texts, waves, shift=0):
-    """Share of the words that pocketsphinx mistakes; shift: clips are compared with the texts so much further on."""
+def word_error_rates(texts, waves):
+    """Share of the words that pocketsphinx mistakes: of the clips' own texts, and of those SHIFT clips further on."""
     heard = scores.recognise_pocketsphinx(waves, RATE, GRAMMAR)
-    errors, words = scores.word_errors(texts[shift:] + texts[:shift], heard)
-    return errors / words
+    counts = (scores.word_errors(texts[shift:] + texts[:shift], heard) for shift in (0, SHIFT))
+    return [errors / words for errors, words in counts]
 
 
 def plain_likeness(wave, reference):
@@ -116,9 +119,10 @@ def judge(texts, waves, ends, new, old):
         raise UserError(f"{missing[0]!r} is none of the held-out sentences: speak held.json")
     closer = [a > b for a, b in zip(likenesses(waves, [new[text] for text in texts]),
                                     likenesses(waves, [old[text] for text in texts]))]
-    return {"wer": word_error_rate(texts, waves), "shuffled_wer": word_error_rate(texts, waves, SHIFT),
-            "likeness": float(np.mean(closer)), "stop_rate": ends.count("eos") / len(ends),
-            "sentences": len(texts), "words": sum(len(text.split()) for text in texts)}
+    wer, shuffled_wer = word_error_rates(texts, waves)
+    return {"wer": wer, "shuffled_wer": shuffled_wer, "likeness": float(np.mean(closer)),
+            "stop_rate": ends.count("eos") / len(ends), "sentences": len(texts),
+            "words": sum(len(text.split()) for text in texts)}
 
 
 def main(argv=None):
@@ -127,7 +131,8 @@ def main(argv=None):
         scores.need_package("pocketsphinx", "the recogniser")
         folder = Path(args.voice_dir)
         new, old = read_originals(folder / "held.json"), read_originals(folder / "held_base.json")
-        original = {voice: word_error_rate(list(of), list(of.values())) for voice, of in (("new", new), ("old", old))}
+        original = {voice: word_error_rates(list(of), list(of.values()))[0]
+                    for voice, of in (("new", new), ("old", old))}
         before, after = (judge(*read_spoken(spoken), new, old) for spoken in (args.before, args.after))
         by = "Resemblyzer" if importlib.util.find_spec("resemblyzer") else "pitch and spectrum"
         rows = [    # what, recordings, before, after, good, gate

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 from common.parallel import UserError, World
 from speech import higgs3, models
-from speech.encode import decode_audio, encode_clip, load_codec
+from speech.decode import decode_audio
+from speech.encode import encode_clip, load_codec
 from speech.labels3 import delay, label_mask, prompt
 from speech.sources import read_samples
 

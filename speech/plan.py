@@ -1,4 +1,6 @@
 """--dry_run of the speech trainer: what a run will be and take, no weights loaded and nothing encoded."""
+import functools
+
 import numpy as np
 import torch
 
@@ -72,21 +74,21 @@ def packs_of(order, epochs, rows, budget):
     return packs
 
 
-def memory_stages(setup, model, packs, eval_packs, speaks):
+def memory_stages(setup, model, packs, eval_packs, speaks, row=None):
     """(parts, stages, tokens of the worst pack): bytes of one GPU, as memory has them, at the worst pack.
 
     setup: plan.Setup. model: the empty models.packed as trained. packs, eval_packs: of packs_of. speaks: whether sample
-    prompts are spoken. parts holds activations and logits as well.
+    prompts are spoken. row: of row_bytes, if it is known. parts holds activations and logits as well.
     """
     native, layers = model.base_model, models.layers(model.base_model)
     fsdp, recompute, compute = setup.fsdp, setup.recompute, 2 if setup.bf16 else 4
     units = memory.unit_sizes(native, layers)
     casts = (0, 0) if fsdp or not setup.bf16 else memory.cast_bytes(native, layers, recompute,
                                                                     models.tied_heads(native))
-    parts = memory.memory_parts(units, world=setup.ranks, sharded=fsdp, offload=setup.offload, reshard=setup.reshard,
+    parts = memory.memory_parts(units, world=setup.shards, sharded=fsdp, offload=setup.offload, reshard=setup.reshard,
                                 compute=compute, casts=casts, accumulation=setup.accumulation,
                                 **memory.table_of(native))
-    row = row_bytes(model, setup.bf16, fsdp)
+    row = row or row_bytes(model, setup.bf16, fsdp)
     rows, (kept, layer) = np.stack([packs["text"], packs["audio"]], axis=-1), memory.kept_bytes(
         row, len(layers), recompute)
     logits = logit_bytes(native.config, packs["audio_rows"], packs["text_rows"])[1]
@@ -102,6 +104,27 @@ def memory_stages(setup, model, packs, eval_packs, speaks):
         stages["speaking samples"] = parts["weights"] + parts["optimizer"] + parts["fixed"] + parts["copies"] * (
             not fsdp) + whole + sample_prompts.BATCH * config.max_position_embeddings * cache
     return parts, stages, int(rows[worst].sum())
+
+
+def peaks(model, table, ids, train_ids, eval_ids, *, eval_batch_size, speaks):
+    """Function of (plan.Setup, PackOrder) -> bytes of one GPU at the peak of the worst pack of the first epoch.
+
+    model, table, ids, ...: of print_plan.
+    """
+    rows, row_of = rows_by_kind(table, ids), functools.cache(lambda *how: row_bytes(model, *how))
+    eval_packs = packs_of(validation_order(table, eval_ids, eval_batch_size), [0],
+                          {k: v[eval_ids] for k, v in rows.items()}, 0)
+
+    def peak(setup, order):
+        packs = packs_of(order, [0], {k: v[train_ids] for k, v in rows.items()}, setup.budget)
+        row = row_of(setup.bf16, setup.fsdp)
+        return max(memory_stages(setup, model, packs, eval_packs, speaks, row)[1].values())
+    return peak
+
+
+def validation_order(table, eval_ids, batch_size):
+    """PackOrder of the validation samples."""
+    return PackOrder(table.lengths[eval_ids], samples_per_pack=batch_size, shuffle=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -121,7 +144,7 @@ def print_plan(check, model, table, ids, train_ids, eval_ids, order, lengths_of_
     left, per_step = max(0, total_steps - at["step"]), setup.ranks * setup.accumulation
     epochs = range(at["epoch"], at["epoch"] + min(20, -(-max(1, left) // steps_per_epoch)))
     rows = rows_by_kind(table, ids)
-    eval_order = PackOrder(table.lengths[eval_ids], samples_per_pack=eval_batch_size, shuffle=False)
+    eval_order = validation_order(table, eval_ids, eval_batch_size)
     packs = packs_of(order, epochs, {k: v[train_ids] for k, v in rows.items()}, budget)
     eval_packs = packs_of(eval_order, [0], {k: v[eval_ids] for k, v in rows.items()}, 0)
     parts, stages, tokens = memory_stages(setup, model, packs, eval_packs, speaks)

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))     # common/ st
 from common import flags
 from common.flags import need
 from speech import data_flags
-from speech.choices import CHECKS, SOUND_ERRORS, WARNINGS, check_recognisers, recognisers
+from speech.choices import CHECKS, LONGEST_CLIP_S, SOUND_ERRORS, WARNINGS, check_recognisers, recognisers
 
 ERRORS = (*CHECKS, *SOUND_ERRORS)
 
@@ -35,7 +35,8 @@ def build_parser():
     g.add_argument("--seed", type=int, default=42, help="of references and of the samples that have one")
     g = p.add_argument_group("checks")
     g.add_argument("--min_clip_seconds", type=float, default=0.32, help="a shorter clip is an error, too_short")
-    g.add_argument("--max_clip_seconds", type=float, default=60.0, help="a longer clip is an error, too_long")
+    g.add_argument("--max_clip_seconds", type=float, default=60.0, help="a longer clip is an error, too_long "
+                   f"(at most {LONGEST_CLIP_S})")
     g.add_argument("--drop_bad", nargs="*", metavar="CHECK",
                    help=f"drop samples with errors ({', '.join(ERRORS)}) instead of stopping, and those with the "
                         f"warnings that are named: {', '.join(WARNINGS)}")
@@ -58,6 +59,8 @@ def check_flags(args, world_size):
     flags.above_zero(args, "max_clip_seconds")
     flags.at_least_one(args, "wait_timeout")
     need(args.min_clip_seconds < args.max_clip_seconds, "--min_clip_seconds must be below --max_clip_seconds")
+    need(args.max_clip_seconds <= LONGEST_CLIP_S, f"--max_clip_seconds {args.max_clip_seconds:g}: at most "
+         f"{LONGEST_CLIP_S}, which the codec sees whole")
     check_recognisers(args)
     need(args.max_cer is None or args.asr_model or args.asr_command, "--max_cer needs --asr_model or --asr_command")
     need(args.max_cer is None or args.max_cer >= 0, f"--max_cer is {args.max_cer}; it must be 0 or more")
@@ -224,7 +227,7 @@ def main(argv=None):
                 reading=Reading(**data_flags.reading(args)), processes=args.preprocess_num_proc,
                 wait_limit_s=args.wait_timeout, drop=args.drop_bad, min_seconds=args.min_clip_seconds,
                 max_seconds=args.max_clip_seconds, max_cer=args.max_cer, recogniser={
-                    name: getattr(args, name) for name in ("asr_model", "asr_command", "language")}
+                    name: getattr(args, name) for name in ("asr_model", "asr_command", "asr_time_limit", "language")}
                 if args.asr_model or args.asr_command else None)
         except watchdog.Stopped as why:
             raise UserError(f"{why}; the same command goes on from there")

@@ -11,8 +11,10 @@ import contextlib
 import functools
 import importlib.util
 import itertools
+import os
 import re
 import shlex
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -131,10 +133,11 @@ def recognise_pocketsphinx(waves, rate, grammar=None):
     return heard
 
 
-def recognise_command(waves, rate, command):
+def recognise_command(waves, rate, command, time_limit=None):
     """[text] by a command that gets the paths of wav files as further arguments and prints a line for each.
 
-    Raises UserError with the last line that it printed when it fails.
+    time_limit: seconds, after which all its processes are killed. Raises UserError then, and with the last line that it
+    printed when it fails.
     """
     import soundfile
     with tempfile.TemporaryDirectory() as folder:
@@ -143,13 +146,23 @@ def recognise_command(waves, rate, command):
             paths.append(f"{folder}/{len(paths):05d}.wav")
             soundfile.write(paths[-1], wave, rate, subtype="PCM_16")
         try:
-            done = subprocess.run([*shlex.split(command), *paths], text=True, capture_output=True)
+            process = subprocess.Popen([*shlex.split(command), *paths], text=True, stdout=subprocess.PIPE,
+                                       stderr=subprocess.PIPE, process_group=0)
         except (OSError, ValueError) as error:
             raise UserError(f"--asr_command {command}: cannot be started ({error})")
-    lines = done.stdout.splitlines()
-    if done.returncode or len(lines) != len(paths):
-        last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
-        raise UserError(f"--asr_command {command}: status {done.returncode}, {len(lines)} lines for {len(paths)} "
+        try:
+            said, messages = process.communicate(timeout=time_limit)
+        except subprocess.TimeoutExpired:
+            raise UserError(f"--asr_command {command}: has not heard {len(paths)} files in {time_limit:g} s "
+                            "(--asr_time_limit)")
+        finally:        # what it started may outlive it, and does not end with this process
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    lines = said.splitlines()
+    if process.returncode or len(lines) != len(paths):
+        last = (messages.strip().splitlines() or ["nothing on stderr"])[-1]
+        raise UserError(f"--asr_command {command}: status {process.returncode}, {len(lines)} lines for {len(paths)} "
                         f"files; last message: {last}")
     return [line.strip() for line in lines]
 
@@ -339,12 +352,13 @@ class Judges:
 
 
 @functools.cache
-def load_judges(asr_model=None, asr_command=None, speaker_model=None, mos=False, language=None, batch_size=8):
+def load_judges(asr_model=None, asr_command=None, speaker_model=None, mos=False, language=None, batch_size=8,
+                asr_time_limit=None):
     """Judges of the flags of choices.judges, loaded on the host, once in a process. Raises UserError."""
     hear, embed, models = None, None, []
     if asr_command:
         def hear(waves, rate, names, notes):
-            return recognise_command(waves, rate, asr_command)
+            return recognise_command(waves, rate, asr_command, asr_time_limit)
     elif asr_model == "pocketsphinx":
         need_package("pocketsphinx", "--asr_model")
 

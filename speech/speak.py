@@ -31,7 +31,8 @@ from speech.conversations import (
     canonical_prompt,
     spoken_text,
 )
-from speech.encode import decode_audio, encode_clip, filled
+from speech.decode import decode_audio, filled
+from speech.encode import encode_clip
 from speech.labels import TokenIds
 from speech.sources import read_samples
 from speech.table import TableBuilder

@@ -22,15 +22,15 @@ LAUNCH = """torchrun --nproc_per_node=8 train_v2_ddp.py --model_path bosonai/hig
 --logging_steps 50 --warmup_steps 500 --bf16 --use_lora"""
 REQUIRED = ["--train_data_file", "train.json", "--model_path", "model", "--audio_tokenizer_path", "codec"]
 
-# flags and defaults of the trainer whose launch lines must go on working; but for --warmup_steps, --save_steps and
-# --eval_steps, which were fixed numbers there and follow the length of the run here
+# flags and defaults of the trainer whose launch lines must go on working; but for --lora_dropout, 0.1 there, and
+# --warmup_steps, --save_steps and --eval_steps, which were fixed numbers there and follow the length of the run here
 DEFAULTS = {
     "validation_split": 0.005, "task_type": "single_speaker_smart_voice", "ref_audio_in_system_message": False,
     "train_data_dir": None, "eval_data_dir": None, "eval_data_file": None, "num_train_epochs": 3,
     "per_device_train_batch_size": 4, "per_device_eval_batch_size": 1, "learning_rate": 5e-5,
     "logging_steps": 10, "bf16": False, "disable_eval": False,
     "enable_strategic_logging": False, "strategic_logging_steps": 100, "output_dir": "./output",
-    "logging_dir": "./logs", "use_lora": False, "lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.1, "seed": 42,
+    "logging_dir": "./logs", "use_lora": False, "lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.0, "seed": 42,
     "report_to": ["tensorboard"], "freeze_audio_tower": False, "freeze_audio_encoder_proj": False, "freeze_llm": False,
 }
 TASKS = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker_smart_voice",

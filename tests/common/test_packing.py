@@ -2,6 +2,7 @@
 import numpy as np
 import pytest
 
+from common import plan
 from common.packing import PackOrder, best_fit, pack_order, rank_packs, run_length
 
 KINDS = {
@@ -227,6 +228,14 @@ def test_grouping_by_length_evens_out_the_ranks(world_size):
     (grouped, trend), (mixed, _) = excess(group_by_length=True), excess()
     assert grouped - 1 < 0.25 * (mixed - 1)
     assert trend < 0.3          # not the long samples first
+
+
+@pytest.mark.parametrize("each", [1, 4])
+def test_packs_by_length_are_even_on_any_number_of_ranks(each):
+    """Mean over max of the tokens of what runs side by side, averaged over the steps; bench/scale.py has more."""
+    lengths = speech_lengths(150_000 * each)
+    tokens = plan.epoch_sums(PackOrder(lengths, samples_per_pack=each, seed=3, group_by_length=True), [0], lengths)
+    assert [plan.packing_report(tokens, ranks)["balance"] > 0.95 for ranks in (2, 8, 64, 512)] == [True] * 4
 
 
 def test_grouping_by_length_lowers_the_spread_inside_packs():

@@ -170,7 +170,7 @@ def test_packed_self_distillation_is_the_dense_one(made, tmp_path, student, role
     table = prompted_table(made, tmp_path / "table", student, role, turns)
     lora = (5, 5, 0.0, "all-linear", str(made / student))
     model, parts = packed_lm.build_empty(made / student, torch.float32, lora, recompute, share=0.7, prompted=kind)
-    packed_lm.load(model, parts, parallel.World(device=torch.device("cpu")), sharded=False)
+    packed_lm.load(model, parts, parallel.World(device=torch.device("cpu")))
     random_adapter(tmp_path, model)
     model.train()
     model.chunk = 7
@@ -214,7 +214,7 @@ def test_the_model_behind_no_prompt_is_no_other(made, tmp_path):
     for kind in (("forward", 0.5, 0), ("reverse", 0.5, 3), ("js", 0.5, 0)):
         model, parts = packed_lm.build_empty(made / "qwen", torch.float32, (4, 4, 0.0, "all-linear", "x"), None,
                                              share=1.0, prompted=kind)
-        packed_lm.load(model, parts, parallel.World(device=torch.device("cpu")), sharded=False)
+        packed_lm.load(model, parts, parallel.World(device=torch.device("cpu")))
         adapters.init_adapters(model.net, 0)
         loss, *_ = model.train()(collate([ChatSamples(table)[n] for n in (1, 2, 5)], prompted=True))
         loss.backward()
@@ -294,7 +294,7 @@ def test_drawn_answers_are_draws(made, tmp_path):
     lora = (4, 4, 0.0, "all-linear", "x")
     model, parts = packed_lm.build_empty(made / "smollm2", torch.float32, lora, None, share=1.0,
                                          prompted=("forward", 0.5, 0))
-    packed_lm.load(model, parts, parallel.World(device=torch.device("cpu")), sharded=False)
+    packed_lm.load(model, parts, parallel.World(device=torch.device("cpu")))
     random_adapter(tmp_path, model)
     world, ends = parallel.World(device=torch.device("cpu")), [2]
     batches = [collate([ChatSamples(table)[n] for n in part], prompted=True) for part in ((0, 1, 2, 3), (4, 5))]

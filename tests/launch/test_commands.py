@@ -75,13 +75,13 @@ def test_train_tts_without_arguments(tree, script):
     done = subprocess.run(["bash", script], cwd=tree, text=True, capture_output=True, env=environment(DRY_RUN="1"))
     words, line = printed_command(done)
     theirs, ours = same_but(line, "per_device_train_batch_size", "save_steps", "disable_eval", "warmup_steps",
-                            "logging_steps")
+                            "logging_steps", "auto")
     assert theirs == ours and str(ROOT / "train_v2_ddp.py") in words
     assert "--save_steps" not in line and "--warmup_steps" not in line
     given = shlex.split(TRAIN_V2)[3:]           # the launch line's flags in full are obeyed
     _, line = printed_command(subprocess.run(["bash", script, *given], cwd=tree, text=True, capture_output=True,
                                              env=environment(DRY_RUN="1")))
-    theirs, ours = same_but(line)
+    theirs, ours = same_but(line, "auto")
     assert theirs == ours and line[-len(given):] == given
 
 
@@ -128,13 +128,14 @@ def test_key_and_value_is_no_argument_of_the_speech_trainer(capsys):
 
 
 def test_the_flags_of_ms_swift(monkeypatch, capsys):
-    """Line 3: its flags on train_tts_h200x8.sh; 256 samples a step = 4 x 8 GPUs x 8."""
+    """Line 3: its flags on train_tts_h200x8.sh; 256 samples a step, with BATCH_SIZE=4 just as many: 4 x 8 GPUs x 8."""
     done = launch("train_tts_h200x8.sh", *shlex.split(MS_SWIFT), DRY_RUN="1", MIN_GPUS="0", NPROC_PER_NODE="8",
-                  SLURM_CPUS_PER_TASK="128", TRAIN_DATA=__file__)
+                  SLURM_CPUS_PER_TASK="128", TRAIN_DATA=__file__, BATCH_SIZE="4")
     monkeypatch.setattr(flags, "usable_cpus", lambda: 128)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    args = train_v2_ddp.build_parser().parse_args(printed_command(done)[1])
-    train_v2_ddp.check_flags(args, world_size=8)
+    args = flags.parse(train_v2_ddp.build_parser(), lambda args, _: train_v2_ddp.check_flags(args, world_size=8),
+                       printed_command(done)[1])
+    assert args.named >= {"parallel", "gradient_checkpointing"} and args.auto       # which leaves those alone
     assert (args.parallel, args.bf16, args.gradient_checkpointing, args.optim) == ("fsdp", True, "all",
                                                                                    "adamw_torch_fused")
     assert (args.num_workers, args.preprocess_num_proc) == (16, 32) and "32: 8 ranks" in capsys.readouterr().out
@@ -172,7 +173,7 @@ def bd3lm(*args, launcher=BD3LM, **settings):
 
 
 def batch(settings):
-    args, said = bd3lm(**settings)
+    args, said = bd3lm(SWITCHES="--bf16", **settings)
     return (args.problems_per_batch, args.gradient_accumulation_steps, args.learning_rate, args.scale_lr_from_batch,
             args.warmup_steps), "problems a step = " in said
 
@@ -206,9 +207,18 @@ def test_batch_settings_of_block_diffusion(settings, wanted, said):
     assert batch(settings) == (wanted, said)
 
 
+@pytest.mark.parametrize("settings, problems", [({}, 512), ({"GPUS": "64"}, 512), ({"GPUS": "3"}, 512),
+                                                ({"PRESET": "source"}, 256), ({"GLOBAL_BATCH_SIZE": "1024"}, 1024)])
+def test_auto_leaves_the_split_of_a_step_to_the_trainer(settings, problems):
+    """So no preset limits the number of GPUs."""
+    args, _ = bd3lm(**settings)
+    assert args.auto and args.global_batch_size == problems and args.per_device_train_batch_size is None
+    assert args.scale_lr_from_batch == (512 if problems == 1024 else 0)
+
+
 @pytest.mark.parametrize("settings, args, said", [
     ({"BATCH_SIZE": "64", "GRAD_ACCUM": "8", "GLOBAL_BATCH_SIZE": "768"}, [], "BATCH_SIZE x GRAD_ACCUM x GPUS = 512"),
-    ({"GPUS": "3"}, [], "512 problems a step cannot be shared out"),
+    ({"GPUS": "3", "SWITCHES": ""}, [], "512 problems a step cannot be shared out"),
     ({"BATCH_SIZE": "x"}, [], "BATCH_SIZE=x: a number"), ({"EPOCHS": "3"}, [], "EPOCHS=3: not a setting"),
     ({"BATCH_SIZE": "64"}, ["--demo"], "the demo has a batch of its own"),
     ({"LR": "1"}, ["--learning_rate", "2"], "LR is set and --learning_rate is given"),
@@ -235,8 +245,8 @@ def test_student_on_what_the_teacher_wrote(tmp_path):
     done = launch("train_sft_h100x8.sh", "./models/prompt_distillation", "data.micro_batch_size_per_gpu=8",
                   "model.fsdp_config.model_dtype=bf16", "+optim.lr=1e-5", cwd=tmp_path, DRY_RUN="1", NPROC_PER_NODE="8")
     words = shlex.split(done.stdout)
-    args = train_sft.build_parser().parse_args(words[words.index(str(ROOT / "distill" / "train_sft.py")) + 1:])
-    train_sft.check_flags(args, 8)
+    args = flags.parse(train_sft.build_parser(), lambda args, _: train_sft.check_flags(args, 8),
+                       words[words.index(str(ROOT / "distill" / "train_sft.py")) + 1:])
     assert args.train_data_file == "./data/prompt_distillation_lang.jsonl"
     assert (args.output_dir, args.bf16, args.learning_rate) == ("./models/prompt_distillation", True, 1e-5)
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (8, 2)

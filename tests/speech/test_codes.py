@@ -40,6 +40,14 @@ def test_codes_survive_the_way_through_a_shard(tmp_path):
         assert missing.tolist() == [[-1, -1, -1, -1]] and not index.has(b"\xff" * 16)
 
 
+def test_a_shard_that_cannot_be_written_says_why(tmp_path):
+    batch = Batch(tmp_path / "gone", 8)
+    batch.add_codes(b"k" * 16, np.zeros((3, 8), np.int16))
+    batch.add_file(b"f" * 16, b"k" * 16)
+    with pytest.raises(UserError, match=r"shard cannot be written \(.*No such file or directory.*\)$"):
+        batch.write()
+
+
 def test_file_dates_are_asked_for_by_several_processes(tmp_path, monkeypatch):
     monkeypatch.setattr("speech.codes.BLOCK", 2)
     monkeypatch.setattr(indexing, "HERE", 1)

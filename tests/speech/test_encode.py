@@ -17,7 +17,8 @@ from safetensors.numpy import load_file
 from common.parallel import UserError, World
 from speech.codes import CodeReader, codec_fingerprint
 from speech.conversations import Clip
-from speech.encode import codec_config, codec_frames, decode_audio, encode_clip, ensure_codes, header_frames, plan_codes
+from speech.decode import codec_frames, decode_audio, header_frames
+from speech.encode import codec_config, encode_clip, ensure_codes, plan_codes
 from speech.sources import read_samples
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT, mount
@@ -155,6 +156,22 @@ def test_what_cannot_be_decoded_says_why(tmp_path, content, cut, said):
         soundfile.write(path, content, 24000, subtype="FLOAT")
     with pytest.raises(ValueError, match=said.replace(".", r"\.")):
         decode_audio(str(path), [cut])
+
+
+def test_what_would_fill_the_memory_is_not_decoded(tmp_path, tiny, monkeypatch):
+    """A recording is decoded for clips that are cut out of it, not as one clip; it is refused by its header."""
+    path = str(write_audio(tmp_path / "a.wav", np.tile(sine(40, 1000), 601), 1000))
+    config, _ = codec_config(tiny.codec, 8)
+    for cut in ((None, None), (0.5, None)):
+        with pytest.raises(ValueError, match="lasts 10.0 minutes, of which at most 10.0 are decoded: cut it"):
+            decode_audio(path, [cut])
+        with pytest.raises(ValueError, match="of which at most 10.0 are decoded"):
+            header_frames(path, [(*cut, False)], config)
+    assert len(decode_audio(path, [(600.0, 1.0), (1.0, 600.0)])[1][0]) == 24000
+    monkeypatch.setattr("speech.decode.LONGEST_FILE", 30_000)
+    for refused in (lambda: decode_audio(path, [(0.0, 1.0)]), lambda: header_frames(path, [(0.0, 1.0, False)], config)):
+        with pytest.raises(ValueError, match="at most 0.5 are decoded"):
+            refused()
 
 
 def test_a_file_that_is_cut_off_is_told_from_a_whole_one(tmp_path):

@@ -15,7 +15,8 @@ from common.parallel import UserError
 from speech.codes import file_keys
 from speech.containers import unit_of
 from speech.conversations import Clip
-from speech.encode import decode_audio, share_work
+from speech.decode import decode_audio
+from speech.encode import share_work
 from speech.formats import find_source
 from speech.sources import MULTISPEAKER_SYSTEM, Reading, open_source, read_chunks, read_samples
 
@@ -165,8 +166,10 @@ CORPORA = {     # {corpus: ({file: text}, [(audio, text, speaker)], checks of wh
     "wenetspeech4tts": ({"txts/X1.txt": "X1\t你好。\n[[0, 0.2]]\n", "wavs/X1.wav": ""}, [("X1.wav", "你好。", "")], []),
     "gigaspeech": ({"GigaSpeech.json": json.dumps(GIGASPEECH), "audio/A.opus": ""},
                    [("A.opus", "YES, NO.", ""), ("A.opus", "WELL?", "P7")], ["empty_text"]),
-    "emilia_pipe": ({"A/A.json": json.dumps(EMILIA), "A/A_0.mp3": "", "A/A_1.mp3": ""},
-                    [("A_0.mp3", "One.", "A/SPEAKER_00"), ("A_1.mp3", "Two.", "A/SPEAKER_01")], []),
+    "emilia_pipe": ({"A/A.json": json.dumps(EMILIA), "A/A_0.mp3": "", "A/A_1.mp3": "", "A/A_7.mp3": "",
+                     "C/C.json": json.dumps(EMILIA[:1]), "about.json": "{}"},
+                    [("A_0.mp3", "One.", "A/SPEAKER_00"), ("A_1.mp3", "Two.", "A/SPEAKER_01")],
+                    ["empty_text", "invalid"]),         # audio without an entry, an entry without audio
     "sidecar": ({"19/198/19_198_000.wav": "", "19/198/19_198_000.normalized.txt": "Hi.", "19/198/._a.wav": "",
                  "19/198/19_198_000.original.txt": "hi", "19/198/19_198.trans.tsv": "x"},        # LibriTTS
                 [("19_198_000.wav", "Hi.", "19")], [])}
@@ -231,6 +234,13 @@ def test_a_quote_that_nothing_closes_swallows_no_lines(folder, text, said):
 def test_an_end_without_a_start_cuts_from_the_beginning(folder):
     _, (sample,), _ = read(written(folder / "m.csv", "audio,text,end\na.wav,Hi.,0.5\n"))
     assert [(c.offset, c.duration) for c in sample.turns[-1].clips] == [(0, 0.5)]
+
+
+def test_a_cut_of_no_length_is_refused(folder):
+    _, (sample,), (problem,) = read(lines(folder / "m.jsonl", *(
+        {"audio": "a.wav", "text": "Hi.", "offset": offset, "duration": 0} for offset in (0.5, None))))
+    assert problem.endswith("lasts 0 s from offset 0.5 s on; without a duration the rest of the file is meant")
+    assert sample.turns[-1].clips[0].duration is None       # of a whole file it is a note that says nothing
 
 
 def test_columns_may_come_late_in_json_lines(folder):
@@ -462,6 +472,25 @@ def test_clips_inside_other_files_decode_to_their_own_sound(tmp_path, kind):
     work = share_work([Clip(path) for path in paths], np.array([[i, 1, 1] for i in range(8)]), 2)
     assert sorted(i for share in work for _, _, cuts in share for i in cuts) == list(range(8))
     assert not {unit_of(path) for path, *_ in work[0]} & {unit_of(path) for path, *_ in work[1]}
+
+
+def test_some_rows_have_their_audio_inside_others_beside(tmp_path):
+    """Each row says it for itself, in a folder whose name holds what else stands before a clip's place in its file."""
+    clips, folder = waves(5), tmp_path / "a::b"
+    folder.mkdir()
+    audio = [{"bytes": data if i in (0, 3) else None, "path": name} for i, (name, data) in enumerate(clips.items())]
+    for name, data in clips.items():
+        (folder / name).write_bytes(data if name != "c0.wav" else b"another")
+    table = pyarrow.table({"audio": audio, "text": ["Hi."] * 5})
+    pyarrow.parquet.write_table(table, folder / "p.parquet", row_group_size=4)
+    with pyarrow.ipc.new_file(folder / "f.arrow", table.schema) as writer:
+        writer.write_table(table)
+    for source in (folder / "p.parquet", folder / "f.arrow", lines(folder / "m.jsonl", *(
+            {"audio": name, "text": "Hi."} for name in list(clips)[1:]))):
+        _, samples, problems = read(source)
+        found = [decode_audio(s.turns[-1].clips[0].path, [(None, None)])[0] for s in samples]
+        assert not problems and found == [hashlib.sha256(data).hexdigest() for data in clips.values()][-len(found):]
+        assert len(file_keys([s.turns[-1].clips[0] for s in samples])[1]) == len(found) >= 4
 
 
 def test_tars_with_dots_in_names_and_without_texts(tmp_path):

@@ -22,7 +22,8 @@ import train_v2_ddp
 from common import parallel
 from speech import generate_tts, sample_prompts, scores, speak, wording
 from speech.conversations import Clip
-from speech.encode import decode_audio, load_codec
+from speech.decode import decode_audio
+from speech.encode import load_codec
 from speech.labels import delay_rows, token_ids
 from speech.table import Table
 from tests.helpers import spoken as speech

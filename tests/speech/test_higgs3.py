@@ -327,6 +327,29 @@ def test_codec_inside_is_whole(folder, loaded):
     assert parts.keys() == state.keys() and all(torch.equal(parts[name][:], state[name]) for name in state)
 
 
+def test_an_unpacked_codec_is_the_one_inside_or_refused(folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text())
+    into = higgs3.unpack_codec(folder, config, tmp_path / "codec")
+    assert higgs3.unpack_codec(folder, config, into) == into
+    values = load_file(into / "model.safetensors")
+    values["fc2.bias"] += 1
+    save_file(values, into / "model.safetensors")
+    with pytest.raises(UserError, match=f"{into}: is not the codec inside {folder}; delete that folder"):
+        higgs3.unpack_codec(folder, config, into)
+    del config["audio_tokenizer_config"]        # as in the released config.json
+    with pytest.raises(UserError, match="its codec is another one than the released"):
+        higgs3.unpack_codec(folder, config, tmp_path / "other")
+
+
+def test_the_codec_of_the_released_model_has_its_published_sizes():
+    from transformers import HiggsAudioV2TokenizerConfig, HiggsAudioV2TokenizerModel
+    config = HiggsAudioV2TokenizerConfig(**higgs3.RELEASED_CODEC)
+    assert (config.frame_rate, config.num_quantizers, config.hop_length) == (25, 8, 960)
+    with torch.device("meta"):
+        state = HiggsAudioV2TokenizerModel(config).state_dict()
+    assert len(state) == 527 and state["fc2.weight"].shape == (256, 1024)
+
+
 BROKEN = {
     "model_type is 'higgs_audio_v2'": lambda c: c.update(model_type="higgs_audio_v2"),
     "encoder_type is 'whisper'": lambda c: c["audio_encoder_config"].update(encoder_type="whisper"),

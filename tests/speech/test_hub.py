@@ -4,8 +4,8 @@ import pytest
 import soundfile
 from huggingface_hub import constants
 
+from common import hub
 from common.parallel import UserError
-from speech import hub
 from tests.helpers.hub import COMMIT, Hub
 from tests.speech.test_formats import parquet_of, tar_members, tar_of, waves
 from tests.speech.test_prepare_tts import prepared

@@ -1,15 +1,13 @@
 """make_voice.py, much shortened, on launch/voice's own clips in flite's place: what it makes fits together."""
 import json
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import soundfile
 import torch
 
-from speech import judge_demo, make_voice
+from speech import judge_demo, make_voice, voice_codec
 from tests.helpers.trainer import ROOT
 
 VOICE = ROOT / "launch" / "voice"
@@ -17,7 +15,7 @@ CLIPS = 12          # of either voice
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(pool, tmp_path_factory):
     """OUT_DIR of a run of a few steps."""
     out = tmp_path_factory.mktemp("made")
     texts = {}
@@ -34,31 +32,31 @@ def made(tmp_path_factory):
         for text in texts[voice]:
             shutil.copy(out / "clips" / make_voice.NEW / f"{text}.wav", out / "clips" / voice)
     (out / "texts.json").write_text(json.dumps({"held_out": list(found)[:4], **texts}))
-    command = [sys.executable, "speech/make_voice.py", out, "--flite", "/nowhere/flite", "--texts", CLIPS, "--clips",
+    command = [out, "--flite", "/nowhere/flite", "--texts", CLIPS, "--clips",
                CLIPS, "--other_texts", 2, "--held_out", 4, "--encoder_steps", 4, "--decoder_steps", 4,
                "--base_steps", 3, "--ranks", 1]
-    done = subprocess.run([str(word) for word in command], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT)
-    assert done.returncode == 0, done.stdout[-3000:]
+    statuses, output = pool.run(1, "speech.make_voice.main", [str(word) for word in command])
+    assert not any(statuses), output[-3000:]
     return out
 
 
-def test_the_pieces_fit(made):
+def test_the_pieces_fit(made, pool):
     """The codec gives the codes that the base was trained on; model, codec and clips work in generate_tts.py."""
-    codec, known = make_voice.load_codec(made / "voice" / "codec"), torch.load(made / "latents.pt")
+    codec, known = voice_codec.load_codec(made / "voice" / "codec"), torch.load(made / "latents.pt")
     text, wave = next(iter(judge_demo.read_originals(made / "voice" / "held.json").items()))
-    frames = make_voice.latents(torch.from_numpy(wave), make_voice.NEW, known)
-    codes = make_voice.encode(codec, frames)
+    frames = voice_codec.latents(torch.from_numpy(wave), make_voice.NEW, known)
+    codes = voice_codec.encode(codec, frames)
     assert codes.shape == (len(wave) // 960, 8) and not codes[:, 4:].any()
-    missed = (make_voice.decode(codec, codes) - frames)[:, :make_voice.ENVELOPE]
-    assert missed.square().sum() < 0.5 * frames[:, :make_voice.ENVELOPE].square().sum()
+    missed = (voice_codec.decode(codec, codes) - frames)[:, :voice_codec.ENVELOPE]
+    assert missed.square().sum() < 0.5 * frames[:, :voice_codec.ENVELOPE].square().sum()
     with torch.no_grad():
         coded = codec.encode(torch.from_numpy(wave)[None, None]).audio_codes
         spoken = codec.decode(coded).audio_values
     assert coded.shape == (1, 8, len(codes)) and spoken.shape[-1] == len(wave)
-    subprocess.run([sys.executable, "speech/generate_tts.py", "--model_path", made / "voice" / "model",
-                    "--audio_tokenizer_path", made / "voice" / "codec", "--text", text,
-                    "--max_seconds", "0.4", "--output_dir", made / "spoken"], cwd=ROOT, check=True, capture_output=True)
+    statuses, output = pool.run(1, "speech.generate_tts.main", [
+        "--model_path", str(made / "voice" / "model"), "--audio_tokenizer_path", str(made / "voice" / "codec"),
+        "--text", text, "--max_seconds", "0.4", "--output_dir", str(made / "spoken")])
+    assert not any(statuses), output[-3000:]
     assert soundfile.info(made / "spoken" / "0000.wav").samplerate == 24000
 
 
@@ -76,6 +74,6 @@ def test_pitch_of_a_tone(hertz):
     """A pulse train; and silence has none."""
     wave = np.zeros(24000, np.float32)
     wave[::24000 // hertz] = 0.5
-    log_f0, voiced = make_voice.pitch(torch.from_numpy(wave))
+    log_f0, voiced = voice_codec.pitch(torch.from_numpy(wave))
     assert voiced[3:-3].all() and torch.allclose(log_f0[3:-3].exp(), torch.tensor(float(hertz)), rtol=0.02)
-    assert not make_voice.pitch(torch.zeros(24000))[1].any()
+    assert not voice_codec.pitch(torch.zeros(24000))[1].any()

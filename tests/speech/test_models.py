@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import soundfile
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
 import lora
 from common import parallel
-from speech import generate_tts, higgs3, make_tiny, models
+from speech import card, generate_tts, higgs3, make_tiny, models
 from tests.helpers.trainer import Tiny, train_forked
 
 
@@ -135,6 +136,41 @@ def test_sglang_omnis_own_files_read_a_merged_folder(runs, tiny3, tmp_path):
     body = {f"backbone.model.{name}" for name in higgs3.load(tmp_path / "merged")[0].body.state_dict()}
     assert mapped == body | {"backbone.lm_head.weight", "multimodal_embedding.modality_embedding_0.weight",
                              "tied.head.modality_heads.0.weight"}       # the last one it drops, being tied
+
+
+def test_a_card_of_higgs_tts_3_says_its_own_licence_and_commands_that_work(runs, tiny3, tmp_path, monkeypatch):
+    """An adapter, a full checkpoint, and a folder for servers; the lora.py lines on the cards are run."""
+    adapter, full = (runs(1, "--per_device_train_batch_size", 4, *flags).output_dir / "checkpoint-4" for flags in (
+        ("--use_lora", "--lora_target_modules", "all-linear", "--lora_dropout", 0), ()))
+    lora.merge(str(tiny3.model), str(adapter), tmp_path / "whole", None)
+    for name, source, files, lines in (
+            ("adapter", adapter, {"adapter_config.json", "adapter_model.safetensors"}, 5),
+            ("checkpoint", full, {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}, 5),
+            ("served", tmp_path / "whole", {"config.json", "model.safetensors", "tokenizer.json"}, 3)):
+        place = tmp_path / f"of_{name}"
+        place.mkdir()
+        notes = card.write(source, place / name, "me/anna", "owner/base", ["nv"])
+        assert f"{higgs3.LICENCE}: read it before you publish" in notes
+        assert files < {path.name for path in (place / name).iterdir()}
+        about = ModelCard.load(place / name / "README.md")
+        assert about.data.to_dict() == {
+            "license": "other", "license_name": "boson-higgs-tts-3-research-and-non-commercial-license",
+            "license_link": "https://huggingface.co/owner/base/blob/main/LICENSE", "base_model": "owner/base",
+            "base_model_relation": "adapter" if name == "adapter" else "finetune", "pipeline_tag": "text-to-speech",
+            "tags": ["higgs-tts-3"] + ["lora"] * (name == "adapter"), "language": ["nv"]} | (
+                {"library_name": "peft"} if name == "adapter" else {})
+        assert "# Higgs TTS 3: anna" in about.text and "For research and non-commercial use only" in about.text
+        commands = about.text.split("```bash\n")[1].split("\n```")[0].splitlines()
+        assert len(commands) == lines and f"hf download me/anna --local-dir {name}" in commands
+        assert commands[-2] == "sgl-omni serve --model-path served --port 8000"
+        monkeypatch.chdir(place)        # where hf download would have put it
+        parallel._claimed.clear()
+        for line in commands:
+            if line.startswith("python lora.py "):
+                lora.main(line.replace("owner/base", str(tiny3.model)).replace(
+                    "bosonai/higgs-audio-v2-tokenizer", str(tiny3.codec)).split()[2:])
+        served = load_file(place / "served" / "model.safetensors")
+        assert served.keys() == load_file(tiny3.model / "model.safetensors").keys()
 
 
 TABLE = ("--use_lora", "--train_audio_table", "--lora_dropout", 0)

@@ -20,16 +20,8 @@ from common.parallel import UserError
 from data import collate
 from speech import higgs, higgs3, labels3, models
 from speech import plan as speech_plan
-from speech.encode import (
-    check_encoder,
-    codec_config,
-    codec_frames,
-    decode_audio,
-    encode_clip,
-    header_frames,
-    load_codec,
-    wave_samples,
-)
+from speech.decode import codec_frames, decode_audio, header_frames, wave_samples
+from speech.encode import check_encoder, codec_config, encode_clip, load_codec
 from speech.labels import IGNORE, TokenIds
 from speech.table import split_validation
 from speech.weights import empty_model
@@ -350,12 +342,12 @@ def number(pattern, text):
     return float(re.search(pattern, text)[1].replace(",", ""))
 
 
-def test_a_dry_run_says_what_the_run_then_does(train, real_run, tiny, tmp_path):
-    """Two ranks under torchrun, an empty code cache. Then the real run, and what a dry run says of going on."""
+def test_a_dry_run_says_what_the_run_then_does(forked, real_run, tiny, tmp_path):
+    """Two ranks, an empty code cache. Then the real run, and what a dry run says of going on."""
     flags = ("--use_lora", "--lora_rank", 64, "--code_cache", tmp_path / "codes", "--num_train_epochs", 2,
              "--max_tokens_per_batch", 700, "--gradient_accumulation_steps", 2, "--logging_steps", 99,
              "--validation_split", 0.1, "--save_steps", 3)
-    said = train(*flags, "--dry_run", "--host_memory", 64, ranks=2).output
+    said = forked(*flags, "--dry_run", "--host_memory", 64, ranks=2).output
     assert not (tmp_path / "out").exists() and not (tmp_path / "codes").exists()
     assert said.count("dry run ok") == 1 and "2 GPUs" in line_of(said, "plan")
     clips = int(number(r"(\d+) distinct clips", said))
@@ -364,7 +356,7 @@ def test_a_dry_run_says_what_the_run_then_does(train, real_run, tiny, tmp_path):
     alone = real_run(*flags, "--max_steps", 0, "--dry_run", 2, "--host_memory", 64, evaluate=True).output
     assert said[said.index("plan  "):said.rindex("; ")] in alone
 
-    done = train(*flags, ranks=2)
+    done = forked(*flags, ranks=2)
     assert line_of(done.output, "samples") == line_of(said, "samples")
     assert line_of(said, "steps").startswith(line_of(done.output, "steps").partition(";")[0])
     lengths = np.load(next((tmp_path / "out").glob("table-*")) / "lengths.npy")

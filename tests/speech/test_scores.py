@@ -3,6 +3,7 @@ import importlib.util
 import json
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from transformers import Wav2Vec2Config, Wav2Vec2CTCTokenizer, Wav2Vec2FeatureEx
 
 from common.parallel import UserError
 from speech import make_tiny, scores
+from tests.helpers.progress import wait_until
 
 RATE = 24000
 
@@ -122,6 +124,18 @@ def test_a_ctc_model_hears_clips_one_by_one(tmp_path):
         inputs = extractor(scores.resample(wave, RATE, 16000), sampling_rate=16000, return_tensors="pt")
         assert tokenizer.batch_decode(model(**inputs).logits.argmax(-1)) == [text] and text
     assert len(heard) == 3 and heard[0] != heard[1]
+
+
+def test_a_command_that_does_not_answer_is_ended_with_all_that_it_started(tmp_path):
+    slow, started = tmp_path / "slow.sh", tmp_path / "started"
+    slow.write_text(f"sleep 1000 & echo $! > {started}; wait")
+
+    def refused():
+        with pytest.raises(UserError, match=r"has not heard 1 files in 0.2 s \(--asr_time_limit\)"):
+            scores.load_judges(asr_command=f"sh {slow}", asr_time_limit=0.2).hear([spoken()], RATE, ["a"], [])
+        return started.exists() and started.read_text()
+    about = Path(f"/proc/{wait_until(refused, 'start within the limit').strip()}/stat")
+    wait_until(lambda: not about.exists() or about.read_text().split()[2] == "Z", "end of what it has started")
 
 
 def test_a_missing_package_is_named_with_how_to_install_it():

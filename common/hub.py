@@ -1,7 +1,8 @@
-"""Data sets on the Hugging Face hub: which of their files hold speech, and how those are read without keeping them.
+"""Data sets on the Hugging Face hub: which files they have, and how those are read, kept or not.
 
-A shard's path is hf://datasets/OWNER/NAME@COMMIT/FILE. Texts are read from it by ranges of bytes; for its audio a shard
-is fetched as a whole, encoded, and deleted again. huggingface_hub is imported here, when such a path is met.
+A shard's path is hf://datasets/OWNER/NAME@COMMIT/FILE. Chats are downloaded into the hub's cache. Texts of speech are
+read by ranges of bytes; for its audio a shard is fetched as a whole, encoded, and deleted again. huggingface_hub is
+imported here, when such a path is met.
 """
 import contextlib
 import fnmatch
@@ -11,11 +12,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from common import json_files
 from common.parallel import UserError
 
 PREFIX = "hf://datasets/"
 NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+?)(?:@((?:refs/\w+/)?[^/@]+))?(?:/([^@]+))?")     # owner/name@revision/files
-KINDS = (".parquet", ".tar")
 LOCAL = (".json", ".jsonl", ".csv", ".tsv", ".txt", ".list", ".lst", ".arrow", ".gz", ".zip")      # a file that is gone
 _fetched = {}       # {path on the hub: path of its copy here}
 
@@ -72,8 +73,21 @@ def asking(path):
                         "then give that folder")
 
 
-def find_shards(path):
-    """[path] of the shards that OWNER/NAME, with @REVISION or /PATTERN behind it, names. Raises UserError."""
+def one_set(path, names, advice):
+    """UserError when files are shards of several sets. advice(pattern): what else to give than `path`."""
+    groups = {}         # shards of one set: in one folder, with one word before the numbers
+    for name in names:
+        groups.setdefault(re.sub(r"[-_.][^/]*$", "", name) + "*" + Path(name).suffix, []).append(name)
+    if len(groups) > 1:
+        raise UserError(f"{path}: holds the sets {', '.join(list(groups)[:12])}; give one: "
+                        f"'{advice(next((g for g in groups if 'train' in g), next(iter(groups))))}'")
+
+
+def find_shards(path, kinds):
+    """[path] of the shards that OWNER/NAME, with @REVISION or /PATTERN behind it, names. Raises UserError.
+
+    kinds: endings of their names.
+    """
     found = NAME.fullmatch(str(path).removeprefix(PREFIX))
     if not found:
         raise UserError(f"{path}: is not of the form {PREFIX}OWNER/NAME, with @REVISION and /FILES behind it")
@@ -81,20 +95,36 @@ def find_shards(path):
     with asking(path):
         from huggingface_hub import HfApi
         about = HfApi().dataset_info(repo, revision=revision)
-    names = sorted(file.rfilename for file in about.siblings or [] if file.rfilename.endswith(KINDS))
+    names = sorted(file.rfilename for file in about.siblings or [] if file.rfilename.endswith(kinds))
     if pattern:
         names = [name for name in names if fnmatch.fnmatch(name, pattern)]
     if not names:
-        raise UserError(f"{path}: has no files ending in {' or '.join(KINDS)}"
+        raise UserError(f"{path}: has no files ending in {' or '.join(kinds)}"
                         + ("" if pattern or revision else f"; the hub may have made some: {repo}@refs/convert/parquet"))
-    groups = {}         # shards of one set: in one folder, with one word before the numbers
-    for name in names:
-        groups.setdefault(re.sub(r"[-_.][^/]*$", "", name) + "*" + Path(name).suffix, []).append(name)
-    if len(groups) > 1 and not pattern:
-        behind = f"@{revision}" * bool(revision)
-        raise UserError(f"{path}: holds the sets {', '.join(list(groups)[:12])}; give one: "
-                        f"'{repo}{behind}/{next((g for g in groups if 'train' in g), next(iter(groups)))}'")
+    if not pattern:
+        one_set(path, names, lambda files: f"{repo}{f'@{revision}' * bool(revision)}/{files}")
     return [f"{PREFIX}{repo}@{about.sha}/{name}" for name in names]
+
+
+def saved_shards(folder):
+    """[paths], in their order, of a folder that datasets' save_to_disk wrote; [] for others. Raises UserError."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = list(map(str, json_files.read_object(folder / "dataset_dict.json").get("splits") or ["?"]))
+        raise UserError(f"{folder}: holds the splits {', '.join(splits)}; give one: {folder / splits[0]}")
+    if not ((folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()):
+        return []
+    state = json_files.read_object(folder / "state.json")
+    if state.get("_indices_files"):
+        raise UserError(f"{folder}: its rows are in another order than saved; flatten_indices() before save_to_disk()")
+    return [folder / str(file.get("filename")) for file in state.get("_data_files") or [] if isinstance(file, dict)]
+
+
+def download(path):
+    """Path in the hub's cache here of a file on the hub, downloaded unless it is there already."""
+    repo, commit, name = NAME.fullmatch(path.removeprefix(PREFIX)).groups()
+    with asking(path):
+        from huggingface_hub import hf_hub_download
+        return hf_hub_download(repo, name, repo_type="dataset", revision=commit)
 
 
 @contextlib.contextmanager
