@@ -205,7 +205,8 @@ def load_model(world, model, native, parts, resume, *, seed, fp8, sharding, comp
     on_host = sharding and sharding["cpu_offload"]
     model.to_empty(device="cpu" if on_host else world.device)       # from here on there is memory, still unset
     models.reset_buffers(native, world.device)
-    weights.load_weights(adapters.base_weights(net) if model.has_adapters else dict(native.named_parameters()), parts)
+    base = adapters.base_weights(net) if model.has_adapters else dict(native.named_parameters())
+    weights.load_weights(base, parts, world)
     if model.has_adapters and resume:
         adapters.load_adapters(net, resume)
     elif model.has_adapters:
@@ -470,7 +471,7 @@ def train(args):
         model, native, parts = empty_trained_model(folder, config_dict, **for_model(args))
     identity = run_identity(folder, table, train_ids, **for_identity(args)) if main_rank else None
     validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
-    resume, meta = parallel.rank0_first(world, checkpoint.find_resume, args.output_dir, args.resume, identity)
+    resume, meta = checkpoint.find_resume(args.output_dir, args.resume, identity, world)
 
     # -- order, number of steps: known to every rank without asking, so all make the same number of collectives -------
     accumulation, at = args.gradient_accumulation_steps, run.position(meta)

@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +27,12 @@ import torch
 from safetensors import SafetensorError
 
 from common import json_files, ownership, tensor_files
-from common.parallel import UserError, rank0_first
+from common.parallel import UserError, World, gather_objects, rank0_first
 from common.text import NAME, printable
 
 MANIFEST = "manifest.json"
 STATE_DIR = "trainer_state"
+ALONE = World()
 SILENT_S = 20       # a rank whose watchdog says nothing for so long writes no checkpoint any more
 
 
@@ -191,6 +193,7 @@ class Writer:
         """
         self.wait()
         if self.world.is_main:
+            ownership.check(self.output_dir)        # what is unfinished there may be the new owner's
             try:
                 remove_unfinished(self.output_dir)
                 (self.building(step) / STATE_DIR).mkdir(parents=True)
@@ -362,42 +365,67 @@ def is_file(path):
         return False
 
 
-def damage(path):
+class Damaged(Exception):
+    """A checkpoint is not as it was written; str() says how."""
+
+
+def damage(path, world=ALONE):
     """What is wrong with a checkpoint folder, in words, or "" when every file has its size and checksum.
 
     The manifest must list state.json, and that one must say where the run stood. Raises OSError where that cannot be
-    known: what this user may not read, say, is not damaged.
+    known: what this user may not read, say, is not damaged. world: collective; each rank reads a share of the files.
     """
+    path = Path(path)
+    wrong, files = rank0_first(world, told, listed, path)
+    if not wrong:
+        largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
+        share = {name: files[name] for name in largest_first[world.rank::world.size]}
+        wrong = next((why for why, _ in gather_objects(world, told(compare, path, share)) if why), "")
+    return wrong or rank0_first(world, told, check_state, path)[0]
+
+
+def told(look, path, *more):
+    """(what is wrong with a checkpoint, or "", what look(path, *more) returns). Raises OSError, but for a bad disk."""
     try:
-        return wrong_in(Path(path))
+        return "", look(path, *more)
+    except Damaged as why:
+        return str(why), None
     except OSError as error:
-        if error.errno != errno.EIO:        # of the disk
+        if error.errno != errno.EIO:
             raise
-        return f"{error.filename or path} cannot be read ({error.strerror})"
+        return f"{error.filename or path} cannot be read ({error.strerror})", None
 
 
-def wrong_in(path):
-    """damage(path), but OSError as it comes."""
+def listed(path):
+    """{name: {"bytes", "sha256"}} of a checkpoint's manifest. Raises Damaged."""
     if not is_file(path / MANIFEST):
-        return f"no {MANIFEST}"
+        raise Damaged(f"no {MANIFEST}")
     files = (read_json(path / MANIFEST, {"files": dict}) or {}).get("files")
     facts = {"bytes": int, "sha256": str}
     if files is None or not all(isinstance(entry, dict) and all(type(entry.get(key)) is kind for key, kind in
                                                                 facts.items()) for entry in files.values()):
-        return f"unreadable {MANIFEST}"
+        raise Damaged(f"unreadable {MANIFEST}")
     if f"{STATE_DIR}/state.json" not in files:
-        return f"{MANIFEST} does not list {STATE_DIR}/state.json"
+        raise Damaged(f"{MANIFEST} does not list {STATE_DIR}/state.json")
+    return files
+
+
+def compare(path, files):
+    """Raise Damaged unless a checkpoint has these files of its manifest, each with its size and checksum."""
     for name, facts in files.items():
         file, name = path / name, printable(name, NAME)
         if not is_file(file):
-            return f"{name} is missing"
+            raise Damaged(f"{name} is missing")
         if file.stat().st_size != facts["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes instead of {facts['bytes']}"
+            raise Damaged(f"{name} has {file.stat().st_size} bytes instead of {facts['bytes']}")
         if sha256_file(file) != facts["sha256"]:
-            return f"{name} has another checksum than when it was written"
+            raise Damaged(f"{name} has another checksum than when it was written")
+
+
+def check_state(path):
+    """Raise Damaged unless a checkpoint's state.json says where the run stood."""
     if read_json(path / STATE_DIR / "state.json", STATE) is None:
-        return f"{STATE_DIR}/state.json does not say where the run stood"
-    return ""
+        raise Damaged(f"{STATE_DIR}/state.json does not say where the run stood")
 
 
 def newest_whole(output_dir, report=print):
@@ -427,14 +455,17 @@ def load_meta(path):
     return json_files.read_object(Path(path) / STATE_DIR / "state.json")
 
 
-def load_optimizer(path, tensors):
-    """Fill tensors (optim.state_tensors, plain or sharded) from a checkpoint folder; UserError if they differ."""
+def load_optimizer(path, tensors, world=None):
+    """Fill tensors (optim.state_tensors, plain or sharded) from a checkpoint folder; UserError if they differ.
+
+    world: as in tensor_files.read_once.
+    """
     files = tensor_files.files_in(Path(path) / STATE_DIR, "optimizer")
     found = {name: [part] for name, part in tensor_files.open_tensors(files).items()}
     if problem := tensor_files.compare({name: t.shape or (1,) for name, t in tensors.items()}, found):
         raise UserError(f"{path}: its optimizer state does not fit this run: {problem}")
     for name, tensor in tensors.items():
-        tensor_files.read_into(tensor, found[name])
+        tensor_files.read_once(world, tensor, partial(tensor_files.read_into, tensor, found[name]))
 
 
 def load_rng(path, rank, device):
@@ -444,27 +475,39 @@ def load_rng(path, rank, device):
         set_rng_state(states[rank], device)
 
 
-def find_resume(output_dir, resume, identity):
-    """(checkpoint folder or None, its meta or None) for --resume auto | none | FOLDER.
+def find_resume(output_dir, resume, identity, world=ALONE):
+    """(checkpoint folder or None, its meta or None) for --resume auto | none | FOLDER. Collective.
 
-    identity: {name: value} that the checkpoint's meta must share. Raises UserError when nothing usable is there, or it
-    is another run's.
+    identity: {name: value} that the checkpoint's meta must share, on rank 0. Raises UserError when nothing usable is
+    there, or it is another run's.
     """
-    path = Path(resume)
-    if resume == "none":
-        if checkpoints(output_dir):
-            raise UserError(f"--resume none, but {output_dir} holds checkpoints: give another --output_dir, move them "
-                            "away, or use --resume auto")
-        return None, None
-    if resume == "auto":
-        path = newest_whole(output_dir)
-        if path is None:
-            if checkpoints(output_dir):
-                raise UserError(f"{output_dir}: every checkpoint is damaged; to start anew, give another --output_dir "
-                                "or move them away")
-            return None, None
-    elif wrong := damage(path) if path.exists() else "no such folder":
-        raise UserError(f"--resume {path}: {wrong}")
+    folders = rank0_first(world, to_try, output_dir, resume)
+    for path in folders:
+        if not (wrong := damage(path, world)):
+            return path, rank0_first(world, fitting_meta, path, output_dir, resume, identity)
+        if resume != "auto":
+            raise UserError(f"--resume {path}: {wrong}")
+        if world.is_main:
+            print(f"checkpoint {path} is damaged ({wrong}); trying the one before")
+    if folders:
+        raise UserError(f"{output_dir}: every checkpoint is damaged; to start anew, give another --output_dir or move "
+                        "them away")
+    return None, None
+
+
+def to_try(output_dir, resume):
+    """Folders of find_resume, in this order. Raises UserError."""
+    found = [path for _, path in reversed(checkpoints(output_dir))]
+    if resume == "none" and found:
+        raise UserError(f"--resume none, but {output_dir} holds checkpoints: give another --output_dir, move them "
+                        "away, or use --resume auto")
+    if resume not in ("auto", "none") and not Path(resume).exists():
+        raise UserError(f"--resume {resume}: no such folder")
+    return found if resume in ("auto", "none") else [Path(resume)]
+
+
+def fitting_meta(path, output_dir, resume, identity):
+    """state.json of a whole checkpoint that find_resume has found. Raises UserError where it does not fit the run."""
     meta = load_meta(path)
     later = [str(p) for step, p in checkpoints(output_dir) if step > meta["step"]]
     if later and resume != "auto":      # or the next --resume auto would take up the abandoned ones
@@ -474,4 +517,4 @@ def find_resume(output_dir, resume, identity):
         if meta["identity"].get(name) != value:
             raise UserError(f"{path}: was made with another {name} ({meta['identity'].get(name)}, this run {value}); "
                             "give the same flags or another --output_dir")
-    return path, meta
+    return meta

@@ -144,7 +144,7 @@ class Run:
     def restore(self, model, optimizer):
         """Put back the checkpoint's moments and random states, if the run resumes; then open the log, on rank 0."""
         if self.resume:
-            checkpoint.load_optimizer(self.resume, optim.state_tensors(optimizer, model.named_parameters()))
+            checkpoint.load_optimizer(self.resume, optim.state_tensors(optimizer, model.named_parameters()), self.world)
             checkpoint.load_rng(self.resume, self.world.rank, self.world.device)
         if self.world.is_main:      # its later lines are dropped, so not before the checkpoint has proven to fit
             args = self.args

@@ -13,6 +13,7 @@ import stat
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
@@ -165,8 +166,53 @@ def read_into(tensor, parts):
 
 
 @torch.no_grad()
+def read_once(world, tensor, read):
+    """read() a tensor's data from files where its first copy is, and send it from there to the other copies.
+
+    Collective. read: fills this rank's part of it. Plain tensors are read by rank 0; of sharded ones every rank reads
+    its rows, under HSDP the ranks of the first group. So no file is read twice in a run. world: None, or offloaded
+    tensors: every rank reads for itself.
+    """
+    local, group, first = tensor, None, 0
+    if isinstance(tensor, DTensor):
+        local, mesh, first = tensor.to_local(), tensor.device_mesh, None
+        if mesh.ndim > 1:
+            group, first = mesh.get_group(0), int(mesh.mesh[0, mesh.get_coordinate()[1]])
+    alone = world is None or world.size == 1 or first is None or local.device.type != world.device.type
+    if alone or world.rank == first:
+        read()
+    if not alone and local.numel():
+        assert local.is_contiguous(), "a copy would be filled instead"
+        dist.broadcast(local.flatten().view(torch.uint8), first, group=group)
+
+
+def pinned_like(tensor):
+    """Page-locked memory for a GPU's tensor, for whose copy the host need not wait; plain where none is left."""
+    try:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    except RuntimeError:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def to_host(tensors, stream=None):
+    """{name: CPU copy} of {name: tensor}. stream: of a GPU; copies go over it and are there when it has come so far.
+
+    What the current stream does next, such as to change the tensors, waits for that; the host does not.
+    """
+    if stream is None:
+        return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+    here = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(here)
+    with torch.cuda.stream(stream):
+        copies = {name: pinned_like(tensor).copy_(tensor, non_blocking=True) for name, tensor in tensors.items()}
+    here.wait_stream(stream)
+    return copies
+
+
+@torch.no_grad()
 def gather_share(world, named, spread=True):
-    """(share, owners): whole tensors on the CPU of those this rank has to write, and {name: rank that writes it}.
+    """(share, owners, stream): whole tensors on the CPU of those this rank has to write, {name: rank that writes it},
+    and on a GPU the stream that they come over, which is to be waited for before they are read.
 
     Collective when tensors are sharded. named: {name: tensor}, the same names on every rank. spread: share sharded
     tensors out evenly over writers(), else rank 0 owns them; plain ones, alike everywhere, are always rank 0's. Of
@@ -174,9 +220,10 @@ def gather_share(world, named, spread=True):
     """
     share, owners, load, waiting, gathered = {}, {}, dict.fromkeys(writers(world.size), 0), {}, 0
     group = set(next((holders(tensor) for tensor in named.values() if isinstance(tensor, DTensor)), ()))
+    stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
 
     def fetch():
-        share.update({name: tensor.to("cpu", copy=True) for name, tensor in waiting.items()})
+        share.update(to_host(waiting, stream))
         waiting.clear()
     for name, tensor in named.items():
         owners[name] = 0
@@ -196,7 +243,7 @@ def gather_share(world, named, spread=True):
             fetch()
             gathered = 0
     fetch()
-    return share, owners
+    return share, owners, stream
 
 
 def stage(world, stem, named, spread=True, parts=lambda name, tensor: {name: tensor}):
@@ -205,12 +252,18 @@ def stage(world, stem, named, spread=True, parts=lambda name, tensor: {name: ten
     One file for each rank that owns tensors, with the index that transformers reads when there are several.
     parts: what a file holds of a tensor, {name: tensor}.
     """
-    whole, owners = gather_share(world, named, spread)
+    whole, owners, stream = gather_share(world, named, spread)
+    copied = stream and stream.record_event()
     share = {name: part for stored, tensor in whole.items() for name, part in parts(stored, tensor).items()}
     used = sorted(set(owners.values()))
     files, writes = {rank: file_name(stem, number, len(used)) for number, rank in enumerate(used)}, {}
+
+    def write(path):
+        if copied:
+            copied.synchronize()
+        save(share, path)
     if share:
-        writes[files[world.rank]] = lambda path: save(share, path)
+        writes[files[world.rank]] = write
     if len(files) > 1 and world.is_main:
         size = sum(tensor.numel() * tensor.element_size() for tensor in named.values())
         places = {name: Path(files[owner]).name for stored, owner in owners.items()

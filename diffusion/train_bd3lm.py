@@ -199,16 +199,15 @@ def check_flags(args, world_size):
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import json
-import math
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import auto, checkpoint, loading, metrics, optim, parallel, plan, run, tensor_files
+from common import auto, checkpoint, loading, optim, parallel, plan, run, tensor_files
 from common.packing import PackOrder, rank_packs
 from common.parallel import UserError
-from diffusion import accuracy, blocks, bound, decoder, demo_problems, noise, start, weights
+from diffusion import accuracy, blocks, bound, decoder, demo_problems, lines, noise, start, weights
 from diffusion.plan import peaks, print_plan
 from diffusion.problems import load_tokenizer
 
@@ -237,12 +236,12 @@ def build_model(world, config, resume, given, *, sharding, backend, compiled, re
         for name, parameter in decoder.base_weights(model).items():
             tensor_files.fill(parameter, given.tensors[name])
     if resume:
-        weights.load_weights(weights.trained(model), resume, "model")
+        weights.load_weights(weights.trained(model), resume, "model", world)
     elif lora:
         decoder.begin_adapters(model, given.tensors, seed)
     average = weights.Average(model, ema_decay)
     if resume:
-        weights.load_weights(average.shadow, resume, "ema")
+        weights.load_weights(average.shadow, resume, "ema", world)
     model.train()
     return model, model if sharding else parallel.wrap_ddp(model, world), average
 
@@ -339,61 +338,7 @@ def step_work(config, table, window, masked_share):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Reports
-
-
-def loss_report(sums, regions):
-    """Sums over all ranks (losses and targets of 4 regions, plain cross-entropy, masked) -> {name: value}."""
-    losses, targets, (plain, masked) = sums[:4], sums[4:8], sums[8:]
-    if not sum(targets):        # every step was skipped: no loss to claim
-        return {"train/loss": math.nan, "train/masked_loss": math.nan, "train/masked": math.nan}
-    values = {f"loss_{name}": loss / n for name, loss, n in zip(regions, losses, targets) if n}
-    return {"train/loss": sum(losses) / sum(targets), "train/masked_loss": plain / max(1, masked),
-            "train/masked": masked / sum(targets), **{f"train/{name}": value for name, value in values.items()}}
-
-
-def console_line(step, total_steps, v):
-    """One aligned line of at most 160 characters; metrics.jsonl has all numbers."""
-    mfu = f" | mfu {v['train/mfu'] * 100:4.1f}%" if "train/mfu" in v else ""
-    return (f"step {step:>6}/{total_steps} | loss {v['train/loss']:7.4f} | "
-            f"masked {v['train/masked'] * 100:4.1f}% ce {v['train/masked_loss']:7.4f} | "
-            f"lr {v['train/learning_rate']:.2e} | grad_norm {v['train/grad_norm']:7.3f} | "
-            f"{v['train/throughput']:>9,.0f} tok/s | wait {v['train/data_wait_seconds']:4.1f} s{mfu} | "
-            f"eta {metrics.duration((total_steps - step) * v['train/step_seconds'])}")
-
-
-def eval_line(step, v, regions):
-    """The bound of a validation in one line."""
-    error = f" +- {v['eval/stderr']:.4f}" if "eval/stderr" in v else ""
-    parts = " ".join(f"{name} {v[f'eval/nll_{name}']:.4f}" for name in regions if f"eval/nll_{name}" in v)
-    if "eval/accuracy" in v:
-        parts += f" | right {v['eval/accuracy']:.1%}, by the last number {v['eval/accuracy_flexible']:.1%}"
-    return (f"eval   step {step:>6} | nll <= {v['eval/nll']:.4f}{error} nats/token | {v['eval/bits_per_token']:.4f} "
-            f"bits/token | perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} | {parts}")
-
-
-def print_start(device, ranks, config, rows, eval_rows, table, more, *, size_name, shards, bf16):
-    """What is about to run, before the first step. table: blocks.row_table of rows; more: lines; shards: GPUs that the
-    state is sharded over.
-    """
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    with torch.device("meta"):
-        model = weights.module_of(config).Model(config)
-    size, trained = (sum(p.numel() for p in found) for found in (model.parameters(), weights.trained(model).values()))
-    base = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
-    kind = f", {trained:,} of them trained" if base else ""
-    held_out = sum(len(m) for m in eval_rows.members) if eval_rows else 0
-    dropped = f", {rows.documents.dropped} dropped" if rows.documents.dropped else ""
-    state = (20 * trained + base) / shards      # fp32 weights, gradients, two moments, average
-    lengths = np.concatenate([rows.documents.tokens[m] for m in rows.members])
-    print(f"device     {ranks} x {where}, torch {torch.__version__}, {'bf16 autocast' if bf16 else 'fp32'}\n"
-          f"model      {size_name}, {size:,} parameters{kind}; weights, gradients, optimizer and average "
-          f"{plan.size(state)} a GPU\n"
-          f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; tokens mean "
-          f"{lengths.mean():.0f} max {lengths.max()}\n"
-          f"rows       {len(rows)} of {rows.length} clean and {rows.noisy_length} noisy tokens, "
-          f"{table['clean'].sum() / (len(rows) * rows.length) * 100:.1f}% of the clean ones filled, "
-          f"{table['samples'].mean():.2f} problems each\n{more}")
+# Flags by name, for what takes no args
 
 
 def setup_of(args, ranks):
@@ -462,7 +407,7 @@ def train(args):
     asked = accuracy.choose(eval_rows, args.eval_accuracy, tokens, args.seed)
     validation = eval_rows and [eval_rows.fingerprint(), args.eval_repeats, args.per_device_eval_batch_size,
                                 *([len(asked), args.best_by] if asked else [])]
-    resume, meta = parallel.rank0_first(world, checkpoint.find_resume, args.output_dir, args.resume, identity)
+    resume, meta = checkpoint.find_resume(args.output_dir, args.resume, identity, world)
 
     # -- order, number of steps: known to every rank without asking, so all make the same number of collectives -------
     order, at = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, seed=args.seed), run.position(meta)
@@ -472,7 +417,7 @@ def train(args):
     peak_lr = optim.sqrt_lr(args.learning_rate, step_problems, args.scale_lr_from_batch or step_problems)
     often, setup = run.intervals(args, total_steps, meta, bool(eval_rows), **OFTEN), setup_of(args, ranks)
     if main_rank:
-        print_start(device, ranks, config, rows, eval_rows, table,
+        lines.print_start(device, ranks, config, rows, eval_rows, table,
                     f"steps      {total_steps} = {epochs:,.1f} epochs; a step is {step_rows} rows "
                     f"({step_problems:,.0f} problems) = {ranks} ranks x {accumulation} micro-steps x "
                     f"{batch_rows}; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\n{often}\n"
@@ -524,7 +469,7 @@ def train(args):
                         now.log.write(now.step, values)
                         if asked:
                             accuracy.write(args.output_dir, now.step, answers)
-                        tqdm.write(eval_line(now.step, values, regions))
+                        tqdm.write(lines.eval_line(now.step, values, regions))
             enough = bool(args.early_stop_patience) and stale >= args.early_stop_patience
             if (better or saving or stopping or enough) and now.saved_step != now.step:
                 meta = now.state(identity, owed=owed, stale=stale, best=best, t_range=t_range,
@@ -571,10 +516,10 @@ def train(args):
         stopping = now.stop_asked(owed or saving) and (owed or not now.last)
         now.count(step_rows * rows.length, work)
         if now.due(args.logging_steps):
-            values = loss_report(parallel.all_sum(world, now.sums).tolist(), regions)
+            values = lines.loss_report(parallel.all_sum(world, now.sums).tolist(), regions)
             if main_rank:
                 now.line(values | {"train/t_low": t_range[0], "train/t_high": t_range[1]},
-                         lambda v: console_line(now.step, total_steps, v))
+                         lambda v: lines.console_line(now.step, total_steps, v))
             now.sums.zero_()
             now.begin_line()
     what = "bound or accuracy" if asked else "bound"

@@ -1,4 +1,5 @@
 """Weights of block diffusion: their exponential moving average, finding and loading a checkpoint."""
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -90,14 +91,17 @@ def empty_like(model):
     return copy
 
 
-def load_weights(tensors, folder, stem):
-    """Fill {name: tensor}, plain or sharded, from <stem>.safetensors (one file or several) of a checkpoint folder."""
+def load_weights(tensors, folder, stem, world=None):
+    """Fill {name: tensor}, plain or sharded, from <stem>.safetensors (one file or several) of a checkpoint folder.
+
+    world: as in tensor_files.read_once.
+    """
     parts = {name: [part] for name, part in
              tensor_files.open_tensors(tensor_files.files_in(folder, stem)).items()}
     if problem := tensor_files.compare({name: t.shape or (1,) for name, t in tensors.items()}, parts):
         raise UserError(f"{folder}: its {stem} weights do not fit this model: {problem}")
     for name, tensor in tensors.items():
-        tensor_files.read_into(tensor.detach(), parts[name])
+        tensor_files.read_once(world, tensor.detach(), partial(tensor_files.read_into, tensor.detach(), parts[name]))
 
 
 def find_checkpoint(name, pick, flag="--checkpoint"):

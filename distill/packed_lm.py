@@ -179,7 +179,7 @@ def load(model, parts, world, *, sharding=None, compiled=False):
     on_host = sharding and sharding.get("cpu_offload")
     weights.give_memory(model, "cpu" if on_host else world.device, world.device)
     base = adapters.base_weights(model.net) if model.lora else dict(model.native.named_parameters())
-    weights.load_weights(base, parts)
+    weights.load_weights(base, parts, world)
 
 
 def check_resume(model, folder):

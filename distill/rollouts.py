@@ -3,6 +3,8 @@
 Each draw has a seed of (run, step, sample), so a resumed run draws the same answers from the same weights. Generation
 is transformers' own, each rank for itself: under FSDP2 the weights are gathered for that time.
 """
+import contextlib
+
 import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
@@ -34,11 +36,12 @@ def last_answer(trained):
     return int(places[gaps[-1] + 1] if len(gaps) else places[0])
 
 
-def own_answers(world, model, table, batches, *, share, tokens, ends, seed, step, bf16):
+def own_answers(world, model, table, batches, *, share, tokens, ends, seed, step, bf16, sampler=None):
     """(PackedChats of the same samples with the student's answers in a share of them, targets of all ranks).
 
     batches: this rank's of the step. share: chance of a sample, 0 to 1. tokens: an answer may have; one that is cut off
-    there is trained as far as it goes. ends: ids that end an answer. On every rank at once.
+    there is trained as far as it goes. ends: ids that end an answer. sampler: served.Sampler of a server that draws, or
+    None. On every rank at once.
     """
     samples, made = ChatSamples(table), []
     rows = [[samples[i] for i in batch.samples] for batch in batches]
@@ -49,13 +52,18 @@ def own_answers(world, model, table, batches, *, share, tokens, ends, seed, step
         _, ids, trained, own = rows[b][r]
         prompts.append((ids[:own][:last_answer(trained[:own])], ids[own:][:last_answer(trained[own:])]))
     limit = getattr(model.native.config, "max_position_embeddings", None) or 1 << 30
+    seeds = [int(draw_of(seed, step, rows[b][r][0]).integers(2**31)) for b, r in chosen]
     together = max(1, *map(len, rows))
-    with parallel.gathered(model):
-        for start in range(0, len(chosen), together):
+    if sampler:
+        sampler.refresh(model, step)
+        made = sampler.draw([own for own, _ in prompts], seeds,
+                            [min(tokens, limit - max(map(len, pair))) for pair in prompts], ends)
+    with parallel.gathered(model) if not sampler else contextlib.nullcontext():
+        for start in range(0, 0 if sampler else len(chosen), together):
             part = slice(start, start + together)
             room = limit - max(len(ids) for pair in prompts[part] for ids in pair)
-            seeds = [int(draw_of(seed, step, rows[b][r][0]).integers(2**31)) for b, r in chosen[part]]
-            made += generate(model.native, [own for own, _ in prompts[part]], seeds, min(tokens, room), ends, bf16)
+            made += generate(model.native, [own for own, _ in prompts[part]], seeds[part], min(tokens, room), ends,
+                             bf16)
     for (b, r), (own, behind), answer in zip(chosen, prompts, made):
         ids = np.concatenate([own, answer, behind, answer])
         trained = np.zeros(len(ids), bool)

@@ -254,8 +254,11 @@ class Server:
             self.headers["Authorization"] = f"Basic {base64.b64encode(user).decode()}"
         self.seed, self.max_tokens = True, "max_tokens"         # whether it takes a seed; its name for the limit
 
-    def call(self, path, body=None):
-        """GET, or POST of a JSON body; the JSON that comes back, whole within the timeout. Raises one of MALFORMED."""
+    def call(self, path, body=None, text=False):
+        """GET, or POST of a JSON body; the JSON that comes back, whole within the timeout. Raises one of MALFORMED.
+
+        text: what comes back is no JSON, and returned as bytes.
+        """
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **self.headers})
         sockets, late = [], threading.Event()
@@ -270,10 +273,10 @@ class Server:
         timer.start()
         try:
             with _opener(sockets).open(request, timeout=self.timeout) as response:
-                text = response.read(json_files.LONGEST)
+                found = response.read(json_files.LONGEST)
             if late.is_set():
                 raise TimeoutError
-            return json_files.loads(text)
+            return found if text else json_files.loads(found)
         except urllib.error.HTTPError as error:
             error.said = said(error)        # while the timer runs
             raise

@@ -79,6 +79,11 @@ def build_parser():
     g.add_argument("--on_policy", type=float, default=0.0,
                    help="with --prompt_file, share of the samples whose answer the student draws anew at each step")
     g.add_argument("--max_new_tokens", type=int, default=128, help="tokens an answer drawn for --on_policy may have")
+    g.add_argument("--base_url", help="of vLLM's server, e.g. http://localhost:8000/v1, which then draws the answers "
+                                      "of --on_policy (see distill/served.py); key in OPENAI_API_KEY")
+    g.add_argument("--refresh_steps", type=int, default=1,
+                   help="with --base_url, optimizer steps after which the server gets the adapters anew")
+    g.add_argument("--request_timeout", type=float, default=600.0, help="seconds that one request may take in all")
     g.add_argument("--distill_topk", type=int, default=0, metavar="K",
                    help="learn the teacher's K likeliest tokens, as create_data.py --logprobs stored them; 0 = off. "
                         "With --prompt_file compare those and the sum of all others; 0 = the whole vocabulary")
@@ -155,12 +160,17 @@ def check_distillation(args):
     if args.distill_weight is None:
         args.distill_weight = 1.0 if args.prompt_file else DISTILL_WEIGHT
     need(0 < args.distill_weight <= 1, f"--distill_weight is {args.distill_weight}; it must be above 0, at most 1")
+    for flag in ("refresh_steps", "request_timeout"):
+        need(args.base_url or getattr(args, flag) == build_parser().get_default(flag), f"--{flag} needs --base_url")
     if not args.prompt_file:
-        for flag in ("prompt_role", "divergence", "js_beta", "on_policy", "max_new_tokens"):
+        for flag in ("prompt_role", "divergence", "js_beta", "on_policy", "max_new_tokens", "base_url"):
             need(getattr(args, flag) == build_parser().get_default(flag), f"--{flag} needs --prompt_file")
         return
     flags.share(args, "on_policy")
-    flags.at_least_one(args, "max_new_tokens")
+    flags.at_least_one(args, "max_new_tokens", "refresh_steps")
+    need(args.on_policy or not args.base_url, "--base_url needs --on_policy")
+    need(not (args.base_url and args.use_dora), "--base_url: vLLM's server loads no DoRA adapters; drop --use_dora")
+    need(args.request_timeout > 0, f"--request_timeout is {args.request_timeout}; it must be above 0")
     need(args.use_lora, "--prompt_file needs --use_lora: the teacher is the model without its adapters")
     need(not args.compile, "--compile and --prompt_file exclude each other: the shapes change with every step")
     need(args.too_long in ("stop", "drop"), f"--too_long {args.too_long} would cut the teacher's prompt: stop or drop")
@@ -182,7 +192,7 @@ from tqdm import tqdm
 from common import adapters, auto, checkpoint, float8, loading, metrics, optim, parallel, run, tensor_files, watchdog
 from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.plan import Checks, room_of, setup_of, start_text, steps_text
-from distill import chat, packed_lm, rollouts, topk, weights
+from distill import chat, packed_lm, rollouts, served, topk, weights
 from distill.plan import peaks, print_plan, samples_line
 from distill.table import make_loader, prepare_table, split_samples
 from distill.teacher import read_prompt
@@ -391,7 +401,7 @@ def train(args):
         folder, table, train_ids, lora=args.use_lora, tokens_per_pack=args.max_tokens_per_batch,
         samples_per_pack=args.per_device_train_batch_size, seed=args.seed) if main_rank else None
     validation = table.fingerprint(eval_ids)
-    resume, meta = parallel.rank0_first(world, checkpoint.find_resume, args.output_dir, args.resume, identity)
+    resume, meta = checkpoint.find_resume(args.output_dir, args.resume, identity, world)
 
     # -- order, number of steps: known to every rank without asking, so all make the same number of collectives -------
     accumulation, at = args.gradient_accumulation_steps, run.position(meta)
@@ -429,6 +439,7 @@ def train(args):
              rank_packs(order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
     batches = loading.ahead(make_loader(table, packs, num_workers=args.num_workers, pad_id=ends[0],
                                         prefetch_factor=args.prefetch_factor, pad_to=pad_to), device)
+    sampler = served.opened(world, args.base_url, args.output_dir, args.refresh_steps, args.request_timeout)
     matrix_weights = packed_lm.layer_weights(model.native)
     if main_rank:
         print_start(world, model, table, train_ids, eval_ids,
@@ -450,7 +461,7 @@ def train(args):
         if args.on_policy:      # before the first loss, as all are divided by the tokens of all answers of the step
             drawn, work["targets"] = rollouts.own_answers(
                 world, model, table, [now.next(batches) for _ in range(accumulation)], share=args.on_policy,
-                tokens=args.max_new_tokens, ends=ends, seed=args.seed, step=now.step, bf16=args.bf16)
+                tokens=args.max_new_tokens, ends=ends, seed=args.seed, step=now.step, bf16=args.bf16, sampler=sampler)
         for micro in range(accumulation):
             batch = drawn[micro] if drawn else now.next(batches)
             mine = list(batch.samples)

@@ -10,8 +10,10 @@ import copy
 import hashlib
 import json
 import os
+from functools import partial
 from pathlib import Path
 
+import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, logging
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -182,16 +184,21 @@ def check_weights(model, parts, folder):
                         f"{type(model).__name__}. Other names, which from_pretrained may convert, are not supported")
 
 
-def load_weights(weights, parts):
-    """Fill {name: tensor, plain or a shard} from weight_parts; every rank reads its own rows, or experts, only."""
+def load_weights(weights, parts, world=None):
+    """Fill {name: tensor, plain or a shard} from weight_parts. world: as in tensor_files.read_once."""
     for name, tensor in weights.items():
-        if name in parts:
-            tensor_files.read_into(tensor.detach(), parts[name])
-            continue
-        local, first = tensor_files.local_rows(tensor.detach())
-        for names, whole in zip(expert_names(name, tensor.shape)[first:], local):
-            for matrix, rows in zip(names, whole.chunk(len(names))):
-                tensor_files.read_into(rows, parts[matrix])
+        tensor_files.read_once(world, tensor.detach(), partial(read_weight, name, tensor.detach(), parts))
+
+
+@torch.no_grad()
+def read_weight(name, tensor, parts):
+    """Fill a tensor, plain or a shard, from weight_parts: its own rows, or experts, only."""
+    if name in parts:
+        return tensor_files.read_into(tensor, parts[name])
+    local, first = tensor_files.local_rows(tensor)
+    for names, whole in zip(expert_names(name, tensor.shape)[first:], local):
+        for matrix, rows in zip(names, whole.chunk(len(names))):
+            tensor_files.read_into(rows, parts[matrix])
 
 
 def stop_at(model, ends):

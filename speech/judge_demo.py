@@ -151,14 +151,17 @@ def main(argv=None):
             shown = "".join(f"{'' if v is None else f'{v:.1%}':>{width}}" for v, width in zip(values, (12, 9, 9)))
             print(f"{what:<40}{shown}   {gate + ('' if good else '  <- FAILED')}")
         failed = [what for what, *_, good, _ in rows if not good]
-        for spoken, found in ((args.before, before), (args.after, after)):
-            about = {"name": Path(spoken).name, "metrics": found, "settings": {
-                "recogniser": "pocketsphinx", "voice": by, "word errors in recordings": original}}
-            write_atomically(Path(spoken) / "evaluation.json",
+        clauses = [*([f"FAILED: {', '.join(failed)}"] if failed else []), verdict.understood(after["wer"]),
+                   f"{verdict.percent(after['likeness'])} of {after['sentences']} clips are more like the new voice",
+                   f"{verdict.percent(after['stop_rate'])} ended by themselves"]
+        settings = {"recogniser": "pocketsphinx", "voice": by, "word errors in recordings": original}
+        for folder, found in ((args.before, before), (args.after, after)):
+            about = {"name": Path(folder).name, "metrics": found, "settings": settings}
+            if found is after:
+                about["verdict"] = "; ".join(clauses)
+            write_atomically(Path(folder) / "evaluation.json",
                              lambda path, about=about: path.write_text(json.dumps(about, indent=1) + "\n"))
-        print(verdict.line([*([f"FAILED: {', '.join(failed)}"] if failed else []), verdict.understood(after["wer"]),
-                            f"{verdict.percent(after['likeness'])} of {after['sentences']} clips are more like the new "
-                            f"voice", f"{verdict.percent(after['stop_rate'])} ended by themselves"]))
+        print(verdict.line(clauses))
     sys.exit(bool(failed))
 
 

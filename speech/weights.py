@@ -6,6 +6,7 @@ stop the run.
 """
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -130,10 +131,10 @@ def check_weights(model, parts, folder):
         raise UserError(f"{folder}: {problem}{hint}")
 
 
-def load_weights(weights, parts):
-    """Fill {native name: tensor, plain or a shard} from weight_parts; every rank reads its own rows only."""
+def load_weights(weights, parts, world=None):
+    """Fill {native name: tensor, plain or a shard} from weight_parts. world: as in tensor_files.read_once."""
     for name, tensor in weights.items():
-        tensor_files.read_into(tensor.detach(), parts[name])
+        tensor_files.read_once(world, tensor.detach(), partial(tensor_files.read_into, tensor.detach(), parts[name]))
 
 
 def reset_buffers(model, device):

@@ -1,10 +1,17 @@
-"""checkpoint.damage: what is no whole checkpoint, whatever its files hold. Kills and resumes: test_recovery.py."""
+"""checkpoint.damage: what is no whole checkpoint, whatever its files hold; a kill before every change that a save makes
+to the disk. Kills and resumes of whole runs: test_recovery.py.
+"""
 import hashlib
 import json
+import os
+import shutil
+import signal
+import sys
 
 import pytest
 
-from common import checkpoint
+from common import checkpoint, ownership
+from common.parallel import UserError, World
 
 STATE = {"step": 4, "epoch": 0, "first": 8, "identity": {}, "validation": None, "best_step": None, "best_loss": None,
          "skipped": 0, "unlogged": [], "args": {}}
@@ -48,3 +55,90 @@ def test_states_without_a_position(tmp_path, state, capsys):
     assert path.name == "checkpoint-2" and meta["first"] == 8
     said = capsys.readouterr().out
     assert said.count("\n") == 1 and "checkpoint-4 is damaged" in said and "does not say where the run stood" in said
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kills
+
+CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "open"}     # events of sys.addaudithook
+
+
+def save(out, step):
+    """A checkpoint as a trainer saves it, in this process; of those before, only the best one and the last stay."""
+    checkpoint.own_output(out)
+    writer = checkpoint.Writer(World(), out, keep=1)
+    writer.begin(step)
+    files = {"model.safetensors": lambda path: path.write_bytes(bytes([step]) * 1000),
+             "*": lambda folder: [(folder / name).write_text(name) for name in ("config.json", "tokenizer.json")]}
+    writer.save(step, files, STATE | {"step": step, "best_step": 1})
+    writer.wait()
+
+
+def killed(out, step, change):
+    """save() in a process of its own, killed right before its change of that number to the disk; whether it came to it.
+    """
+    child = os.fork()
+    if not child:
+        left = [change]
+
+        def hook(event, args):
+            writes = event != "open" or isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+            ours = event in CHANGES and (str(out) in str(args[0]) or not str(args[0]).startswith("/"))
+            if ours and writes:         # rmtree names what lies in an open folder
+                left[0] -= 1
+                if left[0] < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        status = 1
+        try:
+            sys.addaudithook(hook)
+            save(out, step)
+            status = 0
+        finally:
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, -signal.SIGKILL)
+    return status != 0
+
+
+@pytest.mark.race
+@pytest.mark.parametrize("again", [False, True], ids=["new", "passed over"])
+def test_a_kill_before_any_change_of_the_disk_costs_nothing(tmp_path, again):
+    """Of checkpoints 1 (the best), 2 and the new 3 the newest is whole, and the next save leaves nothing behind.
+
+    again: a damaged checkpoint 3 is there, which the resume has passed over.
+    """
+    first = tmp_path / "first"
+    save(first, 1)
+    save(first, 2)
+    if again:
+        shutil.copytree(first / "checkpoint-2", first / "checkpoint-3")
+        (first / "checkpoint-3" / "model.safetensors").write_bytes(b"damaged")
+    seen, changes = set(), 0
+    for changes in range(200):
+        out = tmp_path / f"out{changes}"
+        shutil.copytree(first, out, ignore=shutil.ignore_patterns("owner-*"))
+        came = killed(out, 3, changes)
+        whole = checkpoint.newest_whole(out, report=lambda text: None)
+        seen.add(whole.name)
+        assert whole.name in ("checkpoint-2", "checkpoint-3") and not checkpoint.damage(out / "checkpoint-1")
+        save(out, 4)
+        names = {path.name for path in out.iterdir() if not path.name.startswith("owner-")}
+        kept = {name for name in names if ".passed-over-" in name}
+        assert names - kept == {"checkpoint-1", "checkpoint-4"} | ({"checkpoint-3"} & names if again else set())
+        shutil.rmtree(out)
+        if not came:
+            break
+    assert not came and changes > 15 and seen == {"checkpoint-2", "checkpoint-3"}
+
+
+def test_an_owner_that_has_lost_the_folder_begins_no_checkpoint(tmp_path):
+    """It stood still for a minute, say, and another run has taken over: what is unfinished there is that one's."""
+    checkpoint.own_output(tmp_path)
+    writer = checkpoint.Writer(World(), tmp_path)
+    theirs = tmp_path / "checkpoint-5.tmp-theirs"
+    theirs.mkdir()
+    (tmp_path / "owner-9").write_text("{}")
+    with pytest.raises(UserError, match="taken over by another run"):
+        writer.begin(5)
+    assert theirs.exists()
+    ownership.release_all()

@@ -338,7 +338,6 @@ def finish(launch, output_dir, kind, *flags):
 
 # who dies, and whether torchrun has started it; "launcher" leaves the ranks without their torchrun
 VICTIMS = {
-    "lora": [("all", False)],
     "ddp": [("launcher", True)],
     "fsdp": [("rank 1", False), ("all", False)],
 }
@@ -359,14 +358,14 @@ def test_a_rank_killed_before_its_share_is_written_is_missed(launch, tmp_path):
 
 @pytest.mark.parametrize("kind", VICTIMS)
 def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path, kind):
-    """4 kills in all, each at a random moment between the making of a checkpoint's folder and its renaming.
+    """3 kills in all, each at a random moment between the making of a checkpoint's folder and its renaming.
 
-    bench/kills.py has 100, in every phase.
+    test_checkpoint.py has one before each change that a save makes to the disk; bench/kills.py 100, in every phase.
     """
     print(f"TEST_SEED={SEED}")
     draw, out = random.Random(f"{SEED} {kind}"), tmp_path / "out"
     ranks, flags = KINDS[kind]
-    pause = 0.08 if kind == "lora" else 0.12        # times 6 or 9 files is the window
+    pause = 0.12        # times 9 files is the window
     waiting = list(VICTIMS[kind])
     for _ in range(2 * len(waiting)):
         if not waiting:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from common import report, report_files
+from common import report, report_curves, report_files
 from common.checkpoint import Writer
 from common.metrics import MetricsLog, read_metrics
 from common.parallel import UserError, World
@@ -462,11 +462,11 @@ def test_long_curves_keep_their_spikes():
     rng = np.random.default_rng(0)
     steps, values = list(range(50_000)), rng.normal(size=50_000).tolist()
     values[31_313], values[7_777], values[40_404] = 99.0, -99.0, None
-    short, kept = report.thin(steps, values)
-    assert len(short) <= report.POINTS and short == sorted(set(short)) and short[0] == 0 and short[-1] == 49_999
+    short, kept = report_curves.thin(steps, values)
+    assert len(short) <= report_curves.POINTS and short == sorted(set(short)) and short[0] == 0 and short[-1] == 49_999
     assert all(values[step] == value for step, value in zip(short, kept))
     assert {31_313, 7_777, 40_404} <= set(short)
-    assert report.thin(steps[:2000], values[:2000]) == (steps[:2000], values[:2000])
+    assert report_curves.thin(steps[:2000], values[:2000]) == (steps[:2000], values[:2000])
 
 
 def columns_of(*columns):
@@ -536,7 +536,7 @@ def test_reference_voices_of_any_kind_play(browser, tmp_path):
     ("loss", "Loss", "loss"), ("eval/mask_rate", "Other", "mask rate")])
 def test_metrics_find_their_section(metric, section, title, tmp_path):
     run = report_files.Run(tmp_path, "run", [{"step": 1, metric: 1.0}])
-    (panel,) = report.panels([run])
+    (panel,) = report_curves.panels([run])
     assert (panel["section"], panel["title"]) == (section, title)
 
 

@@ -250,7 +250,7 @@ def test_a_log_line_fits_a_terminal():
     values = {"train/mfu": 0.612, "train/loss": 10.8254, "train/masked": 0.501, "train/masked_loss": 10.8254,
               "train/learning_rate": 7e-4, "train/grad_norm": 123.456, "train/throughput": 9_999_999.0,
               "train/data_wait_seconds": 12.34, "train/step_seconds": 10.0}
-    assert len(train_bd3lm.console_line(50_000, 500_000, values)) <= 160
+    assert len(train_bd3lm.lines.console_line(50_000, 500_000, values)) <= 160
 
 
 def test_flags_are_noted_as_values(shared):

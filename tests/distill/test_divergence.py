@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import adapters, parallel
 from common.parallel import UserError
-from distill import chat, evaluate_prompt, packed_lm, rollouts
+from distill import chat, evaluate_prompt, packed_lm, rollouts, weights
 from distill.divergence import divergence
 from distill.table import ChatSamples, ChatTable, collate, write_table
 from distill.teacher import read_prompt, with_prompt
 from tests.helpers import chats
+from tests.helpers.lora_server import LoraServer
 from tests.helpers.pool import Pool
 
 PROMPT = "Name the language. the quick brown fox jumps over the lazy dog and again\n"
@@ -178,7 +179,11 @@ def test_packed_self_distillation_is_the_dense_one(made, tmp_path, student, role
     chosen = [3, 0, 7, 11]
     state = torch.get_rng_state()
     batch = collate([ChatSamples(table)[n] for n in chosen], prompted=True)
+    passes = []
+    weights.decoder_layers(model.native)[0].register_forward_pre_hook(
+        lambda layer, _: passes.append((layer.training, torch.is_grad_enabled())))
     loss, right, ce, apart, n = model(batch)
+    assert passes == [(False, False), (True, True)], "the teacher has no dropout and keeps nothing"
     loss.backward()
     assert torch.equal(state, torch.get_rng_state()) and model.net.training
     assert flags == {name: p.requires_grad for name, p in model.named_parameters()}
@@ -286,6 +291,27 @@ def test_runs_are_the_same_on_any_ranks_and_resumed(train, tmp_path, policy):
     assert losses(again, 2) == losses(one, 2)
     for name, tensor in weights_of(tmp_path / "one", 5).items():
         assert torch.equal(tensor, weights_of(tmp_path / "again", 5)[name])
+
+
+def test_answers_of_a_server_are_the_same(train, made, tmp_path):
+    """A run whose answers a server draws by the adapters that it is given at each step is the run that draws them; with
+    --refresh_steps 2 it is given them half as often. A server that fails for a moment, or for good."""
+    own = ("--on_policy", 0.6, "--max_new_tokens", 6, "--max_steps", 4, "--save_steps", 0, "--eval_steps", 0)
+    one = train(1, tmp_path / "one", "--parallel", "ddp", "--per_device_train_batch_size", 4,
+                "--gradient_accumulation_steps", 2, *own)
+    share = ("--parallel", "fsdp", "--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 1, *own)
+    with LoraServer(made / "smollm2") as server:
+        server.fails = {"/v1/completions": 503}
+        served = train(2, tmp_path / "served", *share, "--base_url", server.url)
+        assert losses(served) == pytest.approx(losses(one), rel=1e-4)
+        loads = [path for path, _ in server.calls if "lora" in path]
+        assert loads == ["/v1/load_lora_adapter", *["/v1/load_lora_adapter", "/v1/unload_lora_adapter"] * 3]
+        server.calls.clear()
+        train(2, tmp_path / "seldom", *share, "--base_url", server.url, "--refresh_steps", 2)
+        assert len([path for path, _ in server.calls if path == "/v1/load_lora_adapter"]) == 2
+        server.fails = {"/v1/load_lora_adapter": 400}
+        with pytest.raises(AssertionError, match="/load_lora_adapter: HTTP 400 no; it needs --enable-lora"):
+            train(2, tmp_path / "refused", *share, "--base_url", server.url)
 
 
 def test_drawn_answers_are_draws(made, tmp_path):

@@ -372,7 +372,7 @@ def start(argv):
     """What the trainer does before its first step: (World, flags, model, what it calls, native model)."""
     args = train_v2_ddp.build_parser().parse_args(argv)
     train_v2_ddp.check_flags(args, int(os.environ["WORLD_SIZE"]))
-    world = parallel.init(60, 60, alone_too=args.parallel == "fsdp")
+    world = parallel.init(60, 60, alone_too=args.parallel != "ddp")
     folder, config = find_model(args.model_path)
     args.lora_target_modules = models.lora_targets(config, args.lora_target_modules or "")
     model, native, parts = train_v2_ddp.empty_trained_model(folder, config, **train_v2_ddp.for_model(args))
@@ -442,6 +442,31 @@ def test_every_shard_is_rows_of_the_file(pool, odd, tmp_path, form, ranks):
     for part in parts:
         assert part["buffers"].keys() == buffers.keys()
         assert all(torch.equal(part["buffers"][name], value) for name, value in buffers.items())
+
+
+@pytest.mark.parametrize("ranks, flags, reading", [(2, ("--parallel", "ddp"), [0]), (4, (
+    "--parallel", "hsdp", "--shard_size", 2), [0, 1])])
+def test_the_first_copy_is_read_and_sent_to_the_others(pool, odd, tmp_path, ranks, flags, reading):
+    """Ranks that do not read have what the file holds, under HSDP the rows of their shard."""
+    statuses, output = pool.run(ranks, f"{__name__}.write_shards_and_reads", arguments(odd, tmp_path / "out", *flags),
+                                str(tmp_path))
+    assert not any(statuses), output
+    parts = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(ranks)]
+    reads = [int((tmp_path / f"reads{rank}").read_text()) for rank in range(ranks)]
+    base = load_file(odd.model / "model.safetensors")
+    assert reads == [len(base) * (rank in reading) for rank in range(ranks)]
+    for name, expected in base.items():
+        assert_rows(parts[:2], f"net.{name}", expected) if ranks == 4 else None
+        for rank in range(2, 4) if ranks == 4 else range(ranks):
+            same = parts[rank - 2]["shards"][f"net.{name}"] if ranks == 4 else expected
+            assert torch.equal(parts[rank]["shards"][f"net.{name}"], same)
+
+
+def write_shards_and_reads(argv, folder):
+    reads, read_into = [], tensor_files.read_into
+    tensor_files.read_into = lambda *args: (reads.append(args), read_into(*args))
+    write_shards(argv, folder)
+    (Path(folder) / f"reads{os.environ['RANK']}").write_text(str(len(reads)))
 
 
 def test_adapters_start_alike_however_sharded_on_a_bf16_base(pool, odd, tmp_path):

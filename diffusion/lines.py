@@ -1,0 +1,62 @@
+"""What a block diffusion run says of itself: its start, a line of training, a line of validation."""
+import math
+
+import numpy as np
+import torch
+
+from common import metrics, plan
+from diffusion import weights
+
+
+def loss_report(sums, regions):
+    """Sums over all ranks (losses and targets of 4 regions, plain cross-entropy, masked) -> {name: value}."""
+    losses, targets, (plain, masked) = sums[:4], sums[4:8], sums[8:]
+    if not sum(targets):        # every step was skipped: no loss to claim
+        return {"train/loss": math.nan, "train/masked_loss": math.nan, "train/masked": math.nan}
+    values = {f"loss_{name}": loss / n for name, loss, n in zip(regions, losses, targets) if n}
+    return {"train/loss": sum(losses) / sum(targets), "train/masked_loss": plain / max(1, masked),
+            "train/masked": masked / sum(targets), **{f"train/{name}": value for name, value in values.items()}}
+
+
+def console_line(step, total_steps, v):
+    """One aligned line of at most 160 characters; metrics.jsonl has all numbers."""
+    mfu = f" | mfu {v['train/mfu'] * 100:4.1f}%" if "train/mfu" in v else ""
+    return (f"step {step:>6}/{total_steps} | loss {v['train/loss']:7.4f} | "
+            f"masked {v['train/masked'] * 100:4.1f}% ce {v['train/masked_loss']:7.4f} | "
+            f"lr {v['train/learning_rate']:.2e} | grad_norm {v['train/grad_norm']:7.3f} | "
+            f"{v['train/throughput']:>9,.0f} tok/s | wait {v['train/data_wait_seconds']:4.1f} s{mfu} | "
+            f"eta {metrics.duration((total_steps - step) * v['train/step_seconds'])}")
+
+
+def eval_line(step, v, regions):
+    """The bound of a validation in one line."""
+    error = f" +- {v['eval/stderr']:.4f}" if "eval/stderr" in v else ""
+    parts = " ".join(f"{name} {v[f'eval/nll_{name}']:.4f}" for name in regions if f"eval/nll_{name}" in v)
+    if "eval/accuracy" in v:
+        parts += f" | right {v['eval/accuracy']:.1%}, by the last number {v['eval/accuracy_flexible']:.1%}"
+    return (f"eval   step {step:>6} | nll <= {v['eval/nll']:.4f}{error} nats/token | {v['eval/bits_per_token']:.4f} "
+            f"bits/token | perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} | {parts}")
+
+
+def print_start(device, ranks, config, rows, eval_rows, table, more, *, size_name, shards, bf16):
+    """What is about to run, before the first step. table: blocks.row_table of rows; more: lines; shards: GPUs that the
+    state is sharded over.
+    """
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    with torch.device("meta"):
+        model = weights.module_of(config).Model(config)
+    size, trained = (sum(p.numel() for p in found) for found in (model.parameters(), weights.trained(model).values()))
+    base = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    kind = f", {trained:,} of them trained" if base else ""
+    held_out = sum(len(m) for m in eval_rows.members) if eval_rows else 0
+    dropped = f", {rows.documents.dropped} dropped" if rows.documents.dropped else ""
+    state = (20 * trained + base) / shards      # fp32 weights, gradients, two moments, average
+    lengths = np.concatenate([rows.documents.tokens[m] for m in rows.members])
+    print(f"device     {ranks} x {where}, torch {torch.__version__}, {'bf16 autocast' if bf16 else 'fp32'}\n"
+          f"model      {size_name}, {size:,} parameters{kind}; weights, gradients, optimizer and average "
+          f"{plan.size(state)} a GPU\n"
+          f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; tokens mean "
+          f"{lengths.mean():.0f} max {lengths.max()}\n"
+          f"rows       {len(rows)} of {rows.length} clean and {rows.noisy_length} noisy tokens, "
+          f"{table['clean'].sum() / (len(rows) * rows.length) * 100:.1f}% of the clean ones filled, "
+          f"{table['samples'].mean():.2f} problems each\n{more}")

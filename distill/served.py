@@ -1,0 +1,110 @@
+"""The student's own answers from vLLM's server, whose adapters are replaced as training goes on.
+
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve BASE --enable-lora --max-lora-rank 32
+
+The adapters of a step are written to a folder that the server can read, and loaded under a name of their own: what a
+server has cached of a prompt belongs to a name, and would be used again with other weights. Prompts go there and
+answers come back as ids: a text has several, and only those that were drawn have the student's probabilities.
+"""
+import os
+import shutil
+import time
+import urllib.error
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from common import adapters, parallel, tensor_files
+from common.parallel import UserError
+from distill.teacher import MALFORMED, TRANSIENT, Server, explain
+
+UNDER_WAY = 64          # requests of a rank at once
+# all that a server may take from the model's generation_config instead: the draw is from the softmax
+SOFTMAX = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
+           "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+def opened(world, base_url, output_dir, every, timeout):
+    """Sampler of the server at base_url, of all ranks; None without an address. every, timeout: of Sampler."""
+    if not base_url:
+        return None
+    sampler = Sampler(world, base_url, Path(os.path.abspath(output_dir)) / "served", every, timeout)
+    sampler.run = parallel.rank0_first(world, sampler.begin)
+    return sampler
+
+
+class Sampler:
+    """draw(prompts, seeds, limits, ends) asks the server for answers by the adapters of the last refresh(...).
+
+    The adapters of the last refresh stay loaded, and in their folder.
+    """
+
+    def __init__(self, world, base_url, folder, every, timeout):
+        """folder: for adapters, on a disk that the server sees. every: steps between refreshes. timeout: seconds that a
+        call may take, and its repetitions again.
+        """
+        self.world, self.server, self.timeout = world, Server(base_url, timeout), timeout
+        self.folder, self.every, self.run, self.name = folder, every, "", None
+
+    def begin(self):
+        """Name of this run on the server, which answers; what a run before has left in the folder is deleted."""
+        self.call("/models")
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir()
+        return uuid.uuid4().hex[:8]
+
+    def call(self, path, body=None, text=False):
+        """The server's answer; what may fail only for a while is tried again. UserError when the time is over."""
+        end, pause = time.monotonic() + self.timeout, 0.5
+        while True:
+            try:
+                return self.server.call(path, body, text)
+            except MALFORMED as error:
+                lasts = isinstance(error, urllib.error.HTTPError) and error.code not in TRANSIENT
+                if lasts or time.monotonic() + pause > end:
+                    hint = "; it needs --enable-lora, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, a --max-lora-rank of at " \
+                           "least --lora_rank, and to read --output_dir" if "lora" in path else ""
+                    raise UserError(f"--base_url {self.server.url}{path}: {explain(error)}{hint}")
+            time.sleep(pause)
+            pause = min(2 * pause, 30)
+
+    def refresh(self, model, step):
+        """Have the server answer by a PackedLM's adapters as they are now, if it is time. On every rank at once."""
+        if self.name and step % self.every:
+            return
+        parallel.reshard(model)
+        files = tensor_files.stage(self.world, "adapter_model", adapters.adapter_weights(model.net), spread=False)
+        before, name = self.name, f"student-{self.run}-{step}"
+
+        def load():
+            folder = self.folder / name
+            folder.mkdir()
+            adapters.save_config(model.net, folder)
+            for file, write in files.items():
+                write(folder / file)
+            self.call("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, text=True)
+            if before:
+                self.call("/unload_lora_adapter", {"lora_name": before}, text=True)
+                shutil.rmtree(self.folder / before, ignore_errors=True)
+        parallel.rank0_first(self.world, load)
+        self.name = name
+
+    def draw(self, prompts, seeds, limits, ends):
+        """[ids] of an answer to each prompt (ids), the token that ends it included, of at most limits[i] tokens."""
+        def ask(job):
+            prompt, seed, limit = job
+            found = self.call("/completions", {
+                "model": self.name, "prompt": [int(token) for token in prompt], "max_tokens": limit, "seed": seed,
+                "stop_token_ids": [int(token) for token in ends], "ignore_eos": True,       # `ends` alone end an answer
+                "return_token_ids": True, "skip_special_tokens": False, **SOFTMAX})
+            choice = found["choices"][0] if isinstance(found, dict) and found.get("choices") else {}
+            ids = choice.get("token_ids")
+            if not isinstance(ids, list) or not 0 < len(ids) <= limit or not all(type(token) is int for token in ids):
+                raise UserError(f"--base_url {self.server.url}/completions: gave no token_ids of 1 to {limit} tokens; "
+                                "vLLM's server does")
+            return ids
+        pool = ThreadPoolExecutor(UNDER_WAY)
+        try:
+            return list(pool.map(ask, zip(prompts, seeds, limits)))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,73 @@
+"""What vLLM's server answers of its completions and adapters, by transformers and PEFT: prompts and answers as ids.
+
+An answer is drawn from the softmax by Gumbel noise of the request's seed, so it is that of the trainer's own draw.
+"""
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+
+class LoraServer:
+    """with LoraServer(model folder) as server: its url (ends in /v1), calls: [(path, body)], fails: {path: status}."""
+
+    def __init__(self, folder):
+        self.folder, self.models, self.calls, self.fails, self.lock = folder, {}, [], {}, threading.Lock()
+
+    @torch.no_grad()
+    def complete(self, body):
+        """[ids] behind body["prompt"], one token after the other, each by a whole forward pass."""
+        ids, noise = list(body["prompt"]), torch.Generator().manual_seed(body["seed"])
+        assert [body[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")] == [
+            1, 1, 0, 0, 1]
+        while len(ids) < len(body["prompt"]) + body["max_tokens"]:
+            scores = self.models[body["model"]](torch.tensor([ids])).logits[0, -1]
+            drawn = torch.rand(len(scores), generator=noise).clamp(1e-20, 1 - 1e-7)
+            ids.append(int((scores - torch.log(-torch.log(drawn))).argmax()))
+            if ids[-1] in body["stop_token_ids"]:
+                break
+        return ids[len(body["prompt"]):]
+
+    def answer(self, path, body):
+        """(status, text) of a call."""
+        with self.lock:
+            self.calls.append((path, body))
+            if self.fails.get(path):
+                return self.fails.pop(path), json.dumps({"error": {"message": "no"}})
+            if path == "/v1/load_lora_adapter":
+                base = AutoModelForCausalLM.from_pretrained(self.folder)
+                self.models[body["lora_name"]] = PeftModel.from_pretrained(base, body["lora_path"]).eval()
+            elif path == "/v1/unload_lora_adapter":
+                del self.models[body["lora_name"]]
+            elif path == "/v1/completions":
+                return 200, json.dumps({"choices": [{"token_ids": self.complete(body), "text": "?"}]})
+            else:
+                return 200, json.dumps({"data": []})
+            return 200, "Success: done."
+
+    def __enter__(self):
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *args):
+                pass
+
+            def do_POST(self):
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                status, text = server.answer(self.path, json.loads(body or "null"))
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(text.encode())
+            do_GET = do_POST
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+        return self
+
+    def __exit__(self, *why):
+        self.http.shutdown()
+        self.http.server_close()
