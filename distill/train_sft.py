@@ -160,6 +160,8 @@ def check_distillation(args):
     if args.distill_weight is None:
         args.distill_weight = 1.0 if args.prompt_file else DISTILL_WEIGHT
     need(0 < args.distill_weight <= 1, f"--distill_weight is {args.distill_weight}; it must be above 0, at most 1")
+    for flag in ("refresh_steps", "request_timeout"):
+        need(args.base_url or getattr(args, flag) == build_parser().get_default(flag), f"--{flag} needs --base_url")
     if not args.prompt_file:
         for flag in ("prompt_role", "divergence", "js_beta", "on_policy", "max_new_tokens", "base_url"):
             need(getattr(args, flag) == build_parser().get_default(flag), f"--{flag} needs --prompt_file")
@@ -167,7 +169,6 @@ def check_distillation(args):
     flags.share(args, "on_policy")
     flags.at_least_one(args, "max_new_tokens", "refresh_steps")
     need(args.on_policy or not args.base_url, "--base_url needs --on_policy")
-    need(args.base_url or args.refresh_steps == 1, "--refresh_steps needs --base_url")
     need(not (args.base_url and args.use_dora), "--base_url: vLLM's server loads no DoRA adapters; drop --use_dora")
     need(args.request_timeout > 0, f"--request_timeout is {args.request_timeout}; it must be above 0")
     need(args.use_lora, "--prompt_file needs --use_lora: the teacher is the model without its adapters")

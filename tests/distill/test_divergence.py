@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import adapters, parallel
 from common.parallel import UserError
-from distill import chat, evaluate_prompt, packed_lm, rollouts
+from distill import chat, evaluate_prompt, packed_lm, rollouts, weights
 from distill.divergence import divergence
 from distill.table import ChatSamples, ChatTable, collate, write_table
 from distill.teacher import read_prompt, with_prompt
@@ -179,7 +179,11 @@ def test_packed_self_distillation_is_the_dense_one(made, tmp_path, student, role
     chosen = [3, 0, 7, 11]
     state = torch.get_rng_state()
     batch = collate([ChatSamples(table)[n] for n in chosen], prompted=True)
+    passes = []
+    weights.decoder_layers(model.native)[0].register_forward_pre_hook(
+        lambda layer, _: passes.append((layer.training, torch.is_grad_enabled())))
     loss, right, ce, apart, n = model(batch)
+    assert passes == [(False, False), (True, True)], "the teacher has no dropout and keeps nothing"
     loss.backward()
     assert torch.equal(state, torch.get_rng_state()) and model.net.training
     assert flags == {name: p.requires_grad for name, p in model.named_parameters()}

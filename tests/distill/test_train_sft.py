@@ -340,9 +340,9 @@ def stop_after_two(line):
 
 @pytest.mark.parametrize("name", ["moe full fsdp 2x4x1", "llama dropout ddp 2x2x2", "qwen distill fsdp 2x4x1"])
 def test_resumed_is_uninterrupted(pool, made, shared, tmp_path, name):
-    """From checkpoints amid an epoch and at its end, all that follows has the same bits."""
+    """From checkpoints amid an epoch and, once, at its end, all that follows has the same bits."""
     whole = shared(f"{name} {EVERY}")
-    for step in (2, 3):
+    for step in (2, 3) if "full" in name else (2,):
         output_dir = tmp_path / f"from-{step}"
         output_dir.mkdir()
         shutil.copytree(whole.output_dir / f"checkpoint-{step}", output_dir / f"checkpoint-{step}")
@@ -411,6 +411,7 @@ def planned(made, output_dir, *flags, student="qwen"):
     (["--parallel", "ddp", "--cpu_offload"], "need --parallel fsdp"), (["--learning_rate", "nan"], "must be 0 or more"),
     (["--distill_topk", "3", "--distill_weight", "1.5"], "--distill_weight is 1.5; it must be above 0, at most 1"),
     (["--distill_topk", "3", "--distill_weight", "0"], "--distill_weight is 0.0; it must be above 0"),
+    (["--base_url", "http://x"], "--base_url needs --prompt_file"), (["--refresh_steps", "2"], "needs --base_url"),
     (["--distill_weight", "0.9"], "needs --distill_topk"), (["--distill_topk", "-1"], "must be 0 or more"),
     (["--distill_topk", "9"], "--distill_topk 9: "),
     (["--warmup_ratio", "2"], "--warmup_ratio is 2.0; it must lie between 0 and 1"),
