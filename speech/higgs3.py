@@ -43,6 +43,7 @@ RELEASED_CODEC = {      # what transformers' defaults for HiggsAudioV2TokenizerC
     "target_bandwidths": [0.5, 1, 1.5, 2], "acoustic_model_config": {
         "model_type": "dac", "encoder_hidden_size": 64, "downsampling_ratios": [8, 5, 4, 2, 3], "hidden_size": 256,
         "decoder_hidden_size": 1024, "upsampling_ratios": [8, 5, 4, 2, 3], "hop_length": 960}}
+NORMED = {"g": "parametrizations.weight.original0", "v": "parametrizations.weight.original1"}
 OWN_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
              "merges.txt", "chat_template.jinja", "LICENSE", "NOTICE")      # of a folder, beside its weights
 
@@ -296,6 +297,9 @@ def unpack_codec(folder, config_dict, into):
     config = HiggsAudioV2TokenizerConfig(**config_dict.get("audio_tokenizer_config", RELEASED_CODEC))
     with torch.device("meta"):
         wanted = {name: value.shape for name, value in HiggsAudioV2TokenizerModel(config).state_dict().items()}
+    for name in parts.keys() - wanted.keys():       # weight norm as older torch names it
+        stem, _, half = name.rpartition(".weight_")
+        parts[f"{stem}.{NORMED[half]}" if half in NORMED else name] = parts.pop(name)
     if other := [name for name in wanted if name in parts and tuple(parts[name].get_shape()) != tuple(wanted[name])]:
         raise UserError(f"{folder}: its codec is another one than the released: {other[0]} has the shape "
                         f"{parts[other[0]].get_shape()}; give --audio_tokenizer_path")

@@ -331,6 +331,12 @@ def test_an_unpacked_codec_is_the_one_inside_or_refused(folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     into = higgs3.unpack_codec(folder, config, tmp_path / "codec")
     assert higgs3.unpack_codec(folder, config, into) == into
+    whole, older = load_file(folder / "model.safetensors"), shutil.copytree(folder, tmp_path / "older")
+    for half, name in higgs3.NORMED.items():
+        normed, = [key for key in whole if key.endswith(name)]
+        whole[normed.replace(name, f"weight_{half}")] = whole.pop(normed)
+    save_file(whole, older / "model.safetensors")
+    assert higgs3.unpack_codec(older, config, into) == into
     values = load_file(into / "model.safetensors")
     values["fc2.bias"] += 1
     save_file(values, into / "model.safetensors")
