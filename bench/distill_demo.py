@@ -1,9 +1,11 @@
-r"""A finished launch/distill_demo.sh as a report of this folder: how often models agree with the teacher and the truth.
+r"""A finished STORY=language launch/distill_demo.sh as a report of this folder: how often models agree with the
+teacher and the truth.
 
-    python bench/distill_demo.py OUT --command "STEPS=40 bash launch/distill_demo.sh" --report distill_real
+    STORY=language OUT=real bash launch/distill_demo.sh
+    python bench/distill_demo.py real --command "STORY=language bash launch/distill_demo.sh" --report distill_real
 
-Reads OUT/labels.stats.json, evaluation/evaluation.json and stages.tsv (name, seconds). The report holds numbers and
-names of labels, no line that was labelled and no answer.
+Reads OUT/labels.stats.json, evaluation/evaluation.json and stages.tsv (name, seconds, seconds of the CPUs). The report
+holds numbers and names of labels, no line that was labelled and no answer.
 """
 import argparse
 import json
@@ -50,7 +52,7 @@ def summarise(out, command):
             continue
     seconds = {}        # over all starts that finished a stage
     for line in (out / "stages.tsv").read_text().splitlines():
-        name, took = line.split("\t")
+        name, took = line.split("\t")[:2]
         seconds[name] = seconds.get(name, 0) + int(took)
     systems = evaluation["systems"]
     report |= {

@@ -33,7 +33,7 @@ STEPS = {
     "Higgs TTS 3 4B, LoRA on all, no dropout, 8k tokens": ("speech3", 1, (*LORA, *ALL)),
     "chat 4B, LoRA, DDP, 8k tokens": ("chat", 1, (*LORA, "--parallel", "ddp")),
     "chat 4B, full, DDP, 8k tokens": ("chat", 1, ("--max_tokens_per_batch", 8192, "--parallel", "ddp")),
-    "chat 4B, full, FSDP2 on 8, 8k tokens": ("chat", 8, ("--max_tokens_per_batch", 8192)),
+    "chat 4B, full, FSDP2 on 8, 8k tokens": ("chat", 8, ("--max_tokens_per_batch", 8192, "--parallel", "fsdp")),
     "block diffusion 170M, 128 problems": ("blocks", 1, ("--problems_per_batch", 128, "--gradient_accumulation_steps",
                                                          1)),
 }

@@ -210,11 +210,13 @@ def grown(answer):
 
 
 def evaluation_tables(evaluations):
-    """Metrics as rows, evaluations as columns; their samples and settings folded away."""
+    """Verdicts; metrics as rows, evaluations as columns; their samples and settings folded away."""
     names = list(dict.fromkeys(name for found in evaluations for name in found["metrics"]))
-    parts = [table(["metric", *(found["name"] for found in evaluations)],
-                   [[name, *(number(found["metrics"].get(name)) for found in evaluations)] for name in names],
-                   'id="evaluations"')]
+    parts = [f'<p class="verdict">{html(found["name"])}: {html(found["verdict"])}</p>' for found in evaluations
+             if found["verdict"]]
+    parts += [table(["metric", *(found["name"] for found in evaluations)],
+                    [[name, *(number(found["metrics"].get(name)) for found in evaluations)] for name in names],
+                    'id="evaluations"')]
     for found in evaluations:
         keys = list(dict.fromkeys(key for row in found["samples"] for key in row))
         rows = [[number(row.get(key)) if isinstance(row.get(key), (int, float, type(None))) else row[key]

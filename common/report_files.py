@@ -240,7 +240,10 @@ def natural(text):
 
 
 def read_evaluation(path):
-    """An evaluation.json: {"name": str, "metrics": {metric: number or None}, "samples": [...], "settings": {...}}."""
+    """An evaluation.json: {"name": str, "metrics": {metric: number or None}, "samples": [...], "settings": {...}}.
+
+    "verdict": text, "" where it has none.
+    """
     found = json_files.read_object(path)
     if not isinstance(found.get("metrics"), dict):
         raise UserError(f"{path}: has no metrics; evaluate_tts.py writes such files")
@@ -253,4 +256,4 @@ def read_evaluation(path):
     if not isinstance(settings, dict):
         raise UserError(f"{path}: its settings are not an object")
     return {"name": str(found.get("name", Path(path).parent.name)), "metrics": found["metrics"], "path": Path(path),
-            "samples": samples, "settings": settings}
+            "samples": samples, "settings": settings, "verdict": str(found.get("verdict", ""))}

@@ -160,6 +160,9 @@ def check_flags(args, world_size):
         if getattr(args, flag) is None:
             setattr(args, flag, value * 10 if flag == "learning_rate" and args.use_lora else value)
     need(args.auto or not args.global_batch_size, "--global_batch_size needs --auto; or give --problems_per_batch")
+    for flag in ("problems_per_batch", "per_device_train_batch_size", "gradient_accumulation_steps"):
+        need(not args.global_batch_size or flag not in flags.named(args),
+             f"give one of --global_batch_size and --{flag}")
     args.global_batch_size = args.global_batch_size or args.problems_per_batch * args.gradient_accumulation_steps
     flags.check_shared(args)
     flags.check_bad_samples(args, CHECKS)

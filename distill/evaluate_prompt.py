@@ -1,13 +1,17 @@
-r"""Judge a student of train_sft.py --prompt_file by answers it has not seen: how much of the prompt has it learned?
+r"""Judge a student of train_sft.py by answers it has not seen: how much of a prompt that it never reads has it learned?
 
     python distill/evaluate_prompt.py --checkpoint out/checkpoint-48 --output_dir out/evaluation
     python distill/evaluate_prompt.py --checkpoint out/checkpoint-48 --output_dir out/evaluation \
-        --follows '^Ahoy' --min_closed 0.5
+        --follows '^Ahoy' --min_closed 0.5 --control swapped/checkpoint-48
+    python distill/evaluate_prompt.py --checkpoint out/checkpoint-48 --output_dir out/evaluation \
+        --base_url http://localhost:8000/v1 --model_name JUDGE
 
 Three columns: "base" is the model without prompt and adapters, "student" has the adapters, "base + prompt" is their
 teacher. On the answers that the run held out (held_out.py proves which): the divergence KL(teacher, column) and the
 negative log-likelihood, per token. Then all three answer the held-out questions, greedily: how many answers follow the
-rule --follows, how many are the teacher's very words, how many end by themselves; tokens and seconds for each.
+rule --follows, how many are the teacher's very words and how much of the wording is the same (ROUGE-L, judge.py), how
+many end by themselves; tokens and seconds for each. With --base_url a judge compares the student's answers with those
+of the other two. With --control another run's adapters, which should not have learned, are a fourth column.
 
 "closed" is the part of the way from base to base + prompt that the student went, 1 being all of it. Written:
 evaluation.json with all answers side by side, which common/report.py shows, and evaluation.txt.
@@ -22,24 +26,39 @@ from common import flags
 from common.flags import UserError, need
 
 COLUMNS = ("base", "student", "base + prompt")
+CONTROL = "control"
+TOPIC = "{topic}"
 
 
 def build_parser():
     p = flags.Parser("Judge a student that has learned a prompt.")
-    p.add_argument("--checkpoint", required=True, metavar="FOLDER", help="of train_sft.py --prompt_file")
+    p.add_argument("--checkpoint", required=True, metavar="FOLDER", help="of train_sft.py --use_lora")
     p.add_argument("--model_path", help="base model the run started from (default: what the run's flags say)")
     p.add_argument("--data_file", metavar="ANSWERS", help="what the run trained on (default: what the run's flags say)")
+    p.add_argument("--prompt_file", help="the teacher's prompt, for a run that learned answers alone (default: run's)")
+    p.add_argument("--prompt_role", choices=("user", "system"), default="user",
+                   help="with --prompt_file: around the last user message, or in a system message of its own")
     p.add_argument("--output_dir", required=True, help="everything written goes here")
     p.add_argument("--follows", metavar="PATTERN", help="regular expression found in answers that follow the prompt")
     p.add_argument("--follows_language", metavar="CODE",
                    help="or the language (ISO 639-1) that it is in, told by py3langid")
+    p.add_argument("--topic", metavar="PATTERN",
+                   help="regular expression; what its group is in the question stands for {topic} in --follows")
     p.add_argument("--min_closed", type=float, default=0.0,
-                   help="share, 0 to 1: exit status 1 when less of the way was gone, in divergence or in following")
+                   help="share, 0 to 1: exit status 1 when less of the way was gone, in divergence or in following; "
+                        "with --control also when the control went so far in both")
+    p.add_argument("--control", metavar="FOLDER", help="checkpoint of a run that held out the same questions")
     p.add_argument("--max_new_tokens", type=int, default=128, help="tokens an answer may have")
     p.add_argument("--batch_size", type=int, default=16, help="answers scored, and generated, together")
     p.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
                    help="to compute in; auto: bfloat16 on a GPU that has it, else float32")
     p.add_argument("--device", help="where the model runs (default: the GPU if there is one)")
+    g = p.add_argument_group("judge")
+    g.add_argument("--base_url", help="of a server whose model compares answers, e.g. http://localhost:8000/v1; key in "
+                                      "OPENAI_API_KEY")
+    g.add_argument("--model_name", help="the server's name for it")
+    g.add_argument("--max_tokens", type=int, default=1024, help="tokens an answer of it may have, thoughts included")
+    g.add_argument("--concurrency", type=int, default=64, help="requests under way at once")
     return p
 
 
@@ -47,11 +66,18 @@ def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later."""
     flags.at_least_one(args, "max_new_tokens", "batch_size")
     flags.share(args, "min_closed")
+    flags.at_least_one(args, "max_tokens", "concurrency")
     need(not (args.follows and args.follows_language), "give one of --follows and --follows_language")
-    try:
-        re.compile(args.follows or "")
-    except re.error as error:
-        raise UserError(f"--follows {args.follows!r}: is not a regular expression ({error})")
+    for flag, pattern in (("follows", (args.follows or "").replace(TOPIC, "x")), ("topic", args.topic or "()")):
+        try:
+            groups = re.compile(pattern).groups
+        except re.error as error:
+            raise UserError(f"--{flag} {pattern!r}: is not a regular expression ({error})")
+        need(flag == "follows" or groups == 1, f"--topic {pattern!r}: has {groups} groups; the topic is in one: (...)")
+    need((TOPIC in (args.follows or "")) == bool(args.topic), f"--topic and {TOPIC} in --follows belong together")
+    need(bool(args.base_url) == bool(args.model_name), "--base_url and --model_name, the judge, belong together")
+    need(args.prompt_file or args.prompt_role == "user", "--prompt_role needs --prompt_file")
+    need(not args.control or args.follows or args.follows_language, "--control needs --follows or --follows_language")
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
@@ -59,40 +85,53 @@ ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else N
 
 import contextlib
 import json
+import math
 import tempfile
 
 import torch
 
 from common import adapters, checkpoint, document_attention, parallel, verdict
 from distill import chat, held_out, packed_lm, scores, student, weights
+from distill import judge as judging
 from distill.table import ChatSamples, collate
-from distill.teacher import read_prompt, with_prompt
+from distill.teacher import PLACE, Sampling, open_server, read_prompt, with_prompt
 
 
-def follows_rule(pattern, language):
-    """Function of an answer's text: does it follow the prompt? None without a rule."""
+def follows_rule(pattern, language, topic=None):
+    """Function of question and answer, texts: does the answer follow the prompt? None without a rule.
+
+    topic: pattern whose group is searched in the question, UserError where it is not; it stands for TOPIC in pattern.
+    """
+    def follows(question, text):
+        found = re.search(topic, question) if topic else None
+        if topic and not found:
+            raise UserError(f"--topic {topic!r}: is not in the question {question!r}")
+        return bool(re.search(pattern.replace(TOPIC, re.escape(found[1])) if topic else pattern, text))
     if pattern:
-        return lambda text: bool(re.search(pattern, text))
+        return follows
     if not language:
         return None
     try:
         from py3langid import langid
     except ImportError:
         raise UserError("--follows_language: the package py3langid is missing: pip install py3langid==0.4.0")
-    return lambda text: langid.classify(text)[0] == language
+    return lambda question, text: langid.classify(text)[0] == language
 
 
 @torch.no_grad()
-def likelihoods(model, samples, batch_size):
+def likelihoods(model, samples, batch_size, columns=COLUMNS):
     """{column: {"kl", "nll"}} per trained token of the samples, in nats.
 
-    model: PeftModel with document_attention. samples: of table.ChatSamples, with a prompt.
+    model: PeftModel. samples: of table.ChatSamples, with a prompt. columns: any other than "base" and "base + prompt"
+    is the model with its adapters.
     """
+    config = model.get_base_model().config
+    own, config._attn_implementation = config._attn_implementation, document_attention.ATTENTION
     packed, found = packed_lm.PackedLM(model, share=1.0, prompted=("forward", 0.5, 0)).eval(), {}
     plain = packed_lm.PackedLM(model).eval()
     batches = [samples[i:i + batch_size] for i in range(0, len(samples), batch_size)]
     device = model.get_input_embeddings().weight.device
-    for column in COLUMNS:
+    for column in columns:
         sums = torch.zeros(3, dtype=torch.float64)
         for part in batches:
             if column == "base + prompt":       # the teacher's own likelihood of the same answers
@@ -107,16 +146,20 @@ def likelihoods(model, samples, batch_size):
                 row = (apart.item(), nll.item(), n.item())
             sums += torch.tensor(row, dtype=torch.float64)
         found[column] = {"kl": (sums[0] / sums[2]).item(), "nll": (sums[1] / sums[2]).item()}
+    config._attn_implementation = own
     return found
 
 
-def answer_all(model, tokenizer, lines, prompt, max_new_tokens, batch_size):
-    """{column: ([Answer], speed)} of student.ask_all. model: PeftModel; lines: held_out.Lines."""
+def answer_all(model, tokenizer, lines, prompt, max_new_tokens, batch_size, columns=COLUMNS):
+    """{column: ([Answer], speed)} of student.ask_all. model: PeftModel; lines: held_out.Lines.
+
+    columns: of likelihoods.
+    """
     ask, found = student.open_transformers(model, tokenizer, lines.ends, lines.thinking), {}
-    for column in COLUMNS:
+    for column in columns:
         chats = lines.chats if column != "base + prompt" else [with_prompt(prompt, asked) for asked in lines.chats]
         print(f"asking     {column}: {len(chats):,} questions")
-        with contextlib.nullcontext() if column == "student" else adapters.switched_off(model):
+        with adapters.switched_off(model) if column.startswith("base") else contextlib.nullcontext():
             found[column] = student.ask_all(ask, chats, max_new_tokens, batch_size)
     return found
 
@@ -126,20 +169,35 @@ def closed(base, reached, goal):
     return (reached - base) / (goal - base) if goal != base else None
 
 
-def judge(answers, likely, rule):
-    """({column: {measure: value}}, {measure: part of the way closed})."""
+def judge(answers, likely, rule, questions):
+    """({column: {measure: value}}, {column: {measure: part of the way closed}} of those that learned)."""
     columns, theirs = {}, [answer.text.strip() for answer in answers["base + prompt"][0]]
     for name, (given, speed) in answers.items():
         texts = [answer.text.strip() for answer in given]
         columns[name] = likely[name] | {
-            "follows": scores.proportion(sum(map(rule, texts)), len(texts))["share"] if rule else None,
+            "follows": scores.proportion(sum(map(rule, questions, texts)), len(texts))["share"] if rule else None,
             "exact": scores.proportion(sum(map(str.__eq__, texts, theirs)), len(texts))["share"],
+            "overlap": math.fsum(map(judging.overlap, texts, theirs)) / len(texts),
             "ended": scores.proportion(sum(answer.finish_reason == "stop" for answer in given), len(given))["share"],
             "tokens in": speed["tokens_in"], "tokens out": speed["tokens_out"],
             "seconds alone": speed["seconds_per_line_alone"]}
-    ways = {measure: closed(*(columns[name][measure] for name in COLUMNS))
-            for measure in ("kl", "nll", *(["follows"] if rule else []))}
+    ways = {name: {measure: closed(*(columns[each][measure] for each in ("base", name, "base + prompt")))
+                   for measure in ("kl", "nll", *(["follows"] if rule else []))}
+            for name in columns if not name.startswith("base")}
     return columns, ways
+
+
+def judged_pairs(args, prompt, questions, answers):
+    """{other column: {outcome: count} and "score"} of the student's answers by the judge that the flags name."""
+    ask = open_server(args.model_name, Sampling(args.max_tokens), args.base_url, args.concurrency)
+    instruction, texts = PLACE.join(part for part in prompt[1:] if part), {
+        name: [answer.text.strip() for answer in given] for name, (given, _) in answers.items()}
+    found = {}
+    for other in ("base", "base + prompt"):
+        print(f"judging    student and {other}: {len(questions):,} pairs, both orders")
+        outcomes = judging.compare(ask, instruction, questions, texts["student"], texts[other])
+        found[other] = {each: outcomes.count(each) for each in judging.OUTCOMES} | {"score": judging.score(outcomes)}
+    return found
 
 
 def table_lines(columns):
@@ -160,55 +218,108 @@ def check_closed(name, ways, least):
             raise UserError(f"{name}: {words}: {part} is closed, less than --min_closed {least}")
 
 
+def check_control(name, ways, least):
+    """Raise UserError when a control went this part of both ways: then the test shows nothing."""
+    if min(ways["kl"] or 0, ways["follows"] or 0) >= least:
+        raise UserError(f"--control {name}: closed {ways['kl']:.3f} of the divergence and {ways['follows']:.3f} of the "
+                        f"following rate, --min_closed {least} of both: it learned as well")
+
+
+def words_of(way):
+    """A part of the way in divergence and following, for the verdict."""
+    return " and ".join(f"{verdict.percent(part)} of the way in {name}" for name, part in (
+        ("divergence", way["kl"]), ("following", way.get("follows"))) if part is not None)
+
+
+def open_run(args, name):
+    """(checkpoint folder, its state, its run's flags, folder of its base, its tokenizer) of a run with adapters."""
+    folder, adapter, meta = held_out.open_checkpoint(name)
+    data_file = args.data_file if name == args.checkpoint else None
+    run = held_out.run_flags(name, meta, data_file, None if meta else data_file)
+    if not adapter:
+        raise UserError(f"--checkpoint {folder}: has no adapters, evaluate_sft.py judges labels")
+    if name == args.checkpoint and bool(run.prompt_file) == bool(args.prompt_file):
+        raise UserError(f"--prompt_file {args.prompt_file}: {folder} learned {run.prompt_file}; drop the flag"
+                        if run.prompt_file else f"--checkpoint {folder}: was not trained with --prompt_file; give that "
+                        "flag here, or evaluate_sft.py, which judges labels")
+    base = weights.find_model(args.model_path or run.model_path)
+    held_out.check_base(name, base, meta)
+    return folder, meta, run, base, chat.load_tokenizer(folder)
+
+
+def judge_control(args, device, dtype, samples, lines, prompt):
+    """(likelihoods, answers) of the column of --control. Raises UserError unless it held out the same questions."""
+    folder, meta, run, base, tokenizer = open_run(args, args.control)
+    theirs = held_out.read_lines(args.control, run, meta, base, tokenizer)
+    if (theirs.ids, theirs.chats) != (lines.ids, lines.chats):
+        raise UserError(f"--control {folder}: held out other questions than {args.checkpoint}")
+    model = student.load_model(base, folder, dtype, device)
+    return (likelihoods(model, samples, args.batch_size, (CONTROL,)),
+            answer_all(model, tokenizer, lines, prompt, args.max_new_tokens, args.batch_size, (CONTROL,)))
+
+
 def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     with parallel.one_clear_error():
-        rule = follows_rule(args.follows, args.follows_language)
+        rule = follows_rule(args.follows, args.follows_language, args.topic)
         device, dtype = student.pick_device(args.device, args.dtype)
-        folder, adapter, meta = held_out.open_checkpoint(args.checkpoint)
-        run = held_out.run_flags(args.checkpoint, meta, args.data_file, None if meta else args.data_file)
-        if not (adapter and run.prompt_file):
-            raise UserError(f"--checkpoint {folder}: was not trained with --prompt_file; evaluate_sft.py judges labels")
-        base, tokenizer = weights.find_model(args.model_path or run.model_path), chat.load_tokenizer(folder)
-        held_out.check_base(args.checkpoint, base, meta)
-        prompt = read_prompt(run.prompt_file, run.prompt_role)
+        device, dtype = torch.device(device), getattr(torch, dtype)
+        folder, meta, run, base, tokenizer = open_run(args, args.checkpoint)
         lines = held_out.read_lines(args.checkpoint, run, meta, base, tokenizer)
+        questions = [held_out.question(asked) for asked in lines.chats]
+        if args.prompt_file:        # then the fingerprints of lines without it, which were just compared, are no more
+            run.prompt_file, run.prompt_role, meta = args.prompt_file, args.prompt_role, None
+            if args.prompt_role == "user":
+                run.train_turns = "last"
+        prompt = read_prompt(run.prompt_file, run.prompt_role)
         with tempfile.TemporaryDirectory() as scratch:
             table, _, numbers, *_ = held_out.read_table(scratch, args.checkpoint, run, meta, base, tokenizer)
             samples = [ChatSamples(table)[int(i)] for i in numbers]
         checkpoint.own_output(args.output_dir)
         print(f"data       {lines.about['training_lines']:,} answers trained, {len(samples):,} to judge")
-        model = student.load_model(base, folder, getattr(torch, dtype), torch.device(device))
+        model = student.load_model(base, folder, dtype, device)
         packed_lm.check_model(model.get_base_model())
-        config = model.get_base_model().config
-        own, config._attn_implementation = config._attn_implementation, document_attention.ATTENTION
         likely = likelihoods(model, samples, args.batch_size)
-        config._attn_implementation = own
         answers = answer_all(model, tokenizer, lines, prompt, args.max_new_tokens, args.batch_size)
-        columns, ways = judge(answers, likely, rule)
-        saved = columns["base + prompt"]["tokens in"] - columns["student"]["tokens in"]
-        metrics = {f"{name}: {measure}": value for name, row in columns.items() for measure, value in row.items()}
-        metrics |= {f"closed: {measure}": value for measure, value in ways.items()} | {"tokens saved": saved}
-        texts = [held_out.question(asked) for asked in lines.chats]
-        rows = [{"id": number, "question": text, "held out": label,
-                 **{name: found[i].text for name, (found, _) in answers.items()}}
-                for i, (number, text, label) in enumerate(zip(lines.ids, texts, lines.labels))]
-        report = {"name": str(args.output_dir), "metrics": metrics, "settings": vars(args), "data": lines.about,
-                  "samples": rows}
-        done = [f"{verdict.percent(part)} of the way in {name}" for name, part in (
-            ("divergence", ways["kl"]), ("following", ways.get("follows"))) if part is not None]
-        notes = [f"saved      {saved:.1f} tokens of prompt a request",
-                 verdict.line([f"the student went {' and '.join(done)}, on {len(samples)} answers not trained"])]
-        shown = "\n".join([*table_lines(columns), *notes])
-        out = Path(args.output_dir)
-        for name, text in (("evaluation.json", json.dumps(report, indent=1, ensure_ascii=False)),
-                           ("evaluation.txt", shown)):
-            checkpoint.write_atomically(out / name,
-                                        lambda path, text=text: path.write_text(text + "\n", encoding="utf-8"))
-        print(shown)
-        print(f"done       {out}/evaluation.json, evaluation.txt")
-        check_closed(args.checkpoint, ways, args.min_closed)
+        if args.control:
+            for found, more in zip((likely, answers), judge_control(args, device, dtype, samples, lines, prompt)):
+                found |= more
+        pairs = judged_pairs(args, prompt, questions, answers) if args.base_url else {}
+        write_results(args, lines, questions, answers, *judge(answers, likely, rule, questions), pairs)
+
+
+def write_results(args, lines, questions, answers, columns, ways, pairs):
+    """evaluation.json and evaluation.txt; prints the latter. Raises UserError for less than --min_closed."""
+    saved = columns["base + prompt"]["tokens in"] - columns["student"]["tokens in"]
+    metrics = {f"{name}: {measure}": value for name, row in columns.items() for measure, value in row.items()}
+    metrics |= {f"{'' if name == 'student' else name + ' '}closed: {measure}": value
+                for name, way in ways.items() for measure, value in way.items()} | {"tokens saved": saved}
+    metrics |= {f"judge, against {other}: {what}": value for other, row in pairs.items() for what, value in row.items()}
+    rows = [{"id": number, "question": text, "held out": label,
+             **{name: found[i].text for name, (found, _) in answers.items()}}
+            for i, (number, text, label) in enumerate(zip(lines.ids, questions, lines.labels))]
+    clauses = [f"the student went {words_of(ways['student'])}, on {len(rows)} answers not trained"]
+    if rates := [f"{name} {verdict.percent(row['follows'])}" for name, row in columns.items()
+                 if row["follows"] is not None]:
+        clauses.append(f"following: {', '.join(rates)}")
+    if args.control:
+        clauses.append(f"the control went {words_of(ways[CONTROL])}")
+    notes = [*([f"left out   {len(lines.rejected)} held-out questions to which the data has no whole answer"]
+               if lines.rejected else []), f"saved      {saved:.1f} tokens of prompt a request",
+             *(f"judge      student against {other}: {', '.join(f'{row[each]} {each}' for each in judging.OUTCOMES)}"
+               for other, row in pairs.items()), verdict.line(clauses)]
+    report = {"name": str(args.output_dir), "metrics": metrics, "settings": vars(args), "data": lines.about,
+              "verdict": "; ".join(clauses), "samples": rows}
+    shown, out = "\n".join([*table_lines(columns), *notes]), Path(args.output_dir)
+    for name, text in (("evaluation.json", json.dumps(report, indent=1, ensure_ascii=False)),
+                       ("evaluation.txt", shown)):
+        checkpoint.write_atomically(out / name, lambda path, text=text: path.write_text(text + "\n", encoding="utf-8"))
+    print(shown)
+    print(f"done       {out}/evaluation.json, evaluation.txt")
+    check_closed(args.checkpoint, ways["student"], args.min_closed)
+    if args.control and args.min_closed:
+        check_control(args.control, ways[CONTROL], args.min_closed)
 
 
 if __name__ == "__main__":

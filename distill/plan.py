@@ -21,8 +21,16 @@ def samples_line(table, train_ids, eval_ids):
 # Memory
 
 # fp32: logits, log-softmax and two gradients; stored alternatives' bucket has one more; with a prompted teacher its
-# logits and log-softmax, and the products of both distributions
-LOGIT_COPIES, PROMPTED_COPIES = {False: 4, True: 5}, 10
+# logits and log-softmax, and the products of both distributions. Counted: what a step's tensors take at its peak
+LOGIT_COPIES, PROMPTED_COPIES = {False: 4, True: 5}, {"forward": 8, "reverse": 8, "js": 12, "topk": 6}
+
+
+def logit_copies(model):
+    """How many times the logits of a piece of rows are there at the peak of a PackedLM's step."""
+    if model.prompted:
+        kind, _, k = model.prompted
+        return PROMPTED_COPIES["topk" if k else kind]
+    return LOGIT_COPIES[bool(model.share)]
 
 
 def row_bytes(model, bf16, sharded, gpu=True):
@@ -59,8 +67,7 @@ def memory_stages(setup, model, tokens, rows, row=None):
                                 casts=casts, accumulation=setup.accumulation, **memory.table_of(native))
     kept, layer = memory.kept_bytes(row or row_bytes(model, setup.bf16, fsdp), len(layers), recompute)
     activations = tokens * kept + rows * native.config.hidden_size * (2 if setup.bf16 else 4)     # of the head
-    copies = PROMPTED_COPIES if model.prompted else LOGIT_COPIES[bool(model.share)]
-    logits = copies * 4 * np.minimum(rows, model.chunk) * native.config.vocab_size
+    logits = logit_copies(model) * 4 * np.minimum(rows, model.chunk) * native.config.vocab_size
     if head.requires_grad:      # its gradient is summed over the pieces in fp32; what each adds is made when they go
         value = 2 if setup.bf16 else 0
         logits = np.maximum(logits, value * (head.numel() + np.minimum(rows, model.chunk) * native.config.vocab_size))

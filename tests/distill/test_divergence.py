@@ -20,6 +20,7 @@ from distill.divergence import divergence
 from distill.table import ChatSamples, ChatTable, collate, write_table
 from distill.teacher import read_prompt, with_prompt
 from tests.helpers import chats
+from tests.helpers.judge_server import judging
 from tests.helpers.lora_server import LoraServer
 from tests.helpers.pool import Pool
 
@@ -247,12 +248,12 @@ def train(made, tmp_path_factory):
     """train(ranks, output_dir, *flags) -> {step: {metric: value}} of a run of train_sft.py."""
     pool = Pool(2, tmp_path_factory.mktemp("pool"), "distill.train_sft")
 
-    def run(ranks, output_dir, *more, student="smollm2"):
+    def run(ranks, output_dir, *more, student="smollm2", prompted=True):
         statuses, output = pool.run(ranks, "distill.train_sft.main", [str(part) for part in (
             "--model_path", made / student, "--train_data_file", made / "chats.jsonl", "--output_dir", output_dir,
-            "--validation_split", 0.2, "--seed", 5, "--use_lora", "--lora_rank", 4, "--prompt_file",
-            made / "system.txt", "--prompt_role", "system", "--learning_rate", 5e-3, "--num_workers", 0, "--report_to",
-            "none", "--logging_steps", 1, "--eval_steps", 3, *more)])
+            "--validation_split", 0.2, "--seed", 5, "--use_lora", "--lora_rank", 4, "--learning_rate", 5e-3,
+            "--num_workers", 0, "--report_to", "none", "--logging_steps", 1, "--eval_steps", 3,
+            *(("--prompt_file", made / "system.txt", "--prompt_role", "system") if prompted else ()), *more)])
         assert not any(statuses), output
         lines = map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines())
         found = {}
@@ -339,7 +340,12 @@ def test_drawn_answers_are_draws(made, tmp_path):
     ids = ChatSamples(table)[0]
     prompt = ids[1][:rollouts.last_answer(ids[2][:ids[3]])]
     share = torch.softmax(reference(torch.from_numpy(prompt)[None]).logits[0, -1], -1)
-    drawn = rollouts.generate(model.native, [prompt] * 1500, list(range(1500)), 1, ends, False)
+    end = share.argmax().item()
+    drawn = rollouts.generate(model.native, [prompt] * 40, list(range(40)), 3, [end], False)
+    assert {len(answer) for answer in drawn if end not in answer} == {3}, "what is cut off gets no end"
+    ended = [answer.tolist() for answer in drawn if end in answer]
+    assert ended and all(answer.index(end) == len(answer) - 1 for answer in ended), "an end belongs to its answer"
+    drawn = rollouts.generate(model.native, [prompt] * 1500, list(range(1500)), 1, [end], False)
     for token in share.topk(4).indices.tolist():
         p = share[token].item()
         assert abs(np.mean([answer[0] == token for answer in drawn]) - p) < 4 * (p * (1 - p) / 1500) ** 0.5
@@ -376,3 +382,50 @@ def test_the_judge_of_a_prompt(made, train, tmp_path, capsys):
         parallel._claimed.clear()
         evaluate_prompt.main([*given[:3], str(tmp_path / "again"), *given[4:], "--min_closed", "1"])
     assert "closed, less than --min_closed 1.0" in capsys.readouterr().err
+
+
+def test_a_control_that_learned_as_well_and_a_judge_of_the_student(made, train, tmp_path, capsys):
+    """Answers alone were learned; the run as its own control; the rule names the question's first word; a judge that
+    prefers longer answers."""
+    train(1, tmp_path / "run", "--parallel", "ddp", "--per_device_train_batch_size", 4, "--max_steps", 2,
+          "--save_steps", 0, prompted=False)
+    run = str(tmp_path / "run" / "checkpoint-2")
+    given = ["--checkpoint", run, "--control", run, "--max_new_tokens", "4", "--batch_size", "3",
+             "--topic", r"(\w+)", "--follows", "{topic}|e"]
+    with pytest.raises(SystemExit):
+        evaluate_prompt.main([*given, "--output_dir", str(tmp_path / "judged")])
+    assert "was not trained with --prompt_file; give that flag here" in capsys.readouterr().err
+    given += ["--prompt_file", str(made / "system.txt"), "--prompt_role", "system"]
+    parallel._claimed.clear()
+    with judging(lambda first, second: f"Verdict: {'first' if len(first) > len(second) else 'second'}") as (url, asked):
+        evaluate_prompt.main([*given, "--output_dir", str(tmp_path / "judged"), "--base_url", url, "--model_name",
+                              "judge"])
+    report = json.loads((tmp_path / "judged" / "evaluation.json").read_text())
+    metrics, rows = report["metrics"], report["samples"]
+    for measure in ("kl", "nll", "follows", "exact", "overlap", "tokens in", "tokens out"):
+        assert metrics[f"control: {measure}"] == pytest.approx(metrics[f"student: {measure}"], rel=1e-6)
+    assert "; following: base " in report["verdict"] and "; the control went " in report["verdict"]
+    follow = [row["question"].split()[0] in row["student"] or "e" in row["student"] for row in rows]
+    assert metrics["student: follows"] == pytest.approx(np.mean(follow))
+    longer = [len(row["student"].strip()) - len(row["base"].strip()) for row in rows]
+    assert metrics["judge, against base: won"] == sum(more > 0 for more in longer)
+    assert metrics["judge, against base: lost"] == sum(more < 0 for more in longer)
+    assert len(asked) == 4 * len(rows) and all("brown fox jumps" in text for text in asked)
+
+    ways = {"kl": 0.7, "nll": 0.1, "follows": 0.6}
+    evaluate_prompt.check_control("c", ways | {"follows": 0.4}, 0.5)
+    evaluate_prompt.check_control("c", ways | {"follows": None}, 0.5)
+    with pytest.raises(UserError, match="closed 0.700 of the divergence and 0.600 of the following rate"):
+        evaluate_prompt.check_control("c", ways, 0.5)
+    with pytest.raises(UserError, match="--topic .* is not in the question 'Is it'"):
+        evaluate_prompt.follows_rule("^{topic}", None, "What (.)")("Is it", "x")
+
+
+@pytest.mark.parametrize("flags_given, message", [
+    (["--topic", "x"], "has 0 groups"), (["--topic", "(x)"], "{topic} in --follows belong together"),
+    (["--follows", "("], "is not a regular expression"), (["--model_name", "x"], "belong together"),
+    (["--control", "x"], "--control needs --follows")])
+def test_flags_of_the_judge_that_would_do_nothing(flags_given, message, capsys):
+    with pytest.raises(SystemExit):
+        evaluate_prompt.main(["--checkpoint", "c", "--output_dir", "o", *flags_given])
+    assert message in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """--dry_run of the student trainer: its estimate of activations and logits against what a real step leaves alive."""
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -103,6 +104,19 @@ def test_logits_are_the_peak_of_many_rows(topk, trained):
     one, rows = plan.row_bytes(empty, False, True, gpu=False), len(batch.rows)
     logits = plan.LOGIT_COPIES[bool(topk)] * 4 * min(rows, 200) * 4000
     assert 300 * (one["inputs"] + one["ends"]) + rows * 4 * 96 + logits == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.parametrize("k", [0, 20])
+@pytest.mark.parametrize("kind", ["forward", "reverse", "js"])
+def test_logits_of_student_and_prompted_teacher_are_counted(kind, k):
+    torch.manual_seed(0)
+    hidden, teacher = torch.randn(2, 100, 4).unbind()
+    hidden, weight, targets = hidden.clone().requires_grad_(), torch.randn(9000, 4), torch.randint(0, 9000, (100,))
+    with LiveBytes([hidden, weight, targets, teacher]) as live:
+        loss, *_ = packed_lm.chunked_loss(hidden, weight, None, targets, 100, (teacher,), 0.7, (kind, 0.5, k))
+        loss.backward()
+    copies = plan.logit_copies(SimpleNamespace(prompted=(kind, 0.5, k)))
+    assert live.peak == pytest.approx(copies * 4 * 100 * 9000, rel=0.02)
 
 
 def test_counting_leaves_the_model_as_it_was():

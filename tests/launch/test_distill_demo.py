@@ -1,4 +1,5 @@
-"""The distillation demo: its sentences, its teacher, its student's file, its stages in one go, what it refuses."""
+"""The distillation demos: sentences and questions, the teacher, the student's file, stages that end and go on, both
+stories in one go with tiny models, what they refuse."""
 import json
 import os
 import re
@@ -15,10 +16,11 @@ from importlib.util import find_spec
 import pytest
 
 from bench import distill_demo
-from distill import create_data
-from distill.demo import get_smollm2, langid_server
+from common import parallel
+from distill import create_data, evaluate_prompt
+from distill.demo import get_smollm2, langid_server, swap_answers
 from distill.labels import LANGUAGES
-from tests.helpers import chats
+from tests.helpers import chats, tiny_teacher
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT
 from tests.launch.test_launchers import alive, environment
@@ -151,6 +153,39 @@ def test_languages_of_the_identifier_become_labels():
     assert all(langid_server.label_of(language) == label for language, label in ORDER)
 
 
+# -- the questions ----------------------------------------------------------------------------------------------------
+
+
+def test_questions_are_three_about_each_thing_and_the_rule_knows_its_name():
+    follows, topic = (re.search(rf"^{name}=\$\{{{name}:?-'(.*)'\}}", LAUNCHER.read_text(), re.M)[1]
+                      for name in ("FOLLOWS", "TOPIC"))
+    rule = evaluate_prompt.follows_rule(follows, None, topic)
+    questions = (ROOT / "distill" / "demo" / "data" / "questions.txt").read_text().splitlines()
+    assert len(set(questions)) == len(questions) == 3 * 66
+    things = [re.search(topic, question)[1] for question in questions]
+    assert all(len(set(things[i:i + 3])) == 1 for i in range(0, 198, 3)) and len(set(things)) == 66
+    prompt = (ROOT / "distill" / "prompts" / "dictionary.txt").read_text().lower()
+    assert not any(re.search(rf"\b{thing}\b", prompt) for thing in things)
+    follow, other = "Rain: water that falls.", ("Rain is water.", "Snow: frozen water.", "Rain:", "Rain: water: wet.",
+                                                "A rain: water.", "Rain: water.\nAnd more.", "rain water", "")
+    assert rule("What is rain?", follow) and rule("Where is rain found?", follow.lower())
+    assert not any(rule("What is rain?", text) for text in other)
+
+
+def test_swapped_answers_are_all_anothers(tmp_path, capsys):
+    chats.write(tmp_path / "in.jsonl", [chats.ask(f"{i}\u2028?", f"a{i}") for i in range(5)], line=1)
+    swap_answers.main([str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")])
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").split("\n")[:-1]]
+    assert [[message["content"] for message in row["messages"]] for row in rows] == [
+        [f"{i}\u2028?", f"a{(i + 2) % 5}"] for i in range(5)] and rows[0]["line"] == 1
+    (tmp_path / "one.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
+    for path, words in (("one.jsonl", "has 1 conversations"), ("questions.txt", "No such file")):
+        parallel._claimed.clear()
+        with pytest.raises(SystemExit):
+            swap_answers.main([str(tmp_path / path), str(tmp_path / "x.jsonl")])
+        assert words in capsys.readouterr().err
+
+
 # -- the student's file -----------------------------------------------------------------------------------------------
 
 
@@ -183,6 +218,24 @@ def test_without_the_package_it_says_how_to_install_it(tmp_path, monkeypatch, ca
 # -- the launcher -----------------------------------------------------------------------------------------------------
 
 
+def refused(tmp_path, **settings):
+    """The one line with which the launcher refuses these settings, before anything is written."""
+    done = subprocess.run(["bash", str(LAUNCHER)], text=True, capture_output=True, timeout=PATIENCE_S, cwd=ROOT,
+                          env=environment(VENV="none", OUT=str(tmp_path / "out"), **settings))
+    assert done.returncode == 1 and done.stdout == "" and not (tmp_path / "out").exists()
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("settings, message", [
+    ({"STORY": "poems"}, "STORY=poems: prompt or language"), ({"BATCH": "0"}, "BATCH=0: a number from 1 on"),
+    ({"MIN_CLOSED": "2"}, "MIN_CLOSED=2: a share from 0 to 1"),
+    ({"PROMPT": "/nowhere/p.txt"}, "PROMPT: no such file: /nowhere/p.txt"),
+    ({"TEACHER": "x"}, "TEACHER is set, which only STORY=language reads")])
+def test_settings_of_the_prompt_story_that_cannot_work_are_refused_at_once(tmp_path, settings, message):
+    assert refused(tmp_path, **settings).startswith(f"distill_demo: error: {message}")
+
+
 @pytest.mark.parametrize("settings, message", [
     ({"STEPS": "0"}, "STEPS=0: a number from 1 on"),
     ({"RANKS": "two"}, "RANKS=two: a number from 1 on"),
@@ -195,71 +248,124 @@ def test_without_the_package_it_says_how_to_install_it(tmp_path, monkeypatch, ca
     ({"TEACHER_NAME": "qwen"}, "TEACHER_NAME is a server's name: set TEACHER"),
 ])
 def test_settings_that_cannot_work_are_refused_at_once(tmp_path, settings, message):
-    done = subprocess.run(["bash", str(LAUNCHER)], text=True, capture_output=True, timeout=PATIENCE_S, cwd=ROOT,
-                          env=environment(VENV="none", OUT=str(tmp_path / "out"), **settings))
-    assert done.returncode == 1 and done.stdout == "" and not (tmp_path / "out").exists()
-    assert done.stderr.startswith(f"distill_demo: error: {message}") and done.stderr.count("\n") == 1, done.stderr
+    assert refused(tmp_path, STORY="language", **settings).startswith(f"distill_demo: error: {message}")
+
+
+STAGES = """OUT=$1
+source "{root}/launch/env.sh"
+source "{root}/launch/stages.sh"
+step one "$OUT/one-*/file" bash -c 'echo x >>"$0/ran"; mkdir -p "$0/one-9" "$0/one-10"; echo 9 >"$0/one-9/file"
+    echo 10 >"$0/one-10/file"' "$OUT"
+echo "made $made"
+step two "$OUT/two" bash -c 'echo y >>"$0/ran"; {command}' "$OUT"
+echo end
+"""
+# a child in a session of its own that no signal ends, and a leader that saves on TERM
+LONG = """setsid bash -c "trap : TERM INT; while :; do sleep 0.05; done" & echo $! >"$0/started"
+    trap "echo saved >>$0/ran; exit" TERM; while :; do sleep 0.05; done"""
+
+
+@pytest.mark.race
+def test_stages_are_ended_whole_and_go_on_where_they_were(tmp_path):
+    """Ctrl-C: the stage is asked, its status is 130, no process is left; a step is skipped by what it has made."""
+    def start(command, **settings):
+        mark, text = uuid.uuid4().hex, STAGES.replace("{root}", str(ROOT)).replace("{command}", command)
+        process = subprocess.Popen(["bash", "-euo", "pipefail", "-c", text, "bash", str(tmp_path)], text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0,
+                                   env=environment(MARK=mark, **settings))
+        process.mark = mark
+        return process
+
+    def ran():
+        return (tmp_path / "ran").read_text().split()
+    first = start(LONG)
+    try:
+        wait_until(lambda: (tmp_path / "started").exists() or first.poll() is not None, "second stage")
+        assert len(alive(first.mark)) >= 3
+        os.killpg(first.pid, signal.SIGINT)
+        said, _ = first.communicate(timeout=PATIENCE_S)
+        assert first.returncode == 130 and f"made {tmp_path}/one-10/file\n" in said and "\nend\n" not in said
+        wait_until(lambda: not alive(first.mark), "end of every process")
+    finally:
+        for pid in alive(first.mark):
+            os.kill(pid, signal.SIGKILL)
+    assert ran() == ["x", "y", "saved"]
+
+    def go_on(command, **settings):
+        process = start(command, **settings)
+        return [*process.communicate(timeout=PATIENCE_S), process.returncode]
+    said, _, status = go_on("echo z >>$0/ran; exit 3")
+    assert status == 3 and f"== one: finished, {tmp_path}/one-10/file" in said and ran()[3:] == ["y", "z"]
+    said, wrong, status = go_on(":")
+    assert status == 1 and wrong.endswith(f"error: two: no such file: {tmp_path}/two\n")
+    for _ in range(2):
+        assert go_on("echo 2 >$0/two")[2] == 0
+    assert ran()[5:] == ["y", "y"], "finished: not run again"
+    (tmp_path / "two").write_text("changed")
+    (tmp_path / "one-11").mkdir()
+    (tmp_path / "one-11" / "file").write_text("by somebody else")
+    assert go_on("echo 2 >$0/two")[2] == 0 and ran()[7:] == ["x", "y"], "of another checksum: run again"
+    said, _, status = go_on("echo 3 >$0/two", DRY_RUN="1")
+    assert status == 0 and "ran" in said and ran()[9:] == [], "printed, not run"
+    rows = [line.split("\t") for line in (tmp_path / "stages.tsv").read_text().splitlines()]
+    assert [name for name, *_ in rows][:3] == ["one", "two", "two"] and all(len(row) == 3 for row in rows)
+
+
+def run_demo(folder, *more, **settings):
+    """(status, what it said) of a demo below `folder` with one training process."""
+    done = subprocess.run(["bash", str(LAUNCHER), "--report_to", "none", *more], text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, timeout=PATIENCE_S, cwd=folder,
+                          env=environment(VENV="none", OUT=str(folder / "out"), RANKS="1", OMP_NUM_THREADS="1",
+                                          **settings))
+    return done.returncode, done.stdout
+
+
+@pytest.mark.race
+def test_the_prompt_story_with_a_student_that_did_not_learn(tmp_path):
+    model, _ = tiny_teacher.save(tmp_path / "model")
+    model.lm_head.weight.data[-3:] = 0          # control tokens are no text that can be trained
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "questions.txt").write_text("".join(
+        f"What is {thing}?\n" for thing in "rain snow ice wool tea milk salt gold silk wood rice soap".split()))
+    (tmp_path / "prompt.txt").write_text("Be short.\n")
+    settings = {"STUDENT": str(tmp_path / "model"), "QUESTIONS": "questions.txt", "PROMPT": "prompt.txt", "STEPS": "2",
+                "BATCH": "2", "GROUP_SIZE": "1", "ANSWER_TOKENS": "12"}
+    status, said = run_demo(tmp_path, **settings, MIN_CLOSED="0.9")
+    assert status == 1 and "== evaluation" in said and "== result" not in said, said[-3000:]
+    assert re.search(r"^error: .*training/checkpoint-2: (divergence|following rate): .*, less than --min_closed 0\.9$",
+                     said, re.M), said[-3000:]
+    report = json.loads((tmp_path / "out" / "training" / "evaluation" / "evaluation.json").read_text())
+    assert {"base: kl", "student: kl", "control: kl", "base + prompt: follows"} <= report["metrics"].keys()
+    assert report["metrics"]["tokens saved"] == len("system\nBe short.\n") + 2     # a token is a byte
 
 
 @pytest.mark.race
 @needs_langid
-def test_ctrl_c_leaves_no_process_then_it_goes_on_to_a_student_that_did_not_learn(tmp_path):
-    out, lines, group = tmp_path / "out", LINES[:45], len(ORDER)
+def test_the_language_story_is_judged_once_more_only_by_other_gates(tmp_path):
+    lines, group = LINES[:45], len(ORDER)
     (tmp_path / "lines.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     truth = [json.dumps({"id": number, "label": truth_of(number)}) + "\n" for number in range(45)]
     (tmp_path / "truth.jsonl").write_text("".join(truth))
     (tmp_path / "prompt.txt").write_text("Last line: Final Answer: xx\n{text}\n")
     model = chats.student(tmp_path / "model", max_position_embeddings=1024)
-    settings = {"VENV": "none", "OUT": str(out), "INPUT": str(tmp_path / "lines.txt"), "STUDENT": str(model), "TRUTH":
-                str(tmp_path / "truth.jsonl"), "PROMPT": str(tmp_path / "prompt.txt"), "HELD_OUT": "0.34",
-                "GROUP_SIZE": str(group), "OMP_NUM_THREADS": "1", "ANSWER_TOKENS": "4", "TOKENS": "1024"}
-    command = ["bash", str(LAUNCHER), "--report_to", "none", "--logging_steps", "1", "--learning_rate", "1e-9"]
+    settings = {"STORY": "language", "INPUT": "lines.txt", "STUDENT": str(model), "TRUTH": "truth.jsonl", "PROMPT":
+                "prompt.txt", "HELD_OUT": "0.34", "GROUP_SIZE": str(group), "ANSWER_TOKENS": "4", "TOKENS": "1024",
+                "STEPS": "1"}
+    out, slow = tmp_path / "out", ("--learning_rate", "1e-9")
+    status, said = run_demo(tmp_path, *slow, **settings)
+    assert status == 1 and "45 of 45 lines: " in said and "== result" not in said, said[-3000:]
+    assert re.search(rf"^error: {out}/student/checkpoint-1 agrees with its teacher on \d+ of 15 lines \(0\.\d+\), less "
+                     r"than --min_agreement 0\.7$", said, re.M), said[-2000:]
+    status, said = run_demo(tmp_path, *slow, **settings, LEARNING_RATE="2e-3")      # would have no effect any more
+    assert status == 1 and f"error: {out} was made otherwise (INPUT=lines.txt TRUTH=truth.jsonl " in said
 
-    def start(name, **more):
-        mark, log = uuid.uuid4().hex, tmp_path / name
-        process = subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, process_group=0,
-                                   cwd=tmp_path, env=environment(MARK=mark, **settings, **more))
-        process.mark, process.log = mark, log
-        return process
-
-    first = start("first.log", STEPS="100000")
-    metrics = out / "student" / "metrics.jsonl"
-    try:
-        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2 or first.poll() is not None,
-                   "training step")
-        assert alive(first.mark)
-        os.killpg(first.pid, signal.SIGINT)
-        assert first.wait(timeout=PATIENCE_S) == 130, first.log.read_text()[-3000:]
-        wait_until(lambda: not alive(first.mark), "end of every process")
-    finally:
-        for pid in alive(first.mark):
-            os.kill(pid, signal.SIGKILL)
-    saved = max(int(path.name.partition("-")[2]) for path in (out / "student").glob("checkpoint-*"))
-    assert saved >= 2 and not (out / "evaluation").exists()
-
-    second = start("second.log", STEPS=str(saved + 1))
-    assert second.wait(timeout=PATIENCE_S) == 1, second.log.read_text()[-3000:]
-    said = second.log.read_text()
-    assert f"resumed from {out}/student/checkpoint-{saved}" in said and "0 to do" in said
-    last = out / "student" / f"checkpoint-{saved + 1}"
-    assert re.fullmatch(rf"error: {last} agrees with its teacher on \d+ of 15 lines \(0\.\d+\), less than "
-                        r"--min_agreement 0\.7", said.splitlines()[-1]), said[-2000:]
-    assert "45 of 45 lines: " in said and "== result" not in said and not alive(second.mark)
-
-    third = start("third.log", STEPS=str(saved + 1), LEARNING_RATE="2e-3")      # would have no effect any more
-    assert third.wait(timeout=PATIENCE_S) == 1
-    assert f"error: {out} was made otherwise (INPUT=lines.txt TRUTH=truth.jsonl " in third.log.read_text()
-
-    # where nothing is asked of it, it is judged once more and then no more
-    for name in ("fourth.log", "fifth.log"):
-        judged = start(name, STEPS=str(saved + 1), MIN_AGREEMENT="0", MIN_GAIN="0")
-        assert judged.wait(timeout=PATIENCE_S) == 0, judged.log.read_text()[-3000:]
-        said = judged.log.read_text()
-        assert ("== evaluation" in said) == (name == "fourth.log")
-        result = said[said.index("== result"):]
-        assert "py3langid 0.4.0, a language identifier, no language model" in result
-        assert re.search(r"agreement with the teacher +\d+\.\d%", result)
-        assert re.search(r"^seconds    labels \d+, training \d+, evaluation \d+$", result, re.M), result
+    # where nothing is asked of it, it is judged
+    status, said = run_demo(tmp_path, *slow, **settings, MIN_AGREEMENT="0", MIN_GAIN="0")
+    assert status == 0 and "0 to do" in said and "== evaluation" in said and "== training" not in said, said[-3000:]
+    result = said[said.index("== result"):]
+    assert "py3langid 0.4.0, a language identifier, no language model" in result
+    assert re.search(r"agreement with the teacher +\d+\.\d%", result)
+    assert re.search(r"^seconds    labels \d+, training \d+, evaluation \d+$", result, re.M), result
 
     # its report has numbers, none of the lines
     distill_demo.main([str(out), "--command", "c", "--results_dir", str(tmp_path)])

@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Stages that run one after the other, each skipped where it is finished; sourced after env.sh, with OUT set.
+
+# All that is started below has this mark in its environment, wherever it puts itself.
+export STAGES=$$-$RANDOM$RANDOM
+# shellcheck disable=SC2046,SC2317,SC2329
+end_all() {         # again, for what was just being started
+    local mark=$STAGES
+    unset STAGES
+    for _ in 1 2 3; do
+        kill -KILL $(grep -lszxF "STAGES=$mark" /proc/[0-9]*/environ | cut -d/ -f3) 2>/dev/null || break
+    done
+}
+# shellcheck disable=SC2317,SC2329     # supervise calls both
+ask() { kill -TERM -- "-$1"; }
+# shellcheck disable=SC2317,SC2329
+end() { kill -INT -- "-$1"; }       # node.sh, asked before, ends the trainers
+
+# CPU seconds of all that this shell has waited for, what that waited for included; /proc counts hundredths.
+cpu_seconds() { awk '{ sub(/.*\) /, ""); print int(($14 + $15) / 100) }' /proc/$$/stat; }
+
+stage() {           # NAME COMMAND...: run it; a signal lets it save and ends this script
+    local name=$1 status=0 began=$SECONDS used
+    used=$(cpu_seconds)
+    shift
+    trap end_all EXIT
+    echo "== $name"
+    supervise ask end "$@" || status=$?
+    trap - TERM HUP INT
+    case ${asked:-} in
+    '') ;;
+    INT) exit 130 ;;
+    *) exit 143 ;;
+    esac
+    [ $status = 0 ] || exit $status
+    printf '%s\t%s\t%s\n' "$name" $((SECONDS - began)) $(($(cpu_seconds) - used)) >>"$OUT/stages.tsv"
+}
+
+# step NAME PRODUCT COMMAND...: stage, unless OUT/steps/NAME says that this very command has made PRODUCT, and its
+# checksum is still the same. PRODUCT: a file, or a pattern of which the last one by its numbers counts; $made is its
+# name. With DRY_RUN=1 the command is printed instead.
+step() {
+    local name=$1 pattern=$2 done=$OUT/steps/$1 said
+    shift 2
+    said=$(printf '%q ' "$@")
+    made=$(newest "$pattern")
+    if [ "${DRY_RUN:-0}" = 1 ]; then
+        echo "$said"
+        return
+    fi
+    if [ -e "$made" ] && [ "$(cat "$done" 2>/dev/null)" = "$said $(sha256sum <"$made")" ]; then
+        echo "== $name: finished, $made"
+        return
+    fi
+    rm -f "$done"
+    stage "$name" "$@"
+    made=$(newest "$pattern")
+    need_file "$made" "$name"
+    mkdir -p "$OUT/steps"
+    echo "$said $(sha256sum <"$made")" >"$done.tmp"
+    mv "$done.tmp" "$done"
+}
+
+newest() { compgen -G "$1" | sort -V | tail -n 1 || echo "$1"; }
