@@ -127,6 +127,8 @@ def check_flags(args, world_size):
         need(not args.group_by_length, "--group_by_length does nothing with packs of tokens: they are equal")
         need(args.auto or not args.global_batch_size, "--global_batch_size counts samples: with packs of tokens it "
              "needs --auto")
+        need(not args.global_batch_size or "gradient_accumulation_steps" not in flags.named(args),
+             "give one of --global_batch_size and --gradient_accumulation_steps")
         need(not args.scale_lr_from_batch, "--scale_lr_from_batch counts samples: not with packs of tokens")
     if args.global_batch_size and flags.counts_samples(args):
         per_micro_step = args.per_device_train_batch_size * world_size

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from common import json_files, ownership, tensor_files
-from common.parallel import UserError, World, gather_objects, rank0_first
+from common import json_files, ownership, parallel, tensor_files
+from common.parallel import UserError, World
 from common.text import NAME, printable
 
 MANIFEST = "manifest.json"
@@ -184,7 +184,7 @@ class Writer:
         """
         self.world, self.output_dir, self.keep, self.limit_s = world, Path(output_dir), keep, limit_s
         self.thread, self.error, self.saves = None, None, 0
-        self.run = rank0_first(world, lambda: uuid.uuid4().hex[:8])    # no other run's ranks write there
+        self.run = parallel.rank0_first(world, lambda: uuid.uuid4().hex[:8])    # no other run's ranks write there
 
     def begin(self, step):
         """Before the files of checkpoint-<step> are put together: end the last write, make the folder. On every rank.
@@ -376,12 +376,12 @@ def damage(path, world=ALONE):
     known: what this user may not read, say, is not damaged. world: collective; each rank reads a share of the files.
     """
     path = Path(path)
-    wrong, files = rank0_first(world, told, listed, path)
+    wrong, files = parallel.rank0_first(world, told, listed, path)
     if not wrong:
         largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
         share = {name: files[name] for name in largest_first[world.rank::world.size]}
-        wrong = next((why for why, _ in gather_objects(world, told(compare, path, share)) if why), "")
-    return wrong or rank0_first(world, told, check_state, path)[0]
+        wrong = next((why for why, _ in parallel.gather_objects(world, told(compare, path, share)) if why), "")
+    return wrong or parallel.rank0_first(world, told, check_state, path)[0]
 
 
 def told(look, path, *more):
@@ -481,10 +481,10 @@ def find_resume(output_dir, resume, identity, world=ALONE):
     identity: {name: value} that the checkpoint's meta must share, on rank 0. Raises UserError when nothing usable is
     there, or it is another run's.
     """
-    folders = rank0_first(world, to_try, output_dir, resume)
+    folders = parallel.rank0_first(world, to_try, output_dir, resume)
     for path in folders:
         if not (wrong := damage(path, world)):
-            return path, rank0_first(world, fitting_meta, path, output_dir, resume, identity)
+            return path, parallel.rank0_first(world, fitting_meta, path, output_dir, resume, identity)
         if resume != "auto":
             raise UserError(f"--resume {path}: {wrong}")
         if world.is_main:

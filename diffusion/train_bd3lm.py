@@ -131,7 +131,8 @@ def build_parser():
 
     g = flags.speed(p, parallel="ddp", bf16_help="bfloat16 compute, float32 weights")
     g.add_argument("--attn_backend", choices=("flex", "sdpa"),
-                   help="block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU)")
+                   help="block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU); flex is dense in "
+                        "rows of fewer than 128 noisy copies")
 
     g = flags.logging(p, logging_steps=50, save_total_limit=3, **OFTEN)
     g.add_argument("--eval_repeats", type=int, default=4, help="draws of the noise in a validation, for its error bar")
@@ -159,6 +160,9 @@ def check_flags(args, world_size):
         if getattr(args, flag) is None:
             setattr(args, flag, value * 10 if flag == "learning_rate" and args.use_lora else value)
     need(args.auto or not args.global_batch_size, "--global_batch_size needs --auto; or give --problems_per_batch")
+    for flag in ("problems_per_batch", "per_device_train_batch_size", "gradient_accumulation_steps"):
+        need(not args.global_batch_size or flag not in flags.named(args),
+             f"give one of --global_batch_size and --{flag}")
     args.global_batch_size = args.global_batch_size or args.problems_per_batch * args.gradient_accumulation_steps
     flags.check_shared(args)
     flags.check_bad_samples(args, CHECKS)

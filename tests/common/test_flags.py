@@ -141,6 +141,7 @@ def test_older_names_of_block_diffusion():
     (["--global_batch_size", "12", "--per_device_train_batch_size", "8"], "is not a multiple of 8"),
     (["--global_batch_size", "8", "--gradient_accumulation_steps", "2"], "give one of --global_batch_size and"),
     (["--max_tokens_per_batch", "100", "--group_by_length"], "--group_by_length does nothing"),
+    (["--parallel", "hsdp", "--shard_size", "3"], "1 ranks are no whole number of groups of 3"),
     (["--disable_eval", "--eval_data_file", "x.json"], "exclude each other"),
     (["--dataloader_pin_memory", "false"], "always come from pinned memory"),
     (["--report_to", "none", "tensorboard"], "--report_to none goes with no other"),

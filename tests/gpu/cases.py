@@ -28,10 +28,11 @@ CASES = {
     "speech, lora, fsdp of 8, recomputed": ("speech", 8, (*TOKENS, *LORA, "--parallel", "fsdp", *AGAIN)),
     "speech, full, ddp, recomputed": ("speech", 1, (*TOKENS, *AGAIN)),
     "speech, full, fsdp of 8": ("speech", 8, (*TOKENS, "--parallel", "fsdp")),
+    "speech 3, lora, ddp": ("speech3", 1, (*TOKENS, *LORA)),
     "chat, lora, ddp, recomputed": ("chat", 1, (*TOKENS, *LORA, "--parallel", "ddp", *AGAIN)),
-    "chat, lora, fsdp of 1": ("chat", 1, (*TOKENS, *LORA)),
+    "chat, lora, fsdp of 1": ("chat", 1, (*TOKENS, *LORA, "--parallel", "fsdp")),
     "chat, full, ddp": ("chat", 1, (*TOKENS, "--parallel", "ddp")),
-    "chat, full, fsdp of 8, recomputed": ("chat", 8, (*TOKENS, *AGAIN)),
+    "chat, full, fsdp of 8, recomputed": ("chat", 8, (*TOKENS, "--parallel", "fsdp", *AGAIN)),
     "blocks, ddp": ("blocks", 1, ROWS),
     "blocks, fsdp of 8, recomputed": ("blocks", 8, (*ROWS, "--parallel", "fsdp", *AGAIN)),
 }
