@@ -29,7 +29,7 @@ from common import flags, fused, loading, memory, parallel, plan, run, tensor_fi
 from diffusion import choices, demo_problems, dit, noise, train_bd3lm
 from distill import train_sft
 from distill import weights as chat_weights
-from speech import data_flags, make_tiny, models
+from speech import data_flags, higgs3, make_tiny, models
 from speech.sources import Reading
 
 from transformers import PreTrainedTokenizerFast, Qwen3Config  # isort: skip
@@ -38,10 +38,10 @@ STEPS = 3
 SPEECH = {"vocab_size": 128256, "hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 24,
           "num_key_value_heads": 8, "head_dim": 128}       # of Higgs-Audio V2 3B
 CHAT = {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128}         # of Qwen3 4B
+        "num_key_value_heads": 8, "head_dim": 128}         # of Qwen3 4B, and of the body of Higgs TTS 3
 BLOCK_VOCABULARY = 50258        # GPT-2's and the mask
-TRAINERS = {"speech": train_v2_ddp, "chat": train_sft, "blocks": train_bd3lm}
-LAYERS = {"speech": 28, "chat": 36, "blocks": 12}
+TRAINERS = {"speech": train_v2_ddp, "speech3": train_v2_ddp, "chat": train_sft, "blocks": train_bd3lm}
+LAYERS = {"speech": 28, "speech3": 36, "chat": 36, "blocks": 12}
 SAMPLES = 256          # of a set, all alike
 
 
@@ -49,10 +49,10 @@ SAMPLES = 256          # of a set, all alike
 # Files
 
 
-def write_holes(model, path):
-    """A safetensors file of a model on the meta device in bf16, whose values are a hole of the file: no disk."""
+def write_holes(named, path):
+    """A safetensors file of (name, parameter) pairs in bf16, whose values are a hole of the file: no disk."""
     header, at = {"__metadata__": {"format": "pt"}}, 0
-    for name, parameter in model.named_parameters():
+    for name, parameter in named:
         header[name] = {"dtype": "BF16", "shape": list(parameter.shape),
                         "data_offsets": [at, at := at + 2 * parameter.numel()]}
     text = json.dumps(header).encode()
@@ -67,7 +67,7 @@ def speech_files(folder, layers):
     if not (folder / "codec").exists():
         tokenizer = make_tiny.make_tokenizer(folder)
         make_tiny.make_model(folder, tokenizer)
-        make_tiny.make_codec(folder)
+        make_tiny.make_model3(folder / "third", make_tiny.make_codec(folder))
         clips = []
         for i, seconds in enumerate((12, 6)):
             wave = 0.1 * np.sin(np.arange(24000 * seconds) * (0.05 + 0.01 * i))
@@ -84,24 +84,44 @@ def speech_files(folder, layers):
                 (model / path.name).write_bytes(path.read_bytes())
         config = json.loads((model / "config.json").read_text()) | SPEECH | {"num_hidden_layers": layers}
         (model / "config.json").write_text(json.dumps(config))
-        write_holes(models.empty_model(config, torch.bfloat16, model), model / "model.safetensors")
-    words = ["--model_path", model, "--audio_tokenizer_path", folder / "codec", "--train_data_file",
-             folder / "train.json", "--code_cache", folder / "codes", "--disable_eval"]
-    return words
+        write_holes(models.empty_model(config, torch.bfloat16, model).named_parameters(), model / "model.safetensors")
+    return speech_words(folder, model)
+
+
+def speech_words(folder, model):
+    return ["--model_path", model, "--audio_tokenizer_path", folder / "codec", "--train_data_file",
+            folder / "train.json", "--code_cache", folder / "codes", "--disable_eval"]
+
+
+def speech3_files(folder, layers):
+    """speech_files with a Higgs TTS 3."""
+    model = folder / f"speech3-{layers}"
+    if not model.exists():
+        model.mkdir()
+        for path in (folder / "third" / "model").iterdir():
+            if path.suffix != ".safetensors":
+                (model / path.name).write_bytes(path.read_bytes())
+        config = json.loads((model / "config.json").read_text())
+        config["text_config"] |= CHAT | {"num_hidden_layers": layers, "max_position_embeddings": 32768}
+        config["audio_encoder_config"]["out_dim"] = CHAT["hidden_size"]
+        (model / "config.json").write_text(json.dumps(config))
+        named = higgs3.published(dict(models.empty_model(config, torch.bfloat16, model).named_parameters()))
+        write_holes(named.items(), model / "model.safetensors")
+    return speech_words(folder, model)
 
 
 def prepare(folder):
     """Call once, with an empty folder: fill the code cache of speech_files on the CPU, then have a GPU."""
-    words = speech_files(folder, 2)
-    args = flags.parse(train_v2_ddp.build_parser(), train_v2_ddp.check_flags, [
-        *map(str, words), "--output_dir", str(folder / "out")])
-    config = json.loads((folder / "speech-2" / "config.json").read_text())
-    tokenizer = models.load_tokenizer(folder / "speech-2", config)
-    train, held_out = data_flags.sources(args)
-    data.prepare_table(parallel.World(device=torch.device("cpu")), tokenizer,
-                       models.token_ids(tokenizer, models.read_config(config)), folder / "codec", train=train,
-                       held_out=held_out, output_dir=folder, cache_dir=folder / "codes",
-                       reading=Reading(**data_flags.reading(args)), processes=0, wait_limit_s=60)
+    for words in (speech_files(folder, 2), speech3_files(folder, 2)):
+        args = flags.parse(train_v2_ddp.build_parser(), train_v2_ddp.check_flags, [
+            *map(str, words), "--output_dir", str(folder / "out")])
+        config = json.loads((words[1] / "config.json").read_text())
+        tokenizer = models.load_tokenizer(words[1], config)
+        train, held_out = data_flags.sources(args)
+        data.prepare_table(parallel.World(device=torch.device("cpu")), tokenizer,
+                           models.token_ids(tokenizer, models.read_config(config)), folder / "codec", train=train,
+                           held_out=held_out, output_dir=folder / words[1].name, cache_dir=folder / "codes",
+                           reading=Reading(**data_flags.reading(args)), processes=0, wait_limit_s=60)
     fake_cuda.patch()
 
 
@@ -123,7 +143,7 @@ def chat_files(folder, layers):
         config = Qwen3Config(**CHAT, num_hidden_layers=layers, tie_word_embeddings=True, max_position_embeddings=262144)
         config.architectures = ["Qwen3ForCausalLM"]
         config.save_pretrained(model)
-        write_holes(chat_weights.empty_model(config, torch.bfloat16), model / "model.safetensors")
+        write_holes(chat_weights.empty_model(config, torch.bfloat16).named_parameters(), model / "model.safetensors")
         messages = [{"role": role, "content": " the quick brown fox" * 60} for role in ("user", "assistant")]
         chats.write_text((json.dumps({"messages": messages}) + "\n") * SAMPLES)
     return ["--model_path", model, "--train_data_file", chats]
@@ -147,7 +167,7 @@ def block_files(folder, layers):
             "--validation_split", 0]
 
 
-FILES = {"speech": speech_files, "chat": chat_files, "blocks": block_files}
+FILES = {"speech": speech_files, "speech3": speech3_files, "chat": chat_files, "blocks": block_files}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -30,13 +30,14 @@ STEPS = {
     "speech 3B, full, FSDP2 on 8, 8k tokens": ("speech", 8, ("--max_tokens_per_batch", 8192, "--parallel", "fsdp")),
     "speech 3B, LoRA on all, 4 samples, recomputed": ("speech", 1, (
         "--use_lora", *ALL, "--per_device_train_batch_size", 4, "--gradient_checkpointing")),
+    "Higgs TTS 3 4B, LoRA on all, no dropout, 8k tokens": ("speech3", 1, (*LORA, *ALL)),
     "chat 4B, LoRA, DDP, 8k tokens": ("chat", 1, (*LORA, "--parallel", "ddp")),
     "chat 4B, full, DDP, 8k tokens": ("chat", 1, ("--max_tokens_per_batch", 8192, "--parallel", "ddp")),
     "chat 4B, full, FSDP2 on 8, 8k tokens": ("chat", 8, ("--max_tokens_per_batch", 8192, "--parallel", "fsdp")),
     "block diffusion 170M, 128 problems": ("blocks", 1, ("--problems_per_batch", 128, "--gradient_accumulation_steps",
                                                          1)),
 }
-WIDTHS = {"speech": 24 * 128, "chat": 32 * 128, "blocks": 768}     # heads times their size
+WIDTHS = {"speech": 24 * 128, "speech3": 32 * 128, "chat": 32 * 128, "blocks": 768}     # heads times their size
 KINDS = ("matmul", "attention", "elementwise", "optimizer")
 TOP = 6
 

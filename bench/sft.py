@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import transformers
 
 from bench import measure
-from bench.sft_ways import ANSWER_S, MIXES, SHAPES, SIZES, STEPS64, make_data, make_model, trl, work
+from bench.sft_ways import ANSWER_S, LIGER, MIXES, SHAPES, SIZES, STEPS64, make_data, make_model, trl, work
 from distill import packed_lm
 
 LOSS_TOLERANCE, NORM_TOLERANCE = {"cpu": 1e-5, "cuda": 1e-2}, {"cpu": 1e-4, "cuda": 5e-2}       # relative
@@ -49,6 +49,7 @@ COMPARE = {     # what to call it: who trains, how; in this order, as time may r
     "Trainer, no padding": ("trainer", {"flat": True}),
     "SFTTrainer": ("trl", {}),
     "SFTTrainer, padding_free": ("trl", {"flat": True})}
+FOR_GPUS = {"Trainer, compiled": ("trainer", {"compile": True}), "Trainer, liger": ("trainer", {"liger": True})}
 LEVERS = {      # what is changed in "ours" or in "ours, packed"
     "DDP instead of FSDP2": ("ours", {"parallel": "ddp"}),
     "logits of all positions": ("ours", {"all_logits": True}),
@@ -132,7 +133,7 @@ def run(ways, job, cuda, rounds, end, tell):
         """Start a process where there is none, and let it train; its error, or None."""
         who, options = ways[name]
         if name not in alive:
-            if who == "trl" and trl is None:
+            if who == "trl" and trl is None or options.get("liger") and not LIGER:
                 return "not installed"
             if time.monotonic() > end:
                 return "not run: out of time"
@@ -262,7 +263,8 @@ def main(argv=None):
         for method in args.methods.split(","):
             for part in parts.split(","):
                 mix = STEPS64 if part == "steps64" else mixes.get(part, mixes["short"])
-                chosen = {way: how for i, (way, how) in enumerate(COMPARE.items()) if i in (0, *(args.ways or [i]))}
+                ways = COMPARE | (FOR_GPUS if cuda else {})
+                chosen = {way: how for i, (way, how) in enumerate(ways.items()) if i in (0, *(args.ways or [i]))}
                 ways = {"levers": LEVER_WAYS, "steps64": STEPS64_WAYS}.get(part, chosen)
                 turns, name = 1 if part == "steps64" else rounds, f"{method}, {part}"
                 job = argparse.Namespace(folder=folder, data=folder / f"{method}-{part}", method=method, mix=mix,

@@ -18,6 +18,7 @@ import types
 import warnings
 from collections import Counter
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,7 @@ try:
     import trl
 except ImportError:
     trl = None
+LIGER = find_spec("liger_kernel") is not None
 
 SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads",
          "head_dim", "vocab_size")
@@ -394,6 +396,7 @@ def train_theirs(turns, job, options, sft=False):
             gradient_accumulation_steps=mix.accumulation, learning_rate=LR, lr_scheduler_type="constant",
             weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.95, max_grad_norm=1.0, optim="adamw_torch_fused",
             train_sampling_strategy="sequential", gradient_checkpointing=False, bf16=cuda,
+            torch_compile=options.get("compile", False), use_liger_kernel=options.get("liger", False),
             use_cpu=not cuda, dataloader_num_workers=2 if cuda else 0, save_strategy="no", report_to="none",
             disable_tqdm=True, seed=job.seed, **more)
         table = ChatTable(job.data / name)

@@ -51,7 +51,8 @@ from speech.table import Table
 
 TRAINER = {"Trainer": {"side": "trainer"}, "Trainer, by length": {"side": "trainer", "sorted": True}}
 SIDES = {"cpu": TRAINER | {"ours": {"side": "ours"}, "ours, packed to a budget": {"side": "ours", "packed": True}},
-         "cuda": TRAINER | {"ours": {"side": "ours", "packed": True},
+         "cuda": TRAINER | {"Trainer, compiled": {"side": "trainer", "compile": True},
+                            "ours": {"side": "ours", "packed": True},
                             "ours, compiled": {"side": "ours", "packed": True, "compile": True}}}
 LIMIT_S = 600                   # of a pass, compiling included
 # What "ours" can be measured without or with, each alone: words, settings, where (everywhere by default)
@@ -263,7 +264,8 @@ def main(argv=None):
     parser.add_argument("--batch", type=int, help="samples of Trainer's batch; our packs hold as many, filled ones on "
                         "average (default: 4, on a GPU 8)")
     parser.add_argument("--rounds", type=int, default=3, help="timed passes over the samples; the median counts")
-    parser.add_argument("--fast", action="store_true", help="no levers, and Trainer in random order only")
+    parser.add_argument("--fast", action="store_true", help="no levers, and Trainer in random order only (on a GPU "
+                        "compiled, too)")
     parser.add_argument("--levers", type=lambda text: [int(n) for n in text.split(",") if n], help="numbers of the "
                         "levers to measure, from 0, comma-separated (default: all that this machine can show)")
     parser.add_argument("--seed", type=int, default=42, help="of lengths, texts and codes")

@@ -279,7 +279,8 @@ def make_trainer(way, model, folder, device, dataset, collator, callback, **more
         trainer_attention(way, device))
     arguments = TrainingArguments(
         output_dir=str(folder / "trainer"), learning_rate=RATE, lr_scheduler_type="constant", weight_decay=0.01,
-        bf16=way["bf16"], use_cpu=device.type == "cpu", save_strategy="no", report_to="none", disable_tqdm=True,
+        bf16=way["bf16"], torch_compile=way["side"] == "trainer" and way.get("compile", False),
+        use_cpu=device.type == "cpu", save_strategy="no", report_to="none", disable_tqdm=True,
         remove_unused_columns=False, **more)
     trainer = Trainer(model, arguments, data_collator=collator, train_dataset=dataset, callbacks=[callback])
     trainer.remove_callback(PrinterCallback)

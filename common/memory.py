@@ -8,8 +8,11 @@ Bytes, for a model of W weight values of which T are trained, on N GPUs:
     optimizer     8 T (Adam, fp32)           8 T / N
     average       4 T, where there is one    4 T / N
     copies        2 x fp32 matrices, while   c x (root unit, the layer at work, the next one and the buffer it is
-                  autocast caches its casts  gathered in; or all W, when layers are not freed after their forward)
-    reduction     none (in the buckets)      (c + 4) x T of a layer, c x T of the root, whose turn comes last
+                  autocast caches its casts  gathered in; or all W, when layers are not freed after their forward).
+                                             At the heads the root alone; before the first layer twice the root and
+                                             that layer, with the buffers they are gathered in
+    reduction     none (in the buckets)      (c + 4) x T of a layer, c x T of the root, whose turn comes last and which
+                                             is freed before; of a table that is the head, too, three gradients
 
 c is the bytes of a compute value: FSDP2 gathers in the compute dtype and reduces in fp32.
 
@@ -35,7 +38,7 @@ from common import fused, recomputation
 GIB = 2**30
 FIXED = 1.0 * GIB           # CUDA context and library workspaces: about this much on current GPUs
 FIXED_NCCL = 1.0 * GIB      # NCCL's buffers and channels beside it: a guess
-BACKWARD = 1.2              # a recomputed layer with the gradients that pass through it, over what the layer keeps
+BACKWARD = 1.3              # a recomputed layer with the gradients that pass through it, over what the layer keeps
 TRIAL = 64                  # rows of each kind in a trial
 
 
@@ -253,6 +256,13 @@ def unit_sizes(model, layers):
     return [[whole - sum(part) for whole, part in zip(size(model.parameters()), zip(*units))], *units]
 
 
+def table_of(model):
+    """{"table": trained values of a model's largest embedding, "tied": whether it is a head, too}: of memory_parts."""
+    table = max((part.weight for part in model.modules() if isinstance(part, nn.Embedding)), key=torch.numel)
+    return {"table": table.numel() * table.requires_grad,
+            "tied": any(part.weight is table for part in model.modules() if isinstance(part, nn.Linear))}
+
+
 def checkpoint_bytes(model, trained_only, average=False):
     """(weights, optimizer) bytes of a checkpoint; the rest is small. trained_only: adapters. average: saved as well."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -261,29 +271,36 @@ def checkpoint_bytes(model, trained_only, average=False):
 
 
 def memory_parts(units, *, world=1, sharded=False, offload=False, reshard=True, compute=4, casts=(0, 0), accumulation=1,
-                 average=False):
+                 average=False, table=0, tied=False):
     """What stands in one GPU's memory beside activations and logits -> {part: bytes}; see the top of the file.
 
     units: of unit_sizes. compute: bytes of the compute dtype. casts: of cast_bytes (ddp). reshard: a layer is freed
     after its forward. accumulation: micro-steps of a step, between which gradients stay, unsharded. average: trained
-    weights have one. "host": what offload puts into host memory; "fresh": gradients that come while activations go.
+    weights have one. table: trained values of the input embedding; tied: it is the head, too. "host": what offload puts
+    into host memory; "fresh": gradients that come while activations go, "late": those of them behind all layers.
     """
     values, stored, trained = (sum(column) for column in zip(*units))
     shards = world if sharded else 1
     state = {"weights": stored / shards, "gradients": 4 * trained / shards, "optimizer": 8 * trained / shards,
              "average": 4 * trained * average / shards}
     parts = {**(dict.fromkeys(state, 0) if offload else state), "host": sum(state.values()) if offload else 0,
-             "copies": casts[0], "forward copies": casts[1], "reduction": 0, "last reduction": 0,
-             "fresh": 0, "fixed": FIXED + FIXED_NCCL * (world > 1 or sharded)}
+             "copies": casts[0], "forward copies": casts[1], "copies at the heads": casts[0], "first copies": 0,
+             "reduction": 0, "last reduction": 0, "ends": 0, "fresh": 0, "late": 0,
+             "fixed": FIXED + FIXED_NCCL * (world > 1 or sharded)}
     if accumulation == 1 and (sharded or world == 1):       # else they stand in DDP's buckets, or from before
         parts["fresh"] = parts["gradients"]
+        parts["late"] = 4 * units[0][2] / shards if sharded else 0 if tied else 4 * table
     if sharded:
         root, layers = units[0], units[1:]
-        in_flight = root[0] + sum(sorted(layer[0] for layer in layers)[-3:])
+        in_flight = root[0] + sum(sorted(layer[0] for layer in layers)[-3 if len(layers) > 2 else -1:])
         parts["copies"] = compute * (in_flight if reshard else values)
+        parts["copies at the heads"] = compute * (root[0] if reshard else values)
+        parts["first copies"] = compute * 2 * (root[0] + layers[0][0])
         parts["gradients"] += 4 * trained * (accumulation > 1)
-        parts["reduction"] = (compute + 4) * max(layer[2] for layer in layers) + compute * root[2]
+        parts["reduction"] = (compute + 4) * max(layer[2] for layer in layers) + compute * (
+            root[2] - table * (not tied))       # the gradient of a table that is no head comes last
         parts["last reduction"] = (compute + 4) * root[2]
+        parts["ends"] = compute * (root[0] + root[2] + 2 * table * tied) + 4 * max(layer[2] for layer in layers)
     return parts
 
 
@@ -293,13 +310,17 @@ def peak_stages(parts, activations, layer, logits, recompute):
     parts: of memory_parts. activations: kept from forward to backward; layer: of one layer; logits: peak of the heads'.
     Numbers or arrays over packs.
     """
-    standing = sum(parts[name] for name in ("weights", "gradients", "optimizer", "average", "copies", "fixed"))
-    standing -= parts["fresh"]
+    standing = sum(parts[name] for name in ("weights", "gradients", "optimizer", "average", "fixed")) - parts["fresh"]
     work = (BACKWARD if recompute else BACKWARD - 1) * layer
     forward = parts["forward copies"] + 2 / 3 * logits      # logits beside their log-softmax, one gradient less
-    return {"the heads": standing + activations + np.maximum(logits, forward),
-            "a layer's backward": standing + np.maximum(activations, parts["fresh"]) + work + parts["reduction"],
-            "the last reduction": standing + parts["fresh"] + parts["last reduction"] + 0 * layer}
+    early = parts["fresh"] - parts["late"]                  # gradients of the layers
+    passed = layer if np.any(parts["reduction"]) and not recompute else 0       # whose gradients are being summed
+    last = max(parts["last reduction"], parts["ends"]) or parts["late"]     # the shards of them come when these go
+    return {"the first layer": standing + parts["first copies"] + 0 * layer,
+            "the heads": standing + parts["copies at the heads"] + activations + np.maximum(logits, forward),
+            "a layer's backward": standing + parts["copies"] + np.maximum(activations - passed, early) + work
+            + parts["reduction"],
+            "the last reduction": standing + early + last + 0 * layer}
 
 
 def worst_pack(parts, activations, layer, logits, recompute):

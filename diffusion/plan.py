@@ -46,7 +46,8 @@ def memory_stages(model, row, rows, masked, *, ranks, sharded, bf16, recompute, 
     casts = (0, 0) if sharded or not bf16 else memory.cast_bytes(
         model, model.layers, recompute, **weights.module_of(model.config).OWN_CASTS)
     parts = memory.memory_parts(memory.unit_sizes(model, model.layers), world=ranks, sharded=sharded,
-                                compute=2 if bf16 else 4, casts=casts, accumulation=accumulation, average=True)
+                                compute=2 if bf16 else 4, casts=casts, accumulation=accumulation, average=True,
+                                **memory.table_of(model))
     (kept,), (layer,) = memory.kept_bytes(row, len(model.layers), recompute)
     given = (np.array([rows * kept]), np.array([rows * layer]), np.array([head_bytes(model.config, masked, bf16)]))
     _, parts, stages = memory.worst_pack(parts, *given, recompute)

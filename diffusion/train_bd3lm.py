@@ -131,7 +131,8 @@ def build_parser():
 
     g = flags.speed(p, parallel="ddp", bf16_help="bfloat16 compute, float32 weights")
     g.add_argument("--attn_backend", choices=("flex", "sdpa"),
-                   help="block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU)")
+                   help="block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU); flex is dense in "
+                        "rows of fewer than 128 noisy copies")
 
     g = flags.logging(p, logging_steps=50, save_total_limit=3, **OFTEN)
     g.add_argument("--eval_repeats", type=int, default=4, help="draws of the noise in a validation, for its error bar")

@@ -64,12 +64,15 @@ def memory_stages(setup, model, tokens, rows, row=None):
         casts = casts[0] - cast, casts[1]       # the head's is gone when its pieces are done
     parts = memory.memory_parts(memory.unit_sizes(native, layers), world=setup.shards, sharded=fsdp,
                                 offload=setup.offload, reshard=setup.reshard, compute=2 if setup.bf16 else 4,
-                                casts=casts, accumulation=setup.accumulation)
+                                casts=casts, accumulation=setup.accumulation, **memory.table_of(native))
     kept, layer = memory.kept_bytes(row or row_bytes(model, setup.bf16, fsdp), len(layers), recompute)
     activations = tokens * kept + rows * native.config.hidden_size * (2 if setup.bf16 else 4)     # of the head
-    logits = logit_copies(model) * 4 * np.minimum(rows, model.chunk) * native.config.vocab_size + cast
-    if head.requires_grad:      # its gradient is summed over the pieces in fp32, and what each adds is made first
-        logits = logits + (6 if setup.bf16 else 4) * head.numel()
+    logits = logit_copies(model) * 4 * np.minimum(rows, model.chunk) * native.config.vocab_size
+    if head.requires_grad:      # its gradient is summed over the pieces in fp32; what each adds is made when they go
+        value = 2 if setup.bf16 else 0
+        logits = np.maximum(logits, value * (head.numel() + np.minimum(rows, model.chunk) * native.config.vocab_size))
+        logits = logits + 4 * head.numel()
+    logits = logits + cast
     worst, parts, stages = memory.worst_pack(parts, activations, tokens * layer, logits, recompute)
     return parts, stages, worst
 

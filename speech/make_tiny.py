@@ -50,8 +50,6 @@ import shutil
 import subprocess
 
 import numpy as np
-import soundfile
-import soxr
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -349,6 +347,9 @@ def synthesise(text, speaker, sample_rate, rng):
 
 def speak_espeak(text, speaker, sample_rate, path):
     """Speaks text with espeak-ng, which writes to path first; returns (n,) float32 mono at sample_rate Hz."""
+    import soundfile
+    import soxr
+
     voice = ESPEAK_VOICES[speaker % len(ESPEAK_VOICES)]
     pace, pitch = str(140 + 7 * (speaker % 5)), str(35 + 10 * (speaker % 4))
     subprocess.run(["espeak-ng", "-v", voice, "-s", pace, "-p", pitch, "-w", str(path), text], check=True)
@@ -362,6 +363,8 @@ def make_speech(out_dir, clips=48, speakers=4, seed=0, voice="auto"):
     Returns a list of {"text", "speaker": number, "path": relative to OUT_DIR, "seconds"}. Raises ValueError when a
     speaker would have fewer than two clips (no other clip to take the voice from), RuntimeError without espeak-ng.
     """
+    import soundfile
+
     if speakers < 1 or clips < 2 * speakers:
         raise ValueError(f"{clips} clips for {speakers} speakers: every speaker needs at least two")
     if voice == "auto":

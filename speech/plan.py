@@ -86,7 +86,8 @@ def memory_stages(setup, model, packs, eval_packs, speaks, row=None):
     casts = (0, 0) if fsdp or not setup.bf16 else memory.cast_bytes(native, layers, recompute,
                                                                     models.tied_heads(native))
     parts = memory.memory_parts(units, world=setup.shards, sharded=fsdp, offload=setup.offload, reshard=setup.reshard,
-                                compute=compute, casts=casts, accumulation=setup.accumulation)
+                                compute=compute, casts=casts, accumulation=setup.accumulation,
+                                **memory.table_of(native))
     row = row or row_bytes(model, setup.bf16, fsdp)
     rows, (kept, layer) = np.stack([packs["text"], packs["audio"]], axis=-1), memory.kept_bytes(
         row, len(layers), recompute)

@@ -29,6 +29,7 @@ CASES = {
     "speech, lora, fsdp of 8, recomputed": ("speech", 8, (*TOKENS, *LORA, *DROPOUT, "--parallel", "fsdp", *AGAIN)),
     "speech, full, ddp, recomputed": ("speech", 1, (*TOKENS, *AGAIN)),
     "speech, full, fsdp of 8": ("speech", 8, (*TOKENS, "--parallel", "fsdp")),
+    "speech 3, lora, ddp": ("speech3", 1, (*TOKENS, *LORA)),
     "chat, lora, ddp, recomputed": ("chat", 1, (*TOKENS, *LORA, "--parallel", "ddp", *AGAIN)),
     "chat, lora, fsdp of 1": ("chat", 1, (*TOKENS, *LORA, "--parallel", "fsdp")),
     "chat, full, ddp": ("chat", 1, (*TOKENS, "--parallel", "ddp")),

@@ -1,0 +1,181 @@
+"""What only a GPU can say, each fact in seconds: rates, and whether the kernels that the trainers count on work here.
+
+    python bench/gpu_facts.py                       # one GPU, less than a minute
+    python bench/gpu_facts.py --only attention      # those whose name contains this
+
+Rates of products, copies and float8 products; flash attention of packed documents with and without repeated keys and
+values; FlexAttention against a dense mask, for tiles of two sizes; each function of common/fused.py compiled, against
+the same lines run plainly. Writes bench/results/gpu_facts-DEVICE.json after every fact; one that fails is recorded, the
+others go on, and the exit status is 1.
+"""
+import argparse
+import functools
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench import measure
+from common import fused
+
+TOKENS, HEADS, KV_HEADS, D = 8192, 24, 8, 128       # of a pack in a speech model of 3B
+DOCUMENT = 512                                      # tokens
+CLOSE = 0.02            # largest relative difference in bf16
+
+
+def milliseconds(device, function, *inputs):
+    """Of function(*inputs): median of 10 calls behind 3 others."""
+    ways = {"it": functools.partial(function, *inputs)}
+    return 1e3 * statistics.median(measure.alternate(ways, 10, device, warm_up=3)["it"])
+
+
+def apart(ours, theirs):
+    """Largest relative difference of two lists of tensors, each by its norm."""
+    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(ours, theirs, strict=True))
+
+
+def with_gradients(function, *inputs):
+    """[result, gradients of inputs] of one forward and backward pass."""
+    inputs = [t.detach().requires_grad_() for t in inputs]
+    out = function(*inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, torch.ones_like(out) / 7 + out.detach())]
+
+
+def random(device, *shape):
+    return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Facts: functions of the device -> {what: number or word}
+
+
+def matmul(device):
+    return {"TFLOP/s, bf16, 8192 wide": measure.matmul_rate(device) / 1e12}
+
+
+def copy(device):
+    x = random(device, 2**29)
+    return {"TB/s, read and written": 4 * x.numel() / milliseconds(device, x.clone) / 1e9}
+
+
+def float8(device):
+    a, b = (random(device, 8192, 8192).to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device=device)
+    spent = milliseconds(device, lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16))
+    return {"TFLOP/s, float8, 8192 wide": 2 * 8192**3 / spent / 1e9}
+
+
+def packed_attention(device):
+    """Flash attention of packed documents: keys and values of 8 heads for 24, as they are and repeated."""
+    q, k, v = random(device, TOKENS, HEADS, D), *(random(device, TOKENS, KV_HEADS, D) for _ in range(2))
+    ends = torch.arange(0, TOKENS + 1, DOCUMENT, device=device, dtype=torch.int32)
+
+    def attend(q, k, v, **more):
+        return varlen_attn(q, k, v, ends, ends, DOCUMENT, DOCUMENT, window_size=(-1, 0), **more)
+
+    def repeated(q, k, v):
+        return attend(q, *(t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (k, v)))
+
+    def dense(q, k, v):
+        q, k, v = (t.unflatten(0, (-1, DOCUMENT)).transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(0, 1)
+    wanted, found = with_gradients(dense, q, k, v), {}
+    flops = 3.5 * 4 * HEADS * D * TOKENS * DOCUMENT / 2
+    for name, function in {"repeated": repeated, "as they are": attend,
+                           "as they are, enable_gqa": lambda *t: attend(*t, enable_gqa=True)}.items():
+        try:
+            found[f"{name}: apart"] = apart(with_gradients(function, q, k, v), wanted)
+            found[f"{name}: TFLOP/s"] = flops / milliseconds(device, with_gradients, function, q, k, v) / 1e9
+        except (TypeError, RuntimeError) as error:      # what an older torch has not
+            found[name] = str(error).splitlines()[0][:100]
+    return found
+
+
+def flex(device):
+    """FlexAttention of block-causal rows of 1024 in both directions, for tiles of 128 and 64."""
+    q, k, v = (random(device, 16, 12, 1024, 64) for _ in range(3))
+    document, found = torch.arange(1024, device=device) // 170, {}
+
+    def rule(b, h, i, j):
+        return (document[i] == document[j]) & (i // 16 >= j // 16)
+    at = torch.arange(1024, device=device)
+    wanted = with_gradients(lambda *t: F.scaled_dot_product_attention(*t, attn_mask=rule(0, 0, at[:, None], at)), q, k,
+                            v)
+    for tile in (128, 64):
+        mask, options = create_block_mask(rule, None, None, 1024, 1024, device=device, BLOCK_SIZE=tile), None
+        if tile < 128:
+            options = dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), tile)
+        attend = functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=mask,
+                                   kernel_options=options)
+        found[f"tiles of {tile}: apart"] = apart(with_gradients(attend, q, k, v), wanted)
+        found[f"tiles of {tile}: ms"] = milliseconds(device, with_gradients, attend, q, k, v)
+    return found
+
+
+def fused_functions(device):
+    """Each function as kernels against its own lines in float32, run plainly; milliseconds of both in bf16."""
+    x, y, qkv = random(device, TOKENS, 8192), random(device, TOKENS, 8192), random(device, 8, 1024, 3, 12, 64)
+    angle = torch.rand(8, 1024, 1, 32, device=device) * 6
+    labels, weight = torch.arange(2048, device=device), random(device, 3072)
+    cases = {"swiglu": (fused.swiglu, (x, y)),
+             "rotate": (lambda q: fused.rotate(q, angle.cos().repeat(1, 1, 1, 2), angle.sin().repeat(1, 1, 1, 2)),
+                        (qkv[:, :, 0],)),
+             "rotate_qkv": (lambda qkv: torch.stack(fused.rotate_qkv(qkv, angle.cos(), angle.sin())), (qkv,)),
+             "rms_norm": (lambda x, w: fused.rms_norm(x, w, 1e-6), (random(device, TOKENS, 3072), weight)),
+             "layer_norm": (lambda x, w: fused.layer_norm(x, w, w, 1e-6), (random(device, TOKENS, 3072), weight)),
+             "cross_entropies": (lambda x: fused.cross_entropies(x, labels), (random(device, 2048, 50304),))}
+    found, kernel = {}, fused.kernel
+    for name, (function, given) in cases.items():
+        ours, spent = with_gradients(function, *given), milliseconds(device, with_gradients, function, *given)
+        try:
+            fused.kernel = lambda plain, *args: plain(*args)
+            found[f"{name}: apart"] = apart(ours, with_gradients(function, *(t.float() for t in given)))
+            found[f"{name}: ms, plain"] = milliseconds(device, with_gradients, function, *given)
+        finally:
+            fused.kernel = kernel
+        found[f"{name}: ms"] = spent
+    return found
+
+
+FACTS = (matmul, copy, float8, packed_attention, flex, fused_functions)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="only facts whose name contains this")
+    parser.add_argument("--results_dir", type=Path, default=measure.RESULTS, help="where the JSON goes")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        raise SystemExit("error: gpu_facts.py: there is no GPU (torch.cuda.is_available())")
+    device, failed = torch.device("cuda", 0), []
+    report = measure.new_report("what only a GPU can say", device, measure.command("gpu_facts", argv))
+    rows = []
+    report["tables"]["facts"] = {"columns": ["fact", "what", "value"], "rows": rows}
+    for fact in FACTS:
+        if args.only not in fact.__name__:
+            continue
+        try:
+            found = fact(device)
+        except Exception as error:      # of a kernel that this GPU or this torch has not: a fact, too
+            found = {"error": f"{type(error).__name__}: {error}"[:300]}
+        for what, value in found.items():
+            if what == "error" or what.endswith("apart") and not value < CLOSE:
+                failed.append(f"{fact.__name__}: {what} {value}")
+            rows.append([fact.__name__, what, value])
+            print(f"{fact.__name__:<18} {what:<36} {value:,.4g}" if isinstance(value, float) else
+                  f"{fact.__name__:<18} {what:<36} {value}", flush=True)
+        torch.cuda.empty_cache()
+        path = measure.write_report("gpu_facts", report, args.results_dir)
+    print(f"wrote {path}")
+    if failed:
+        raise SystemExit(f"error: failed: {'; '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
