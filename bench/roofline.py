@@ -25,7 +25,7 @@ LORA = ("--use_lora", "--max_tokens_per_batch", 8192)
 ALL = ("--lora_target_modules", "all-linear", "--lora_dropout", 0)
 # {name: (trainer, GPUs, flags)}
 STEPS = {
-    "speech 3B, LoRA on attention, 8k tokens": ("speech", 1, LORA),
+    "speech 3B, LoRA on attention, 8k tokens": ("speech", 1, (*LORA, "--lora_dropout", 0.1)),
     "speech 3B, LoRA on all, no dropout, 8k tokens": ("speech", 1, (*LORA, *ALL)),
     "speech 3B, full, FSDP2 on 8, 8k tokens": ("speech", 8, ("--max_tokens_per_batch", 8192, "--parallel", "fsdp")),
     "speech 3B, LoRA on all, 4 samples, recomputed": ("speech", 1, (

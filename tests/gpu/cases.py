@@ -20,12 +20,13 @@ from diffusion import dit
 from speech import higgs
 
 LORA, FULL, AGAIN = ("--use_lora",), (), ("--gradient_checkpointing",)
+DROPOUT = ("--lora_dropout", 0.1)
 TOKENS = ("--max_tokens_per_batch", 8192)
 ROWS = ("--problems_per_batch", 64, "--gradient_accumulation_steps", 1)
 # {name: (trainer, ranks, flags)}; each pair of {LoRA, full}, {ddp, fsdp}, {plain, recomputed} is in one of them
 CASES = {
-    "speech, lora, ddp": ("speech", 1, (*TOKENS, *LORA)),
-    "speech, lora, fsdp of 8, recomputed": ("speech", 8, (*TOKENS, *LORA, "--parallel", "fsdp", *AGAIN)),
+    "speech, lora, ddp": ("speech", 1, (*TOKENS, *LORA, *DROPOUT)),
+    "speech, lora, fsdp of 8, recomputed": ("speech", 8, (*TOKENS, *LORA, *DROPOUT, "--parallel", "fsdp", *AGAIN)),
     "speech, full, ddp, recomputed": ("speech", 1, (*TOKENS, *AGAIN)),
     "speech, full, fsdp of 8": ("speech", 8, (*TOKENS, "--parallel", "fsdp")),
     "speech 3, lora, ddp": ("speech3", 1, (*TOKENS, *LORA)),
