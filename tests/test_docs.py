@@ -66,7 +66,8 @@ TAKEN = {("--output_dir", "out"), ("--output_dir", "./out"), ("--output_file", "
          ("--output_file", "answers.jsonl"), ("--output_file", "plans.jsonl")}
 # Flags of other programs that the documents speak about.
 FOREIGN = {"--nproc_per_node", "--max-restarts", "--nodes", "--time", "--signal", "--batch", "--logdir", "--help",
-           "--no-deps", "--omni", "--model-path", "--trust-remote-code"}
+           "--no-deps", "--omni", "--model-path", "--trust-remote-code", "--enable-lora",
+           "--max-lora-rank"}
 NOTES = "## Commands from older notes\n"        # of other places and programs; tests/launch/test_commands.py runs them
 
 
