@@ -19,7 +19,8 @@ COMMON = ("--report_to", "none", "--logging_steps", 1, "--num_workers", 1, "--gr
           "--eval_steps", 3, "--save_steps", 3, "--save_total_limit", 0, "--per_device_train_batch_size", 2,
           "--lr_scheduler", "constant")     # which --max_steps does not change
 RUNS = {
-    "speech, lora, ddp": ("train_v2_ddp.main", ("--use_lora", "--warmup_steps", 2, "--validation_split", 0.2)),
+    "speech, lora, ddp": ("train_v2_ddp.main", ("--use_lora", "--lora_dropout", 0.1, "--warmup_steps", 2,
+                                                 "--validation_split", 0.2)),
     "speech, full, fsdp": ("train_v2_ddp.main", ("--parallel", "fsdp", "--warmup_steps", 2, "--validation_split", 0.2)),
     "chats, full, fsdp": ("distill.train_sft.main", ("--validation_split", 0.2, "--warmup_ratio", 0)),
     "chats, lora, ddp": ("distill.train_sft.main", ("--use_lora", "--lora_dropout", 0.1, "--parallel", "ddp",

@@ -117,6 +117,12 @@ def test_a_list_is_never_whole_in_memory(tmp_path):
     assert peak < path.stat().st_size / 2
 
 
+def shuffled(packs, size, rng):
+    """Blocks of so many packs in another order; a short last one stays where it is."""
+    full = len(packs) // size
+    return [pack for block in [*rng.permutation(full), full] for pack in packs[size * block:size * (block + 1)]]
+
+
 def plain_packs(lengths, epoch, seed, size=0, budget=0, by_length=False):
     """Packs of an epoch in Python lists, as packing.py describes them."""
     rng, n = np.random.default_rng((seed, epoch, 1)), len(lengths)
@@ -125,12 +131,14 @@ def plain_packs(lengths, epoch, seed, size=0, budget=0, by_length=False):
         return [bins[p] for p in rng.permutation(len(bins))]
     order = rng.permutation(n).tolist()
     if by_length:
-        parts = [order[a:a + 128 * size] for a in range(0, n, 128 * size)]
-        order = [i for part in parts for i in sorted(part, key=lambda i: -lengths[i])]
+        keys = [-float(length) * wrong for length, wrong in zip(lengths, rng.uniform(1, 1.01, n))]
+        parts = [order[a:a + 64 * 512 * size] for a in range(0, n, 64 * 512 * size)]
+        order = [i for part in parts for i in sorted(part, key=lambda i: keys[i])]
     packs = [order[a:a + size] for a in range(0, n, size)]
     if by_length:
-        full = len(packs) // 8
-        packs = [pack for b in [*rng.permutation(full), full] for pack in packs[8 * b:8 * b + 8]]
+        large = max((block for block in (512, 256, 128, 64, 32, 16) if len(packs) >= 64 * block), default=8)
+        packs = shuffled(packs, large, rng)
+        packs = [pack for a in range(0, len(packs), large) for pack in shuffled(packs[a:a + large], 8, rng)]
     return packs
 
 

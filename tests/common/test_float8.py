@@ -105,7 +105,7 @@ def test_compiled_in_one_graph():
     (train_v2_ddp, "--bf16 --use_lora", "--compile"), (train_v2_ddp, "--bf16 --compile", "--use_lora"),
     (train_v2_ddp, "--use_lora --compile", "--bf16"),
     (train_v2_ddp, "--bf16 --use_lora --compile --parallel fsdp", "--parallel ddp"),
-    (train_sft, "--bf16 --use_lora --compile", "--parallel ddp"),
+    (train_sft, "--bf16 --use_lora --compile --parallel fsdp", "--parallel ddp"),
     (train_sft, "--bf16 --use_lora --parallel ddp", "--compile: alone it reads and writes more than it saves")])
 def test_what_float8_needs(trainer, flags, reason):
     args = trainer.build_parser().parse_args(

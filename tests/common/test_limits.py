@@ -119,9 +119,9 @@ def test_a_code_cache_that_becomes_read_only(pool, tiny, tmp_path):
     assert str(tmp_path / "codes") in line and "Read-only file system" in line
 
 
-@pytest.mark.parametrize("trainer", TRAINERS[:2])
-def test_few_open_files(pool, command, trainer):
-    line = error_of(pool, "with_few_files", 32, trainer, *command(trainer, 6))
+@pytest.mark.parametrize("trainer, more", [("train_v2_ddp", []), ("distill.train_sft", ["--parallel", "fsdp"])])
+def test_few_open_files(pool, command, trainer, more):
+    line = error_of(pool, "with_few_files", 32, trainer, *command(trainer, 6), *more)
     assert line.startswith("error: too many open files: a process may have 32 here (ulimit -n); ")
 
 

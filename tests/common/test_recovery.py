@@ -450,9 +450,9 @@ def test_signals_while_a_checkpoint_is_written(launch, whole, tmp_path):
 
 @pytest.fixture(scope="module")
 def speech(tiny, tmp_path_factory):
-    """train.json with three times the clips of tiny, all of different content, none encoded yet: (file, clips)."""
+    """train.json with five times the clips of tiny, all of different content, none encoded yet: (file, clips)."""
     root, samples = tmp_path_factory.mktemp("speech"), []
-    for copy in range(3):
+    for copy in range(5):
         for sample in json.loads(tiny.train_json.read_text()):
             for part in (part for turn in sample["messages"] if turn["role"] != "system" for part in turn["content"]):
                 if part["type"] == "audio":
@@ -476,7 +476,7 @@ def test_signal_while_audio_is_encoded(launch, speech, tmp_path):
     job = launch(out, *flags, ranks=2)
     job.wait_for(lambda: children(job.rank(0)) and children(job.rank(1)))      # both read audio
     before = cpu_seconds(job.rank(1))
-    job.wait_for(lambda: cpu_seconds(job.rank(1)) > before + 0.25)      # some of its clips, a second's work
+    job.wait_for(lambda: cpu_seconds(job.rank(1)) > before + 0.25)      # some of its clips, two seconds' work
     job.signal(signal.SIGTERM, [job.rank(1)])
     assert job.wait() == [0, 0], job.text()
     assert "asked to stop while audio was being encoded" in marker(out) and "Traceback" not in job.text()

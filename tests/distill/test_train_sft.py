@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import checkpoint
+from common import flags as common_flags
 from common.packing import PackOrder
 from common.parallel import UserError
 from distill import train_sft
@@ -545,7 +546,7 @@ def test_bad_lines_end_the_run(pool, made, tmp_path):
 
 
 @pytest.mark.parametrize("gpus, settings, accumulation", [
-    (8, {}, 1), (4, {}, 2), (2, {"BATCH_SIZE": "8"}, 8), (1, {}, 8), (8, {"LORA": "1"}, 1)])
+    (8, {}, 1), (2, {"BATCH_SIZE": "8"}, 8), (1, {"GLOBAL_BATCH_SIZE": "64"}, 1), (8, {"LORA": "1"}, 1)])
 def test_launcher_gives_a_line_that_the_trainer_takes(made, tmp_path, gpus, settings, accumulation):
     done = subprocess.run(
         ["bash", ROOT / "launch/train_sft_h100x8.sh", tmp_path / "out", "--seed", "7"], text=True, capture_output=True,
@@ -554,9 +555,11 @@ def test_launcher_gives_a_line_that_the_trainer_takes(made, tmp_path, gpus, sett
     assert done.returncode == 0, done.stderr
     words = shlex.split(done.stdout)
     assert f"--nproc-per-node={gpus}" in words
-    args = train_sft.build_parser().parse_args(words[words.index(str(ROOT / "distill/train_sft.py")) + 1:])
-    train_sft.check_flags(args, gpus)
-    assert args.gradient_accumulation_steps == accumulation and args.bf16 and args.parallel == "fsdp"
+    args = common_flags.parse(train_sft.build_parser(), lambda args, _: train_sft.check_flags(args, gpus),
+                       words[words.index(str(ROOT / "distill/train_sft.py")) + 1:])
+    assert args.auto and args.bf16 and common_flags.counts_samples(args) == ("BATCH_SIZE" in settings)
+    assert args.global_batch_size == int(settings.get("GLOBAL_BATCH_SIZE", 128))
+    assert args.gradient_accumulation_steps == accumulation     # with packs, --auto derives it from the data
     assert (args.output_dir, args.seed, args.use_lora) == (str(tmp_path / "out"), 7, "LORA" in settings)
     assert args.learning_rate == (train_sft.LORA_RATE if args.use_lora else train_sft.FULL_RATE)
 

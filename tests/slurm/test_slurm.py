@@ -257,7 +257,7 @@ def test_h200_launcher_finds_its_repository_from_the_spool_folder(cluster, tmp_p
               DRY_RUN="1", MIN_GPUS="0", NPROC_PER_NODE="8", OMP_NUM_THREADS="")
     assert job.end(30) == ("COMPLETED", 0), job.log
     assert "OMP_NUM_THREADS=16 srun --nodes=1" in job.log
-    assert f"{ROOT}/train_v2_ddp.py --" in job.log and " --per_device_train_batch_size 4 " in job.log
+    assert f"{ROOT}/train_v2_ddp.py --" in job.log and " --auto " in job.log
 
 
 # -- what follows training ---------------------------------------------------------------------------------------------
