@@ -6,6 +6,7 @@ and a hierarchy of question, plan and execution are one model. The backbone is t
 2503.09573; adaLN-zero from DiT, arXiv 2212.09748): RoPE, GELU MLP, untied zero-initialised head, no time conditioning,
 so that the modulation is a learned constant.
 """
+import functools
 import math
 import re
 from dataclasses import dataclass
@@ -25,8 +26,6 @@ TILE = 128              # queries and keys of a tile, flex_attention's unit of w
 NOTHING, SOME, ALL = 0, 1, 2        # how many pairs of a tile may attend
 THETA = 10_000.0        # base of the rotary frequencies
 FREQUENCIES = 256       # width of the sinusoid of the noise level
-
-compiled_flex = torch.compile(flex_attention, dynamic=False)        # uncompiled it would write out all scores
 
 
 @dataclass
@@ -127,6 +126,12 @@ def attention_masks(doc, block, n_noisy, states=None, part=None):
     return rule(b, 0, at[:n_noisy, None], at)[:, None], rule(b, 0, clean[:, None], clean)[:, None]
 
 
+@functools.cache        # made when it is needed: the compiler alone takes seconds to import
+def compiled_flex():
+    """FlexAttention as one kernel; uncompiled it would write out all scores."""
+    return torch.compile(flex_attention, dynamic=False)
+
+
 @torch.compiler.disable     # a graph of its own: inside a compiled layer torch 2.13's CPU kernel misread its input
 def _flex_on_cpu(q, k, v, mask):
     return flex_attention(q, k, v, block_mask=mask)
@@ -136,7 +141,7 @@ def sparse_attention(q, k, v, mask):
     """FlexAttention of q to k, v under a BlockMask: on a GPU one kernel, in the graph of a compiled layer."""
     if not q.is_cuda:
         return _flex_on_cpu(q, k, v, mask)
-    return (flex_attention if torch.compiler.is_compiling() else compiled_flex)(q, k, v, block_mask=mask)
+    return (flex_attention if torch.compiler.is_compiling() else compiled_flex())(q, k, v, block_mask=mask)
 
 
 def attention(q, k, v, mask):
