@@ -177,7 +177,8 @@ def save(net, folder):
     """The adapter files as the trainer writes them."""
     folder.mkdir(exist_ok=True)
     weights = adapters.adapter_weights(net)
-    for name, write in tensor_files.stage(World(device=torch.device("cpu")), "adapter_model", weights, spread=False).items():
+    alone = World(device=torch.device("cpu"))
+    for name, write in tensor_files.stage(alone, "adapter_model", weights, spread=False).items():
         write(folder / name)
     adapters.save_config(net, folder)
 
