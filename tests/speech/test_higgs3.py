@@ -327,7 +327,7 @@ def test_codec_inside_is_whole(folder, loaded):
     assert parts.keys() == state.keys() and all(torch.equal(parts[name][:], state[name]) for name in state)
 
 
-def test_an_unpacked_codec_is_the_one_inside_or_refused(folder, tmp_path):
+def test_an_unpacked_codec_is_the_one_inside_or_refused(folder, tmp_path, monkeypatch):
     config = json.loads((folder / "config.json").read_text())
     into = higgs3.unpack_codec(folder, config, tmp_path / "codec")
     assert higgs3.unpack_codec(folder, config, into) == into
@@ -342,9 +342,11 @@ def test_an_unpacked_codec_is_the_one_inside_or_refused(folder, tmp_path):
     save_file(values, into / "model.safetensors")
     with pytest.raises(UserError, match=f"{into}: is not the codec inside {folder}; delete that folder"):
         higgs3.unpack_codec(folder, config, into)
-    del config["audio_tokenizer_config"]        # as in the released config.json
+    own = config.pop("audio_tokenizer_config")      # the released config.json has none
     with pytest.raises(UserError, match="its codec is another one than the released"):
         higgs3.unpack_codec(folder, config, tmp_path / "other")
+    monkeypatch.setattr(higgs3, "RELEASED_CODEC", own)
+    assert higgs3.holds(higgs3.unpack_codec(folder, config, tmp_path / "other"), higgs3.codec_parts(folder))
 
 
 def test_the_codec_of_the_released_model_has_its_published_sizes():
