@@ -475,9 +475,10 @@ def test_signal_while_audio_is_encoded(launch, speech, tmp_path):
     flags = (*LORA, "--max_steps", 2, "--train_data_file", data, "--code_cache", tmp_path / "codes")
     job = launch(out, *flags, ranks=2)
     job.wait_for(lambda: children(job.rank(0)) and children(job.rank(1)))      # both read audio
-    before = cpu_seconds(job.rank(1))
-    job.wait_for(lambda: cpu_seconds(job.rank(1)) > before + 0.25)      # some of its clips, two seconds' work
-    job.signal(signal.SIGTERM, [job.rank(1)])
+    before = [cpu_seconds(job.rank(rank)) for rank in (0, 1)]       # a share is two seconds' work
+    job.wait_for(lambda: any(cpu_seconds(job.rank(rank)) > before[rank] + 0.25 for rank in (0, 1)))
+    with job.stand_still([0, 1]):       # the faster one must not end its share before the other one has the signal
+        job.signal(signal.SIGTERM, [job.rank(1)])
     assert job.wait() == [0, 0], job.text()
     assert "asked to stop while audio was being encoded" in marker(out) and "Traceback" not in job.text()
     assert not steps_of(out) and encoded(job) == clips

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from common import checkpoint
-from diffusion import accuracy, sample_bd3lm
-from diffusion.train_bd3lm import eval_line
+from diffusion import accuracy, lines, sample_bd3lm
 from tests.helpers.trainer import Run
 
 ARGUMENTS = {"report_to": "none", "model_size": "nano", "block_size": 8, "max_length": 96, "row_length": 96,
@@ -84,8 +83,8 @@ def test_known_answers_are_right(demo, monkeypatch):
     right = sum(p.answer == "1" or i % 2 for i, (p, _) in enumerate(asked)) / 8
     assert values["eval/accuracy"] == right >= 0.5 and values["eval/nfe"] == 3 and values["eval/ended"] == 1
     assert [a["name"] for a in shown] == [p.name for p, _ in asked[:4]]
-    line = eval_line(3, values | {"eval/nll": 1, "eval/bits_per_token": 1, "eval/perplexity": 1, "eval/loss": 1}, ())
-    assert f"right {right:.1%}" in line
+    values |= {"eval/nll": 1, "eval/bits_per_token": 1, "eval/perplexity": 1, "eval/loss": 1}
+    assert f"right {right:.1%}" in lines.eval_line(3, values, ())
 
 
 @pytest.mark.parametrize("flags, words", [
