@@ -48,8 +48,8 @@ def ways(args, work):
     model, new = ["--init_from", str(args.model)], ["--init_from", str(work / "random")]
     tokenizer = ["--tokenizer", str(args.model)]
     if args.gsm8k:
-        return {"converted": [*model, *FEW, "--eval_steps", "25", "--learning_rate", "1e-4", "--warmup_steps", "20"],
-                "tiny DiT from nothing": ["--model_size", "tiny", *tokenizer, *FEW, "--eval_steps", "100",
+        return {"converted": [*model, *FEW, "--eval_steps", "100", "--learning_rate", "1e-4", "--warmup_steps", "20"],
+                "tiny DiT from nothing": ["--model_size", "tiny", *tokenizer, *FEW, "--eval_steps", "200",
                                           "--learning_rate", "1e-3", "--warmup_steps", "50"]}
     return {"converted": [*model, *LARGE, "--learning_rate", "3e-4", "--warmup_steps", "5"],
             "the same network from nothing": [*new, *LARGE, "--learning_rate", "1e-3", "--warmup_steps", "20"],
