@@ -4,7 +4,7 @@
     python bench/block_start.py smollm2 --work_dir work               # the demo's arithmetic; the same command goes on
     python bench/block_start.py smollm2 --work_dir work --gsm8k train.jsonl test.jsonl
 
-Each way is diffusion/train_bd3lm.py itself in a process of its own, one thread each, side by side, with the same
+Each way is diffusion/train_bd3lm.py itself in a process of its own, one thread, one way after the other, with the same
 tokenizer, chat template, blocks and problems, so that bounds per token compare. What counts is the CPU time of the
 process (of /proc, children and validations included), as other work on the machine does not change it much: after
 --cpu_minutes it is asked to stop; the last validation counts. Work that a kill has cost is done again and not counted.
@@ -48,8 +48,8 @@ def ways(args, work):
     model, new = ["--init_from", str(args.model)], ["--init_from", str(work / "random")]
     tokenizer = ["--tokenizer", str(args.model)]
     if args.gsm8k:
-        return {"converted": [*model, *FEW, "--eval_steps", "25", "--learning_rate", "1e-4", "--warmup_steps", "20"],
-                "tiny DiT from nothing": ["--model_size", "tiny", *tokenizer, *FEW, "--eval_steps", "100",
+        return {"converted": [*model, *FEW, "--eval_steps", "100", "--learning_rate", "1e-4", "--warmup_steps", "20"],
+                "tiny DiT from nothing": ["--model_size", "tiny", *tokenizer, *FEW, "--eval_steps", "200",
                                           "--learning_rate", "1e-3", "--warmup_steps", "50"]}
     return {"converted": [*model, *LARGE, "--learning_rate", "3e-4", "--warmup_steps", "5"],
             "the same network from nothing": [*new, *LARGE, "--learning_rate", "1e-3", "--warmup_steps", "20"],
@@ -110,7 +110,8 @@ class Way:
 
     def go_on(self):
         """Start from the newest checkpoint while there is time left; what came behind it is done, and paid, again."""
-        saved = [self.known["saved"].get(path.name, 0.0) for _, path in checkpoint.checkpoints(self.output)]
+        saved = [self.known["saved"].get(path.name) or self.at_most(path)
+                 for _, path in checkpoint.checkpoints(self.output)]
         self.spent = self.now = max(saved, default=0.0)
         if self.spent >= self.limit:
             return
@@ -118,6 +119,10 @@ class Way:
         self.process = subprocess.Popen(self.command, stdout=open(f"{self.output}.log", "a"), stderr=subprocess.STDOUT,
                                         env=os.environ | ALONE, start_new_session=True,
                                         preexec_fn=lambda: end(1, signal.SIGTERM))
+
+    def at_most(self, path):
+        """CPU seconds by which a checkpoint was there that was written when this script had been ended."""
+        return self.known["looked"][1] + max(0.0, path.stat().st_mtime - self.known["looked"][0])
 
     def look(self):
         """Note what is new. True while the process runs; a process that failed ends the script."""
@@ -130,6 +135,7 @@ class Way:
                 self.known["validated"].setdefault(str(row["step"]), self.now)
         for _, path in checkpoint.checkpoints(self.output):
             self.known["saved"].setdefault(path.name, self.now)
+        self.known["looked"] = time.time(), self.now
         text = json.dumps(self.known)
         checkpoint.write_atomically(self.file, lambda path: path.write_text(text))
         if ended:
@@ -156,9 +162,11 @@ def main(argv=None):
     train, validation = prepare(args, work)
     data = ["--train_data_file", str(train), "--eval_data_file", str(validation), "--eval_accuracy",
             str(args.validation), *(GSM8K if args.gsm8k else ARITHMETIC)]
-    runs = [Way(name, [*flags, *data], work, 60 * args.cpu_minutes) for name, flags in ways(args, work).items()]
-    while any([run.look() for run in runs]):
-        time.sleep(2)
+    runs = []
+    for name, flags in ways(args, work).items():        # one at a time: each takes up to 7 GB
+        runs.append(Way(name, [*flags, *data], work, 60 * args.cpu_minutes))
+        while runs[-1].look():
+            time.sleep(2)
     print(measure.write_report("block_start_gsm8k" if args.gsm8k else "block_start",
                                report_of(runs, args, argv), args.results_dir))
 

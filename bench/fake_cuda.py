@@ -74,25 +74,72 @@ def start():
 
 
 class Stream:
-    """torch.cuda.Stream and torch.cuda.Event: nothing runs, so nothing is waited for; the ledger notes who would."""
+    """torch.cuda.Stream. Nothing runs: `given` counts what it was asked to run, and `known` how much of each other
+    stream is done before what comes next. The host is one, too.
+    """
     device, device_index, device_type, stream_id, cuda_stream = torch.device("cuda", 0), 0, 1, 0, 0
 
     def __init__(self, *_, **__):
-        pass
+        self.given, self.known = 0, Counter()
+
+    def learn(self, mark):
+        self.known |= mark
+
+    def mark(self):
+        """What is done as soon as all that the stream was given so far is."""
+        return self.known | Counter({self: self.given})
 
     def record_event(self, event=None):
-        return event or Stream()
+        event = event or Event()
+        event.record(self)
+        return event
 
-    def _queued(self, *_):
-        pass
+    def wait_event(self, event):
+        self.learn(event.mark)
 
-    wait_event = wait_stream = record = wait = _queued
+    def wait_stream(self, other):
+        self.learn(other.mark())
 
     def query(self):
         return True
 
     def synchronize(self):
         waits("synchronize")
+        HOST.learn(self.mark())
+
+
+class Event:
+    """torch.cuda.Event: a Stream.mark."""
+
+    def __init__(self, *_, **__):
+        self.mark = Counter()
+
+    def record(self, stream=None):
+        self.mark = (stream or current[0]).mark()
+
+    def wait(self, stream=None):
+        (stream or current[0]).wait_event(self)
+
+    def query(self):
+        return True
+
+    def synchronize(self):
+        waits("synchronize")
+        HOST.learn(self.mark)
+
+
+HOST, MAIN = Stream(), Stream()
+current = [MAIN]            # the stream that runs what comes
+
+
+@contextlib.contextmanager
+def on_stream(stream):
+    """torch.cuda.stream."""
+    before, current[0] = current[0], stream or current[0]
+    try:
+        yield
+    finally:
+        current[0] = before
 
 
 def patch():
@@ -106,15 +153,15 @@ def patch():
     found = {"is_available": True, "is_initialized": True, "_is_in_bad_fork": False, "device_count": 1,
              "current_device": 0, "get_device_name": gpu.name, "get_device_capability": (9, 0),
              "get_device_properties": gpu, "mem_get_info": (gpu.total_memory, gpu.total_memory),
-             "is_bf16_supported": True, "is_current_stream_capturing": False, "current_stream": Stream(),
-             "default_stream": Stream(), "stream": contextlib.nullcontext(), "max_memory_allocated": 0}
+             "is_bf16_supported": True, "is_current_stream_capturing": False, "default_stream": MAIN,
+             "max_memory_allocated": 0}
     for name, value in found.items():
         setattr(cuda, name, lambda *_, value=value, **__: value)
     for name in ("set_device", "reset_peak_memory_stats", "empty_cache", "manual_seed", "manual_seed_all",
                  "set_rng_state", "_lazy_init"):
         setattr(cuda, name, nothing)
     cuda.synchronize = lambda *_: waits("torch.cuda.synchronize")
-    cuda.Stream = cuda.Event = Stream
+    cuda.Stream, cuda.Event, cuda.stream, cuda.current_stream = Stream, Event, on_stream, lambda *_: current[0]
     cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
     torch.Tensor.record_stream = nothing
     fake_tensor.init_gpu_context = nothing
@@ -208,6 +255,8 @@ class Ledger(TorchDispatchMode):
         self.counting, self.hidden = False, False
         self.rows = []          # of Row
         self.syncs, self.pinned = Counter(), set()
+        self.hazards = Counter()        # copies to the host that nothing keeps in order
+        self.leaving, self.copies = Counter(), {}       # Stream.mark of all of them, and {storage: of its last one}
         self.held, self.live, self.peak = {}, 0, 0      # {storage: its bytes}
 
     def begin(self):
@@ -267,6 +316,8 @@ class Ledger(TorchDispatchMode):
         if on_gpu and (name in WAITS or name in ("index", "index_put_") and any(
                 t.dtype in (torch.bool, torch.uint8) for t in ins[1:])):
             waits(name)
+        if on_gpu:
+            self.given(args[0] if name == "copy_" and not args[0].is_cuda else None)
         out = op(*args, **kwargs)
         outs = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
         if kwargs.get("pin_memory"):
@@ -296,6 +347,26 @@ class Ledger(TorchDispatchMode):
             flops = flop_registry[op._overloadpacket](*args, **kwargs, out_val=out)
         self.note(kind_of(name, space), name, launches, size, flops, ins[:3])
         return out
+
+    def given(self, host):
+        """Note what the current stream is given: a copy to a tensor `host`, or anything else. What it breaks, too."""
+        stream = current[0]
+        stream.given += 1
+        if stream is MAIN:
+            if not self.leaving <= MAIN.known:
+                self.hazards[f"what is being copied may change, at {place()}"] += 1
+        elif host is not None:
+            if stream.known[MAIN] < MAIN.given:
+                self.hazards[f"what is copied may not be there yet, at {place()}"] += 1
+            self.copies[host.untyped_storage()._cdata] = mark = Counter({stream: stream.given})
+            self.leaving |= mark
+
+    def read(self, tensor):
+        """The host reads a tensor that came over a stream -> its bytes in pinned memory."""
+        key = tensor.untyped_storage()._cdata
+        if not self.copies.get(key, self.leaving) <= HOST.known:
+            self.hazards["a copy is read before it is there"] += 1
+        return (key in self.pinned) * tensor.numel() * tensor.element_size()
 
     def copied(self, name, args, kwargs, out):
         """Note a copy between host and GPU that the host waits for."""

@@ -3,7 +3,8 @@
 Models, tokenizers, recordings and chats are written to a folder first: real files, whose weights are holes. All samples
 of a set are alike, so every pack is, and the counted step is the one that --dry_run plans for. What train() reads and
 prepares is real; from the loading of the model on all tensors are fake. Not run: loader processes, other ranks (a fake
-process group answers at once), FlexAttention's kernel (a stand-in of the same shapes), what comes behind a step.
+process group answers at once), FlexAttention's kernel (a stand-in of the same shapes), the files of a checkpoint: the
+first step is saved, as far as to copies on the host.
 """
 import contextlib
 import io
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import data
 import train_v2_ddp
 from bench import fake_cuda
-from common import flags, fused, loading, memory, parallel, plan, run, tensor_files, watchdog
+from common import checkpoint, flags, fused, loading, memory, parallel, plan, run, tensor_files, watchdog
 from diffusion import choices, demo_problems, dit, noise, train_bd3lm
 from distill import train_sft
 from distill import weights as chat_weights
@@ -186,6 +187,9 @@ class Step:
     peak: int           # bytes of all tensors
     planned: int        # the same as --dry_run has it
     work: dict          # Run.count's, of all ranks: tokens, flops, ...
+    saved: int          # bytes of this rank's share of a checkpoint in pinned memory
+    checkpoint: int     # bytes of all of a checkpoint, as --dry_run has them
+    waits: dict         # as ledger.syncs, from where a save begins until training goes on
     pairs: float        # (query, key) that a layer's attention computes, of all micro-steps of this rank
 
 
@@ -284,12 +288,22 @@ def pairs_of(batch):
     return int((lengths * (lengths + 1) // 2).sum())
 
 
+def written(ledger, files):
+    """Write the files of tensor_files.stage, as far as to reading the copies -> their bytes in pinned memory."""
+    read = []
+    with memory.swapped((tensor_files, "save", lambda tensors, path: read.extend(map(ledger.read, tensors.values())))):
+        for name, write in files.items():
+            if name.endswith(".safetensors"):
+                write(Path(name))
+    return sum(read)
+
+
 def rehearse(trainer, folder, words, layers=2, ranks=1, planned=True):
     """Step of train() of a trainer (of TRAINERS) at so many layers, as one of `ranks` ranks.
 
     folder: of prepare(). words: its flags, but for model and data. planned: run its --dry_run first.
     """
-    script, seen = TRAINERS[trainer], {"pairs": 0, "planned": 0}
+    script, seen = TRAINERS[trainer], {"pairs": 0, "planned": 0, "checkpoint": 0}
     out = Path(tempfile.mkdtemp(dir=folder))
     words = [*FILES[trainer](folder, layers), "--output_dir", out / "run", "--logging_dir", out / "logs", "--bf16",
              "--logging_steps", 1000, "--save_steps", 1000, "--eval_steps", 0, "--max_steps", 1000, "--report_to",
@@ -299,8 +313,8 @@ def rehearse(trainer, folder, words, layers=2, ranks=1, planned=True):
     def parse(*more):
         return flags.parse(script.build_parser(), script.check_flags, [*words, *more])
 
-    def print_room(check, setup, room, table, parts, stages, *_):
-        seen["planned"] = max(stages.values()) - parts["fixed"]
+    def print_room(check, setup, room, table, parts, stages, checkpoint_size, *_):
+        seen["planned"], seen["checkpoint"] = max(stages.values()) - parts["fixed"], sum(checkpoint_size)
 
     def init(*_, **__):
         return parallel.World(size=ranks, device=device)
@@ -326,6 +340,13 @@ def rehearse(trainer, folder, words, layers=2, ranks=1, planned=True):
             raise Finished
         return real_window(now)
 
+    def begin(writer, step):
+        seen["ledger"].begin()
+
+    def save(writer, step, files, meta):
+        seen["ledger"].counting, seen["waits"] = False, dict(seen["ledger"].syncs)
+        seen["saved"] = written(seen["ledger"], files)
+
     def count(now, slots, work):
         seen["work"] = work
         real_count(now, slots, work)
@@ -343,9 +364,12 @@ def rehearse(trainer, folder, words, layers=2, ranks=1, planned=True):
     device = torch.device("cuda", 0)
     changes = [
         (watchdog.Watchdog, "moved", moved), (run.Run, "window", window), (run.Run, "count", count),
+        (run.Run, "save_due", lambda now: now.step == 1),
         (plan, "print_room", print_room), (loading, "ahead", ahead), (tensor_files, "read_into", lambda *_: None),
         (parallel, "init", init), (parallel, "rank0_first", lambda world, work, *args: work(*args)),
         (parallel, "init_device_mesh", really(parallel.init_device_mesh)), (noise, "diffuse", really(noise.diffuse)),
+        (checkpoint.Writer, "begin", begin), (checkpoint.Writer, "save", save),
+        (checkpoint, "rng_state", lambda *_: b""), (parallel, "gather_on_main", lambda world, value: [value]),
         (fused, "kernel", one_kernel), (fused, "rms_norm", rms_norm),
         (dit, "Model", on_gpu), (dit, "config_of", config_of), (dit, "sparse_attention", sparse_attention)]
     if real_load:
@@ -366,4 +390,5 @@ def rehearse(trainer, folder, words, layers=2, ranks=1, planned=True):
             if args.parallel == "fsdp":
                 torch.distributed.destroy_process_group()
     ledger = seen["ledger"]
-    return Step(ledger, ledger.peak, seen["planned"], seen["work"], seen["pairs"])
+    return Step(ledger, ledger.peak, seen["planned"], seen["work"], seen["saved"], seen["checkpoint"], seen["waits"],
+                seen["pairs"])

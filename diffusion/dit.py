@@ -22,6 +22,7 @@ from common import fused, recomputation
 from diffusion.choices import SIZES
 
 HEAD_ROWS = 8192        # logits of so many rows at a time; of more, they are computed again in the backward pass
+ROW_STEP = 128          # on a GPU logits are those of a multiple of it: few sizes, which its allocator has in stock
 TILE = 128              # queries and keys of a tile, flex_attention's unit of work
 NOTHING, SOME, ALL = 0, 1, 2        # how many pairs of a tile may attend
 THETA = 10_000.0        # base of the rotary frequencies
@@ -210,11 +211,15 @@ def cross_entropies(head, x, mask_id, labels):
 
 def losses(model, inputs):
     """Cross-entropies (R,) of a model at inputs.rows, from its hidden_states and row_losses; of many in pieces."""
-    rows = model.hidden_states(inputs).flatten(0, 1).index_select(0, inputs.rows)
+    hidden, rows, labels = model.hidden_states(inputs).flatten(0, 1), inputs.rows, inputs.labels
+    if fused.wanted(hidden):        # each step masks another number of tokens; what is added gets no gradient
+        rows, labels = (F.pad(numbers, (0, -len(numbers) % ROW_STEP)) for numbers in (rows, labels))
+    rows = hidden.index_select(0, rows)
     if len(rows) <= HEAD_ROWS:
-        return model.row_losses(rows, inputs.labels)
-    parts = zip(rows.split(HEAD_ROWS), inputs.labels.split(HEAD_ROWS))
-    return torch.cat([checkpoint(model.row_losses, *part, use_reentrant=False) for part in parts])
+        return model.row_losses(rows, labels)[:len(inputs.rows)]
+    parts = zip(rows.split(HEAD_ROWS), labels.split(HEAD_ROWS))
+    found = [checkpoint(model.row_losses, *part, use_reentrant=False) for part in parts]
+    return torch.cat(found)[:len(inputs.rows)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ OUT=${OUT:-demo_out}          # everything is written below this folder
 STEPS=${STEPS:-600}           # optimizer steps, of 16 clips each
 DATA=${DATA:-launch/voice/train.json}           # clips to learn from
 PROMPTS=${PROMPTS:-launch/voice/held.json}      # sentences to be judged by; in no training text
+SEED=${SEED:-42}              # of the adapter, the order, the held-out clips and what is drawn while speaking
 RANKS=${RANKS:-}              # processes that train: 1, 2, 4, 8 or 16 (default: 1 on a machine with one GPU, else 2)
 
 here=$(dirname "${BASH_SOURCE[0]}")
@@ -24,8 +25,7 @@ source "$here/env.sh"
 source "$REPO/launch/setup.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
-ranks=${RANKS:-$((gpus == 1 ? 1 : 2))}
+ranks=${RANKS:-$(python -c 'import torch; print(1 if torch.cuda.device_count() == 1 else 2)')}
 voice=launch/voice
 half=$((STEPS / 2))
 mkdir -p "$OUT"
@@ -41,13 +41,13 @@ train() {       # in a subshell: exec makes its process torchrun's
         --learning_rate 3e-3 --warmup_steps 20 --weight_decay 0 --adam_beta2 0.99 --text_loss_weight 0 \
         --per_device_train_batch_size $((16 / ranks)) --max_steps "$STEPS" --num_workers 0 --logging_steps 25 \
         --validation_split 0.05 --per_device_eval_batch_size 8 --eval_steps $((half / 2)) --save_steps $((half / 2)) \
-        --sample_prompts "$run/prompts.txt" --sample_seconds 4
+        --sample_prompts "$run/prompts.txt" --sample_seconds 4 --seed "$SEED"
 }
 
 speak() {       # speak NAME [flags]: the held-out sentences
     python speech/generate_tts.py --model_path "$voice/model" --audio_tokenizer_path "$voice/codec" \
         --prompts "$PROMPTS" --temperature 0.3 --ras_window 0 --max_seconds 6 --batch_size 40 \
-        --output_dir "$run/$1" "${@:2}"
+        --output_dir "$run/$1" --seed "$SEED" "${@:2}"
 }
 
 printf '%s\n' "seven four two." "six one two four seven." >"$run/prompts.txt"

@@ -18,8 +18,7 @@ source "$here/env.sh"
 source "$REPO/launch/setup.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
-ranks=${RANKS:-$((gpus == 1 ? 1 : 2))}
+ranks=${RANKS:-$(python -c 'import torch; print(1 if torch.cuda.device_count() == 1 else 2)')}
 mkdir -p "$OUT"
 run=$(mktemp -d "$OUT/run-XXXX")
 tiny=$OUT/tiny3-$CLIPS-$SPEAKERS

@@ -6,8 +6,8 @@ BEFORE and AFTER hold what generate_tts.py made of VOICE_DIR/held.json: sentence
 pass, of AFTER:
 
     word errors     pocketsphinx, with a grammar that knows digits alone, mistakes at most --max_wer of the words, and
-                    at most --max_original_wer of flite's own recordings; against other clips' texts, to show that the
-                    text decides what is said, it mistakes at least --min_shuffled_wer
+                    at most --max_original_wer of them in flite's recordings of the same sentences; against other
+                    clips' texts, to show that the text decides what is said, it mistakes at least --min_shuffled_wer
     voice           --min_likeness of the clips are more like the new voice than like the old one, each compared with
                     both voices' recordings of its text: by Resemblyzer where that is installed, else by pitch and
                     spectrum (no model: median log pitch in octaves plus mel-cepstral distance of the means in 10 dB)
@@ -131,9 +131,11 @@ def main(argv=None):
         scores.need_package("pocketsphinx", "the recogniser")
         folder = Path(args.voice_dir)
         new, old = read_originals(folder / "held.json"), read_originals(folder / "held_base.json")
-        original = {voice: word_error_rates(list(of), list(of.values()))[0]
+        spoken = [read_spoken(of) for of in (args.before, args.after)]
+        before, after = (judge(*of, new, old) for of in spoken)
+        texts = spoken[1][0]
+        original = {voice: word_error_rates(texts, [of[text] for text in texts])[0]
                     for voice, of in (("new", new), ("old", old))}
-        before, after = (judge(*read_spoken(spoken), new, old) for spoken in (args.before, args.after))
         by = "Resemblyzer" if importlib.util.find_spec("resemblyzer") else "pitch and spectrum"
         rows = [    # what, recordings, before, after, good, gate
             ("word errors", original["new"], before["wer"], after["wer"], after["wer"] <= args.max_wer,

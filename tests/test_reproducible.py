@@ -27,7 +27,8 @@ RUNS = {
                                                     "--warmup_ratio", 0)),
     "blocks, ddp": ("diffusion.train_bd3lm.main", ("--eval_repeats", 1, "--warmup_steps", 2)),
     "blocks, plans, fsdp": ("diffusion.train_bd3lm.main", ("--eval_repeats", 1, "--warmup_steps", 2, "--system", "hdp",
-                                                           "--parallel", "fsdp", "--clip_search_widths", 0.5)),
+                                                           "--parallel", "fsdp", "--clip_search_widths", 0.5,
+                                                           "--clip_search_batches", 1)),
 }
 # Of a number's size. A rounding differs by 6e-8 of a value; with AVX-512, AVX2 and SSE of one processor six steps ended
 # at most 6e-7 apart.

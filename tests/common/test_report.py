@@ -50,7 +50,8 @@ def make_run(folder, steps=STEPS, samples=EVALS, scale=1.0, args=ARGS):
         for step in range(start + 1, end + 1):
             log.write(step, train_values(step, scale))
             if step in EVALS:
-                log.write(step, {"eval/loss": scale * (4 + abs(step - 20) / 100), "eval/eos_accuracy": 0.5})
+                log.write(step, {"eval/loss": scale * (4 + abs(step - 20) / 100), "eval/eos_accuracy": 0.5,
+                                 "eval/stop_recall": 1.0})
         log.close()
         writer = Writer(World(), folder)
         writer.begin(end)
@@ -260,6 +261,9 @@ def test_first_values_do_not_crush_the_rest_and_what_is_steady_is_flat(page):
     assert page.run(f"{loss}.view.y(10)") > 0 and page.run(height.format(loss)) < 220
     page.run(f"{loss}.all.click()")
     assert page.run(height.format(speed)) < 60 and page.run(f"{speed}.all.hidden") is True      # 9,001 to 9,040
+    labels = "[...{}.querySelectorAll('svg text')].map(text => text.textContent)"
+    labels = page.run(labels.format(figure.format("eval/stop_recall")))
+    assert "100 %" in labels and "101 %" not in labels
 
 
 @needs_browser

@@ -1,4 +1,5 @@
 """The network against independent slow formulas: who sees whom, its loss and gradients, official weights."""
+import dataclasses
 import math
 from itertools import product
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
+from common import fused
 from diffusion import dit, noise, sampler
 from tests.helpers.block_rows import (
     CONFIG,
@@ -264,6 +266,25 @@ def test_chunked_head_and_recomputation_change_nothing(monkeypatch):
         results.append([loss, *gradients(model, loss)])
     close(results[0], results[1])
     close(results[0], results[2])
+
+
+@pytest.mark.parametrize("pieces", [dit.HEAD_ROWS, 24])
+def test_added_rows_change_nothing(monkeypatch, pieces):
+    """The head of a GPU takes a multiple of ROW_STEP masked tokens; here 16, whose first label may be the mask's."""
+    batch, sizes, results = make_blocks(MIXED, 26, 24), set(), []
+    batch = batch._replace(input_ids=batch.input_ids.clamp(min=1))
+    plain = dit.DiT.row_losses
+    monkeypatch.setattr(dit.DiT, "row_losses", lambda model, x, labels: sizes.add(len(x)) or plain(model, x, labels))
+    monkeypatch.setattr(fused, "wanted", lambda x: True)
+    monkeypatch.setattr(dit, "HEAD_ROWS", pieces)
+    for step in (1, 16):
+        sizes.clear()
+        monkeypatch.setattr(dit, "ROW_STEP", step)
+        model = network(dataclasses.replace(CONFIG, mask_id=0))
+        loss = loss_of(model, inputs := noised(batch, t_range=(0.6, 1.0)), batch.n_targets)
+        results.append([loss, *gradients(model, loss)])
+    assert len(inputs.rows) % 16 and all(size % 8 == 0 for size in sizes) and results[0][0].isfinite(), sizes
+    close(*results, rtol=1e-6)
 
 
 def test_compiled_layers_train_the_same():

@@ -14,8 +14,8 @@ from peft.tuners.lora import Linear
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from bench import rehearsal
-from common import adapters, memory
+from bench import fake_cuda, rehearsal
+from common import adapters, memory, parallel, tensor_files
 from diffusion import dit
 from speech import higgs
 
@@ -63,6 +63,39 @@ FAULTS = {
 }
 
 
+def waits_only(main):
+    """Stream.wait_stream of MAIN alone, or of the other streams alone."""
+    return lambda stream, other: wait_stream(stream, other) if (stream is fake_cuda.MAIN) == main else None
+
+
+def at_once(tensors, stream):
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+wait_stream = fake_cuda.Stream.wait_stream
+# {name: (owner, attribute, faulty value)} of the copies of a checkpoint
+STAGING = {
+    "as it is": (tensor_files, "to_host", tensor_files.to_host),
+    "copies begin at once": (fake_cuda.Stream, "wait_stream", waits_only(True)),
+    "training goes on at once": (fake_cuda.Stream, "wait_stream", waits_only(False)),
+    "files are written at once": (fake_cuda.Event, "synchronize", lambda event: None),
+    "copies go to other memory": (tensor_files, "pinned_like", lambda tensor: torch.empty_like(tensor, device="cpu")),
+    "copies are made by .cpu()": (tensor_files, "to_host", at_once),
+}
+
+
+def staged(change):
+    """What is found wrong with tensor_files.stage of two tensors that training changes before and after."""
+    device = torch.device("cuda", 0)
+    with memory.swapped(change), fake_cuda.rehearsal() as ledger:
+        ledger.begin()
+        named = {"weight": torch.zeros(1000, 10, device=device), "step": torch.zeros((), device=device)}
+        files = tensor_files.stage(parallel.World(device=device), "model", named)
+        waits = dict(ledger.syncs)
+        named["weight"].add_(1)
+        return {"waits": waits, "saved": rehearsal.written(ledger, files), "hazards": dict(ledger.hazards)}
+
+
 def counts(case, folder, planned=True):
     """What the test compares, JSON-able."""
     trainer, ranks, words = CASES[case]
@@ -71,13 +104,17 @@ def counts(case, folder, planned=True):
     return {"launches": sum(row.launches for row in rows),
             "elementwise_gb": round(sum(row.size for row in rows if row.kind == "elementwise") / 1e9, 3),
             "peak_gib": round(step.peak / memory.GIB, 3), "planned_gib": round(step.planned / memory.GIB, 3),
-            "waits": dict(step.ledger.syncs)}
+            "waits": dict(step.ledger.syncs), "save": {
+                "waits": step.waits, "hazards": dict(step.ledger.hazards), "bytes": step.saved, "ranks": ranks,
+                "planned": step.checkpoint}}
 
 
 def main():
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         folder = Path(folder)
         rehearsal.prepare(folder)
+        for name, change in STAGING.items():
+            print(json.dumps({"staging": name, **staged(change)}), file=sys.__stdout__, flush=True)
         for case in CASES:
             print(json.dumps({"case": case, **counts(case, folder)}), file=sys.__stdout__, flush=True)
         for fault, (case, change) in FAULTS.items():

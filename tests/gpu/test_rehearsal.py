@@ -18,6 +18,7 @@ from tests.helpers.trainer import ROOT
 COUNTS = Path(__file__).parent / "counts.json"
 VERSION = torch.__version__.partition("+")[0]
 ALLOWED = "synchronize at common/optim.py"      # StepFlags.pop, one step late
+KEPT = ("launches", "elementwise_gb", "peak_gib", "planned_gib")
 PLAN = 0.03             # of the memory that --dry_run says
 
 pytestmark = pytest.mark.skipif(bool(fake_cuda.why_not()), reason=fake_cuda.why_not() or "-")
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.skipif(bool(fake_cuda.why_not()), reason=fake_cuda.why_
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """{case or fault: what cases.py found}"""
+    """{case, fault or kind of staging: what cases.py found}"""
     env = fake_cuda.environment(tmp_path_factory.mktemp("device"))
     done = subprocess.run([sys.executable, ROOT / "tests" / "gpu" / "cases.py"], text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE, env=os.environ | env, cwd=ROOT)
@@ -33,10 +34,10 @@ def found(tmp_path_factory):
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     if os.environ.get("WRITE_COUNTS"):
         known = json.loads(COUNTS.read_text()) if COUNTS.exists() else {}
-        known[VERSION] = {line["case"]: {key: value for key, value in line.items() if key not in ("case", "waits")}
-                          for line in lines if "fault" not in line}
+        known[VERSION] = {line["case"]: {key: line[key] for key in KEPT}
+                          for line in lines if "case" in line and "fault" not in line}
         COUNTS.write_text(json.dumps(known, indent=1) + "\n")
-    return {line.get("fault", line["case"]): line for line in lines}
+    return {line.get("fault") or line.get("staging") or line["case"]: line for line in lines}
 
 
 def known(case):
@@ -69,6 +70,25 @@ def test_no_kernel_no_pass_over_memory_and_no_activation_is_added(found, case):
 @pytest.mark.parametrize("case", CASES)
 def test_peak_memory_is_what_the_dry_run_says(found, case):
     assert found[case]["peak_gib"] == pytest.approx(found[case]["planned_gib"], rel=PLAN), found[case]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_save_copies_all_and_makes_nobody_wait(found, case):
+    save = found[case]["save"]
+    assert not save["waits"] and not save["hazards"], save
+    share = save["bytes"] / save["planned"]     # of rank 0, which alone has adapters; beside shards, what is not cut
+    assert share == pytest.approx(1, rel=1e-4) if save["ranks"] == 1 else 1 / save["ranks"] <= share < 0.5, share
+
+
+def test_copies_of_a_checkpoint_in_a_wrong_order_are_seen(found):
+    assert found["as it is"] == {"staging": "as it is", "waits": {}, "hazards": {}, "saved": 40_004}
+    for name, hazard in (("copies begin at once", "what is copied may not be there yet"),
+                         ("training goes on at once", "what is being copied may change"),
+                         ("files are written at once", "a copy is read before it is there")):
+        assert [what for what in found[name]["hazards"] if what.startswith(hazard)], found[name]
+    for name, wait in (("copies go to other memory", "unpinned copy from the GPU"),
+                       ("copies are made by .cpu()", "blocking copy from the GPU")):
+        assert [what for what in found[name]["waits"] if what.startswith(wait)] and not found[name]["saved"]
 
 
 def test_faults_are_seen(found):
