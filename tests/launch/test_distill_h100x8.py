@@ -21,7 +21,8 @@ LAUNCHER = "distill_h100x8.sh"
 # every setting of its list, to a value that is seen in the commands; a server has the others
 OWN = {"TEACHER": "a/teacher", "TP": "2", "GPUS": "6", "MAX_MODEL_LEN": "77", "PROMPT": "p.txt",
        "TEACHER_FLAGS": "--seed 5", "VLLM": "vllm==9", "VLLM_VENV": "a venv", "PYTHON": "python9",
-       "STUDENT": "a/student", "HELD_OUT": "0.3", "TRUTH": "t.jsonl", "MIN_AGREEMENT": "0.8", "JUDGE_FLAGS": "--batch_size 3"}
+       "STUDENT": "a/student", "HELD_OUT": "0.3", "TRUTH": "t.jsonl", "MIN_AGREEMENT": "0.8",
+       "JUDGE_FLAGS": "--batch_size 3"}
 SERVED = {"TEACHER": "http://h/v1", "TEACHER_NAME": "x", "PARSER": "whole", "PROMPT": "p.txt", "PROMPT_ROLE": "system",
           "TEACHER_FLAGS": "--max_tokens 99", "GPUS": "6"}
 FOR_ALL_BELOW = {"LORA", "EPOCHS", "GROUP_SIZE", "VENV", "CONDA_ENV"}       # train_sft_h100x8.sh and env.sh read them
