@@ -2,15 +2,23 @@
 # Stages that run one after the other, each skipped where it is finished; sourced after env.sh, with OUT set.
 
 # All that is started below has this mark in its environment, wherever it puts itself.
-export STAGES=$$-$RANDOM$RANDOM
+mark=$$-$RANDOM$RANDOM
 # shellcheck disable=SC2046,SC2317,SC2329
 end_all() {         # again, for what was just being started
-    local mark=$STAGES
     unset STAGES
     for _ in 1 2 3; do
         kill -KILL $(grep -lszxF "STAGES=$mark" /proc/[0-9]*/environ | cut -d/ -f3) 2>/dev/null || break
     done
 }
+
+# Should this shell be killed, this one ends the stage: nobody would read its output, and the next start wants its place.
+set -m
+(trap '' TERM HUP INT
+ while read -r _ _ _ parent _ </proc/self/stat && [ "$parent" = $$ ]; do sleep 0.3; done     # a dead one may be a zombie
+ end_all) </dev/null >/dev/null 2>&1 &
+disown $!
+set +m
+export STAGES=$mark
 # shellcheck disable=SC2317,SC2329     # supervise calls both
 ask() { kill -TERM -- "-$1"; }
 # shellcheck disable=SC2317,SC2329
