@@ -10,8 +10,9 @@ Three columns: "base" is the model without prompt and adapters, "student" has th
 teacher. On the answers that the run held out (held_out.py proves which): the divergence KL(teacher, column) and the
 negative log-likelihood, per token. Then all three answer the held-out questions, greedily: how many answers follow the
 rule --follows, how many are the teacher's very words and how much of the wording is the same (ROUGE-L, judge.py), how
-many end by themselves; tokens of each, and seconds of a request alone for student and teacher. With --base_url a judge compares the student's answers with those
-of the other two. With --control another run's adapters, which should not have learned, are a fourth column.
+many end by themselves; tokens of each, and for student and teacher the seconds of a request alone. With --base_url a
+judge compares the student's answers with those of the other two. With --control another run's adapters, which should
+not have learned, are a fourth column.
 
 "closed" is the part of the way from base to base + prompt that the student went, 1 being all of it. Written:
 evaluation.json with all answers side by side, which common/report.py shows, and evaluation.txt.
