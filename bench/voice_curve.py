@@ -68,8 +68,8 @@ def start_training(out_dir, steps, every):
     return subprocess.Popen([str(word) for word in command], cwd=ROOT)
 
 
-def say(model, codec, texts, adapter=None):
-    """([wave], [ended by]) of texts spoken by a model on the CPU."""
+def say(model, codec, texts, adapter=None, references=None):
+    """([wave], [ended by]) of texts spoken by a model on the CPU. references: of each text (path, what it says)."""
     import torch
 
     from speech import generate_tts, speak, weights
@@ -80,7 +80,8 @@ def say(model, codec, texts, adapter=None):
     config, tokenizer = weights.native_config(config_dict), weights.load_tokenizer(folder)
     ids = token_ids(tokenizer, config)
     codec, bandwidth = load_codec(codec, cpu, ids.num_codebooks)
-    samples = speak.text_prompts([(text, text) for text in texts], normalize=True)
+    samples = [speak.text_prompts([(text, text)], True, *reference)[0]
+               for text, reference in zip(texts, references or [()] * len(texts))]
     prompts = speak.prepare(samples, tokenizer, ids, codec, bandwidth, 1000)
     native = generate_tts.load_to_speak(folder, config_dict, adapter, torch.float32, cpu)
     settings = speak.sampling(config, 5.0, temperature=0.3, ras_window=0)

@@ -355,8 +355,10 @@ def report(output_file, stats):
     def share(value):
         return "-" if value is None else f"{100 * value:.1f}%"
 
+    labels = stats["labels"]
     print(f"labels     {stats['labelled']:,} of {stats['lines']:,} lines: "
-          + ", ".join(f"{printable(label, 40)} {n:,}" for label, n in list(stats["labels"].items())[:20]))
+          + (f"{len(labels):,} different answers" if len(labels) > 20 else
+             ", ".join(f"{printable(label, 40)} {n:,}" for label, n in labels.items())))
     print(f"answers    {share(stats['parse_rate'])} of the free ones had a label; {stats['retries']:,} retries, "
           f"{stats['labelled_by_constraint']:,} labels by constraint, {stats['rejected']:,} lines rejected")
     if stats["seconds"]:

@@ -317,7 +317,8 @@ def write_results(args, lines, questions, answers, columns, ways, pairs):
         checkpoint.write_atomically(out / name, lambda path, text=text: path.write_text(text + "\n", encoding="utf-8"))
     print(shown)
     print(f"done       {out}/evaluation.json, evaluation.txt")
-    check_closed(args.checkpoint, ways["student"], args.min_closed)
+    if args.min_closed:
+        check_closed(args.checkpoint, ways["student"], args.min_closed)
     if args.control and args.min_closed:
         check_control(args.control, ways[CONTROL], args.min_closed)
 

@@ -13,12 +13,24 @@ set -euo pipefail
 # shellcheck disable=SC2034     # env.sh's messages begin with it
 LAUNCHER=distill_h100x8
 
+allocator=${PYTORCH_ALLOC_CONF:-}       # of the user; the instances of vLLM must not get env.sh's
 # shellcheck source=launch/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+# unread WHY NAME...: one that is set would do nothing
+unread() {
+    local name
+    for name in "${@:2}"; do [ -z "${!name:-}" ] || die "$name is set, $1"; done
+}
+case ${TEACHER:-} in http*) unread "but TEACHER is a server" TP PP MAX_MODEL_LEN VLLM VLLM_VENV ;; esac
+if [ "${PARSER:-}" = whole ]; then unread "but PARSER=whole has no labels" TRUTH MIN_AGREEMENT; fi
+known=(BATCH_SIZE EPOCHS GLOBAL_BATCH_SIZE GPUS GROUP_SIZE LOADERS LOGGING_STEPS LORA LR REPORT_TO SWITCHES WARMUP_STEPS)
+known_settings          # those of train_sft_h100x8.sh that are left to people
 
 TEACHER=${TEACHER:-Qwen/Qwen3-30B-A3B-Instruct-2507}    # folder or hub name for vLLM; or http... of a server
 TEACHER_NAME=${TEACHER_NAME:-}                  # that server's name for it
 TEACHER_FLAGS=${TEACHER_FLAGS:-}                # further flags of distill/create_data.py
+GPUS=${GPUS:-}                                  # to use; default: all
 TP=${TP:-4}                                     # GPUs an instance of the teacher
 MAX_MODEL_LEN=${MAX_MODEL_LEN:-8192}            # tokens of prompt and answer
 PROMPT=${PROMPT:-$REPO/distill/prompts/language_id.txt}     # the teacher's prompt
@@ -34,6 +46,7 @@ GROUP_SIZE=${GROUP_SIZE:-15}                    # neighbouring lines that are on
 HELD_OUT=${HELD_OUT:-0.1}                       # share of groups the student never trains on
 TRUTH=${TRUTH:-}                                # JSONL {"id", "label"} that no teacher made, for the judgement
 MIN_AGREEMENT=${MIN_AGREEMENT:-0}               # with the teacher's labels, 0 to 1: exit status 1 below it
+JUDGE_FLAGS=${JUDGE_FLAGS:-}                    # further flags of distill/evaluate_sft.py, or evaluate_prompt.py
 VENV=${VENV:-}                                  # environment of student and judgement; default: env.sh
 CONDA_ENV=${CONDA_ENV:-}                        # or a conda environment
 DRY_RUN=${DRY_RUN:-0}                           # 1: print the commands, end
@@ -65,6 +78,7 @@ if [ "$DRY_RUN" != 1 ]; then mkdir -p "$OUT"; fi
 # -- teacher -----------------------------------------------------------------------------------------------------------
 
 read -ra asked_of <<<"$TEACHER_FLAGS"
+read -ra judged_by <<<"$JUDGE_FLAGS"
 answers=$OUT/answers.jsonl
 asked_of=(--prompt_file "$PROMPT" --prompt_role "$PROMPT_ROLE" --parser "$PARSER" "${asked_of[@]}")
 # shellcheck disable=SC2016     # the inner shell expands them
@@ -78,13 +92,13 @@ else
         "$2/bin/python" -c "import vllm; print(\"vLLM\", vllm.__version__)"
         "$2/bin/pip" freeze >"$2/packages.txt"' vllm "$PYTHON" "$VLLM_VENV" "$VLLM"
     step answers "$answers" env MODEL="$TEACHER" ENGINE=vllm MAX_MODEL_LEN="$MAX_MODEL_LEN" VENV="$VLLM_VENV" \
-        CONDA_ENV= DRY_RUN=0 bash "$REPO/launch/create_data_h100x8.sh" "$input" "$answers" "$TP" "${asked_of[@]}"
+        CONDA_ENV= GPUS="$GPUS" PYTORCH_ALLOC_CONF="$allocator" DRY_RUN=0 bash "$REPO/launch/create_data_h100x8.sh" "$input" "$answers" "$TP" "${asked_of[@]}"
 fi
 
 # -- student -----------------------------------------------------------------------------------------------------------
 
-step student "$OUT/student/checkpoint-*/manifest.json" env MODEL="$STUDENT" TRAIN_FILE="$answers" \
-    VALIDATION="$HELD_OUT" DRY_RUN=0 bash "$REPO/launch/train_sft_h100x8.sh" "$OUT/student" "$@"
+step student "$OUT/student/checkpoint-*/manifest.json" env -u GPUS MODEL="$STUDENT" TRAIN_FILE="$answers" \
+    VALIDATION="$HELD_OUT" ${GPUS:+NPROC_PER_NODE="$GPUS"} DRY_RUN=0 bash "$REPO/launch/train_sft_h100x8.sh" "$OUT/student" "$@"
 if [ -e "$OUT/student/requeue" ]; then
     rm -f "$OUT/steps/student"
     die "training was asked to stop and has saved; the same command goes on"
@@ -98,11 +112,11 @@ if [ "$DRY_RUN" != 1 ]; then use_environment python torch transformers; fi
 if [ "$PARSER" = whole ]; then
     step evaluation "$OUT/evaluation/evaluation.json" python "$REPO/distill/evaluate_prompt.py" \
         --checkpoint "$checkpoint" --prompt_file "$PROMPT" --prompt_role "$PROMPT_ROLE" --output_dir "$OUT/evaluation" \
-        --max_new_tokens 1024
+        --max_new_tokens "$(flag_value --max_tokens 1024 "${asked_of[@]}")" "${judged_by[@]}"
 else
     step evaluation "$OUT/evaluation/evaluation.json" python "$REPO/distill/evaluate_sft.py" \
         --checkpoint "$checkpoint" --prompt_file "$PROMPT" --output_dir "$OUT/evaluation" \
-        --min_agreement "$MIN_AGREEMENT" ${TRUTH:+--truth_file "$TRUTH"}
+        --min_agreement "$MIN_AGREEMENT" ${TRUTH:+--truth_file "$TRUTH"} "${judged_by[@]}"
 fi
 if [ "$DRY_RUN" != 1 ]; then
     python "$REPO/common/report.py" "$OUT/student" --evaluations "$OUT/evaluation/evaluation.json"

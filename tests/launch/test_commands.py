@@ -256,27 +256,6 @@ def test_student_on_what_the_teacher_wrote(tmp_path):
     assert done.returncode == 1 and "INPUT: no such file: ../tinker-cookbook/example-data/multilingual" in done.stderr
 
 
-def test_teacher_student_and_judgement_in_one_command(tmp_path):
-    """What each step of distill_h100x8.sh would run: vLLM or a server, never transformers; nothing is written."""
-    for name in ("lines.txt", "p.txt"):
-        (tmp_path / name).write_text("x\n")
-    done = launch("distill_h100x8.sh", "lines.txt", "out", "--learning_rate", "1e-5", cwd=tmp_path, DRY_RUN="1")
-    vllm, answers, student, judged = map(shlex.split, done.stdout.splitlines())
-    assert vllm[-1] == "vllm==0.32.0" and "ENGINE=vllm" in answers and f"VENV={ROOT}/.venv-vllm" in answers
-    assert "MODEL=Qwen/Qwen3-30B-A3B-Instruct-2507" in answers and answers[answers.index("lines.txt") + 2] == "4"
-    assert "MODEL=Qwen/Qwen3-4B-Instruct-2507" in student and student[-3:] == ["out/student", "--learning_rate", "1e-5"]
-    assert judged[1] == f"{ROOT}/distill/evaluate_sft.py" and "TRAIN_FILE=out/answers.jsonl" in student
-    done = launch("distill_h100x8.sh", "lines.txt", "out", cwd=tmp_path, DRY_RUN="1", TEACHER="http://h/v1",
-                  TEACHER_NAME="x", PARSER="whole", PROMPT="p.txt", PROMPT_ROLE="system")
-    answers, _, judged = map(shlex.split, done.stdout.splitlines())
-    args = flags.parse(create_data.build_parser(), create_data.check_flags, answers[2:])
-    assert (args.base_url, args.model_name, args.parser) == ("http://h/v1", "x", "whole")
-    assert judged[1] == f"{ROOT}/distill/evaluate_prompt.py"
-    done = launch("distill_h100x8.sh", "lines.txt", "out", cwd=tmp_path, DRY_RUN="1", PARSER="whole", LORA="0")
-    assert done.returncode == 1 and done.stderr.endswith("is judged beside the student's base: LORA=1\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["lines.txt", "p.txt"]
-
-
 def test_the_teacher_without_its_launcher(monkeypatch, tmp_path, capsys):
     """Lines 9 and 10, where vLLM is installed (here an empty package of that name) and where it is not."""
     def parsed(*words):

@@ -1,0 +1,125 @@
+"""Does the voice follow a reference clip? launch/voice's base learns to speak behind a clip of one of two voices.
+
+    apt-get install flite
+    python bench/voice_reference.py work        # one CPU thread, no GPU; the same command goes on where it was
+
+train_v2_ddp.py trains an adapter as launch/demo.sh does, on 600 clips each of the two voices that the codec knows,
+`slt` and `rms`, every one behind another clip of its voice (ChatML's form of cloning). Then the 40 held-out sentences
+are spoken behind clips of each of flite's four voices; codec and adapter have heard nothing of `kal16` and `awb`. A
+reference says another held-out sentence. pocketsphinx listens, and a clip counts as nearest to the voice whose
+recording of the sentence is most like it by judge_demo.py. Writes bench/results/voice_reference-cpu.json, which
+docs/speech.md shows.
+"""
+import argparse
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+VOICE = ROOT / "launch" / "voice"
+CLIPS = 600         # of either voice
+TARGETS = "q_proj,k_proj,v_proj,o_proj,audio_mlp.gate_proj,audio_mlp.up_proj,audio_mlp.down_proj,audio_lm_head"
+
+
+def parse(argv=None):
+    p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    p.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="folder for clips, codes and the run")
+    p.add_argument("--steps", type=int, default=600, help="optimizer steps, 16 clips each")
+    p.add_argument("--flite", default="flite", help="the program; not needed for clips that are there already")
+    p.add_argument("--results_dir", type=Path, default=ROOT / "bench" / "results", help="folder of the report")
+    return p.parse_args(argv)
+
+
+def cloned(clips, voice, text, reference):
+    """ChatML sample: speak digits `text` in the voice that says digits `reference` before it."""
+    from speech import make_voice
+    before, after = (make_voice.sample(said, audio_url=str(clips / voice / f"{said}.wav"))["messages"]
+                     for said in (reference, text))
+    return {"messages": [*before, *after[1:]]}
+
+
+def make_samples(clips, flite):
+    """Speaks the clips; [sample] to train on, in random order."""
+    from speech import make_voice, voice_codec
+    texts = json.loads((VOICE / "texts.json").read_text())
+    draw, samples = random.Random(0), []
+    for voice in voice_codec.VOICES:
+        of = draw.sample([text for text in texts[voice] if len(text) > 1], CLIPS)
+        make_voice.make_clips(flite, clips, voice, of)
+        short = [text for text in of if len(text) < 5]
+        samples += [cloned(clips, voice, text, next(other for other in draw.sample(short, 2) if other != text))
+                    for text in of]
+    for voice in (*voice_codec.VOICES, *voice_codec.OTHERS):
+        make_voice.make_clips(flite, clips, voice, texts["held_out"])
+    draw.shuffle(samples)
+    return samples
+
+
+def train(out_dir, steps):
+    """train_v2_ddp.py in one process; it goes on from the newest checkpoint in OUT_DIR/run."""
+    command = [sys.executable, "train_v2_ddp.py", "--model_path", VOICE / "model", "--audio_tokenizer_path",
+               VOICE / "codec", "--train_data_file", out_dir / "train.json", "--code_cache", out_dir / "codes",
+               "--output_dir", out_dir / "run", "--report_to", "none", "--max_steps", steps,
+               "--use_lora", "--lora_rank", 32, "--lora_alpha", 64, "--lora_dropout", 0.1, "--lora_target_modules",
+               TARGETS, "--learning_rate", 3e-3, "--warmup_steps", 20, "--weight_decay", 0, "--adam_beta2", 0.99,
+               "--text_loss_weight", 0, "--per_device_train_batch_size", 16, "--num_workers", 0,
+               "--preprocess_num_proc", 0, "--logging_steps", 25, "--validation_split", 0.05,
+               "--per_device_eval_batch_size", 8, "--eval_steps", 150, "--save_steps", 150, "--save_total_limit", 1]
+    done = subprocess.run([str(word) for word in command], cwd=ROOT)
+    if done.returncode:
+        sys.exit(f"train_v2_ddp.py ended with status {done.returncode}")
+
+
+def judge(out_dir, steps):
+    """{reference voice: {"wer", "shuffled_wer", "stop_rate", "nearest": {voice: share of clips}}}."""
+    from bench.voice_curve import say
+    from speech import judge_demo, make_voice, voice_codec
+    held = json.loads((VOICE / "texts.json").read_text())["held_out"]
+    texts, clips = [make_voice.spoken(text) for text in held], out_dir / "clips"
+    voices = (*voice_codec.VOICES, *voice_codec.OTHERS)
+    recordings = {voice: [wave.numpy() for wave in make_voice.read_clips(clips, voice, held)] for voice in voices}
+    found = {}
+    for voice in voices:
+        behind = [(str(clips / voice / f"{text}.wav"), make_voice.spoken(text)) for text in held[1:] + held[:1]]
+        waves, ends = say(VOICE / "model", VOICE / "codec", texts, out_dir / "run" / f"checkpoint-{steps}", behind)
+        likeness = zip(*(judge_demo.likenesses(waves, recordings[other]) for other in voices))
+        nearest = [voices[max(range(len(voices)), key=row.__getitem__)] for row in likeness]
+        wer, shuffled_wer = judge_demo.word_error_rates(texts, waves)
+        found[voice] = {"wer": wer, "shuffled_wer": shuffled_wer, "stop_rate": ends.count("eos") / len(ends),
+                        "nearest": {other: nearest.count(other) / len(nearest) for other in voices}}
+        print(f"judged     behind {voice}: {wer:.1%} of the words mistaken; nearest to {found[voice]['nearest']}",
+              flush=True)
+    return found
+
+
+def main(argv=None):
+    args = parse(argv)
+    import torch
+
+    from bench import measure
+    from common.checkpoint import write_atomically
+    torch.set_num_threads(1)
+    out_dir = args.out_dir.resolve()
+    out_dir.mkdir(parents=True, exist_ok=True)
+    if not (out_dir / "train.json").exists():
+        samples = make_samples(out_dir / "clips", args.flite)
+        write_atomically(out_dir / "train.json", lambda path: path.write_text(json.dumps(samples)))
+    train(out_dir, args.steps)
+    judged = judge(out_dir, args.steps)
+    made = measure.new_report("does the voice follow a reference clip?", torch.device("cpu"),
+                              measure.command("voice_reference", ["OUT_DIR", *sys.argv[2:]]))
+    made["machine"], made["judged"] = "shared with other work", judged
+    made["tables"]["references"] = {
+        "columns": ["reference", "word errors (%)", "against other texts (%)", "ended (%)",
+                    *(f"nearest to {voice} (%)" for voice in judged)],
+        "rows": [[voice, *(round(100 * found[share], 1) for share in ("wer", "shuffled_wer", "stop_rate")),
+                  *(round(100 * share, 1) for share in found["nearest"].values())] for voice, found in judged.items()]}
+    measure.write_report("voice_reference", made, args.results_dir)
+
+
+if __name__ == "__main__":
+    main()
