@@ -62,22 +62,26 @@ fi
 # -- instances ---------------------------------------------------------------------------------------------------------
 
 # Each is the leader of a process group: Ctrl-C comes to this shell alone. Engines start processes of their own, so all
-# that belongs to an instance is known by a mark in its environment.
+# that belongs to an instance is known by a mark in its environment, or by its group: vLLM's empty their environment.
 mark=$$-$RANDOM$RANDOM
 logs=$output.work
 left() { grep -lszxE "LABEL_INSTANCE=$mark\.$1" /proc/[0-9]*/environ | cut -d/ -f3 || true; }    # pids of instance $1
 # shellcheck disable=SC2046
 end_all() {         # kill what is left of instance $1; again, for what was just being started
+    local i
+    for i in "${!groups[@]}"; do
+        if [[ $i =~ ^$1$ ]]; then kill -KILL -- "-${groups[i]}" 2>/dev/null || true; unset "groups[$i]"; fi
+    done
     for _ in 1 2 3; do kill -KILL $(left "$1") 2>/dev/null || break; done
 }
 ask_all() { for pid in "${pids[@]}"; do kill -TERM -- "-$pid" 2>/dev/null || true; done; }
-pids=() tries=() failed=() running=0 stopping='' signals=0
+pids=() groups=() tries=() failed=() running=0 stopping='' signals=0
 
 start() {
     set -m
     LABEL_INSTANCE=$mark.$1 CUDA_VISIBLE_DEVICES=$(slice "$1") "${command[@]}" --shard "$1/$instances" \
         </dev/null >>"$logs/instance-$1.log" 2>&1 &
-    pids[$1]=$!
+    pids[$1]=$! groups[$1]=$!
     set +m
     running=$((running + 1))
 }

@@ -3,18 +3,19 @@
 
 # All that is started below has this mark in its environment, wherever it puts itself.
 mark=$$-$RANDOM$RANDOM
+left() { env -u STAGES grep -lszxF "STAGES=$mark" /proc/[0-9]*/environ | env -u STAGES cut -d/ -f3 || true; }
 # shellcheck disable=SC2046,SC2317,SC2329
 end_all() {         # again, for what was just being started
-    unset STAGES
-    for _ in 1 2 3; do
-        kill -KILL $(grep -lszxF "STAGES=$mark" /proc/[0-9]*/environ | cut -d/ -f3) 2>/dev/null || break
-    done
+    for _ in 1 2 3; do kill -KILL $(left) 2>/dev/null || break; done
 }
 
-# Should this shell be killed, this one ends the stage: nobody would read its output, and the next start wants its place.
+# Should this shell be killed, this one asks the stage to save and end, then ends it: the next start wants its place.
 set -m
 (trap '' TERM HUP INT
  while read -r _ _ _ parent _ </proc/self/stat && [ "$parent" = $$ ]; do sleep 0.3; done     # a dead one may be a zombie
+ # shellcheck disable=SC2046
+ kill -TERM $(left)
+ for ((i = 0; i < ${ORPHAN_S:-60}; i++)); do [ -n "$(left)" ] || exit 0; sleep 1; done
  end_all) </dev/null >/dev/null 2>&1 &
 disown $!
 set +m

@@ -595,6 +595,7 @@ def test_launcher_gives_up_on_an_instance_that_keeps_failing(launch, tmp_path):
     files(tmp_path, make_lines(2))
     lines = """case "$*" in *"--shard 0/2") sleep 1; touch finished ;;
                *"--shard 1/2") [ -e left ] && grep -q . "/proc/$(cat left)/environ" && touch overlap
+                               env -i sleep 100 & echo $! >bare      # as vLLM's, whose environment is empty
                                sleep 100 & echo $! >left; echo "error: no luck"; exit 7 ;; *) touch merged ;; esac"""
     process = launch(PATH=stand_in(tmp_path, lines), MAX_RESTARTS="1")
     assert process.wait(timeout=PATIENCE_S) == 1
@@ -604,6 +605,8 @@ def test_launcher_gives_up_on_an_instance_that_keeps_failing(launch, tmp_path):
     assert (tmp_path / "finished").exists() and not (tmp_path / "merged").exists()      # the other one went on
     assert alive(process.mark) == []        # nor what a failed one has started, which did not meet the next one
     assert not (tmp_path / "overlap").exists()
+    bare = Path("/proc") / (tmp_path / "bare").read_text().strip() / "cmdline"
+    wait_until(lambda: not bare.exists() or b"sleep" not in bare.read_bytes(), "end of a process without environment")
 
 
 @pytest.mark.parametrize("gpus, tp, pp, visible, slices", [
