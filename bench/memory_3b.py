@@ -3,7 +3,7 @@
     python bench/memory_3b.py                   # on a GPU machine: the real shape, about 5 minutes and 12 GB of disk
     python bench/memory_3b.py --shape tiny      # anywhere: shows that this script works, measures nothing of use
 
-Random weights in the real shape, speech from make_tiny.py, the real trainer in processes of its own: first its dry run,
+Random weights in the real shape, random codes of 96 clips, the real trainer in processes of its own: first its dry run,
 then some steps, whose step time, MFU and peak of allocated memory are read from metrics.jsonl. That peak has no CUDA
 context in it: it compares with the estimate less its fixed part. What the GPU had in use, seen from outside, compares
 with the whole one. Writes bench/results/memory_3b-DEVICE.json.
@@ -21,13 +21,15 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import measure
-from speech import make_tiny, weights
+from speech import codes, make_tiny, weights
+from speech.conversations import Clip
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -43,6 +45,28 @@ MODES = {
     "full, FSDP2, checkpointing, layers kept": (*FULL, "--no-reshard_after_forward"),
     "full, FSDP2, checkpointing, 2 micro-steps": (*FULL, "--gradient_accumulation_steps", 2),
 }
+
+
+def write_samples(folder, clips=96):
+    """Codec, tokenizer and tiny model of make_tiny.py in a folder, and train.json of clips of 2 to 8 s.
+
+    Their codes are random and lie in folder/codes; the audio files are empty, since nothing decodes them: a GPU machine
+    may lack soundfile.
+    """
+    make_tiny.make_codec(folder)
+    make_tiny.make_model(folder, make_tiny.make_tokenizer(folder))
+    cache, rng, speech = folder / "codes" / codes.codec_fingerprint(folder / "codec"), np.random.default_rng(0), []
+    cache.mkdir(parents=True)
+    batch = codes.Batch(cache, 8)
+    for number, seconds in enumerate(rng.uniform(2, 8, clips)):
+        path, key = (folder / f"{number}.wav").resolve(), f"{number:016d}".encode()
+        path.touch()
+        batch.add_codes(key, rng.integers(0, 1024, (round(seconds * codes.FRAME_RATE), 8), np.int16))
+        batch.add_file(codes.file_key(Clip(str(path)), 0, path.stat().st_mtime_ns), key)
+        speech.append({"text": make_tiny.SENTENCES[number % len(make_tiny.SENTENCES)], "speaker": number % 4,
+                       "path": path.name, "seconds": round(float(seconds), 3)})
+    batch.write()
+    make_tiny.make_dataset(folder, speech)
 
 
 def write_model(folder, tiny, shape):
@@ -122,7 +146,7 @@ def main():
     results = []
     with tempfile.TemporaryDirectory(dir=args.work_dir) as work:
         work = Path(work)
-        make_tiny.main([str(work), "--clips", "96", "--voice", "numpy"])
+        write_samples(work)
         write_model(work / "big", work / "model", args.shape)
         for i, name in enumerate(names):
             output_dir = work / f"run{i}"

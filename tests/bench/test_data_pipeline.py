@@ -198,6 +198,15 @@ def test_gpu_commands_are_what_the_scripts_take(monkeypatch):
             load(script[len("bench/"):-len(".py")]).main()
 
 
+def test_nothing_that_it_starts_needs_a_package_that_gpu_machines_lack():
+    names = ["bench.gpu_facts", "tests.speech.test_higgs", "tests.common.test_loading", "tests.common.test_float8",
+             "bench.tts", "bench.sft", "bench.block_diffusion", "bench.memory_3b", "bench.profile_step"]
+    lacking = ("soundfile", "soxr", "cffi", "pycparser", "trl")
+    code = f"import importlib as i, sys; sys.modules.update(dict.fromkeys({lacking})); [*map(i.import_module, {names})]"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, stderr=subprocess.PIPE)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_part_that_fails_is_named_and_stops_nothing(tmp_path):
     python = tmp_path / "python"
     python.write_text("""#!/bin/bash

@@ -9,7 +9,7 @@ from common import float8
 from common.parallel import UserError
 from distill import train_sft, weights
 from tests.distill.test_plan import batch_of, built
-from tests.speech.test_plan import pack_of, small_model
+from tests.helpers.small_speech import pack_of, small_model
 
 
 def test_products_are_those_of_float8_kernels():

@@ -11,7 +11,7 @@ import soundfile
 import soxr
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
+from transformers import HiggsAudioV2Config
 
 import lora
 import train_v2_ddp
@@ -22,10 +22,10 @@ from speech import higgs, higgs3, labels3, models
 from speech import plan as speech_plan
 from speech.decode import codec_frames, decode_audio, header_frames, wave_samples
 from speech.encode import check_encoder, codec_config, encode_clip, load_codec
-from speech.labels import IGNORE, TokenIds
 from speech.table import split_validation
 from speech.weights import empty_model
 from tests.helpers.live_bytes import LiveBytes
+from tests.helpers.small_speech import pack_of, small_model
 from tests.helpers.trainer import trainer_command
 from tests.speech import test_bad_input
 from tests.speech.test_bad_input import complains, copy_of, written
@@ -36,31 +36,6 @@ LORA = ("--use_lora", "--lora_rank", 4, "--lora_alpha", 8)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Activations: the formula against what a real step leaves alive
-
-
-def small_model(targets, dtype, recompute, dropout=0.1):
-    """(config, PackedHiggs) on the CPU, wide enough that rows and not weights take the memory."""
-    config = HiggsAudioV2Config(
-        vocab_size=600, hidden_size=96, intermediate_size=256, num_hidden_layers=6, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=16, codebook_size=1026, num_codebooks=8, audio_token_id=516,
-        audio_bos_token_id=513, audio_delay_token_id=514, pad_token_id=501, eos_token_id=509, bos_token_id=1)
-    native = HiggsAudioV2ForConditionalGeneration(config, use_text_head=True).to(dtype)
-    net = lora.add_lora(native, 8, 16, dropout, targets, "base") if targets else native
-    return config, higgs.PackedHiggs(net, recompute).train()
-
-
-def pack_of(samples, text, audio, targets):
-    """PackedBatch of samples of `text` text and `audio` audio rows, `targets` of each predicting something."""
-    rng = np.random.default_rng(0)
-    ids = TokenIds(audio=516, delay=514, pad=501, num_codebooks=8, stream_bos=1024, stream_eos=1025)
-    is_audio = np.arange(text + audio) >= text
-    label = np.full(text + audio, IGNORE)
-    label[1:1 + targets] = 7
-    codes = np.full((audio, 8), IGNORE)
-    codes[1:1 + targets] = 5
-    return collate([{"number": i, "input_ids": np.where(is_audio, ids.audio, rng.integers(0, 500, text + audio)),
-                     "is_audio": is_audio, "text_labels": label, "audio_ids": rng.integers(0, 1024, (audio, 8)),
-                     "audio_labels": codes} for i in range(samples)], ids)
 
 
 def measured_step(model, batch, bf16):
