@@ -33,8 +33,8 @@ def made(pool, tmp_path_factory):
             shutil.copy(out / "clips" / make_voice.NEW / f"{text}.wav", out / "clips" / voice)
     (out / "texts.json").write_text(json.dumps({"held_out": list(found)[:4], **texts}))
     command = [out, "--flite", "/nowhere/flite", "--texts", CLIPS, "--clips",
-               CLIPS, "--other_texts", 2, "--held_out", 4, "--encoder_steps", 4, "--decoder_steps", 4,
-               "--base_steps", 3, "--ranks", 1]
+               CLIPS, "--other_texts", 2, "--held_out", 4, "--encoder_steps", 2, "--decoder_steps", 2,
+               "--base_steps", 2, "--ranks", 1]
     statuses, output = pool.run(1, "speech.make_voice.main", [str(word) for word in command])
     assert not any(statuses), output[-3000:]
     return out
