@@ -10,8 +10,9 @@ Three columns: "base" is the model without prompt and adapters, "student" has th
 teacher. On the answers that the run held out (held_out.py proves which): the divergence KL(teacher, column) and the
 negative log-likelihood, per token. Then all three answer the held-out questions, greedily: how many answers follow the
 rule --follows, how many are the teacher's very words and how much of the wording is the same (ROUGE-L, judge.py), how
-many end by themselves; tokens and seconds for each. With --base_url a judge compares the student's answers with those
-of the other two. With --control another run's adapters, which should not have learned, are a fourth column.
+many end by themselves; tokens of each, and for student and teacher the seconds of a request alone. With --base_url a
+judge compares the student's answers with those of the other two. With --control another run's adapters, which should
+not have learned, are a fourth column.
 
 "closed" is the part of the way from base to base + prompt that the student went, 1 being all of it. Written:
 evaluation.json with all answers side by side, which common/report.py shows, and evaluation.txt.
@@ -26,6 +27,7 @@ from common import flags
 from common.flags import UserError, need
 
 COLUMNS = ("base", "student", "base + prompt")
+TIMED = ("student", "base + prompt")        # asked one at a time as well: a request without and with the prompt
 CONTROL = "control"
 TOPIC = "{topic}"
 
@@ -160,7 +162,7 @@ def answer_all(model, tokenizer, lines, prompt, max_new_tokens, batch_size, colu
         chats = lines.chats if column != "base + prompt" else [with_prompt(prompt, asked) for asked in lines.chats]
         print(f"asking     {column}: {len(chats):,} questions")
         with adapters.switched_off(model) if column.startswith("base") else contextlib.nullcontext():
-            found[column] = student.ask_all(ask, chats, max_new_tokens, batch_size)
+            found[column] = student.ask_all(ask, chats, max_new_tokens, batch_size, timed=column in TIMED)
     return found
 
 
@@ -289,12 +291,23 @@ def main(argv=None):
         write_results(args, lines, questions, answers, *judge(answers, likely, rule, questions), pairs)
 
 
+def latency(without, behind):
+    """[line] about a request alone, of the columns of student and teacher; [] where one was too long to be asked."""
+    if None in (without["seconds alone"], behind["seconds alone"]):
+        return []
+    parts = (f"{row['seconds alone']:.3g} s {what} the prompt ({row['tokens in']:.1f} tokens in, "
+             f"{row['tokens out']:.1f} out)" for what, row in (("behind", behind), ("without", without)))
+    return [f"latency    a request alone: {', '.join(parts)}; medians of {student.LATENCY_LINES} or all"]
+
+
 def write_results(args, lines, questions, answers, columns, ways, pairs):
     """evaluation.json and evaluation.txt; prints the latter. Raises UserError for less than --min_closed."""
-    saved = columns["base + prompt"]["tokens in"] - columns["student"]["tokens in"]
+    without, behind = (columns[name] for name in TIMED)
+    saved = {what: None if None in (behind[name], without[name]) else behind[name] - without[name]
+             for what, name in (("tokens saved", "tokens in"), ("seconds saved", "seconds alone"))}
     metrics = {f"{name}: {measure}": value for name, row in columns.items() for measure, value in row.items()}
     metrics |= {f"{'' if name == 'student' else name + ' '}closed: {measure}": value
-                for name, way in ways.items() for measure, value in way.items()} | {"tokens saved": saved}
+                for name, way in ways.items() for measure, value in way.items()} | saved
     metrics |= {f"judge, against {other}: {what}": value for other, row in pairs.items() for what, value in row.items()}
     rows = [{"id": number, "question": text, "held out": label,
              **{name: found[i].text for name, (found, _) in answers.items()}}
@@ -306,7 +319,8 @@ def write_results(args, lines, questions, answers, columns, ways, pairs):
     if args.control:
         clauses.append(f"the control went {words_of(ways[CONTROL])}")
     notes = [*([f"left out   {len(lines.rejected)} held-out questions to which the data has no whole answer"]
-               if lines.rejected else []), f"saved      {saved:.1f} tokens of prompt a request",
+               if lines.rejected else []), f"saved      {saved['tokens saved']:.1f} tokens of prompt a request",
+             *latency(without, behind),
              *(f"judge      student against {other}: {', '.join(f'{row[each]} {each}' for each in judging.OUTCOMES)}"
                for other, row in pairs.items()), verdict.line(clauses)]
     report = {"name": str(args.output_dir), "metrics": metrics, "settings": vars(args), "data": lines.about,

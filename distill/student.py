@@ -62,14 +62,15 @@ def end_ids(model, ends):
     return sorted(known if isinstance(known, list) else [known])
 
 
-def ask_all(ask, chats, max_new_tokens, batch_size):
-    """([Answer], speed): one line to warm up, some one at a time, then all together.
+def ask_all(ask, chats, max_new_tokens, batch_size, timed=True):
+    """([Answer], speed): one line to warm up, if timed some one at a time, then all together.
 
     In this order: vLLM would have cached a line that it has answered before, not only the prompt that all share.
     """
-    ask(chats[-1:], max_new_tokens, 1)
+    if timed:
+        ask(chats[-1:], max_new_tokens, 1)
     alone = []
-    for messages in chats[:LATENCY_LINES]:
+    for messages in chats[:LATENCY_LINES if timed else 0]:
         start = time.perf_counter()
         answer, = ask([messages], max_new_tokens, 1)
         if answer.finish_reason != "too_long":

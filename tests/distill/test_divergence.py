@@ -378,6 +378,10 @@ def test_the_judge_of_a_prompt(made, train, tmp_path, capsys):
     prompt_tokens = len(tokenizer(tokenizer.apply_chat_template([{"role": "system", "content": PROMPT.strip()}],
                                                                 tokenize=False), add_special_tokens=False)["input_ids"])
     assert metrics["tokens saved"] == pytest.approx(prompt_tokens - 1, abs=1)
+    alone_s = [metrics[f"{name}: seconds alone"] for name in ("base + prompt", "student")]
+    assert metrics["seconds saved"] == alone_s[0] - alone_s[1] and min(alone_s) > 0
+    assert f"latency    a request alone: {alone_s[0]:.3g} s behind the prompt (" in shown
+    assert metrics["base: seconds alone"] is None, "not asked: nobody is to answer so"
     with pytest.raises(SystemExit):
         parallel._claimed.clear()
         evaluate_prompt.main([*given[:3], str(tmp_path / "again"), *given[4:], "--min_closed", "1"])

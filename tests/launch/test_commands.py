@@ -256,6 +256,29 @@ def test_student_on_what_the_teacher_wrote(tmp_path):
     assert done.returncode == 1 and "INPUT: no such file: ../tinker-cookbook/example-data/multilingual" in done.stderr
 
 
+@pytest.mark.parametrize("words, instances", [
+    ("", 2), ("../tinker-cookbook/example-data/multilingual.txt ./data/prompt_distillation_lang.jsonl 4", 2),
+    ("../tinker-cookbook/example-data/multilingual.txt ./data/prompt_distillation_lang.jsonl 8", 1)])
+def test_teacher_labels_of_the_launcher(tmp_path, words, instances):
+    """Line 8 on 8 GPUs: the same files, 4 or 8 GPUs an instance; the python here answers at once that all is well."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "tinker-cookbook" / "example-data").mkdir(parents=True)
+    (tmp_path / "tinker-cookbook" / "example-data" / "multilingual.txt").write_text("x\n")
+    (tmp_path / "python").write_text("#!/bin/sh\n")
+    (tmp_path / "python").chmod(0o755)
+    done = launch("create_data_h100x8.sh", *words.split(), cwd=tmp_path / "here", DRY_RUN="1", GPUS="8",
+                  PATH=f"{tmp_path}:{os.environ['PATH']}")
+    found = [shlex.split(line) for line in done.stdout.splitlines()]
+    assert len(found) == instances, done.stderr
+    for i, line in enumerate(found):
+        args = create_data.build_parser().parse_args(line[3:])
+        assert (args.input_file, args.output_file, args.shard) == (
+            "../tinker-cookbook/example-data/multilingual.txt", "./data/prompt_distillation_lang.jsonl",
+            f"{i}/{instances}")
+        assert (args.tensor_parallel_size, args.engine, args.model_name) == (
+            8 // instances, "vllm", "Qwen/Qwen3-30B-A3B-Instruct-2507")
+
+
 def test_the_teacher_without_its_launcher(monkeypatch, tmp_path, capsys):
     """Lines 9 and 10, where vLLM is installed (here an empty package of that name) and where it is not."""
     def parsed(*words):
@@ -263,7 +286,8 @@ def test_the_teacher_without_its_launcher(monkeypatch, tmp_path, capsys):
     line = "--tensor_parallel_size 4 --pipeline_parallel_size 2".split()
     with pytest.raises(SystemExit):
         parsed(*line)
-    assert "--tensor_parallel_size is for the engine vllm, not transformers" in capsys.readouterr().err
+    assert "--tensor_parallel_size is for the engine vllm, not transformers: there is no vLLM here, see launch/" in (
+        capsys.readouterr().err)
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)

@@ -311,8 +311,18 @@ def test_stages_are_ended_whole_and_go_on_where_they_were(tmp_path):
     assert [name for name, *_ in rows][:3] == ["one", "two", "two"] and all(len(row) == 3 for row in rows)
 
 
-def run_demo(folder, *more, **settings):
-    """(status, what it said) of a demo below `folder` with one training process."""
+def python_that(folder, cases):
+    """A PATH whose python answers the set-up's questions without an import of torch, and does what sh's cases say."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin" / "python").write_text('#!/bin/sh\ncase "$*" in *"device_count()"*) echo 0 ;; '
+                                           f'*"import torchaudio"*) ;; {cases} *) exec {sys.executable} "$@" ;; esac\n')
+    (folder / "bin" / "python").chmod(0o755)
+    return f"{folder / 'bin'}:{os.environ['PATH']}"
+
+
+def run_demo(folder, *more, cases="", **settings):
+    """(status, what it said) of a demo below `folder` with one training process. cases: of python_that."""
+    settings["PATH"] = python_that(folder, cases)
     done = subprocess.run(["bash", str(LAUNCHER), "--report_to", "none", *more], text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, timeout=PATIENCE_S, cwd=folder,
                           env=environment(VENV="none", OUT=str(folder / "out"), RANKS="1", OMP_NUM_THREADS="1",
@@ -352,20 +362,23 @@ def test_the_language_story_is_judged_once_more_only_by_other_gates(tmp_path):
                 "prompt.txt", "HELD_OUT": "0.34", "GROUP_SIZE": str(group), "ANSWER_TOKENS": "4", "TOKENS": "1024",
                 "STEPS": "1"}
     out, slow = tmp_path / "out", ("--learning_rate", "1e-9")
-    status, said = run_demo(tmp_path, *slow, **settings)
-    assert status == 1 and "45 of 45 lines: " in said and "== result" not in said, said[-3000:]
-    assert re.search(rf"^error: {out}/student/checkpoint-1 agrees with its teacher on \d+ of 15 lines \(0\.\d+\), less "
-                     r"than --min_agreement 0\.7$", said, re.M), said[-2000:]
-    status, said = run_demo(tmp_path, *slow, **settings, LEARNING_RATE="2e-3")      # would have no effect any more
-    assert status == 1 and f"error: {out} was made otherwise (INPUT=lines.txt TRUTH=truth.jsonl " in said
-
-    # where nothing is asked of it, it is judged
     status, said = run_demo(tmp_path, *slow, **settings, MIN_AGREEMENT="0", MIN_GAIN="0")
-    assert status == 0 and "0 to do" in said and "== evaluation" in said and "== training" not in said, said[-3000:]
+    assert status == 0 and "45 of 45 lines: " in said and "== evaluation" in said, said[-3000:]
     result = said[said.index("== result"):]
     assert "py3langid 0.4.0, a language identifier, no language model" in result
     assert re.search(r"agreement with the teacher +\d+\.\d%", result)
     assert re.search(r"^seconds    labels \d+, training \d+, evaluation \d+$", result, re.M), result
+
+    # started again, with a python that passes what was done before, and only names evaluations
+    settings["cases"] = '*create_data.py*) ;; *evaluate_sft.py*) echo "asked: $*"; exit 1 ;;'
+    status, said = run_demo(tmp_path, *slow, **settings, LEARNING_RATE="2e-3")      # would have no effect any more
+    assert status == 1 and f"error: {out} was made otherwise (INPUT=lines.txt TRUTH=truth.jsonl " in said
+    status, said = run_demo(tmp_path, *slow, **settings, MIN_AGREEMENT="0", MIN_GAIN="0")
+    assert status == 0 and "== result" in said and "== training" not in said and "== evaluation" not in said, said
+    status, said = run_demo(tmp_path, *slow, **settings)        # judged again where more is asked of it
+    assert status == 1 and "== evaluation" in said and "== training" not in said and "== result" not in said, said
+    assert re.search(rf"^asked: distill/evaluate_sft.py --checkpoint {out}/student/checkpoint-1 .*--min_agreement 0\.7 "
+                     r"--min_gain 0\.3 ", said, re.M), said[-2000:]
 
     # its report has numbers, none of the lines
     distill_demo.main([str(out), "--command", "c", "--results_dir", str(tmp_path)])
