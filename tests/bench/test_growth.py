@@ -56,7 +56,7 @@ def test_the_report_holds_every_size_and_a_real_runs_saves(tmp_path, monkeypatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(growth, "TIMES", (4, 16))
     monkeypatch.setattr(growth, "LAYERS", (4, 8))
-    monkeypatch.setattr(growth, "LEAST_S", 0.03)
+    monkeypatch.setattr(growth, "LEAST_S", 0.01)
     monkeypatch.setattr(growth.dit, "HEAD_ROWS", growth.dit.HEAD_ROWS)      # main sets it
     growth.main(["--tokens", "128", "--rounds", "1", "--hidden_size", "32", "--steps", "5", "--save_steps", "2",
                  "--checkpoint_size", "64", "--work_dir", str(tmp_path), "--results_dir", str(tmp_path)])
