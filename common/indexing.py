@@ -1,5 +1,4 @@
 """What millions of samples need: columns that grow on disk, processes that make parts in order, fast tokenising."""
-import gc
 import itertools
 import os
 from pathlib import Path
@@ -100,7 +99,6 @@ def in_order(share, processes, take):
     what `share` and `take` raise, and UserError when a process is killed.
     """
     others = None
-    gc.freeze()         # else the collector would go through all of transformers again and again, and unshare its pages
     try:
         parts, made = share(0, 1), 0
         for part in itertools.islice(parts, HERE if processes else None):
@@ -124,7 +122,6 @@ def in_order(share, processes, take):
         raise UserError(f"a process that reads the data has ended early ({why}); if memory was short, give a smaller "
                         "--preprocess_num_proc, 0 = in the trainer") from None
     finally:
-        gc.unfreeze()
         if others is not None:      # an error's traceback would keep them alive, and the exit would wait for them
             others._shutdown_workers()
 

@@ -7,6 +7,7 @@ take hours (encoding audio, validation on rank 0), where an NCCL watchdog would 
 """
 import contextlib
 import errno
+import gc
 import inspect
 import multiprocessing
 import os
@@ -128,6 +129,9 @@ def one_clear_error():
 
     The first rank to fail prints; ranks whose collectives break because of it print nothing.
     """
+    if not gc.isenabled():      # since flags.parse
+        gc.freeze()             # what was imported stays: no collection goes through it, no fork unshares its pages
+        gc.enable()
     rank = int(os.environ.get("RANK", "0"))
     try:
         yield

@@ -8,5 +8,6 @@ here=$(dirname "${BASH_SOURCE[0]}")
 # shellcheck source=launch/setup.sh
 source "$here/setup.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
+unset PYTHONDONTWRITEBYTECODE       # hundreds of processes would compile the same modules
 export -n VENV      # the launchers under test find their own; this environment is active
 exec python -m pytest -q -rs --durations=10 -n "$TEST_PROCESSES" --dist loadfile "$@"

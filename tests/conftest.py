@@ -1,4 +1,5 @@
 """Shared pieces of the tests: one tiny real-architecture model and dataset a session, and real trainer processes."""
+import gc
 import os
 import signal
 import subprocess
@@ -30,6 +31,10 @@ def pytest_collection_modifyitems(items):
     """Files that take minutes first: begun last, one would run alone at the end."""
     place = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+def pytest_collection_finish():
+    gc.freeze()     # as the scripts do: no collection goes through what is imported, no forked rank unshares its pages
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -2,6 +2,7 @@
 import argparse
 import ast
 import dataclasses
+import gc
 import importlib
 import json
 import re
@@ -12,7 +13,7 @@ import sys
 import pytest
 
 import train_v2_ddp
-from common import flags
+from common import flags, parallel
 from diffusion import choices, train_bd3lm
 from tests.helpers.trainer import ROOT
 
@@ -277,6 +278,22 @@ def test_help_and_mistakes_come_before_torch(script):
     parser = importlib.import_module(script.removesuffix(".py").replace("/", ".")).build_parser()
     for action in actions(parser):
         assert action.help and len(action.help) > 8, f"{action.option_strings} has no help text"
+
+
+def test_garbage_is_collected_again_when_the_imports_are_done(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train_v2_ddp.py", *REQUIRED, "--output_dir", "out"])
+    gc.unfreeze()
+    try:
+        flags.parse(train_v2_ddp.build_parser())
+        off = not gc.isenabled()
+        with parallel.one_clear_error():
+            assert off and gc.isenabled() and gc.get_freeze_count() > 10**5     # all that pytest has imported
+        frozen = gc.get_freeze_count()
+        gc.collect()
+        with parallel.one_clear_error():        # by another main of this process, which did not parse sys.argv
+            assert gc.get_freeze_count() <= frozen
+    finally:
+        gc.enable()
 
 
 def used_names(script):

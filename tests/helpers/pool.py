@@ -5,6 +5,7 @@ torchrun gives; the ranks of a job meet on a port of their own, where rank 0 hos
 """
 import ctypes
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -133,7 +134,10 @@ if __name__ == "__main__":
     die_with_parent()
     import torch
 
+    gc.disable()
     importlib.import_module(sys.argv[1])        # what takes long
+    gc.freeze()     # ranks share its pages
+    gc.enable()
     torch.set_num_threads(1)
     serve()
     os._exit(0)
