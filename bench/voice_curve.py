@@ -27,9 +27,9 @@ TEXTS = ["--clips", "400", "--other_texts", "0"]
 def parse(argv=None):
     p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     p.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="folder for clips, codec, model and checkpoints")
-    p.add_argument("--steps", type=int, default=1200, help="optimizer steps, 16 clips each")
-    p.add_argument("--every", type=int, default=200, help="steps between checkpoints that are judged")
-    p.add_argument("--max_wer", type=float, default=0.35, help="share of words mistaken after the last step")
+    p.add_argument("--steps", type=int, default=4000, help="optimizer steps, 16 clips each")
+    p.add_argument("--every", type=int, default=1000, help="steps between checkpoints that are judged")
+    p.add_argument("--max_wer", type=float, default=0.15, help="share of words mistaken after the last step")
     p.add_argument("--results_dir", type=Path, default=ROOT / "bench" / "results", help="folder of the report")
     args = p.parse_args(argv)
     if args.steps % args.every:
