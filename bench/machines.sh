@@ -24,6 +24,8 @@ OLDEST_TORCH=${OLDEST_TORCH:-2.11.0}
 OLDEST_TRANSFORMERS=${OLDEST_TRANSFORMERS:-5.17.0}
 RESULTS=${RESULTS:-$repo/bench/results}         # where the report goes
 
+export -n SETTINGS FILES COMMIT WORK_DIR JOBS REPEATS PYTHON312 OLDEST_TORCH OLDEST_TRANSFORMERS RESULTS     # not for tests
+
 say() { echo "machines: $*" >&2; }
 
 # What torch, oneDNN and MKL are told about the processor: cpu_variables SETTING
@@ -42,7 +44,7 @@ part() {
     if [ -e "$result" ] && { [ "$AGAIN" != 1 ] || ! grep -qE '<(failure|error)' "$result"; }; then return; fi
     read -ra cpu <<<"$(cpu_variables "$1")"
     if [ "$1" = races ]; then only=(-m race); fi
-    env "${cpu[@]}" python -m pytest -q -rs -p no:cacheprovider "$2" "${only[@]}" --junitxml="$result.new" \
+    env -u AGAIN -u parts "${cpu[@]}" python -m pytest -q -rs -p no:cacheprovider "$2" "${only[@]}" --junitxml="$result.new" \
         >"${result%.xml}.log" 2>&1 || status=$?
     case $status in
     0) ;;

@@ -168,7 +168,8 @@ def what_is_lacking(error):
         return (f"too many open files: a process may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} here "
                 "(ulimit -n); raise that, as with ulimit -n 4096, or give fewer --num_workers")
     nameless = number == errno.ENOSPC and error.filename is None and not free_bytes(SHARED)     # a semaphore
-    if nameless or "shared memory" in text and "No space left" in text:
+    full = "unable to allocate shared memory" in text       # torch < 2.13 names an older error behind it
+    if nameless or full or "shared memory" in text and "No space left" in text:
         return (f"{SHARED} is full: processes that load data hand it over there; make it larger, as with docker run "
                 "--shm-size=8g, or do without them (--num_workers 0, --preprocess_num_proc 0)")
     if "AF_UNIX path too long" in text:         # which holds 107 letters

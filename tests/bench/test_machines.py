@@ -49,7 +49,8 @@ def machines(repository, settings, **environment):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(["bash", "bench/machines.sh"], cwd=repository, text=True, capture_output=True, env={
         **os.environ, "PATH": path, "VENV": "none", "PYTHON312": "none", "SETTINGS": settings, "REPEATS": "2",
-        "WORK_DIR": str(work / "work"), "RESULTS": str(work / "results"), "SEEN": str(work / "seen"), **environment})
+        "COMMIT": "HEAD", "WORK_DIR": str(work / "work"), "RESULTS": str(work / "results"), "SEEN": str(work / "seen"),
+        **environment})
     return done.returncode, done.stderr, json.loads((work / "results" / "machines-cpu.json").read_text())
 
 

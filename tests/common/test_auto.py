@@ -59,7 +59,8 @@ LORA, STEP = "--use_lora", ("--global_batch_size", "1024")
     (1, 141, STEP, ("ddp", 8192, None, 138)),
     (8, 24, STEP, ("fsdp", 2048, "all", 70)), (8, 80, STEP, ("fsdp", 8192, None, 17)),
     (8, 141, STEP, ("ddp", 8192, None, 17)),
-    (1, 24, (LORA, *STEP), ("ddp", 4096, "selective", 276)), (1, 80, (LORA, *STEP), ("ddp", 16384, None, 69)),
+    (1, 24, (LORA, *STEP), ("ddp", 4096, "selective", 276)),
+    (1, 96, (LORA, *STEP), ("ddp", 16384, None, 69)),       # 76 GiB; 82 where torch < 2.13 repeats the keys
     (1, 141, (LORA, *STEP), ("ddp", 16384, None, 69)),
     (8, 80, ("--gradient_checkpointing", "all", *STEP), ("ddp", 16384, "all", 9)),      # what a flag says is kept
     (8, 141, ("--parallel", "fsdp", *STEP), ("fsdp", 16384, None, 9)),

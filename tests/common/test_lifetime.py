@@ -101,6 +101,8 @@ def test_parents_of_a_rank_that_is_on_its_own():
     """Init and its like; Python and a script in torchrun's environment are torchrun's own."""
     sleepers = [subprocess.Popen(["sleep", LONG], env=env) for env in ({}, TORCHRUN)]
     try:
+        environ = Path(f"/proc/{sleepers[1].pid}/environ")
+        wait_until(environ.read_bytes, "environment")       # of a new program: the kernel fills it in last
         assert [lifetime.is_adopted(process.pid) for process in sleepers] == [True, False]
         assert not lifetime.is_adopted(os.getpid())
     finally:
