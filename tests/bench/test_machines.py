@@ -29,8 +29,9 @@ def test_other():
 
 
 @pytest.fixture
-def repository(tmp_path):
+def repository(tmp_path, monkeypatch):
     """A repository with machines.sh, these tests, and nothing to set up."""
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
     root = tmp_path / "repository"
     (root / "bench").mkdir(parents=True)
     for name in ("__init__.py", "machines.sh", "machines.py", "measure.py"):
