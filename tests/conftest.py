@@ -17,6 +17,7 @@ from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import Run, Tiny, mount, train_forked, trainer_command
 
 torch.set_num_threads(1)
+gc.disable()    # until all tests are collected
 
 LONGEST = ("recovery", "slurm", "launchers", "train_sft", "fsdp", "train_v2_ddp", "reproducible", "distill_demo",
            "docs", "house", "plan", "kills", "bad_input", "encode", "create_data", "generate_tts", "train_bd3lm", "tts",
@@ -35,6 +36,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     gc.freeze()     # as the scripts do: no collection goes through what is imported, no forked rank unshares its pages
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter):
