@@ -98,7 +98,7 @@ say "$instances instances of TP $tp x PP $PP on ${devices[*]:0:GPUS}; logs $logs
 # Should this shell be killed, this one ends the instances.
 set -m
 (trap '' TERM HUP INT
- while kill -0 $$; do sleep 1; done
+ while runs $$; do sleep 1; done
  ask_all
  for ((s = 0; s < STOP_S; s++)); do [ -n "$(left '[0-9]+')" ] || exit 0; sleep 1; done
  end_all '[0-9]+') </dev/null >/dev/null 2>&1 &

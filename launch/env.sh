@@ -212,6 +212,12 @@ fi
 
 REPEAT_S=${REPEAT_S:-5}     # seconds until the wish to stop is repeated: trainers that are still starting miss it
 
+# runs PID: is it there? A killed process keeps its number until its parent asks how it ended, if that ever does.
+runs() {
+    local stat
+    { read -r stat <"/proc/$1/stat"; } 2>/dev/null && stat=${stat##*) } && [ "${stat%% *}" != Z ]
+}
+
 # supervise ASK END COMMAND...: run the command, wait for it, return its status. USR1, TERM, HUP and a first INT become
 # ASK PID, repeated until it ends; a second INT becomes END PID. $asked is the first signal that came.
 supervise() {
@@ -227,7 +233,7 @@ supervise() {
             asked=$1
             say "$1: asking the trainers to save and stop"
             set -m
-            (trap '' USR1 TERM HUP INT; while kill -0 $$; do "$ask" "$pid" || true; sleep "$REPEAT_S"; done) 2>/dev/null &
+            (trap '' USR1 TERM HUP INT; while runs $$; do "$ask" "$pid" || true; sleep "$REPEAT_S"; done) 2>/dev/null &
             reminder=$!
             disown "$reminder"
             set +m

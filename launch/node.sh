@@ -41,7 +41,7 @@ end_all() {
 # Should this shell itself be killed, this one sees to the end of its children.
 set -m
 (trap '' USR1 TERM HUP INT
- while kill -0 $$; do sleep 1; done
+ while runs $$; do sleep 1; done
  for ((i = 0; i < ORPHAN_S; i++)); do [ -n "$(left)" ] || exit 0; sleep 1; done
  end_all) </dev/null >/dev/null 2>&1 &
 guard=$!
