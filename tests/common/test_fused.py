@@ -54,8 +54,9 @@ def test_values_and_gradients_are_transformers(case, dtype):
             assert (mine - true).norm() <= 1.05 * (other - true).norm() + 1e-3 * true.norm()
 
 
-def test_compiled_kernels_are_the_plain_ones():
-    """As torch.compile makes them, for two lengths."""
+def test_compiled_kernels_are_the_plain_ones(monkeypatch):
+    """As torch.compile makes them, for two lengths, with a cache of this vector width (see compile_layers)."""
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", torch.backends.cpu.get_cpu_capability())
     compiled = [torch.compile(function, dynamic=True) for function in (fused.swiglu_gradient_kernel,
                                                                        fused.rotate_gradient_kernel)]
     for rows in (5, 9):
