@@ -24,7 +24,8 @@ OLDEST_TORCH=${OLDEST_TORCH:-2.11.0}
 OLDEST_TRANSFORMERS=${OLDEST_TRANSFORMERS:-5.17.0}
 RESULTS=${RESULTS:-$repo/bench/results}         # where the report goes
 
-export -n SETTINGS FILES COMMIT WORK_DIR JOBS REPEATS PYTHON312 OLDEST_TORCH OLDEST_TRANSFORMERS RESULTS     # not for tests
+# its own test sets them anew
+export -n SETTINGS FILES COMMIT WORK_DIR JOBS REPEATS PYTHON312 OLDEST_TORCH OLDEST_TRANSFORMERS RESULTS
 
 say() { echo "machines: $*" >&2; }
 
@@ -44,8 +45,8 @@ part() {
     if [ -e "$result" ] && { [ "$AGAIN" != 1 ] || ! grep -qE '<(failure|error)' "$result"; }; then return; fi
     read -ra cpu <<<"$(cpu_variables "$1")"
     if [ "$1" = races ]; then only=(-m race); fi
-    env -u AGAIN -u parts "${cpu[@]}" python -m pytest -q -rs -p no:cacheprovider "$2" "${only[@]}" --junitxml="$result.new" \
-        >"${result%.xml}.log" 2>&1 || status=$?
+    env -u AGAIN -u parts "${cpu[@]}" python -m pytest -q -rs -p no:cacheprovider "$2" "${only[@]}" \
+        --junitxml="$result.new" >"${result%.xml}.log" 2>&1 || status=$?
     case $status in
     0) ;;
     1) word=FAILED ;;
