@@ -2,7 +2,8 @@ r"""What the parts of bench/machines.sh have found, as a report of this folder; 
 
     python bench/machines.py WORK_DIR/COMMIT
 
-Reads SETTING/FILE.xml, in which pytest has counted, SETTING/versions, and SETTING/why where a setting could not be run.
+Reads SETTING/FILE.xml, in which pytest has counted, FILE.since with the commit that a part was taken over from,
+SETTING/versions, and SETTING/why where a setting could not be run.
 """
 import argparse
 import json
@@ -22,8 +23,10 @@ SETTINGS = {"as-is": "as is", "sse41": "SSE4.1", "avx2": "AVX2", "busy": "beside
 
 
 def count(folder):
-    """{"passed", "failed", "skipped", "seconds", "files", "skips": {reason: count}, "failures": names} of a setting."""
+    """{"passed", "failed", "skipped", "seconds", "files", "skips": {reason: count}, "failures": names, "since":
+    {commit: parts}} of a setting."""
     found, skips, failures, files = Counter(), Counter(), [], set()
+    since = Counter(path.read_text().strip() for path in folder.glob("*.since"))
     for path in sorted(folder.glob("*.xml")):
         suite = next(xml.parse(path).iter("testsuite"))
         files.add(path.name.partition(".py")[0])
@@ -36,7 +39,7 @@ def count(folder):
                 failures.append(f"{case.get('classname')}::{case.get('name')} ({path.name})")
             skips.update(child.get("message") for child in case if child.tag == "skipped")
     return {name: found[name] for name in ("passed", "failed", "skipped", "seconds")} | {
-        "files": len(files), "skips": dict(skips.most_common()), "failures": failures}
+        "files": len(files), "skips": dict(skips.most_common()), "failures": failures, "since": dict(since)}
 
 
 def summarise(parts):

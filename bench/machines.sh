@@ -7,13 +7,15 @@
 #   SETTINGS= bash bench/machines.sh                    # none: only write the report of what is done
 #
 # A part is one test file under one setting. Its result is WORK_DIR/COMMIT/SETTING/FILE.xml, beside what it printed;
-# parts that have one are not run again, so an interrupted run goes on where it was.
+# parts that have one are not run again, so an interrupted run goes on where it was. SINCE takes over those of an earlier
+# commit when only tests and docs have changed, but for the changed test files and those that import one of them.
 set -euo pipefail
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 SETTINGS=${SETTINGS-as-is sse41 avx2 busy oldest races}     # which of them to run
 FILES=${FILES:-tests/test_*.py tests/*/test_*.py}           # which test files
 COMMIT=${COMMIT:-HEAD}                          # what is cloned
+SINCE=${SINCE:-}                                # an earlier commit whose parts still count
 WORK_DIR=${WORK_DIR:-/tmp/machines}             # the clone and the results of the parts
 JOBS=${JOBS:-2}                                 # parts that run side by side
 REPEATS=${REPEATS:-20}                          # of every race
@@ -25,7 +27,7 @@ OLDEST_TRANSFORMERS=${OLDEST_TRANSFORMERS:-5.17.0}
 RESULTS=${RESULTS:-$repo/bench/results}         # where the report goes
 
 # its own test sets them anew
-export -n SETTINGS FILES COMMIT WORK_DIR JOBS REPEATS PYTHON312 OLDEST_TORCH OLDEST_TRANSFORMERS RESULTS
+export -n SETTINGS FILES COMMIT SINCE WORK_DIR JOBS REPEATS PYTHON312 OLDEST_TORCH OLDEST_TRANSFORMERS RESULTS
 
 say() { echo "machines: $*" >&2; }
 
@@ -52,8 +54,34 @@ part() {
     1) word=FAILED ;;
     *) say "$1 $2$3: ended with status $status, see ${result%.xml}.log"; return ;;
     esac
+    rm -f "${result%.xml}.since"
     mv "$result.new" "$result"
     say "$1 $2$3: $word"
+}
+
+# Copy the parts of SINCE that the changes up to COMMIT cannot touch; an error when they can touch all of them
+take_over() {
+    local old changed path names='' file part copy
+    old=$WORK_DIR/$(git rev-parse --short "$SINCE^{commit}")
+    changed=$(git diff --name-only "$SINCE" "$commit" -- . ':!docs' ':!README.md' ':!bench/results')
+    for path in $changed; do
+        case $path in
+        tests/test_*.py | tests/*/test_*.py) names+="|$(basename "$path" .py)" ;;
+        *) say "error: SINCE: $path has changed since"; return 1 ;;
+        esac
+    done
+    for file in tests/test_*.py tests/*/test_*.py; do
+        if [ "$names" ] && grep -qwE "${names:1}" <(echo "$file"; cat "$file"); then continue; fi
+        for part in "$old"/*/"${file//\//.}"*.xml; do
+            copy=$parts${part#"$old"}
+            if [ ! -e "$part" ] || [ -e "$copy" ]; then continue; fi
+            mkdir -p "${copy%/*}"
+            cp "${part%/*}/versions" "${copy%/*}/"
+            cp "$part" "$copy"
+            if [ -e "${part%.xml}.since" ]; then cp "${part%.xml}.since" "${copy%/*}/"; continue; fi
+            echo "${old##*/}" >"${copy%.xml}.since"
+        done
+    done
 }
 
 # Make and activate the environment of a setting, in this shell: enter SETTING
@@ -108,6 +136,7 @@ if [ ! -d "$clone" ]; then
     mv "$clone.new" "$clone"
 fi
 cd "$clone"
+if [ "$SINCE" ]; then take_over; fi
 for setting in $SETTINGS; do
     cpu_variables "$setting" >/dev/null
     mkdir -p "$parts/$setting"

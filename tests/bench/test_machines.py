@@ -39,9 +39,14 @@ def repository(tmp_path, monkeypatch):
     for name, text in {**TESTS, "launch/setup.sh": "", "pytest.ini": "[pytest]\nmarkers = race\n"}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    for words in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -qm tests"):
-        subprocess.run(["git", *words.split()], cwd=root, check=True)
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
+    commit(root)
     return root
+
+
+def commit(root):
+    for words in ("add .", "-c user.name=a -c user.email=a@b commit -qm tests"):
+        subprocess.run(["git", *words.split()], cwd=root, check=True)
 
 
 def machines(repository, settings, **environment):
@@ -52,7 +57,8 @@ def machines(repository, settings, **environment):
         **os.environ, "PATH": path, "VENV": "none", "PYTHON312": "none", "SETTINGS": settings, "REPEATS": "2",
         "COMMIT": "HEAD", "WORK_DIR": str(work / "work"), "RESULTS": str(work / "results"), "SEEN": str(work / "seen"),
         **environment})
-    return done.returncode, done.stderr, json.loads((work / "results" / "machines-cpu.json").read_text())
+    report = work / "results" / "machines-cpu.json"
+    return done.returncode, done.stderr, json.loads(report.read_text()) if report.exists() else None
 
 
 def test_parts_are_run_once_and_counted(repository):
@@ -69,3 +75,21 @@ def test_parts_are_run_once_and_counted(repository):
     assert rows["as is"] == [2, 3, 0, 1] and rows["AVX2"] == found and rows["every race 20 times"] == [1, 2, 0, 0]
     assert status == 1 and said.count("passed") == 3 and "settings" not in said
     assert (repository.parent / "seen").read_text().split("\n") == ["as it is", "avx2", ""]
+
+
+def test_parts_of_an_earlier_commit_count_where_nothing_has_changed(repository):
+    changed = repository / "tests/more/test_race.py"
+    (repository / "tests/more/test_imports.py").write_text("from test_race import test_other  # noqa")
+    commit(repository)
+    machines(repository, "as-is")
+    changed.write_text(changed.read_text().replace("def test_other():", "def test_new(): pass\ndef test_other():"))
+    commit(repository)
+    status, said, report = machines(repository, "as-is", SINCE="HEAD~")
+    assert status == 0 and list(report["settings"]["as-is"]["since"].values()) == [1], said
+    assert "test_race.py: passed" in said and "test_imports.py: passed" in said and "test_settings" not in said
+    assert [row[2:6] for row in report["tables"]["settings"]["rows"]] == [[3, 5, 0, 1]]
+    (repository / "launch/setup.sh").write_text("# changed")
+    commit(repository)
+    shutil.rmtree(repository.parent / "results")
+    status, said, report = machines(repository, "as-is", SINCE="HEAD~")
+    assert status == 1 and report is None and "error: SINCE: launch/setup.sh has changed since" in said
