@@ -36,7 +36,8 @@ def repository(tmp_path, monkeypatch):
     (root / "bench").mkdir(parents=True)
     for name in ("__init__.py", "machines.sh", "machines.py", "measure.py"):
         shutil.copy(ROOT / "bench" / name, root / "bench" / name)
-    for name, text in {**TESTS, "launch/setup.sh": "", "pytest.ini": "[pytest]\nmarkers = race\n"}.items():
+    others = {"launch/setup.sh": "", ".gitignore": "__pycache__", "pytest.ini": "[pytest]\nmarkers = race\n"}
+    for name, text in {**TESTS, **others}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     subprocess.run(["git", "init", "-q"], cwd=root, check=True)
