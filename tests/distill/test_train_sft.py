@@ -106,11 +106,12 @@ def moments(run):
     return tensors(run, f"{checkpoint.STATE_DIR}/optimizer")
 
 
-def assert_close(ours, theirs, tolerance=2e-5):
+def assert_close(ours, theirs):
+    """The same weights, but for rounding: Adam turns that of a tiny gradient into a part of a step."""
     assert ours.keys() == theirs.keys() and ours
     for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance,
-                                   msg=lambda text, name=name: f"{name}: {text}")
+        difference = (ours[name] - theirs[name]).abs()
+        assert difference.mean() < 2e-3 * LR and difference.max() < 0.1 * LR, (name, difference.max())
 
 
 def assert_same_run(run, other, stem="model"):
@@ -118,7 +119,8 @@ def assert_same_run(run, other, stem="model"):
     for ours, theirs in zip(rows(run, without=CLOCK | CUTS), rows(other, without=CLOCK | CUTS), strict=True):
         assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-6)
     assert_close(tensors(run, stem), tensors(other, stem))
-    assert_close(moments(run), moments(other))
+    for name, ours in moments(run).items():     # sums of float32 gradients, whose order differs
+        torch.testing.assert_close(ours, moments(other)[name], rtol=2e-5, atol=2e-5)
 
 
 def assert_same_bits(run, other, after):
