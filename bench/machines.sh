@@ -8,7 +8,7 @@
 #
 # A part is one test file under one setting. Its result is WORK_DIR/COMMIT/SETTING/FILE.xml, beside what it printed;
 # parts that have one are not run again, so an interrupted run goes on where it was. SINCE takes over those of an earlier
-# commit when only tests and docs have changed, but for the changed test files and those that import one of them.
+# commit when only tests and docs have changed, but for the changed test files and those that name one of them.
 set -euo pipefail
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -66,9 +66,13 @@ take_over() {
     changed=$(git diff --name-only "$SINCE" "$commit" -- . ':!docs' ':!README.md' ':!bench/results')
     for path in $changed; do
         case $path in
-        tests/test_*.py | tests/*/test_*.py) names+="|$(basename "$path" .py)" ;;
+        tests/test_*.py | tests/*/test_*.py | tests/helpers/*.py) names+="|$(basename "$path" .py)" ;;
+        bench/machines.*) names+="|test_machines" ;;
         *) say "error: SINCE: $path has changed since"; return 1 ;;
         esac
+    done
+    for path in tests/helpers/*.py; do
+        if [ "$names" ] && grep -qwE "${names:1}" "$path"; then names+="|$(basename "$path" .py)"; fi
     done
     for file in tests/test_*.py tests/*/test_*.py; do
         if [ "$names" ] && grep -qwE "${names:1}" <(echo "$file"; cat "$file"); then continue; fi

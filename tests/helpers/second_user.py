@@ -22,6 +22,8 @@ def open_folder():
 
 def become(umask=0o022):
     """This process is nobody's from here on."""
+    for encoding in ("ascii", "latin_1", "utf_8_sig"):      # imported late, which others may not where root's home
+        importlib.import_module(f"encodings.{encoding}")    # holds Python
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
@@ -33,8 +35,6 @@ def run(main, umask, argv):
     """Call "module.main" with a command line as nobody; for Pool.run."""
     module, name = main.rsplit(".", 1)
     function = getattr(importlib.import_module(module), name)
-    for encoding in ("ascii", "latin_1", "utf_8_sig"):      # imported late, which others may not where root's home
-        importlib.import_module(f"encodings.{encoding}")    # holds Python
     become(umask)
     function(argv)
 
