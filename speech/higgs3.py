@@ -42,7 +42,8 @@ CODEC = "tied.embedding.modality_embeddings.0.model."       # prefix of the code
 RELEASED_CODEC = {      # what transformers' defaults for HiggsAudioV2TokenizerConfig have otherwise: 25 frames a second
     "target_bandwidths": [0.5, 1, 1.5, 2], "acoustic_model_config": {
         "model_type": "dac", "encoder_hidden_size": 64, "downsampling_ratios": [8, 5, 4, 2, 3], "hidden_size": 256,
-        "decoder_hidden_size": 1024, "upsampling_ratios": [8, 5, 4, 2, 3], "hop_length": 960}}
+        "decoder_hidden_size": 1024, "upsampling_ratios": [8, 5, 4, 2, 3], "hop_length": 960},
+    "semantic_model_config": {"model_type": "hubert", "mask_time_prob": 0.0}}    # 5.17 of transformers: 0.05
 NORMED = {"g": "parametrizations.weight.original0", "v": "parametrizations.weight.original1"}
 OWN_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
              "merges.txt", "chat_template.jinja", "LICENSE", "NOTICE")      # of a folder, beside its weights
