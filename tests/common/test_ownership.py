@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 
 from common import ownership
 from common.parallel import UserError, World
-from tests.helpers.progress import wait_until
+from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT
 
 OWNER = """
@@ -117,7 +116,7 @@ def test_of_newcomers_at_the_same_moment_one_wins(tmp_path):
         processes = [fork.Process(target=race, args=(tmp_path, barrier, results)) for _ in range(6)]
         for process in processes:
             process.start()
-        found = [results.get(timeout=60) for _ in processes]
+        found = [results.get(timeout=PATIENCE_S) for _ in processes]
         winner, = [pid for what, pid in found if what == "won"]
         assert all(f"process {winner}," in text for what, text in found if what == "lost")
         for process in processes:
@@ -143,10 +142,8 @@ def test_owners_on_other_hosts_are_judged_by_their_heartbeat(tmp_path, monkeypat
         ownership.claim(tmp_path, wait_s=0)
     ownership.look(tmp_path)                        # knows of this host only
     os.utime(path, (time.time() - 100,) * 2)        # by the clock it is dead, but it goes on: clocks differ
-    beats = threading.Timer(0.3, os.utime, [path, (time.time() - 90,) * 2])
-    beats.start()
     with pytest.raises(UserError, match="host node7, process 41"):
-        ownership.claim(tmp_path, wait_s=0)
+        ownership.claim(tmp_path, wait_s=0, waiting=lambda: os.utime(path, (time.time() - 90,) * 2))
     ownership.claim(tmp_path).release()             # no further heartbeat came
     path = other_host(tmp_path, 7, beat=-10_000)    # a clock ahead of ours: only what can be watched counts
     monkeypatch.setattr(ownership, "DEAD_S", 0.5)
