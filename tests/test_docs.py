@@ -27,6 +27,7 @@ import torch
 
 from speech.encode import load_codec
 from tests.helpers import chats
+from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT, train_forked
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -347,7 +348,7 @@ def check_launcher(command, workshop):
             settings["GPUS"] = "8"
             arguments = ["fresh" if word == "labels.jsonl" else word for word in arguments]
     done = subprocess.run(["bash", launcher, *tame(arguments)], cwd=workshop, text=True, capture_output=True,
-                          env=environment(**command.settings | settings), timeout=200)
+                          env=environment(**command.settings | settings), timeout=PATIENCE_S)
     assert done.returncode == 0, f"{command}: {command.text}\n{done.stdout[-1000:]}{done.stderr[-2000:]}"
     lines = [shlex.split(line) for line in done.stdout.splitlines()]
     for script in LAUNCHERS.get(launcher, ()):

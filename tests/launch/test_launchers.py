@@ -361,7 +361,7 @@ def test_nothing_comes_after_training_that_was_asked_to_stop(tmp_path, script, s
     process = start("0", TRAINER=script(LATE), AFTER="touch after")
     wait_until((tmp_path / "listens").exists, "trainer")
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 0, process.log.read_text()
+    assert process.wait(timeout=PATIENCE_S) == 0, process.log.read_text()
     assert not (tmp_path / "after").exists() and alive(process.mark) == []
 
 
@@ -396,9 +396,10 @@ def clone(tmp_path):
 
 
 def launch_from(clone, launcher, *args, path=STANDARD, **settings):
-    return subprocess.run(["bash", str(clone / "launch" / launcher), *args], text=True, capture_output=True, timeout=60,
-                          cwd=clone.parent, env=environment(**{"PATH": path, "VENV": "", "MIN_GPUS": "0", (
-                              "TRAIN_FILE" if "sft" in launcher else "TRAIN_DATA"): __file__, **settings}))
+    return subprocess.run(["bash", str(clone / "launch" / launcher), *args], text=True, capture_output=True,
+                          timeout=PATIENCE_S, cwd=clone.parent, env=environment(**{
+                              "PATH": path, "VENV": "", "MIN_GPUS": "0", (
+                                  "TRAIN_FILE" if "sft" in launcher else "TRAIN_DATA"): __file__, **settings}))
 
 
 @no_torchrun

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 from tests.launch.test_launchers import environment
 
@@ -51,7 +52,7 @@ def new_machine(tmp_path):
         kept = {name: value for name, value in environment().items()
                 if not name.startswith(("PIP_", "TORCH_", "PYTHON", "VIRTUAL_ENV"))}
         return subprocess.run(command or ["bash", str(repository / "launch" / "setup.sh")], text=True,
-                              capture_output=True, timeout=200, cwd=tmp_path, env={
+                              capture_output=True, timeout=PATIENCE_S, cwd=tmp_path, env={
                                   **kept, "PYTHON": python, "VENV": "", "PIP_CONFIG_FILE": str(tmp_path / "pip.conf"),
                                   "PIP_FIND_LINKS": " ".join(str(tmp_path / name) for name in links), **settings})
     run.folder, run.repository, run.python = tmp_path, repository, python
