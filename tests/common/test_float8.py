@@ -21,8 +21,9 @@ def test_products_are_those_of_float8_kernels():
     small, row_scales = float8.rounded(rows)
     one = torch.ones(())
     kernel = torch._scaled_mm(small, stored.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
-    torch.testing.assert_close(ours, kernel * row_scales * scales.t(), rtol=0.01, atol=0)
+    torch.testing.assert_close(ours, kernel * row_scales * scales.t(), rtol=0.01, atol=0)      # bf16 rounds by 0.4 %
     exact = rows @ weight.t()
+    # both factors have 3 bits, so each is 2.6 % off in the mean
     assert ((ours - exact).norm(dim=1) / exact.norm(dim=1)).max() < 0.06, "each row has a scale of its own"
     alone = torch.cat([float8.product(row[None], stored.view(torch.uint8), scales) for row in rows]).float()
     torch.testing.assert_close(ours, alone, rtol=0.01, atol=0)      # so ranks may share rows out as they like
@@ -69,7 +70,8 @@ def test_frozen_layers_are_rounded_and_adapters_learn_nearly_the_same(make, line
         found[name] = loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
     loss, gradient = found["float8"]
     assert loss != found["bf16"][0] and loss == pytest.approx(found["bf16"][0], rel=0.01)
-    assert 0.98 < torch.cosine_similarity(gradient, found["bf16"][1], dim=0) < 0.9999
+    assert torch.cosine_similarity(gradient, found["bf16"][1], dim=0) > 0.98        # 0.9994 to 0.9996 was seen
+    assert not torch.equal(gradient, found["bf16"][1])
     assert found["selective"][0] == loss and torch.equal(found["selective"][1], gradient)
 
 
@@ -86,7 +88,7 @@ def test_gpu_kernels_take_both_products_as_they_lie(device):
     out = linear(x.t())
     found = [out, torch.autograd.grad(out, [x], grad.to(device).t())[0].t()]
     for one, other in zip(found, expected, strict=True):
-        assert (one.cpu() - other).norm() < 0.06 * other.norm()
+        assert (one.cpu() - other).norm() < 0.06 * other.norm()     # as above
 
 
 def test_compiled_in_one_graph():
@@ -98,7 +100,7 @@ def test_compiled_in_one_graph():
         x = torch.linspace(-1, 1, 7 * 32).view(7, 32).requires_grad_()
         call(x).float().square().sum().backward()
         found.append(x.grad)
-    torch.testing.assert_close(*found, rtol=0.02, atol=1e-3)
+    torch.testing.assert_close(*found, rtol=0.02, atol=1e-3)        # bf16, a few times
 
 
 @pytest.mark.parametrize("trainer, flags, reason", [
