@@ -503,7 +503,7 @@ def test_a_rank_never_holds_the_whole_model(pool, odd, tmp_path):
     assert not any(statuses), output
     for rank in range(2):
         grown, samples = json.loads((tmp_path / f"memory{rank}.json").read_text())
-        assert samples > 5      # of a few hundred when the machine is idle
+        assert samples > 20     # one for each tensor read, whatever the thread had time for
         assert size / 2 < grown < size / 2 + file, f"rank {rank} grew by {grown / size:.2f} of the model"
 
 
@@ -514,6 +514,11 @@ def measure_start(argv, folder):
     def watch():
         while not ended.wait(0.001):
             sizes.append(anonymous_bytes())
+
+    def copy_(*given, real=torch.Tensor.copy_, **more):     # what is read of a file is there, too
+        sizes.append(anonymous_bytes())
+        return real(*given, **more)
+    torch.Tensor.copy_ = copy_
     watcher = threading.Thread(target=watch)
     watcher.start()
     world, *_ = start(argv)
