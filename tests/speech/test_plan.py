@@ -394,7 +394,7 @@ def test_the_3b_model_is_planned_without_its_weights(tiny, huge, tmp_path):
     status, output, memory = run_alone(trainer_command(tiny, tmp_path / "out", *flags), tmp_path)
     refused = re.findall("^error: .*", output, re.M)        # on a small disk, and for nothing else
     assert status == bool(refused) and all(": 1 checkpoints need 64.50 GiB, " in line for line in refused), output
-    assert memory < 1500, "weights were loaded"
+    assert memory < 4000, "weights were loaded"         # which take 11,000 MiB; torch takes 400, with CUDA 800
     assert "5,771.3 M parameters, 5,771.283 M trainable (full)" in line_of(output, "model")
     assert [number(rf"{part} +([\d.]+) GiB", output) for part in ("weights", "gradients", "optimizer")] == \
         [2.69, 2.69, 5.37]
