@@ -62,7 +62,8 @@ def test_both_average_the_weights_alike(bench, few, monkeypatch):
             step(number)
     (_, _, plain), (_, _, ours) = averages
     for name, average in ours.shadow.items():
-        torch.testing.assert_close(average, plain.shadow[name], rtol=1e-4, atol=2e-5)      # AdamW moves by 5e-4
+        difference = (average - plain.shadow[name]).abs()   # AdamW moves by 5e-4, by a part of it where all is rounding
+        assert difference.mean() < 1e-7 and difference.max() < 2e-4, name
 
 
 def test_nothing_is_measured_when_the_steps_disagree(bench, on_cpu, tmp_path, monkeypatch):
