@@ -362,7 +362,8 @@ def test_nothing_comes_after_training_that_was_asked_to_stop(tmp_path, script, s
     wait_until((tmp_path / "listens").exists, "trainer")
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=PATIENCE_S) == 0, process.log.read_text()
-    assert not (tmp_path / "after").exists() and alive(process.mark) == []
+    wait_until(lambda: not alive(process.mark), "end of every process")
+    assert not (tmp_path / "after").exists()
 
 
 # -- the Python environment --------------------------------------------------------------------------------------------
