@@ -66,7 +66,8 @@ take_over() {
     changed=$(git diff --name-only "$SINCE" "$commit" -- . ':!docs' ':!README.md' ':!bench/results')
     for path in $changed; do
         case $path in
-        tests/test_*.py | tests/*/test_*.py | tests/helpers/*.py) names+="|$(basename "$path" .py)" ;;
+        tests/helpers/*/*) names+="|$(basename "${path%.*}")|$(basename "${path%/*}")" ;;
+        tests/test_*.py | tests/*/test_*.py | tests/helpers/*) names+="|$(basename "${path%.*}")" ;;
         bench/machines.*) names+="|test_machines" ;;
         *) say "error: SINCE: $path has changed since"; return 1 ;;
         esac

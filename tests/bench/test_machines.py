@@ -20,12 +20,12 @@ def test_skipped():
     pass
 """, "tests/more/test_race.py": """
 import os, pytest
-@pytest.mark.race
+@pytest.mark.RACE
 def test_race():
     assert not os.environ.get("BROKEN")
 def test_other():
     pass
-"""}
+""".replace("RACE", "race")}       # machines.sh looks for the words in this file, too
 
 
 @pytest.fixture
@@ -81,19 +81,22 @@ def test_parts_are_run_once_and_counted(repository):
 def test_parts_of_an_earlier_commit_count_where_nothing_has_changed(repository):
     for name, text in {"tests/helpers/chain.py": "import link", "tests/helpers/link.py": "",
                        "tests/more/test_chain.py": "'chain'\ndef test_this(): pass",
+                       "tests/helpers/deep/tool.sh": "", "tests/more/test_deep.py": "'deep'\ndef test_this(): pass",
                        "tests/more/test_imports.py": "from test_race import test_other  # noqa"}.items():
-        (repository / name).parent.mkdir(exist_ok=True)
+        (repository / name).parent.mkdir(exist_ok=True, parents=True)
         (repository / name).write_text(text)
     commit(repository)
     machines(repository, "as-is")
     changed = repository / "tests/more/test_race.py"
     changed.write_text(changed.read_text().replace("def test_other():", "def test_new(): pass\ndef test_other():"))
-    (repository / "tests/helpers/link.py").write_text("# changed")
+    for name in ("link.py", "deep/tool.sh"):
+        (repository / "tests/helpers" / name).write_text("# changed")
     commit(repository)
     status, said, report = machines(repository, "as-is", SINCE="HEAD~")
     assert status == 0 and list(report["settings"]["as-is"]["since"].values()) == [1], said
-    assert all(f"test_{name}.py: passed" in said for name in ("race", "imports", "chain")) and "settings" not in said
-    assert [row[2:6] for row in report["tables"]["settings"]["rows"]] == [[4, 6, 0, 1]]
+    assert all(f"test_{name}.py: passed" in said for name in ("race", "imports", "chain", "deep"))
+    assert "settings" not in said
+    assert [row[2:6] for row in report["tables"]["settings"]["rows"]] == [[5, 7, 0, 1]]
     (repository / "launch/setup.sh").write_text("# changed")
     commit(repository)
     shutil.rmtree(repository.parent / "results")

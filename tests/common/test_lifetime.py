@@ -23,6 +23,7 @@ pytestmark = pytest.mark.race
 RANK = """
 import sys, time
 from common import lifetime
+lifetime.POLL_S = float(sys.argv[2])
 lifetime.end_with_torchrun()
 print("here", flush=True)
 time.sleep(float(sys.argv[1]))
@@ -35,7 +36,7 @@ for _ in range(3):
 time.sleep(1000)
 """
 LONG = "1000"       # seconds that a rank would live
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getpid())}
 
 
 def in_session(session):
@@ -66,13 +67,15 @@ def start(tmp_path):
     yield run
     for process in started:
         for pid in in_session(process.pid):
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         process.wait()
 
 
 def test_ranks_end_with_torchrun_and_one_of_them_says_so(start):
     """A parent that runs Python, as torchrun does; the whole thing is in test_recovery.py."""
-    parent = start(sys.executable, "-c", LAUNCHER, sys.executable, "-c", RANK, LONG, **TORCHRUN)
+    parent = start(sys.executable, "-c", LAUNCHER, sys.executable, "-c", RANK, LONG, "3",
+                   **TORCHRUN)       # seconds in which each rank looks, even on a busy machine
     wait_until(lambda: parent.log.read_text().count("here") == 3, "ranks")
     parent.kill()
     wait_until(lambda: not in_session(parent.pid), "end of the ranks")
@@ -82,7 +85,7 @@ def test_ranks_end_with_torchrun_and_one_of_them_says_so(start):
 def test_a_torchrun_that_ended_before_its_rank_began(start):
     """The rank finds itself with a parent that is none of torchrun's: here a shell that does not wait."""
     parent = start("env", "-u", "TORCHELASTIC_RUN_ID", "sh", "-c",
-                   f'TORCHELASTIC_RUN_ID=none "{sys.executable}" -c "$0" {LONG}; echo ended $?', RANK, **TORCHRUN)
+                   f'TORCHELASTIC_RUN_ID=none "{sys.executable}" -c "$0" {LONG} 0.5; echo ended $?', RANK, **TORCHRUN)
     parent.wait()
     assert "error: torchrun has ended; its ranks end with it" in parent.log.read_text()
     assert parent.log.read_text().endswith("ended 1\n")
@@ -91,7 +94,7 @@ def test_a_torchrun_that_ended_before_its_rank_began(start):
 @pytest.mark.parametrize("env", [{}, TORCHRUN], ids=["alone", "below a script"])
 def test_who_goes_on(start, env):
     """Without torchrun a parent may end, as a shell does behind nohup; torchrun may start a script that starts us."""
-    text = f'"{sys.executable}" -c "$0" 2 {"; echo ended" if env else "&"}'
+    text = f'"{sys.executable}" -c "$0" 2 0.5 {"; echo ended" if env else "&"}'
     parent = start("sh", "-c", text, RANK, **env)
     wait_until(lambda: "to its end" in parent.log.read_text(), "end", progress=lambda: in_session(parent.pid))
     assert "error" not in parent.log.read_text()

@@ -189,8 +189,9 @@ def test_a_killed_loader_process_is_named(way, handler, monkeypatch):
 
 
 @pytest.mark.race
-def test_a_loader_process_that_ended_before_torch_looked_is_named():
+def test_a_loader_process_that_ended_before_torch_looked_is_named(monkeypatch):
     """Its end is known to multiprocessing already, as after the start of another process: torch's handler is silent."""
+    monkeypatch.setattr(torch.utils.data._utils.signal_handling, "_SIGCHLD_handler_set", True)    # and sets no new one
     batches = iter(loader(range(3, 9), killed_at_3, 1))
     batches._workers[0].join()
     with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:

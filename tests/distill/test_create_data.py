@@ -19,7 +19,7 @@ import pytest
 
 from common import parallel
 from diffusion import make_problems
-from distill import chat, create_data, table, teacher
+from distill import chat, create_data, journal, table, teacher
 from distill.choices import LINES
 from distill.labels import LANGUAGES, make_parser, read_label
 from tests.helpers import chats, tiny_teacher
@@ -74,13 +74,14 @@ def flags(folder, server=None, *more, output="labels.jsonl"):
 class Child:
     """create_data's main in a process of its own, forked from this one, which has done the imports."""
 
-    def __init__(self, argv, log):
+    def __init__(self, argv, log, sync_s=journal.SYNC_S):
         self.log, self.status = Path(log), None
         self.pid = os.fork()
         if self.pid == 0:
             signal.signal(signal.SIGINT, signal.SIG_IGN)        # as a shell starts what runs in the background
             status = 1
             try:
+                journal.SYNC_S = sync_s
                 out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
                 os.dup2(out, 1)
                 os.dup2(out, 2)
@@ -236,22 +237,23 @@ def test_killed_at_any_point_it_ends_the_same(server, whole, tmp_path):
     files(tmp_path, whole[0])
     kills, rng, work = 0, random.Random(1), tmp_path / "labels.jsonl.work"
     for _ in range(6):
-        child = Child(flags(tmp_path, server, "--chunk_size", "8"), tmp_path / "log.txt")
+        child = Child(flags(tmp_path, server, "--chunk_size", "8", "--concurrency", "2"), tmp_path / "log.txt", 0.1)
         time.sleep(rng.uniform(0.05, 0.6))
         if kills == 2:
-            wait_until((work / "shard-0-of-1.jsonl").exists, "journal")
+            wait_until(lambda: labelled(tmp_path), "first lines")
         if child.ended():
             break
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
         kills += 1
         if kills == 3:          # in the middle of a write
-            journal = work / "shard-0-of-1.jsonl"
-            journal.write_bytes(journal.read_bytes() + b'{"id": 59, "label": "fr", "answ')
-    done = {row["id"] for row in rows(work / "shard-0-of-1.jsonl")[1:] if "id" in row}
+            with (work / "shard-0-of-1.jsonl").open("ab") as file:
+                file.write(b'{"id": 59, "label": "fr", "answ')
+    whole_lines = (work / "shard-0-of-1.jsonl").read_text().split("\n")[:-1]      # no later start may have come so far
+    done = {row["id"] for row in map(json.loads, whole_lines) if "id" in row}
     before = len(server.asked())
     label(tmp_path, *flags(tmp_path, server))
-    assert results(tmp_path) == whole[1] and kills >= 3
+    assert results(tmp_path) == whole[1] and kills >= 3 and done
     texts = {body["messages"][0]["content"].split("\n")[-1] for body in server.asked()[before:]}
     assert texts == {line for number, line in enumerate(whole[0]) if number not in done}        # nothing asked again
     ids = [row["id"] for path in work.glob("*.jsonl") for row in rows(path) if "id" in row]
@@ -575,8 +577,9 @@ def test_launcher_restarts_an_instance_and_merges(server, whole, launch, tmp_pat
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_launcher_leaves_no_process(name, server, whole, launch, tmp_path):
     files(tmp_path, whole[0])
+    before = len(server.asked())
     process = launch("--concurrency", "1", PATH=stand_in(tmp_path, f'exec {sys.executable} "$@"'))
-    wait_until(lambda: labelled(tmp_path) >= 4 or process.poll() is not None, "first lines")
+    wait_until(lambda: len(server.asked()) >= before + 16 or process.poll() is not None, "first lines")
     number = getattr(signal, name)
     if name == "SIGINT":
         os.killpg(process.pid, number)      # Ctrl-C comes to the whole foreground group

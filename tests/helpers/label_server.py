@@ -55,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
             with open(sys.argv[1], "a") as log:
                 log.write(json.dumps(body) + "\n")
         if "slow" in words:
-            time.sleep(0.1)
+            time.sleep(0.2)
         if "long" in words:
             return self.reply(400, {"error": {"message": "This model's maximum context length is 128 tokens."}})
         if "refused" in words:

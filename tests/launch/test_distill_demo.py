@@ -261,8 +261,9 @@ step two "$OUT/two" bash -c 'echo y >>"$0/ran"; {command}' "$OUT"
 echo end
 """
 # a child in a session of its own that no signal ends, and a leader that saves on TERM
-LONG = """setsid bash -c "trap : TERM INT; while :; do sleep 0.05; done" & echo $! >"$0/started"
-    trap "echo saved >>$0/ran; exit" TERM; while :; do sleep 0.05; done"""
+LONG = """trap "echo saved >>$0/ran; exit" TERM
+    setsid bash -c "trap : TERM INT; while :; do sleep 0.05; done" & echo $! >"$0/started"
+    while :; do sleep 0.05; done"""
 
 
 @pytest.mark.race

@@ -57,12 +57,12 @@ def shell(text, **settings):
                           timeout=PATIENCE_S, env=environment(**settings))
 
 
-def alive(mark):
-    """Pids of the processes that were started with this value in their environment, however far down."""
+def alive(mark, *more):
+    """Pids of the processes that were started with MARK=mark, and more, in their environment, however far down."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if f"MARK={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+            if {f"MARK={mark}".encode(), *more} <= set((folder / "environ").read_bytes().split(b"\0")):
                 found.append(int(folder.name))
         except OSError:
             pass
@@ -285,8 +285,8 @@ import pathlib, signal, subprocess, sys, time
 subprocess.Popen(["sleep", "1000"], start_new_session=True)
 pathlib.Path("started").touch()
 time.sleep(float(sys.argv[1]))
-signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
 pathlib.Path("listens").touch()
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
 time.sleep(1000)
 """
 
@@ -332,8 +332,7 @@ def test_torchruns_restart_resumes_from_the_newest_checkpoint(tiny, tmp_path, st
     process = start(*flags, NPROC_PER_NODE="2", MAX_RESTARTS="1")
     wait_until(lambda: (out / "checkpoint-10").exists() or process.poll() is not None, "first checkpoint")
     # of the processes with rank 1, loaders too, the trainer is the oldest
-    os.kill(min(pid for pid in alive(process.mark) if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()),
-            signal.SIGKILL)
+    os.kill(min(alive(process.mark, b"RANK=1")), signal.SIGKILL)
     assert process.wait(timeout=PATIENCE_S) == 0, process.log.read_text()[-3000:]
     starts = [int(step) for step in re.findall(r"^start +step (\d+)", process.log.read_text(), re.M)]
     assert len(starts) == 2 and starts[0] == 0 and starts[1] in (10, 20, 30)

@@ -96,12 +96,11 @@ class Job:
         self.freeze()
         assert "done  " not in self.log, "the run was over before it could be disturbed: more STEPS are needed"
 
-    def end(self, seconds=PATIENCE_S):
+    def end(self):
         """Wait through requeues for the end; returns (state, restarts)."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        state = wait_until(lambda: (now := self.show("JobState")) in ended and now, f"end of job {self.id}",
-                           seconds=seconds)
-        return state, int(self.show("Restarts"))
+        state = wait_until(lambda: (now := self.show("JobState")) in ended and now, f"end of job {self.id}")
+        return state, int(wait_until(lambda: self.show("Restarts"), "answer of scontrol"))
 
 
 @pytest.fixture(scope="module")
@@ -173,8 +172,12 @@ def assert_resumed_and_undisturbed(job, undisturbed):
 
 def test_two_nodes_train_to_the_end(submit, undisturbed):
     job = submit()
-    trainers = wait_until(lambda: len(found := job.trainers()) >= 2 and found, "two trainers")
-    places = {(e["SLURMD_NODENAME"], e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"]) for e in trainers.values()}
+
+    def ranks_seen():
+        """Of the trainers and their loaders, once there are two of them."""
+        found = {(e["SLURMD_NODENAME"], e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"]) for e in job.trainers().values()}
+        return len(found) >= 2 and found
+    places = wait_until(ranks_seen, "two trainers")
     assert {place[0] for place in places} == {"n1", "n2"} and {place[1] for place in places} == {"0", "1"}
     assert {place[2:] for place in places} == {("0", "2")} and len(places) == 2
     assert job.end() == ("COMPLETED", 0), job.log
@@ -216,7 +219,7 @@ def test_lost_node_not_noticed_by_slurm(submit, cluster, undisturbed):
 
 
 def test_time_limit_saves_queues_again_and_finishes(submit, undisturbed):
-    job = submit(sbatch=["--time=2", "--signal=B:USR1@45"])        # minutes, seconds; Slurm signals up to 60 s early
+    job = submit(sbatch=["--time=4", "--signal=B:USR1@165"])       # minutes, seconds; Slurm signals up to 60 s early
     job.freeze_after(10)
     wait_until(lambda: "USR1: asking the trainers to save and stop" in job.log, "Slurm's warning")
     job.thaw()
@@ -233,7 +236,7 @@ def test_scancel_leaves_no_process_and_queues_nothing(submit):
     wait_until(lambda: (job.out / "checkpoint-10").exists(), "first checkpoint")
     subprocess.run(["scancel", job.id], check=True)
     wait_until(lambda: not job.processes(), "end of the job's processes")
-    assert job.end(30) == ("CANCELLED", 0)
+    assert job.end() == ("CANCELLED", 0)
     assert "is queued again" not in job.log
 
 
@@ -255,7 +258,7 @@ def test_requeues_on_any_failure_are_bounded(submit, tmp_path):
 def test_h200_launcher_finds_its_repository_from_the_spool_folder(cluster, tmp_path):
     job = Job(tmp_path / "job", "--train_data_file", ROOT / "README.md", launcher=str(LAUNCHER)[:-3] + "_h200x8.sh",
               DRY_RUN="1", MIN_GPUS="0", NPROC_PER_NODE="8", OMP_NUM_THREADS="")
-    assert job.end(30) == ("COMPLETED", 0), job.log
+    assert job.end() == ("COMPLETED", 0), job.log
     assert "OMP_NUM_THREADS=16 srun --nodes=1" in job.log
     assert f"{ROOT}/train_v2_ddp.py --" in job.log and " --auto " in job.log
 
@@ -304,7 +307,7 @@ def test_block_diffusion_is_queued_again_while_training_and_while_answering(clus
     answering = f"answering --checkpoint {job.out} --test_file e.json --order confidence\n"
     assert (job.out / "node_logs" / f"{job.id}-after.log").read_text() == 2 * answering
     assert job.log.count(answering) == 2 and len(list(job.out.glob("start-*"))) == 3
-    wait_until(lambda: not job.processes(), "end of the job's processes", seconds=40)
+    wait_until(lambda: not job.processes(), "end of the job's processes")
 
 
 @pytest.mark.parametrize("where", ["relative", "elsewhere"])

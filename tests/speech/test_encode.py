@@ -396,14 +396,17 @@ encode.SHARD_CLIPS = {shard_clips}
 open(sys.argv[1], "w").close()
 while not os.path.exists({go!r}):
     time.sleep(0.005)
+real = encode.encode_clip
+encode.encode_clip = lambda *given: (time.sleep({pause}), real(*given))[1]
 encode.ensure_codes(World(device=torch.device("cpu")), [Clip(p) for p in {paths!r}], {codec!r}, {cache!r}, 8, 0)
 """
 
 
-def start_fillers(tiny, tmp_path, n, shard_clips=4096):
-    """n processes that begin to fill tmp_path/codes at the same moment."""
-    program = FILLER.format(root=str(ROOT), go=str(tmp_path / "go"), shard_clips=shard_clips, codec=str(tiny.codec),
-                            cache=str(tmp_path / "codes"), paths=[c.path for c in clips_of(tiny)])
+def start_fillers(tiny, tmp_path, n, shard_clips=4096, pause=0):
+    """n processes that begin to fill tmp_path/codes at the same moment, pause seconds before each clip."""
+    program = FILLER.format(root=str(ROOT), go=str(tmp_path / "go"), shard_clips=shard_clips, pause=pause,
+                            codec=str(tiny.codec), cache=str(tmp_path / "codes"),
+                            paths=[c.path for c in clips_of(tiny)])
     started = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path / f"ready{i}")], text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for i in range(n)]
     wait_until(lambda: all((tmp_path / f"ready{i}").exists() for i in range(n)), "start",
@@ -427,7 +430,7 @@ def test_two_runs_fill_one_cache_and_encode_each_clip_once(filled, tiny, tmp_pat
 
 @pytest.mark.race
 def test_a_killed_run_leaves_a_usable_cache(filled, tiny, tmp_path):
-    filler, = start_fillers(tiny, tmp_path, 1, shard_clips=2)
+    filler, = start_fillers(tiny, tmp_path, 1, shard_clips=2, pause=0.2)
     folder = tmp_path / "codes" / codec_fingerprint(tiny.codec)
     wait_until(lambda: len(list(folder.glob("codes-*.safetensors"))) >= 2, "second shard",
                alive=lambda: filler.poll() is None)

@@ -13,7 +13,7 @@ MODE=${MODE:-auto}           # netns: every node has its own address, host name 
 CPUS=${CPUS:-128}            # a node has, on paper
 GPUS=${GPUS:-8}              # a node has, on paper
 MEMORY=${MEMORY:-1000000}    # MB a node has, on paper
-DOWN_AFTER=${DOWN_AFTER:-10} # seconds of silence until a node is called down (Slurm's default: 300)
+DOWN_AFTER=${DOWN_AFTER:-20} # seconds of silence until a node is called down (Slurm's default: 300)
 
 NODES=(n1 n2)
 BRIDGE=ftbr0 NET=10.78.0     # one cluster at a time on a machine: these names and all ports are fixed
@@ -196,7 +196,7 @@ start() {
     network
     slurmctld -f "$SLURM_CONF" </dev/null >>"$DIR/log/boot.log" 2>&1
     for node in "${NODES[@]}"; do up "$node"; done
-    for ((i = 0; i < 150; i++)); do
+    for ((i = 0; i < 3000; i++)); do
         if [ "$(timeout 3 sinfo -hN -rt idle -o %N 2>/dev/null | wc -l)" = ${#NODES[@]} ]; then trap - EXIT; return; fi
         sleep 0.1
     done
