@@ -389,12 +389,22 @@ def test_command_of_a_sentence(command):
         assert command.words[0] == "torchrun" and set(word.partition("=")[0] for word in command.words[1:]) <= FOREIGN
 
 
-def test_settings_before_commands_are_read_by_some_script():
-    read = "".join(path.read_text() for folder in ("launch", "bench", "tests")
-                   for path in (ROOT / folder).rglob("*") if path.suffix in (".sh", ".py") and path != Path(__file__))
-    for command in [*BLOCKS, *SENTENCES]:
-        for name in command.settings:
-            assert re.search(rf"\b{name}\b", read), f"{command}: nothing reads {name}"
+def started_by(path, found=()):
+    """A launcher, and the scripts of launch/ that it sources or starts: their paths."""
+    found = [*found, path]
+    for name in re.findall(r'^[^#\n]*\b(?:source|bash) .*?/(\w+\.sh)"', (ROOT / path).read_text(), re.M):
+        if f"launch/{name}" not in found:
+            found = started_by(f"launch/{name}", found)
+    return found
+
+
+def test_settings_before_commands_are_read_by_what_they_start():
+    """As $NAME or ${NAME...}, or as a setting of env.sh's; TEST_DEVICE by the tests."""
+    given = [(command, name) for command in [*BLOCKS, *SENTENCES] for name in command.settings if name != "TEST_DEVICE"]
+    for command, name in given:
+        read = "".join((ROOT / path).read_text() for path in started_by(launcher_of(command.words)[0]))
+        assert re.search(rf"\$\{{?!?{name}\b|^setting {name}\b", read, re.M), f"{command}: nothing reads {name}"
+    assert len(given) > 20
 
 
 def test_there_are_commands_at_all():

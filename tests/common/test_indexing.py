@@ -96,7 +96,7 @@ def test_errors_come_in_their_place():
 
 
 @pytest.mark.parametrize("with_limits", [False, True])
-def test_fast_tokens_are_the_tokenizers(tiny, with_limits):
+def test_fast_tokens_are_the_tokenizers(tiny, with_limits, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     texts = ["The kettle is singing.", "<|eot_id|>\n", "x" * 50, "", "two <|AUDIO_OUT|> three"]
     expected = tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -104,7 +104,9 @@ def test_fast_tokens_are_the_tokenizers(tiny, with_limits):
         tokenizer.backend_tokenizer.enable_truncation(4)
         tokenizer.backend_tokenizer.enable_padding()
     lists = token_lists(tokenizer)
-    assert lists([]) == [] and lists(texts) == expected and lists(texts[::-1]) == expected[::-1]
+    assert lists([]) == [] and lists(texts) == expected
+    monkeypatch.setattr(type(tokenizer), "__call__", None)      # from the second call on it is not asked any more
+    assert lists(texts[::-1]) == expected[::-1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

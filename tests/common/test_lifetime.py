@@ -149,7 +149,7 @@ def test_processes_with_full_pipes_end_with_their_trainer(pool, tmp_path):
 def test_every_loader_begins_with_what_ends_it():
     """Whoever makes processes: a DataLoader without init_loader would leave them behind."""
     calls = [node for path in MODULES.values() for node in ast.walk(ast.parse((ROOT / path).read_text()))
-             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "DataLoader"]
+             if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "DataLoader"]
     begun = [getattr(keyword.value, "id", "") for call in calls for keyword in call.keywords
              if keyword.arg == "worker_init_fn"]
     assert len(calls) >= 5 and begun == ["init_loader"] * len(calls)

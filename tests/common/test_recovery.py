@@ -770,7 +770,7 @@ def test_last_good_checkpoint_stays_beside_a_damaged_newer_one(launch, whole, tm
         job.wait_for(lambda: growing(out) == step)      # noqa: B023
         job.kill_all()
         assert steps_of(out) == kept
-        assert f"start      step {kept[0] if step == 6 else 4}," in job.text() or step == 6
+        assert "start      step 4," in job.text()
     job = launch(out, *flags, "--save_steps", 10)
     assert job.wait() == [0] and "start      step 5," in job.text()
     assert steps_of(out) == [40]
@@ -838,13 +838,13 @@ def test_full_disk_stops_the_run_and_costs_nothing(launch, whole, disk, kind, si
 
 def test_no_space_for_the_log_stops_the_run_in_one_line(launch, whole, disk):
     out, flags = disk(8), KINDS["lora"][1]
-    job = launch(out, *flags, "--save_steps", 5)
-    job.wait_for(lambda: newest(out) >= 5)
+    job = launch(out, *flags, "--save_steps", 20)       # the log fills its last page before the next save
+    job.wait_for(lambda: newest(out) >= 20)
     filler = fill(out, leave=0)
     assert job.wait() == [1], job.text()
     errors = re.findall("^error: .*", job.text(), re.M)
     assert len(errors) == 1 and "Traceback" not in job.text(), job.text()
-    assert "No space left on device" in errors[0]
+    assert errors[0] == f"error: {out}/metrics.jsonl cannot be written (No space left on device)"
     filler.unlink()
     finish(launch, out, "lora")
     assert_same_end(out, whole("lora"))

@@ -157,8 +157,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(pool, demo, shared, tmp_path
     output = tmp_path / "moved"
     complete(pool, demo, output, "--max_steps", 2, *SEARCH.split(), "--per_device_train_batch_size", 2, "--parallel",
              "fsdp", ranks=2)
-    complete(pool, demo, output, "--max_steps", 4, *SEARCH.split(), "--per_device_train_batch_size", 2,
-             "--gradient_accumulation_steps", 2)
+    moved = complete(pool, demo, output, "--max_steps", 4, *SEARCH.split(), "--per_device_train_batch_size", 2,
+                     "--gradient_accumulation_steps", 2)
+    assert f"resumed from {output}/checkpoint-2" in moved.output
     assert_same_training(shared(f"{SPLITS[0]} {SEARCH}"), Run(0, "", output), CLOCK | CUTS)
 
 
@@ -281,17 +282,19 @@ def test_the_first_step_of_every_mode_guesses(shared, flags):
 def test_half_precision_shards_train_nearly_the_same(shared):
     exact, half = (shared(f"{name} --eval_steps 0") for name in ("ddp 1x4", "fsdp 2x2 --bf16"))
     for a, b in zip(training(exact), training(half), strict=True):
-        assert a["train/loss"] == pytest.approx(b["train/loss"], rel=2e-2) and a != b
+        assert a["train/loss"] == pytest.approx(b["train/loss"], rel=2e-2)
+        assert a["train/grad_norm"] != pytest.approx(b["train/grad_norm"], rel=2e-5)    # more than the order of sums
 
 
 def test_validation_leaves_no_averaged_weights_behind(shared):
     """Where no better bound makes a checkpoint, that would put things right."""
-    runs = [shared(f"{mode} 1x4 --learning_rate 0.05 --warmup_steps 0 --eval_steps 1 --eval_repeats 1")
-            for mode in ("ddp", "fsdp")]
+    runs = [shared(f"{mode} 1x4 --learning_rate 0.05 --warmup_steps 0 --eval_steps {steps} --eval_repeats 1")
+            for mode, steps in (("ddp", 1), ("fsdp", 1), ("ddp", 0))]       # the last one validates at its end alone
     bounds = [row["eval/nll"] for row in lines(runs[0]) if "eval/nll" in row]
     assert bounds[2] > min(bounds[:2])
-    for a, b in zip(*map(training, runs), strict=True):
+    for a, b, unseen in zip(*map(training, runs), strict=True):
         assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-3)
+        assert a["train/loss"] == pytest.approx(unseen["train/loss"], rel=1e-3)
 
 
 def layout_of(config):

@@ -277,7 +277,7 @@ def weights_of(output_dir, step):
 def test_runs_are_the_same_on_any_ranks_and_resumed(train, tmp_path, policy):
     """DDP on one rank, FSDP2 on two, and one that was stopped at step 2; on the answers given and on drawn ones."""
     own = ("--on_policy", policy, "--max_new_tokens", 6) if policy else ()
-    steps = ("--max_steps", 5, "--save_steps", 2)
+    steps = ("--max_steps", 5, "--save_steps", 2, "--save_total_limit", 0)
     one = train(1, tmp_path / "one", "--parallel", "ddp", "--per_device_train_batch_size", 4,
                 "--gradient_accumulation_steps", 2, *steps, *own)
     two = train(2, tmp_path / "two", "--parallel", "fsdp", "--per_device_train_batch_size", 4,
@@ -287,9 +287,10 @@ def test_runs_are_the_same_on_any_ranks_and_resumed(train, tmp_path, policy):
         torch.testing.assert_close(tensor, weights_of(tmp_path / "two", 5)[name], rtol=1e-3, atol=5e-4)
     assert policy or one[5]["eval/kl_loss"] < one[3]["eval/kl_loss"] and losses(one)[-1] < losses(one)[0]
     assert one[1]["train/loss"] == pytest.approx(one[1]["train/kl_loss"]), "nothing but the divergence is learned"
-    shutil.copytree(tmp_path / "one", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-4", "checkpoint-5"))
+    shutil.copytree(tmp_path / "one", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-[45]"))
     again = train(1, tmp_path / "again", "--parallel", "ddp", "--per_device_train_batch_size", 4,
                   "--gradient_accumulation_steps", 2, *steps, *own)
+    assert again[2] == one[2], "with its clock: steps 1 and 2 were not done again"
     assert losses(again, 2) == losses(one, 2)
     for name, tensor in weights_of(tmp_path / "one", 5).items():
         assert torch.equal(tensor, weights_of(tmp_path / "again", 5)[name])
@@ -422,6 +423,8 @@ def test_a_control_that_learned_as_well_and_a_judge_of_the_student(made, train, 
     evaluate_prompt.check_control("c", ways | {"follows": None}, 0.5)
     with pytest.raises(UserError, match="closed 0.700 of the divergence and 0.600 of the following rate"):
         evaluate_prompt.check_control("c", ways, 0.5)
+    rule = evaluate_prompt.follows_rule("^{topic}", None, r"Is (\S+)")
+    assert rule("Is C++ it?", "C++ is") and not rule("Is C++ it?", "Java is") and not rule("Is Java it?", "C++ is")
     with pytest.raises(UserError, match="--topic .* is not in the question 'Is it'"):
         evaluate_prompt.follows_rule("^{topic}", None, "What (.)")("Is it", "x")
 

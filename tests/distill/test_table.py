@@ -237,7 +237,7 @@ def test_sharegpt_and_parquet_are_the_same_conversations(made, tmp_path, monkeyp
     shards = {f"data/{file.name}": file.read_bytes() for file in (tmp_path / "set" / "data").iterdir()}
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    with Hub("me/chats", shards | {"data/test-0-of-1.parquet": b"", "README.md": b"x"}) as server:
+    with Hub("me/chats", shards | {"data/test-0-of-1.parquet": b"x", "README.md": b"x"}) as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE",
                             server.url + "/{repo_id}/resolve/{revision}/{filename}")

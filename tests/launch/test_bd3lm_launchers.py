@@ -275,8 +275,8 @@ def test_a_job_asked_to_stop_is_queued_again(started, tmp_path, state, restarts,
 
 @pytest.mark.race
 def test_a_warning_while_problems_are_answered_queues_the_job_again(tmp_path, script, stand_ins):
-    (stand_ins / "python").write_text('#!/bin/bash\ncase $1 in */sample_bd3lm.py) echo answering; exec sleep 99; esac\n'
-                                      f'exec "{sys.executable}" "$@"\n')
+    (stand_ins / "python").write_text("#!/bin/bash\ncase $1 in */sample_bd3lm.py) echo answering; exec sleep 1000; esac"
+                                      f'\nexec "{sys.executable}" "$@"\n')
     (stand_ins / "python").chmod(0o755)
     mark, log = uuid.uuid4().hex, tmp_path / "log"
     process = subprocess.Popen(["bash", str(ROOT / "launch" / LAUNCHERS["gsm8k"])], cwd=tmp_path, process_group=0,
@@ -296,17 +296,19 @@ def test_a_warning_while_problems_are_answered_queues_the_job_again(tmp_path, sc
 
 
 def test_a_failed_training_gives_its_status_and_no_answers(tmp_path, script, stand_ins):
+    (tmp_path / "sampler.py").write_text("open('answered', 'w')")
     done = launch(LAUNCHERS["gsm8k"], cwd=tmp_path, TRAINER=script("import sys; sys.exit(5)"), MIN_GPUS="0",
-                  PATH=f"{stand_ins}:{os.environ['PATH']}")
-    assert done.returncode == 5 and "sample" not in done.stderr + done.stdout
+                  SAMPLER=str(tmp_path / "sampler.py"), PATH=f"{stand_ins}:{os.environ['PATH']}")
+    assert done.returncode == 5 and not (tmp_path / "answered").exists()
 
 
 def test_an_old_marker_neither_stops_nor_requeues(tmp_path, script, stand_ins):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "requeue").write_text("of an earlier start")
     done = launch(LAUNCHERS["gsm8k"], cwd=tmp_path, TRAINER=script("pass"), MIN_GPUS="0", OUTPUT_DIR="out",
-                  TEST_DATA="", PATH=f"{stand_ins}:{os.environ['PATH']}")
-    assert done.returncode == 0 and "no TEST_DATA, so no accuracy" in done.stderr and "queued" not in done.stderr
+                  TEST_DATA="", AFTER="touch after", **JOB, PATH=f"{stand_ins}:{os.environ['PATH']}")
+    assert done.returncode == 0 and "no TEST_DATA, so no accuracy" in done.stderr, done.stderr
+    assert (tmp_path / "after").exists() and not (tmp_path / "queued-7").exists()
 
 
 # -- the whole thing --------------------------------------------------------------------------------------------------

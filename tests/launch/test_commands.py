@@ -229,13 +229,14 @@ def test_what_a_block_diffusion_launcher_refuses(settings, args, said):
     assert done.returncode == 1 and said in done.stderr.splitlines()[-1]
 
 
-def test_overrides_of_block_diffusion():
+def test_overrides_of_block_diffusion(monkeypatch):
     """Line 7."""
+    monkeypatch.setattr(flags, "usable_cpus", lambda: 64)
     args, said = bd3lm("model.attn_backend=flash_attn", "trainer.precision=bf16-mixed",
                        "+model.gradient_checkpointing=true", "+trainer.compile=true", "loader.num_workers=16",
-                       "--dropout", "0.2")
+                       "--dropout", "0.2", SWITCHES="", SLURM_CPUS_PER_TASK="4")
     assert (args.attn_backend, args.bf16, args.gradient_checkpointing, args.compile) == ("flex", True, "all", True)
-    assert args.dropout == 0.2 and "flash attention has no masks of blocks; flex" in said
+    assert args.num_workers == 16 and args.dropout == 0.2 and "flash attention has no masks of blocks; flex" in said
 
 
 def test_student_on_what_the_teacher_wrote(tmp_path):
@@ -243,7 +244,8 @@ def test_student_on_what_the_teacher_wrote(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "prompt_distillation_lang.jsonl").write_text("{}")
     done = launch("train_sft_h100x8.sh", "./models/prompt_distillation", "data.micro_batch_size_per_gpu=8",
-                  "model.fsdp_config.model_dtype=bf16", "+optim.lr=1e-5", cwd=tmp_path, DRY_RUN="1", NPROC_PER_NODE="8")
+                  "model.fsdp_config.model_dtype=bf16", "+optim.lr=1e-5", cwd=tmp_path, DRY_RUN="1", NPROC_PER_NODE="8",
+                  SWITCHES="")
     words = shlex.split(done.stdout)
     args = flags.parse(train_sft.build_parser(), lambda args, _: train_sft.check_flags(args, 8),
                        words[words.index(str(ROOT / "distill" / "train_sft.py")) + 1:])

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from common import indexing, loading
 from common.parallel import UserError
-from speech.codes import KEY, Batch, CacheIndex, CodeReader, codec_fingerprint, file_key, look_up
+from speech.codes import KEY, Batch, CacheIndex, CodeReader, codec_fingerprint, file_key, file_keys, look_up
 from speech.conversations import Clip
 from tests.helpers import second_user
 
@@ -49,6 +49,13 @@ def test_a_shard_that_cannot_be_written_says_why(tmp_path):
 
 
 def test_file_dates_are_asked_for_by_several_processes(tmp_path, monkeypatch):
+    asked = tmp_path / "asked"
+
+    def noting(clips):
+        with open(asked, "a") as log:
+            log.write(f"{os.getpid()}\n")
+        return file_keys(clips)
+    monkeypatch.setattr("speech.codes.file_keys", noting)
     monkeypatch.setattr("speech.codes.BLOCK", 2)
     monkeypatch.setattr(indexing, "HERE", 1)
     clips = [Clip(str(tmp_path / f"{i}.wav"), *((i, 1.0) if i % 3 else ())) for i in range(23)]
@@ -62,7 +69,9 @@ def test_file_dates_are_asked_for_by_several_processes(tmp_path, monkeypatch):
         batch.add_file(file_key(clips[i], stat.st_size, stat.st_mtime_ns), bytes([65 + i] * 16))
     batch.write()
     for processes in (0, 2):
+        asked.write_text("")
         found, unknown = CacheIndex(cache).find_clips(clips, processes)
+        assert len(set(asked.read_text().split())) == 1 + processes
         assert found[::2, 2].tolist() == list(range(1, 24, 2)) and (found[1::2] == -1).all()
         assert unknown.tolist() == [[i, i, os.stat(clips[i].path).st_mtime_ns] for i in range(1, 23, 2)]
         with pytest.raises(UserError, match="gone.wav: cannot be read any more"):

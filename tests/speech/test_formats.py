@@ -471,7 +471,7 @@ def test_clips_inside_other_files_decode_to_their_own_sound(tmp_path, kind):
     assert len(units) == (3 if kind in ("struct", "bytes", "stream", "named tar") else 8)
     work = share_work([Clip(path) for path in paths], np.array([[i, 1, 1] for i in range(8)]), 2)
     assert sorted(i for share in work for _, _, cuts in share for i in cuts) == list(range(8))
-    assert not {unit_of(path) for path, *_ in work[0]} & {unit_of(path) for path, *_ in work[1]}
+    assert all(work) and not {unit_of(path) for path, *_ in work[0]} & {unit_of(path) for path, *_ in work[1]}
 
 
 def test_some_rows_have_their_audio_inside_others_beside(tmp_path):

@@ -254,7 +254,8 @@ def test_bf16_is_close_to_ddp_and_the_trained_weights_stay_fp32(shared, method):
             mine, yours = ours[name].double().flatten(), theirs[name].double().flatten()
             alike = mine @ yours / (mine.norm() * yours.norm())
             assert alike > 0.9, f"{name} {alike}"
-        assert any((tensor.bfloat16() != tensor).any() for tensor in ours.values())     # not rounded anywhere
+        assert all((tensor.bfloat16() != tensor).any() for name, tensor in ours.items()
+                   if not name.endswith("step"))        # not rounded anywhere
     assert any(weight.abs().max() > LR for weight in tensors(fsdp).values())
 
 
@@ -316,7 +317,7 @@ def test_batches_without_audio_or_text_on_one_rank(pool, odd, tmp_path, method):
         assert not any(statuses), output
         gradients[mode, ranks] = load_file(tmp_path / "gradients.safetensors")
     one = gradients["ddp", 1]
-    assert all(gradient.any() for gradient in one.values() if method == "full")
+    assert all(gradient.any() for gradient in one.values())
     for several in (gradients["ddp", 2], gradients["fsdp", 2]):
         assert max(apart(several, one, relative=True).values()) < 1e-5
 

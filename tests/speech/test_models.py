@@ -188,7 +188,9 @@ def test_the_audio_table_is_trained_beside_adapters_as_one_parameter(pool, runs,
     out = tmp_path / "out"
     shutil.copytree(run.output_dir, out)
     shutil.rmtree(out / "checkpoint-4")
-    again = weights_of(train_forked(pool, tiny3, out, *LENGTH, "--per_device_train_batch_size", 4, *TABLE))
+    resumed = train_forked(pool, tiny3, out, *LENGTH, "--per_device_train_batch_size", 4, *TABLE)
+    assert "start      step 2, resumed from" in resumed.output
+    again = weights_of(resumed)
     assert again.keys() == ours.keys() and all(torch.equal(again[name], ours[name]) for name in ours)
     adapter = run.output_dir / "checkpoint-4"
     lora.merge(str(tiny3.model), str(adapter), tmp_path / "merged", None)

@@ -9,6 +9,7 @@ import pytest
 import soundfile
 import torch
 
+import train_v2_ddp
 from common.parallel import UserError, World
 from data import make_loader, prepare_table
 from speech import prepare_tts
@@ -74,6 +75,12 @@ def folder(tiny, tokenizer, ids, speech, tmp_path_factory):
 # The folder
 
 
+def train_without_codec(argv):
+    """In a fork, where torchaudio cannot be imported and so nothing be encoded."""
+    sys.modules["torchaudio"] = None
+    train_v2_ddp.main(argv)
+
+
 def test_ranks_prepare_and_the_trainer_trains_on_it_elsewhere(tiny, speech, pool, forked, folder, tmp_path):
     """The command itself, by two processes; then the folder is moved, the audio is gone, and no codec can be loaded."""
     mine = tmp_path / "mine"
@@ -92,7 +99,7 @@ def test_ranks_prepare_and_the_trainer_trains_on_it_elsewhere(tiny, speech, pool
     shutil.rmtree(mine)
     (tmp_path / "made").rename(tmp_path / "moved")
     done = forked("--train_data_file", "", "--train_data_dir", tmp_path / "moved", "--code_cache", "", "--max_steps", 2,
-                  "--disable_eval", env={"PYTHONPATH": ""})
+                  "--disable_eval", main=f"{__name__}.train_without_codec")
     assert "samples    48 to train" in done.output and done.metrics("train/loss").keys() == {1, 2}
     assert not (done.output_dir / "codes").exists()
 

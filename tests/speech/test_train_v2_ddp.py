@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import train_v2_ddp
-from common import checkpoint
+from common import checkpoint, recomputation
 from common.optim import lr_factor
 from common.parallel import World
 from speech.table import Table
@@ -170,9 +170,19 @@ def test_loader_processes_change_nothing(shared, complete, tmp_path):
         assert_same_bits(shared("dropout"), other)
 
 
+def train_counted(argv):
+    """The trainer, which then says for how many calls of a layer it kept only the input."""
+    real, calls = recomputation.checkpoint, []
+    recomputation.checkpoint = lambda *given, **more: (calls.append(1), real(*given, **more))[1]
+    train_v2_ddp.main(argv)
+    print(f"recomputed {len(calls)}")
+
+
 def test_gradient_checkpointing_changes_nothing(shared, forked):
     """With dropout: the recomputed layers must draw the same masks again."""
-    recomputed = forked(*DROPOUT, "--gradient_checkpointing")
+    recomputed = forked(*DROPOUT, "--gradient_checkpointing", main=f"{__name__}.train_counted")
+    steps = len(recomputed.metrics("train/loss"))
+    assert int(re.search(r"^recomputed (\d+)", recomputed.output, re.M)[1]) >= 2 * steps      # of two layers
     ours, theirs = shared("dropout").metrics("train/loss"), recomputed.metrics("train/loss")
     assert ours == pytest.approx(theirs, abs=1e-6)
     assert weights(recomputed).keys() == weights(shared("dropout")).keys()
