@@ -8,7 +8,7 @@
 #
 # A part is one test file under one setting. Its result is WORK_DIR/COMMIT/SETTING/FILE.xml, beside what it printed;
 # parts that have one are not run again, so an interrupted run goes on where it was. SINCE takes over those of an earlier
-# commit when only tests and docs have changed, but for the changed test files and those that name one of them.
+# commit that no change since can touch (reached.py).
 set -euo pipefail
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -59,24 +59,14 @@ part() {
     say "$1 $2$3: $word"
 }
 
-# Copy the parts of SINCE that the changes up to COMMIT cannot touch; an error when they can touch all of them
+# Copy the parts of SINCE that the changes up to COMMIT cannot touch
 take_over() {
-    local old changed path names='' file part copy
+    local old again file part copy
     old=$WORK_DIR/$(git rev-parse --short "$SINCE^{commit}")
-    changed=$(git diff --name-only "$SINCE" "$commit" -- . ':!docs' ':!README.md' ':!bench/results')
-    for path in $changed; do
-        case $path in
-        tests/helpers/*/*) names+="|$(basename "${path%.*}")|$(basename "${path%/*}")" ;;
-        tests/test_*.py | tests/*/test_*.py | tests/helpers/*) names+="|$(basename "${path%.*}")" ;;
-        bench/machines.*) names+="|test_machines" ;;
-        *) say "error: SINCE: $path has changed since"; return 1 ;;
-        esac
-    done
-    for path in tests/helpers/*.py; do
-        if [ "$names" ] && grep -qwE "${names:1}" "$path"; then names+="|$(basename "$path" .py)"; fi
-    done
+    again=" $(git diff --name-only "$SINCE" "$commit" -- . ':!*.md' ':!docs/*.png' ':!bench/results' |
+        xargs python3 "$repo/bench/reached.py" | tr '\n' ' ') " || return 1
     for file in tests/test_*.py tests/*/test_*.py; do
-        if [ "$names" ] && grep -qwE "${names:1}" <(echo "$file"; cat "$file"); then continue; fi
+        if [[ $again = *" $file "* ]]; then continue; fi
         for part in "$old"/*/"${file//\//.}"*.xml; do
             copy=$parts${part#"$old"}
             if [ ! -e "$part" ] || [ -e "$copy" ]; then continue; fi

@@ -36,7 +36,7 @@ def hear(world, clips, numbers, folder, settings, processes, wait_limit_s):
         folder.mkdir(exist_ok=True)
         known = read_heard(folder, name)
         stats, keys = file_keys(clips[i] for i in numbers)
-        new = np.array([key.tobytes().hex() not in known for key in keys], bool)
+        new = np.array([key not in known for key in digits(keys)], bool)
         return share_work(clips, np.column_stack([numbers, stats])[new], world.size)
 
     work = parallel.rank0_first(world, plan)
@@ -59,7 +59,12 @@ def hear(world, clips, numbers, folder, settings, processes, wait_limit_s):
     if not world.is_main:
         return {}
     known, (_, keys) = read_heard(folder, name), file_keys(clips[i] for i in numbers)
-    return {int(i): known[key] for i, key in zip(numbers, (key.tobytes().hex() for key in keys)) if key in known}
+    return {int(i): known[key] for i, key in zip(numbers, digits(keys)) if key in known}
+
+
+def digits(keys):
+    """[hex digits] of the keys of codes.file_keys. A key that NumPy gives alone has lost the zeros at its end."""
+    return [row.tobytes().hex() for row in keys.view(np.uint8).reshape(-1, keys.itemsize)]
 
 
 def _hear_share(work, judges, folder, name, workers, progress):

@@ -1,6 +1,7 @@
 """bench/machines.sh in a repository of small tests: each file under each setting once, races several times."""
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,9 +35,10 @@ def repository(tmp_path, monkeypatch):
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
     root = tmp_path / "repository"
     (root / "bench").mkdir(parents=True)
-    for name in ("__init__.py", "machines.sh", "machines.py", "measure.py"):
+    for name in ("__init__.py", "machines.sh", "machines.py", "measure.py", "reached.py"):
         shutil.copy(ROOT / "bench" / name, root / "bench" / name)
-    others = {"launch/setup.sh": "", ".gitignore": "__pycache__", "pytest.ini": "[pytest]\nmarkers = race\n"}
+    others = {"launch/setup.sh": "", ".gitignore": "__pycache__", "pytest.ini": "[pytest]\nmarkers = race\n",
+              "README.md": ""}
     for name, text in {**TESTS, **others}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -79,26 +81,30 @@ def test_parts_are_run_once_and_counted(repository):
 
 
 def test_parts_of_an_earlier_commit_count_where_nothing_has_changed(repository):
-    for name, text in {"tests/helpers/chain.py": "import link", "tests/helpers/link.py": "",
-                       "tests/more/test_chain.py": "'chain'\ndef test_this(): pass",
-                       "tests/helpers/deep/tool.sh": "", "tests/more/test_deep.py": "'deep'\ndef test_this(): pass",
-                       "tests/more/test_imports.py": "from test_race import test_other  # noqa"}.items():
+    """What is run again is what a change can touch: by imports, by strings, by a conftest.py, through other files."""
+    alone = "\ndef test_this(): pass"
+    for name, text in {"lib/deep.py": '"""used.py uses it."""', "lib/used.py": "def f():\n    from lib import deep",
+                       "lib/other.py": "x = 'run used.py instead'", "run.sh": "# used.py\npython lib/used.py",
+                       "tests/helpers/link.py": "import lib.used", "tests/one/conftest.py": "import tests.helpers.link",
+                       "tests/one/test_beside.py": alone,
+                       "tests/more/test_started.py": "X = 'bash run.sh'" + alone,
+                       "tests/more/test_named.py": "X = 'lib.used.f'" + alone,
+                       "tests/more/test_imports.py": "from test_race import test_other  # noqa",
+                       "tests/more/test_other.py": "'used.py'\nX = 'other.py, unused.py'  # used.py" + alone}.items():
         (repository / name).parent.mkdir(exist_ok=True, parents=True)
         (repository / name).write_text(text)
     commit(repository)
     machines(repository, "as-is")
-    changed = repository / "tests/more/test_race.py"
-    changed.write_text(changed.read_text().replace("def test_other():", "def test_new(): pass\ndef test_other():"))
-    for name in ("link.py", "deep/tool.sh"):
-        (repository / "tests/helpers" / name).write_text("# changed")
-    commit(repository)
-    status, said, report = machines(repository, "as-is", SINCE="HEAD~")
-    assert status == 0 and list(report["settings"]["as-is"]["since"].values()) == [1], said
-    assert all(f"test_{name}.py: passed" in said for name in ("race", "imports", "chain", "deep"))
-    assert "settings" not in said
-    assert [row[2:6] for row in report["tables"]["settings"]["rows"]] == [[5, 7, 0, 1]]
-    (repository / "launch/setup.sh").write_text("# changed")
-    commit(repository)
-    shutil.rmtree(repository.parent / "results")
-    status, said, report = machines(repository, "as-is", SINCE="HEAD~")
-    assert status == 1 and report is None and "error: SINCE: launch/setup.sh has changed since" in said
+
+    def again(*changed):
+        for name in changed:
+            (repository / name).write_text((repository / name).read_text() + "\n# changed\n")
+        commit(repository)
+        status, said, report = machines(repository, "as-is", SINCE="HEAD~")
+        found, ran = report["settings"]["as-is"], set(re.findall(r"/test_(\w+)\.py: passed", said))
+        assert status == 0 and found["files"] == 7 and sum(found["since"].values()) == 7 - len(ran), said
+        return ran
+    assert again("tests/more/test_race.py") == {"race", "imports"}
+    assert again("lib/deep.py") == {"settings", "beside", "started", "named"}
+    assert again("README.md", "tests/one/conftest.py") == {"beside"}
+    assert again("launch/setup.sh") == {"settings"}

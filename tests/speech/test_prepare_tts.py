@@ -1,5 +1,7 @@
 """A prepared folder trains as its sources do, wherever it is; checks find what is wrong, and say all of it."""
+import itertools
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -14,6 +16,8 @@ from common.parallel import UserError, World
 from data import make_loader, prepare_table
 from speech import prepare_tts
 from speech.choices import CHECKS, SOUND_ERRORS
+from speech.codes import file_key
+from speech.conversations import Clip
 from speech.sources import Reading
 from speech.table import Table, split_samples, weighted
 
@@ -260,6 +264,9 @@ def test_what_a_recogniser_hears_is_compared_with_the_texts(tiny, tokenizer, ids
     """A command that hears the pitch; what it has heard is kept, by files whose last line may be cut off."""
     rows = [{"audio": f"good{i}.wav", "text": f"A tone of {200 + i + 40 * (i == 3)} Hertz!"} for i in range(6)]
     source = written(faulty.parent / "tones.jsonl", [*rows, {"audio": "again.wav", "text": "Something else."}])
+    first = faulty.parent / "good0.wav"     # its date gives it a key that ends in a zero, which NumPy takes for none
+    date = next(ns for ns in itertools.count() if not file_key(Clip(str(first)), first.stat().st_size, ns)[-1])
+    os.utime(first, ns=(date, date))
     (tmp_path / "hear.py").write_text(HEARD)
     command = f"{sys.executable} {tmp_path / 'hear.py'} {tmp_path / 'calls'}"
     by = {"asr_model": None, "asr_command": command, "language": None}
