@@ -838,9 +838,14 @@ def test_full_disk_stops_the_run_and_costs_nothing(launch, whole, disk, kind, si
 
 def test_no_space_for_the_log_stops_the_run_in_one_line(launch, whole, disk):
     out, flags = disk(8), KINDS["lora"][1]
-    job = launch(out, *flags, "--save_steps", 20)       # the log fills its last page before the next save
-    job.wait_for(lambda: newest(out) >= 20)
-    filler = fill(out, leave=0)
+    first = launch(out, *flags, "--save_steps", 0)
+    first.wait_for(lambda: first.seen(2))
+    first.signal(signal.SIGTERM, [first.rank(0)])
+    assert first.wait() == [0], first.text()
+    job = launch(out, *flags, "--save_steps", 0)        # the log fills its last page long before the next save
+    job.wait_for(lambda: job.seen(newest(out) + 2))
+    with job.stand_still([0]):
+        filler = fill(out, leave=0)
     assert job.wait() == [1], job.text()
     errors = re.findall("^error: .*", job.text(), re.M)
     assert len(errors) == 1 and "Traceback" not in job.text(), job.text()
