@@ -8,13 +8,12 @@ import os
 import re
 import resource
 import subprocess
+import sys
 import tempfile
-import threading
 
 import pytest
 
 from tests.helpers import chats
-from tests.helpers.progress import wait_until
 from tests.helpers.trainer import trainer_arguments
 
 NO_NAMESPACE = 77       # exit status of a rank that may not have one
@@ -32,7 +31,7 @@ def own_mounts():
 def mount(*words):
     done = subprocess.run(["mount", *words], text=True, capture_output=True)
     if done.returncode:
-        print(f"no mount in a namespace: {done.stderr.strip()}", flush=True)
+        print(f"no mount in a namespace: {' '.join(done.stderr.split())}", flush=True)
         os._exit(NO_NAMESPACE)
 
 
@@ -44,13 +43,17 @@ def with_a_disk(size, folder, main, *argv):
 
 
 def with_read_only(folder, main, *argv):
-    """The folder becomes read-only when there is something in it."""
-    def change():
-        wait_until(lambda: any(os.scandir(folder)), "files")
-        mount("--bind", folder, folder)
-        mount("-o", "remount,bind,ro", folder)
+    """The folder becomes read-only when there is something in it and one more file is about to be written there."""
+    files = []
+
+    def change(event, words):
+        if event == "open" and str(words[0]).startswith(folder) and words[2] & (os.O_WRONLY | os.O_RDWR):
+            files.append(words[0])
+            if len(files) == 2:
+                mount("--bind", folder, folder)
+                mount("-o", "remount,bind,ro", folder)
     own_mounts()
-    threading.Thread(target=change, daemon=True).start()
+    sys.addaudithook(change)
     call(main, argv)
 
 
@@ -72,7 +75,7 @@ def error_of(pool, function, *args, ranks=1):
     """The one line that a trainer ends with; nobody else prints an error, and no traceback is shown."""
     statuses, output = pool.run(ranks, f"{__name__}.{function}", *args)
     if NO_NAMESPACE in statuses:
-        pytest.skip(output.strip().splitlines()[-1])
+        pytest.skip(re.search("^no mount.*", output, re.M)[0])
     assert set(statuses) == {1} and "Traceback" not in output, output
     line, = re.findall("^error: .*", output, re.M)
     return line

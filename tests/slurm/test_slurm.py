@@ -209,7 +209,7 @@ def test_lost_node_noticed_by_slurm(submit, cluster, undisturbed):
 
 def test_lost_node_not_noticed_by_slurm(submit, cluster, undisturbed):
     """The node is back before Slurm misses it: srun gives up after --wait, and the launcher queues the job again."""
-    job = submit(SRUN_WAIT="3")
+    job = submit(SRUN_WAIT="20")        # torchrun took 5 s to see that the first node had ended, and the run with it
     job.freeze_after(20)
     cluster("kill", "n2")
     cluster("up", "n2")

@@ -3,6 +3,7 @@
 Most are forked from a process that has done the imports (pool.py); one alone and some under torchrun start like a
 user's. Runs that several tests look at are trained once, by name (SHARED).
 """
+import contextlib
 import ctypes
 import functools
 import json
@@ -315,9 +316,10 @@ class Job:
     def rank(self, rank):
         """Pid of a rank: a child of the launcher, while its loaders are its own children."""
         for pid, environment in self.environments().items():
-            parent = int(re.search(r"PPid:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
-            if parent == self.process.pid and f"RANK={rank}" in environment:
-                return pid
+            with contextlib.suppress(OSError):      # of a process that has ended meanwhile
+                parent = int(re.search(r"PPid:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
+                if parent == self.process.pid and f"RANK={rank}" in environment:
+                    return pid
         raise AssertionError(f"no rank {rank} is running")
 
     def wait_for(self, ready):
