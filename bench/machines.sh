@@ -6,16 +6,15 @@
 #   SETTINGS=avx2 FILES='tests/common/*.py' bash bench/machines.sh      # some parts
 #   SETTINGS= bash bench/machines.sh                    # none: only write the report of what is done
 #
-# A part is one test file under one setting. Its result is WORK_DIR/COMMIT/SETTING/FILE.xml, beside what it printed;
-# parts that have one are not run again, so an interrupted run goes on where it was. SINCE takes over those of an earlier
-# commit that no change since can touch (reached.py).
+# A part is one test file under one setting. Its result is WORK_DIR/COMMIT/SETTING/FILE.xml, beside what it printed, and
+# a line of bench/results/machines-parts.jsonl. Parts that have one of these are not run again until a change can touch
+# them (reached.py), so an interrupted run goes on where it was, on another machine as well.
 set -euo pipefail
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 SETTINGS=${SETTINGS-as-is sse41 avx2 busy oldest races}     # which of them to run
 FILES=${FILES:-tests/test_*.py tests/*/test_*.py}           # which test files
 COMMIT=${COMMIT:-HEAD}                          # what is cloned
-SINCE=${SINCE:-}                                # an earlier commit whose parts still count
 WORK_DIR=${WORK_DIR:-/tmp/machines}             # the clone and the results of the parts
 JOBS=${JOBS:-2}                                 # parts that run side by side
 REPEATS=${REPEATS:-20}                          # of every race
@@ -27,7 +26,7 @@ OLDEST_TRANSFORMERS=${OLDEST_TRANSFORMERS:-5.17.0}
 RESULTS=${RESULTS:-$repo/bench/results}         # where the report goes
 
 # its own test sets them anew
-export -n SETTINGS FILES COMMIT SINCE WORK_DIR JOBS REPEATS PYTHON312 OLDEST_TORCH OLDEST_TRANSFORMERS RESULTS
+export -n SETTINGS FILES COMMIT WORK_DIR JOBS REPEATS PYTHON312 OLDEST_TORCH OLDEST_TRANSFORMERS RESULTS
 
 say() { echo "machines: $*" >&2; }
 
@@ -44,7 +43,7 @@ cpu_variables() {
 # One test file, once. The result gets its name when the tests have come to their end: part SETTING FILE RUN
 part() {
     local result=$parts/$1/${2//\//.}$3.xml status=0 word=passed cpu=() only=()
-    if [ -e "$result" ] && { [ "$AGAIN" != 1 ] || ! grep -qE '<(failure|error)' "$result"; }; then return; fi
+    if [ -e "$result" ] && { [ "$AGAIN" != 1 ] || ! grep -qE '<(failure|error)' "$result"; }; then return; fi   # meanwhile
     read -ra cpu <<<"$(cpu_variables "$1")"
     if [ "$1" = races ]; then only=(-m race); fi
     env -u AGAIN -u parts "${cpu[@]}" python -m pytest -q -rs -p no:cacheprovider "$2" "${only[@]}" \
@@ -54,29 +53,8 @@ part() {
     1) word=FAILED ;;
     *) say "$1 $2$3: ended with status $status, see ${result%.xml}.log"; return ;;
     esac
-    rm -f "${result%.xml}.since"
     mv "$result.new" "$result"
     say "$1 $2$3: $word"
-}
-
-# Copy the parts of SINCE that the changes up to COMMIT cannot touch
-take_over() {
-    local old again file part copy
-    old=$WORK_DIR/$(git rev-parse --short "$SINCE^{commit}")
-    again=" $(git diff --name-only "$SINCE" "$commit" -- . ':!*.md' ':!docs/*.png' ':!bench/results' |
-        xargs python3 "$repo/bench/reached.py" | tr '\n' ' ') " || return 1
-    for file in tests/test_*.py tests/*/test_*.py; do
-        if [[ $again = *" $file "* ]]; then continue; fi
-        for part in "$old"/*/"${file//\//.}"*.xml; do
-            copy=$parts${part#"$old"}
-            if [ ! -e "$part" ] || [ -e "$copy" ]; then continue; fi
-            mkdir -p "${copy%/*}"
-            cp "${part%/*}/versions" "${copy%/*}/"
-            cp "$part" "$copy"
-            if [ -e "${part%.xml}.since" ]; then cp "${part%.xml}.since" "${copy%/*}/"; continue; fi
-            echo "${old##*/}" >"${copy%.xml}.since"
-        done
-    done
 }
 
 # Make and activate the environment of a setting, in this shell: enter SETTING
@@ -99,7 +77,7 @@ enter() {
 }
 
 run_setting() {     # SETTING FILE...
-    local setting=$1 runs=('') busy=() files run file
+    local setting=$1 runs=('') busy=() left=() files todo run file
     shift
     if [ "$setting" = races ]; then
         readarray -t runs < <(seq -f '.%g' "$REPEATS")
@@ -111,13 +89,13 @@ run_setting() {     # SETTING FILE...
         # shellcheck disable=SC2064     # these processes
         trap "kill ${busy[*]}" EXIT
     fi
-    python -c 'import json, platform
-from importlib.metadata import version
-print(json.dumps({"python": platform.python_version(), **{name: version(name) for name in ("torch", "transformers")}}))
-' >"$parts/$setting/versions"
-    for run in "${runs[@]}"; do
-        for file in "$@"; do printf '%s\0%s\0%s\0' "$setting" "$file" "$run"; done
-    done | xargs -0 -r -n 3 -P "$JOBS" bash -c 'part "$@"' part
+    python "$repo/bench/machines.py" "$parts" --machine >"$parts/$setting/machine"
+    left=(--left "$setting" --files "$@" --runs "${runs[@]}")
+    if [ "$AGAIN" = 1 ]; then left+=(--again); fi
+    todo=$(python "$repo/bench/machines.py" "$parts" --results_dir "$RESULTS" "${left[@]}") || return 1
+    if [ -z "$todo" ]; then return; fi
+    while IFS=$'\t' read -r file run; do printf '%s\0%s\0%s\0' "$setting" "$file" "$run"; done <<<"$todo" |
+        xargs -0 -r -n 3 -P "$JOBS" bash -c 'part "$@"' part
 }
 
 commit=$(git -C "$repo" rev-parse --short "$COMMIT^{commit}")
@@ -131,7 +109,6 @@ if [ ! -d "$clone" ]; then
     mv "$clone.new" "$clone"
 fi
 cd "$clone"
-if [ "$SINCE" ]; then take_over; fi
 for setting in $SETTINGS; do
     cpu_variables "$setting" >/dev/null
     mkdir -p "$parts/$setting"

@@ -1,15 +1,16 @@
-r"""Print the test files that a change of some files can touch; bench/machines.sh runs no others again.
+r"""What can touch a test file, as one short hash of it: bench/machines.sh does not run a part again while that stays.
 
-    python bench/reached.py FILE...         # in the repository
+    python bench/reached.py        # in the repository; a line for each test file
 
 A Python file is touched by what it imports and by what a string in it names (a file, or a module with its package), a
 bash script by the scripts that it names. A conftest.py touches the tests beside and below it; other kinds of files
-touch all. Any change outside tests/ and bench/ touches tests/test_*.py, which look at the whole repository.
+touch all, but documents and results touch none. What is outside tests/ and bench/ touches tests/test_*.py, which look
+at the whole repository.
 """
 import ast
+import hashlib
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 
@@ -31,31 +32,42 @@ def words_of(path, text):
     return modules, "\n".join(strings)
 
 
-def reached(changed):
-    """Sorted paths of test files in this repository. changed: paths, of files that may be gone."""
-    listed = subprocess.run(["git", "ls-files"], check=True, text=True, capture_output=True).stdout
-    files = list(map(Path, listed.splitlines()))
-    tests = [path for path in files if path.parts[0] == "tests" and path.match("test_*.py")]
-    words = {path: words_of(path, path.read_text()) for path in files if path.suffix in (".py", ".sh")}
-    touched, todo = set(), set(map(Path, changed))
-    while todo:
-        path = todo.pop()
-        touched.add(path)
-        if path.suffix not in (".py", ".sh"):
-            return sorted(tests)
-        module = ".".join(path.with_suffix("").parts)
-        names = [re.escape(path.name), re.escape(module)]
-        if path.parts[:2] == ("tests", "helpers") and len(path.parts) > 3:
-            names.append(path.parts[2])         # a folder that is named without its files
-        named = re.compile(rf"(?<![\w.-])({'|'.join(names)})(?!\w)")
-        now = {other for other, (imports, text) in words.items() if {module, path.stem} & imports or named.search(text)}
-        if path.name == "conftest.py":
-            now |= {other for other in tests if path.parent in other.parents}
-        if path.parts[0] not in ("tests", "bench"):
-            now |= {other for other in tests if len(other.parts) == 2}
-        todo |= now - touched
-    return sorted(touched & set(tests))
+def touched_by(path, tests, words):
+    """Files that a change of `path` touches at once. words: {path: words_of()} of Python files and bash scripts."""
+    if path.suffix not in (".py", ".sh"):
+        return set(tests)
+    module = ".".join(path.with_suffix("").parts)
+    names = [path.name, module]
+    if path.parts[:2] == ("tests", "helpers") and len(path.parts) > 3:
+        names.append(path.parts[2])         # a folder that is named without its files
+    named = re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, names))})(?!\w)")
+    now = {other for other, (imports, text) in words.items() if {module, path.stem} & imports
+           or any(name in text for name in names) and named.search(text)}
+    if path.name == "conftest.py":
+        now |= {other for other in tests if path.parent in other.parents}
+    if path.parts[0] not in ("tests", "bench"):
+        now |= {other for other in tests if len(other.parts) == 2}
+    return now
+
+
+def contents():
+    """{test file: 12 hex digits that change with any file that can touch it}, of what git has in its index."""
+    listed = subprocess.run(["git", "ls-files", "--stage"], check=True, text=True, capture_output=True).stdout
+    blobs = {Path(name): about for about, name in (line.split("\t") for line in listed.splitlines())
+             if not name.startswith("bench/results/") and not re.search(r"\.md$|^docs/.*\.png$", name)}
+    tests = [path for path in blobs if path.parts[0] == "tests" and path.match("test_*.py")]
+    words = {path: words_of(path, path.read_text()) for path in blobs if path.suffix in (".py", ".sh")}
+    edges, hashes = {path: touched_by(path, tests, words) for path in blobs}, {path: hashlib.sha256() for path in tests}
+    for path in sorted(blobs):
+        touched, todo = set(), {path}
+        while todo:
+            touched |= todo
+            todo = set().union(*(edges[other] for other in todo)) - touched
+        for test in touched.intersection(tests):
+            hashes[test].update(f"{path} {blobs[path]}\n".encode())
+    return {str(path): digest.hexdigest()[:12] for path, digest in hashes.items()}
 
 
 if __name__ == "__main__":
-    print(*reached(sys.argv[1:]), sep="\n")
+    for test, content in sorted(contents().items()):
+        print(content, test)

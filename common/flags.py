@@ -4,6 +4,7 @@ Standard library only, and scripts parse before they import torch: --help and a 
 """
 import argparse
 import difflib
+import faulthandler
 import gc
 import importlib.util
 import json
@@ -79,6 +80,8 @@ def parse(parser, check=None, argv=None):
     """
     lifetime.end_with_torchrun()        # here, because every script parses before its imports, which take seconds
     if argv is None:
+        if sys.stderr:
+            faulthandler.enable()       # a crash in native code prints where each Python thread was
         gc.disable()                    # a quarter of that time; hardly anything that imports make is garbage
     status, known = 2, sorted(spellings(parser))
     try:

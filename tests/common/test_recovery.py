@@ -538,6 +538,17 @@ def test_all_ranks_failing_show_one_traceback(launch, tiny, tmp_path):
     assert "Bus error" in job.text()
 
 
+def test_a_crash_in_native_code_shows_where_the_rank_was(launch, tmp_path):
+    job = launch(tmp_path / "out", *KINDS["ddp"][1], "--max_steps", 10_000, ranks=2, torchrun=True)
+    job.wait_for(lambda: job.seen(2))
+    crashed = job.rank(1)
+    resource.prlimit(crashed, resource.RLIMIT_CORE, (0, 0))     # leaves no core file
+    job.signal(signal.SIGSEGV, [crashed])
+    assert all(job.wait())
+    assert job.text().count("Fatal Python error: Segmentation fault") == 1, job.text()
+    assert re.search(r'train_v2_ddp\.py", line \d+ in main', job.text()), job.text()
+
+
 LIMIT_S = 8         # a step takes less, also on a busy machine
 LIMIT = ("--collective_timeout", LIMIT_S)
 

@@ -111,6 +111,7 @@ def work(rank, ranks, port, timeout, log, cwd, env, function, args):
     if ranks > 1:       # one is alone, as without torchrun
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    faulthandler.enable()       # as flags.parse does for a process of its own
     faulthandler.dump_traceback_later(0.9 * timeout)        # where it hangs, before the pool gives up
     module, name = function.rsplit(".", 1)
     status = 0
