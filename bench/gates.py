@@ -3,14 +3,13 @@
     python bench/gates.py WORK_DIR                              # hours on two cores; the same command goes on
     python bench/gates.py WORK_DIR --demos speech --settings AVX2 --seeds 7
 
-A run is a demo's own launcher with --seed, in WORK_DIR/SETTING/SEED/DEMO. What it measured is in WORK_DIR/SETTING/SEED/
-DEMO.json once it has come to its end, whether its gates let it pass or not; runs that have that file are not repeated.
-The default seed is one of the three. Per figure the table says what it has to be, the worst of all runs, how far that
-is inside the gate, and how far apart the runs are.
-
-Writes bench/results/gates-cpu.json, and ends with status 1 when a run did not pass.
+A run is a demo's own launcher with --seed, in WORK_DIR/SETTING/SEED/DEMO. What it measured is in bench/results/
+gates-cpu.json once it has come to its end, with the processor; runs that passed there are not repeated, on whatever
+machine. The default seed is one of the three. Per figure the table says what it has to be, the worst of all runs, how
+far that is inside the gate, and how far apart the runs are. Ends with status 1 when a run did not pass.
 """
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -24,7 +23,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import measure
-from common.checkpoint import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = {"as is": {}, "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2",
@@ -69,7 +67,7 @@ def figures(demo, folder):
 
 
 def run(demo, setting, seed, folder):
-    """Run a demo to its end and write FOLDER.json -> what is in it. SystemExit when it ends without its figures."""
+    """Run a demo to its end -> {"status", "figures"}. SystemExit when it ends without its figures."""
     launcher, variables, _ = DEMOS[demo]
     command, out = ["bash", *shlex.split(f"launch/{launcher}")], {"OUT": str(folder), "OUTPUT_DIR": str(folder)}
     if demo == "speech":
@@ -81,19 +79,17 @@ def run(demo, setting, seed, folder):
         status = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
                                 env=os.environ | SETTINGS[setting] | variables | out).returncode
     try:
-        found = {"status": status, "figures": figures(demo, folder)}
+        return {"status": status, "figures": figures(demo, folder)}
     except (OSError, ValueError, KeyError) as error:
         raise SystemExit(f"error: {demo}, {setting}, seed {seed}: status {status}, {type(error).__name__}: {error}; "
                          f"see {folder}.log")
-    write_atomically(f"{folder}.json", lambda path: path.write_text(json.dumps(found)))
-    return found
 
 
 def summarise(runs):
-    """The table of [(demo, setting, seed, what run() returned)]."""
+    """The table of [{"demo", "figures"}]."""
     rows = []
     for demo, (_, _, gates) in DEMOS.items():
-        of_demo = [found["figures"] for name, _, _, found in runs if name == demo]
+        of_demo = [run["figures"] for run in runs if run["demo"] == demo]
         for place, (figure, (sign, gate)) in enumerate(gates.items() if of_demo else ()):
             values = [each[place] for each in of_demo]
             worst, least = (min(values), min(values) - gate) if sign == ">=" else (max(values), gate - max(values))
@@ -109,22 +105,24 @@ def main(argv=None):
     p.add_argument("--seeds", nargs="+", type=int, default=[42, 43, 44], help="of weights, order, hold-out and draws")
     p.add_argument("--results_dir", type=Path, default=measure.RESULTS, help="where the JSON goes")
     args = p.parse_args(argv)
-    work = args.work_dir.resolve()
-    for seed in args.seeds:
-        for setting in args.settings:
-            for demo in args.demos:
-                folder = work / setting.replace(" ", "-") / str(seed) / demo
-                if not Path(f"{folder}.json").exists():
-                    found = run(demo, setting, seed, folder)
-                    print(f"{demo}, {setting}, seed {seed}: status {found['status']}, {found['figures']}", flush=True)
-    runs = [(path.stem, setting, int(path.parent.name), json.loads(path.read_text())) for setting in SETTINGS
-            for path in sorted((work / setting.replace(" ", "-")).glob("*/*.json"))]
     report = measure.new_report("do the demos pass whatever the seed and the processor?", torch.device("cpu"),
                                 "python bench/gates.py WORK_DIR")
-    report |= {"runs": [{"demo": demo, "setting": setting, "seed": seed, **found}
-                        for demo, setting, seed, found in runs], "tables": {"gates": summarise(runs)}}
-    print(f"wrote {measure.write_report('gates', report, args.results_dir)}")
-    failed = [f"{demo}, {setting}, seed {seed}" for demo, setting, seed, found in runs if found["status"]]
+    cpu, path = report["cpu"], args.results_dir / "gates-cpu.json"
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    for what in itertools.product(args.seeds, args.settings, args.demos):
+        seed, setting, demo = what
+        same = [run for run in runs if (run["seed"], run["setting"], run["demo"]) == what]
+        if same and same[0]["status"] == 0:
+            continue
+        found = run(demo, setting, seed, args.work_dir.resolve() / setting.replace(" ", "-") / str(seed) / demo)
+        print(f"{demo}, {setting}, seed {seed}: status {found['status']}, {found['figures']}", flush=True)
+        runs = [run for run in runs if run not in same]
+        runs.append({"demo": demo, "setting": setting, "seed": seed, "cpu": cpu, **found})
+        runs.sort(key=lambda run: (run["setting"], run["seed"], run["demo"]))
+        report |= {"cpu": "; ".join(sorted({run["cpu"] for run in runs})), "runs": runs,
+                   "tables": {"gates": summarise(runs)}}
+        measure.write_report("gates", report, args.results_dir)
+    failed = [f"{run['demo']}, {run['setting']}, seed {run['seed']}" for run in runs if run["status"]]
     sys.exit(f"error: did not pass: {'; '.join(failed)}" if failed else 0)
 
 

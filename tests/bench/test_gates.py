@@ -1,4 +1,4 @@
-"""bench/gates.py with launchers of the test's own: each run once, the worst figure of all named, a failed run too."""
+"""bench/gates.py with launchers of the test's own: each run once that passes, the worst figure of all named."""
 import json
 
 import pytest
@@ -16,7 +16,7 @@ echo '{"metrics": {"wer": '$wer', "shuffled_wer": 0.9, "likeness": 1.0, "stop_ra
 """
 
 
-def test_each_run_once_and_the_worst_of_all(tmp_path, monkeypatch):
+def test_each_passed_run_once_and_the_worst_of_all(tmp_path, monkeypatch):
     monkeypatch.setattr(gates, "ROOT", tmp_path)
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
     (tmp_path / "launch").mkdir()
@@ -36,6 +36,13 @@ def test_each_run_once_and_the_worst_of_all(tmp_path, monkeypatch):
     assert rows[0][3:] == [0.16, pytest.approx(-0.01), pytest.approx(0.14), 6] and len(rows) == 4
     ran = [line.split(maxsplit=2) for line in (tmp_path / "ran").read_text().splitlines()]
     assert [(seed, cpu) for seed, _, cpu in ran] == [(seed, cpu) for seed in "246" for cpu in ("as is", "avx2")]
+    (tmp_path / "launch" / "demo.sh").write_text(LAUNCHER.replace("1$SEED", "0$SEED"))      # mended
+    path = tmp_path / "gates-cpu.json"
+    path.write_text(path.read_text().replace('"cpu": "', '"cpu": "another '))     # and on another machine
+    assert table(None)[0][3:] == [0.14, pytest.approx(0.01), pytest.approx(0.12), 6]
+    assert len((tmp_path / "ran").read_text().splitlines()) == 7        # what had failed
+    cpus = [run["cpu"].startswith("another ") for run in json.loads(path.read_text())["runs"]]
+    assert sorted(cpus) == [False] + [True] * 5
     with pytest.raises(SystemExit, match="error: speech, as is, seed 9: status 3, ValueError"):
         gates.main([*words, "9"])
 
