@@ -44,7 +44,7 @@ TOLERANCE = 1e-4
 def fill_cache(cache, tiny):
     """Random codes for every frame of the tiny model's clips; the folder.
 
-    A codec's choice between two near codewords depends on the processor, and one code that differs is 6e-5 of a loss.
+    A codec's own can differ between two processors where two codewords are near; that has moved a loss by 6e-5.
     """
     folder, draw = cache / codes.codec_fingerprint(tiny.codec), np.random.default_rng(0)
     folder.mkdir(parents=True)
