@@ -42,13 +42,14 @@ def read_lines(path):
 def count(path):
     """{"passed", "failed", "skipped", "seconds", "skips": {reason: count}, "failures": [name]} of a part."""
     suite, found, skips, failures = next(xml.parse(path).iter("testsuite")), Counter(), Counter(), []
+    clone = f"{path.parent.parent / 'clone'}/"      # says nothing on another machine
     for case in suite.iter("testcase"):
         kinds = {child.tag for child in case}
         what = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
         found[what] += 1
         if what == "failed":
             failures.append(f"{case.get('classname')}::{case.get('name')} ({path.name})")
-        skips.update(child.get("message") for child in case if child.tag == "skipped")
+        skips.update(child.get("message").replace(clone, "") for child in case if child.tag == "skipped")
     return {name: found[name] for name in COUNTS[:3]} | {
         "seconds": round(float(suite.get("time")), 1), "skips": dict(skips), "failures": failures}
 
@@ -77,11 +78,11 @@ def known(parts, recorded, contents):
             for line in [line for line in same if line["failed"] and set(line["runs"]) <= here.keys()]:
                 lines.remove(line)
                 same.remove(line)
-            machine = json.loads((folder / "machine").read_text())
-            line = next((line for line in same if machine.items() <= line.items()), None)
+            here_is = json.loads((folder / "machine").read_text())
+            line = next((line for line in same if here_is.items() <= line.items()), None)
             for run in sorted(here.keys() - {run for other in same for run in other["runs"]}):
                 if line is None:
-                    line = {"setting": folder.name, "file": file, "content": contents[file], **machine, "runs": [],
+                    line = {"setting": folder.name, "file": file, "content": contents[file], **here_is, "runs": [],
                             **dict.fromkeys(COUNTS, 0), "skips": {}, "failures": []}
                     lines.append(line)
                 add(line, [run], count(here[run]))
@@ -108,7 +109,7 @@ def summarise(parts, lines):
         if why.exists():
             found["why"] = why.read_text().strip()
         processors, versions = ("; ".join(sorted({line[key] for line in here})) for key in ("cpu", "versions"))
-        rows.append([words, found.get("why", versions), processors, len({line["file"] for line in here}),
+        rows.append([words, versions or found["why"], processors, len({line["file"] for line in here}),
                      sum(len(line["runs"]) for line in here), found["passed"], found["failed"], found["skipped"],
                      found["seconds"] / 60])
     columns = ["setting", "with", "processor", "test files", "runs", "passed", "failed", "skipped", "minutes of tests"]

@@ -43,7 +43,7 @@ cpu_variables() {
 # One test file, once. The result gets its name when the tests have come to their end: part SETTING FILE RUN
 part() {
     local result=$parts/$1/${2//\//.}$3.xml status=0 word=passed cpu=() only=()
-    if [ -e "$result" ] && { [ "$AGAIN" != 1 ] || ! grep -qE '<(failure|error)' "$result"; }; then return; fi   # meanwhile
+    if [ -e "$result" ] && { [ "$AGAIN" != 1 ] || ! grep -qE '<(failure|error)' "$result"; }; then return; fi   # run meanwhile
     read -ra cpu <<<"$(cpu_variables "$1")"
     if [ "$1" = races ]; then only=(-m race); fi
     env -u AGAIN -u parts "${cpu[@]}" python -m pytest -q -rs -p no:cacheprovider "$2" "${only[@]}" \
