@@ -210,6 +210,25 @@ def to_host(tensors, stream=None):
 
 
 @torch.no_grad()
+def whole(tensor):
+    """A sharded tensor, whole, on every rank that holds a part of it. Collective among holders(tensor).
+
+    DTensor.full_tensor() would end a process now and then: gloo's name of its gather is ALLGATHER_COALESCED. The two
+    threads of a gloo group store the name of the collective that each has ended in one std::string, without a lock
+    (torch 2.11 to 2.13, ProcessGroupGloo::runLoop), and both may free a name of more than 15 letters, which lies on
+    the heap. bench/gloo_names.py shows it. This gather is called ALLGATHER.
+    """
+    local, mesh = tensor.to_local(), tensor.device_mesh
+    parts = mesh.size(mesh.ndim - 1)
+    rows = -(-tensor.shape[0] // parts)     # of every part but the last ones, which are filled up
+    part = local.new_zeros(rows, *local.shape[1:])
+    part[:len(local)] = local
+    found = local.new_empty(parts * rows, *local.shape[1:])
+    dist.all_gather_into_tensor(found, part, group=mesh.get_group(mesh.ndim - 1))
+    return found[:tensor.shape[0]]
+
+
+@torch.no_grad()
 def gather_share(world, named, spread=True):
     """(share, owners, stream): whole tensors on the CPU of those this rank has to write, {name: rank that writes it},
     and on a GPU the stream that they come over, which is to be waited for before they are read.
@@ -235,7 +254,7 @@ def gather_share(world, named, spread=True):
                 continue
             if tensor.device.type != world.device.type:     # offloaded: gathered on the GPU, as gradients are
                 tensor = tensor.to(world.device)
-            tensor = tensor.full_tensor()
+            tensor = whole(tensor)
             gathered += tensor.numel() * tensor.element_size()
         if owners[name] == world.rank:
             waiting[name] = tensor.detach().reshape(tensor.shape or (1,)).contiguous()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from common import checkpoint, parallel
+from common import checkpoint, parallel, tensor_files
 from diffusion import weights
 from diffusion.answers import answer_batch, question_state, score
 
@@ -75,7 +75,7 @@ def whole_model(model):
         return model
     copy = weights.empty_like(model)
     for name, parameter in copy.named_parameters():
-        parameter.copy_(parameters[name].full_tensor())
+        parameter.copy_(tensor_files.whole(parameters[name]))
     return copy
 
 

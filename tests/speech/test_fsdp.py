@@ -269,6 +269,16 @@ def test_gradients_are_reduced_once_a_step(pool, odd, tmp_path):
     assert sum(number for name, number in counts.items() if "reduce_scatter" in name) == 2 + 1, counts
 
 
+def test_no_gather_has_a_name_that_gloo_frees_twice(pool, odd, tmp_path):
+    """Of start, training, validation and saves: see tensor_files.whole."""
+    ranks, flags = flags_of(f"full {HSDP} {EVERY}")
+    argv = arguments(odd, tmp_path / "out", *flags)
+    statuses, output = pool.run(ranks, f"{__name__}.count_collectives", argv, str(tmp_path / "counts.json"))
+    assert not any(statuses), output
+    gathers = {name for name in json.loads((tmp_path / "counts.json").read_text()) if "gather" in name}
+    assert "c10d::_allgather_base_" in gathers and not any("coalesced" in name for name in gathers), gathers
+
+
 def count_collectives(argv, path):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         train_v2_ddp.main(argv)
@@ -382,7 +392,7 @@ def start(argv):
 
 
 def whole(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
+    return (tensor_files.whole(tensor) if isinstance(tensor, DTensor) else tensor).contiguous()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
