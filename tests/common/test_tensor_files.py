@@ -14,7 +14,7 @@ def pool(tmp_path_factory):
     ranks.close()
 
 
-@pytest.mark.parametrize("ranks, size", [(1, 0), (2, 0), (3, 0), (4, 0), (4, 2)])     # 4, 2: two copies, two shards each
+@pytest.mark.parametrize("ranks, size", [(1, 0), (2, 0), (3, 0), (4, 0), (4, 2)])     # 4, 2: two copies, two shards
 def test_whole_is_what_was_shared_out(pool, ranks, size):
     statuses, output = pool.run(ranks, f"{__name__}.gather", size)
     assert not any(statuses), output

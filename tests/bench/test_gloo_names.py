@@ -1,0 +1,16 @@
+"""bench/gloo_names.py: gathers as the trainers make them live; the others may."""
+import json
+
+from bench import gloo_names
+
+
+def test_the_command_leaves_its_numbers(tmp_path):
+    gloo_names.main(["--seconds", "2", "--runs", "1", "--results_dir", str(tmp_path)])
+    table = json.loads((tmp_path / "gloo_names-cpu.json").read_text())["tables"]["ends"]
+    (ours, gathers, end), (theirs, *_) = table["rows"]
+    assert (ours, theirs, end) == ("ALLGATHER", "ALLGATHER_COALESCED", "status 0") and gathers > 0
+
+
+def test_a_process_that_a_signal_ends_is_told(monkeypatch):
+    monkeypatch.setattr(gloo_names, "GATHERS", "import os\nprint(200, flush=True)\nos.abort()")
+    assert gloo_names.run("ALLGATHER", 1) == ["ALLGATHER", 200, "SIGABRT"]
