@@ -1,11 +1,13 @@
 """Why tensor_files.whole gathers as it does: gloo's threads corrupt the heap where the name of a collective is long.
 
-    python bench/gloo_names.py          # less than two minutes; writes bench/results/gloo_names-cpu.json
+    python bench/gloo_names.py          # three minutes; writes bench/results/gloo_names-cpu.json
 
 A process alone begins two gathers at once, again and again for --seconds: by torch's functional collectives, as
-DTensor.full_tensor() does and gloo calls ALLGATHER_COALESCED, or by all_gather_into_tensor, gloo's ALLGATHER.
+DTensor.full_tensor() does and gloo calls ALLGATHER_COALESCED, or by all_gather_into_tensor (since torch 2.13
+all_gather_single), gloo's ALLGATHER.
 """
 import argparse
+import resource
 import signal
 import subprocess
 import sys
@@ -26,6 +28,7 @@ import torch.distributed as dist
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 functional, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
 part, wholes, end, gathers = torch.ones(4), torch.empty(2, 4), time.monotonic() + float(sys.argv[2]), 0
 while time.monotonic() < end:
@@ -34,18 +37,25 @@ while time.monotonic() < end:
             for whole in [functional.all_gather_into_tensor(part, 1, group) for _ in wholes]:
                 functional.wait_tensor(whole)
         else:
-            for work in [dist.all_gather_into_tensor(whole, part, async_op=True) for whole in wholes]:
+            for work in [gather(whole, part, async_op=True) for whole in wholes]:
                 work.wait()
     gathers += 200
     print(gathers, flush=True)
 """
 
 
+def leave_no_core():
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
 def run(name, seconds):
-    """[name, gathers seen, how the process ended]"""
+    """[name, gathers seen, how the process ended]; CalledProcessError where neither time nor a signal ended it."""
     done = subprocess.run([sys.executable, "-c", GATHERS, name, str(seconds)], stdout=subprocess.PIPE, text=True,
-                          stderr=subprocess.DEVNULL)
-    ended = signal.Signals(-done.returncode).name if done.returncode < 0 else f"status {done.returncode}"
+                          stderr=subprocess.PIPE, preexec_fn=leave_no_core)
+    if done.returncode > 0:
+        sys.stderr.write(done.stderr)
+        done.check_returncode()
+    ended = signal.Signals(-done.returncode).name if done.returncode else "status 0"
     return [name, int((done.stdout.split() or [0])[-1]), ended]
 
 

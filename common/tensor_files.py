@@ -23,6 +23,7 @@ from common.parallel import UserError
 
 WINDOW = 256 * 2**20        # bytes a rank gathers for itself before it copies them to the CPU
 WRITERS = 16                # ranks that write a checkpoint; rank 0 waits for each of them
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor     # its name since torch 2.13
 FLOATS = ("F64", "F32", "F16", "BF16")      # what weights are; integers and float8 would need scales that no file has
 
 
@@ -215,16 +216,20 @@ def whole(tensor):
 
     DTensor.full_tensor() would end a process now and then: gloo's name of its gather is ALLGATHER_COALESCED. The two
     threads of a gloo group store the name of the collective that each has ended in one std::string, without a lock
-    (torch 2.11 to 2.13, ProcessGroupGloo::runLoop), and both may free a name of more than 15 letters, which lies on
-    the heap. bench/gloo_names.py shows it. This gather is called ALLGATHER.
+    (seen in torch 2.11 and 2.13, ProcessGroupGloo::runLoop), and both may free a name of more than 15 letters, which
+    lies on the heap. bench/gloo_names.py shows it. This gather is called ALLGATHER.
     """
     local, mesh = tensor.to_local(), tensor.device_mesh
     parts = mesh.size(mesh.ndim - 1)
+    if parts == 1:
+        return local
     rows = -(-tensor.shape[0] // parts)     # of every part but the last ones, which are filled up
-    part = local.new_zeros(rows, *local.shape[1:])
-    part[:len(local)] = local
+    part = local.contiguous()
+    if len(part) < rows:
+        part = local.new_zeros(rows, *local.shape[1:])
+        part[:len(local)] = local
     found = local.new_empty(parts * rows, *local.shape[1:])
-    dist.all_gather_into_tensor(found, part, group=mesh.get_group(mesh.ndim - 1))
+    all_gather(found, part, group=mesh.get_group(mesh.ndim - 1))
     return found[:tensor.shape[0]]
 
 

@@ -1,5 +1,8 @@
 """bench/gloo_names.py: gathers as the trainers make them live; the others may."""
 import json
+import subprocess
+
+import pytest
 
 from bench import gloo_names
 
@@ -7,10 +10,16 @@ from bench import gloo_names
 def test_the_command_leaves_its_numbers(tmp_path):
     gloo_names.main(["--seconds", "2", "--runs", "1", "--results_dir", str(tmp_path)])
     table = json.loads((tmp_path / "gloo_names-cpu.json").read_text())["tables"]["ends"]
-    (ours, gathers, end), (theirs, *_) = table["rows"]
-    assert (ours, theirs, end) == ("ALLGATHER", "ALLGATHER_COALESCED", "status 0") and gathers > 0
+    (ours, gathers, end), (theirs, others, _) = table["rows"]
+    assert (ours, theirs, end) == ("ALLGATHER", "ALLGATHER_COALESCED", "status 0") and gathers > 0 and others > 0
 
 
 def test_a_process_that_a_signal_ends_is_told(monkeypatch):
     monkeypatch.setattr(gloo_names, "GATHERS", "import os\nprint(200, flush=True)\nos.abort()")
     assert gloo_names.run("ALLGATHER", 1) == ["ALLGATHER", 200, "SIGABRT"]
+
+
+def test_a_process_that_fails_otherwise_is_no_evidence(monkeypatch):
+    monkeypatch.setattr(gloo_names, "GATHERS", "torch.ops.none")
+    with pytest.raises(subprocess.CalledProcessError):
+        gloo_names.run("ALLGATHER", 1)
