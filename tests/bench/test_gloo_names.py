@@ -10,8 +10,9 @@ from bench import gloo_names
 def test_the_command_leaves_its_numbers(tmp_path):
     gloo_names.main(["--seconds", "2", "--runs", "1", "--results_dir", str(tmp_path)])
     table = json.loads((tmp_path / "gloo_names-cpu.json").read_text())["tables"]["ends"]
-    (ours, gathers, end), (theirs, others, _) = table["rows"]
-    assert (ours, theirs, end) == ("ALLGATHER", "ALLGATHER_COALESCED", "status 0") and gathers > 0 and others > 0
+    (ours, gathers, end), (theirs, others, their_end) = table["rows"]
+    assert (ours, theirs, end) == ("ALLGATHER", "ALLGATHER_COALESCED", "status 0") and gathers > 0
+    assert others > 0 or their_end.startswith("SIG")        # it may die at once
 
 
 def test_a_process_that_a_signal_ends_is_told(monkeypatch):

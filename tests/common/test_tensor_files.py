@@ -18,7 +18,7 @@ def pool(tmp_path_factory):
 def test_whole_is_what_was_shared_out(pool, ranks, size):
     statuses, output = pool.run(ranks, f"{__name__}.gather", size)
     assert not any(statuses), output
-    assert output.count("gathered 10") == ranks and "Warning" not in output
+    assert output.count("gathered 10") == ranks and "FutureWarning" not in output
 
 
 def gather(size):
