@@ -4,6 +4,7 @@ A rank ends with its torchrun, from before torch is imported on; a loader proces
 for the parent's number: when a process ends, the kernel gives its children another parent. It needs no pipe, whose ends
 every fork would inherit, and a parent's threads may come and go. Standard library only.
 """
+import contextlib
 import multiprocessing
 import os
 import socket
@@ -26,12 +27,21 @@ def end_with(parent, words=""):
     def watch():
         while os.getppid() == parent:
             time.sleep(POLL_S)
-        if words and first_on_node():       # until its end, by when the other ranks have looked as well
-            threading.Timer(2 * POLL_S, os._exit, [1]).start()      # not behind the line: nobody may read the pipe
-            print(f"\n{words}", file=sys.stderr, flush=True)        # there may be a progress bar on the line
-        else:
-            os._exit(1)
+        if words and first_on_node():
+            with contextlib.suppress(OSError):
+                _last_line(words)
+        os._exit(1)
     threading.Thread(target=watch, daemon=True, name="lifetime").start()
+
+
+def _last_line(words):
+    """Print a line of its own, behind which nothing comes: not what torch's threads say of a store that is gone."""
+    terminal, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    time.sleep(2 * POLL_S)      # the node's other ranks have looked and ended by then; this one must live until they have
+    threading.Timer(POLL_S, os._exit, [1]).start()      # nobody may read the pipe
+    os.write(terminal, f"\n{words}\n".encode())         # in one piece; there may be a progress bar on the line
 
 
 def end_with_trainer():
@@ -45,6 +55,7 @@ def end_with_torchrun():
     Torchrun itself may have lost its parent, as under nohup.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")       # no stacks of a store that is gone
         parent = os.getppid()
         end_with(None if is_adopted(parent) else parent, "error: torchrun has ended; its ranks end with it")
 

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Make a Python environment that works, then leave it active. Sourced by the demos and test.sh; run it alone to only set
-# up. Needs Python >= 3.11 and no root: where the distribution left out pip, its package of it is only unpacked.
+# up. Needs Python >= 3.11 and no root: where the distribution left out pip, its package of it is only unpacked. Where uv
+# is installed, it does the work.
 set -euo pipefail
 
 PYTHON=${PYTHON:-python3}                 # Python >= 3.11
 VENV=${VENV:-}                            # folder of the environment; default .venv here. none: take the one we are in
-TORCH_VERSION=${TORCH_VERSION:-2.13.0}    # 2.11 to 2.14.1 fit torchaudio 2.11.0
+VERSIONS=${VERSIONS:-locked}              # of requirements.lock; or newest, oldest that requirements.txt allows
+TORCH_VERSION=${TORCH_VERSION:-}          # default 2.13.0, for the oldest 2.11.0; up to 2.14.1 fit torchaudio 2.11.0
 TORCH_CPU=${TORCH_CPU:-0}                 # 1: a new environment gets torch without CUDA
 TORCH_INDEX=${TORCH_INDEX-https://download.pytorch.org/whl/cpu}     # has that torch, if pip's own indexes do not
 PYTHON_WHEELS=${PYTHON_WHEELS:-/usr/share/python-wheels}            # where Debian's python3-pip-whl puts pip
@@ -24,7 +26,29 @@ setup_error() { echo "setup: error: $*" >&2; exit 1; }
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
     setup_error "$PYTHON is missing or older than 3.11; set PYTHON=python3.11"
 
-get() { pip install --quiet --disable-pip-version-check "$@"; }
+case $VERSIONS in
+locked | newest) TORCH_VERSION=${TORCH_VERSION:-2.13.0} ;;
+oldest) TORCH_VERSION=${TORCH_VERSION:-2.11.0} ;;
+*) setup_error "VERSIONS=$VERSIONS: locked, newest or oldest" ;;
+esac
+
+pip=(pip)
+if command -v uv >/dev/null; then pip=(uv pip); fi
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+get() { "${pip[@]}" install --quiet "$@"; }
+
+# What is installed beside torch: requirements.txt and the extras of pyproject.toml, at these versions.
+install_packages() {
+    local extras
+    extras=$(python -c 'import tomllib
+extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
+print(*sorted({line for lines in extras.values() for line in lines if "[" not in line}), sep="\n")')
+    case $VERSIONS in
+    locked) get -c requirements.lock -r requirements.txt -r <(echo "$extras") torch=="$TORCH_VERSION" ;;
+    newest) get --upgrade -r requirements.txt -r <(echo "$extras") torch=="$TORCH_VERSION" ;;
+    oldest) get -r <(sed 's/[, ].*//; s/>=/==/' requirements.txt) -r <(echo "$extras") torch=="$TORCH_VERSION" ;;
+    esac
+}
 
 # A wheel of pip, which python can run as it is: the distribution's, installed or fetched into this folder. $wheel, or
 # else $why.
@@ -46,7 +70,9 @@ find_pip_wheel() {      # FOLDER
 
 if [ "$VENV" != none ]; then
     if [ ! -x "$VENV/bin/pip" ]; then
-        if "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null; then
+        if [ "${pip[0]}" = uv ]; then
+            uv venv --quiet --seed --python "$PYTHON" "$VENV"
+        elif "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null; then
             "$PYTHON" -m venv "$VENV"
         else
             "$PYTHON" -m venv --without-pip "$VENV" ||
@@ -60,9 +86,10 @@ if [ "$VENV" != none ]; then
     fi
     # shellcheck disable=SC1091
     source "$VENV/bin/activate"
-    stamp=$VENV/installed-torch-$TORCH_VERSION-$(cksum <requirements.txt | tr ' ' -)
-    if [ ! -e "$stamp" ]; then
-        echo "setup: installing torch $TORCH_VERSION and requirements.txt into $VENV (minutes the first time)"
+    installed="torch $TORCH_VERSION, $VERSIONS, $(cat requirements.txt pyproject.toml requirements.lock | cksum)"
+    if [ "$(cat "$VENV/installed" 2>/dev/null)" != "$installed" ]; then
+        rm -f "$VENV/installed"
+        echo "setup: installing torch $TORCH_VERSION and requirements.txt ($VERSIONS) into $VENV (minutes the first time)"
         if [ "$TORCH_CPU" = 1 ]; then
             echo "setup: torch without CUDA, so about 0.4 GB to download and 1.6 GB on disk"
             torch=torch==$TORCH_VERSION+cpu
@@ -70,13 +97,13 @@ if [ "$VENV" != none ]; then
                 setup_error "no $torch where pip looks, nor at TORCH_INDEX=$TORCH_INDEX;" \
                     "TORCH_CPU=0 takes one with CUDA"
         else
-            pip show --quiet torch 2>/dev/null ||
+            "${pip[@]}" show --quiet torch 2>/dev/null ||
                 echo "setup: PyPI's torch for Linux has CUDA with it: about 3 GB to download, 6.5 GB on disk." \
                     "TORCH_CPU=1 takes one without: 0.4 GB, 1.6 GB on disk"
             get torch=="$TORCH_VERSION"
         fi
-        get -r requirements.txt
-        touch "$stamp"
+        install_packages
+        echo "$installed" >"$VENV/installed"
     fi
 fi
 

@@ -82,6 +82,24 @@ def test_ranks_end_with_torchrun_and_one_of_them_says_so(start):
     assert parent.log.read_text().splitlines()[3:] == ["", "error: torchrun has ended; its ranks end with it"]
 
 
+def test_the_line_is_the_last_whatever_threads_say(start):
+    """As c10d's threads do when torchrun, which hosts the store, is gone; and no step line is glued to it."""
+    noisy = RANK.replace("time.sleep(", """
+import os, threading
+def speak():
+    while True:
+        os.write(1, b"step 8/10000 ")
+        os.write(2, b"sendBytes failed\\n")
+        time.sleep(0.01)
+threading.Thread(target=speak, daemon=True).start()
+time.sleep(""")
+    parent = start(sys.executable, "-c", LAUNCHER, sys.executable, "-c", noisy, LONG, "2", **TORCHRUN)
+    wait_until(lambda: parent.log.read_text().count("here") == 3, "ranks")
+    parent.kill()
+    wait_until(lambda: not in_session(parent.pid), "end of the ranks")
+    assert parent.log.read_text().endswith("\nerror: torchrun has ended; its ranks end with it\n")
+
+
 def test_a_torchrun_that_ended_before_its_rank_began(start):
     """The rank finds itself with a parent that is none of torchrun's: here a shell that does not wait."""
     parent = start("env", "-u", "TORCHELASTIC_RUN_ID", "sh", "-c",
