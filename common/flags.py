@@ -30,6 +30,12 @@ class UserError(Exception):
     """A mistake in flags, files or data. Shown as text without a traceback; str() is what the user reads."""
 
 
+def need_package(name, purpose, install=None):
+    """Raise UserError that says how to install a package which is not there. purpose: the flag, or what needs it."""
+    if importlib.util.find_spec(name) is None:
+        raise UserError(f"{purpose}: the package {name} is missing: pip install {install or name}")
+
+
 def usable_cpus():
     """How many cores this process may use: of a job's share, not of the whole node."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

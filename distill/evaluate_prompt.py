@@ -113,10 +113,8 @@ def follows_rule(pattern, language, topic=None):
         return follows
     if not language:
         return None
-    try:
-        from py3langid import langid
-    except ImportError:
-        raise UserError("--follows_language: the package py3langid is missing: pip install py3langid==0.4.0")
+    flags.need_package("py3langid", "--follows_language")
+    from py3langid import langid
     return lambda question, text: langid.classify(text)[0] == language
 
 

@@ -326,6 +326,7 @@ def main(argv=None):
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # on an exit vLLM ends its own processes
         if args.engine == "transformers":
             args.device, args.dtype = student.pick_device(args.device, args.dtype)
+        flags.need_package("matplotlib", "the picture of the results")
         # everything is read and checked before the first question
         parser = make_parser(args.parser, args.pattern, tuple(args.labels.split(",")) if args.labels else None)
         prompt = read_prompt(args.prompt_file) if args.prompt_file else None

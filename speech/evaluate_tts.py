@@ -334,6 +334,7 @@ def main(argv=None):
                 print(*layout_check.check(args.model_path, args.audio_tokenizer_path, args.folders[0], args.max_samples,
                                           args.device, scratch), sep="\n")
             return
+        flags.need_package("matplotlib", "the picture of the results")
         found = [read_samples(folder, args.reference_dir, bool(args.asr_model or args.asr_command))
                  for folder in args.folders]
         check_same_prompts(args.folders, found)

@@ -128,7 +128,7 @@ def judge(texts, waves, ends, new, old):
 def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
     with one_clear_error():
-        scores.need_package("pocketsphinx", "the recogniser")
+        flags.need_package("pocketsphinx", "the recogniser")
         folder = Path(args.voice_dir)
         new, old = read_originals(folder / "held.json"), read_originals(folder / "held_base.json")
         spoken = [read_spoken(of) for of in (args.before, args.after)]

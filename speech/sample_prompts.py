@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from common.flags import need_package
 from common.parallel import UserError
 from speech import scores, speak, speech_metrics, wording
 from speech.codes import FRAME_RATE
@@ -40,10 +41,7 @@ def load(source, tokenizer, ids, config, codec_dir, device):
     if not path:
         return [], None
     samples = read(path, normalize)
-    try:
-        speak.mel_picture(np.zeros(0, np.float32), "")
-    except ImportError as error:
-        raise UserError(f"--sample_prompts draws spectrograms: pip install matplotlib ({error})")
+    need_package("matplotlib", "--sample_prompts draws spectrograms")
     scores.load_judges(**judging)
     settings = speak.sampling(config, seconds)
     codec, bandwidth = load_codec(codec_dir, device, ids.num_codebooks)

@@ -24,20 +24,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from common.flags import need_package
 from common.parallel import UserError
 from speech.speech_metrics import resample
 
 RATE = 16000                # Hz, of all models here
 SHORTEST_VOICE_S = 0.5      # a shorter clip says nothing about a voice, and may be too short for the model
 LETTERS_APART = ("zh", "yue", "ja", "th", "lo", "my")       # written without spaces: errors are counted by character
-INSTALL = {"pocketsphinx": "pip install pocketsphinx", "resemblyzer": "pip install --no-deps Resemblyzer",
-           "speechmos": "pip install speechmos onnxruntime"}
 
-
-def need_package(name, flag):
-    """Raise UserError that says how to install a package which is not there."""
-    if importlib.util.find_spec(name) is None:
-        raise UserError(f"{flag} {name}: {INSTALL[name]}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -257,7 +251,7 @@ def load_voices():
     The d-vectors of Wan et al., "Generalized end-to-end loss for speaker verification", 2018. Only the package's
     weights are read: its own code needs packages that no longer install. It trims silence first; this does not.
     """
-    need_package("resemblyzer", "--speaker_model")
+    need_package("resemblyzer", "--speaker_model", "--no-deps Resemblyzer")
     from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
     folder = Path(importlib.util.find_spec("resemblyzer").submodule_search_locations[0])
     state = torch.load(folder / "pretrained.pt", map_location="cpu", weights_only=True)["model_state"]
@@ -314,11 +308,11 @@ def dnsmos(waves, rate):
 
     None for an empty wave. It judges noise and distortion, not words; short clips are repeated up to 9 s.
     """
-    need_package("speechmos", "--mos")
+    need_package("speechmos", "--mos", "speechmos onnxruntime")
     try:
         from speechmos import dnsmos as model
     except ImportError as error:
-        raise UserError(f"--mos: {INSTALL['speechmos']} ({error})")
+        raise UserError(f"--mos: pip install speechmos onnxruntime ({error})")
     found = []
     for wave in waves:
         wave = resample(np.asarray(wave, np.float32), rate, RATE)

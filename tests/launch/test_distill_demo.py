@@ -30,7 +30,7 @@ LINES = (ROOT / "distill" / "demo" / "data" / "sentences.txt").read_text(encodin
 ORDER = [line.split() for line in (ROOT / "distill" / "demo" / "data" / "languages.txt").read_text().splitlines()]
 SCRIPTS = {"ar": "ARABIC", "ur": "ARABIC", "el": "GREEK", "hi": "DEVANAGARI", "ru": "CYRILLIC", "bg": "CYRILLIC",
            "zh": "CJK", "th": "THAI"}      # as Unicode names their letters; the others are LATIN
-needs_langid = pytest.mark.skipif(not find_spec("py3langid"), reason="py3langid is not installed (requirements.txt)")
+needs_langid = pytest.mark.skipif(not find_spec("py3langid"), reason="py3langid is not installed (the extra demo)")
 
 
 def truth_of(number):

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -44,7 +45,9 @@ def new_machine(tmp_path):
                                   "    raise OSError('libcudart.so.13: cannot open shared object file')\n",
         "torchaudio/lib/_x.so": ""})
     shutil.copytree(ROOT / "launch", repository / "launch")
-    (repository / "requirements.txt").write_text("torch>=2.11\ntorchaudio==2.11.0\n")
+    (repository / "requirements.txt").write_text("torch>=2.11\ntorchaudio==2.11.0     # reason\n")
+    (repository / "requirements.lock").write_text("torchaudio==2.11.0\n")
+    (repository / "pyproject.toml").write_text("[project.optional-dependencies]\ndemo = []\nall = ['x[demo]']\n")
     (tmp_path / "pip.conf").write_text("[global]\nno-index = true\n")
     python = str(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
 
@@ -63,7 +66,7 @@ def test_set_up_installs_once_and_mends_torchaudio(new_machine):
     done = new_machine()
     assert done.returncode == 0, done.stderr
     venv = new_machine.repository / ".venv"
-    assert f"installing torch 2.13.0 and requirements.txt into {venv}" in done.stdout
+    assert f"installing torch 2.13.0 and requirements.txt (locked) into {venv}" in done.stdout
     assert "CUDA with it: about 3 GB to download" in done.stdout and "TORCH_CPU=1 takes one without" in done.stdout
     assert "removed torchaudio's CUDA extension" in done.stdout
     again = new_machine()
@@ -110,7 +113,48 @@ def test_torch_cpu_never_takes_the_build_with_cuda(new_machine):
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == (
         f"setup: error: no torch==2.13.0+cpu where pip looks, nor at TORCH_INDEX={index}; "
         "TORCH_CPU=0 takes one with CUDA")
-    assert not list((new_machine.repository / ".venv").glob("installed-*"))
+    assert not (new_machine.repository / ".venv" / "installed").exists()
+
+
+@pytest.mark.parametrize("versions, torch, package", [
+    ("locked", "2.13.0+cpu", "1.1"), ("newest", "2.13.0+cpu", "1.2"), ("oldest", "2.11.0", "1.0")])
+def test_which_versions_are_installed(new_machine, versions, torch, package):
+    """Of three that pip finds; an extra comes along, and another choice in the same environment is made true."""
+    for version in ("1.0", "1.1", "1.2", "2.0"):
+        make_wheel(new_machine.folder / "wheels", "tqdm", version)
+        make_wheel(new_machine.folder / "wheels", "pytest", version)
+    make_wheel(new_machine.folder / "wheels", "torch", "2.11.0")
+    folder = new_machine.repository
+    (folder / "requirements.txt").write_text("torch>=2.11,<2.15\ntqdm>=1.0,<2     # 2 breaks\n")
+    (folder / "pyproject.toml").write_text("[project.optional-dependencies]\ntest = ['pytest<2']\n")
+    (folder / "requirements.lock").write_text("tqdm==1.1\npytest==1.1\nabsent==7\n")
+    for choice in ("newest" if versions != "newest" else "locked", versions):
+        done = new_machine(VERSIONS=choice, VENV="mine")
+        assert done.returncode == 0, done.stderr
+    again = new_machine(VERSIONS=versions, VENV="mine")
+    assert again.returncode == 0 and "installing" not in again.stdout
+    said = subprocess.run([new_machine.folder / "mine" / "bin" / "pip", "list", "--format", "freeze"], text=True,
+                          capture_output=True).stdout
+    assert f"torch=={torch}\n" in said and f"tqdm=={package}\n" in said
+    assert f"pytest=={'1.2' if versions == 'oldest' else package}\n" in said      # extras have no oldest
+
+
+def test_a_wrong_choice_of_versions(new_machine):
+    done = new_machine(VERSIONS="new")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        1, "", "setup: error: VERSIONS=new: locked, newest or oldest\n")
+
+
+def test_the_lock_has_every_package():
+    """requirements.lock names what an environment of the suite has, at one version for each Python."""
+    names = [re.match("[a-z0-9-]+(?===)", line)[0] for line in (ROOT / "requirements.lock").read_text().splitlines()
+             if not line.startswith("#")]
+    direct = [re.match("[a-z0-9-]+", line)[0] for line in (ROOT / "requirements.txt").read_text().splitlines()
+              if not line.startswith("#")]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    direct += [re.match("[a-z0-9-]+", line)[0] for lines in extras.values() for line in lines]
+    assert set(direct) - set(names) == {"torch", "flat-trainers"}
+    assert not [name for name in names if name.startswith(("torch-", "nvidia", "triton"))]
 
 
 def debian_python(new_machine):

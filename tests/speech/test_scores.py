@@ -145,7 +145,7 @@ def test_a_command_that_does_not_answer_is_ended_with_all_that_it_started(tmp_pa
 
 
 def test_a_missing_package_is_named_with_how_to_install_it():
-    with pytest.raises(UserError, match="--asr_model pocketsphinx: pip install pocketsphinx"):
+    with pytest.raises(UserError, match="--asr_model: the package pocketsphinx is missing: pip install pocketsphinx"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(importlib.util, "find_spec", lambda name: None)
             scores.recognise_pocketsphinx([], RATE)
