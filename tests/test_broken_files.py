@@ -24,6 +24,7 @@ from tests.helpers.trainer import ROOT
 EXAMPLES = 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", fuzz.FORMATS)
 def test_broken_files(name):
     endings = fuzz.run_format(name, EXAMPLES)
@@ -118,6 +119,7 @@ def test_errors_cannot_be_forged(how, capsys):
     assert sum(line.startswith("error:") for line in shown.splitlines()) == (how != "traceback")
 
 
+@pytest.mark.slow
 def test_a_script_says_one_line(tmp_path):
     """A real start: an id of 10 MB with terminal escapes and line feeds in it, behind a good problem."""
     odd = {"id": "\x1b[31m\nerror: forged\n" + "x" * 10**7, "question": ""}

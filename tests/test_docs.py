@@ -68,7 +68,7 @@ TAKEN = {("--output_dir", "out"), ("--output_dir", "./out"), ("--output_file", "
 # Flags of other programs that the documents speak about.
 FOREIGN = {"--nproc_per_node", "--max-restarts", "--nodes", "--time", "--signal", "--batch", "--logdir", "--help",
            "--no-deps", "--omni", "--model-path", "--trust-remote-code", "--enable-lora",
-           "--max-lora-rank"}
+           "--max-lora-rank", "--extra"}
 NOTES = "## Commands from older notes\n"        # of other places and programs; tests/launch/test_commands.py runs them
 
 
@@ -364,6 +364,7 @@ def check_launcher(command, workshop):
 BLOCKS, SENTENCES = block_commands(), sentence_commands()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", BLOCKS, ids=str)
 def test_command_of_a_block(command, request, tmp_path):
     if script_of(command.words):

@@ -12,7 +12,8 @@ import pytest
 from tests.helpers import chats
 from tests.helpers.trainer import ROOT
 
-ENTRIES = {"README.md", "LICENSE", "requirements.txt", "pyproject.toml", "train_v2_ddp.py", "data.py", "lora.py",
+ENTRIES = {"README.md", "LICENSE", "AGENTS.md", "CHANGELOG.md", "requirements.txt", "requirements.lock",
+           "pyproject.toml", "train_v2_ddp.py", "data.py", "lora.py",
            "speech", "diffusion", "distill", "common", "launch", "tests", "bench", "docs"}
 MAY_IMPORT = {"common": {"common"}, "speech": {"speech", "common"}, "diffusion": {"diffusion", "common"},
               "distill": {"distill", "common"}, "data": {"speech", "common"}, "lora": {"speech", "common"},
@@ -140,11 +141,13 @@ def test_readme_has_the_three_lines():
         ["train_v2_ddp.py", "data.py", "lora.py", "speech", "common"], ["diffusion", "common"], ["distill", "common"]]
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_speech_trainer(mine, tiny):
     train(mine, "train_v2_ddp.py", ["--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec,
                                     "--train_data_file", tiny.train_json, "--code_cache", tiny.codes, "--use_lora"])
 
 
+@pytest.mark.slow
 def test_a_copy_trains_all_weights_of_a_base_of_2025(mine, tiny, tmp_path):
     """It has no processor files, so the copy's own chat template is saved with each checkpoint."""
     subprocess.run([sys.executable, mine / "higgs" / "lora.py", "export", "--model_path", tiny.model, "--output_dir",
@@ -153,11 +156,13 @@ def test_a_copy_trains_all_weights_of_a_base_of_2025(mine, tiny, tmp_path):
                                     "--train_data_file", tiny.train_json, "--code_cache", tiny.codes], starts=1)
 
 
+@pytest.mark.slow
 def test_a_copy_of_block_diffusion(mine):
     train(mine, "diffusion/train_bd3lm.py", ["--demo", "100", "--model_size", "nano", "--eval_repeats", "1",
                                              "--per_device_train_batch_size", "4", "--warmup_steps", "1"])
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_chat_trainer(mine, tmp_path):
     student = chats.student(tmp_path / "student")
     data = chats.write(tmp_path / "chats.jsonl", chats.conversations(24))

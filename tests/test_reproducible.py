@@ -19,6 +19,8 @@ from speech.conversations import Clip
 from tests.helpers import chats
 from tests.helpers.trainer import ROOT, Run
 
+pytestmark = pytest.mark.slow
+
 LOSSES = ROOT / "tests" / "losses.json"
 STEPS, STOP = 6, 3
 COMMON = ("--report_to", "none", "--logging_steps", 1, "--num_workers", 1, "--gradient_accumulation_steps", 2,

@@ -39,6 +39,7 @@ def few(bench):
     return bench.parallel.World(device=torch.device("cpu")), args, bench.make_documents(6, 64, 42), list(range(6))
 
 
+@pytest.mark.slow
 def test_the_straightforward_step_and_every_lever_compute_the_same(bench, few):
     """Loss and gradient norm of two steps, so the updates of the weights are compared, too."""
     def losses(step):
@@ -52,6 +53,7 @@ def test_the_straightforward_step_and_every_lever_compute_the_same(bench, few):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_both_average_the_weights_alike(bench, few, monkeypatch):
     averages, steps = [], sys.modules["bench.block_steps"]
     real = steps.build
@@ -75,6 +77,7 @@ def test_nothing_is_measured_when_the_steps_disagree(bench, on_cpu, tmp_path, mo
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_numbers_of_the_tiny_form_follow_from_each_other(bench, on_cpu, tmp_path):
     bench.main([*TINY, f"--results_dir={tmp_path}"])
     report = json.loads((tmp_path / "block_diffusion-cpu.json").read_text())
@@ -110,6 +113,7 @@ def test_numbers_of_the_tiny_form_follow_from_each_other(bench, on_cpu, tmp_path
     assert padded["padding"] == pytest.approx(1 - padded["tokens_per_step"] / (8 * 64))
 
 
+@pytest.mark.slow
 def test_out_of_memory_and_out_of_time_are_recorded(bench, on_cpu, tmp_path, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError

@@ -33,6 +33,7 @@ bench = load("data_pipeline")
 # The measurement
 
 
+@pytest.mark.slow
 def test_the_numbers_follow_from_each_other(tmp_path):
     flags = ("--clips", "8", "--rounds", "1", "--steps", "3", "--seconds", "0.1", "--workers", "1", "--samples",
              "300,600")
@@ -197,6 +198,7 @@ def test_gpu_commands_are_what_the_scripts_take(monkeypatch):
             load(script[len("bench/"):-len(".py")]).main()
 
 
+@pytest.mark.slow
 def test_nothing_that_it_starts_needs_a_package_that_gpu_machines_lack():
     names = ["bench.gpu_facts", "tests.speech.test_higgs", "tests.common.test_loading", "tests.common.test_float8",
              "bench.tts", "bench.sft", "bench.block_diffusion", "bench.memory_3b", "bench.profile_step"]
@@ -206,6 +208,7 @@ def test_nothing_that_it_starts_needs_a_package_that_gpu_machines_lack():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_is_named_and_stops_nothing(tmp_path):
     python = tmp_path / "python"
     python.write_text("""#!/bin/bash
@@ -232,6 +235,7 @@ echo "ran $1"
     assert output.endswith(f"error: gpu.sh: failed: chat (status 3), block diffusion (after {limit} s)\n")
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_is_one_line(tmp_path):
     status, output = gpu(PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="")
     assert status == 1 and output.startswith("error: gpu.sh: ") and "finds no GPU" in output and output.count("\n") == 1

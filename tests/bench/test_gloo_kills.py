@@ -18,6 +18,7 @@ def rank_that_says(words):
     return train
 
 
+@pytest.mark.slow
 def test_the_command_leaves_its_numbers(tmp_path):
     gloo_kills.main(["--kills", "1", "--limit", "5", "--results_dir", str(tmp_path)])
     runs, stands_still = json.loads((tmp_path / "gloo_kills-cpu.json").read_text())["tables"]["heard"]["rows"]

@@ -7,6 +7,7 @@ import pytest
 from bench import gloo_names
 
 
+@pytest.mark.slow
 def test_the_command_leaves_its_numbers(tmp_path):
     gloo_names.main(["--seconds", "2", "--runs", "1", "--results_dir", str(tmp_path)])
     table = json.loads((tmp_path / "gloo_names-cpu.json").read_text())["tables"]["ends"]

@@ -19,6 +19,7 @@ def test_the_line_finds_what_is_not_linear():
     assert max(map(abs, off)) > 0.05
 
 
+@pytest.mark.slow
 def test_small_sizes_are_timed_as_many_steps_in_a_row(monkeypatch):
     """By a clock of the test's own: a busy machine would lengthen any other."""
     each, clock, calls = 2**-7, [0.0], {1: 0, 10: 0}
@@ -51,6 +52,7 @@ def test_every_step_trains_its_weights(name, monkeypatch):
     assert len(made) == 2
 
 
+@pytest.mark.slow
 def test_the_report_holds_every_size_and_a_real_runs_saves(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(growth, "TIMES", (4, 16))

@@ -7,6 +7,8 @@ import pytest
 
 from bench import kills
 
+pytestmark = pytest.mark.slow
+
 SEED = int(os.environ.get("TEST_SEED", time.time_ns() % 10**6))     # printed by the test
 HITS = [("encoding", "decoder"), ("reading", "rank"), ("saving", "rank"), ("import", "rank"), ("training", "loader"),
         ("validation", "rank")]

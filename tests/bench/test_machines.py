@@ -11,6 +11,8 @@ import pytest
 
 from tests.helpers.trainer import ROOT
 
+pytestmark = pytest.mark.slow
+
 TESTS = {"tests/test_settings.py": """
 import os, pytest
 def test_settings():

@@ -38,6 +38,7 @@ def run(bench, tmp_path, *flags):
     return json.loads(next(tmp_path.glob("*.json")).read_text())
 
 
+@pytest.mark.slow
 def test_ways_train_on_the_same_tokens_and_numbers_follow(bench, tiny, tmp_path, monkeypatch):
     from bench import sft_ways
     sizes = sft_ways.set_sizes(tiny, 2, bench.torch.device("cpu"))

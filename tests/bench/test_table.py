@@ -120,6 +120,7 @@ def test_readme_and_docs_show_what_the_result_files_say():
     assert table.BEGIN.search((ROOT / "README.md").read_text())
 
 
+@pytest.mark.slow
 def test_a_script_starts_anew_once_with_its_flags_and_an_allocator_that_keeps_memory(tmp_path):
     measure = load("measure")
     script = tmp_path / "script.py"

@@ -27,6 +27,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_numbers_of_the_tiny_form_follow_from_each_other(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(tts.measure, "matmul_rate", functools.partial(tts.measure.matmul_rate, size=128))
@@ -95,6 +96,7 @@ def one_pass(folder, **settings):
     return ours.recv()
 
 
+@pytest.mark.slow
 def test_levers_change_the_time_and_nothing_else(folder):
     default = one_pass(folder)
     assert default["loss"] > 6 and default["slots"] == Table(folder / "table").lengths.sum() and default["syncs"] == 0
@@ -106,6 +108,7 @@ def test_levers_change_the_time_and_nothing_else(folder):
             assert "masks" not in settings or other["syncs"] > 8
 
 
+@pytest.mark.slow
 def test_compiled_layers_meet_packs_of_one_budget_with_no_new_graph(folder):
     ids, table = tts_ways.ids_of(folder), Table(folder / "table")
     data, budget = SpeechSamples(table, ids), tts_ways.token_budget(table.lengths, 2)
@@ -125,6 +128,7 @@ def test_compiled_layers_meet_packs_of_one_budget_with_no_new_graph(folder):
     assert 0 < graphs[0] < graphs[1] == graphs[4]
 
 
+@pytest.mark.slow
 def test_a_profile_counts_the_operators_of_a_step_and_accounts_for_all_its_time(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     profile_step.main(["tts", "--shape", "tiny", "--steps", "2", "--results_dir", str(tmp_path)])

@@ -54,6 +54,7 @@ def chosen(tmp_path, gpus, gib, *words):
 LORA, STEP = "--use_lora", ("--global_batch_size", "1024")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus, gib, words, wanted", [
     (1, 24, STEP, ("ddp", 2048, "all", 559)), (1, 80, STEP, ("ddp", 16384, "all", 69)),
     (1, 141, STEP, ("ddp", 8192, None, 138)),
@@ -112,6 +113,7 @@ def test_rows_of_block_diffusion_are_split_over_any_number_of_ranks():
     assert split(8) == [(21, 1), (11, 2), (5, 4), (3, 8)] and split(64) == [(3, 1)] and split(512) == [(1, 1)]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_choice(tmp_path, capfd):
     """Though there is less memory now, and with as many packs a step on another number of ranks."""
     chats.student(tmp_path / "student")

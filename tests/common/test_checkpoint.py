@@ -100,6 +100,7 @@ def killed(out, step, change):
     return status != 0
 
 
+@pytest.mark.slow
 @pytest.mark.race
 @pytest.mark.parametrize("again", [False, True], ids=["new", "passed over"])
 def test_a_kill_before_any_change_of_the_disk_costs_nothing(tmp_path, again):

@@ -317,6 +317,7 @@ def used_names(script):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_flag_has_an_effect(script):
     parser = importlib.import_module(script.removesuffix(".py").replace("/", ".")).build_parser()

@@ -91,6 +91,7 @@ def test_gpu_kernels_take_both_products_as_they_lie(device):
         assert (one.cpu() - other).norm() < 0.06 * other.norm()     # as above
 
 
+@pytest.mark.slow
 def test_compiled_in_one_graph():
     linear = torch.nn.Linear(32, 48).bfloat16().requires_grad_(False)
     assert float8.convert([linear]) == 1

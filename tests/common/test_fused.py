@@ -54,6 +54,7 @@ def test_values_and_gradients_are_transformers(case, dtype):
             assert (mine - true).norm() <= 1.05 * (other - true).norm() + 1e-3 * true.norm()
 
 
+@pytest.mark.slow
 def test_compiled_kernels_are_the_plain_ones(monkeypatch):
     """As torch.compile makes them, for two lengths, with a cache of this vector width (see compile_layers)."""
     monkeypatch.setattr(torch.compiler.config, "cache_key_tag", torch.backends.cpu.get_cpu_capability())

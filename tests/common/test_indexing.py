@@ -65,6 +65,7 @@ def test_few_parts_start_no_process(monkeypatch):
     assert found == list(range(indexing.HERE - 1))
 
 
+@pytest.mark.slow
 @pytest.mark.race
 def test_a_process_that_is_killed_ends_it_with_one_line():
     def share(first, step):

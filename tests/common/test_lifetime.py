@@ -72,6 +72,7 @@ def start(tmp_path):
         process.wait()
 
 
+@pytest.mark.slow
 def test_ranks_end_with_torchrun_and_one_of_them_says_so(start):
     """A parent that runs Python, as torchrun does; the whole thing is in test_recovery.py."""
     parent = start(sys.executable, "-c", LAUNCHER, sys.executable, "-c", RANK, LONG, "3",
@@ -109,6 +110,7 @@ def test_a_torchrun_that_ended_before_its_rank_began(start):
     assert parent.log.read_text().endswith("ended 1\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env", [{}, TORCHRUN], ids=["alone", "below a script"])
 def test_who_goes_on(start, env):
     """Without torchrun a parent may end, as a shell does behind nohup; torchrun may start a script that starts us."""
@@ -156,6 +158,7 @@ def is_free(lock):
         return True
 
 
+@pytest.mark.slow
 def test_processes_with_full_pipes_end_with_their_trainer(pool, tmp_path):
     statuses, output = pool.run(1, f"{__name__}.killed_with_full_pipes", str(tmp_path / "lock"))
     assert statuses == [-signal.SIGKILL], output

@@ -107,6 +107,7 @@ def test_a_full_dev_shm(pool, command, size, trainer):
     assert line.startswith("error: /dev/shm is full: ") and "--shm-size" in line and "--num_workers 0" in line
 
 
+@pytest.mark.slow
 def test_a_full_disk_of_tensorboard(pool, tiny, tmp_path):
     """Its own thread writes, and would print a traceback."""
     (tmp_path / "logs").mkdir()
@@ -122,6 +123,7 @@ def test_a_code_cache_that_becomes_read_only(pool, tiny, tmp_path):
     assert str(tmp_path / "codes") in line and "Read-only file system" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer, more", [("train_v2_ddp", []), ("distill.train_sft", ["--parallel", "fsdp"])])
 def test_few_open_files(pool, command, trainer, more):
     line = error_of(pool, "with_few_files", 32, trainer, *command(trainer, 6), *more)

@@ -189,6 +189,7 @@ def test_a_killed_loader_process_is_named(way, handler, monkeypatch):
         list(way(loader(range(9), killed_at_3, 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.race
 def test_a_loader_process_that_ended_before_torch_looked_is_named(monkeypatch):
     """Its end is known to multiprocessing already, as after the start of another process: torch's handler is silent."""
@@ -246,6 +247,7 @@ def children():
     return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 
 
+@pytest.mark.slow
 @pytest.mark.race
 @pytest.mark.parametrize("ending, status", [("return", 0), ("raise parallel.UserError('why')", 1)])
 def test_a_process_ends_at_once_with_batches_under_way(ending, status, tmp_path):

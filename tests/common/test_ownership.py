@@ -135,6 +135,7 @@ def test_owners_that_end_leave_the_folder_free(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["owner-6"]
 
 
+@pytest.mark.slow
 def test_owners_on_other_hosts_are_judged_by_their_heartbeat(tmp_path, monkeypatch):
     monkeypatch.setattr(ownership, "WATCH_S", 0.5)
     path = other_host(tmp_path, beat=5)

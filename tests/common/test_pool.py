@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.pool import Pool
 
-pytestmark = pytest.mark.race
+pytestmark = [pytest.mark.race, pytest.mark.slow]
 
 
 class Interrupted(BaseException):

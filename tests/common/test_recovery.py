@@ -28,7 +28,7 @@ from common import checkpoint, metrics
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT, mount, trainer_command
 
-pytestmark = pytest.mark.race
+pytestmark = [pytest.mark.race, pytest.mark.slow]
 
 SLOW_DISK = ROOT / "tests" / "helpers" / "slow_disk"
 SEED = int(os.environ.get("TEST_SEED", time.time_ns() % 10**6))     # printed by the tests that draw from it

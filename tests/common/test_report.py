@@ -607,6 +607,7 @@ def test_a_run_that_has_just_begun(tmp_path):
     assert "nothing logged yet" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_check_fell_on_a_real_run(forked, tmp_path):
     run = forked("--learning_rate", 1e-3, "--max_steps", 10, "--validation_split", 0.2, "--eval_steps", 5)
     done = make_report(run.output_dir, "--check_fell")

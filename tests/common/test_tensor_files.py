@@ -6,6 +6,8 @@ from torch import nn
 from common import parallel, tensor_files
 from tests.helpers.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):

@@ -23,6 +23,7 @@ def train(pool, demo, folder, ranks, *more):
     return Run(0, output, folder)
 
 
+@pytest.mark.slow
 def test_ranks_share_the_problems(pool, demo, tmp_path):
     """The same answers from 1 rank, DDP and FSDP2; they are those of sample_bd3lm.py from the checkpoint."""
     runs = [train(pool, demo, tmp_path / mode, ranks, "--parallel", mode) for mode, ranks in (("ddp", 1), ("fsdp", 2))]

@@ -169,6 +169,7 @@ def test_questions_in_the_chat_template(models, demo):
             ask()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all", "lora"])
 def test_it_trains_resumes_and_answers(pool, demo, models, tmp_path, kind):
     """Chat format; DDP = FSDP2 on 2 ranks, resumed in between; the checkpoint answers with and without cache."""

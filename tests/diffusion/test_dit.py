@@ -287,6 +287,7 @@ def test_added_rows_change_nothing(monkeypatch, pieces):
     close(*results, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_compiled_layers_train_the_same():
     """inductor is what --compile uses, half a minute of g++; aot_eager shows whether tracing alone is at fault."""
     batch, results = make_blocks(MIXED, 26, 24), []
@@ -302,6 +303,7 @@ def test_compiled_layers_train_the_same():
     close(results[1], results[3])
 
 
+@pytest.mark.slow
 def test_flex_attention_is_in_the_graph_of_a_compiled_layer(monkeypatch):
     """As on a GPU; on a CPU it stands apart, for a fault of torch's kernel there."""
     monkeypatch.setattr(dit, "_flex_on_cpu", dit._flex_on_cpu.__wrapped__)

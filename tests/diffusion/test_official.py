@@ -265,6 +265,7 @@ def train(pool, demo, folder, *more, ranks=1, status=0):
     return Run(max(statuses), output, folder)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_them_and_from_its_own(pool, demo, files, tmp_path):
     """Published -> FSDP on 2 ranks -> another block size -> published again; the first checkpoint is what was given."""
     run = train(pool, demo, tmp_path / "fsdp", "--init_from", files["lightning"], "--max_steps", 1, "--parallel",

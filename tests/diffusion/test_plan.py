@@ -35,6 +35,7 @@ def real_step(model, inputs, bf16):
     return kept, found.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("recompute", [None, "all", "selective"])
 def test_activations_are_what_a_step_keeps(bf16, recompute):
@@ -79,6 +80,7 @@ def test_flex_keeps_no_masks():
     assert dense - flex > 2 * (dit.TILE * (dit.TILE + LENGTH) + LENGTH * LENGTH)
 
 
+@pytest.mark.slow
 def test_the_guides_recommended_micro_step():
     """128 problems in 43 rows of the 170 M model: 16.1 GiB are counted by bench/roofline.py under fake CUDA tensors."""
     model = model_of("flex", None, "small", device="meta", vocabulary=50258)

@@ -138,6 +138,7 @@ def expected(problem, system):
 # -- right answers, counted right -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_problems_known_by_heart_are_answered_exactly(trained, capsys):
     folder, file, documents, _ = trained
     result = run(folder, file, "--batch_size", 3, "--show", 1)

@@ -127,6 +127,7 @@ def assert_same_training(a, b, without=CLOCK):
 # Splits, resuming
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS[1:])
 def test_any_split_trains_the_same(shared, split):
     reference = shared(f"{SPLITS[0]} {SEARCH}")
@@ -134,11 +135,13 @@ def test_any_split_trains_the_same(shared, split):
     assert_same_training(reference, shared(f"{split} {SEARCH}"), CLOCK | CUTS)
 
 
+@pytest.mark.slow
 def test_the_hierarchy_trains_the_same_on_two_ranks(shared):
     flags = f"{HDP} --plan_block_size 4 --execution_block_size 16"
     assert_same_training(shared(f"ddp 1x4 {flags}"), shared(f"fsdp 2x2 {flags}"), CLOCK | CUTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_resumed_equals_uninterrupted(pool, demo, shared, tmp_path, mode):
     flags = ["--dropout", 0.2, "--eval_steps", 2, *SEARCH.split(), "--parallel", mode]
@@ -153,6 +156,7 @@ def test_resumed_equals_uninterrupted(pool, demo, shared, tmp_path, mode):
     assert one.keys() == other.keys() and all(torch.equal(tensor, other[key]) for key, tensor in one.items())
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks(pool, demo, shared, tmp_path):
     output = tmp_path / "moved"
     complete(pool, demo, output, "--max_steps", 2, *SEARCH.split(), "--per_device_train_batch_size", 2, "--parallel",
@@ -199,6 +203,7 @@ def asked_in_validation(arguments, number):
     train_bd3lm.main(arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.race
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_a_stop_that_cuts_a_validation_changes_nothing(pool, demo, shared, tmp_path, mode):
@@ -279,6 +284,7 @@ def test_the_first_step_of_every_mode_guesses(shared, flags):
         assert first["train/loss"] == pytest.approx(guess * first["train/masked"])
 
 
+@pytest.mark.slow
 def test_half_precision_shards_train_nearly_the_same(shared):
     exact, half = (shared(f"{name} --eval_steps 0") for name in ("ddp 1x4", "fsdp 2x2 --bf16"))
     for a, b in zip(training(exact), training(half), strict=True):
@@ -286,6 +292,7 @@ def test_half_precision_shards_train_nearly_the_same(shared):
         assert a["train/grad_norm"] != pytest.approx(b["train/grad_norm"], rel=2e-5)    # more than the order of sums
 
 
+@pytest.mark.slow
 def test_validation_leaves_no_averaged_weights_behind(shared):
     """Where no better bound makes a checkpoint, that would put things right."""
     runs = [shared(f"{mode} 1x4 --learning_rate 0.05 --warmup_steps 0 --eval_steps {steps} --eval_repeats 1")
@@ -328,6 +335,7 @@ def test_the_bound_of_single_tokens_is_the_exact_likelihood(shared, demo):
     assert values["eval/stderr"] < 1e-6     # nothing is random in it
 
 
+@pytest.mark.slow
 def test_the_bound_is_unbiased_and_knows_its_error(shared):
     run = shared(f"ddp 1x4 {HDP} --max_steps 1 --learning_rate 0 --eval_repeats 100")
     values, folder = lines(run)[-1], newest(run)
@@ -370,6 +378,7 @@ def answers(folder, path, system, **options):
                     + [f"{problem.solution}\n#### {problem.answer}" for problem in known]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", ["--per_device_train_batch_size 5", f"{HDP} --per_device_train_batch_size 4"])
 def test_eight_problems_are_learnt_by_heart(pool, demo, tmp_path, flags):
     run = complete(pool, demo, tmp_path / "out", "--demo", 8, *flags.split(), "--max_steps", 600, "--learning_rate",
@@ -387,6 +396,7 @@ def test_eight_problems_are_learnt_by_heart(pool, demo, tmp_path, flags):
 # Ends
 
 
+@pytest.mark.slow
 def test_no_better_bound_stops_the_run_for_good(pool, demo, tmp_path):
     flags = ("--learning_rate", 0, "--max_steps", 50, "--eval_steps", 1, "--early_stop_patience", 2)
     run = complete(pool, demo, tmp_path / "out", *flags, ranks=2)
@@ -396,6 +406,7 @@ def test_no_better_bound_stops_the_run_for_good(pool, demo, tmp_path):
     assert "done       step 3 (no better bound in 2 validations)" in again.output and len(lines(run)) == 6
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run(pool, demo, tmp_path):
     run = complete(pool, demo, tmp_path / "out", "--learning_rate", 1e38, "--warmup_steps", 0, "--max_steps", 50,
                    "--max_bad_steps", 3, "--eval_steps", 0, "--weight_decay", 0, ranks=2, ok=False)
@@ -430,6 +441,7 @@ def test_one_bad_step_changes_nothing_and_is_told(pool, demo, tmp_path):
     assert checkpoint.load_meta(newest(run))["averaged"] == 3
 
 
+@pytest.mark.slow
 def test_bad_problems_are_listed_and_dropped(pool, demo, tmp_path):
     """One of each kind: only those checks that are named drop, problems.jsonl lists all, and a resumed run goes on."""
     lines = (demo / "train.jsonl").read_text().splitlines()
@@ -456,6 +468,7 @@ def test_bad_problems_are_listed_and_dropped(pool, demo, tmp_path):
     assert "resumed from" in train("--drop_bad", "--max_steps", 3).output
 
 
+@pytest.mark.slow
 def test_a_dry_run_trains_nothing(demo, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plan, "free_disk", lambda path: 64 * 2**30)     # the checkpoints may be more than there is here
     train_bd3lm.main(arguments(demo, tmp_path / "out", "--dry_run", "--model_size", "small", "--host_memory", 64))
@@ -539,6 +552,7 @@ def test_presets_fill_what_the_command_line_leaves_open():
     assert flags("--batch_preset", "extreme", "--warmup_steps", "0")[:3] == (4, 7e-4, 0)
 
 
+@pytest.mark.slow
 def test_a_preset_means_problems_packed_or_not(demo, tmp_path, capsys):
     """24 problems in rows of 96 or of 192 tokens: 64 x 4 problems a step, in fewer and fewer rows."""
     rows = {}

@@ -152,6 +152,7 @@ def test_prompt_of_the_project():
 # -- whole runs against a server --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_line_is_in_one_of_the_files(server, tmp_path):
     trouble = {3: " flaky", 5: " drop", 8: " garbage", 11: " busy", 12: " never", 17: " never", 20: " long"}
     lines = make_lines(40, lambda i: trouble.get(i, ""))
@@ -233,6 +234,7 @@ def whole(server, tmp_path_factory):
     return lines, results(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.race
 def test_killed_at_any_point_it_ends_the_same(server, whole, tmp_path):
     files(tmp_path, whole[0])
@@ -261,6 +263,7 @@ def test_killed_at_any_point_it_ends_the_same(server, whole, tmp_path):
     assert sorted(ids) == list(range(60))
 
 
+@pytest.mark.slow
 @pytest.mark.race
 def test_two_instances_are_one(server, whole, tmp_path):
     files(tmp_path, whole[0])
@@ -286,6 +289,7 @@ def test_no_result_before_all_shards_are_finished(server, tmp_path):
     assert len(rows(tmp_path / "labels.jsonl")) + len(rows(tmp_path / "labels.rejected.jsonl")) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.race
 def test_one_shard_twice_at_once_is_refused(server, tmp_path):
     files(tmp_path, make_lines(60, lambda i: " slow"))
@@ -297,6 +301,7 @@ def test_one_shard_twice_at_once_is_refused(server, tmp_path):
     assert first.wait() == 143
 
 
+@pytest.mark.slow
 @pytest.mark.race
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_keeps_what_is_finished(number, server, whole, tmp_path):
@@ -378,6 +383,7 @@ def test_unknown_parser(capsys):
     assert "--parser: invalid choice: 'guess'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_servers_that_do_not_help(server, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -411,6 +417,7 @@ def test_a_line_that_is_refused_stops_nothing(server, tmp_path):
     assert f"error: the server answers none of {create_data.REFUSED_IN_A_ROW} lines" in printed
 
 
+@pytest.mark.slow
 def test_servers_of_other_kinds(server, tmp_path):
     """Fields they refuse, answers in parts, null usage, a password in the address, a byte now and then."""
     files(tmp_path, ["de seedless", "en limitless", "fr parts", "el drip"])
@@ -567,6 +574,7 @@ def instance(process, number):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.race
 def test_launcher_restarts_an_instance_and_merges(server, whole, launch, tmp_path):
     files(tmp_path, whole[0])
@@ -584,6 +592,7 @@ def test_launcher_restarts_an_instance_and_merges(server, whole, launch, tmp_pat
     assert sorted(ids) == list(range(60))
 
 
+@pytest.mark.slow
 @pytest.mark.race
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_launcher_leaves_no_process(name, server, whole, launch, tmp_path):
@@ -607,6 +616,7 @@ def test_launcher_leaves_no_process(name, server, whole, launch, tmp_path):
     assert results(tmp_path) == whole[1]
 
 
+@pytest.mark.slow
 @pytest.mark.race
 def test_launcher_gives_up_on_an_instance_that_keeps_failing(launch, tmp_path):
     files(tmp_path, make_lines(2))

@@ -163,6 +163,7 @@ def alone(model, base, tokenizer, messages, role, made, turns="all"):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("student, role, kind, recompute", [
     ("qwen", "system", ("forward", 0.5, 0), None), ("smollm2", "user", ("js", 0.3, 6), "all"),
     ("smollm2", "system", ("reverse", 0.5, 0), None)])
@@ -273,6 +274,7 @@ def weights_of(output_dir, step):
     return load_file(output_dir / f"checkpoint-{step}" / "adapter_model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [0, 0.6])
 def test_runs_are_the_same_on_any_ranks_and_resumed(train, tmp_path, policy):
     """DDP on one rank, FSDP2 on two, and one that was stopped at step 2; on the answers given and on drawn ones."""
@@ -296,6 +298,7 @@ def test_runs_are_the_same_on_any_ranks_and_resumed(train, tmp_path, policy):
         assert torch.equal(tensor, weights_of(tmp_path / "again", 5)[name])
 
 
+@pytest.mark.slow
 def test_answers_of_a_server_are_the_same(train, made, tmp_path):
     """A run whose answers a server draws by the adapters that it is given at each step is the run that draws them; with
     --refresh_steps 2 it is given them half as often. A server that fails for a moment, or for good."""
@@ -353,6 +356,7 @@ def test_drawn_answers_are_draws(made, tmp_path):
         assert abs(np.mean([answer[0] == token for answer in drawn]) - p) < 4 * (p * (1 - p) / 1500) ** 0.5
 
 
+@pytest.mark.slow
 def test_the_judge_of_a_prompt(made, train, tmp_path, capsys):
     """Its divergence and likelihood are those of the run's own validation; the base's are those of plain forwards."""
     found = train(1, tmp_path / "run", "--parallel", "ddp", "--per_device_train_batch_size", 4,
@@ -390,6 +394,7 @@ def test_the_judge_of_a_prompt(made, train, tmp_path, capsys):
     assert "closed, less than --min_closed 1.0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_control_that_learned_as_well_and_a_judge_of_the_student(made, train, tmp_path, capsys):
     """Answers alone were learned; the run as its own control; the rule names the question's first word; a judge that
     prefers longer answers."""

@@ -213,6 +213,7 @@ def test_latency_is_of_lines_that_were_not_asked_before():
     assert speed["seconds_per_line_alone"] > 0.019 and speed["lines_per_second"] == pytest.approx(11 / speed["seconds"])
 
 
+@pytest.mark.slow
 def test_the_lines_are_those_that_the_run_held_out(made, full, whole):
     """The run's own validation loss comes out of them, and no group is on both sides."""
     found, printed, _ = whole
@@ -288,6 +289,7 @@ def test_the_batch_size_changes_nothing(made, full, whole, tmp_path, batch_size)
     assert found["teacher"] is None and found["systems"]["student"]["accuracy"] is None
 
 
+@pytest.mark.slow
 def test_an_adapter_answers_as_peft_does(made, lora, tmp_path):
     (tmp_path / "truth.txt").write_text("".join(f"{truth_of(i)}\n" for i in range(N)))
     found = evaluate(made, tmp_path, lora, "--truth_file", tmp_path / "truth.txt")

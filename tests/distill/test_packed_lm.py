@@ -108,6 +108,7 @@ def test_chunks_never_hold_all_logits(made, data, monkeypatch):
     assert max(seen) == 8 and pieces > 3 and sum(rows > 0 for rows in seen) == pieces     # each made once
 
 
+@pytest.mark.slow
 def test_compiled_layers_are_eager_ones(made, data):
     from torch._dynamo.testing import CompileCounter
     table, train, _ = data("qwen")
@@ -121,6 +122,7 @@ def test_compiled_layers_are_eager_ones(made, data):
     assert counter.frame_count == graphs > 0, "batches of other lengths must not compile for ever"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_static_packs_compile_no_more_after_two(made, data, method):
     """As --max_tokens_per_batch --compile: numbers and lengths of documents change, graphs do not; backward as well."""

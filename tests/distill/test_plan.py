@@ -56,6 +56,7 @@ def real_step(model, batch, bf16):
     return kept, memory.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, lora, bf16, sharded, recompute", [
     ("qwen", False, False, True, None), ("qwen", False, True, True, "all"), ("qwen", False, True, False, None),
     ("qwen", True, False, True, "all"), ("qwen", True, True, True, None), ("qwen", True, True, False, "all"),

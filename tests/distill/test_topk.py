@@ -251,6 +251,7 @@ def test_no_rows_weigh_nothing():
 # From the teacher to the student
 
 
+@pytest.mark.slow
 def test_a_student_comes_nearer_to_its_teacher(tmp_path):
     """create_data.py with a real model, then train_sft.py: the divergence falls, well below a run without the flag."""
     teacher, tokenizer = tiny_teacher.save(tmp_path / "teacher")

@@ -188,6 +188,7 @@ def reference_run(model, table, numbers, sample_loss=sample_loss):
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen full fsdp 2x4x1", "llama full fsdp 2x2x2", "window full ddp 1x8x1",
                                   "moe full fsdp 2x4x1"])
 def test_a_run_is_the_plain_trainers(shared, data, made, name):
@@ -206,6 +207,7 @@ def test_a_run_is_the_plain_trainers(shared, data, made, name):
     assert losses[-1] < losses[0], "it learns"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen distill fsdp 2x4x1", "llama distill ddp 1x8x1"])
 def test_distillation_is_the_plain_trainers(shared, data, made, name):
     run, student = shared(name), name.split()[0]
@@ -236,6 +238,7 @@ def test_distillation_is_the_plain_trainers(shared, data, made, name):
     assert re.search(r"teacher    \d+ of 24 samples have alternatives, .* have none; .* split otherwise", run.output)
 
 
+@pytest.mark.slow
 def test_distillation_is_the_same_for_any_split(shared):
     assert_same_run(shared("qwen distill ddp 2x2x2 --num_workers 1"), shared("qwen distill fsdp 2x4x1"))
     assert_same_run(shared("llama distill fsdp 2x4x1 --gradient_checkpointing"), shared("llama distill ddp 1x8x1"))
@@ -243,6 +246,7 @@ def test_distillation_is_the_same_for_any_split(shared):
     assert_same_run(shared(f"llama distill ddp 1x4x2 {packs}"), shared(f"llama distill fsdp 2x4x1 {packs}"))
 
 
+@pytest.mark.slow
 def test_float8_trains_nearly_what_bf16_does_and_the_same_on_two_ranks(shared, pool, made, tmp_path):
     """Files as without it: only the frozen base is rounded, and only in memory. Compiling would take two minutes;
     test_float8 compiles a layer."""
@@ -257,6 +261,7 @@ def test_float8_trains_nearly_what_bf16_does_and_the_same_on_two_ranks(shared, p
     assert all(tensor.dtype == torch.float32 for tensor in adapters_of[1].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen full ddp 1x4x2 --gradient_checkpointing", "qwen full ddp 2x2x2 --num_workers 1",
                                   "qwen full fsdp 1x8x1", "qwen full fsdp 2x2x2 --gradient_checkpointing selective",
                                   "qwen full fsdp 2x4x1 --no-reshard_after_forward",
@@ -265,17 +270,20 @@ def test_any_split_trains_the_same(shared, name):
     assert_same_run(shared(name), shared("qwen full fsdp 2x4x1"))
 
 
+@pytest.mark.slow
 def test_packs_to_a_budget_train_the_same(shared):
     one, two = shared("llama packs ddp 1x0x2"), shared("llama packs fsdp 2x0x1")
     assert_same_run(one, two)
     assert one.metrics("train/padding") == two.metrics("train/padding")
 
 
+@pytest.mark.slow
 def test_adapters_train_the_same(shared):
     assert_same_run(shared("llama lora fsdp 2x4x1"), shared("llama lora ddp 1x8x1"), "adapter_model")
     assert_same_run(shared("llama lora ddp 2x2x2"), shared("llama lora ddp 1x8x1"), "adapter_model")
 
 
+@pytest.mark.slow
 def test_experts_train_the_same(shared, made):
     """On any ranks, one of which has packs of one token and so experts without any; files as the base's."""
     full, adapted = shared("moe full fsdp 2x4x1"), shared("moe lora fsdp 2x4x1")
@@ -315,6 +323,7 @@ def test_a_checkpoint_is_what_people_use(shared, made):
     assert tokenizer.chat_template == chats.QWEN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen full fsdp 2x4x1", "qwen lora ddp 1x8x1", "qwen lora fsdp 2x4x1"])
 def test_bf16_stays_near(shared, name):
     ours, exact = shared(name + " --bf16"), shared(name)
@@ -342,6 +351,7 @@ def stop_after_two(line):
     train_sft.main(line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["moe full fsdp 2x4x1", "llama dropout ddp 2x2x2", "qwen distill fsdp 2x4x1"])
 def test_resumed_is_uninterrupted(pool, made, shared, tmp_path, name):
     """From checkpoints amid an epoch and, once, at its end, all that follows has the same bits."""
@@ -365,6 +375,7 @@ def test_another_number_of_ranks_goes_on(pool, made, shared, tmp_path):
     assert_close(tensors(resumed), tensors(shared("qwen full fsdp 2x4x1")))
 
 
+@pytest.mark.slow
 @pytest.mark.race
 def test_a_signal_saves_and_the_same_command_goes_on(pool, made, shared, tmp_path):
     name, more = "qwen full fsdp 2x4x1", ("--max_steps", 400, "--eval_steps", 0)
@@ -514,6 +525,7 @@ def test_another_runs_checkpoint_is_refused(pool, made, shared, tmp_path):
             planned(made, tmp_path / "out", "--per_device_train_batch_size", 4, *flags)
 
 
+@pytest.mark.slow
 def test_bad_lines_are_listed_and_dropped(pool, made, tmp_path):
     """One of each kind: only those checks that are named drop, problems.jsonl lists all, and a resumed run goes on."""
     shutil.copytree(made / "qwen", tmp_path / "qwen")

@@ -56,6 +56,7 @@ def worse(got, limit):
 CASES = json.loads(COUNTS.read_text())["2.13.0"] if COUNTS.exists() else {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_no_step_waits_for_the_gpu(found, case):
     assert all(where.startswith(ALLOWED) for where in found[case]["waits"]), found[case]["waits"]

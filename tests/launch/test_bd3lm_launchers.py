@@ -314,6 +314,7 @@ def test_an_old_marker_neither_stops_nor_requeues(tmp_path, script, stand_ins):
 # -- the whole thing --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_demo_trains_and_answers(tmp_path):
     done = launch(LAUNCHERS["hdp"], "--demo", 60, "--max_steps", 12, "--eval_steps", 6, "--warmup_steps", 2,
                   "--logging_steps", 2, "--output_dir", "out", cwd=tmp_path)

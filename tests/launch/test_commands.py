@@ -42,6 +42,7 @@ def tree(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.race
 def test_the_trainers_launch_line(tiny, tree, tmp_path):
     """Line 1 with its own paths of trainer, data and output, on 2 ranks."""

@@ -92,6 +92,7 @@ def answers(port):
         return s.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.slow
 @needs_langid
 def test_the_teacher_labels_every_line_by_its_number(server, tmp_path):
     from py3langid import langid
@@ -129,6 +130,7 @@ def test_requests_of_another_form_are_refused(server, body):
     assert refused.value.code == 400 and json.loads(refused.value.read())["error"]["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.race
 @needs_langid
 def test_the_server_ends_with_its_parent_and_refuses_a_taken_port(server, tmp_path):
@@ -331,6 +333,7 @@ def run_demo(folder, *more, cases="", **settings):
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.race
 def test_the_prompt_story_with_a_student_that_did_not_learn(tmp_path):
     model, _ = tiny_teacher.save(tmp_path / "model")
@@ -350,6 +353,7 @@ def test_the_prompt_story_with_a_student_that_did_not_learn(tmp_path):
     assert report["metrics"]["tokens saved"] == len("system\nBe short.\n") + 2     # a token is a byte
 
 
+@pytest.mark.slow
 @pytest.mark.race
 @needs_langid
 def test_the_language_story_is_judged_once_more_only_by_other_gates(tmp_path):

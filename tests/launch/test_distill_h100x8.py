@@ -80,6 +80,7 @@ def test_settings_that_would_do_nothing_are_refused(folder, settings, message):
     assert done.returncode == 1 and done.stderr.startswith(f"distill_h100x8: error: {message}"), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.race
 def test_a_whole_run_that_is_killed_on_its_way(tmp_path):
     """kill -9 of the script alone, amid the answers: its step ends as well, and the same command does the rest."""

@@ -136,6 +136,7 @@ def test_ports(tmp_path, nodes, settings, endpoint):
     assert f"--rdzv-endpoint={endpoint}" in printed_command(done)[0]
 
 
+@pytest.mark.slow
 def test_arguments_reach_the_trainer_whole(tmp_path, script):
     trainer = script("import json, sys\nprint('GOT', json.dumps(sys.argv[1:]))")
     (tmp_path / "it's \"here\"").mkdir()
@@ -256,11 +257,13 @@ def test_settings_that_are_there_are_kept():
 # -- status and signals -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_exit_status_is_the_trainings(tmp_path, script):
     done = launch("train_tts.sh", cwd=tmp_path, TRAINER=script("import sys; sys.exit(5)"), TRAIN_DATA=__file__)
     assert done.returncode == 1         # torchrun's
 
 
+@pytest.mark.slow
 @pytest.mark.race
 @pytest.mark.parametrize("name, ranks", [("SIGINT", 2), ("SIGTERM", 1)])
 def test_first_signal_saves_and_leaves_no_process(name, ranks, tiny, tmp_path, start):
@@ -291,6 +294,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.race
 def test_a_signal_that_comes_too_early_is_repeated(tmp_path, script, start):
     process = start("3", TRAINER=script(LATE), REPEAT_S="0.5")
@@ -316,6 +320,7 @@ def test_second_ctrl_c_ends_everything_at_once(tmp_path, script, start):
     wait_until(lambda: not alive(process.mark), "end of every process")
 
 
+@pytest.mark.slow
 @pytest.mark.race
 def test_a_killed_launcher_leaves_no_process(tmp_path, script, start):
     process = start("1000", TRAINER=script(LATE), ORPHAN_S="1")
@@ -324,6 +329,7 @@ def test_a_killed_launcher_leaves_no_process(tmp_path, script, start):
     wait_until(lambda: not alive(process.mark), "end of every process")
 
 
+@pytest.mark.slow
 @pytest.mark.race
 def test_torchruns_restart_resumes_from_the_newest_checkpoint(tiny, tmp_path, start):
     out = tmp_path / "out"
@@ -343,6 +349,7 @@ def test_torchruns_restart_resumes_from_the_newest_checkpoint(tiny, tmp_path, st
 # -- after training ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_comes_after_training_runs_line_by_line(tmp_path, script):
     """Only when training has come to its end; the first line that fails gives the status."""
     after = 'echo "one $0"; echo two >&2\n[ -z "${AFTER-}${TRAINER-}${LAUNCHER-}" ] || echo inherited\n'
@@ -356,6 +363,7 @@ def test_what_comes_after_training_runs_line_by_line(tmp_path, script):
     assert done.returncode == 1 and "one" not in done.stdout
 
 
+@pytest.mark.slow
 def test_nothing_comes_after_training_that_was_asked_to_stop(tmp_path, script, start):
     process = start("0", TRAINER=script(LATE), AFTER="touch after")
     wait_until((tmp_path / "listens").exists, "trainer")
@@ -419,6 +427,7 @@ def test_every_launcher_finds_what_set_up_has_made(launcher, clone):
     assert done.stdout == "trained in mine, VENV=mine\n" and "environment:" not in done.stderr
 
 
+@pytest.mark.slow
 def test_an_environment_that_has_all_is_not_left_for_set_ups(clone):
     make_environment(clone / ".venv", "the .venv")
     done = launch_from(clone, "train_tts.sh", path=os.environ["PATH"])
@@ -432,6 +441,7 @@ def test_an_environment_that_has_all_is_not_left_for_set_ups(clone):
     assert "an environment without torch" in launch_from(clone, "train_tts.sh", path=path, VENV="none").stdout
 
 
+@pytest.mark.slow
 @no_torchrun
 @pytest.mark.parametrize("launcher", ["train_gsm8k_bd3lm_h200.sh", "train_hdp_diffusion_h200.sh"])
 def test_a_demo_sets_up_what_is_not_there(launcher, clone):
@@ -497,6 +507,7 @@ def failing_job(tmp_path):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lists", [False, True])
 def test_an_error_that_looks_like_a_lost_node_is_queued_again_once(failing_job, lists):
     assert [failing_job(lists=lists), failing_job(lists=lists)] == [True, False]
@@ -531,6 +542,7 @@ def test_a_copy_in_slurms_spool_folder_finds_the_repository(launcher, tmp_path):
 # -- the scripts themselves -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_are_shellcheck_clean(path):
     assert subprocess.run(["bash", "-n", str(path)]).returncode == 0

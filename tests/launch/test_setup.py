@@ -62,6 +62,7 @@ def new_machine(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_set_up_installs_once_and_mends_torchaudio(new_machine):
     done = new_machine()
     assert done.returncode == 0, done.stderr
@@ -76,6 +77,7 @@ def test_set_up_installs_once_and_mends_torchaudio(new_machine):
     assert done.returncode == 0 and "installing" in done.stdout and "GB" not in done.stdout     # torch is there
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cpu, version", [("0", "2.13.0"), ("1", "2.13.0+cpu")])
 def test_torch_cpu_chooses_the_build(new_machine, cpu, version):
     """Of those that pip finds; installed into a folder named from where the command is typed."""
@@ -90,6 +92,7 @@ def test_torch_cpu_chooses_the_build(new_machine, cpu, version):
     assert said == version + "\n"
 
 
+@pytest.mark.slow
 def test_torch_cpu_asks_its_own_index_for_torch_alone(new_machine):
     """pip's own indexes have everything but torch; the other one has torch and a torchaudio that must not be taken."""
     index = new_machine.folder / "index"
@@ -107,6 +110,7 @@ def test_torch_cpu_asks_its_own_index_for_torch_alone(new_machine):
     assert "torch==2.13.0+cpu\n" in said and "torchaudio==2.11.0\n" in said
 
 
+@pytest.mark.slow
 def test_torch_cpu_never_takes_the_build_with_cuda(new_machine):
     index = f"file://{new_machine.folder}/none"
     done = new_machine(TORCH_CPU="1", TORCH_INDEX=index, links=("cuda",))
@@ -178,6 +182,7 @@ esac; done >&2
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("dpkg-deb"), reason="dpkg-deb is not installed: not a Debian")
 @pytest.mark.parametrize("deliver", [True, False])
 def test_set_up_without_venv_pip_and_root(new_machine, deliver):
@@ -217,6 +222,7 @@ def test_a_missing_python_is_one_line(new_machine):
         1, "", "setup: error: /nowhere/python3 is missing or older than 3.11; set PYTHON=python3.11\n")
 
 
+@pytest.mark.slow
 def test_venv_none_installs_nothing(new_machine):
     done = new_machine(VENV="none")         # the environment that the tests run in
     assert done.returncode == 0 and "installing" not in done.stdout, done.stderr

@@ -79,6 +79,7 @@ FILES["Latin-1"] = (FILES["Latin-1"], "is not UTF-8 text", "line 5001")
 FILES["a wave file"] = (FILES["a wave file"], "is an audio file; give the folder with the texts")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content, parts", [(c, p) for c, *p in FILES.values()], ids=FILES)
 def test_data_file(run, data, content, parts):
     path = data / "bad.json"
@@ -155,6 +156,7 @@ def two_good(tiny, data):
     return samples, os.path.basename(target_item(samples[0])["audio_url"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil, parts", [(c, p) for c, *p in SAMPLES.values()], ids=SAMPLES)
 def test_sample(run, data, two_good, spoil, parts):
     """The bad sample stands between good ones, and only it is complained about, with its place and name."""
@@ -306,6 +308,7 @@ def test_output_that_cannot_be_written(run, tiny, tmp_path):
 # Length
 
 
+@pytest.mark.slow
 def test_samples_that_are_too_long(run, tiny, data):
     samples = tiny.samples()[:6]
     long = json.loads(json.dumps(samples[0]))
@@ -418,6 +421,7 @@ def other_codec(tmp_path_factory):
     return folder / "codec"
 
 
+@pytest.mark.slow
 def test_resume_of_another_run_is_refused(run, tiny, data, used, used_copy, other_model, other_codec):
     for resume in ((), ("--resume", used)):
         complains(run(*LORA, "--model_path", other_model, *resume), "checkpoint-1", "made with another base model",
@@ -451,6 +455,7 @@ def test_resume_with_other_adapters_is_refused(run, used_copy):
     complains(run(*LORA, "--lora_target_modules", "all-linear"), "target_modules")
 
 
+@pytest.mark.slow
 def test_resume_of_what_is_not_there_or_damaged(run, used_copy, tmp_path):
     out = used_copy.parent
     complains(run(*LORA, "--resume", "none"), f"--resume none, but {out} holds checkpoints", "--resume auto")
@@ -525,6 +530,7 @@ def test_flags_that_do_not_parse(run, flags, said):
 # Two ranks, and started as users start it
 
 
+@pytest.mark.slow
 def test_bad_audio_of_two_ranks_is_one_list(forked, tiny, data, tmp_path):
     """Each rank decodes its share; rank 0 tells of all."""
     said = spoilt_audio(data / "spoilt")
@@ -534,6 +540,7 @@ def test_bad_audio_of_two_ranks_is_one_list(forked, tiny, data, tmp_path):
     assert len([line for line in message if "spoilt" in line]) == 8
 
 
+@pytest.mark.slow
 def test_dropped_audio_is_the_same_on_any_number_of_ranks(forked, tiny, data, tmp_path):
     """Samples whose target, or whose reference, cannot be used are left out, counted, listed; the run goes on."""
     said, good = spoilt_audio(data / "spoilt"), tiny.samples()[:6]
@@ -563,6 +570,7 @@ def test_fewer_samples_than_ranks_trains(forked, tiny, data):
     assert "samples    1 to train, 0 to validate" in done.output
 
 
+@pytest.mark.slow
 def test_alone_the_message_is_all_there_is(train, data):
     path = data / "bad.json"
     path.write_text('{"a": 1')
@@ -570,6 +578,7 @@ def test_alone_the_message_is_all_there_is(train, data):
     assert complains(done, path, "truncated") == done.output.strip().splitlines()
 
 
+@pytest.mark.slow
 def test_a_mistake_that_all_ranks_find_is_told_once(train, used_copy):
     """torchrun adds a traceback of its own when a rank has failed."""
     done = train("--use_lora", "--lora_rank", 8, "--lora_alpha", 8, "--disable_eval", ranks=2, ok=False)

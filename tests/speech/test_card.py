@@ -24,6 +24,7 @@ def pushed(forked, tmp_path):
     return checkpoint, push
 
 
+@pytest.mark.slow
 def test_the_folder_is_complete_and_its_card_tells_of_the_run(tiny, pushed, tmp_path, capsys, monkeypatch):
     checkpoint, push = pushed
     with pytest.raises(SystemExit):

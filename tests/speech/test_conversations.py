@@ -107,6 +107,7 @@ SAME_SAMPLE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", SAME_SAMPLE.values(), ids=SAME_SAMPLE)
 def test_every_shape_is_the_same_canonical_sample(folder, entry):
     sample, = read(folder, [entry])

@@ -140,6 +140,7 @@ def test_loader_leaves_the_trainers_random_state_alone(table, ids):
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.slow
 def test_data_imports_neither_the_model_nor_cuda():
     """Loader workers and the rank that reads the data import data.py alone."""
     done = subprocess.run([sys.executable, "-c", (

@@ -222,6 +222,7 @@ def test_the_shortest_clip_is_one_frame(tmp_path, tiny):
 # Encoding
 
 
+@pytest.mark.slow
 def test_codes_are_the_codecs_own(filled, codec):
     """Every clip, of any rate and channel count, bit for bit; written as 16 bits, read with its true length."""
     _, _, codes = filled
@@ -415,6 +416,7 @@ def start_fillers(tiny, tmp_path, n, shard_clips=4096, pause=0):
     return started
 
 
+@pytest.mark.slow
 @pytest.mark.race
 def test_two_runs_fill_one_cache_and_encode_each_clip_once(filled, tiny, tmp_path):
     fillers = start_fillers(tiny, tmp_path, 2, shard_clips=5)
@@ -428,6 +430,7 @@ def test_two_runs_fill_one_cache_and_encode_each_clip_once(filled, tiny, tmp_pat
     assert len(encoded(folder)) == 24
 
 
+@pytest.mark.slow
 @pytest.mark.race
 def test_a_killed_run_leaves_a_usable_cache(filled, tiny, tmp_path):
     filler, = start_fillers(tiny, tmp_path, 1, shard_clips=2, pause=0.2)
@@ -471,6 +474,7 @@ def startup(folder, *code):
     return {"PYTHONPATH": str(folder)}
 
 
+@pytest.mark.slow
 def test_every_file_is_opened_once_and_encoded_once_ever(tiny, tmp_path, train):
     """Counted over 2 ranks, 2 epochs, decoding processes, loader workers and a second run, which has no torchaudio."""
     data = tmp_path / "data"
@@ -495,6 +499,7 @@ def test_every_file_is_opened_once_and_encoded_once_ever(tiny, tmp_path, train):
     assert first.output.count("encoding audio: 100%") >= 1 and "encoding audio" not in second.output
 
 
+@pytest.mark.slow
 def test_without_torchaudio_new_audio_is_refused_in_one_line(tiny, tmp_path, train):
     done = train("--code_cache", tmp_path / "none", ok=False, env=startup(tmp_path / "b", HIDE_TORCHAUDIO))
     errors = [line for line in done.output.splitlines() if line.startswith("error:")]
@@ -502,6 +507,7 @@ def test_without_torchaudio_new_audio_is_refused_in_one_line(tiny, tmp_path, tra
     assert "torchaudio, which is not installed" in errors[0] and "launch/setup.sh" in errors[0]
 
 
+@pytest.mark.slow
 def test_a_broken_torchaudio_is_explained_in_one_line(tiny, tmp_path, train):
     (tmp_path / "broken" / "torchaudio").mkdir(parents=True)
     (tmp_path / "broken" / "torchaudio" / "__init__.py").write_text(

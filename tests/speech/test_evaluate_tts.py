@@ -286,6 +286,7 @@ def test_copies_of_the_targets_are_perfect(waves, targets, speaker, tmp_path, ca
     assert matplotlib.image.imread(folder / "evaluation.png").std() > 0.05
 
 
+@pytest.mark.slow
 def test_scores_belong_to_their_samples(waves, targets, speaker, tmp_path):
     """Other audio under the same names: the scores move along, and match what the functions say pair by pair."""
     order = [2, 0, 4, 1, 3]
@@ -384,6 +385,7 @@ def test_word_errors_are_those_of_what_the_model_hears(waves, listener, tmp_path
         letters[0] + 3 + letters[2] + letters[3] + 2 * letters[4]))
 
 
+@pytest.mark.slow
 def test_batches_change_nothing_and_the_language_is_passed_on(waves, listener, speaker, targets, tmp_path):
     folder = write(tmp_path / "a", waves)
     flags = ("--reference_dir", targets, "--asr_model", listener, "--speaker_model", speaker, "--language", "en")
@@ -407,6 +409,7 @@ def test_what_could_not_be_judged_is_said(waves, listener, speaker, targets, tmp
     assert found["samples"][1]["speaker_similarity"] is None and found["samples"][2]["mcd"] is None
 
 
+@pytest.mark.slow
 def test_two_folders_side_by_side(waves, targets, tmp_path, capsys):
     worse = [*waves[:3], waves[0], waves[0]]
     a = write(tmp_path / "base", worse, ended_by=["length"] * 4 + ["eos"])
@@ -533,6 +536,7 @@ def test_bad_flags_and_folders(waves, targets, listener, speaker, tmp_path, caps
     assert '"text" is None; word errors need' in said(capsys, good, "--asr_model", listener)
 
 
+@pytest.mark.slow
 def test_the_command(waves, targets, tmp_path):
     """From another folder, without any model: transformers is not even imported."""
     folder = write(tmp_path / "a", waves[:2], target_audio=[str(targets / f"000{i}.wav") for i in range(2)])

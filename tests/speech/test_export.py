@@ -253,6 +253,7 @@ def test_native_export_of_a_2025_base_can_generate(tiny, original, tmp_path):
     assert rows.shape[2] == 8 and (rows[0, 0] == 1024).all()
 
 
+@pytest.mark.slow
 def test_native_export_of_a_2025_base_has_a_processor(tiny, original, tmp_path):
     pytest.importorskip("torchaudio", reason="the processor loads the codec, which needs it", exc_type=ImportError)
     lora.merge(str(original), None, tmp_path / "out", None, codec=str(tiny.codec))
@@ -454,6 +455,7 @@ def test_a_write_that_fails_leaves_nothing(tiny, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.race
 def test_a_killed_export_leaves_no_folder_of_that_name_and_the_next_one_cleans_up(tiny, tmp_path):
     command = ("import os, signal, sys; import lora; from speech import weights; weights.save_config = lambda *a: "

@@ -171,6 +171,7 @@ SAME = ["full fsdp 1x12x1", "full fsdp 1x4x3 --gradient_checkpointing", "full dd
         "frozen fsdp 4x3x1", "audio fsdp 2x2x3", "packs fsdp 2x1x1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAME)
 def test_ranks_accumulation_and_sharding_change_nothing(shared, name):
     method = name.split()[0]
@@ -202,6 +203,7 @@ def test_equal_runs_really_trained(shared, odd):
         assert min(run.metrics("train/grad_norm").values()) > 1.5        # clipped, so a wrong norm shows in the moments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["--no-reshard_after_forward", "--cpu_offload", "--gradient_checkpointing"])
 def test_memory_flags_change_no_bit(shared, flag):
     assert_same_bits(shared(f"full fsdp 2x2x3 {flag}"), shared("full fsdp 2x2x3"))
@@ -231,6 +233,7 @@ def train_compiled(backend, argv):
     assert len(compiled) == 2 and torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
+@pytest.mark.slow
 def test_torchrun_command_trains_what_the_ranks_that_stay_train(shared, odd, train):
     ranks, flags = flags_of("full fsdp 2x2x3")
     alone = train("--model_path", odd.model, "--train_data_file", odd.train_json, "--code_cache", odd.codes, *flags,
@@ -238,6 +241,7 @@ def test_torchrun_command_trains_what_the_ranks_that_stay_train(shared, odd, tra
     assert_same_bits(alone, shared("full fsdp 2x2x3"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_bf16_is_close_to_ddp_and_the_trained_weights_stay_fp32(shared, method):
     exact = shared(f"{method} ddp 1x12x1")
@@ -259,6 +263,7 @@ def test_bf16_is_close_to_ddp_and_the_trained_weights_stay_fp32(shared, method):
     assert any(weight.abs().max() > LR for weight in tensors(fsdp).values())
 
 
+@pytest.mark.slow
 def test_gradients_are_reduced_once_a_step(pool, odd, tmp_path):
     """Counted in the run: three micro-steps cost the reductions of one, a layer each and one for the rest."""
     ranks, flags = flags_of("full fsdp 2x2x3")
@@ -269,6 +274,7 @@ def test_gradients_are_reduced_once_a_step(pool, odd, tmp_path):
     assert sum(number for name, number in counts.items() if "reduce_scatter" in name) == 2 + 1, counts
 
 
+@pytest.mark.slow
 def test_no_gather_has_a_name_that_gloo_frees_twice(pool, odd, tmp_path):
     """Of start, training, validation and saves: see tensor_files.whole."""
     ranks, flags = flags_of(f"full {HSDP} {EVERY}")
@@ -288,6 +294,7 @@ def count_collectives(argv, path):
         Path(path).write_text(json.dumps(counts))
 
 
+@pytest.mark.slow
 def test_a_bad_step_is_skipped_on_every_rank(pool, odd, tmp_path):
     """NaN in an embedding row that one rank holds and one sample uses: nothing of that step may stay anywhere."""
     weights, samples = load_file(odd.model / "model.safetensors"), odd.samples()
@@ -319,6 +326,7 @@ def copy_model(source, folder, weights):
 # Batches that lack a modality
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_batches_without_audio_or_text_on_one_rank(pool, odd, tmp_path, method):
     """Two ranks at a time: text only beside audio only, then speech beside an empty pack."""
@@ -482,6 +490,7 @@ def write_shards_and_reads(argv, folder):
     (Path(folder) / f"reads{os.environ['RANK']}").write_text(str(len(reads)))
 
 
+@pytest.mark.slow
 def test_adapters_start_alike_however_sharded_on_a_bf16_base(pool, odd, tmp_path):
     flags = ("--use_lora", "--bf16", "--lora_rank", 5)
     one, = started(pool, odd, tmp_path, 1, *flags)
@@ -498,6 +507,7 @@ def test_adapters_start_alike_however_sharded_on_a_bf16_base(pool, odd, tmp_path
             assert torch.equal(one["shards"][name], base[native].bfloat16())
 
 
+@pytest.mark.slow
 def test_a_rank_never_holds_the_whole_model(pool, odd, tmp_path):
     """Loading needs less than the rank's shards and one file; the model has twelve files."""
     config = json.loads((odd.model / "config.json").read_text())
@@ -556,6 +566,7 @@ def resumed(pool, odd, folder, source, step, name):
 
 
 # an epoch has two steps: 1 and 3 lie in an epoch, 2 between two
+@pytest.mark.slow
 @pytest.mark.parametrize("source, step, name", [
     (f"full fsdp 4x3x1 {EVERY}", 1, "full fsdp 2x3x2"),
     (f"full fsdp 4x3x1 {EVERY}", 2, "full fsdp 1x3x4"),
@@ -571,6 +582,7 @@ def test_resume_onto_other_ranks_or_mode_goes_on_the_same(pool, odd, shared, tmp
     assert_close(run, shared(source), after=step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [f"full fsdp 4x3x1 {EVERY}", f"dropout fsdp 2x3x2 {EVERY}", f"full {HSDP} {EVERY}"])
 @pytest.mark.parametrize("step", [1, 3])
 def test_resume_on_the_same_ranks_is_exact(pool, odd, shared, tmp_path, name, step):
@@ -612,6 +624,7 @@ def test_full_checkpoint_is_a_transformers_model(shared, odd, tmp_path):
     torch.testing.assert_close(logits_of(model, odd, tmp_path / "fsdp"), logits_of(ddp, odd, tmp_path / "ddp"))
 
 
+@pytest.mark.slow
 def test_adapter_loads_in_peft_and_merges(shared, odd, tmp_path):
     logits = []
     for name in (f"lora fsdp 2x3x2 {EVERY}", f"lora ddp 2x3x2 {EVERY}"):

@@ -286,6 +286,7 @@ def learnt(pool, tiny, short, tmp_path_factory):
     return folder, train(pool, tiny, short, folder, *flags)
 
 
+@pytest.mark.slow
 def test_a_model_that_learnt_clips_by_heart_gives_back_their_codes(pool, tiny, short, learnt, voice, tmp_path):
     folder, _ = learnt
     records, output = say(pool, tiny, tmp_path / "said", "--prompts", short, "--temperature", 0, "--max_seconds", 3,
@@ -332,6 +333,7 @@ CLOCK = {"train/throughput", "train/audio_seconds_per_second", "train/samples_pe
          "train/data_wait_seconds", "train/memory_gib", "eval/stop_rate", "eval/length_ratio", "eval/real_time_factor"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [("--parallel", "ddp", "--use_lora"), ("--parallel", "fsdp"),
                                  ("--parallel", "fsdp", "--no-reshard_after_forward", "--use_lora", "--bf16")])
 def test_samples_of_a_run_on_two_ranks(pool, tiny, short, tmp_path, how):
@@ -358,6 +360,7 @@ def test_samples_of_a_run_on_two_ranks(pool, tiny, short, tmp_path, how):
         assert heard != (tmp_path / "loud" / "samples" / "step-3" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_two_ranks_say_what_one_says(pool, tiny, short, tmp_path):
     flags = ("--prompts", short, "--max_seconds", 0.4, "--batch_size", 2)
     one, output = say(pool, tiny, tmp_path / "one", *flags)
@@ -368,6 +371,7 @@ def test_two_ranks_say_what_one_says(pool, tiny, short, tmp_path):
     assert output.count("cut off: no end-of-stream came") == 3 and "3 were cut off at --max_seconds 0.4" in output
 
 
+@pytest.mark.slow
 def test_a_run_out_of_time_for_samples_goes_on(pool, tiny, short, tmp_path):
     """No prompt begun, or stopped after its first row: no frame to hear, which is not all that TensorBoard can take."""
     for name, limit in (("none", 1e-6), ("few", 0.01)):
@@ -390,6 +394,7 @@ class Asked:
         return self.after < 0
 
 
+@pytest.mark.slow
 def test_what_time_cut_off_did_not_stop_by_itself(tiny, voice, short, tmp_path, monkeypatch, capsys):
     """Rates of one that ended, one at its length and one out of time; after a request to stop there are none."""
     native, tokenizer, ids, codec, bandwidth = voice
@@ -436,6 +441,7 @@ def test_a_list_of_seed_tts_eval_is_read(tmp_path):
     assert "2 problems" in str(told.value) and "line 1: 3 fields" in str(told.value) and "gone.wav" in str(told.value)
 
 
+@pytest.mark.slow
 def test_dry_run_counts_and_checks_the_prompts(tiny, short, tmp_path, capsys, monkeypatch):
     """A bad clip, a bad true recording and too long speech are told before the run; so is the memory it takes."""
     def dry(prompts, *more, status=0):
@@ -539,6 +545,7 @@ def test_overwriting_waits_until_all_is_checked(refuse, tmp_path):
     assert (tmp_path / "out" / "0007.wav").read_bytes() == b"good"
 
 
+@pytest.mark.slow
 def test_overwriting_deletes_results_and_nothing_else(pool, tiny, tmp_path):
     (tmp_path / "out").mkdir()
     for name in ("0007.wav", "0007.json", "notes.json", "mine.wav"):

@@ -205,6 +205,7 @@ def syncs(work, inside=()):
     return found
 
 
+@pytest.mark.slow
 def test_forward_and_backward_never_wait_for_the_device(tiny, data, packed):
     ids, samples = data
     batch = collate(list(samples.values()), ids, pad_to=640)
@@ -319,6 +320,7 @@ def test_recomputation_reaches_adapters_through_a_frozen_base(tiny, data):
         torch.testing.assert_close(results[1][name], grad, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_compiled_layers_give_the_same_loss_and_gradients(tiny, data, packed):
     """Traced as --compile traces them; test_fsdp trains with its inductor, which takes a minute of g++."""
     ids, samples = data

@@ -167,6 +167,7 @@ def pack(ids, samples):
                        max(lengths), tuple(lengths), (), {})
 
 
+@pytest.mark.slow
 def test_packed_loss_and_gradients_equal_the_reference(folder, loaded):
     model, ids = loaded
     samples, reference = samples_of(ids), Reference(folder)
@@ -292,6 +293,7 @@ def without_row_0(rows, mask):
     return rows, mask & (torch.arange(len(rows)) > 0)[:, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [None, shifted, without_ends, without_delay, without_row_0])
 def test_what_is_learnt_is_spoken_and_stops_by_itself(loaded, change):
     model, ids = loaded

@@ -39,6 +39,7 @@ def server(tmp_path):
         yield found
 
 
+@pytest.mark.slow
 def test_a_data_set_is_prepared_from_the_hub(ask, server, tmp_path, capsys):
     out, sizes = tmp_path / "out", {name: len(data) for name, data in server.files.items()}
     with pytest.raises(UserError, match=r"holds the sets data/test\*.parquet, data/train\*.parquet, tars/a\*.tar; give "

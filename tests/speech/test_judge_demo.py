@@ -70,18 +70,21 @@ def test_held_out_sentences_are_in_no_training_text():
     assert len(spoken) == 40 and not trained & set(spoken)
 
 
+@pytest.mark.slow
 def test_recordings_are_understood(voices):
     for of in voices:
         own, shuffled = judge_demo.word_error_rates(list(of), list(of.values()))
         assert own <= 0.04 and shuffled > 0.7
 
 
+@pytest.mark.slow
 def test_the_adapter_has_the_new_voice_and_the_base_the_old_one(say):
     assert passes(say(adapter=VOICE / "adapter"))
     base = say()
     assert base["likeness"] <= 0.1 and base["stop_rate"] == 1 and base["wer"] <= 0.4
 
 
+@pytest.mark.slow
 def test_a_wrong_scale_of_the_adapter_is_heard(say, tmp_path):
     wrong = shutil.copytree(VOICE / "adapter", tmp_path / "adapter")
     config = json.loads((wrong / "adapter_config.json").read_text())

@@ -291,6 +291,7 @@ def merge_command(*flags):
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=PATIENCE_S)
 
 
+@pytest.mark.slow
 def test_merged_checkpoint_equals_adapter_on_base(tiny, data, saved, tmp_path):
     folder, net = saved
     done = merge_command("--model_path", tiny.model, "--adapter", folder, "--output_dir", tmp_path / "merged")
@@ -328,6 +329,7 @@ def test_adapter_given_as_the_base_is_named(saved, tmp_path):
                                        "this folder as --adapter")
 
 
+@pytest.mark.slow
 def test_merging_a_folder_without_adapter_is_one_clear_line(tiny, tmp_path):
     done = merge_command("--model_path", tiny.model, "--adapter", tmp_path, "--output_dir", tmp_path / "merged")
     assert done.returncode == 1 and "Traceback" not in done.stdout

@@ -40,6 +40,7 @@ def made(pool, tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_the_pieces_fit(made, pool):
     """The codec gives the codes that the base was trained on; model, codec and clips work in generate_tts.py."""
     codec, known = voice_codec.load_codec(made / "voice" / "codec"), torch.load(made / "latents.pt")

@@ -63,6 +63,7 @@ def assert_same(one, other):
         assert apart.float().mean() < 0.01, f"{name}: {int(apart.sum())} of {apart.numel()} values differ"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [("--use_lora", "--lora_target_modules", "all-linear", "--lora_dropout", 0), ()])
 def test_any_split_trains_the_same(runs, method):
     one = runs(1, "--per_device_train_batch_size", 4, *method)
@@ -177,6 +178,7 @@ def test_a_card_of_higgs_tts_3_says_its_own_licence_and_commands_that_work(runs,
 TABLE = ("--use_lora", "--train_audio_table", "--lora_dropout", 0)
 
 
+@pytest.mark.slow
 def test_the_audio_table_is_trained_beside_adapters_as_one_parameter(pool, runs, tiny3, tmp_path):
     """Sharded or not, resumed, spoken with and merged: embedding and head stay one table."""
     run = runs(1, "--per_device_train_batch_size", 4, *TABLE)
@@ -204,6 +206,7 @@ def test_the_audio_table_is_trained_beside_adapters_as_one_parameter(pool, runs,
                                higgs3.forced_logits(speaking, prompt, None, rows), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_codec_inside_gives_the_codes_of_the_codec_beside(pool, runs, tiny3, tmp_path):
     run = train_forked(pool, tiny3, tmp_path / "out", *LENGTH, "--max_steps", 1, "--audio_tokenizer_path", "")
     assert run.output.count(f"licence    {higgs3.LICENCE}") == 1

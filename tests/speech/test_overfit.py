@@ -84,6 +84,7 @@ def test_speaks_the_clip_exactly_and_stops(tiny, lesson):
     assert fails(net, sample) == set()
 
 
+@pytest.mark.slow
 def test_speaks_the_clip_exactly_through_an_adapter(tiny, lesson):
     ids, sample = lesson
     base = spoken.native(tiny.model)
@@ -130,6 +131,7 @@ def without_end(sample, ids):
     return replace(batch, audio_targets=masked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("breakage, symptoms", [(without_delay, {"codes"}), (without_shift, {"codes", "stop"}),
                                                 (without_end, {"stop"})])
 def test_broken_labels_are_learnt_just_as_well_and_caught(tiny, lesson, breakage, symptoms):

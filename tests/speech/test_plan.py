@@ -61,6 +61,7 @@ STEPS = [(targets, bf16, recompute) for targets in ("", "attention", "attention+
 STEPS += [("", False, "selective"), ("all-linear", False, "selective"), ("all-linear", True, "selective")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets, bf16, recompute", STEPS)
 def test_activation_bytes_are_what_a_step_keeps(targets, bf16, recompute):
     config, model = small_model(targets, torch.bfloat16 if targets and bf16 else torch.float32, recompute)
@@ -78,6 +79,7 @@ def test_activation_bytes_are_what_a_step_keeps(targets, bf16, recompute):
     assert estimate * 0.9 < peak < (estimate + gradients) * 1.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets, bf16, recompute, table", [
     ("", False, None, False), ("all-linear", False, None, True), ("all-linear", True, None, True),
     ("all-linear", True, "all", False), ("", True, "all", False)])
@@ -125,6 +127,7 @@ def test_without_dropout_adapters_share_their_input():
     assert layers == pytest.approx(kept, rel=0.05)
 
 
+@pytest.mark.slow
 def test_logit_bytes_are_the_peak_of_many_targets():
     config, model = small_model("attention", torch.float32, True)
     for targets in (30, 89):
@@ -164,6 +167,7 @@ def test_sizes_of_the_real_model(real):
     assert all(stored == 4 * values and trained == values for values, stored, trained in units)
 
 
+@pytest.mark.slow
 def test_full_fine_tuning_of_3b_fits_eight_gpus(real):
     """16 bytes a value (fp32 weights, gradients, two moments) over 8 GPUs; packs of 8192 tokens, checkpointing."""
     parts = memory.memory_parts(units_of(real), world=8, sharded=True, compute=2)
@@ -262,6 +266,7 @@ def codec(tiny):
     return load_codec(tiny.codec, torch.device("cpu"), 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extension", ["wav", "flac", "ogg", "mp3"])
 @pytest.mark.parametrize("rate", [16000, 22050, 24000, 44100, 48000])
 def test_frames_from_the_header_are_those_of_the_codec(tiny, codec, tmp_path, extension, rate):
@@ -317,6 +322,7 @@ def number(pattern, text):
     return float(re.search(pattern, text)[1].replace(",", ""))
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_the_run_then_does(forked, real_run, tiny, tmp_path):
     """Two ranks, an empty code cache. Then the real run, and what a dry run says of going on."""
     flags = ("--use_lora", "--lora_rank", 64, "--code_cache", tmp_path / "codes", "--num_train_epochs", 2,
@@ -389,6 +395,7 @@ def run_alone(command, cwd):
 EIGHT_GPUS = ("--bf16", "--gradient_checkpointing", "--dry_run", 8, "--parallel", "fsdp", "--host_memory", 65)
 
 
+@pytest.mark.slow
 def test_the_3b_model_is_planned_without_its_weights(tiny, huge, tmp_path):
     flags = ("--model_path", huge, *EIGHT_GPUS)
     status, output, memory = run_alone(trainer_command(tiny, tmp_path / "out", *flags), tmp_path)
@@ -404,6 +411,7 @@ def test_the_3b_model_is_planned_without_its_weights(tiny, huge, tmp_path):
     assert number(r"fixed +([\d.]+) GiB", output) == 2 and "it has 80.00 GiB, 5 % of it left" in output
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_3b_model_needs_room_on_the_disk(run, huge, disk):
     flags = ("--model_path", huge, *EIGHT_GPUS)
     disk(64 * 1024)
@@ -413,6 +421,7 @@ def test_a_checkpoint_of_the_3b_model_needs_room_on_the_disk(run, huge, disk):
     assert done.status == 0 and "65.00 GiB free" in line_of(done.output, "disk"), done.output
 
 
+@pytest.mark.slow
 def test_too_little_host_memory(run, huge):
     """A save takes 12 bytes a value on the node of DDP's rank 0; offloading 16 more."""
     offload = ("--model_path", huge, "--bf16", "--parallel", "fsdp", "--cpu_offload", "--dry_run", 16)
@@ -423,6 +432,7 @@ def test_too_little_host_memory(run, huge):
     complains(run("--host_memory", 0.01), "host memory: about ", "--parallel fsdp on several nodes, --use_lora")
 
 
+@pytest.mark.slow
 def test_full_fine_tuning_of_3b_in_ddp_is_refused(run, huge):
     complains(run("--model_path", huge, "--bf16", "--dry_run", 8, "--host_memory", 65), "memory: about ", "80.00 GiB",
               "what helps: --gradient_checkpointing, a smaller --per_device_train_batch_size, --parallel fsdp, "
@@ -513,6 +523,7 @@ def test_codec_of_another_kind(run, tiny, tmp_path):
         complains(run("--audio_tokenizer_path", folder), folder, said)
 
 
+@pytest.mark.slow
 def test_memory_and_disk(run):
     message = complains(run("--gpu_memory", 1.01), "memory: about 1.", "each GPU, which has 1.01 GiB, 5 % of it left "
                         "for fragmentation; what helps: --gradient_checkpointing, --bf16, a smaller "

@@ -85,6 +85,7 @@ def train_without_codec(argv):
     train_v2_ddp.main(argv)
 
 
+@pytest.mark.slow
 def test_ranks_prepare_and_the_trainer_trains_on_it_elsewhere(tiny, speech, pool, forked, folder, tmp_path):
     """The command itself, by two processes; then the folder is moved, the audio is gone, and no codec can be loaded."""
     mine = tmp_path / "mine"

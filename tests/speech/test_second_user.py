@@ -24,6 +24,7 @@ def files(folder):
     return {path: (path.stat().st_mode, path.stat().st_size) for path in Path(folder).rglob("*")}
 
 
+@pytest.mark.slow
 def test_a_run_on_a_colleagues_cache_model_and_checkpoint(open_to_all, tiny, pool):
     """It writes nothing there; all that it writes has the mode that its umask leaves."""
     if isinstance(second_user.ask(os.listdir, ROOT / "common"), OSError):

@@ -136,6 +136,7 @@ def assert_close(run, other):
 # The same training, however it is shared out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("split", ["1x2x2", "2x2", "2x1x2"])
 def test_ranks_and_accumulation_change_nothing(shared, tiny, method, split):
@@ -157,6 +158,7 @@ def test_equal_runs_really_trained(shared, tiny):
     assert loss[10] < loss[4] - 0.1
 
 
+@pytest.mark.slow
 def test_token_packs_on_one_and_two_ranks(shared):
     one, two = shared("packs 1"), shared("packs 2")
     assert sorted(one.metrics("train/loss")) == [1, 2, 3, 4, 5, 6]
@@ -164,6 +166,7 @@ def test_token_packs_on_one_and_two_ranks(shared):
     assert max(one.metrics("train/epoch").values()) > 1         # the topped-up tail of an epoch was among the steps
 
 
+@pytest.mark.slow
 def test_loader_processes_change_nothing(shared, complete, tmp_path):
     for workers, prefetch in ((0, 4), (2, 1)):
         other = complete(tmp_path / f"workers{workers}", *DROPOUT, "--num_workers", workers, "--prefetch_factor",
@@ -179,6 +182,7 @@ def train_counted(argv):
     print(f"recomputed {len(calls)}")
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_changes_nothing(shared, forked):
     """With dropout: the recomputed layers must draw the same masks again."""
     recomputed = forked(*DROPOUT, "--gradient_checkpointing", main=f"{__name__}.train_counted")
@@ -207,6 +211,7 @@ def stopped(complete, tmp_path_factory):
     return output_dir
 
 
+@pytest.mark.slow
 def test_resumed_run_equals_uninterrupted(shared, stopped, complete, tmp_path):
     """Stopped in the middle of an epoch, exactly at its end, and in the second one."""
     output_dir = shutil.copytree(stopped, tmp_path / "out")
@@ -222,6 +227,7 @@ def test_resumed_run_equals_uninterrupted(shared, stopped, complete, tmp_path):
     assert steps_of(output_dir) == [6, 8, 12]
 
 
+@pytest.mark.slow
 def test_timed_checkpoints_change_nothing(shared, complete, tmp_path):
     """Rank 0's clock asks after every first step behind a checkpoint; all ranks save behind the next one, and go on."""
     run = complete(tmp_path / "out", *SHARED["lora 2x2"][1], "--save_minutes", 1e-9, "--save_total_limit", 0, ranks=2)
@@ -244,6 +250,7 @@ def test_damaged_checkpoint_is_passed_over(shared, stopped, complete, tmp_path):
     assert_same_bits(shared("dropout"), resumed)        # steps 7 and 8 stand in metrics.jsonl once
 
 
+@pytest.mark.slow
 def test_resume_onto_fewer_packs_a_step_finishes_every_epoch(complete, tmp_path):
     """An epoch ends between the packs of a step. Resumed with smaller steps, the next epochs are still whole."""
     flags = ("--use_lora", "--disable_eval", "--per_device_train_batch_size", 8)        # 3 packs an epoch
@@ -267,6 +274,7 @@ def killed(tiny, tmp_path_factory):
     return output_dir
 
 
+@pytest.mark.slow
 @pytest.mark.race
 def test_killed_full_run_resumes_exactly(shared, killed, complete, tmp_path):
     output_dir = shutil.copytree(killed, tmp_path / "out")
@@ -275,6 +283,7 @@ def test_killed_full_run_resumes_exactly(shared, killed, complete, tmp_path):
     assert_same_bits(shared("full 2x2"), resumed)
 
 
+@pytest.mark.slow
 @pytest.mark.race
 def test_run_of_two_ranks_goes_on_with_one(shared, killed, complete, tmp_path):
     output_dir = shutil.copytree(killed, tmp_path / "out")
@@ -337,6 +346,7 @@ class Job:
         return self.log.read()
 
 
+@pytest.mark.slow
 @pytest.mark.race
 def test_killed_rank_ends_the_run(tiny, tmp_path):
     output_dir = tmp_path / "out"
@@ -433,6 +443,7 @@ def train_audited(argv):
     train_v2_ddp.main(argv)
 
 
+@pytest.mark.slow
 def test_audio_is_opened_and_encoded_once_ever(watched, tiny):
     (_, opens, audit, shards), (second, later_opens, later_audit, later_shards) = watched
     root = second.output_dir.parent
@@ -491,6 +502,7 @@ def test_tensorboard_has_the_same_numbers(watched):
 # Checkpoints that stay
 
 
+@pytest.mark.slow
 def test_rotation_keeps_the_newest_and_the_best(forked):
     """A rate far too high that rises: the best checkpoint is the first (losses of 10.6, then 26 to 76)."""
     run = forked("--learning_rate", 1, "--lr_scheduler", "constant", "--warmup_steps", 7, "--validation_split", 0.2,
@@ -527,6 +539,7 @@ def test_rotation_spares_the_new_checkpoint_beside_a_damaged_newer_one(tmp_path)
 # What the optimizer may touch
 
 
+@pytest.mark.slow
 def test_weights_that_no_loss_reaches_stay_as_they_were(forked, tiny):
     run = forked("--text_loss_weight", 0, "--weight_decay", 0.1, "--learning_rate", LR, "--disable_eval",
                  "--max_steps", 3, "--per_device_train_batch_size", 8)
@@ -648,6 +661,7 @@ def test_a_log_line_fits_a_terminal():
     assert len(train_v2_ddp.console_line(50_000, 500_000, values)) <= 160
 
 
+@pytest.mark.slow
 def test_batch_derived_flags_and_schedule(forked):
     """--global_batch_size makes the accumulation, the square-root rule the peak rate, the schedule the way down."""
     run = forked("--use_lora", "--per_device_train_batch_size", 2, "--global_batch_size", 8, "--scale_lr_from_batch", 2,
@@ -730,6 +744,7 @@ def not_json(name):
     raise AssertionError(f"metrics.jsonl has a {name}, which is not JSON")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_too_many_bad_steps_end_the_run(poisoned, forked, ranks):
     run = forked(*poisoned[0], "--max_bad_steps", 1, ranks=ranks, ok=False)     # fails if they do not end by themselves
@@ -740,6 +755,7 @@ def test_too_many_bad_steps_end_the_run(poisoned, forked, ranks):
     assert not checkpoint.checkpoints(run.output_dir)
 
 
+@pytest.mark.slow
 def test_folders_may_be_relative(pool, tiny, tmp_path):
     """As in README's commands: --output_dir ./out, and the codes in it."""
     run = train_forked(pool, tiny, Path("out"), "--code_cache", "out/codes", "--max_steps", 1, cwd=tmp_path)
