@@ -8,14 +8,13 @@ CUDA.
 import os
 import shutil
 import time
-import uuid
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from common import parallel
+from common import checkpoint, parallel
 from common.problems import settle
 from common.watchdog import init_loader
 from speech.encode import ensure_codes, plan_codes
@@ -41,13 +40,12 @@ def prepare_table(world, tokenizer, ids, codec_dir, *, train, held_out, output_d
     if any(map(is_prepared, [path for path, _ in train] + [held_out] * bool(held_out))):
         return open_prepared(world, train, held_out, tokenizer, ids, codec_dir, reading, output_dir)
     builder, sources, start, bad = None, [], time.monotonic(), {}     # bad: clips that cannot be used, on rank 0
-    folder = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}"         # the other ranks learn rank 0's from write()
+    folder = checkpoint.new_table(output_dir)       # the other ranks learn rank 0's from write()
 
     def read():
         nonlocal builder, sources
         keep_prepared(output_dir)
-        for old in Path(output_dir).glob("table-*"):        # a running job keeps what it has mapped
-            shutil.rmtree(old, ignore_errors=True)
+        checkpoint.remove_named(output_dir, checkpoint.TABLE)       # a running job keeps what it has mapped
         builder, sources = read_all(train, held_out, tokenizer, ids, reading, folder, processes, drop, list_in)
         n_train = sum(s["stop"] - s["first"] for s in sources if not s["held_out"])
         print(f"data       {n_train} training samples, {len(builder) - n_train or 'no'} separate validation samples, "

@@ -57,6 +57,35 @@ def naming(path):
         raise
 
 
+# Whole names of what a killed process may leave, as this code makes them. Nothing else is ever deleted.
+TEMPORARY = r"\..+\.tmp-[0-9a-f]{32}"       # write_atomically's files
+UNFINISHED = r"checkpoint-\d+\.tmp-([0-9a-f]{8}|deleted-\d+)"     # Writer.building, delete
+TABLE = r"table-[0-9a-f]{8}"                # new_table
+
+
+def remove_named(folder, pattern, keep=None):
+    """Delete the files and folders in `folder` whose whole names match `pattern`; [names that are gone].
+
+    keep: a name that stays. What cannot be deleted stays, too: NFS keeps folders with files that somebody has open.
+    """
+    gone = []
+    for path in sorted(Path(folder).iterdir()) if os.path.isdir(folder) else ():
+        if path.name == keep or not re.fullmatch(pattern, path.name, re.ASCII):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+        if not path.exists():
+            gone.append(path.name)
+    return gone
+
+
+def new_table(folder):
+    """Path in `folder` for the table of a data set, which is made anew at each start; earlier ones: remove_named."""
+    return Path(folder) / f"table-{uuid.uuid4().hex[:8]}"
+
+
 def write_atomically(path, write):
     """write(temporary_path), sync, rename onto path: readers see the old file or the new one, never half of one."""
     path = Path(path)
@@ -82,9 +111,11 @@ def new_folder(output_dir, size=0, flag="--output_dir"):
         raise UserError(f"{flag} {output_dir}: is there already and not empty; give another name or move it away")
     building = final.with_name(f".{final.name}.tmp-{uuid.uuid4().hex}")
     try:
-        for earlier in final.parent.glob(f".{final.name}.tmp*"):
-            with contextlib.suppress(FileNotFoundError), ownership.claim(earlier, flag):    # of one that was killed
-                shutil.rmtree(earlier)
+        for earlier in final.parent.iterdir() if final.parent.exists() else ():
+            if re.fullmatch(rf"\.{re.escape(final.name)}\.tmp-[0-9a-f]{{32}}", earlier.name) and earlier.is_dir():
+                with contextlib.suppress(FileNotFoundError), ownership.claim(earlier, flag):    # one that was killed
+                    shutil.rmtree(earlier)
+                    print(f"removed {earlier}, which a killed process has left", flush=True)
         building.mkdir(parents=True)
         with ownership.claim(building, flag) as owner:
             free = shutil.disk_usage(building).free
@@ -125,23 +156,20 @@ def own_output(output_dir, lost=None):
     prepare_output(output_dir)
     try:
         ownership.claim(output_dir, lost=lost)
-        remove_temporary(output_dir)
-        remove_unfinished(output_dir)
+        if gone := remove_temporary(output_dir) + remove_named(output_dir, UNFINISHED):
+            print(f"removed what a killed run has left in {output_dir}: {', '.join(gone)}", flush=True)
     except OSError as error:
         raise UserError(f"--output_dir {output_dir}: cannot be written ({error.strerror})")
 
 
 def remove_temporary(folder):
-    """Delete what a killed process has left of write_atomically in a folder that this one owns."""
-    for file in Path(folder).glob(".*.tmp-*"):
-        if file.is_file():      # not a folder that new_folder is making
+    """Delete files that a killed process has left of write_atomically in a folder that this one owns; [names]."""
+    gone = []
+    for file in Path(folder).iterdir():
+        if re.fullmatch(TEMPORARY, file.name) and file.is_file():       # not a folder that new_folder is making
             file.unlink(missing_ok=True)
-
-
-def remove_unfinished(output_dir):
-    """Delete what is left of checkpoints that were being written, as far as that goes: NFS keeps what is open."""
-    for folder in Path(output_dir).glob("checkpoint-*.tmp*"):
-        shutil.rmtree(folder, ignore_errors=True)
+            gone.append(file.name)
+    return gone
 
 
 def move_aside(path, why, what="damaged"):
@@ -195,7 +223,7 @@ class Writer:
         if self.world.is_main:
             ownership.check(self.output_dir)        # what is unfinished there may be the new owner's
             try:
-                remove_unfinished(self.output_dir)
+                remove_named(self.output_dir, UNFINISHED)
                 (self.building(step) / STATE_DIR).mkdir(parents=True)
             except OSError as error:
                 raise self.failed(step, error)

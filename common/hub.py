@@ -18,6 +18,7 @@ from common.parallel import UserError
 PREFIX = "hf://datasets/"
 NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+?)(?:@((?:refs/\w+/)?[^/@]+))?(?:/([^@]+))?")     # owner/name@revision/files
 LOCAL = (".json", ".jsonl", ".csv", ".tsv", ".txt", ".list", ".lst", ".arrow", ".gz", ".zip")      # a file that is gone
+COPIES = r"\.hub-[a-z0-9_]{8}"        # whole names of the folders of `fetched`, by mkdtemp
 _fetched = {}       # {path on the hub: path of its copy here}
 
 
@@ -133,7 +134,7 @@ def fetched(path, folder):
     if not is_there(path):
         yield
         return
-    place = tempfile.mkdtemp(prefix=".hub-", dir=folder)
+    place = tempfile.mkdtemp(prefix=".hub-", dir=folder)        # one of COPIES
     try:
         repo, commit, name = NAME.fullmatch(path.removeprefix(PREFIX)).groups()
         with asking(path):
@@ -142,10 +143,4 @@ def fetched(path, folder):
         yield
     finally:
         _fetched.pop(path, None)
-        shutil.rmtree(place, ignore_errors=True)
-
-
-def remove_left(folder):
-    """Delete copies that a killed process has left in a folder that this one owns."""
-    for place in Path(folder).glob(".hub-*"):
         shutil.rmtree(place, ignore_errors=True)

@@ -8,7 +8,6 @@ import itertools
 import json
 import shutil
 import time
-import uuid
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from common import loading, parallel
+from common import checkpoint, loading, parallel
 from common.checkpoint import naming
 from common.indexing import Column, in_order
 from common.parallel import UserError
@@ -308,9 +307,8 @@ def prepare_table(world, output_dir, paths, encoder, limit, policy, teacher=None
     output_dir.
     """
     def build():
-        for old in Path(output_dir).glob("table-*"):        # a job that still runs keeps the files that it has mapped
-            shutil.rmtree(old, ignore_errors=True)
-        folder = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}"
+        checkpoint.remove_named(output_dir, checkpoint.TABLE)       # a running job keeps what it has mapped
+        folder = checkpoint.new_table(output_dir)
         n_train, about, ends = build_table(folder, paths, encoder, limit, policy, teacher, processes, drop, list_in,
                                           prompt)
         print(about, flush=True)

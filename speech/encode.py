@@ -18,8 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from common import hub, ownership, tensor_files
-from common.checkpoint import remove_temporary
+from common import checkpoint, hub, ownership, tensor_files
 from common.loading import each
 from common.parallel import UserError, all_ranks_ok, gather_objects, problem_text, rank0_first
 from common.watchdog import Stopped, init_loader, stop_requested
@@ -102,8 +101,8 @@ def own_cache(folder, wait_s):
             raise Stopped("")
     folder.mkdir(parents=True, exist_ok=True)
     owner = ownership.claim(folder, "--code_cache", wait_s=wait_s, waiting=waiting)
-    remove_temporary(folder)
-    hub.remove_left(folder)
+    checkpoint.remove_temporary(folder)
+    checkpoint.remove_named(folder, hub.COPIES)
     return owner
 
 

@@ -5,8 +5,6 @@ the head. labels3.py has the layout of its sequences.
 
 The weights are for research and non-commercial use (Boson Higgs TTS 3 licence); none are part of this project.
 """
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import fused, json_files, recomputation, tensor_files
+from common import checkpoint, fused, json_files, recomputation, tensor_files
 from common.document_attention import ATTENTION
 from common.parallel import UserError
 from speech import weights  # noqa: F401  (first: it explains a torchaudio that breaks every transformers import)
@@ -314,12 +312,10 @@ def unpack_codec(folder, config_dict, into):
             raise UserError(f"{into}: is not the codec inside {folder}; delete that folder, or give another "
                             "--output_dir")
         return into
-    building = into.with_name(f".{into.name}.tmp{os.getpid()}")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
-    config.save_pretrained(building)
-    tensor_files.save({name: parts[name][:].float().contiguous() for name in wanted}, building / "model.safetensors")
-    os.rename(building, into)
+    with checkpoint.new_folder(into) as building:
+        config.save_pretrained(building)
+        values = {name: parts[name][:].float().contiguous() for name in wanted}
+        tensor_files.save(values, building / "model.safetensors")
     return into
 
 

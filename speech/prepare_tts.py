@@ -83,7 +83,6 @@ ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else N
 import os
 import shutil
 import time
-import uuid
 from collections import Counter
 
 import numpy as np
@@ -109,7 +108,7 @@ def prepare(world, tokenizer, ids, codec_dir, *, train, held_out, reading, outpu
     the data, unless they are dropped.
     """
     out, start, bad, noted = Path(output_dir), time.monotonic(), {}, []
-    table = out / f"table-{uuid.uuid4().hex[:8]}"
+    table = checkpoint.new_table(out)
     builder, sources = None, []
 
     def read():
@@ -141,9 +140,7 @@ def prepare(world, tokenizer, ids, codec_dir, *, train, held_out, reading, outpu
         builder.write(table, os.path.relpath(cache, table) if out in Path(cache).parents else os.path.abspath(cache),
                       shards, where, sources, left_out)
         prepared.write(out, table, tokenizer, ids, codec_dir, reading, report)
-        for old in out.glob("table-*"):
-            if old.name != table.name:
-                shutil.rmtree(old, ignore_errors=True)
+        checkpoint.remove_named(out, checkpoint.TABLE, keep=table.name)
         return report
 
     def compare(where):

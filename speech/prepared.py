@@ -2,15 +2,12 @@
 import hashlib
 import json
 import os
-import shutil
-import uuid
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
-from common import json_files, parallel
-from common.checkpoint import write_atomically
+from common import checkpoint, json_files, parallel
 from common.parallel import UserError
 from common.problems import LIST
 from speech.codes import codec_fingerprint
@@ -45,7 +42,7 @@ def write(folder, table, tokenizer, ids, codec_dir, reading, report):
              for path in [*sorted(Path(table).iterdir()), *shards]}
     about = {"table": Path(table).name, "files": sizes, "tokenizer": tokenizer_fingerprint(tokenizer, ids),
              "codec": codec_fingerprint(codec_dir), "reading": asdict(reading), "report": report}
-    write_atomically(Path(folder) / FILE, lambda path: path.write_text(json.dumps(about, indent=1) + "\n"))
+    checkpoint.write_atomically(Path(folder) / FILE, lambda path: path.write_text(json.dumps(about, indent=1) + "\n"))
 
 
 def look_into(folder):
@@ -98,9 +95,8 @@ def open_prepared(world, train, held_out, tokenizer, ids, codec_dir, reading, ou
         (Path(output_dir) / LIST).unlink(missing_ok=True)       # of the run before
         if len(found) > 1:
             keep_prepared(output_dir)
-            folder = Path(output_dir) / f"table-{uuid.uuid4().hex[:8]}"
-            for old in Path(output_dir).glob("table-*"):
-                shutil.rmtree(old, ignore_errors=True)
+            checkpoint.remove_named(output_dir, checkpoint.TABLE)
+            folder = checkpoint.new_table(output_dir)
             join(found, folder)
             found = [str(folder)]
         print(f"data       prepared: {', '.join(map(str, paths))}", flush=True)

@@ -6,14 +6,13 @@ the codebooks; the encoder learns to hear the latents in a waveform, the decoder
 """
 import functools
 import math
-import shutil
 import time
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.checkpoint import write_atomically
+from common.checkpoint import new_folder, write_atomically
 from speech import make_tiny
 from speech.codes import SAMPLE_RATE
 
@@ -291,13 +290,11 @@ def train_decoder(codec, waves, latents, state, steps, seed):
 
 def save_codec(codec, folder):
     """The codec's folder, whole or not at all: float16 values, to be loaded as float32."""
-    building = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(building, ignore_errors=True)
-    codec.save_pretrained(building)
-    make_tiny.feature_extractor().save_pretrained(building)
-    weights = building / "model.safetensors"
-    save_file({name: t.half() for name, t in load_file(weights).items()}, weights, {"format": "pt"})
-    building.rename(folder)
+    with new_folder(folder) as building:
+        codec.save_pretrained(building)
+        make_tiny.feature_extractor().save_pretrained(building)
+        weights = building / "model.safetensors"
+        save_file({name: t.half() for name, t in load_file(weights).items()}, weights, {"format": "pt"})
 
 
 def load_codec(folder):

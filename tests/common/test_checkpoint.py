@@ -4,6 +4,7 @@ to the disk. Kills and resumes of whole runs: test_recovery.py.
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -32,6 +33,41 @@ def make(folder, state=None, manifest=None):
 
 def test_a_whole_one(tmp_path):
     assert checkpoint.damage(make(tmp_path / "checkpoint-4")) == ""
+
+
+LEFT = ["checkpoint-6.tmp-0123abcd", "checkpoint-4.tmp-deleted-1764000000000", "table-0123abcd",
+        f".run.yaml.tmp-{'a' * 32}"]
+THEIRS = ["checkpoint-500.tmp", "checkpoint-500.tmp-keep", "checkpoint-best.tmp-0123abcd", "checkpoint-6.tmp-0123abcd.bak",
+          "checkpoint-٣.tmp-0123abcd", "table-of-contents", ".notes.tmp-mine", "checkpoint-500"]
+
+
+def test_only_what_this_code_has_named_is_deleted(tmp_path, capsys):
+    for name in LEFT + THEIRS:
+        if name.startswith("."):
+            (tmp_path / name).write_text("x")
+        else:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "model.safetensors").write_text("weights")
+    checkpoint.own_output(tmp_path)
+    said = capsys.readouterr().out
+    assert all(name in said for name in LEFT if "table" not in name) and not any(f"{name}," in said for name in THEIRS)
+    checkpoint.remove_named(tmp_path, checkpoint.TABLE)
+    assert sorted(path.name for path in tmp_path.iterdir() if "owner" not in path.name) == sorted(THEIRS)
+    assert all((tmp_path / name / "model.safetensors").exists() for name in THEIRS if name[0] != ".")
+    assert checkpoint.new_table(tmp_path).name != checkpoint.new_table(tmp_path).name
+    assert re.fullmatch(checkpoint.TABLE, checkpoint.new_table(tmp_path).name)
+
+
+@pytest.mark.parametrize("name", ["x[1]", "*", "m2"])
+def test_a_new_folder_deletes_none_of_other_names(tmp_path, name, capsys):
+    theirs = [tmp_path / other for other in (".x1.tmp-mine", f".y.tmp-{'b' * 32}", ".m2.tmp-backup", ".x1.tmp")]
+    left = tmp_path / f".{name}.tmp-{'c' * 32}"
+    for folder in [*theirs, left]:
+        folder.mkdir()
+    with checkpoint.new_folder(tmp_path / name) as building:
+        assert re.fullmatch(rf"\.{re.escape(name)}\.tmp-[0-9a-f]{{32}}", building.name)
+    assert all(folder.exists() for folder in theirs) and not left.exists()
+    assert f"removed {left}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("manifest, why", [
