@@ -301,6 +301,7 @@ class Run:
         """
         self.watch.moved("waiting for the last checkpoint", self.args.wait_timeout)
         parallel.rank0_first(self.world, self.writer.wait)
+        watchdog.rest()         # no rank waits for another any more, however long rank 0's loggers take to close
         self.bar.close()
         if not self.world.is_main:
             return

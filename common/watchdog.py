@@ -3,7 +3,9 @@
 SIGTERM and SIGUSR1 only set a flag; the training loop asks for it, saves, leaves the file OUTPUT_DIR/requeue for the
 launcher and exits with status 0. Every rank has a thread that tells the others through the run's store how far its
 main thread has come. When a main thread does not move for its time limit, the ranks that are furthest behind are named,
-each of them prints where it stands, and all end with status 1, before the process group's own time limit.
+each of them prints where it stands, and all end with status 1, before the process group's own time limit. A save or a
+validation may take longer than a step; a thread that tells nothing any more, since its process or node stands still, is
+missed after a step's limit in any of them.
 """
 import errno
 import itertools
@@ -103,8 +105,9 @@ class Watchdog:
     """Watches this rank's main thread; start it on every rank. In a single process nothing can wait for another."""
 
     def __init__(self, world, limit_s):
-        """limit_s: seconds a step may take. world: parallel.World."""
+        """limit_s: seconds a step may take, or a rank be silent. world: parallel.World."""
         self.world, self.limit_s = world, limit_s
+        self.heard = (None, time.monotonic())       # the next rank's last beat, and when it was new
         self.main = threading.get_ident()
         self.beat_s = beat_seconds(world.size, limit_s)
         self.grace_s = GRACE_S + 3 * hosts_store(world)     # who hosts the store ends last
@@ -122,8 +125,9 @@ class Watchdog:
         self.state = (self.state[0] + 1, where, time.monotonic(), limit_s or self.limit_s)
 
     def _watch(self):
-        """Beat. When the main thread does not move for its limit, note all ranks' beats, and some beats later name the
-        ranks that have not moved since. When another rank has failed, end this process after grace_s.
+        """Beat. When the main thread does not move for its limit, or the next rank is silent for a step's, note all
+        ranks' beats, and some beats later name the ranks that have not moved since. When another rank has failed, end
+        this process after grace_s.
         """
         before, decide, leave = None, None, None
         try:
@@ -133,20 +137,20 @@ class Watchdog:
                 count, where, since, limit_s = self.state
                 self.world.store.set(f"watch/{self.world.rank}", json.dumps(
                     [beat, count, where, f"{socket.gethostname()}, process {os.getpid()}"]))
-                stuck = time.monotonic() - max(since, woke())
+                stuck, silent = time.monotonic() - max(since, woke()), self._silence()
                 self.answered = time.monotonic()
                 failed = has_failed(self.world.store)       # at every beat: see "How an ending goes" in parallel.py
                 if leave is not None:           # beats go on until then: a rank without beats would be named
                     if time.monotonic() > leave:
                         os._exit(1)
-                elif stuck <= limit_s:
+                elif stuck <= limit_s and silent <= self.limit_s:
                     before = None
                     if failed:      # the main thread may wait for the rank that did
                         leave = time.monotonic() + self.grace_s
                 elif before is None:
                     before, decide = self._states(), beat + SILENT_BEATS
                 elif beat >= decide:
-                    self._judge(before, self._states(), stuck)
+                    self._judge(before, self._states(), max(stuck, silent))
                     leave = time.monotonic() + self.grace_s     # time for the stacks of other ranks
                 time.sleep(self.beat_s)
         except Exception as error:      # the store is gone: its host is
@@ -179,6 +183,14 @@ class Watchdog:
                           "or torchrun, or its node stands still", file=sys.stderr, flush=True)
                     time.sleep(GRACE_S)         # the node's other ranks come here, too
                 os._exit(1)
+
+    def _silence(self):
+        """Seconds without a beat of the next rank, whose beats this one listens for; 0 before its first."""
+        key = f"watch/{(self.world.rank + 1) % self.world.size}"
+        beat = self.world.store.get(key) if self.world.store.check([key]) else None
+        if beat is None or beat != self.heard[0]:
+            self.heard = beat, time.monotonic()
+        return time.monotonic() - max(self.heard[1], woke())
 
     def _states(self):
         """{rank: [beat, count, where, host and process]} as last told."""

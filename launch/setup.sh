@@ -9,6 +9,7 @@ VENV=${VENV:-}                            # folder of the environment; default .
 VERSIONS=${VERSIONS:-locked}              # of requirements.lock; or newest, oldest that requirements.txt allows
 TORCH_VERSION=${TORCH_VERSION:-}          # default 2.13.0, for the oldest 2.11.0; up to 2.14.1 fit torchaudio 2.11.0
 TORCH_CPU=${TORCH_CPU:-0}                 # 1: a new environment gets torch without CUDA
+UV=${UV-uv}                               # does the work where it is installed; empty: pip
 TORCH_INDEX=${TORCH_INDEX-https://download.pytorch.org/whl/cpu}     # has that torch, if pip's own indexes do not
 PYTHON_WHEELS=${PYTHON_WHEELS:-/usr/share/python-wheels}            # where Debian's python3-pip-whl puts pip
 
@@ -33,7 +34,7 @@ oldest) TORCH_VERSION=${TORCH_VERSION:-2.11.0} ;;
 esac
 
 pip=(pip)
-if command -v uv >/dev/null; then pip=(uv pip); fi
+if [ -n "$UV" ] && command -v "$UV" >/dev/null; then pip=("$UV" pip); fi
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 get() { "${pip[@]}" install --quiet "$@"; }
 
@@ -70,8 +71,8 @@ find_pip_wheel() {      # FOLDER
 
 if [ "$VENV" != none ]; then
     if [ ! -x "$VENV/bin/pip" ]; then
-        if [ "${pip[0]}" = uv ]; then
-            uv venv --quiet --seed --python "$PYTHON" "$VENV"
+        if [ "${#pip[@]}" = 2 ]; then
+            "$UV" venv --quiet --seed --python "$PYTHON" "$VENV"
         elif "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null; then
             "$PYTHON" -m venv "$VENV"
         else

@@ -96,6 +96,7 @@ def shifted(table, numbers):
     return examples
 
 
+@pytest.mark.slow
 def test_other_labels_stop_it(bench, tiny, tmp_path, monkeypatch):
     from bench import sft_ways
     monkeypatch.setattr(sft_ways, "plain_examples", sft_ways.make_examples, raising=False)

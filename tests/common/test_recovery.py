@@ -563,20 +563,40 @@ def errors_in(job):
     return re.findall("^error: .*", job.text(), re.M)
 
 
-def test_rank_that_does_not_answer_is_named(launch, tmp_path):
+@pytest.mark.parametrize("moment", ["a step", "a save", "a validation"])
+def test_rank_that_does_not_answer_is_named(launch, speech, tmp_path, moment):
     """When it goes on it finds rank 0, and the store with it, gone."""
-    job = launch(tmp_path / "out", *KINDS["fsdp"][1], "--max_steps", 10_000, *LIMIT, ranks=2)
-    job.wait_for(lambda: job.seen(2))
+    out, data = tmp_path / "out", speech[0].with_name("thrice.json")
+    data.write_text(json.dumps(3 * json.loads(speech[0].read_text())))
+    more = {"a step": (), "a save": ("--save_steps", 3), "a validation": ("--eval_data_file", data, "--eval_steps", 3)}
+    flags = [flag for flag in KINDS["fsdp"][1] if flag != "--disable_eval" or moment != "a validation"]
+    job = launch(out, *flags, *more[moment], "--max_steps", 10_000, *LIMIT, ranks=2)
+    before = job.wait_for(lambda: job.seen(1) and children(job.rank(0)))
+    if moment == "a save":
+        job.wait_for(lambda: growing(out))
+    elif moment == "a validation":
+        loaders = job.wait_for(lambda: job.seen(3) and sorted(set(children(job.rank(0))) - set(before)))
+        job.signal(signal.SIGSTOP, loaders)
     stopped, start = job.rank(1), time.monotonic()
     job.signal(signal.SIGSTOP, [stopped])
     job.ranks[0].join(PATIENCE_S)
     took = time.monotonic() - start
-    job.signal(signal.SIGCONT, [stopped])
+    job.signal(signal.SIGCONT, [stopped, *(loaders if moment == "a validation" else [])])
     assert job.wait() == [1, 1], job.text()
     errors = errors_in(job)
     assert len(errors) == 1 and re.match(rf"error: no answer from rank 1 \(\S+, process {stopped}\) in: .*; "
                                          r"the other ranks have waited for \d+ s", errors[0]), job.text()
     assert took > LIMIT_S
+
+
+def test_ranks_that_are_slow_to_save_are_waited_for(launch, tmp_path):
+    """Each save takes longer than a step may, and the next one waits for it; all beat meanwhile."""
+    out = tmp_path / "out"
+    job = launch(out, *KINDS["ddp"][1], "--max_steps", 2, "--save_steps", 1, "--collective_timeout", 5, ranks=2,
+                 env={"SLOW_DISK_S": "4"})
+    assert job.wait() == [0, 0], job.text()
+    begun, ended = ((out / "checkpoint-1" / name).stat().st_mtime for name in ("adapter_config.json", "manifest.json"))
+    assert steps_of(out) == [1, 2] and ended - begun > 5
 
 
 @pytest.mark.parametrize("then", [signal.SIGKILL, signal.SIGCONT])

@@ -56,7 +56,7 @@ def new_machine(tmp_path):
                 if not name.startswith(("PIP_", "TORCH_", "PYTHON", "VIRTUAL_ENV"))}
         return subprocess.run(command or ["bash", str(repository / "launch" / "setup.sh")], text=True,
                               capture_output=True, timeout=PATIENCE_S, cwd=tmp_path, env={
-                                  **kept, "PYTHON": python, "VENV": "", "PIP_CONFIG_FILE": str(tmp_path / "pip.conf"),
+                                  **kept, "PYTHON": python, "VENV": "", "UV": "", "PIP_CONFIG_FILE": str(tmp_path / "pip.conf"),
                                   "PIP_FIND_LINKS": " ".join(str(tmp_path / name) for name in links), **settings})
     run.folder, run.repository, run.python = tmp_path, repository, python
     return run
