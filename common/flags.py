@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from common import lifetime
-from common.text import error_text
+from common.text import error_text, without_secrets
 
 TRACKERS = ("tensorboard", "wandb", "trackio")                  # of --report_to
 MODES = ("all", "selective")                                    # of --gradient_checkpointing
@@ -78,6 +78,11 @@ class Args(argparse.Namespace):
     __slots__ = ("given", "named")
 
 
+def stored(args):
+    """{name: value} of all flags, as every file, board and page gets them: without passwords and keys in URLs."""
+    return {name: without_secrets(value) for name, value in vars(args).items()}
+
+
 def parse(parser, check=None, argv=None):
     """The namespace of a command line, argv or the process's own. check(args, world_size) may raise UserError.
 
@@ -103,7 +108,7 @@ def parse(parser, check=None, argv=None):
         if "--config" in known:
             words = config_words(parser, words) + words     # what stands later counts
         args = parser.parse_args(words, Args())
-        args.given = dict(vars(args))
+        args.given = stored(args)
         actions = (parser._option_string_actions.get(word.split("=")[0]) for word in words)
         args.named = frozenset(action.dest for action in actions if action)
         status = 1

@@ -151,7 +151,7 @@ class Run:
             board = Path(args.logging_dir) / Path(args.output_dir).resolve().name
             checkpoint.write_atomically(Path(args.output_dir) / flags.CONFIG,
                                         lambda path: flags.write_config(path, args.given, sys.argv[0]))
-            self.log = metrics.MetricsLog(args.output_dir, board, args.report_to, vars(args), self.step,
+            self.log = metrics.MetricsLog(args.output_dir, board, args.report_to, flags.stored(args), self.step,
                                           args.wandb_project)
 
     # -- one step ------------------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class Run:
         self.saved_step, self.saved_at, self.asked_to_save = self.step, time.monotonic(), False
         self.flags.save = False
         return {**self.at, "identity": identity, "validation": self.validation, "best_step": self.best_step,
-                "best_loss": self.best_loss, **more, "skipped": self.flags.bad_total, "args": vars(self.args),
+                "best_loss": self.best_loss, **more, "skipped": self.flags.bad_total, "args": flags.stored(self.args),
                 "unlogged": parallel.all_sum(self.world, self.sums.clone()).tolist()}
 
     def finish(self, stopped, note="", best="validation loss {:.4f}"):

@@ -16,6 +16,16 @@ HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2
 PASSWORD = re.compile(r"(?<=://)[^/?#\s]*(?=@)")        # http://user:password@host
 
 
+SECRETS = re.compile(r"(?<=://)[^/?#\s]*@|(?<=[?&])[\w-]*(?:key|token|secret|password)[\w-]*=[^&#\s]*", re.IGNORECASE)
+
+
+def without_secrets(value):
+    """A flag's value as it may be stored: URLs lose names, passwords and keys; lists as well, all else stays."""
+    if isinstance(value, (list, tuple)):
+        return [without_secrets(part) for part in value]
+    return SECRETS.sub("", value) if isinstance(value, str) and "://" in value else value
+
+
 def printable(text, limit=WHAT):
     """str(text) as one line; of more than `limit` characters the beginning and the end, and how many are left out.
 

@@ -122,7 +122,7 @@ def main(argv=None):
             log_samples=False,
             task_manager=lm_eval.tasks.TaskManager(include_path=args.include_path))
         output = Path(args.output or folder.parent / f"lm-eval-{folder.name}.json")
-        result = json.dumps({"checkpoint": str(folder), "lm_eval": lm_eval.__version__, "settings": vars(args),
+        result = json.dumps({"checkpoint": str(folder), "lm_eval": lm_eval.__version__, "settings": flags.stored(args),
                              "too_long": ours.too_long, "results": found["results"]}, indent=1, default=str)
         checkpoint.write_atomically(output, lambda path: path.write_text(result + "\n", encoding="utf-8"))
         for task, metrics in found["results"].items():

@@ -247,7 +247,7 @@ def main(argv=None):
         answers, seconds = answer_all(model, problems, tokens, layout, device, batch_size=args.batch_size,
                                       drop_too_long=args.drop_too_long, **options)
         total = summarise(answers, seconds)
-        result = json.dumps({"checkpoint": str(folder), "settings": vars(args), "summary": total, "answers": answers},
+        result = json.dumps({"checkpoint": str(folder), "settings": flags.stored(args), "summary": total, "answers": answers},
                             indent=1, ensure_ascii=False)
         checkpoint.write_atomically(output, lambda path: path.write_text(result + "\n", encoding="utf-8"))
         for answer in answers[:args.show]:

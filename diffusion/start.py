@@ -64,7 +64,7 @@ def with_chat(layout, folder):
     """
     from transformers import AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": "{question}"}], tokenize=False,
                                                add_generation_prompt=True, enable_thinking=False)
     except Exception as error:      # a dozen kinds: no files, no template, a template that fails

@@ -237,7 +237,7 @@ def load_tokenizer(folder, template=None):
     """Tokenizer of a model folder with a chat template, its own or the Jinja file `template`. Raises UserError."""
     from transformers import AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:      # of many kinds
         raise UserError(f"{folder}: no tokenizer can be loaded from it ({str(error).splitlines()[0]})")
     if template:

@@ -321,7 +321,7 @@ def write_results(args, lines, questions, answers, columns, ways, pairs):
              *latency(without, behind),
              *(f"judge      student against {other}: {', '.join(f'{row[each]} {each}' for each in judging.OUTCOMES)}"
                for other, row in pairs.items()), verdict.line(clauses)]
-    report = {"name": str(args.output_dir), "metrics": metrics, "settings": vars(args), "data": lines.about,
+    report = {"name": str(args.output_dir), "metrics": metrics, "settings": flags.stored(args), "data": lines.about,
               "verdict": "; ".join(clauses), "samples": rows}
     shown, out = "\n".join([*table_lines(columns), *notes]), Path(args.output_dir)
     for name, text in (("evaluation.json", json.dumps(report, indent=1, ensure_ascii=False)),

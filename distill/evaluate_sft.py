@@ -371,7 +371,7 @@ def main(argv=None):
                   "data": about | {"evaluated_lines": len(lines.ids), "rejected_lines": len(lines.rejected),
                                    "rejected_lines_with_truth": sum(bool((truth or {}).get(i))
                                                                     for i in lines.rejected)},
-                  "settings": vars(args), "samples": sample_rows(lines, truth, columns)}
+                  "settings": flags.stored(args), "samples": sample_rows(lines, truth, columns)}
         how = "vLLM" if args.engine == "vllm" else f"batches of {args.batch_size}"
         table, notes = scores.side_by_side(systems, teacher, how), scores.make_notes(report)
         notes.append(verdict.line(clauses(student_names(args.checkpoint)[0], systems, len(lines.ids))))

@@ -9,14 +9,13 @@ answers come back as ids: a text has several, and only those that were drawn hav
 import os
 import shutil
 import time
-import urllib.error
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common import adapters, parallel, tensor_files
 from common.parallel import UserError
-from distill.teacher import MALFORMED, TRANSIENT, Server, explain
+from distill.teacher import MALFORMED, TRANSIENT, Refused, Server, explain
 
 UNDER_WAY = 64          # requests of a rank at once
 # all that a server may take from the model's generation_config instead: the draw is from the softmax
@@ -60,7 +59,7 @@ class Sampler:
             try:
                 return self.server.call(path, body, text)
             except MALFORMED as error:
-                lasts = isinstance(error, urllib.error.HTTPError) and error.code not in TRANSIENT
+                lasts = isinstance(error, Refused) and error.code not in TRANSIENT
                 if lasts or time.monotonic() + pause > end:
                     hint = "; it needs --enable-lora, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, a --max-lora-rank of at " \
                            "least --lora_rank, and to read --output_dir" if "lora" in path else ""

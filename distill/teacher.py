@@ -11,27 +11,23 @@ transformers   generate() of transformers; slow, but runs anywhere
 All send messages through the model's own chat template, and draw from a seed of each request: the answer to a
 request does not depend on which others are asked, in which order, or by how many processes (up to rounding of sums).
 """
+import asyncio
 import base64
-import contextlib
-import http.client
 import importlib.util
 import json
 import os
 import queue
 import re
-import socket
 import ssl
 import threading
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from common import json_files
-from common.flags import UserError
+from common.flags import UserError, need_package
 from common.text import printable
 
 TRANSIENT = (408, 409, 425, 429, *range(500, 600))
@@ -41,7 +37,7 @@ NOTICE_S = 10           # seconds between notices of calls that failed
 SAID = 2**16            # bytes read of what a server says about an error
 PLACE = "{text}"        # where the line goes in the prompt
 # what a failed call, or an answer of another form, raises
-MALFORMED = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, IndexError, AttributeError)
+MALFORMED = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError)
 TOO_LONG = ("context length", "too long", "maximum model length", "max_model_len", "longer than")
 
 
@@ -240,52 +236,70 @@ def open_server(name, draw, base_url, concurrency=64, timeout=600.0, patience=60
     return answers
 
 
+class Refused(OSError):
+    """The server's answer is an error. code: its HTTP status; said: what it says, one line; retry_after: header."""
+
+    def __init__(self, code, said, retry_after=""):
+        super().__init__(said)
+        self.code, self.said, self.retry_after = code, said, retry_after
+
+
 class Server:
-    """An address, and what its server has refused so far. url is without the user's name and password."""
+    """An address, and what its server has refused so far. url is without the user's name and password.
+
+    httpx carries the calls, in an event loop of its own thread: a time limit there holds for a whole call.
+    """
 
     def __init__(self, base_url, timeout):
+        need_package("httpx", "--base_url")
+        import httpx
         parts = urllib.parse.urlsplit(base_url.rstrip("/"))
         user, _, host = parts.netloc.rpartition("@")
-        self.url, self.timeout, self.headers = parts._replace(netloc=host).geturl(), timeout, {}
+        self.url, self.timeout, headers = parts._replace(netloc=host).geturl(), timeout, {}
         if key := os.environ.get("OPENAI_API_KEY"):
-            self.headers["Authorization"] = f"Bearer {key}"
+            headers["Authorization"] = f"Bearer {key}"
         elif user:
             user = urllib.parse.unquote(user).encode()
-            self.headers["Authorization"] = f"Basic {base64.b64encode(user).decode()}"
+            headers["Authorization"] = f"Basic {base64.b64encode(user).decode()}"
         self.seed, self.max_tokens = True, "max_tokens"         # whether it takes a seed; its name for the limit
+        self.failures = (httpx.HTTPError, httpx.InvalidURL)
+        self.client = httpx.AsyncClient(headers={"Content-Type": "application/json", **headers}, timeout=None,
+                                        limits=httpx.Limits(), verify=ssl.create_default_context())
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
     def call(self, path, body=None, text=False):
         """GET, or POST of a JSON body; the JSON that comes back, whole within the timeout. Raises one of MALFORMED.
 
-        text: what comes back is no JSON, and returned as bytes.
+        text: what comes back is no JSON, and returned as bytes. A redirection is refused: it could lead to another
+        host, which the key is not for.
         """
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **self.headers})
-        sockets, late = [], threading.Event()
-
-        def end():      # a server that sends a byte now and then never exceeds a socket's own timeout
-            late.set()
-            for each in sockets:
-                with contextlib.suppress(OSError):
-                    socket.socket.shutdown(each, socket.SHUT_RDWR)
-        timer = threading.Timer(self.timeout, end)
-        timer.daemon = True
-        timer.start()
+        asked = asyncio.run_coroutine_threadsafe(self._ask("GET" if body is None else "POST", path, data), self.loop)
         try:
-            with _opener(sockets).open(request, timeout=self.timeout) as response:
-                found = response.read(json_files.LONGEST)
-            if late.is_set():
-                raise TimeoutError
-            return found if text else json_files.loads(found)
-        except urllib.error.HTTPError as error:
-            error.said = said(error)        # while the timer runs
-            raise
-        except MALFORMED:
-            if late.is_set():
-                raise TimeoutError(f"no whole answer in {self.timeout:g} s")
-            raise
-        finally:
-            timer.cancel()
+            response, found = asked.result()
+        except TimeoutError:
+            raise TimeoutError(f"no whole answer in {self.timeout:g} s")
+        except self.failures as error:
+            raise ConnectionError(root_cause(error))
+        if response.is_redirect:
+            place = urllib.parse.urlsplit(response.headers.get("Location", "")).netloc.rpartition("@")[2]
+            raise Refused(response.status_code, f"redirects to {place or 'another address'}, which is not followed; "
+                                                "give the address itself")
+        if response.status_code != 200:
+            raise Refused(response.status_code, said(found, response.reason_phrase),
+                          response.headers.get("Retry-After", ""))
+        return found if text else json_files.loads(found)
+
+    async def _ask(self, method, path, data):
+        """(response, at most LONGEST bytes of its body)."""
+        found = bytearray()
+        async with asyncio.timeout(self.timeout), self.client.stream(method, self.url + path, content=data) as response:
+            async for part in response.aiter_bytes():
+                found += part
+                if len(found) > json_files.LONGEST:
+                    break
+        return response, bytes(found[:json_files.LONGEST])
 
     def drops(self, why):
         """Whether a refusal is about a field that can be left out, or has another name, in all requests from now on."""
@@ -297,25 +311,6 @@ class Server:
             print("notice     the server takes no seed: answers cannot be drawn again alike")
             return True
         return False
-
-
-def _opener(sockets):
-    """urllib's opener, proxies included, that puts each socket it opens into a list."""
-    def keeping(kind):
-        class Keeping(kind):
-            def connect(self):
-                super().connect()
-                sockets.append(self.sock)
-        return Keeping
-
-    class Http(urllib.request.HTTPHandler):
-        def http_open(self, request):
-            return self.do_open(keeping(http.client.HTTPConnection), request)
-
-    class Https(urllib.request.HTTPSHandler):
-        def https_open(self, request):
-            return self.do_open(keeping(http.client.HTTPSConnection), request, context=ssl.create_default_context())
-    return urllib.request.build_opener(Http, Https)
 
 
 def ask_server(name, draw, server, request, patience):
@@ -341,13 +336,13 @@ def ask_server(name, draw, server, request, patience):
             body["structured_outputs"] = request.constraint
         try:
             return read_answer(server.call("/chat/completions", body))
-        except urllib.error.HTTPError as error:
-            why, pause_asked = explain(error), error.headers.get("Retry-After", "")
+        except Refused as error:
+            why, pause_asked = explain(error), error.retry_after
             if error.code in (400, 413) and any(words in why.lower() for words in TOO_LONG):
                 return Answer(why, "too_long")
             if error.code in (400, 422) and (sent != (server.seed, server.max_tokens) or server.drops(why)):
                 continue        # as this thread, or another one, has learnt
-            if error.code in WHOLE_RUN:
+            if error.code in WHOLE_RUN or error.code < 400:
                 raise UserError(f"{line}: the server at {server.url} refuses it: {why}")
             if error.code not in TRANSIENT:
                 return Answer(why, "refused")
@@ -373,24 +368,33 @@ def tell(message, told=[float("-inf")]):        # noqa: B006  the time of the la
         print(printable(message))
 
 
-def said(error):
-    """What a server says about an HTTP error, one line."""
+def said(body, reason):
+    """What a server says about an HTTP error, one line: of the body's bytes, or else the status's own words."""
     try:
-        text = error.read(SAID).decode("utf-8", "replace")
+        text = body[:SAID].decode("utf-8", "replace")
         found = json_files.loads(text)
         found = found.get("error", found)
         text = found["message"] if isinstance(found, dict) and "message" in found else str(found)
-    except (ValueError, AttributeError, OSError, http.client.HTTPException):
-        text = error.reason
+    except (ValueError, AttributeError):
+        text = reason
     return printable(" ".join(str(text).split()), 200)
+
+
+def root_cause(error):
+    """The system's words for a failed connection, which clients wrap several times."""
+    words = str(error) or type(error).__name__
+    while error := error.__cause__ or error.__context__:
+        if isinstance(error, OSError) and error.strerror:
+            words = str(error)
+    return words
 
 
 def explain(error):
     """A failed call in a few words; for an HTTP error what the server says about it."""
-    if isinstance(error, urllib.error.HTTPError):
+    if isinstance(error, Refused):
         return f"HTTP {error.code} {error.said}"
-    if isinstance(error, (OSError, http.client.HTTPException)):
-        return str(getattr(error, "reason", None) or error or type(error).__name__)
+    if isinstance(error, OSError):
+        return str(error) or type(error).__name__
     return f"its answer is not what OpenAI's API gives ({type(error).__name__} {str(error)[:80]})"
 
 
@@ -429,9 +433,9 @@ def open_transformers(name, draw, max_model_len=0, batch_size=16, chunk_size=102
     disable_progress_bar()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
         dtype = "auto" if device.type == "cuda" else torch.float32      # many CPUs are slow in bfloat16
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False).to(device).eval()
     except (OSError, ValueError) as error:
         raise UserError(f"--model_name {name}: cannot be loaded ({str(error).splitlines()[0][:200]}); give "
                         "a folder, or a hub name when online")

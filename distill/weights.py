@@ -59,7 +59,7 @@ def check_vocabulary(tokenizer, config):
 def load_config(folder):
     """transformers config of a model folder; raises UserError for what is no plain causal language model."""
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:          # ValueError, KeyError, validation errors
         raise UserError(f"{folder}: its config.json cannot be used ({str(error).splitlines()[0]})")
     if type(config) not in AutoModelForCausalLM._model_mapping:
@@ -95,7 +95,8 @@ def empty_model(config, dtype, folder=None, attention=None):
     config = copy.deepcopy(config)
     try:
         with _weights_on_meta():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention,
+                                                     trust_remote_code=False)
     except (KeyError, ValueError) as error:     # architectures that look the attention up among their own classes
         raise UserError(f"{config.model_type} models cannot be built with another attention "
                         f"({type(error).__name__}: {str(error).splitlines()[0]}); they are not supported")

@@ -343,7 +343,7 @@ def main(argv=None):
         by = scores.load_judges(
             asr_model=args.asr_model, asr_command=args.asr_command, speaker_model=args.speaker_model, mos=args.mos,
             language=args.language, batch_size=args.batch_size, asr_time_limit=args.asr_time_limit)
-        settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()
+        settings = {key: str(value) if isinstance(value, Path) else value for key, value in flags.stored(args).items()
                     if key != "folders"}
         with by.on(args.device):
             runs = [evaluate(folder, samples, by, settings) for folder, samples in zip(args.folders, found)]

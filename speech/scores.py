@@ -168,10 +168,11 @@ def load_model(flag, path, class_name, unused=()):
         transformers.logging.disable_progress_bar()
         transformers.logging.set_verbosity_error()      # missing weights are told below, in one line
         if class_name is None:      # of a recogniser: it says itself how it writes
-            names = transformers.AutoConfig.from_pretrained(path).architectures or [""]
+            names = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False).architectures or [""]
             class_name = "AutoModelForCTC" if names[0].endswith("ForCTC") else "AutoModelForSpeechSeq2Seq"
-        model, info = getattr(transformers, class_name).from_pretrained(path, output_loading_info=True)
-        extractor = transformers.AutoFeatureExtractor.from_pretrained(path)
+        model, info = getattr(transformers, class_name).from_pretrained(path, output_loading_info=True,
+                                                                trust_remote_code=False)
+        extractor = transformers.AutoFeatureExtractor.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
         raise UserError(f"{flag} {path}: cannot be loaded as {class_name or 'a speech recogniser'} "
                         f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]})")
@@ -185,7 +186,7 @@ def load_recogniser(path):
     """(model, feature extractor, tokenizer) of any speech recogniser of transformers. Raises UserError."""
     model, extractor = load_model("--asr_model", path, None)
     from transformers import AutoTokenizer
-    return model, extractor, AutoTokenizer.from_pretrained(path)
+    return model, extractor, AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
 @torch.inference_mode()

@@ -161,7 +161,7 @@ def load_model(folder, config, dtype):
 def load_tokenizer(folder):
     """Tokenizer of a model folder; raises UserError when there is none."""
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         raise UserError(f"{folder}: no tokenizer can be loaded from it ({str(error).splitlines()[0]})")
 

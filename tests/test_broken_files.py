@@ -2,8 +2,13 @@
 
 bench/fuzz.py makes the files and knows what may be said of them; here each format gets a few, always the same ones.
 """
+import argparse
+import ast
+import contextlib
 import json
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -104,6 +109,67 @@ def test_no_password_of_a_url_is_printed(capsys):
     shown = capsys.readouterr()
     assert "--base_url http://127.0.0.1:9/v1: " in shown.err and "line 3 waits for http://***@127" in shown.out
     assert "secret" not in shown.err + shown.out
+
+
+def test_no_secret_of_a_url_is_stored():
+    """Whoever writes flags gets them from flags.stored; run.yaml gets `given`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--base_url")
+    parser.add_argument("--files", nargs="*")
+    url = "https://anna:se@cret@host:8000/v1?api_key=secret&n=3#top"
+    args = flags.parse(parser, None, ["--base_url", url, "--files", "a@b/c", "s3://key:secret@bucket/x"])
+    wanted = {"base_url": "https://host:8000/v1?&n=3#top", "files": ["a@b/c", "s3://bucket/x"]}
+    assert flags.stored(args) == args.given == wanted and args.base_url == url
+    product = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] in (
+        "common", "speech", "distill", "diffusion", "train_v2_ddp.py", "lora.py")]
+    assert [path.name for path in product if "vars(args)" in path.read_text()] == ["flags.py"]
+    assert not [path for path in product if "vars(self.args)" in path.read_text()]
+
+
+LOADERS = """
+import sys
+from common.flags import UserError
+from distill import chat, weights
+from speech import weights as speech_weights
+for load in (chat.load_tokenizer, weights.load_config, speech_weights.load_tokenizer):
+    try:
+        load(sys.argv[1])
+        print("loaded")
+    except UserError as error:
+        print("refused", str(error)[:300])
+"""
+
+
+def test_no_model_brings_its_own_code(tmp_path):
+    """On a terminal transformers would ask whether to run it, and here the answer would be yes."""
+    evil = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"
+    for name in ("configuration_evil.py", "tokenization_evil.py"):
+        (tmp_path / name).write_text(evil)
+    (tmp_path / "config.json").write_text(json.dumps(
+        {"model_type": "evil", "auto_map": {"AutoConfig": "configuration_evil.EvilConfig"}}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(
+        {"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": [None, "tokenization_evil.EvilTokenizer"]}}))
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execve(sys.executable, [sys.executable, "-c", LOADERS, str(tmp_path)],
+                  os.environ | {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "home")})
+    os.write(terminal, b"y\n" * 9)
+    shown = b""
+    with contextlib.suppress(OSError):      # how a terminal ends
+        while part := os.read(terminal, 4096):
+            shown += part
+    assert os.waitpid(child, 0)[1] == 0 and shown.count(b"refused") == 3, shown.decode()
+    assert b"[y/N]" not in shown and not list(tmp_path.rglob("ran"))
+
+
+def test_every_loader_refuses_it():
+    """Each call of an Auto class in the scripts and their modules, by name."""
+    folders = [ROOT / name for name in ("common", "speech", "distill", "diffusion")]
+    for path in (path for folder in folders for path in folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and re.search(r"Auto\w+\.from_(pretrained|config)$", ast.unparse(node.func)):
+                assert any(word.arg == "trust_remote_code" and word.value.value is False for word in node.keywords), (
+                    f"{path}:{node.lineno}")
 
 
 @pytest.mark.parametrize("how", ["flag", "user error", "traceback"])

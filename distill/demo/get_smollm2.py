@@ -55,8 +55,9 @@ def read_gguf(path):
     """transformers' model and tokenizer of a GGUF file, float32; UserError unless all weights are in it, no others."""
     from gguf import GGUFReader
     model, found = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32,
+                                                        trust_remote_code=False,
                                                         output_loading_info=True)
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
     wrong = {name: sorted(map(str, keys))[:3] for name, keys in found.items() if keys}
     stored = GGUFReader(path).tensors
     sizes = [sum(int(tensor.n_elements) for tensor in stored), sum(p.numel() for p in model.parameters())]
@@ -71,7 +72,7 @@ def write_folder(model, tokenizer, folder):
     config = model.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    plain = AutoModelForCausalLM.from_config(config, dtype=STORED)
+    plain = AutoModelForCausalLM.from_config(config, dtype=STORED, trust_remote_code=False)
     plain.load_state_dict(model.state_dict(), strict=True)
     plain.generation_config = model.generation_config
     plain.save_pretrained(folder)
@@ -85,7 +86,7 @@ def check_folder(folder, model=None):
     weights.check_weights(empty, weights.weight_parts(folder, empty), folder)
     if model is None:
         return
-    back = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    back = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).state_dict()
     for name, value in model.state_dict().items():
         if back[name].dtype != STORED or not torch.equal(back[name], value.to(STORED)):
             raise UserError(f"{folder}: {name} was not written as it was read; try again")

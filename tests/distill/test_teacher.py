@@ -1,7 +1,11 @@
 """Answers of the engine transformers against generate and softmax; the others are asked in test_create_data.py."""
+import http.server
+import threading
+
 import pytest
 import torch
 
+from common.flags import UserError
 from distill import teacher
 from tests.helpers import tiny_teacher
 
@@ -78,3 +82,37 @@ def test_thoughts_that_the_template_opens(tiny_chat, tmp_path):
     assert teacher.opens_thought(tokenizer, {}) == ""
     [(_, answer)] = ask_tiny(folder, thinking="on")([request(0, "x", 0)])
     assert answer.text.startswith("<think>")        # so that thoughts without an end are seen
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_key_follows_no_redirection(monkeypatch, status):
+    """Another address gets neither the key nor the question, and what it would answer is not taken."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    seen = []
+
+    class Redirecting(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            seen.append((self.server.server_port, self.headers.get("Authorization")))
+            if self.server.server_port == first.server_port:
+                self.send_response(status)
+                self.send_header("Location", f"http://localhost:{second.server_port}/v1/models")
+                self.end_headers()
+                return
+            body = b'{"data": [{"id": "m"}]}'
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    first, second = (http.server.ThreadingHTTPServer(("127.0.0.1", 0), Redirecting) for _ in range(2))
+    for server in (first, second):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{first.server_port}/v1"
+    with pytest.raises(UserError, match=rf"HTTP {status} redirects to localhost:{second.server_port}, which is not"):
+        teacher.open_server("m", teacher.Sampling(1), url)
+    assert seen == [(first.server_port, "Bearer sk-secret")]
+    for server in (first, second):
+        server.shutdown()
