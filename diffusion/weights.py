@@ -74,7 +74,6 @@ def load_checkpoint(folder, ema=True, backend="sdpa"):
     except (UserError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: no checkpoint of train_bd3lm.py (config.json: {error})")
     load_weights(trained(model), folder, "ema" if ema else "model")
-    tensor_files.check_finite(trained(model), folder)
     if settings.get("lora"):
         decoder.read_base(model)
         model = decoder.merged(model)

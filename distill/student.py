@@ -45,13 +45,11 @@ def load_model(folder, adapter, dtype, device):
     weights.check_weights(model, parts, folder)
     weights.give_memory(model, device)
     weights.load_weights(dict(model.named_parameters()), parts)
-    tensor_files.check_finite(dict(model.named_parameters()), folder)
     if adapter:
         model = adapters.add_saved(model, adapter, UNKNOWN)
         for parameter in adapters.adapter_weights(model).values():      # not buffers: rotary embeddings stay float32
             parameter.data = parameter.data.to(dtype)
         adapters.load_adapters(model, adapter)
-        tensor_files.check_finite(adapters.adapter_weights(model), adapter)
     return model.eval()
 
 

@@ -9,5 +9,5 @@ here=$(dirname "${BASH_SOURCE[0]}")
 source "$here/setup.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
 unset PYTHONDONTWRITEBYTECODE       # hundreds of processes would compile the same modules
-export -n VENV      # the launchers under test find their own; this environment is active
+export -n VENV VERSIONS TORCH_VERSION       # the launchers under test find their own; this environment is active
 exec python -m pytest -q -rs --durations=10 -n "$TEST_PROCESSES" --dist loadfile "$@"

@@ -1,5 +1,6 @@
 """Runs of the speech trainer on a tiny model, as a user types them or forked from a process that has imported it."""
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -77,3 +78,29 @@ def train_forked(pool, tiny, output_dir, *flags, ranks=1, ok=True, main="train_v
                                 cwd=cwd or output_dir.parent, env=env)
     assert not ok or not any(statuses), output[-4000:]
     return Run(max(statuses, key=abs), output, output_dir)
+
+
+def main_with_a_bad_token(argv):
+    """train_v2_ddp.main whose text embedding, the largest there is, gives NaN for the token BAD_TOKEN.
+
+    A base that holds NaN would be refused.
+    """
+    import torch
+
+    import train_v2_ddp
+    embed, bad = torch.nn.Embedding.forward, int(os.environ["BAD_TOKEN"])
+
+    def poisoned(self, ids):
+        found = embed(self, ids)
+        is_text = self.num_embeddings == int(os.environ["TEXT_TOKENS"])
+        return found.masked_fill((ids == bad)[..., None], float("nan")) if is_text else found
+    torch.nn.Embedding.forward = poisoned
+    train_v2_ddp.main(argv)
+
+
+def bad_token(model_dir):
+    """Options of train_forked for a run in which the token of "~" has no number."""
+    from transformers import AutoTokenizer
+    bad = AutoTokenizer.from_pretrained(model_dir).convert_tokens_to_ids("~")
+    size = json.loads((Path(model_dir) / "config.json").read_text())["vocab_size"]
+    return {"main": f"{__name__}.main_with_a_bad_token", "env": {"BAD_TOKEN": str(bad), "TEXT_TOKENS": str(size)}}

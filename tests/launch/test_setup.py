@@ -53,7 +53,7 @@ def new_machine(tmp_path):
 
     def run(*command, links=("wheels",), **settings):
         kept = {name: value for name, value in environment().items()
-                if not name.startswith(("PIP_", "TORCH_", "PYTHON", "VIRTUAL_ENV"))}
+                if not name.startswith(("PIP_", "TORCH_", "PYTHON", "VIRTUAL_ENV", "VERSIONS"))}
         return subprocess.run(command or ["bash", str(repository / "launch" / "setup.sh")], text=True,
                               capture_output=True, timeout=PATIENCE_S, cwd=tmp_path, env={
                                   **kept, "PYTHON": python, "VENV": "", "UV": "", "PIP_CONFIG_FILE": str(tmp_path / "pip.conf"),

@@ -8,7 +8,6 @@ asked for, by ranks that stay (pool.py).
 import json
 import os
 import re
-import shutil
 import threading
 import warnings
 from pathlib import Path
@@ -31,7 +30,7 @@ from tests.helpers import spoken as speech
 from tests.helpers.checkpoints import config_of, original_config, original_state, split_rows, write_checkpoint
 from tests.helpers.pool import Pool
 from tests.helpers.progress import PATIENCE_S
-from tests.helpers.trainer import ROOT, Run, Tiny, trainer_command
+from tests.helpers.trainer import ROOT, Run, Tiny, bad_token, trainer_command
 
 LR = 2e-4
 CLOCK = {"train/throughput", "train/audio_seconds_per_second", "train/samples_per_second", "train/step_seconds",
@@ -93,10 +92,10 @@ def arguments(tiny, output_dir, *flags):
     return command[command.index(str(ROOT / "train_v2_ddp.py")) + 1:]
 
 
-def complete(pool, tiny, output_dir, name, *more):
+def complete(pool, tiny, output_dir, name, *more, main="train_v2_ddp.main", env=None):
     """Train to the end; the Run."""
     ranks, flags = flags_of(name)
-    statuses, output = pool.run(ranks, "train_v2_ddp.main", arguments(tiny, output_dir, *flags, *more))
+    statuses, output = pool.run(ranks, main, arguments(tiny, output_dir, *flags, *more), env=env)
     assert not any(statuses), output
     return Run(0, output, output_dir)
 
@@ -296,30 +295,21 @@ def count_collectives(argv, path):
 
 @pytest.mark.slow
 def test_a_bad_step_is_skipped_on_every_rank(pool, odd, tmp_path):
-    """NaN in an embedding row that one rank holds and one sample uses: nothing of that step may stay anywhere."""
-    weights, samples = load_file(odd.model / "model.safetensors"), odd.samples()
-    bad = AutoTokenizer.from_pretrained(odd.model).convert_tokens_to_ids("~")
-    weights["model.embed_tokens.weight"][bad] = float("nan")
-    model = copy_model(odd.model, tmp_path / "model", weights)
+    """NaN for a token that one sample uses: nothing of that step may stay anywhere."""
+    samples = odd.samples()
     samples[3]["messages"][1]["content"] += " ~"
     for sample in samples:
         sample["messages"][-1]["content"]["audio_url"] = str(odd.root / sample["messages"][-1]["content"]["audio_url"])
     (tmp_path / "train.json").write_text(json.dumps(samples))
-    runs = [complete(pool, odd, tmp_path / mode, f"full {mode} 2x2x3", "--model_path", model, "--train_data_file",
-                     tmp_path / "train.json", "--disable_eval", "--max_steps", 3) for mode in ("ddp", "fsdp")]
+    runs = [complete(pool, odd, tmp_path / mode, f"full {mode} 2x2x3", "--train_data_file",
+                     tmp_path / "train.json", "--disable_eval", "--max_steps", 3, **bad_token(odd.model))
+            for mode in ("ddp", "fsdp")]
     for run in runs:
         skipped = re.findall(r"^step (\d): gradient norm is not finite.*non-finite loss: .*\b3\b", run.output, re.M)
         assert len(skipped) in (1, 2) and run.metrics("train/bad_steps")[3] == len(skipped)
     ours, theirs = ({n: t.nan_to_num() for n, t in tensors(run).items()} for run in runs)
     assert max(apart(ours, theirs).values()) < LR / 100
     assert max(apart(*map(moments, runs), relative=True).values()) < 1e-5
-
-
-def copy_model(source, folder, weights):
-    """A model folder with other weights; the folder."""
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    return folder
 
 
 # ---------------------------------------------------------------------------------------------------------------------

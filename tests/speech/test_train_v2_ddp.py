@@ -23,7 +23,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 
 import train_v2_ddp
 from common import checkpoint, recomputation
@@ -31,7 +30,7 @@ from common.optim import lr_factor
 from common.parallel import World
 from speech.table import Table
 from tests.helpers.progress import PATIENCE_S, wait_until
-from tests.helpers.trainer import Run, Tiny, train_forked, trainer_command
+from tests.helpers.trainer import Run, Tiny, bad_token, train_forked, trainer_command
 
 CLOCK = {"train/throughput", "train/audio_seconds_per_second", "train/samples_per_second", "train/step_seconds",
          "train/data_wait_seconds", "train/memory_gib", "system/gpu_memory_allocated", "train/mfu"}
@@ -682,13 +681,8 @@ def test_batch_derived_flags_and_schedule(forked):
 
 @pytest.fixture(scope="module")
 def poisoned(tiny, tmp_path_factory):
-    """(flags for a model whose embedding of "~" is NaN, and six samples of which number 4 says "~"; id of "~")."""
+    """(flags for six samples of which number 4 says "~", options for a run whose embedding of "~" is NaN)."""
     root = tmp_path_factory.mktemp("poisoned")
-    shutil.copytree(tiny.model, root / "model")
-    bad = AutoTokenizer.from_pretrained(tiny.model).convert_tokens_to_ids("~")
-    state = base_weights(tiny)
-    state["model.embed_tokens.weight"][bad] = float("nan")
-    save_file(state, root / "model" / "model.safetensors", {"format": "pt"})
     samples = tiny.samples()[:6]
     for sample in samples:
         for part in (part for turn in sample["messages"] if turn["role"] != "system" for part in turn["content"]):
@@ -697,13 +691,13 @@ def poisoned(tiny, tmp_path_factory):
     samples[4]["messages"][-1]["content"][0]["text"] += " ~"
     samples[4]["messages"][1]["content"][-1]["text"] += " ~"
     (root / "train.json").write_text(json.dumps(samples))
-    return ("--model_path", root / "model", "--train_data_file", root / "train.json", "--disable_eval",
-            "--per_device_train_batch_size", 1, "--num_train_epochs", 2), bad
+    return ("--train_data_file", root / "train.json", "--disable_eval", "--per_device_train_batch_size", 1,
+            "--num_train_epochs", 2), bad_token(tiny.model)
 
 
 def test_bad_step_is_skipped_and_the_sample_named(poisoned, forked):
-    flags, bad = poisoned
-    run = forked(*flags)
+    flags, options = poisoned
+    run = forked(*flags, **options)
     skipped = re.findall(r"^step (\d+): gradient norm is not finite, step skipped .*?with a non-finite loss: (.*)$",
                          run.output, re.M)
     assert len(skipped) == 2                                    # once an epoch
@@ -715,7 +709,6 @@ def test_bad_step_is_skipped_and_the_sample_named(poisoned, forked):
     state = load_file(run.output_dir / "checkpoint-12" / "trainer_state" / "optimizer.safetensors")
     assert {int(tensor) for name, tensor in state.items() if name.endswith(".step")} == {10}
     trained = weights(run)
-    trained["model.embed_tokens.weight"][bad] = 0               # the one that was NaN from the beginning
     assert all(torch.isfinite(tensor).all() for tensor in trained.values())
     good = [step for step in range(1, 13) if str(step) not in dict(skipped)]
     assert all(0 < run.metrics("train/loss")[step] < 100 for step in good)
@@ -723,7 +716,7 @@ def test_bad_step_is_skipped_and_the_sample_named(poisoned, forked):
 
 def test_skipped_step_claims_no_loss(poisoned, forked):
     """A step without a loss must not be logged as a loss of 0: it would pull means and pictures down."""
-    run = forked(*poisoned[0], "--use_lora")
+    run = forked(*poisoned[0], "--use_lora", **poisoned[1])
     assert "2 steps skipped" in run.output and all(torch.isfinite(tensor).all() for tensor in weights(run).values())
     assert all(value is None or value > 1 for value in run.metrics("train/loss").values())
     for line in (run.output_dir / "metrics.jsonl").read_text().splitlines():
@@ -732,9 +725,9 @@ def test_skipped_step_claims_no_loss(poisoned, forked):
 
 def test_validation_without_a_number_is_never_the_best(poisoned, forked):
     """A NaN that became the best loss would stay it for ever: nothing is smaller."""
-    flags = poisoned[0]
-    run = forked("--model_path", flags[1], "--eval_data_file", flags[3], "--use_lora", "--max_steps", 2,
-                 "--eval_steps", 1, "--save_steps", 1)
+    flags, options = poisoned
+    run = forked("--eval_data_file", flags[1], "--use_lora", "--max_steps", 2, "--eval_steps", 1, "--save_steps", 1,
+                 **options)
     assert list(run.metrics("eval/loss").values()) == [None, None]
     state = json.loads((run.output_dir / "checkpoint-2" / "trainer_state" / "state.json").read_text())
     assert state["best_step"] is None and state["best_loss"] is None
@@ -747,12 +740,36 @@ def not_json(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_too_many_bad_steps_end_the_run(poisoned, forked, ranks):
-    run = forked(*poisoned[0], "--max_bad_steps", 1, ranks=ranks, ok=False)     # fails if they do not end by themselves
+    run = forked(*poisoned[0], "--max_bad_steps", 1, ranks=ranks, ok=False, **poisoned[1])     # fails if they do not end by themselves
     assert run.status == 1
     errors = re.findall(r"^error: .*$", run.output, re.M)
     assert len(errors) == 1 and "1 steps in a row" in errors[0] and "train.json" in errors[0]
     assert "Traceback" not in run.output
     assert not checkpoint.checkpoints(run.output_dir)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_without_a_number_are_never_saved(forked, ranks):
+    """The gradient is finite, the update is not: the run ends, and what was saved before stays the newest."""
+    flags = ("--use_lora", "--save_steps", 1, "--save_total_limit", 2, "--warmup_steps", 2)
+    good = forked(*flags, "--max_steps", 1, ranks=ranks)
+    assert good.status == 0 and steps_of(good.output_dir) == [1]
+    run = forked(*flags, "--max_steps", 6, "--learning_rate", 1e38, ranks=ranks, ok=False)
+    assert run.status != 0 and steps_of(run.output_dir) == [1], run.output
+    errors = re.findall("^error: .*", run.output, re.M)
+    assert len(errors) == 1 and re.search(r"checkpoint-\d could not be written .*adapter_model.safetensors: \d+ of its "
+                                          r"tensors hold NaN or infinity, first base_model", errors[0]), run.output
+
+
+def test_a_base_without_a_number_is_refused(forked, tiny, tmp_path):
+    model = shutil.copytree(tiny.model, tmp_path / "model")
+    state = load_file(model / "model.safetensors")
+    name = "model.layers.1.self_attn.k_proj.weight"
+    state[name][1, 1] = math.nan
+    save_file(state, model / "model.safetensors", {"format": "pt"})
+    run = forked("--model_path", model, "--max_steps", 1, ok=False)
+    assert run.status != 0 and not steps_of(run.output_dir)
+    assert f"error: {model}/model.safetensors: {name} holds NaN or infinity; these weights cannot" in run.output
 
 
 @pytest.mark.slow
