@@ -3,6 +3,7 @@
 What the card says of the run comes from the checkpoint's trainer_state/state.json and from metrics.jsonl beside it.
 What neither says is left out.
 """
+import fnmatch
 import json
 import os
 import shutil
@@ -12,13 +13,17 @@ from pathlib import Path
 from common import checkpoint, metrics, tensor_files
 from common.json_files import read_object
 from common.parallel import UserError
+from common.text import printable
 from speech import higgs3, wording
 from speech.choices import HUB_CODEC
 from speech.export import new_folder
 
 LOGGED = {"train/loss": "training loss", "eval/loss": "validation loss",     # of metrics.jsonl, for the card
           "eval/stop_rate": "share of sample prompts that ended by themselves"}
-NOT_SHARED = (checkpoint.STATE_DIR, checkpoint.MANIFEST, "README.md")       # optimizer, random states, checksums
+# what a checkpoint or a merged model of ours holds for others; a folder may hold anything else, secrets too
+SHARED = ("adapter_config.json", "adapter_model.safetensors", "model*.safetensors", "model.safetensors.index.json",
+          "config.json", "*_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+          "merges.txt", "chat_template.*", wording.FILE, "LICENSE*", "NOTICE*")
 CARD = """---
 {front}
 ---
@@ -106,11 +111,17 @@ def write(source, output_dir, repo_id, base=None, languages=()):
                             "hub; give --base_model OWNER/NAME")
         base = said
     notes = [] if meta else [f"{source} has no {checkpoint.STATE_DIR}: the card says nothing of the run"]
-    files = [path for path in sorted(source.iterdir()) if path.name not in NOT_SHARED]
-    size = sum(path.stat().st_size for path in files if path.is_file())
+    files, others = [], []
+    for path in sorted(source.iterdir()):
+        is_ours = any(fnmatch.fnmatchcase(path.name, pattern) for pattern in SHARED)
+        (files if is_ours and path.is_file() and not path.is_symlink() else others).append(path)
+    others = [path.name for path in others if path.name not in (checkpoint.STATE_DIR, checkpoint.MANIFEST, "README.md")]
+    if others:
+        notes.append(f"not uploaded: {printable(', '.join(others))}")
+    size = sum(path.stat().st_size for path in files)
     with new_folder(output_dir, size) as building:
         for path in files:
-            (shutil.copytree if path.is_dir() else shutil.copyfile)(path, building / path.name)
+            shutil.copyfile(path, building / path.name)
         if adapter:         # it names the folder from which the run read its base
             config = read_object(source / "adapter_config.json") | {"base_model_name_or_path": base}
             (building / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
