@@ -67,7 +67,7 @@ def messages():
         "the same, one behind the other": depth,
         "a save: ranks that write, and report to rank 0": lambda n: len(tensor_files.writers(n)),
         "a save, HSDP: percent of the checkpoint that a rank gathers": gathered,
-        "watching: requests to the store, per second": lambda n: 2 * n / watchdog.beat_seconds(n, LIMIT_S),
+        "watching: requests to the store, per second": lambda n: 4 * n / watchdog.beat_seconds(n, LIMIT_S),
         "a hang: requests of each rank to the store": lambda n: 4}
     return [[what, *map(count, RANKS)] for what, count in counts.items()]
 

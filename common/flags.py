@@ -318,7 +318,7 @@ def speed(parser, parallel, bf16_help):
                         "matrix products, which costs less time and more memory; the flag alone means all")
     switch(g, "--compile", "--torch_compile", help="torch.compile each layer")
     g.add_argument("--collective_timeout", type=int, default=600,
-                   help="seconds a step may take before the rank that hangs is named and all stop")
+                   help="seconds a step may take, or a rank be silent, before it is named and all stop")
     g.add_argument("--wait_timeout", type=int, default=21600,
                    help="seconds to wait for data preparation, validation, saving")
     return g

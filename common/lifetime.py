@@ -1,37 +1,69 @@
 """Processes that end with the one that started them, however that one ends; kill -9 included.
 
-A rank ends with its torchrun, from before torch is imported on; a loader process ends with its trainer. A thread asks
-for the parent's number: when a process ends, the kernel gives its children another parent. It needs no pipe, whose ends
-every fork would inherit, and a parent's threads may come and go. Standard library only.
+A rank ends with its torchrun, from before torch is imported on; a loader process ends with its
+trainer, and a command with the process that start()ed it. A thread asks for the parent's number:
+when a process ends, the kernel gives its children another parent. It needs no pipe, whose ends
+every fork would inherit, and a parent's threads may come and go. A process that is stopped runs no
+thread: the kernel sends it a signal when the thread that started it ends. Standard library only.
 """
 import contextlib
+import ctypes
 import multiprocessing
 import os
+import shutil
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
 POLL_S = 0.5        # seconds between two looks at the parent
+PR_SET_PDEATHSIG = 1        # of prctl(2)
+BETWEEN = "import runpy, sys; runpy.run_path(sys.argv[1])['between'](*sys.argv[2:])"
 
 _name = []          # the socket of first_on_node
 _asking = threading.Lock()
 
 
-def end_with(parent, words=""):
-    """From now on this process ends, with status 1, when `parent` is not its parent process any more.
+def _ask_kernel(number):
+    """This process gets signal `number` when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
-    parent: process number. words: what one of the node's ranks prints then.
-    """
+
+def end_with(parent, end):
+    """From now on a thread calls end() when process `parent` is not this one's parent any more."""
     def watch():
         while os.getppid() == parent:
             time.sleep(POLL_S)
-        if words and first_on_node():
-            with contextlib.suppress(OSError):
-                _last_line(words)
-        os._exit(1)
+        end()
+    _ask_kernel(signal.SIGCONT)     # a process that is stopped goes on, to its end
     threading.Thread(target=watch, daemon=True, name="lifetime").start()
+
+
+def start(command, **options):
+    """subprocess.Popen of a command (list) that ends with this process, and so does what it starts,
+    unless that leaves its process group. options: of Popen. OSError when there is no such program.
+    """
+    if shutil.which(command[0]) is None:
+        raise OSError(f"{command[0]}: no such program")
+    first = [sys.executable, "-IS", "-c", BETWEEN, __file__, str(os.getpid())]
+    return subprocess.Popen([*first, *command], process_group=0, **options)
+
+
+def end(process):
+    """End what start() has started, with all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def between(parent, *command):
+    """The program between start() and its command: waits for it, and kills both with parent."""
+    end_with(int(parent), lambda: os.killpg(0, signal.SIGKILL))
+    status = subprocess.call(command)
+    sys.exit(status if status >= 0 else 128 - status)       # of a signal, as a shell tells it
 
 
 def _last_line(words):
@@ -45,8 +77,10 @@ def _last_line(words):
 
 
 def end_with_trainer():
-    """To be called by a loader process."""
-    end_with(multiprocessing.parent_process().pid)      # noted before the fork: the parent may have ended since
+    """To be called by a loader process, which the trainer's main thread has forked."""
+    _ask_kernel(signal.SIGKILL)
+    if os.getppid() != multiprocessing.parent_process().pid:    # it has ended since the fork
+        os._exit(1)
 
 
 def end_with_torchrun():
@@ -57,7 +91,14 @@ def end_with_torchrun():
     if "TORCHELASTIC_RUN_ID" in os.environ:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")       # no stacks of a store that is gone
         parent = os.getppid()
-        end_with(None if is_adopted(parent) else parent, "error: torchrun has ended; its ranks end with it")
+        end_with(None if is_adopted(parent) else parent, _end_rank)
+
+
+def _end_rank():
+    if first_on_node():
+        with contextlib.suppress(OSError):
+            _last_line("error: torchrun has ended; its ranks end with it")
+    os._exit(1)
 
 
 def is_adopted(parent):

@@ -114,6 +114,7 @@ class Watchdog:
         self.state = (0, "start", time.monotonic(), limit_s)
         self.answered = time.monotonic()        # when the store last did
         if world.store is not None:
+            self.store = world.store.clone()    # beats wait for no call of the main thread
             threading.Thread(target=self._watch, daemon=True).start()
             threading.Thread(target=self._watch_store, daemon=True).start()
 
@@ -135,11 +136,11 @@ class Watchdog:
                 if _at_rest.is_set():
                     return
                 count, where, since, limit_s = self.state
-                self.world.store.set(f"watch/{self.world.rank}", json.dumps(
+                self.store.set(f"watch/{self.world.rank}", json.dumps(
                     [beat, count, where, f"{socket.gethostname()}, process {os.getpid()}"]))
                 stuck, silent = time.monotonic() - max(since, woke()), self._silence()
                 self.answered = time.monotonic()
-                failed = has_failed(self.world.store)       # at every beat: see "How an ending goes" in parallel.py
+                failed = has_failed(self.store)     # at every beat: see "How an ending goes" in parallel.py
                 if leave is not None:           # beats go on until then: a rank without beats would be named
                     if time.monotonic() > leave:
                         os._exit(1)
@@ -150,7 +151,8 @@ class Watchdog:
                 elif before is None:
                     before, decide = self._states(), beat + SILENT_BEATS
                 elif beat >= decide:
-                    self._judge(before, self._states(), max(stuck, silent))
+                    waited = stuck if stuck > limit_s else silent
+                    self._judge(before, self._states(), waited)
                     leave = time.monotonic() + self.grace_s     # time for the stacks of other ranks
                 time.sleep(self.beat_s)
         except Exception as error:      # the store is gone: its host is
@@ -187,14 +189,14 @@ class Watchdog:
     def _silence(self):
         """Seconds without a beat of the next rank, whose beats this one listens for; 0 before its first."""
         key = f"watch/{(self.world.rank + 1) % self.world.size}"
-        beat = self.world.store.get(key) if self.world.store.check([key]) else None
+        beat = self.store.get(key) if self.store.check([key]) else None
         if beat is None or beat != self.heard[0]:
             self.heard = beat, time.monotonic()
         return time.monotonic() - max(self.heard[1], woke())
 
     def _states(self):
         """{rank: [beat, count, where, host and process]} as last told."""
-        store, ranks = self.world.store, range(self.world.size)
+        store, ranks = self.store, range(self.world.size)
         keys = [f"watch/{rank}" for rank in ranks]
         if store.check(keys):       # two requests, not two for each rank
             return dict(enumerate(map(json.loads, store.multi_get(keys))))
@@ -210,7 +212,7 @@ class Watchdog:
             text = f"no rank moved for {stuck:.0f} s, all are in: {now[behind[0]][2]}; the network or a GPU hangs"
         else:
             text = f"{'no answer from' if silent else 'hangs:'} {names}; the other ranks have waited for {stuck:.0f} s"
-        if claim_message(self.world.store):
+        if claim_message(self.store):
             print(f"error: {text}", file=sys.stderr, flush=True)
         if self.world.rank in behind:
             stack = "".join(traceback.format_stack(sys._current_frames()[self.main]))

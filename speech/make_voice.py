@@ -76,6 +76,7 @@ import soxr
 import torch
 from safetensors.torch import load_file, save_file
 
+from common import lifetime
 from common.checkpoint import sha256_file, write_atomically
 from common.parallel import UserError, one_clear_error
 from speech import codes, make_tiny
@@ -223,9 +224,13 @@ def train_base(out_dir, steps, seed, ranks):
                "--text_loss_weight", 0, "--validation_split", 0.01, "--per_device_eval_batch_size", 16,
                "--logging_steps", 50, "--eval_steps", min(500, steps), "--save_steps", min(250, steps),
                "--save_total_limit", 1]
-    done = subprocess.run([str(word) for word in command], cwd=Path(__file__).resolve().parent.parent)
-    if done.returncode:
-        raise UserError(f"train_v2_ddp.py ended with status {done.returncode}; its last lines say why")
+    repository = Path(__file__).resolve().parent.parent
+    training = lifetime.start([str(word) for word in command], cwd=repository)
+    try:
+        if status := training.wait():
+            raise UserError(f"train_v2_ddp.py ended with status {status}; its last lines say why")
+    finally:
+        lifetime.end(training)
 
 
 def fill_cache(out_dir, paths):
@@ -339,7 +344,7 @@ def main(argv=None):
                 make_clips(args.flite, clips, voice, longer[voice] + texts["held_out"])
         waves = {voice: read_clips(clips, voice, longer[voice]) for voice in VOICES}
         make_latents(args.out_dir, waves, args.seed)
-        beside = [] if args.only else [subprocess.Popen([sys.executable, __file__, *given, "--only", part])
+        beside = [] if args.only else [lifetime.start([sys.executable, __file__, *given, "--only", part])
                                        for part in ("encoder", "decoder")]
         try:
             if args.only == "encoder":
@@ -356,7 +361,7 @@ def main(argv=None):
                 raise UserError("the encoder's or the decoder's training failed; the lines above say why")
         finally:
             for process in beside:
-                process.terminate()
+                lifetime.end(process)
         if not args.only:
             make_product(args, given, texts, args.product_dir or args.out_dir / "voice")
 

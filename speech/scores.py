@@ -11,10 +11,8 @@ import contextlib
 import functools
 import importlib.util
 import itertools
-import os
 import re
 import shlex
-import signal
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -24,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from common import lifetime
 from common.flags import need_package
 from common.parallel import UserError
 from speech.speech_metrics import resample
@@ -140,8 +139,8 @@ def recognise_command(waves, rate, command, time_limit=None):
             paths.append(f"{folder}/{len(paths):05d}.wav")
             soundfile.write(paths[-1], wave, rate, subtype="PCM_16")
         try:
-            process = subprocess.Popen([*shlex.split(command), *paths], text=True, stdout=subprocess.PIPE,
-                                       stderr=subprocess.PIPE, process_group=0)
+            process = lifetime.start([*shlex.split(command), *paths], text=True,
+                                     stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         except (OSError, ValueError) as error:
             raise UserError(f"--asr_command {command}: cannot be started ({error})")
         try:
@@ -149,10 +148,8 @@ def recognise_command(waves, rate, command, time_limit=None):
         except subprocess.TimeoutExpired:
             raise UserError(f"--asr_command {command}: has not heard {len(paths)} files in {time_limit:g} s "
                             "(--asr_time_limit)")
-        finally:        # what it started may outlive it, and does not end with this process
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        finally:        # what it started may outlive it
+            lifetime.end(process)
     lines = said.splitlines()
     if process.returncode or len(lines) != len(paths):
         last = (messages.strip().splitlines() or ["nothing on stderr"])[-1]

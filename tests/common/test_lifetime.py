@@ -2,6 +2,7 @@
 import ast
 import contextlib
 import fcntl
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -33,6 +34,12 @@ LAUNCHER = """
 import subprocess, sys, time
 for _ in range(3):
     subprocess.Popen(sys.argv[1:])
+time.sleep(1000)
+"""
+COMMAND = """
+import sys, time
+from common import lifetime
+lifetime.start(sys.argv[1:])
 time.sleep(1000)
 """
 LONG = "1000"       # seconds that a rank would live
@@ -78,6 +85,7 @@ def test_ranks_end_with_torchrun_and_one_of_them_says_so(start):
     parent = start(sys.executable, "-c", LAUNCHER, sys.executable, "-c", RANK, LONG, "3",
                    **TORCHRUN)       # seconds in which each rank looks, even on a busy machine
     wait_until(lambda: parent.log.read_text().count("here") == 3, "ranks")
+    os.kill(max(in_session(parent.pid)), signal.SIGSTOP)        # one of them, whose thread cannot look
     parent.kill()
     wait_until(lambda: not in_session(parent.pid), "end of the ranks")
     assert parent.log.read_text().splitlines()[3:] == ["", "error: torchrun has ended; its ranks end with it"]
@@ -148,6 +156,7 @@ def killed_with_full_pipes(lock):
     def take(part):
         if part[0] == 8:
             time.sleep(1)       # the others go on until they must wait
+            os.kill(multiprocessing.active_children()[0].pid, signal.SIGSTOP)       # as if its disk did not answer
             os.kill(os.getpid(), signal.SIGKILL)
     in_order(share, 3, take)
 
@@ -167,10 +176,19 @@ def test_processes_with_full_pipes_end_with_their_trainer(pool, tmp_path):
     wait_until(lambda: is_free(tmp_path / "lock"), "end of all threads of all")
 
 
-def test_every_loader_begins_with_what_ends_it():
-    """Whoever makes processes: a DataLoader without init_loader would leave them behind."""
-    calls = [node for path in MODULES.values() for node in ast.walk(ast.parse((ROOT / path).read_text()))
-             if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "DataLoader"]
-    begun = [getattr(keyword.value, "id", "") for call in calls for keyword in call.keywords
+def test_a_command_ends_with_who_has_started_it_and_all_that_it_started(start):
+    parent = start(sys.executable, "-c", COMMAND, "sh", "-c", f"sleep {LONG} & wait")
+    wait_until(lambda: len(in_session(parent.pid)) == 4, "command and its child", progress=parent.log.read_text)
+    parent.kill()
+    wait_until(lambda: not in_session(parent.pid), "end of all")
+
+
+def test_every_process_begins_with_what_ends_it():
+    """Whoever makes processes: a DataLoader without init_loader would leave them behind, so would a Popen."""
+    calls = [(path, node, ast.unparse(node.func).split(".")[-1]) for path in MODULES.values()
+             for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.Call)]
+    loaders = [node for _, node, name in calls if name == "DataLoader"]
+    begun = [getattr(keyword.value, "id", "") for loader in loaders for keyword in loader.keywords
              if keyword.arg == "worker_init_fn"]
-    assert len(calls) >= 5 and begun == ["init_loader"] * len(calls)
+    assert len(loaders) >= 5 and begun == ["init_loader"] * len(loaders)
+    assert [str(path) for path, _, name in calls if name == "Popen"] == ["common/lifetime.py"]
