@@ -25,12 +25,12 @@ TOKENS = Tokens(None, 50258, 50256, 50256, 50256, -1, -1, -1, 50257)    # GPT-2'
 # Data
 
 
-def make_documents(n, length, seed, size=None):
-    """blocks.Documents of n random problems for rows of `length` tokens. size: tokens of each, instead of GSM8K's."""
+def make_documents(n, length, seed):
+    """blocks.Documents of n random problems for rows of `length` tokens."""
     rng, scale, layout = np.random.default_rng((seed, 1)), length / 512, blocks.Layout(max_length=length)
     sizes = np.exp(np.log(MEAN) - SIGMA ** 2 / 2 + SIGMA * rng.standard_normal(n)).clip(SHORTEST, LONGEST) * scale
     parts = []
-    for tokens in [size] * n if size else sizes.round().astype(int):
+    for tokens in sizes.round().astype(int):
         question = round((1 - ANSWER) * tokens)     # its first token and the answer's last one are <|endoftext|>
         ids = [rng.integers(0, TOKENS.bos, k - 1).tolist() for k in (question, tokens - question)]
         parts.append(blocks.make_document(blocks.regions_of(ids, TOKENS, layout), TOKENS, layout))

@@ -17,7 +17,6 @@ PARITY_S=${PARITY_S:-75}
 TTS_S=${TTS_S:-110}
 SFT_S=${SFT_S:-120}
 BLOCK_S=${BLOCK_S:-65}
-MEMORY_S=${MEMORY_S:-45}
 PROFILE_TTS_S=${PROFILE_TTS_S:-30}
 PROFILE_SFT_S=${PROFILE_SFT_S:-20}
 PROFILE_BLOCK_S=${PROFILE_BLOCK_S:-20}
@@ -88,7 +87,6 @@ part chat "$SFT_S" "$PYTHON" bench/sft.py --shape qwen3-4b --methods full,lora -
     --rounds 1 --minutes @25 --results_dir "$RESULTS"
 part "block diffusion" "$BLOCK_S" "$PYTHON" bench/block_diffusion.py --batches 128 --repeats 3 --minutes @40 \
     --results_dir "$RESULTS"
-part memory "$MEMORY_S" "$PYTHON" bench/memory_3b.py --modes 0 --steps 6 --results_dir "$RESULTS"
 part "profile of speech" "$PROFILE_TTS_S" "$PYTHON" bench/profile_step.py tts --results_dir "$RESULTS"
 part "profile of chat" "$PROFILE_SFT_S" "$PYTHON" bench/profile_step.py sft --results_dir "$RESULTS"
 part "profile of block diffusion" "$PROFILE_BLOCK_S" "$PYTHON" bench/profile_step.py block_diffusion \

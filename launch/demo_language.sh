@@ -34,7 +34,6 @@ HELD_OUT=${HELD_OUT:-0.1}               # share of groups the student never trai
 ANSWER_TOKENS=${ANSWER_TOKENS:-32}      # the untrained model may write so many behind the long prompt
 MIN_AGREEMENT=${MIN_AGREEMENT:-0.7}     # with the teacher, 0 to 1: below it the student did not learn
 MIN_GAIN=${MIN_GAIN:-0.3}               # nor if that is not so much more than the untrained model's
-REPORT=${REPORT:-}                      # bench/results/REPORT-DEVICE.json is written as well
 
 # -- checks ------------------------------------------------------------------------------------------------------------
 
@@ -165,8 +164,3 @@ awk -F '\t' '!($1 in sum) { names[n++] = $1 }
               END { for (i = 0; i < n; i++) text = text ", " names[i] " " sum[names[i]]
                     print "seconds    " substr(text, 3) }' "$OUT/stages.tsv"
 echo "done       the student learned; $OUT/evaluation/evaluation.txt"
-if [ -n "$REPORT" ]; then
-    command="STEPS=$STEPS $settings"
-    if [ -n "$TEACHER_FLAGS" ]; then command="TEACHER_FLAGS='$TEACHER_FLAGS' $command"; fi
-    python bench/distill_demo.py "$OUT" --command "${command% }" --report "$REPORT"
-fi

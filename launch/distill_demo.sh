@@ -39,7 +39,7 @@ language) exec bash "$root/launch/demo_language.sh" "$@" ;;
 esac
 # shellcheck source=launch/env.sh
 source "$root/launch/env.sh"
-for name in INPUT TRUTH TEACHER TEACHER_NAME TEACHER_FLAGS TOKENS SAVE_STEPS MIN_AGREEMENT MIN_GAIN REPORT; do
+for name in INPUT TRUTH TEACHER TEACHER_NAME TEACHER_FLAGS TOKENS SAVE_STEPS MIN_AGREEMENT MIN_GAIN; do
     [ -z "${!name:-}" ] || die "$name is set, which only STORY=language reads"
 done
 number() { [[ ${!1} =~ ^[1-9][0-9]*$ ]] || die "$1=${!1}: a number from 1 on"; }

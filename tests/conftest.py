@@ -21,7 +21,7 @@ gc.disable()    # until all tests are collected
 
 LONGEST = ("recovery", "slurm", "launchers", "train_sft", "fsdp", "train_v2_ddp", "reproducible", "distill_demo",
            "docs", "house", "plan", "kills", "bad_input", "encode", "create_data", "generate_tts", "train_bd3lm", "tts",
-           "sft", "setup", "growth")
+           "sft", "setup")
 
 
 def pytest_configure(config):

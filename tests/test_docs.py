@@ -8,10 +8,10 @@ rule covers is a failure.
 import argparse
 import functools
 import importlib
-import importlib.util
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import string
@@ -19,6 +19,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ SCRIPTS = {
     "diffusion/train_bd3lm.py": ("parse",), "diffusion/sample_bd3lm.py": ("parse",),
     "diffusion/export_bd3lm.py": ("parse",), "diffusion/lm_eval_bd3lm.py": ("parse",),
     "distill/evaluate_sft.py": ("parse",), "distill/evaluate_prompt.py": ("parse",),
-    "bench/block_diffusion.py": ("parse",), "bench/block_day.py": ("parse",)}
+    "bench/block_diffusion.py": ("parse",)}
 # Launchers that print what they would run with DRY_RUN=1, and which of our scripts are in it.
 LAUNCHERS = {
     "launch/train_tts.sh": ["train_v2_ddp.py"], "launch/train_tts_h200x8.sh": ["train_v2_ddp.py"],
@@ -158,17 +159,23 @@ def sentence_commands():
 # What the scripts say
 
 
-@functools.cache
-def flags_module():
-    spec = importlib.util.spec_from_file_location("docs_flags", ROOT / "docs" / "flags.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+class Parser(Exception):
+    """Carries the parser out of a main() that was about to use it."""
 
 
 @functools.cache
 def parser_of(script):
-    return flags_module().parser_of(script)
+    """The ArgumentParser of a script, whose main() runs up to the line that parses its flags."""
+    def carry(parser, *_, **__):
+        raise Parser(parser)
+    with mock.patch.object(sys, "path", [str(ROOT), *sys.path]), mock.patch.object(sys, "argv", [script]):
+        main = runpy.run_path(str(ROOT / script), run_name=f"flags of {script}")["main"]
+        with mock.patch.object(argparse.ArgumentParser, "parse_args", carry):
+            try:
+                main()
+            except Parser as carried:
+                return carried.args[0]
+    raise LookupError(f"{script}: main() parses no flags")
 
 
 def parse(script, words, partial=False):
@@ -209,12 +216,13 @@ def launcher_of(words):
 
 
 def all_flags():
-    """Every flag of every script, those of the measurements included."""
-    scripts = [*flags_module().scripts(), "docs/flags.py",
-               *(f"bench/{path.name}" for path in (ROOT / "bench").glob("*.py") if "def main(" in path.read_text())]
-    flags, parsers = set(), list(map(parser_of, scripts))
+    """Every flag of every script, those of the measurements included; each prints its --help."""
+    paths = [path for folder in (".", "speech", "diffusion", "distill", "distill/demo", "common", "bench")
+             for path in (ROOT / folder).glob("*.py") if '\nif __name__ == "__main__":' in path.read_text()]
+    flags, parsers = set(), [parser_of(path.relative_to(ROOT).as_posix()) for path in paths]
     while parsers:
         parser = parsers.pop()
+        parser.format_help()
         for action in parser._actions:
             flags |= set(action.option_strings)
             if isinstance(action, argparse._SubParsersAction):
@@ -423,11 +431,6 @@ def test_every_flag_that_is_named_exists():
                 assert flag in known, f"{page}: no script has {flag}"
 
 
-def test_flags_page_is_what_the_parsers_say():
-    assert flags_module().page() == TEXTS["docs/flags.md"], "run python docs/flags.py"
-    assert re.search(r"`--preprocess_num_proc [^|]*\| 1 to 8, by the CPUs \|", TEXTS["docs/flags.md"])
-
-
 def slug(heading):
     """GitHub's anchor of a heading."""
     words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
@@ -475,7 +478,7 @@ def test_readme_is_short_and_has_what_it_must():
     assert len(readme.splitlines()) <= 230
     assert COPY_OUT in readme
     assert set(TEXTS) == {"README.md", *(f"docs/{name}.md" for name in (
-        "speech", "recipes", "diffusion", "distillation", "slurm", "reliability", "correctness", "speed", "flags",
+        "speech", "recipes", "diffusion", "distillation", "slurm", "reliability", "correctness", "speed",
         "troubleshooting"))}
     for page in set(TEXTS) - {"README.md"}:
         assert f"]({page}" in readme, f"README does not lead to {page}"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from common import indexing
+from common import indexing, json_files
 from common.indexing import Column, Lists, in_order, token_lists
 from common.parallel import UserError
 from distill import chat
@@ -207,3 +207,38 @@ def test_a_chat_takes_no_memory(tmp_path, monkeypatch):
         return found, tracemalloc.get_traced_memory()[1]
     found, peak = in_a_fork(measure)
     assert found["samples"] == [50_000] and peak < 4 * 2**20
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# JSON lists
+
+
+LISTS = ['[]', ' [ ] \n', '[{"a": [1, 2, "]"]}]', '[1, 23.5e3, "x,y]", null, true, {"b": {}}, [[]]]\n', '\ufeff[1,\n2]',
+         '["\\ud83d\\ude00", -Infinity]',
+         '[1, 2', '[1, 2,', '[1 2]', '[1, 2]]', '[1,\n 2}\n]', '["a\nb"]', '[tru', '[,1]',
+         '[1, "abc', '[1,\n\n  {"a" 1}, 3]', '[1] x', '[{"a": 1,}]', '[', '[123456, nul]']
+
+
+@pytest.mark.parametrize("text", LISTS)
+def test_a_list_read_in_pieces_is_the_list_and_its_errors_stand_where_they_are(text, tmp_path, monkeypatch):
+    (tmp_path / "data.json").write_text(text, encoding="utf-8")
+    try:
+        expected = json.loads(text.removeprefix("\ufeff"))
+    except json.JSONDecodeError as error:
+        expected = f"line {error.lineno} column {error.colno}:"
+    for piece in (1, 2, 3, 5, 1000):
+        monkeypatch.setattr(json_files, "PIECE", piece)
+        try:
+            assert list(json_files.json_entries(tmp_path / "data.json")) == expected
+        except UserError as error:
+            assert isinstance(expected, str) and expected in str(error)
+
+
+def test_a_list_is_never_whole_in_memory(tmp_path):
+    path = tmp_path / "data.json"
+    path.write_text("[" + ",\n".join([json.dumps({"text": "x" * 1000})] * 20_000) + "]")
+    tracemalloc.start()
+    assert sum(1 for _ in json_files.json_entries(path)) == 20_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < path.stat().st_size / 2

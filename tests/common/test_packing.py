@@ -232,7 +232,7 @@ def test_grouping_by_length_evens_out_the_ranks(world_size):
 
 @pytest.mark.parametrize("each", [1, 4])
 def test_packs_by_length_are_even_on_any_number_of_ranks(each):
-    """Mean over max of the tokens of what runs side by side, averaged over the steps; bench/scale.py has more."""
+    """Mean over max of the tokens of what runs side by side, averaged over the steps."""
     lengths = speech_lengths(150_000 * each)
     tokens = plan.epoch_sums(PackOrder(lengths, samples_per_pack=each, seed=3, group_by_length=True), [0], lengths)
     assert [plan.packing_report(tokens, ranks)["balance"] > 0.95 for ranks in (2, 8, 64, 512)] == [True] * 4
@@ -243,3 +243,40 @@ def test_grouping_by_length_lowers_the_spread_inside_packs():
     spread = [np.mean([np.ptp(lengths[pack]) for pack in packs(PackOrder(
         lengths, samples_per_pack=4, seed=3, group_by_length=grouped), 0)]) for grouped in (True, False)]
     assert spread[0] < 0.1 * spread[1]
+
+
+def shuffled_blocks(packs, size, rng):
+    """Blocks of so many packs in another order; a short last one stays where it is."""
+    full = len(packs) // size
+    return [pack for block in [*rng.permutation(full), full] for pack in packs[size * block:size * (block + 1)]]
+
+
+def plain_packs(lengths, epoch, seed, size=0, budget=0, by_length=False):
+    """Packs of an epoch in Python lists, as packing.py describes them."""
+    rng, n = np.random.default_rng((seed, epoch, 1)), len(lengths)
+    if budget:
+        bins = best_fit(lengths, np.random.default_rng((seed, 0)).permutation(n), budget)
+        return [bins[p] for p in rng.permutation(len(bins))]
+    order = rng.permutation(n).tolist()
+    if by_length:
+        keys = [-float(length) * wrong for length, wrong in zip(lengths, rng.uniform(1, 1.01, n))]
+        parts = [order[a:a + 64 * 512 * size] for a in range(0, n, 64 * 512 * size)]
+        order = [i for part in parts for i in sorted(part, key=lambda i: keys[i])]
+    packs = [order[a:a + size] for a in range(0, n, size)]
+    if by_length:
+        large = max((block for block in (512, 256, 128, 64, 32, 16) if len(packs) >= 64 * block), default=8)
+        packs = shuffled_blocks(packs, large, rng)
+        packs = [pack for a in range(0, len(packs), large) for pack in shuffled_blocks(packs[a:a + large], 8, rng)]
+    return packs
+
+
+@pytest.mark.parametrize("n", [1, 7, 64, 95, 5000])
+@pytest.mark.parametrize("kind", [{"size": 3}, {"size": 1, "by_length": True}, {"size": 4, "by_length": True},
+                                  {"budget": 2048}], ids=str)
+def test_array_packs_are_the_plain_ones(kind, n):
+    """A checkpoint's position means the same packs whatever computes them."""
+    lengths = np.random.default_rng(n).integers(20, 2000, n)
+    order = PackOrder(lengths, seed=3, samples_per_pack=kind.get("size", 0), tokens_per_pack=kind.get("budget", 0),
+                      group_by_length=kind.get("by_length", False))
+    for epoch in (0, 2):
+        assert packs(order, epoch) == plain_packs(lengths, epoch, 3, **kind)
