@@ -89,15 +89,16 @@ def parse(parser, check=None, argv=None):
     A mistake ends the process with one line, printed by rank 0: status 2 for a flag that is not one, 1 for a value.
     Of the process's own, garbage is not collected from here until parallel.one_clear_error.
     """
+    words = sys.argv[1:] if argv is None else list(argv)
     lifetime.end_with_torchrun()        # here, because every script parses before its imports, which take seconds
     if argv is None:
         if sys.stderr:
             faulthandler.enable()       # a crash in native code prints where each Python thread was
+        sys.argv[1:] = map(without_secrets, words)      # W&B keeps the command line of a run
         gc.disable()                    # a quarter of that time; hardly anything that imports make is garbage
     status, known = 2, sorted(spellings(parser))
     try:
         allocator_setting()
-        words = sys.argv[1:] if argv is None else list(argv)
         for word in words:                  # before argparse complains of what is missing
             # to argparse "--" alone ends a list, and a word with a space is a value: --text "-- well, no"
             name = word.split("=")[0]

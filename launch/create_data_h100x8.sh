@@ -53,7 +53,7 @@ command=(python "$REPO/distill/create_data.py" --input_file "$input" --output_fi
 "${command[@]}" --dry_run || exit $?    # one error instead of one from each instance
 if [ "$DRY_RUN" = 1 ]; then
     for ((i = 0; i < instances; i++)); do
-        printf '%q ' "CUDA_VISIBLE_DEVICES=$(slice $i)" "${command[@]}" --shard "$i/$instances"
+        shown "CUDA_VISIBLE_DEVICES=$(slice $i)" "${command[@]}" --shard "$i/$instances"
         echo
     done
     exit

@@ -39,6 +39,9 @@ has_infiniband() {
 say() { echo "${LAUNCHER:-launch}: $*" >&2; }
 die() { say "error: $*"; exit 1; }
 
+# A command as it may be printed and kept: without names and passwords in addresses.
+shown() { printf '%q ' "$@" | sed -E 's,://[^/?# ]*@,://,g'; }
+
 need_file() { [ -e "$1" ] || die "${2:-$1}: no such file: $1"; }
 
 need_free_port() {

@@ -88,7 +88,7 @@ fi
 command+=("$TRAINER" "$@")
 
 if [ "$DRY_RUN" = 1 ]; then
-    printf '%q ' "OMP_NUM_THREADS=$OMP_NUM_THREADS" "${command[@]}"
+    shown "OMP_NUM_THREADS=$OMP_NUM_THREADS" "${command[@]}"
     printf '\n%s' "${AFTER:+$AFTER$'\n'}"
     exit
 fi

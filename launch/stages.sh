@@ -51,7 +51,7 @@ stage() {           # NAME COMMAND...: run it; a signal lets it save and ends th
 step() {
     local name=$1 pattern=$2 done=$OUT/steps/$1 said
     shift 2
-    said=$(printf '%q ' "$@")
+    said=$(shown "$@")
     made=$(newest "$pattern")
     if [ "${DRY_RUN:-0}" = 1 ]; then
         echo "$said"

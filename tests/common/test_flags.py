@@ -323,3 +323,15 @@ def test_every_flag_has_an_effect(script):
     parser = importlib.import_module(script.removesuffix(".py").replace("/", ".")).build_parser()
     unused = {action.dest for action in actions(parser)} - used_names(script) - NO_EFFECT_OF_THEIR_OWN
     assert not unused
+
+
+def test_packages_that_note_the_command_line_find_no_password():
+    script = """if True:
+        import argparse, sys
+        from common import flags
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--base_url")
+        print(flags.parse(parser).base_url, *sys.argv[1:])"""
+    done = subprocess.run([sys.executable, "-c", script, "--base_url", "http://anna:secret@h/v1"], cwd=ROOT, text=True,
+                          capture_output=True, check=True)
+    assert done.stdout.split() == ["http://anna:secret@h/v1", "--base_url", "http://h/v1"]

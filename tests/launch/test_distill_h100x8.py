@@ -23,8 +23,8 @@ OWN = {"TEACHER": "a/teacher", "TP": "2", "GPUS": "6", "MAX_MODEL_LEN": "77", "P
        "TEACHER_FLAGS": "--seed 5", "VLLM": "vllm==9", "VLLM_VENV": "a venv", "PYTHON": "python9",
        "STUDENT": "a/student", "HELD_OUT": "0.3", "TRUTH": "t.jsonl", "MIN_AGREEMENT": "0.8",
        "JUDGE_FLAGS": "--batch_size 3"}
-SERVED = {"TEACHER": "http://h/v1", "TEACHER_NAME": "x", "PARSER": "whole", "PROMPT": "p.txt", "PROMPT_ROLE": "system",
-          "TEACHER_FLAGS": "--max_tokens 99", "GPUS": "6"}
+SERVED = {"TEACHER": "http://anna:se$cret@h/v1", "TEACHER_NAME": "x", "PARSER": "whole", "GPUS": "6",
+          "PROMPT": "p.txt", "PROMPT_ROLE": "system", "TEACHER_FLAGS": "--max_tokens 99"}
 FOR_ALL_BELOW = {"LORA", "EPOCHS", "GROUP_SIZE", "VENV", "CONDA_ENV"}       # train_sft_h100x8.sh and env.sh read them
 
 
@@ -92,7 +92,7 @@ def test_a_whole_run_that_is_killed_on_its_way(tmp_path):
     server = subprocess.Popen([sys.executable, str(ROOT / "tests" / "helpers" / "label_server.py"), str(log)],
                               text=True, stdout=subprocess.PIPE)
     settings = environment(
-        MARK=mark, TEACHER=f"http://127.0.0.1:{int(server.stdout.readline())}/v1", TEACHER_NAME="teacher",
+        MARK=mark, TEACHER=f"http://anna:secret@127.0.0.1:{int(server.stdout.readline())}/v1", TEACHER_NAME="teacher",
         TEACHER_FLAGS="--concurrency 1", STUDENT=str(tmp_path / "model"), PROMPT="p.txt", GROUP_SIZE="6",
         HELD_OUT="0.25", EPOCHS="1", SWITCHES="", REPORT_TO="", JUDGE_FLAGS="--prompt_max_new_tokens 4")
 
@@ -120,4 +120,5 @@ def test_a_whole_run_that_is_killed_on_its_way(tmp_path):
     report = json.loads((tmp_path / "out" / "evaluation" / "evaluation.json").read_text())
     assert report["data"]["training_lines"] > report["data"]["held_out_lines"] > 0
     assert (tmp_path / "out" / "student" / "report.html").stat().st_size > 10_000
-    assert sorted(path.name for path in (tmp_path / "out" / "steps").iterdir()) == ["answers", "evaluation", "student"]
+    steps = {path.name: path.read_text() for path in (tmp_path / "out" / "steps").iterdir()}
+    assert steps.keys() == {"answers", "evaluation", "student"} and "secret" not in str(steps)
