@@ -13,7 +13,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from common import adapters, parallel, tensor_files
+from common import adapters, checkpoint, parallel, tensor_files
 from common.parallel import UserError
 from distill.teacher import MALFORMED, TRANSIENT, Refused, Server, explain
 
@@ -48,8 +48,8 @@ class Sampler:
     def begin(self):
         """Name of this run on the server, which answers; what a run before has left in the folder is deleted."""
         self.call("/models")
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir()
+        self.folder.mkdir(exist_ok=True)
+        checkpoint.remove_named(self.folder, r"student-[0-9a-f]{8}-\d+")       # as refresh() names them
         return uuid.uuid4().hex[:8]
 
     def call(self, path, body=None, text=False):

@@ -77,7 +77,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common import lifetime
-from common.checkpoint import sha256_file, write_atomically
+from common.checkpoint import move_aside, sha256_file, write_atomically
 from common.parallel import UserError, one_clear_error
 from speech import codes, make_tiny
 from speech.choices import DEFAULT_SYSTEM
@@ -309,7 +309,7 @@ def make_product(args, given, texts, product):
     if product.exists():
         for kept in product.glob("LICENSE*"):
             shutil.copy(kept, building)
-        shutil.rmtree(product)
+        move_aside(product, "was made by an earlier run", "earlier")
     building.rename(product)
 
 
