@@ -252,7 +252,8 @@ def main(argv=None):
         process, pipe = start_process(prepare, measure.command("sft", argv), folder, shape, args.seed)
         report = pipe.recv()
         process.join()
-        matmul, config = report["matmul_flops_per_second"], transformers.AutoConfig.from_pretrained(folder / "model")
+        matmul = report["matmul_flops_per_second"]
+        config = transformers.AutoConfig.from_pretrained(folder / "model", trust_remote_code=False)
         report["settings"] = {"shape": shape, **dict(zip(SIZES, SHAPES[shape])), "rounds": rounds, "seed": args.seed,
                               "precision": "bf16 compute, float32 weights (bf16 where frozen)" if cuda else "float32",
                               "head_share": config.hidden_size * config.vocab_size / (

@@ -253,18 +253,30 @@ class Server:
     def __init__(self, base_url, timeout):
         need_package("httpx", "--base_url")
         import httpx
-        parts = urllib.parse.urlsplit(base_url.rstrip("/"))
+        try:
+            parts = urllib.parse.urlsplit(base_url.rstrip("/"))
+        except ValueError as error:
+            raise UserError(f"--base_url: is no address ({error})")
+        if "@" in parts.path + parts.query + parts.fragment:        # the address may hold a part of a password
+            raise UserError("--base_url: a name or password in it holds / ? or #; write them as %2F, %3F, %23")
         user, _, host = parts.netloc.rpartition("@")
         self.url, self.timeout, headers = parts._replace(netloc=host).geturl(), timeout, {}
-        if key := os.environ.get("OPENAI_API_KEY"):
+        if key := os.environ.get("OPENAI_API_KEY", "").strip():
+            if not re.fullmatch(r"[\x21-\x7e]+", key):
+                raise UserError("OPENAI_API_KEY: holds characters that no key has, such as a space or a line feed")
             headers["Authorization"] = f"Bearer {key}"
         elif user:
             user = urllib.parse.unquote(user).encode()
             headers["Authorization"] = f"Basic {base64.b64encode(user).decode()}"
         self.seed, self.max_tokens = True, "max_tokens"         # whether it takes a seed; its name for the limit
         self.failures = (httpx.HTTPError, httpx.InvalidURL)
-        self.client = httpx.AsyncClient(headers={"Content-Type": "application/json", **headers}, timeout=None,
-                                        limits=httpx.Limits(), verify=ssl.create_default_context())
+        try:        # idle connections: vLLM closes them after 5 s
+            self.client = httpx.AsyncClient(headers={"Content-Type": "application/json", **headers}, timeout=None,
+                                            limits=httpx.Limits(keepalive_expiry=2),
+                                            verify=ssl.create_default_context())
+            httpx.URL(self.url)
+        except (ImportError, ValueError, httpx.InvalidURL) as error:      # of the address, or of a proxy's
+            raise UserError(f"--base_url {self.url}, or a proxy of the environment: {error}")
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 

@@ -183,7 +183,10 @@ def load_recogniser(path):
     """(model, feature extractor, tokenizer) of any speech recogniser of transformers. Raises UserError."""
     model, extractor = load_model("--asr_model", path, None)
     from transformers import AutoTokenizer
-    return model, extractor, AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    try:
+        return model, extractor, AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:
+        raise UserError(f"--asr_model {path}: its tokenizer cannot be loaded ({(str(error).splitlines() or [''])[0]})")
 
 
 @torch.inference_mode()

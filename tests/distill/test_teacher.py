@@ -116,3 +116,13 @@ def test_a_key_follows_no_redirection(monkeypatch, status):
     assert seen == [(first.server_port, "Bearer sk-secret")]
     for server in (first, second):
         server.shutdown()
+
+
+@pytest.mark.parametrize("url, key, said", [
+    ("http://anna:pa/ss@h/v1", "", "a name or password in it holds /"), ("http://h/v1", "sk-se\ncret", "OPENAI_API_KEY"),
+    ("http://[::1/v1", "", "is no address")])
+def test_an_address_or_key_that_is_none_is_not_printed(monkeypatch, url, key, said):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with pytest.raises(UserError) as error:
+        teacher.Server(url, 1.0)
+    assert said in str(error.value) and "pa/ss" not in str(error.value) and "cret" not in str(error.value)
