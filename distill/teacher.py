@@ -396,8 +396,8 @@ def root_cause(error):
     """The system's words for a failed connection, which clients wrap several times."""
     words = str(error) or type(error).__name__
     while error := error.__cause__ or error.__context__:
-        if isinstance(error, OSError) and error.strerror:
-            words = str(error)
+        if isinstance(error, OSError) and error.errno:      # asyncio has words of its own; negative: a name's
+            words = f"[Errno {error.errno}] {os.strerror(error.errno)}" if error.errno > 0 else str(error)
     return words
 
 
