@@ -298,7 +298,7 @@ class Server:
             place = urllib.parse.urlsplit(response.headers.get("Location", "")).netloc.rpartition("@")[2]
             raise Refused(response.status_code, f"redirects to {place or 'another address'}, which is not followed; "
                                                 "give the address itself")
-        if response.status_code != 200:
+        if not response.is_success:
             raise Refused(response.status_code, said(found, response.reason_phrase),
                           response.headers.get("Retry-After", ""))
         return found if text else json_files.loads(found)
