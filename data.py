@@ -1,26 +1,25 @@
 """Your files -> batches: labelled, packed batches of conversations and codec codes for Higgs-Audio V2.
 
-Rank 0 tokenises every sample once into a table on disk (speech/table.py); clips are encoded once into a cache
-(speech/codes.py). A loader worker turns a list of sample numbers into one PackedBatch: delay pattern, labels (shifted
+Rank 0 tokenises every sample once into a table on disk (speech/data/dataset.py); clips are encoded once into a cache
+(speech/data/code_cache.py). A loader worker turns a list of sample numbers into one PackedBatch: delay pattern, labels (shifted
 by one already) and every index the GPU needs. Nothing is padded per sample. No worker imports the model or touches
 CUDA.
 """
 import os
 import shutil
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from common import checkpoint, parallel
+from common import checkpoint, distributed
 from common.problems import settle
 from common.watchdog import init_loader
-from speech.encode import ensure_codes, plan_codes
-from speech.labels import IGNORE, PackedBatch, audio_targets
-from speech.prepared import is_prepared, keep_prepared, open_prepared
-from speech.table import Table, read_all
+from speech.data.dataset import Table, read_all
+from speech.data.encode import ensure_codes, plan_codes
+from speech.data.prepared import is_prepared, keep_prepared, open_prepared
+from speech.model.labels import IGNORE, PackedBatch, audio_targets
 
 PAD_LENGTH = 128        # padding comes in samples this short: attention costs the square of a sample's length
 
@@ -61,13 +60,13 @@ def prepare_table(world, tokenizer, ids, codec_dir, *, train, held_out, output_d
         return folder
 
     try:
-        parallel.rank0_first(world, read)
+        distributed.rank0_first(world, read)
         if encode:
             codes = ensure_codes(world, builder.clips if builder else [], codec_dir, cache_dir, ids.num_codebooks,
                                  processes, wait_limit_s, bad)
         else:
             codes = plan_codes(builder.clips, codec_dir, cache_dir, ids.num_codebooks, processes, bad)
-        return Table(parallel.rank0_first(world, write))
+        return Table(distributed.rank0_first(world, write))
     except BaseException:
         if world.is_main:
             shutil.rmtree(folder, ignore_errors=True)

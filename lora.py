@@ -66,8 +66,8 @@ from pathlib import Path
 import torch
 
 from common import tensor_files
-from common.parallel import UserError, one_clear_error
-from speech import card, export, higgs3, models
+from common.distributed import UserError, one_clear_error
+from speech.model import card, export, v3, versions
 
 # after speech.weights, which explains a torchaudio that breaks every transformers import
 from common import adapters  # isort: skip
@@ -87,8 +87,8 @@ def add_lora(model, rank, alpha, dropout, targets, base_name, rslora=False, dora
             raise UserError(f"--lora_target_modules {name!r} matches no linear layer; use one of "
                             f"{', '.join(LORA_TARGETS)} or endings such as q_proj, mlp.gate_proj, audio_mlp.gate_proj")
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none",
-                        use_rslora=rslora, use_dora=dora, modules_to_save=[higgs3.TABLE] if table else None)
-    if table and not isinstance(model, higgs3.Higgs3):
+                        use_rslora=rslora, use_dora=dora, modules_to_save=[v3.TABLE] if table else None)
+    if table and not isinstance(model, v3.Higgs3):
         raise UserError("--train_audio_table is for Higgs TTS 3; of V2 --freeze_llm trains audio embedding and head")
     net = adapters.attach(model, config, base_name)
     if table:       # one copy, embedding and head alike
@@ -102,9 +102,9 @@ def folds(model, adapter):
     Raises UserError when the adapter's files and the model do not fit together exactly: PeftModel.from_pretrained would
     only warn about weights that are missing.
     """
-    net = adapters.add_saved(model, adapter, whole=models.whole_modules(model))
+    net = adapters.add_saved(model, adapter, whole=versions.whole_modules(model))
     stored = tensor_files.open_tensors([Path(adapter) / "adapter_model.safetensors"])
-    table = f"base_model.model.{higgs3.TABLE}.weight"
+    table = f"base_model.model.{v3.TABLE}.weight"
     known = (".lora_A.weight", ".lora_B.weight", f".{adapters.MAGNITUDE}", table)
     if other := [name for name in stored if not name.endswith(known)]:
         raise UserError(f"--adapter {adapter}: only LoRA, rsLoRA and DoRA can be folded in, this has {min(other)}")
@@ -121,13 +121,13 @@ def folds(model, adapter):
                 weight *= (length[:].float() / torch.linalg.norm(weight, dim=1))[:, None]
             return weight
         return updated
-    whole = {f"{higgs3.TABLE}.weight": lambda weight: stored[table][:].float().clone()} if table in stored else {}
+    whole = {f"{v3.TABLE}.weight": lambda weight: stored[table][:].float().clone()} if table in stored else {}
     return whole | {f"{name}.weight": fold(name, module.scaling["default"])
                     for name, module in net.get_base_model().named_modules() if hasattr(module, "lora_A")}
 
 
 def merge(model_path, adapter, output_dir, dtype="float32", shard_bytes=5 * 10**9, layout="native", codec=None):
-    """Fold an adapter, or none, into its base in fp32 and write a plain checkpoint; see speech/export.py."""
+    """Fold an adapter, or none, into its base in fp32 and write a plain checkpoint; see speech/model/export.py."""
     return export.export(model_path, output_dir, layout, dtype, shard_bytes,
                          (lambda model: folds(model, adapter)) if adapter else None, codec, adapter)
 

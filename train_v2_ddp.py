@@ -15,7 +15,7 @@ SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue
 import os
 import sys
 
-from common import flags, ownership
+from common import flags, run_lock
 from common.flags import need
 from speech import data_flags
 from speech.choices import CHECKS, LORA_TARGETS, check_judges, judges
@@ -96,7 +96,7 @@ def check_flags(args, world_size):
     flags.check_shared(args)
     flags.check_bad_samples(args, CHECKS)
     if args.dry_run is None:        # long before the imports are done
-        ownership.look(args.output_dir)
+        run_lock.look(args.output_dir)
     flags.check_parallel(args, world_size)
     flags.check_sharding(args)
     data_flags.check(args)
@@ -151,17 +151,19 @@ import torch
 from tqdm import tqdm
 
 import lora  # first: it explains a torchaudio that breaks every transformers import
-from common import adapters, auto, checkpoint, float8, loading, metrics, optim, parallel, run, tensor_files, watchdog
+from common import adapters, auto, checkpoint, distributed, float8, loading, metrics, optim, run, tensor_files, watchdog
+from common.distributed import UserError
 from common.json_files import read_object
 from common.packing import PackOrder, pack_order, rank_packs, run_length
-from common.parallel import UserError
 from common.plan import Checks, check_writable, room_of, setup_of, start_text, steps_text
 from data import make_loader, prepare_table
-from speech import higgs, models, sample_prompts, weights, wording
-from speech.codes import FRAME_RATE
+from speech.data import text_normalization
+from speech.data.code_cache import FRAME_RATE
+from speech.data.dataset import data_facts, samples_line, split_samples, usable_samples
+from speech.data.rows import Reading
+from speech.model import v2, versions, weights
 from speech.plan import peaks, print_plan
-from speech.sources import Reading
-from speech.table import data_facts, samples_line, split_samples, usable_samples
+from speech.voice import sample_prompts
 
 AUDIO_WEIGHTS = ("embed_audio_tokens", "audio_lm_head", "audio_embedding")     # what --freeze_llm trains, by name
 
@@ -178,16 +180,16 @@ def empty_trained_model(folder, config, *, adapter, bf16, freeze_llm, text_loss_
     the folder does not hold exactly the model's weights, or nothing is left to train.
     """
     dtype = torch.bfloat16 if bf16 and adapter else torch.float32
-    native = net = models.empty_model(config, dtype, folder)
-    parts = models.weight_parts(folder, config)
+    native = net = versions.empty_model(config, dtype, folder)
+    parts = versions.weight_parts(folder, config)
     weights.check_weights(native, parts, folder)
     if adapter:
         net = lora.add_lora(native, *adapter)
     elif freeze_llm:
         for name, parameter in native.named_parameters():
             parameter.requires_grad_(any(part in name for part in AUDIO_WEIGHTS))
-    models.freeze_unreachable(native, text_loss_weight)
-    model = models.packed(net, recompute)
+    versions.freeze_unreachable(native, text_loss_weight)
+    model = versions.packed(net, recompute)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("these flags leave no weight to train")
     return model, native, parts
@@ -201,12 +203,12 @@ def load_model(world, model, native, parts, resume, *, seed, fp8, sharding, comp
     """
     net = model.net
     if compiled:
-        parallel.compile_layers(models.layers(native))
+        distributed.compile_layers(versions.layers(native))
     if sharding:
-        parallel.shard(model, models.layers(native), world, **sharding)
+        distributed.shard(model, versions.layers(native), world, **sharding)
     on_host = sharding and sharding["cpu_offload"]
     model.to_empty(device="cpu" if on_host else world.device)       # from here on there is memory, still unset
-    models.reset_buffers(native, world.device)
+    versions.reset_buffers(native, world.device)
     base = adapters.base_weights(net) if model.has_adapters else dict(native.named_parameters())
     weights.load_weights(base, parts, world)
     if model.has_adapters and resume:
@@ -214,9 +216,9 @@ def load_model(world, model, native, parts, resume, *, seed, fp8, sharding, comp
     elif model.has_adapters:
         adapters.init_adapters(net, seed)
     if fp8:
-        float8.convert(models.layers(native))
+        float8.convert(versions.layers(native))
     model.train()
-    return model if sharding else parallel.wrap_ddp(model, world)
+    return model if sharding else distributed.wrap_ddp(model, world)
 
 
 def check_resume(model, native, resume):
@@ -227,7 +229,7 @@ def check_resume(model, native, resume):
         adapters.load_adapters(model.net, resume)       # onto the meta device nothing is copied
     else:
         config = read_object(Path(resume) / "config.json")
-        weights.check_weights(native, models.weight_parts(resume, config), resume)
+        weights.check_weights(native, versions.weight_parts(resume, config), resume)
 
 
 def run_identity(folder, table, train, *, normalize_text, adapters_only, audio_table, freeze_llm, text_loss_weight,
@@ -252,19 +254,19 @@ def save_checkpoint(world, writer, model, tokenizer, source, optimizer, meta):
     source: folder of the model that was trained from, whose processor files a full checkpoint takes over.
     """
     writer.begin(meta["step"])
-    parallel.reshard(model)
-    states = parallel.gather_on_main(world, checkpoint.rng_state(world.device))
+    distributed.reshard(model)
+    states = distributed.gather_on_main(world, checkpoint.rng_state(world.device))
     if model.has_adapters:
         files = tensor_files.stage(world, "adapter_model", adapters.adapter_weights(model.net), spread=False)
     else:
-        files = tensor_files.stage(world, "model", models.weight_names(model.base_model))
+        files = tensor_files.stage(world, "model", versions.weight_names(model.base_model))
     moments = optim.state_tensors(optimizer, model.named_parameters())
     files |= tensor_files.stage(world, f"{checkpoint.STATE_DIR}/optimizer", moments)
     if world.is_main:
         files[f"{checkpoint.STATE_DIR}/rng.pt"] = lambda path: torch.save(states, path)
-        files[wording.FILE] = lambda path: wording.save_setting(path, meta["args"]["normalize_text"])
+        files[text_normalization.FILE] = lambda path: text_normalization.save_setting(path, meta["args"]["normalize_text"])
         files["*"] = (lambda path: adapters.save_config(model.net, path)) if model.has_adapters else \
-            (lambda path: models.save_config(model.base_model, tokenizer, path, source))
+            (lambda path: versions.save_config(model.base_model, tokenizer, path, source))
     writer.save(meta["step"], files, meta)
 
 
@@ -294,7 +296,7 @@ def evaluate(world, model, table, ids, held_out, check, *, on_rank0, batch_size,
             if i % 16 == 0:
                 check()
                 stop = bool(watchdog.stop_requested())
-                if stop if size == 1 else parallel.any_rank(world, stop).item():
+                if stop if size == 1 else distributed.any_rank(world, stop).item():
                     return None
             with autocast(bf16, world.device):
                 audio, text, eos = model(batch.to(world.device))
@@ -303,14 +305,14 @@ def evaluate(world, model, table, ids, held_out, check, *, on_rank0, batch_size,
 
     model.eval()
     if on_rank0:
-        sums = parallel.rank0_first(world, share, 0, 1)
+        sums = distributed.rank0_first(world, share, 0, 1)
     elif (sums := share(world.rank, world.size)) is not None:
-        sums = parallel.all_sum(world, torch.tensor(sums, dtype=torch.float64, device=world.device)).tolist()
+        sums = distributed.all_sum(world, torch.tensor(sums, dtype=torch.float64, device=world.device)).tolist()
     model.train()
     if sums is None:
         return None
     counts = [int(table.audio_targets[held_out].sum()), int(table.text_targets[held_out].sum())]
-    return models.loss_report(ids, [*sums, *counts], reduction, text_weight, "eval")
+    return versions.loss_report(ids, [*sums, *counts], reduction, text_weight, "eval")
 
 
 def console_line(step, total_steps, v):
@@ -333,7 +335,7 @@ def step_work(config, table, window, use_lora):
     """Totals over the samples of one optimizer step, from the plan: useful work of all ranks, python numbers."""
     lengths = table.lengths[window].astype(np.int64)
     n_audio, n_text = int(table.audio_targets[window].sum()), int(table.text_targets[window].sum())
-    flops = higgs.flops_per_pack(config, int(lengths.sum()), n_audio, n_text,
+    flops = v2.flops_per_pack(config, int(lengths.sum()), n_audio, n_text,
                                  int((lengths * (lengths + 1) // 2).sum()), use_lora)
     return {"audio_targets": n_audio, "text_targets": n_text, "tokens": int(lengths.sum()), "samples": len(window),
             "frames": int(table.frames[window].sum()), "flops": flops}
@@ -446,20 +448,20 @@ def train(args):
     ranks, check = run.ranks(args), Checks(args.dry_run is not None)
     world, watch = run.start(args, check, cpu_too=args.cpu_offload)
     device, main_rank = world.device, world.is_main
-    check(parallel.check_bf16, device, args.bf16)
+    check(distributed.check_bf16, device, args.bf16)
     check(float8.check_device, device, args.float8)
     if check.dry:       # a run finds out when it encodes
         check(check_writable, code_cache(args), "--code_cache")
-    folder, config_dict, codec_dir = models.find_files(world, args.model_path, args.audio_tokenizer_path,
+    folder, config_dict, codec_dir = versions.find_files(world, args.model_path, args.audio_tokenizer_path,
                                                        check.folder(args.output_dir), check)
-    args.normalize_text = check(models.text_setting, config_dict, args.normalize_text or "")
+    args.normalize_text = check(versions.text_setting, config_dict, args.normalize_text or "")
     if args.use_lora:
-        args.lora_target_modules = check(models.lora_targets, config_dict, args.lora_target_modules or "")
-    config, tokenizer = check(models.read_config, config_dict), check(models.load_tokenizer, folder, config_dict)
-    ids = check(models.token_ids, tokenizer, config)
+        args.lora_target_modules = check(versions.lora_targets, config_dict, args.lora_target_modules or "")
+    config, tokenizer = check(versions.read_config, config_dict), check(versions.load_tokenizer, folder, config_dict)
+    ids = check(versions.token_ids, tokenizer, config)
     model, native, parts = check(empty_trained_model, folder, config_dict, **for_model(args)) or (None,) * 3
     table = check(prepare_table, world, tokenizer, ids, codec_dir, **for_table(args, check))
-    prompts, settings = check(parallel.rank0_first, world, sample_prompts.load, for_prompts(args), tokenizer, ids,
+    prompts, settings = check(distributed.rank0_first, world, sample_prompts.load, for_prompts(args), tokenizer, ids,
                               config, codec_dir, device) or (None, None)
     check.settle()
     all_train, all_eval = split_samples(table, 0 if args.disable_eval else args.validation_split, args.seed)
@@ -501,8 +503,8 @@ def train(args):
     wrapped = load_model(world, model, native, parts, resume, **for_loading(args, ranks))
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
-                                  (args.adam_beta1, args.adam_beta2), higgs.decays)
-    parallel.seed_everything(args.seed, world.rank)     # other dropout on every rank
+                                  (args.adam_beta1, args.adam_beta2), v2.decays)
+    distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
     # a step's log values: loss sums by codebook, text loss, 5 of the stream's end; targets of both kinds, on rank 0
     now = run.Run(world, watch, args, order, total_steps, ids.num_codebooks + 8, resume, meta, validation, table.name)
     now.restore(model, optimizer)
@@ -532,10 +534,10 @@ def train(args):
             assert args.max_tokens_per_batch in (0, len(batch.input_ids)), "the pack is not filled to its budget"
             if args.enable_strategic_logging and main_rank and micro == now.step % args.strategic_logging_steps == 0:
                 print_sample(table, tokenizer, batch)
-            with parallel.gradient_sync(wrapped, micro == accumulation - 1):    # ranks exchange gradients once a step
+            with distributed.gradient_sync(wrapped, micro == accumulation - 1):    # ranks exchange gradients once a step
                 with autocast(args.bf16, device):
                     audio, text, eos = wrapped(batch)       # sums over this batch's targets
-                loss = higgs.total_loss(audio, n_audio, text, n_text, args.audio_loss_reduction, args.text_loss_weight)
+                loss = v2.total_loss(audio, n_audio, text, n_text, args.audio_loss_reduction, args.text_loss_weight)
                 (loss * world.size).backward()          # gradients are averaged over ranks, the loss is a global mean
             sums[:ids.num_codebooks + 6] += torch.cat([audio.detach(), text.detach()[None], eos])
             now.saw(loss, mine)
@@ -553,7 +555,7 @@ def train(args):
         empty = max(0, now.at["first"] - order.packs_per_epoch)         # packs of one token of padding
         now.count(per_step * args.max_tokens_per_batch or work["tokens"] + empty, work)
         if now.due(args.logging_steps):
-            values = models.loss_report(ids, parallel.all_sum(world, now.sums).tolist(), args.audio_loss_reduction,
+            values = versions.loss_report(ids, distributed.all_sum(world, now.sums).tolist(), args.audio_loss_reduction,
                                        args.text_loss_weight, "train")
             if main_rank:
                 now.line(values, lambda v: console_line(now.step, total_steps, v),
@@ -578,8 +580,8 @@ def train(args):
                     if prompts:                 # rank 0 speaks while the others wait
                         watch.moved(f"sample prompts at step {now.step}", args.wait_timeout)
                         model.eval()
-                        with parallel.gathered(model), autocast(args.bf16, device):
-                            values |= parallel.rank0_first(world, lambda: sample_prompts.speak_all(
+                        with distributed.gathered(model), autocast(args.bf16, device):
+                            values |= distributed.rank0_first(world, lambda: sample_prompts.speak_all(
                                 native, prompts, settings, ids, codec_dir, device, seed=args.seed,
                                 time_limit=args.sample_time_limit, output_dir=args.output_dir, step=now.step,
                                 log=now.log, asked=watchdog.stop_requested, judging=for_judges(args)))

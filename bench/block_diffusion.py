@@ -47,7 +47,7 @@ from bench.block_steps import (
     plain_step,
     stir,
 )
-from common import loading, metrics, optim, parallel
+from common import distributed, loading, metrics, optim
 from diffusion import blocks, dit, noise
 
 ACCUMULATION = 4                # micro-steps of an optimizer step, as in all the guide's presets
@@ -106,7 +106,7 @@ def measure_setting(world, args, documents, micro_batch, backend, compiled, pack
             optimizer.zero_grad(set_to_none=True)
             average.update(bad)
             flags.pop()
-            flags.push(bad, parallel.any_rank(world, False), None)
+            flags.push(bad, distributed.any_rank(world, False), None)
         measure.synchronize(device)
         seconds.append(time.perf_counter() - start)
         if not repeat:
@@ -353,7 +353,7 @@ def main(argv=None):
     began, device = time.monotonic(), torch.device("cuda", 0) if cuda else torch.device("cpu")
     if cuda:
         torch.set_float32_matmul_precision("high")      # --tf32, as the launchers pass it
-    world = parallel.World(device=device)
+    world = distributed.World(device=device)
     report = measure.new_report("training speed of block diffusion, random weights and tokens", device,
                                 measure.command("block_diffusion", argv))
     documents = make_documents(max(16, args.problems, ACCUMULATION * STEPS * max(args.batches, default=0)),

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import plain_block_diffusion as plain
-from common import optim, parallel
+from common import distributed, optim
 from diffusion import blocks, dit, noise, weights
 from diffusion.problems import Problem, Tokens
 
@@ -60,12 +60,12 @@ def make_packs(documents, micro_batch, pack, micro_steps, seed):
 def build(world, args, backend, compiled, dropout=0.1):
     """(DiT, what to call, weights.Average), as the trainer makes them."""
     torch._dynamo.reset()       # after 8 shapes of one function dynamo would give up compiling it
-    parallel.seed_everything(args.seed)
+    distributed.seed_everything(args.seed)
     config = dit.config_of(args.size, TOKENS.vocab_size, TOKENS.mask, dropout)
     model = dit.DiT(config, backend).to(world.device).train()
     if compiled:
-        parallel.compile_layers(model.layers, dynamic=False)    # FlexAttention of unknown lengths is slow
-    return model, parallel.wrap_ddp(model, world), weights.Average(model, 0.9999)
+        distributed.compile_layers(model.layers, dynamic=False)    # FlexAttention of unknown lengths is slow
+    return model, distributed.wrap_ddp(model, world), weights.Average(model, 0.9999)
 
 
 @torch.no_grad()

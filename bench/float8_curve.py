@@ -23,11 +23,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import measure, tts_ways
-from common import float8, loading, optim, parallel
+from common import distributed, float8, loading, optim
 from common.packing import PackOrder, rank_packs
 from data import make_loader
-from speech import higgs
-from speech.table import Table
+from speech.data.dataset import Table
+from speech.model import v2
 
 WAYS = {"bf16": False, "float8": True}
 
@@ -36,19 +36,19 @@ def train(folder, args, device, in_float8):
     """One run -> (loss of each step, seconds of each step, most GPU memory held in GiB or None)."""
     ids, table = tts_ways.ids_of(folder), Table(folder / "table")
     way = {"shape": args.shape, "bf16": True, "method": "lora", "side": "ours"}
-    model = higgs.PackedHiggs(tts_ways.build(way, folder, device))
+    model = v2.PackedHiggs(tts_ways.build(way, folder, device))
     layers, cuda = model.base_model.model.layers, device.type == "cuda"
     if in_float8:
         float8.convert(layers)
     if args.compile:
-        parallel.compile_layers(layers)
+        distributed.compile_layers(layers)
     model.train()
     torch.manual_seed(args.seed)
     gc.collect()
     if cuda:        # the bf16 weights are gone by now
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, 0.01, (0.9, 0.999), higgs.decays)
+    optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, 0.01, (0.9, 0.999), v2.decays)
     trained = [p for p in model.parameters() if p.requires_grad]
     budget = tts_ways.token_budget(table.lengths, args.batch)
     packs = rank_packs(PackOrder(table.lengths, tokens_per_pack=budget, seed=args.seed), 0, 1, 1, sys.maxsize)
@@ -61,7 +61,7 @@ def train(folder, args, device, in_float8):
         start = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16):
             audio, text, _ = model(batch)
-        loss = higgs.total_loss(audio, counts["audio_targets"], text, counts["text_targets"], "mean", 1.0)
+        loss = v2.total_loss(audio, counts["audio_targets"], text, counts["text_targets"], "mean", 1.0)
         loss.backward()
         optim.clip_gradients(trained, 1.0)
         optimizer.step()

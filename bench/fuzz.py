@@ -34,8 +34,8 @@ from common import checkpoint, json_files, metrics, report, report_files, run
 from common.flags import UserError
 from common.text import HIDDEN, error_text
 from distill import chat, held_out, journal, teacher
-from speech.labels import conversation_pieces
-from speech.sources import read_samples
+from speech.data.rows import read_samples
+from speech.model.labels import conversation_pieces
 
 from common import adapters  # isort: skip
 from diffusion import make_problems  # isort: skip

@@ -81,7 +81,7 @@ trap 'rm -f "$before"' EXIT
 at_first=''     # MiB of the GPU in use, where nvidia-smi says
 if [ "$DRY_RUN" != 1 ] && command -v nvidia-smi >/dev/null; then at_first=$(held); fi
 part facts "$FACTS_S" "$PYTHON" bench/gpu_facts.py --results_dir "$RESULTS"
-part parity "$PARITY_S" env TEST_DEVICE=cuda "$PYTHON" -m pytest -q -x tests/speech/test_higgs.py tests/common/test_loading.py tests/common/test_float8.py -k gpu
+part parity "$PARITY_S" env TEST_DEVICE=cuda "$PYTHON" -m pytest -q -x tests/speech/test_v2.py tests/common/test_loading.py tests/common/test_float8.py -k gpu
 part speech "$TTS_S" "$PYTHON" bench/tts.py --shapes 3b --methods lora --fast --rounds 2 --results_dir "$RESULTS"
 part chat "$SFT_S" "$PYTHON" bench/sft.py --shape qwen3-4b --methods full,lora --parts long --ways 0,1,2,7,8 \
     --rounds 1 --minutes @25 --results_dir "$RESULTS"

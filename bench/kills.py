@@ -123,7 +123,7 @@ def make_data(folder):
         return folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    subprocess.run([sys.executable, ROOT / "speech" / "make_tiny.py", folder / "speech", "--clips", "48", "--speakers",
+    subprocess.run([sys.executable, ROOT / "speech" / "demo" / "make_tiny.py", folder / "speech", "--clips", "48", "--speakers",
                     "3", "--voice", "numpy"], check=True, stdout=subprocess.DEVNULL)
     chats.student(folder / "student")
     talks = chats.conversations(12_000)     # so many that other processes help to read them

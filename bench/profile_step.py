@@ -110,13 +110,13 @@ def sft(watch, args, device, folder):
 def block_diffusion(watch, args, device, folder):
     """A step of train_bd3lm.py."""
     from bench import block_steps
-    from common import parallel
+    from common import distributed
     cuda = device.type == "cuda"
     problems = 512 if cuda else 8
     settings = argparse.Namespace(size=args.shape or ("small" if cuda else "tiny"), seed=args.seed,
                                   micro_steps=4 if cuda else 1)
     documents, numbers = block_steps.make_documents(max(16, problems), 512, args.seed), list(range(problems))
-    step = block_steps.our_step(parallel.World(device=device), settings, documents, numbers, "flex" if cuda else "sdpa",
+    step = block_steps.our_step(distributed.World(device=device), settings, documents, numbers, "flex" if cuda else "sdpa",
                                 compiled=cuda)
     while watch.going:
         step(watch.ended)

@@ -27,12 +27,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import data
 import train_v2_ddp
 from bench import fake_cuda
-from common import checkpoint, flags, fused, loading, memory, parallel, plan, run, tensor_files, watchdog
+from common import checkpoint, distributed, flags, fused, loading, memory, plan, run, tensor_files, watchdog
 from diffusion import choices, demo_problems, dit, noise, train_bd3lm
 from distill import train_sft
 from distill import weights as chat_weights
-from speech import data_flags, higgs3, make_tiny, models
-from speech.sources import Reading
+from speech import data_flags
+from speech.data.rows import Reading
+from speech.demo import make_tiny
+from speech.model import v3, versions
 
 from transformers import PreTrainedTokenizerFast, Qwen3Config  # isort: skip
 
@@ -86,7 +88,7 @@ def speech_files(folder, layers):
                 (model / path.name).write_bytes(path.read_bytes())
         config = json.loads((model / "config.json").read_text()) | SPEECH | {"num_hidden_layers": layers}
         (model / "config.json").write_text(json.dumps(config))
-        write_holes(models.empty_model(config, torch.bfloat16, model).named_parameters(), model / "model.safetensors")
+        write_holes(versions.empty_model(config, torch.bfloat16, model).named_parameters(), model / "model.safetensors")
     return speech_words(folder, model)
 
 
@@ -107,7 +109,7 @@ def speech3_files(folder, layers):
         config["text_config"] |= CHAT | {"num_hidden_layers": layers, "max_position_embeddings": 32768}
         config["audio_encoder_config"]["out_dim"] = CHAT["hidden_size"]
         (model / "config.json").write_text(json.dumps(config))
-        named = higgs3.published(dict(models.empty_model(config, torch.bfloat16, model).named_parameters()))
+        named = v3.published(dict(versions.empty_model(config, torch.bfloat16, model).named_parameters()))
         write_holes(named.items(), model / "model.safetensors")
     return speech_words(folder, model)
 
@@ -118,10 +120,10 @@ def prepare(folder):
         args = flags.parse(train_v2_ddp.build_parser(), train_v2_ddp.check_flags, [
             *map(str, words), "--output_dir", str(folder / "out")])
         config = json.loads((words[1] / "config.json").read_text())
-        tokenizer = models.load_tokenizer(words[1], config)
+        tokenizer = versions.load_tokenizer(words[1], config)
         train, held_out = data_flags.sources(args)
-        data.prepare_table(parallel.World(device=torch.device("cpu")), tokenizer,
-                           models.token_ids(tokenizer, models.read_config(config)), folder / "codec", train=train,
+        data.prepare_table(distributed.World(device=torch.device("cpu")), tokenizer,
+                           versions.token_ids(tokenizer, versions.read_config(config)), folder / "codec", train=train,
                            held_out=held_out, output_dir=folder / words[1].name, cache_dir=folder / "codes",
                            reading=Reading(**data_flags.reading(args)), processes=0, wait_limit_s=60)
     fake_cuda.patch()
@@ -317,7 +319,7 @@ def rehearse(trainer, folder, words, layers=2, ranks=1, planned=True):
         seen["planned"], seen["checkpoint"] = max(stages.values()) - parts["fixed"], sum(checkpoint_size)
 
     def init(*_, **__):
-        return parallel.World(size=ranks, device=device)
+        return distributed.World(size=ranks, device=device)
 
     def ahead(loader, device=None):
         batches = iter(loader)
@@ -366,10 +368,10 @@ def rehearse(trainer, folder, words, layers=2, ranks=1, planned=True):
         (watchdog.Watchdog, "moved", moved), (run.Run, "window", window), (run.Run, "count", count),
         (run.Run, "save_due", lambda now: now.step == 1),
         (plan, "print_room", print_room), (loading, "ahead", ahead), (tensor_files, "read_into", lambda *_: None),
-        (parallel, "init", init), (parallel, "rank0_first", lambda world, work, *args: work(*args)),
-        (parallel, "init_device_mesh", really(parallel.init_device_mesh)), (noise, "diffuse", really(noise.diffuse)),
+        (distributed, "init", init), (distributed, "rank0_first", lambda world, work, *args: work(*args)),
+        (distributed, "init_device_mesh", really(distributed.init_device_mesh)), (noise, "diffuse", really(noise.diffuse)),
         (checkpoint.Writer, "begin", begin), (checkpoint.Writer, "save", save),
-        (checkpoint, "rng_state", lambda *_: b""), (parallel, "gather_on_main", lambda world, value: [value]),
+        (checkpoint, "rng_state", lambda *_: b""), (distributed, "gather_on_main", lambda world, value: [value]),
         (fused, "kernel", one_kernel), (fused, "rms_norm", rms_norm),
         (dit, "Model", on_gpu), (dit, "config_of", config_of), (dit, "sparse_attention", sparse_attention)]
     if real_load:

@@ -46,10 +46,10 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 
 from bench import measure
-from common import adapters, loading, optim, parallel
+from common import adapters, distributed, loading, optim
 from common.packing import PackOrder
 from distill import packed_lm, weights
-from distill.table import ChatSamples, ChatTable, make_loader
+from distill.dataset import ChatSamples, ChatTable, make_loader
 
 try:
     import datasets
@@ -274,7 +274,7 @@ def our_steps(world, options, table, mix, plan, parts, optimizer):
         for micro in range(accumulation):
             batch = next(batches)
             counts.update(batch.counts, slots=len(batch.input_ids))
-            with parallel.gradient_sync(wrapped, micro == accumulation - 1):
+            with distributed.gradient_sync(wrapped, micro == accumulation - 1):
                 with torch.autocast(world.device.type, torch.bfloat16, enabled=cuda):
                     loss, *_ = wrapped(batch)
                 (loss / n_targets).backward()
@@ -287,7 +287,7 @@ def our_steps(world, options, table, mix, plan, parts, optimizer):
             optim.guarded_step(optimizer, bad)
         optimizer.zero_grad(set_to_none=True)
         flags.pop()
-        flags.push(bad, parallel.any_rank(world, False), None)
+        flags.push(bad, distributed.any_rank(world, False), None)
         yield total / n_targets, norm, counts
 
 
@@ -326,7 +326,7 @@ def pairs_of(lengths):
 def train_ours(turns, job, options):
     """Train with the parts of train_sft.py, in default settings but for what the options say."""
     mode = options.get("parallel", "fsdp")
-    world = parallel.init(alone_too=mode == "fsdp")
+    world = distributed.init(alone_too=mode == "fsdp")
     cuda, lora = turns.device.type == "cuda", job.method == "lora"
     model, files = packed_lm.build_empty(job.folder / "model", torch.bfloat16 if cuda and lora else torch.float32,
                                          (RANK, ALPHA, 0.0, "all-linear", str(job.folder)) if lora else None,
@@ -335,7 +335,7 @@ def train_ours(turns, job, options):
                    compiled=options.get("compile", False))
     if lora:
         adapters.init_adapters(model.net, job.seed)
-    parts = model, model.train() if mode == "fsdp" else parallel.wrap_ddp(model.train(), world)
+    parts = model, model.train() if mode == "fsdp" else distributed.wrap_ddp(model.train(), world)
     if options.get("all_logits"):
         model.forward = types.MethodType(all_logits, model)
     if options.get("dense"):

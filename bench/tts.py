@@ -45,9 +45,9 @@ from bench.tts_ways import (
     write_samples,
 )
 from data import SpeechSamples
-from speech import higgs
-from speech.codes import FRAME_RATE
-from speech.table import Table
+from speech.data.code_cache import FRAME_RATE
+from speech.data.dataset import Table
+from speech.model import v2
 
 TRAINER = {"Trainer": {"side": "trainer"}, "Trainer, by length": {"side": "trainer", "sorted": True}}
 SIDES = {"cpu": TRAINER | {"ours": {"side": "ours"}, "ours, packed to a budget": {"side": "ours", "packed": True}},
@@ -183,7 +183,7 @@ def work_of(folder, shape, method):
     table = Table(folder / "table")
     lengths = table.lengths.astype(np.int64)
     return {"tokens": int(lengths.sum()), "audio_seconds": int(table.frames.sum()) / FRAME_RATE,
-            "flops": higgs.flops_per_pack(config_of(folder, shape), int(lengths.sum()), int(table.audio_targets.sum()),
+            "flops": v2.flops_per_pack(config_of(folder, shape), int(lengths.sum()), int(table.audio_targets.sum()),
                                           int(table.text_targets.sum()), int((lengths * (lengths + 1) // 2).sum()),
                                           method == "lora")}
 

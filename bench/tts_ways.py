@@ -25,14 +25,16 @@ from transformers.utils import is_flash_attn_2_available
 
 import lora
 from bench import measure
-from common import float8, loading, optim, parallel
+from common import distributed, float8, loading, optim
 from common.packing import PackOrder, rank_packs
 from data import SpeechSamples, collate, make_loader
-from speech import choices, higgs, make_tiny, weights
-from speech.codes import FRAME_RATE
-from speech.conversations import Clip, Sample, Turn
-from speech.labels import IGNORE, token_ids
-from speech.table import Table, TableBuilder
+from speech import choices
+from speech.data.code_cache import FRAME_RATE
+from speech.data.conversations import Clip, Sample, Turn
+from speech.data.dataset import Table, TableBuilder
+from speech.demo import make_tiny
+from speech.model import v2, weights
+from speech.model.labels import IGNORE, token_ids
 
 SHAPES = {"tiny": {},
           "small": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 8,
@@ -142,7 +144,7 @@ def build(way, folder, device, dropout=DROPOUT):
     return net
 
 
-class MaskedLayer(higgs.PackedDecoderLayer):
+class MaskedLayer(v2.PackedDecoderLayer):
     """Our layer with both modalities gathered and scattered by boolean masks, as the native class does."""
 
     def forward(self, hidden_states, *args, packed=None, **kwargs):
@@ -150,12 +152,12 @@ class MaskedLayer(higgs.PackedDecoderLayer):
         attn, audio = self.self_attn, torch.arange(len(hidden_states), device=hidden_states.device) >= n_text
         normed = hidden_states.masked_scatter(audio[:, None], self.audio_input_layernorm(hidden_states[audio]))
         normed = normed.masked_scatter(~audio[:, None], self.input_layernorm(hidden_states[~audio]))
-        normed = higgs.Permute.apply(normed, seq_index, order)
+        normed = v2.Permute.apply(normed, seq_index, order)
         q, k, v = (project(normed).view(len(normed), -1, attn.head_dim)
                    for project in (attn.q_proj, attn.k_proj, attn.v_proj))
         q, k = apply_rotary_pos_emb(q, k, cos, sin)
-        out = higgs.packed_attention(q.to(v.dtype), k.to(v.dtype), v, cu_seqlens, longest, seqlens)
-        out = higgs.Permute.apply(attn.o_proj(out.reshape(len(normed), -1)), order, seq_index)
+        out = v2.packed_attention(q.to(v.dtype), k.to(v.dtype), v, cu_seqlens, longest, seqlens)
+        out = v2.Permute.apply(attn.o_proj(out.reshape(len(normed), -1)), order, seq_index)
         hidden_states = hidden_states + out
         text_rows = self.post_attention_layernorm(hidden_states[~audio])
         audio_rows = self.audio_post_attention_layernorm(hidden_states[audio])
@@ -310,9 +312,9 @@ def train_ours(way, folder, device, rounds):
     Packs hold as many samples as Trainer's batch, without padding, or are filled up to a token budget.
     """
     ids, table = ids_of(folder), Table(folder / "table")
-    alone = parallel.World(device=device)
+    alone = distributed.World(device=device)
     net = build(way, folder, device)
-    model = higgs.PackedHiggs(net, way.get("recompute"))
+    model = v2.PackedHiggs(net, way.get("recompute"))
     native, config = model.base_model, model.base_model.config
     if way.get("masks"):
         for layer in native.model.layers:
@@ -320,13 +322,13 @@ def train_ours(way, folder, device, rounds):
     if way.get("float8"):
         float8.convert(native.model.layers)
     if way.get("compile"):
-        parallel.compile_layers(native.model.layers)
+        distributed.compile_layers(native.model.layers)
     if way.get("fsdp"):
-        parallel.shard(model, native.model.layers, parallel.init(600, 600, alone_too=True), way["bf16"],
+        distributed.shard(model, native.model.layers, distributed.init(600, 600, alone_too=True), way["bf16"],
                        way["fsdp"] == "reshard", False)
     model.train()
     trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = optim.build_adamw(model.named_parameters(), RATE, 0.01, (0.9, 0.999), higgs.decays)
+    optimizer = optim.build_adamw(model.named_parameters(), RATE, 0.01, (0.9, 0.999), v2.decays)
     if way.get("foreach"):
         optimizer = torch.optim.AdamW([dict(group, fused=False, foreach=True) for group in optimizer.param_groups])
     budget = token_budget(table.lengths, way["batch"]) if way.get("packed") else 0
@@ -344,7 +346,7 @@ def train_ours(way, folder, device, rounds):
             batch = on_all_rows(batch) if way.get("all_rows") else batch
             with torch.autocast(device.type, torch.bfloat16, enabled=way["bf16"]):
                 audio, text, eos = model(batch)
-            loss = higgs.total_loss(audio, n_audio, text, n_text, "mean", 1.0)
+            loss = v2.total_loss(audio, n_audio, text, n_text, "mean", 1.0)
             loss.backward()
             norm = optim.clip_gradients(trainable, 1.0)
             bad = 1 - torch.isfinite(norm).float()
@@ -352,7 +354,7 @@ def train_ours(way, folder, device, rounds):
             optimizer.zero_grad(set_to_none=True)
             sums[:config.num_codebooks + 6] += torch.cat([audio.detach(), text.detach()[None], eos])
             flags.pop()
-            flags.push(bad, parallel.any_rank(alone, False), None)
+            flags.push(bad, distributed.any_rank(alone, False), None)
             rounds.step()
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         rounds.done(sums[:config.num_codebooks].sum() / int(table.audio_targets.sum()), graphs)
@@ -400,7 +402,7 @@ def our_loss(way, samples, ids, folder, device):
     net = build(way | {"side": "ours"}, folder, device, dropout=0.0)
     batch = collate(samples, ids).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=way["bf16"]):
-        audio, text, _ = higgs.PackedHiggs(net).train()(batch)
+        audio, text, _ = v2.PackedHiggs(net).train()(batch)
     loss = (audio.sum() + text) / batch.counts["text_targets"]      # it counts text labels only, for both
     loss.backward()
     return loss.item(), {n: p.grad for n, p in net.named_parameters() if p.grad is not None}

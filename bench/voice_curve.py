@@ -3,7 +3,7 @@
     apt-get install flite
     python bench/voice_curve.py work        # one CPU thread, no GPU; the same command goes on where it was
 
-speech/make_voice.py makes 7000 clips of flite's `slt` saying digits, a codec and a language model of random weights, in
+speech/demo/make_voice.py makes 7000 clips of flite's `slt` saying digits, a codec and a language model of random weights, in
 OUT_DIR. train_v2_ddp.py trains all weights of it in one process, 16 clips a step. Each of its checkpoints, the random
 weights among them, speaks 40 sentences that are in no training text, and is judged as in launch/demo.sh: pocketsphinx
 with a grammar that knows digits alone listens; likeness is the share of clips more like this voice than like another.
@@ -39,14 +39,14 @@ def parse(argv=None):
 
 def make(out_dir, stage):
     """A stage of make_voice.py, unless it is there."""
-    subprocess.run([sys.executable, "speech/make_voice.py", out_dir, *TEXTS, "--only", stage], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "speech/demo/make_voice.py", out_dir, *TEXTS, "--only", stage], cwd=ROOT, check=True)
 
 
 def spoken_codec(out_dir):
     """OUT_DIR/spoken: the codec with its trained decoder; its encoder is not needed, codes come from latents."""
     import torch
 
-    from speech import voice_codec
+    from speech.demo import voice_codec
     folder = out_dir / "spoken"
     if not folder.exists():
         make(out_dir, "decoder")
@@ -72,21 +72,23 @@ def say(model, codec, texts, adapter=None, references=None):
     """([wave], [ended by]) of texts spoken by a model on the CPU. references: of each text (path, what it says)."""
     import torch
 
-    from speech import generate_tts, speak, weights
-    from speech.encode import load_codec
-    from speech.labels import token_ids
+    from speech import generate_tts
+    from speech.data.encode import load_codec
+    from speech.model import weights
+    from speech.model.labels import token_ids
+    from speech.voice import generate
     cpu = torch.device("cpu")
     folder, config_dict = weights.find_model(model)
     config, tokenizer = weights.native_config(config_dict), weights.load_tokenizer(folder)
     ids = token_ids(tokenizer, config)
     codec, bandwidth = load_codec(codec, cpu, ids.num_codebooks)
-    samples = [speak.text_prompts([(text, text)], True, *reference)[0]
+    samples = [generate.text_prompts([(text, text)], True, *reference)[0]
                for text, reference in zip(texts, references or [()] * len(texts))]
-    prompts = speak.prepare(samples, tokenizer, ids, codec, bandwidth, 1000)
+    prompts = generate.prepare(samples, tokenizer, ids, codec, bandwidth, 1000)
     native = generate_tts.load_to_speak(folder, config_dict, adapter, torch.float32, cpu)
-    settings = speak.sampling(config, 5.0, temperature=0.3, ras_window=0)
-    spoken = speak.generate(native, prompts, ids, settings, 0, cpu)
-    return [speak.decode(codec, codes) for codes, _ in spoken], [end for _, end in spoken]
+    settings = generate.sampling(config, 5.0, temperature=0.3, ras_window=0)
+    spoken = generate.generate(native, prompts, ids, settings, 0, cpu)
+    return [generate.decode(codec, codes) for codes, _ in spoken], [end for _, end in spoken]
 
 
 def losses(folder, name):
@@ -100,10 +102,11 @@ def through_codec(out_dir, codec, waves):
     """[wave] -> what the codec makes of the codes of their latents: the best that the model can learn."""
     import torch
 
-    from speech import speak, voice_codec
+    from speech.demo import voice_codec
+    from speech.voice import generate
     known, codec = torch.load(out_dir / "latents.pt"), voice_codec.load_codec(codec)
     with torch.no_grad():
-        return [speak.decode(codec, voice_codec.encode(codec, voice_codec.latents(
+        return [generate.decode(codec, voice_codec.encode(codec, voice_codec.latents(
             torch.from_numpy(wave), voice_codec.BASE, known)).numpy()) for wave in waves]
 
 
@@ -136,7 +139,7 @@ def main(argv=None):
 
     from bench import measure
     from common.checkpoint import write_atomically
-    from speech import judge_demo, make_voice, voice_codec
+    from speech.demo import judge_demo, make_voice, voice_codec
     torch.set_num_threads(1)
     texts = json.loads((out_dir / "texts.json").read_text())["held_out"]
     own, other = ({make_voice.spoken(text): wave.numpy() for text, wave in zip(

@@ -11,7 +11,7 @@ from peft.tuners.lora import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from common import json_files, tensor_files
-from common.parallel import UserError
+from common.distributed import UserError
 
 WHOLE = ".modules_to_save."             # in the names of modules that are trained as a whole
 MAGNITUDE = "lora_magnitude_vector"     # PEFT's name of DoRA's lengths

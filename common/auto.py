@@ -7,8 +7,8 @@ checkpoint, whatever memory there is now, so its packs stay the same.
 from dataclasses import replace
 
 from common import checkpoint, flags, plan
+from common.distributed import rank0_first
 from common.flags import named, need
-from common.parallel import rank0_first
 
 FLAGS = {"parallel": "parallel", "max_tokens_per_batch": "budget", "per_device_train_batch_size": "batch_size",
          "gradient_checkpointing": "recompute", "gradient_accumulation_steps": "accumulation"}     # {flag: of Setup}

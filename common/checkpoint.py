@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from common import json_files, ownership, parallel, tensor_files
-from common.parallel import UserError, World
+from common import distributed, json_files, run_lock, tensor_files
+from common.distributed import UserError, World
 from common.text import NAME, printable
 
 MANIFEST = "manifest.json"
@@ -112,11 +112,11 @@ def new_folder(output_dir, size=0, flag="--output_dir"):
     try:
         for earlier in final.parent.iterdir() if final.parent.exists() else ():
             if re.fullmatch(rf"\.{re.escape(final.name)}\.tmp-[0-9a-f]{{32}}", earlier.name) and earlier.is_dir():
-                with contextlib.suppress(FileNotFoundError), ownership.claim(earlier, flag):    # one that was killed
+                with contextlib.suppress(FileNotFoundError), run_lock.claim(earlier, flag):    # one that was killed
                     shutil.rmtree(earlier)
                     print(f"removed {earlier}, which a killed process has left", flush=True)
         building.mkdir(parents=True)
-        with ownership.claim(building, flag) as owner:
+        with run_lock.claim(building, flag) as owner:
             free = shutil.disk_usage(building).free
             if free < size:
                 raise UserError(f"{flag} {output_dir}: {size / 1e9:.1f} GB are to be written, {free / 1e9:.1f} GB are "
@@ -151,10 +151,10 @@ def prepare_output(output_dir, flag="--output_dir"):
 
 
 def own_output(output_dir, lost=None):
-    """prepare_output, and no other run's from here on: see ownership.claim. What a killed run left unfinished goes."""
+    """prepare_output, and no other run's from here on: see run_lock.claim. What a killed run left unfinished goes."""
     prepare_output(output_dir)
     try:
-        ownership.claim(output_dir, lost=lost)
+        run_lock.claim(output_dir, lost=lost)
         if gone := remove_temporary(output_dir) + remove_named(output_dir, UNFINISHED):
             print(f"removed what a killed run has left in {output_dir}: {', '.join(gone)}", flush=True)
     except OSError as error:
@@ -211,7 +211,7 @@ class Writer:
         """
         self.world, self.output_dir, self.keep, self.limit_s = world, Path(output_dir), keep, limit_s
         self.thread, self.error, self.saves = None, None, 0
-        self.run = parallel.rank0_first(world, lambda: uuid.uuid4().hex[:8])    # no other run's ranks write there
+        self.run = distributed.rank0_first(world, lambda: uuid.uuid4().hex[:8])    # no other run's ranks write there
 
     def begin(self, step):
         """Before the files of checkpoint-<step> are put together: end the last write, make the folder. On every rank.
@@ -220,7 +220,7 @@ class Writer:
         """
         self.wait()
         if self.world.is_main:
-            ownership.check(self.output_dir)        # what is unfinished there may be the new owner's
+            run_lock.check(self.output_dir)        # what is unfinished there may be the new owner's
             try:
                 remove_named(self.output_dir, UNFINISHED)
                 (self.building(step) / STATE_DIR).mkdir(parents=True)
@@ -301,7 +301,7 @@ class Writer:
             write_files(building, {MANIFEST: lambda path: path.write_text(manifest)})
             for folder in [p for p in building.rglob("*") if p.is_dir()] + [building]:
                 fsync_path(folder)
-            ownership.check(self.output_dir)
+            run_lock.check(self.output_dir)
         except BaseException:
             shutil.rmtree(building, ignore_errors=True)
             raise
@@ -399,12 +399,12 @@ def damage(path, world=ALONE):
     known: what this user may not read, say, is not damaged. world: collective; each rank reads a share of the files.
     """
     path = Path(path)
-    wrong, files = parallel.rank0_first(world, told, listed, path)
+    wrong, files = distributed.rank0_first(world, told, listed, path)
     if not wrong:
         largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
         share = {name: files[name] for name in largest_first[world.rank::world.size]}
-        wrong = next((why for why, _ in parallel.gather_objects(world, told(compare, path, share)) if why), "")
-    return wrong or parallel.rank0_first(world, told, check_state, path)[0]
+        wrong = next((why for why, _ in distributed.gather_objects(world, told(compare, path, share)) if why), "")
+    return wrong or distributed.rank0_first(world, told, check_state, path)[0]
 
 
 def told(look, path, *more):
@@ -504,10 +504,10 @@ def find_resume(output_dir, resume, identity, world=ALONE):
     identity: {name: value} that the checkpoint's meta must share, on rank 0. Raises UserError when nothing usable is
     there, or it is another run's.
     """
-    folders = parallel.rank0_first(world, to_try, output_dir, resume)
+    folders = distributed.rank0_first(world, to_try, output_dir, resume)
     for path in folders:
         if not (wrong := damage(path, world)):
-            return path, parallel.rank0_first(world, fitting_meta, path, output_dir, resume, identity)
+            return path, distributed.rank0_first(world, fitting_meta, path, output_dir, resume, identity)
         if resume != "auto":
             raise UserError(f"--resume {path}: {wrong}")
         if world.is_main:

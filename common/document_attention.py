@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from common.parallel import UserError
+from common.distributed import UserError
 
 VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters      # torch >= 2.13
 ATTENTION = "packed_documents"

@@ -87,7 +87,7 @@ def parse(parser, check=None, argv=None):
     """The namespace of a command line, argv or the process's own. check(args, world_size) may raise UserError.
 
     A mistake ends the process with one line, printed by rank 0: status 2 for a flag that is not one, 1 for a value.
-    Of the process's own, garbage is not collected from here until parallel.one_clear_error.
+    Of the process's own, garbage is not collected from here until distributed.one_clear_error.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     lifetime.end_with_torchrun()        # here, because every script parses before its imports, which take seconds

@@ -10,7 +10,7 @@ the weight again in every step, so it is not used.
 import torch
 from torch import nn
 
-from common.parallel import UserError
+from common.distributed import UserError
 
 FLOAT8 = torch.float8_e4m3fn
 MULTIPLE = 16           # of a layer's width and height; the GPU's kernels know no others

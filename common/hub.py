@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from common import json_files
-from common.parallel import UserError
+from common.distributed import UserError
 
 PREFIX = "hf://datasets/"
 NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+?)(?:@((?:refs/\w+/)?[^/@]+))?(?:/([^@]+))?")     # owner/name@revision/files

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from common import checkpoint, recomputation, tensor_files
+from common.distributed import UserError, problem_text
 from common.flags import local_ranks
 from common.memory import GIB
-from common.parallel import UserError, problem_text
 
 USABLE = 0.95               # of a GPU's memory, as long as no estimate has been compared with a GPU
 MARGIN = "5 % of it left for fragmentation"
@@ -117,7 +117,7 @@ class Checks:
 
 
 def all_problems(texts):
-    """Several UserErrors' texts as one; those that are lists themselves (parallel.problem_text) are taken apart."""
+    """Several UserErrors' texts as one; those that are lists themselves (distributed.problem_text) are taken apart."""
     if len(texts) == 1:
         return texts[0]
     lines = []

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from common import checkpoint
-from common.parallel import UserError, problem_text
+from common.distributed import UserError, problem_text
 from common.text import printable
 
 LIST = "problems.jsonl"     # in OUTPUT_DIR

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, flags, metrics, optim, parallel, plan, verdict, watchdog
-from common.parallel import UserError
+from common import checkpoint, distributed, flags, metrics, optim, plan, verdict, watchdog
+from common.distributed import UserError
 
 SAVE_MINUTES = 30           # a checkpoint at least so often, where --save_steps is not given
 INTERVALS = {"save_steps": lambda total: max(1, total // 10), "eval_steps": lambda total: max(1, total // 5),
@@ -26,7 +26,7 @@ def main(args, train):
     """A trainer's main: one clear error; a marker for the launcher if the run was stopped before there was a save."""
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")      # a log file shows each line at once
     is_main = os.environ.get("RANK", "0") == "0"
-    with parallel.one_clear_error():
+    with distributed.one_clear_error():
         try:
             if args.dry_run is None or is_main:
                 train(args)
@@ -35,7 +35,7 @@ def main(args, train):
                 watchdog.leave_marker(args.output_dir, str(why))
                 print(f"stopped    {why}")
         watchdog.rest()
-    parallel.finish()
+    distributed.finish()
 
 
 def ranks(args):
@@ -45,7 +45,7 @@ def ranks(args):
 
 def start(args, check, cpu_too=False):
     """(World, Watchdog) of this process. Signals are caught, output folders are proven writable, --output_dir is this
-    run's from here on, the marker that an earlier run left for its launcher is removed. cpu_too: see parallel.init.
+    run's from here on, the marker that an earlier run left for its launcher is removed. cpu_too: see distributed.init.
     Raises UserError.
 
     check: plan.Checks; a dry run only looks at the folders, joins no other process, and has no Watchdog.
@@ -54,20 +54,20 @@ def start(args, check, cpu_too=False):
         check(plan.check_writable, args.output_dir, "--output_dir")
         if "tensorboard" in args.report_to:
             check(plan.check_writable, args.logging_dir, "--logging_dir")
-        return parallel.World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu")), None
+        return distributed.World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu")), None
     watchdog.catch_signals()
-    world = parallel.init(args.collective_timeout, args.wait_timeout, args.auto or args.parallel != "ddp", cpu_too)
+    world = distributed.init(args.collective_timeout, args.wait_timeout, args.auto or args.parallel != "ddp", cpu_too)
     watch = watchdog.Watchdog(world, args.collective_timeout)
     watch.moved("data preparation", args.wait_timeout)
-    parallel.rank0_first(world, checkpoint.own_output, args.output_dir, lambda why: watchdog.end(world, why))
-    parallel.rank0_first(world, watchdog.clear_marker, args.output_dir)
+    distributed.rank0_first(world, checkpoint.own_output, args.output_dir, lambda why: watchdog.end(world, why))
+    distributed.rank0_first(world, watchdog.clear_marker, args.output_dir)
     if "tensorboard" in args.report_to:
-        parallel.rank0_first(world, checkpoint.prepare_output, args.logging_dir, "--logging_dir")
+        distributed.rank0_first(world, checkpoint.prepare_output, args.logging_dir, "--logging_dir")
     return world, watch
 
 
 def sharding(args, size):
-    """What parallel.shard takes of the flags, by name, or None under DDP. size: how many ranks train."""
+    """What distributed.shard takes of the flags, by name, or None under DDP. size: how many ranks train."""
     if args.parallel == "ddp":
         return None
     group = args.shard_size or flags.local_ranks(size)
@@ -186,7 +186,7 @@ class Run:
         """
         self.norm = optim.clip_gradients(parameters, self.args.max_grad_norm)
         bad = 1 - torch.isfinite(self.norm).float()
-        asked = parallel.largest(self.world, self.wish())
+        asked = distributed.largest(self.world, self.wish())
         self.lr = lr
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -215,14 +215,14 @@ class Run:
             return
         step, flags = about
         local = [self.name(i) for finite, numbers in flags if not finite.item() for i in numbers]
-        names = sorted({name for rank_names in parallel.gather_objects(self.world, local) for name in rank_names})
+        names = sorted({name for rank_names in distributed.gather_objects(self.world, local) for name in rank_names})
         what = f"samples with a non-finite loss: {'; '.join(names[:20])}" if names else "every loss was finite"
         text = f"step {step}: gradient norm is not finite, step skipped ({self.flags.bad_total} so far); {what}"
         if self.world.is_main:
             tqdm.write(text)
         if self.flags.bad_in_a_row >= self.args.max_bad_steps:
             self.watch.moved("waiting for the checkpoint under way", self.args.wait_timeout)
-            parallel.rank0_first(self.world, self.writer.wait)
+            distributed.rank0_first(self.world, self.writer.wait)
             raise UserError(f"{self.flags.bad_in_a_row} steps in a row had a non-finite gradient; {text}")
 
     def due(self, steps):
@@ -292,7 +292,7 @@ class Run:
         self.flags.save = False
         return {**self.at, "identity": identity, "validation": self.validation, "best_step": self.best_step,
                 "best_loss": self.best_loss, **more, "skipped": self.flags.bad_total, "args": flags.stored(self.args),
-                "unlogged": parallel.all_sum(self.world, self.sums.clone()).tolist()}
+                "unlogged": distributed.all_sum(self.world, self.sums.clone()).tolist()}
 
     def finish(self, stopped, note="", best="validation loss {:.4f}"):
         """Wait for the last checkpoint and say how the run ended. stopped: on request, before its end.
@@ -300,7 +300,7 @@ class Run:
         note: words behind the last step; best: how to print the best loss.
         """
         self.watch.moved("waiting for the last checkpoint", self.args.wait_timeout)
-        parallel.rank0_first(self.world, self.writer.wait)
+        distributed.rank0_first(self.world, self.writer.wait)
         watchdog.rest()         # no rank waits for another any more, however long rank 0's loggers take to close
         self.bar.close()
         if not self.world.is_main:

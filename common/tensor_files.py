@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from common import json_files
-from common.parallel import UserError
+from common.distributed import UserError
 
 WINDOW = 256 * 2**20        # bytes a rank gathers for itself before it copies them to the CPU
 WRITERS = 16                # ranks that write a checkpoint; rank 0 waits for each of them

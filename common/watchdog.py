@@ -22,8 +22,8 @@ from pathlib import Path
 
 from common import lifetime
 from common.checkpoint import write_atomically
+from common.distributed import GRACE_S, claim_message, has_failed, hosts_store, note_pause, stood_still, woke
 from common.loading import report_unsent
-from common.parallel import GRACE_S, claim_message, has_failed, hosts_store, note_pause, stood_still, woke
 
 MARKER = "requeue"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -140,7 +140,7 @@ class Watchdog:
                     [beat, count, where, f"{socket.gethostname()}, process {os.getpid()}"]))
                 stuck, silent = time.monotonic() - max(since, woke()), self._silence()
                 self.answered = time.monotonic()
-                failed = has_failed(self.store)     # at every beat: see "How an ending goes" in parallel.py
+                failed = has_failed(self.store)     # at every beat: see "How an ending goes" in distributed.py
                 if leave is not None:           # beats go on until then: a rank without beats would be named
                     if time.monotonic() > leave:
                         os._exit(1)

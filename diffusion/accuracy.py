@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from common import checkpoint, parallel, tensor_files
+from common import checkpoint, distributed, tensor_files
 from diffusion import weights
 from diffusion.answers import answer_batch, question_state, score
 
@@ -56,7 +56,7 @@ def accuracy(world, model, asked, tokens, layout, *, batch_rows, seed, bf16):
             answers.append(answer | {"name": problem.name, "question": problem.question, "answer": problem.answer,
                                      "strict": strict, "flexible": flexible, "growth": growth.get(number, [])})
     del whole
-    of_ranks = parallel.gather_objects(world, answers)
+    of_ranks = distributed.gather_objects(world, answers)
     answers = [of_ranks[i % world.size][i // world.size] for i in range(len(asked))]
     means = {name: float(np.mean([answer[name] for answer in answers])) for name in ("strict", "flexible", "ended",
                                                                                     "forwards")}
@@ -69,7 +69,7 @@ def accuracy(world, model, asked, tokens, layout, *, batch_rows, seed, bf16):
 @torch.no_grad()
 def whole_model(model):
     """The model itself, or a copy that is not sharded, whose passes need no other rank. Collective."""
-    parallel.reshard(model)
+    distributed.reshard(model)
     parameters = dict(model.named_parameters())
     if not any(isinstance(p, DTensor) for p in parameters.values()):
         return model

@@ -3,7 +3,7 @@ import re
 
 import numpy as np
 
-from common.parallel import UserError
+from common.distributed import UserError
 from diffusion import sampler
 from diffusion.blocks import EXECUTION, PLAN, head_of, pieces
 

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from common import parallel
+from common import distributed
+from common.distributed import UserError
 from common.packing import best_fit
-from common.parallel import UserError
 from common.problems import problem as bad_problem
 from common.problems import settle
 from common.watchdog import init_loader
@@ -325,7 +325,7 @@ def prepare_rows(world, layout, tokens, train_data, eval_data, *, validation_spl
         return read_problems(path, split, layout.system, layout.strip_calculator, found), found
 
     def documents(path, split):
-        problems, found = parallel.rank0_first(world, read, path, split)
+        problems, found = distributed.rank0_first(world, read, path, split)
         bad.extend(found)           # on every rank, so that all end alike
         try:
             return make_documents(problems, tokens, layout, bad, path)

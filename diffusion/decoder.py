@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from common import fused, json_files, recomputation, tensor_files
-from common.parallel import UserError
+from common.distributed import UserError
 from diffusion import dit
 
 SHAPES = ("llama", "mistral", "qwen2", "qwen3")     # values of model_type that are this network

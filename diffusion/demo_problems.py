@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from common import checkpoint
-from common.parallel import UserError
+from common.distributed import UserError
 from diffusion.problems import CALCULATOR, END
 
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Hugo")

@@ -41,8 +41,8 @@ ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else N
 
 import json
 
-from common import checkpoint, parallel, tensor_files
-from common.parallel import UserError
+from common import checkpoint, distributed, tensor_files
+from common.distributed import UserError
 from diffusion import decoder, official, weights
 from diffusion.blocks import Layout
 from diffusion.problems import END, load_tokenizer
@@ -109,7 +109,7 @@ def export(folder, ema, output):
 
 def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
-    with parallel.one_clear_error():
+    with distributed.one_clear_error():
         folder = weights.find_checkpoint(args.checkpoint, args.pick)
         state = export(folder, args.ema, Path(args.output_dir))
         print(f"{args.output_dir}: {len(state)} tensors, {'averaged' if args.ema else 'last'} weights of {folder}")

@@ -52,8 +52,8 @@ import json
 
 import torch
 
-from common import checkpoint, parallel
-from common.parallel import UserError
+from common import checkpoint, distributed
+from common.distributed import UserError
 from diffusion import weights
 from diffusion.answers import answer_batch, text_state
 from diffusion.blocks import Layout
@@ -101,7 +101,7 @@ def harness_model(base, model, tokens, layout, device, batch_size, bf16, **optio
 
 def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
-    with parallel.one_clear_error():
+    with distributed.one_clear_error():
         try:
             import lm_eval
             from lm_eval.api.model import LM

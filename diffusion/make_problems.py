@@ -52,8 +52,8 @@ ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else N
 import json
 import re
 
-from common import checkpoint, json_files, parallel
-from common.parallel import UserError
+from common import checkpoint, distributed, json_files
+from common.distributed import UserError
 from diffusion.demo_problems import write_demo, write_text
 from diffusion.problems import CALCULATOR, load_tokenizer, read_problems
 
@@ -203,7 +203,7 @@ def quality(entries):
 
 def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
-    with parallel.one_clear_error():
+    with distributed.one_clear_error():
         if args.command == "demo":
             write_demo(args.folder, args.problems, args.test, args.seed)
             tokens = load_tokenizer(args.folder, "gsm8k")

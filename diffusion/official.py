@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from common import json_files, tensor_files
-from common.parallel import UserError
+from common.distributed import UserError
 from diffusion import dit
 
 HUB_CODE = "kuleshov-group/bd3lm-owt-block_size16"      # where transformers finds the classes of an exported folder

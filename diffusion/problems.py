@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from common import json_files
-from common.parallel import UserError
+from common.distributed import UserError
 from common.problems import problem, settle
 from common.text import NAME, printable
 

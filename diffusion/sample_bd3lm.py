@@ -87,8 +87,8 @@ import time
 import numpy as np
 import torch
 
-from common import checkpoint, parallel, verdict
-from common.parallel import UserError
+from common import checkpoint, distributed, verdict
+from common.distributed import UserError
 from common.text import LINE, printable
 from diffusion import weights
 from diffusion.answers import answer_batch, question_state, score
@@ -109,7 +109,7 @@ def usable_states(problems, tokens, layout, drop_too_long):
             states.append(None)
             wrong.append(str(error))
     if wrong and not drop_too_long:
-        raise UserError(parallel.problem_text(wrong) + "\nfix: shorten them, or --drop_too_long counts them as wrong")
+        raise UserError(distributed.problem_text(wrong) + "\nfix: shorten them, or --drop_too_long counts them as wrong")
     return states
 
 
@@ -215,7 +215,7 @@ def print_summary(total, output, least=0.0):
 def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-    with parallel.one_clear_error():
+    with distributed.one_clear_error():
         need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: torch sees no GPU here")
         folder = weights.find_checkpoint(args.checkpoint, args.pick)
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
-from common import flags, ownership
+from common import flags, run_lock
 from common.flags import need
 from diffusion.choices import (
     CHECKS,
@@ -169,7 +169,7 @@ def check_flags(args, world_size):
     flags.check_loading(args, build_parser())
     flags.check_parallel(args, world_size)
     if args.dry_run is None:        # long before the imports are done
-        ownership.look(args.output_dir)
+        run_lock.look(args.output_dir)
     need((args.demo is not None) != bool(args.train_data_file), "give one of --train_data_file and --demo")
     need(args.init_ema or args.init_from, "--no-init_ema needs --init_from")
     flags.check_lora(args, build_parser())
@@ -207,10 +207,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import auto, checkpoint, loading, optim, parallel, plan, run, tensor_files
+from common import auto, checkpoint, distributed, loading, optim, plan, run, tensor_files
+from common.distributed import UserError
 from common.packing import PackOrder, rank_packs
-from common.parallel import UserError
-from diffusion import accuracy, blocks, bound, decoder, demo_problems, lines, noise, start, weights
+from diffusion import accuracy, blocks, decoder, demo_problems, elbo, init_from, lines, noise, weights
 from diffusion.plan import peaks, print_plan
 from diffusion.problems import load_tokenizer
 
@@ -228,12 +228,12 @@ def build_model(world, config, resume, given, *, sharding, backend, compiled, re
     backend = backend or ("flex" if device.type == "cuda" else "sdpa")
     if backend == "flex" and device.type == "cpu":
         raise UserError("--attn_backend flex trains on CUDA only: torch has no backward for it on a CPU; drop the flag")
-    parallel.seed_everything(seed)          # equal weights on all ranks
+    distributed.seed_everything(seed)          # equal weights on all ranks
     model = weights.module_of(config).Model(config, backend, recompute).to(device)
     if compiled:
-        parallel.compile_layers(model.layers, dynamic=False)    # FlexAttention of unknown lengths is slow
+        distributed.compile_layers(model.layers, dynamic=False)    # FlexAttention of unknown lengths is slow
     if sharding:
-        parallel.shard(model, model.layers, world, **sharding)
+        distributed.shard(model, model.layers, world, **sharding)
     lora = getattr(config, "lora", None)
     if given and (lora or not resume):
         for name, parameter in decoder.base_weights(model).items():
@@ -246,15 +246,15 @@ def build_model(world, config, resume, given, *, sharding, backend, compiled, re
     if resume:
         weights.load_weights(average.shadow, resume, "ema", world)
     model.train()
-    return model, model if sharding else parallel.wrap_ddp(model, world), average
+    return model, model if sharding else distributed.wrap_ddp(model, world), average
 
 
 def save_checkpoint(world, writer, model, average, optimizer, layout, tokens, given, meta):
     """Copy all of checkpoint-<meta["step"]> off the device and start writing it. On every rank. given: of build_model.
     """
     writer.begin(meta["step"])
-    parallel.reshard(model)
-    states = parallel.gather_on_main(world, checkpoint.rng_state(world.device))
+    distributed.reshard(model)
+    states = distributed.gather_on_main(world, checkpoint.rng_state(world.device))
     moments = optim.state_tensors(optimizer, model.named_parameters())
     files = tensor_files.stage(world, "model", weights.trained(model))
     files |= tensor_files.stage(world, "ema", average.shadow)
@@ -279,19 +279,19 @@ def validate(world, model, average, rows, tokens, check, t_range, asked, *, repe
     values: of bound.bound, and of accuracy.accuracy for the problems `asked`. t_range: the range so far, which stays
     where no widths are searched. how: batch_rows, seed, bf16.
     """
-    parallel.reshard(model)
+    distributed.reshard(model)
     average.swap()
     model.eval()
     answers = []
-    values = bound.bound(world, model, rows, tokens.mask, check, repeats=repeats, **how)
+    values = elbo.bound(world, model, rows, tokens.mask, check, repeats=repeats, **how)
     if values is not None and widths:
-        t_range = bound.search_range(world, model, rows, tokens.mask, check, widths=widths, batches=batches,
+        t_range = elbo.search_range(world, model, rows, tokens.mask, check, widths=widths, batches=batches,
                                      schedule=schedule, weighting=weighting, **how)
     if values is not None and asked:
         counted, answers = accuracy.accuracy(world, model, asked, tokens, rows.documents.layout, **how)
         values |= counted
     model.train()
-    parallel.reshard(model)     # the forward passes left the averaged weights gathered
+    distributed.reshard(model)     # the forward passes left the averaged weights gathered
     average.swap()
     return None if values is None or t_range is None else (values, t_range, answers)
 
@@ -386,23 +386,23 @@ def train(args):
     world, watch = run.start(args, check)
     device, main_rank = world.device, world.is_main
     if args.demo is not None:
-        args.train_data_file, args.eval_data_file, made = parallel.rank0_first(
+        args.train_data_file, args.eval_data_file, made = distributed.rank0_first(
             world, demo_problems.prepare, Path(check.folder(args.output_dir)) / "demo", args.system, args.demo)
     # a run ends at the first mistake, a dry run names them all
-    check(parallel.check_bf16, device, args.bf16)
-    path = args.init_from and check(parallel.rank0_first, world, start.find, args.init_from)    # one download for all
-    tokenizer = args.tokenizer or (path if start.is_causal(path) else "gpt2" if args.demo is None else made)
-    layout = (check(start.with_chat, layout, tokenizer) if args.chat else None) or layout
-    tokens = check(parallel.rank0_first, world, load_tokenizer, tokenizer, args.system, layout.end_token)
+    check(distributed.check_bf16, device, args.bf16)
+    path = args.init_from and check(distributed.rank0_first, world, init_from.find, args.init_from)    # one download for all
+    tokenizer = args.tokenizer or (path if init_from.is_causal(path) else "gpt2" if args.demo is None else made)
+    layout = (check(init_from.with_chat, layout, tokenizer) if args.chat else None) or layout
+    tokens = check(distributed.rank0_first, world, load_tokenizer, tokenizer, args.system, layout.end_token)
     rows, eval_rows = check(
         blocks.prepare_rows, world, layout, tokens, args.train_data_file, eval_data=args.eval_data_file,
         validation_split=args.validation_split, row_length=args.row_length, pack=args.pack,
         drop=args.drop_bad, output_dir=None if check.dry else args.output_dir, seed=args.seed) or (None, None)
-    config = tokens and start.config_for(path, args.model_size, tokens, args.dropout)
-    given = tokens and path and check(start.read, path, config, tokens, args.init_ema, args.seed)
+    config = tokens and init_from.config_for(path, args.model_size, tokens, args.dropout)
+    given = tokens and path and check(init_from.read, path, config, tokens, args.init_ema, args.seed)
     check.settle()
-    config = start.with_lora(config, path, args.bf16, args.init_from, lora_of(args))
-    table, regions = blocks.row_table(rows), bound.REGIONS[args.system]
+    config = init_from.with_lora(config, path, args.bf16, args.init_from, lora_of(args))
+    table, regions = blocks.row_table(rows), elbo.REGIONS[args.system]
     set_batch(args, world, ranks, config, rows, eval_rows, table)
     batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     identity = identity_of(layout, rows, given, seed=args.seed, model=[args.model_size, tokens.vocab_size],
@@ -425,7 +425,7 @@ def train(args):
                     f"({step_problems:,.0f} problems) = {ranks} ranks x {accumulation} micro-steps x "
                     f"{batch_rows}; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\n{often}\n"
                     f"{plan.start_text(at['step'], resume, given.words if given else 'new weights')}",
-                    size_name=path.name if start.is_causal(path) else args.model_size,
+                    size_name=path.name if init_from.is_causal(path) else args.model_size,
                     shards=setup.shards if setup.fsdp else 1, bf16=args.bf16)
     if check.dry:
         print_plan(check, config, table, rows, eval_rows, order, noise.mean_rate(args.t_range, args.noise_schedule),
@@ -442,7 +442,7 @@ def train(args):
     parameters = list(model.parameters())
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
                                   (args.adam_beta1, args.adam_beta2), weights.module_of(config).decays)
-    parallel.seed_everything(args.seed, world.rank)     # other dropout on every rank
+    distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
     # a step's log values: weighted losses of 4 regions, their targets (on rank 0), plain losses, masked tokens
     now = run.Run(world, watch, args, order, total_steps, 10, resume, meta, validation, rows.documents.name)
     now.restore(model, optimizer)
@@ -498,7 +498,7 @@ def train(args):
             inputs = noise.diffuse(batch, part, tokens.mask, t_range, args.noise_schedule, args.loss_weighting)
             region = noise.send(batch.region.flatten()[inputs.places], device)
             inputs = inputs.to(device)
-            with parallel.gradient_sync(wrapped, micro == accumulation - 1):    # ranks exchange gradients once a step
+            with distributed.gradient_sync(wrapped, micro == accumulation - 1):    # ranks exchange gradients once a step
                 with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
                     losses = wrapped(inputs)            # cross-entropy of each masked token
                 weighted = losses * inputs.weights      # so that their sum bounds the likelihood
@@ -519,7 +519,7 @@ def train(args):
         stopping = now.stop_asked(owed or saving) and (owed or not now.last)
         now.count(step_rows * rows.length, work)
         if now.due(args.logging_steps):
-            values = lines.loss_report(parallel.all_sum(world, now.sums).tolist(), regions)
+            values = lines.loss_report(distributed.all_sum(world, now.sums).tolist(), regions)
             if main_rank:
                 now.line(values | {"train/t_low": t_range[0], "train/t_high": t_range[1]},
                          lambda v: lines.console_line(now.step, total_steps, v))

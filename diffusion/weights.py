@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from common import checkpoint, json_files, tensor_files
-from common.parallel import UserError
+from common.distributed import UserError
 from diffusion import decoder, dit
 
 

@@ -20,9 +20,9 @@ from collections import Counter
 from pathlib import Path
 
 from common import hub, json_files
+from common.distributed import UserError
 from common.indexing import token_lists
 from common.json_files import HALF_CHARACTER
-from common.parallel import UserError
 from common.problems import problem
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -143,7 +143,7 @@ import signal
 import time
 from collections import deque
 
-from common import checkpoint, json_files, parallel
+from common import checkpoint, distributed, json_files
 from common.text import printable
 from distill.choices import LINES
 from distill.journal import Journal, read_journals, rejected_path, statistics, write_results
@@ -394,7 +394,7 @@ def leave_on_signals():
 def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-    with parallel.one_clear_error():
+    with distributed.one_clear_error():
         leave_on_signals()
         engine = teacher.pick_engine(args.engine, args.base_url)
         shard, shards = shard_of(args.shard)

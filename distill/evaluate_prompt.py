@@ -92,10 +92,10 @@ import tempfile
 
 import torch
 
-from common import adapters, checkpoint, document_attention, parallel, verdict
+from common import adapters, checkpoint, distributed, document_attention, verdict
 from distill import chat, held_out, packed_lm, scores, student, weights
 from distill import judge as judging
-from distill.table import ChatSamples, collate
+from distill.dataset import ChatSamples, collate
 from distill.teacher import PLACE, Sampling, open_server, read_prompt, with_prompt
 
 
@@ -261,7 +261,7 @@ def judge_control(args, device, dtype, samples, lines, prompt):
 def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-    with parallel.one_clear_error():
+    with distributed.one_clear_error():
         rule = follows_rule(args.follows, args.follows_language, args.topic)
         device, dtype = student.pick_device(args.device, args.dtype)
         device, dtype = torch.device(device), getattr(torch, dtype)

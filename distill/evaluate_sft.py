@@ -119,7 +119,7 @@ from collections import Counter
 import numpy as np
 import torch
 
-from common import checkpoint, parallel, verdict
+from common import checkpoint, distributed, verdict
 from distill import chat, held_out, scores, student, weights
 from distill.student import ask_all
 
@@ -322,7 +322,7 @@ def open_students(names, *, model_path, with_base, data_file, eval_data_file, en
 def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-    with parallel.one_clear_error():
+    with distributed.one_clear_error():
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # on an exit vLLM ends its own processes
         if args.engine == "transformers":
             args.device, args.dtype = student.pick_device(args.device, args.dtype)

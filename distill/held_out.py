@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from common import checkpoint, json_files
+from common.distributed import UserError
 from common.json_files import read_text
-from common.parallel import UserError
 from distill import chat, weights
 from distill.choices import GROUP, LINES, THINKING
+from distill.dataset import ChatTable, build_table, group_numbers, key_groups, split_groups, split_samples
 from distill.journal import rejected_path
-from distill.table import ChatTable, build_table, group_numbers, key_groups, split_groups, split_samples
 from distill.teacher import read_prompt
 
 HOLD_OUT = "--validation_split 0.1 --group_size 15"

@@ -13,9 +13,9 @@ import zlib
 from collections import Counter
 from pathlib import Path
 
-from common import json_files, ownership
+from common import json_files, run_lock
 from common.checkpoint import fsync_path, write_atomically
-from common.parallel import UserError
+from common.distributed import UserError
 from common.text import printable
 
 SYNC_S = 5      # seconds of work that a kill may cost
@@ -28,7 +28,7 @@ class Journal:
 
     def __init__(self, folder, shard, shards, header):
         self.path = Path(folder) / f"shard-{shard}-of-{shards}.jsonl"
-        self.owner = ownership.claim(folder, "--output_file", f"owner-of-{self.path.stem}")
+        self.owner = run_lock.claim(folder, "--output_file", f"owner-of-{self.path.stem}")
         self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         self.size = self.path.read_bytes().rfind(b"\n") + 1
         os.ftruncate(self.file, self.size)

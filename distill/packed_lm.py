@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import adapters, fused, parallel, recomputation
+from common import adapters, distributed, fused, recomputation
+from common.distributed import UserError
 from common.document_attention import ATTENTION
 from common.linear_loss import linear_loss
-from common.parallel import UserError
 from distill import weights
+from distill.dataset import PackedChats
 from distill.divergence import prompted_loss
-from distill.table import PackedChats
 from distill.topk import mixed_loss
 
 LOGITS = 2**26          # values of logits at a time: 256 MiB in fp32
@@ -169,13 +169,13 @@ def build_empty(folder, dtype, lora=None, recompute=None, share=0.0, prompted=No
 def load(model, parts, world, *, sharding=None, compiled=False):
     """Move build_empty's model to this rank's device and fill it from its files; adapters stay unset.
 
-    sharding: options of parallel.shard, {"bf16": ...}; None: not sharded. compiled: torch.compile each layer.
+    sharding: options of distributed.shard, {"bf16": ...}; None: not sharded. compiled: torch.compile each layer.
     """
     layers = weights.decoder_layers(model.native)
     if compiled:
-        parallel.compile_layers(layers)
+        distributed.compile_layers(layers)
     if sharding is not None:
-        parallel.shard(model, layers, world, **sharding)
+        distributed.shard(model, layers, world, **sharding)
     on_host = sharding and sharding.get("cpu_offload")
     weights.give_memory(model, "cpu" if on_host else world.device, world.device)
     base = adapters.base_weights(model.net) if model.lora else dict(model.native.named_parameters())

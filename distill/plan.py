@@ -6,8 +6,8 @@ import torch
 
 from common import document_attention, memory, plan
 from distill import weights
+from distill.dataset import PackedChats
 from distill.packed_lm import mixture_text
-from distill.table import PackedChats
 
 
 def samples_line(table, train_ids, eval_ids):

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from common import parallel
-from distill.table import ChatSamples, collate
+from common import distributed
+from distill.dataset import ChatSamples, collate
 
 
 class Draw(LogitsProcessor):
@@ -58,7 +58,7 @@ def own_answers(world, model, table, batches, *, share, tokens, ends, seed, step
         sampler.refresh(model, step)
         made = sampler.draw([own for own, _ in prompts], seeds,
                             [min(tokens, limit - max(map(len, pair))) for pair in prompts], ends)
-    with parallel.gathered(model) if not sampler else contextlib.nullcontext():
+    with distributed.gathered(model) if not sampler else contextlib.nullcontext():
         for start in range(0, 0 if sampler else len(chosen), together):
             part = slice(start, start + together)
             room = limit - max(len(ids) for pair in prompts[part] for ids in pair)
@@ -71,7 +71,7 @@ def own_answers(world, model, table, batches, *, share, tokens, ends, seed, step
         rows[b][r] = rows[b][r][0], ids, trained, len(own) + len(answer)
     found = [collate(part, prompted=True).to(world.device) for part in rows]
     targets = torch.tensor(float(sum(batch.counts["targets"] for batch in found)), device=world.device)
-    return found, parallel.all_sum(world, targets).item()
+    return found, distributed.all_sum(world, targets).item()
 
 
 @torch.no_grad()

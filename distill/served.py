@@ -13,8 +13,8 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from common import adapters, checkpoint, parallel, tensor_files
-from common.parallel import UserError
+from common import adapters, checkpoint, distributed, tensor_files
+from common.distributed import UserError
 from distill.teacher import MALFORMED, TRANSIENT, Refused, Server, explain
 
 UNDER_WAY = 64          # requests of a rank at once
@@ -28,7 +28,7 @@ def opened(world, base_url, output_dir, every, timeout):
     if not base_url:
         return None
     sampler = Sampler(world, base_url, Path(os.path.abspath(output_dir)) / "served", every, timeout)
-    sampler.run = parallel.rank0_first(world, sampler.begin)
+    sampler.run = distributed.rank0_first(world, sampler.begin)
     return sampler
 
 
@@ -71,7 +71,7 @@ class Sampler:
         """Have the server answer by a PackedLM's adapters as they are now, if it is time. On every rank at once."""
         if self.name and step % self.every:
             return
-        parallel.reshard(model)
+        distributed.reshard(model)
         files = tensor_files.stage(self.world, "adapter_model", adapters.adapter_weights(model.net), spread=False)
         before, name = self.name, f"student-{self.run}-{step}"
 
@@ -85,7 +85,7 @@ class Sampler:
             if before:
                 self.call("/unload_lora_adapter", {"lora_name": before}, text=True)
                 shutil.rmtree(self.folder / before, ignore_errors=True)
-        parallel.rank0_first(self.world, load)
+        distributed.rank0_first(self.world, load)
         self.name = name
 
     def draw(self, prompts, seeds, limits, ends):

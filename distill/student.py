@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
-from common import adapters, tensor_files
-from common.parallel import UserError
+from common import adapters
+from common.distributed import UserError
 from distill import teacher, weights
 
 LATENCY_LINES = 8           # asked one at a time

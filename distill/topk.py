@@ -23,7 +23,7 @@ from array import array
 import numpy as np
 import torch
 
-from common.parallel import UserError
+from common.distributed import UserError
 from distill.journal import unpack
 
 ROUNDING = 1e-3         # by which a probability may be above 1: values are stored with five decimals

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
-from common import flags, ownership
+from common import flags, run_lock
 from common.flags import need
 from distill.choices import CHECKS, DIVERGENCES, THINKING, TOO_LONG
 
@@ -124,7 +124,7 @@ def check_flags(args, world_size):
     flags.check_shared(args)
     flags.check_bad_samples(args, CHECKS)
     if args.dry_run is None:        # long before the imports are done
-        ownership.look(args.output_dir)
+        run_lock.look(args.output_dir)
     need(args.too_long in ("stop", "drop") or not args.drop_too_long,
          f"--drop_too_long and --too_long {args.too_long} exclude each other")
     if "too_long" in args.drop_bad and args.too_long == "stop":
@@ -189,12 +189,12 @@ import functools
 import torch
 from tqdm import tqdm
 
-from common import adapters, auto, checkpoint, float8, loading, metrics, optim, parallel, run, tensor_files, watchdog
+from common import adapters, auto, checkpoint, distributed, float8, loading, metrics, optim, run, tensor_files, watchdog
 from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.plan import Checks, room_of, setup_of, start_text, steps_text
 from distill import chat, packed_lm, rollouts, served, topk, weights
+from distill.dataset import make_loader, prepare_table, split_samples
 from distill.plan import peaks, print_plan, samples_line
-from distill.table import make_loader, prepare_table, split_samples
 from distill.teacher import read_prompt
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def load_model(world, model, parts, resume, *, seed, fp8, sharding, compiled):
     if fp8:
         float8.convert(weights.decoder_layers(model.native))
     model.train()
-    return model if sharding else parallel.wrap_ddp(model, world)
+    return model if sharding else distributed.wrap_ddp(model, world)
 
 
 def run_identity(folder, table, train, *, lora, tokens_per_pack, samples_per_pack, seed):
@@ -237,8 +237,8 @@ def run_identity(folder, table, train, *, lora, tokens_per_pack, samples_per_pac
 def save_checkpoint(world, writer, model, tokenizer, optimizer, meta):
     """Copy all of checkpoint-<meta["step"]> off the device and start writing it. On every rank."""
     writer.begin(meta["step"])
-    parallel.reshard(model)
-    states = parallel.gather_on_main(world, checkpoint.rng_state(world.device))
+    distributed.reshard(model)
+    states = distributed.gather_on_main(world, checkpoint.rng_state(world.device))
     if model.lora:
         files = tensor_files.stage(world, "adapter_model", adapters.adapter_weights(model.net), spread=False)
     else:
@@ -282,13 +282,13 @@ def evaluate(world, model, table, held_out, batch_size, num_workers, bf16, check
     for i, batch in enumerate(loading.each(loader)):
         if i % 16 == 0:
             check()
-            if parallel.any_rank(world, watchdog.stop_requested()).item():
+            if distributed.any_rank(world, watchdog.stop_requested()).item():
                 model.train()
                 return None
         with autocast(bf16, world.device):
             sums += torch.stack(model(batch.to(world.device))).double()
     model.train()
-    return packed_lm.loss_report(parallel.all_sum(world, sums).tolist(), int(table.targets[held_out].sum()), "eval")
+    return packed_lm.loss_report(distributed.all_sum(world, sums).tolist(), int(table.targets[held_out].sum()), "eval")
 
 
 def step_work(table, window, matrix_weights, config, use_lora):
@@ -369,9 +369,9 @@ def train(args):
     ranks, check = run.ranks(args), Checks(args.dry_run is not None)
     world, watch = run.start(args, check, cpu_too=args.cpu_offload)
     device, main_rank = world.device, world.is_main
-    check(parallel.check_bf16, device, args.bf16)
+    check(distributed.check_bf16, device, args.bf16)
     check(float8.check_device, device, args.float8)
-    check(parallel.rank0_first, world, weights.find_model, args.model_path)       # downloads before the others look
+    check(distributed.rank0_first, world, weights.find_model, args.model_path)       # downloads before the others look
     folder = check(weights.find_model, args.model_path)
     config, tokenizer = check(weights.load_config, folder), check(chat.load_tokenizer, folder,
                                                                   template=args.chat_template)
@@ -430,7 +430,7 @@ def train(args):
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
                                   (args.adam_beta1, args.adam_beta2), packed_lm.decays)
-    parallel.seed_everything(args.seed, world.rank)     # other dropout on every rank
+    distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
     # log values of a step: the model's sums of losses and right guesses; targets, on rank 0
     now = run.Run(world, watch, args, order, total_steps, model.sums + 1, resume, meta, validation, table.name)
     now.restore(model, optimizer)
@@ -468,7 +468,7 @@ def train(args):
             # a batch that differs from the plan would divide the loss by another count than the other ranks'
             assert drawn or batch.counts["targets"] == table.targets[mine].sum(), "loader and plan disagree"
             assert pad_to in (0, len(batch.input_ids)), "the pack is not filled to its budget"
-            with parallel.gradient_sync(wrapped, micro == accumulation - 1):    # ranks exchange gradients once per step
+            with distributed.gradient_sync(wrapped, micro == accumulation - 1):    # ranks exchange gradients once per step
                 with autocast(args.bf16, device):
                     loss, *others = wrapped(batch)          # sums over this batch's targets
                 # DDP and FSDP2 average gradients over ranks; the loss is a mean over the targets of all of them
@@ -488,7 +488,7 @@ def train(args):
         empty = max(0, now.at["first"] - order.packs_per_epoch)         # packs of one token of padding
         now.count(per_step * pad_to or work["tokens"] + empty, work)
         if now.due(args.logging_steps):
-            *model_sums, targets = parallel.all_sum(world, now.sums).tolist()
+            *model_sums, targets = distributed.all_sum(world, now.sums).tolist()
             if main_rank:
                 now.line(packed_lm.loss_report(model_sums, targets, "train"),
                          lambda v: console_line(now.step, total_steps, v))

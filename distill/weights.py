@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, log
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common import tensor_files
-from common.parallel import UserError
+from common.distributed import UserError
 
 logging.disable_progress_bar()      # of loading weights: each rank would show one
 

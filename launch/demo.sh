@@ -72,7 +72,7 @@ speak after --adapter "$run/checkpoint-$STEPS"
 
 echo "== result"
 status=0
-python speech/judge_demo.py "$run/before" "$run/after" --voice_dir "$voice" || status=$?
+python speech/demo/judge_demo.py "$run/before" "$run/after" --voice_dir "$voice" || status=$?
 python common/report.py "$run" --samples "$run/before" "$run/after" || status=$?
 cat <<END
 listen to:    $run/before/*.wav, $run/after/*.wav

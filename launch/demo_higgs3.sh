@@ -23,7 +23,7 @@ mkdir -p "$OUT"
 run=$(mktemp -d "$OUT/run-XXXX")
 tiny=$OUT/tiny3-$CLIPS-$SPEAKERS
 if [ ! -e "$tiny/complete" ]; then
-    python speech/make_tiny.py "$tiny" --clips "$CLIPS" --speakers "$SPEAKERS" --higgs3
+    python speech/demo/make_tiny.py "$tiny" --clips "$CLIPS" --speakers "$SPEAKERS" --higgs3
     touch "$tiny/complete"
 fi
 

@@ -21,7 +21,7 @@ WARNINGS = ("clipping", "dc_offset", "no_words", "duplicate_audio", "duplicate_t
             "transcript")       # of samples that are used all the same
 FORMATS = ("chatml", "ms_swift", "manifest", "vibevoice", "metadata_json", "sidecar", "ljspeech", "piper", "list",
            "kaldi", "parquet", "arrow", "tar", "vctk", "aishell3", "mls", "wenetspeech4tts", "gigaspeech",
-           "emilia_pipe")       # of data (speech/formats.py, speech/corpora.py)
+           "emilia_pipe")       # of data (speech/data/formats.py, speech/data/corpora.py)
 REFERENCES = ("given", "same_speaker", "none")      # which clip stands before a text
 
 LONGEST_CLIP_S = 600        # seconds of one clip: the codec sees it whole, and positions are 25 a second

@@ -13,7 +13,7 @@ evaluation.png, the first one also comparison.png when there are several.
 
     wer, cer             errors against "text" over its words or characters, all samples together, as heard by
                          --asr_model or --asr_command; texts are compared by whisper's rules (scores.normaliser), "text"
-                         after wording.heard. An error of the listener counts too, so judge the true recordings once as
+                         after text_normalization.heard. An error of the listener counts too, so judge the true recordings once as
                          well and compare
     wer_mean             mean of the samples' own wer, as Seed-TTS-eval counts
     speaker_similarity   cosine of --speaker_model's embeddings of the sample and of reference_audio, else the target
@@ -76,10 +76,11 @@ from dataclasses import dataclass
 
 import torch
 
-from common import json_files, ownership
+from common import json_files, run_lock
 from common.checkpoint import write_atomically
-from common.parallel import one_clear_error, problem_text
-from speech import scores, speech_metrics, wording
+from common.distributed import one_clear_error, problem_text
+from speech.data import text_normalization
+from speech.voice import scores, speech_metrics
 
 # name -> (unit, what is better: -1 less, 1 more, 0 near 1)
 METRICS = {"wer": ("errors/word", -1), "wer_mean": ("errors/word", -1), "cer": ("errors/char", -1),
@@ -196,7 +197,7 @@ def evaluate(folder, samples, judges, settings):
     if judges.hear:
         heard = judges.hear((speech_metrics.read_audio(sample.audio) for sample in samples), speech_metrics.RATE,
                             [sample.audio for sample in samples], notes)
-        rates, total = scores.word_rates([wording.heard(sample.text) for sample in samples], heard, judges.language)
+        rates, total = scores.word_rates([text_normalization.heard(sample.text) for sample in samples], heard, judges.language)
         for row, found in zip(rows, rates):
             row |= found | {"wer_mean": found["wer"]}
     metrics = {key: mean(row[key] for row in rows) for key in METRICS} | total
@@ -229,7 +230,7 @@ def better(key, a, b):
 def check_same_prompts(folders, found):
     """Raise UserError unless all folders hold the same prompts by name: else a difference would mean nothing."""
     def texts_of(samples):      # normalised: with one checkpoint they may be, with the other not
-        return {sample.name: sample.text and wording.normalise(sample.text) for sample in samples}
+        return {sample.name: sample.text and text_normalization.normalise(sample.text) for sample in samples}
 
     first = texts_of(found[0])
     for folder, samples in zip(folders[1:], found[1:]):
@@ -330,7 +331,7 @@ def main(argv=None):
         args.device = pick_device(args.device)
         if args.check_layout:
             with tempfile.TemporaryDirectory() as scratch:
-                from speech import layout_check  # imports transformers
+                from speech.voice import layout_check  # imports transformers
                 print(*layout_check.check(args.model_path, args.audio_tokenizer_path, args.folders[0], args.max_samples,
                                           args.device, scratch), sep="\n")
             return
@@ -339,7 +340,7 @@ def main(argv=None):
                  for folder in args.folders]
         check_same_prompts(args.folders, found)
         for folder in args.folders:
-            ownership.claim(folder, "folder")
+            run_lock.claim(folder, "folder")
         by = scores.load_judges(
             asr_model=args.asr_model, asr_command=args.asr_command, speaker_model=args.speaker_model, mos=args.mos,
             language=args.language, batch_size=args.batch_size, asr_time_limit=args.asr_time_limit)

@@ -87,11 +87,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, parallel, tensor_files
-from common.parallel import UserError
-from speech import models, speak, weights, wording
-from speech.codes import FRAME_RATE
-from speech.encode import load_codec
+from common import checkpoint, distributed
+from common.distributed import UserError
+from speech.data import text_normalization
+from speech.data.code_cache import FRAME_RATE
+from speech.data.encode import load_codec
+from speech.model import versions, weights
+from speech.voice import generate
 
 from common import adapters  # isort: skip      # after weights, which explains a broken torchaudio
 
@@ -99,13 +101,13 @@ from common import adapters  # isort: skip      # after weights, which explains 
 def read_texts(texts, prompts, normalize, *, reference_audio, reference_text, system, scene):
     """The Samples to speak; raises UserError. prompts: file to take instead of the texts, or None.
 
-    normalize: of speak.read_prompts. reference_audio, reference_text, system, scene: of speak.text_prompts, for texts
+    normalize: of generate.read_prompts. reference_audio, reference_text, system, scene: of generate.text_prompts, for texts
     and lines.
     """
     if prompts and prompts.lower().endswith(CHATML):
-        return speak.read_prompts(prompts, normalize)
-    lines = speak.read_lines(prompts) if prompts else [(f"--text {t!r}", t) for t in texts]
-    return speak.text_prompts(lines, normalize, reference_audio, reference_text, system, scene)
+        return generate.read_prompts(prompts, normalize)
+    lines = generate.read_lines(prompts) if prompts else [(f"--text {t!r}", t) for t in texts]
+    return generate.text_prompts(lines, normalize, reference_audio, reference_text, system, scene)
 
 
 def earlier_results(output_dir, overwrite):
@@ -127,10 +129,10 @@ def prepare_share(world, samples, mine, batch_size, tokenizer, ids, codec, bandw
     for batch in mine:
         numbers = range(len(samples))[batch * batch_size:(batch + 1) * batch_size]
         try:
-            share[batch] = speak.prepare([samples[i] for i in numbers], tokenizer, ids, codec, bandwidth, room, numbers)
+            share[batch] = generate.prepare([samples[i] for i in numbers], tokenizer, ids, codec, bandwidth, room, numbers)
         except UserError as error:
             problems.append(str(error))
-    parallel.all_ranks_ok(world, problems)
+    distributed.all_ranks_ok(world, problems)
     return share
 
 
@@ -141,19 +143,19 @@ def speak_batch(native, codec, ids, settings, prompts, seed, output_dir, with_co
     """
     start = time.monotonic()
     try:
-        spoken = speak.generate(native, prompts, ids, settings, seed, codec.device)
-        waves = [speak.decode(codec, codes) for codes, _ in spoken]
+        spoken = generate.generate(native, prompts, ids, settings, seed, codec.device)
+        waves = [generate.decode(codec, codes) for codes, _ in spoken]
     except torch.OutOfMemoryError:
         raise UserError(f"the GPU's memory is too small for {len(prompts)} prompts together: lower --batch_size or "
                         "--max_seconds")
     seconds, records = time.monotonic() - start, []
     total = sum(len(codes) for codes, _ in spoken) / FRAME_RATE
     for prompt, (codes, ended_by), wave in zip(prompts, spoken, waves):
-        about = {**speak.record(prompt, codes, ended_by, seed, seconds / total if total else None), **noted}
+        about = {**generate.record(prompt, codes, ended_by, seed, seconds / total if total else None), **noted}
         if with_codes:
             checkpoint.write_atomically(Path(output_dir) / f"{prompt.name}.npy",
-                                        lambda path, codes=codes: speak.save_codes(path, codes))
-        speak.write_sample(output_dir, prompt.name, wave, speak.mel_picture(wave, prompt.text), about)
+                                        lambda path, codes=codes: generate.save_codes(path, codes))
+        generate.write_sample(output_dir, prompt.name, wave, generate.mel_picture(wave, prompt.text), about)
         tqdm.write(record_line(about))
         records.append(about)
     return records
@@ -182,13 +184,13 @@ def load_to_speak(folder, config, adapter, dtype, device):
 
     config: the folder's config.json dict. adapter: PEFT folder or None. Raises UserError.
     """
-    native = net = models.empty_model(config, dtype, folder)
-    parts = models.weight_parts(folder, config)
+    native = net = versions.empty_model(config, dtype, folder)
+    parts = versions.weight_parts(folder, config)
     weights.check_weights(native, parts, folder)
     if adapter:
-        net = adapters.add_saved(native, adapter, whole=models.whole_modules(native))
+        net = adapters.add_saved(native, adapter, whole=versions.whole_modules(native))
     net.to_empty(device=device)
-    models.reset_buffers(native, device)
+    versions.reset_buffers(native, device)
     loaded = adapters.base_weights(net) if adapter else dict(native.named_parameters())
     weights.load_weights(loaded, parts)
     if adapter:
@@ -199,23 +201,23 @@ def load_to_speak(folder, config, adapter, dtype, device):
 def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-    with parallel.one_clear_error():
+    with distributed.one_clear_error():
         need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
-        world = parallel.init(device=None if args.device == "auto" else args.device)
-        old = parallel.rank0_first(world, earlier_results, args.output_dir, args.overwrite)
-        folder, config_dict, codec_dir = models.find_files(world, args.model_path, args.audio_tokenizer_path,
+        world = distributed.init(device=None if args.device == "auto" else args.device)
+        old = distributed.rank0_first(world, earlier_results, args.output_dir, args.overwrite)
+        folder, config_dict, codec_dir = versions.find_files(world, args.model_path, args.audio_tokenizer_path,
                                                            args.output_dir)
-        wanted = args.normalize_text or ("off" if models.is_third(config_dict) else None)
-        normalize, why = wording.setting_to_speak(wanted, folder, args.adapter,
+        wanted = args.normalize_text or ("off" if versions.is_third(config_dict) else None)
+        normalize, why = text_normalization.setting_to_speak(wanted, folder, args.adapter,
                                                   trained=(folder / checkpoint.STATE_DIR).is_dir())
         samples = read_texts(args.text, args.prompts, normalize, reference_audio=args.reference_audio,
                              reference_text=args.reference_text, system=args.system_prompt or DEFAULT_SYSTEM,
                              scene=args.scene)
-        config, tokenizer = models.read_config(config_dict), models.load_tokenizer(folder, config_dict)
-        ids = models.token_ids(tokenizer, config)
+        config, tokenizer = versions.read_config(config_dict), versions.load_tokenizer(folder, config_dict)
+        ids = versions.token_ids(tokenizer, config)
         codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
-        draws = speak.draws(config, {name: getattr(args, name) for name in speak.V2_DRAWS})
-        settings = speak.sampling(config, args.max_seconds, **draws)
+        draws = generate.draws(config, {name: getattr(args, name) for name in generate.V2_DRAWS})
+        settings = generate.sampling(config, args.max_seconds, **draws)
         room = config.max_position_embeddings - settings.max_new_tokens
         # batches are cut from the whole list, so that the number of ranks changes nothing in them
         mine = range(-(-len(samples) // args.batch_size))[world.rank::world.size]
@@ -225,7 +227,7 @@ def main(argv=None):
         if world.is_main:       # only now that nothing can be wrong any more
             for path in old:
                 path.unlink()
-        parallel.gather_objects(world, None)        # nobody writes before that is done
+        distributed.gather_objects(world, None)        # nobody writes before that is done
         if world.is_main:
             what = f"{args.model_path} + {args.adapter}" if args.adapter else args.model_path
             print(f"model      {what}, {str(dtype).removeprefix('torch.')} on {world.size} x {world.device.type}\n"
@@ -237,7 +239,7 @@ def main(argv=None):
         for number in tqdm(mine, unit="batch", disable=None if world.is_main else True):
             records += speak_batch(native, codec, ids, settings, share[number], args.seed + number, args.output_dir,
                                    args.save_codes, noted)
-        records = [record for share in parallel.gather_objects(world, records) for record in share]
+        records = [record for share in distributed.gather_objects(world, records) for record in share]
         if world.is_main:
             lengths = np.array([record["seconds"] for record in records])
             stopped = sum(record["ended_by"] == "eos" for record in records)
@@ -246,7 +248,7 @@ def main(argv=None):
             if stopped < len(records):
                 print(f"notice     {len(records) - stopped} were cut off at --max_seconds {args.max_seconds:g}: raise "
                       "it, or the model has not learnt to stop")
-        parallel.finish()
+        distributed.finish()
 
 
 if __name__ == "__main__":

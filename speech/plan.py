@@ -6,10 +6,11 @@ import torch
 
 from common import document_attention, memory, plan, recomputation
 from common.packing import PackOrder
-from speech import higgs, higgs3, models, sample_prompts
-from speech.codes import FRAME_RATE
-from speech.labels import PackedBatch
-from speech.table import samples_line
+from speech.data.code_cache import FRAME_RATE
+from speech.data.dataset import samples_line
+from speech.model import v2, v3, versions
+from speech.model.labels import PackedBatch
+from speech.voice import sample_prompts
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Rows
@@ -36,7 +37,7 @@ def rows_by_kind(table, ids):
 
 def row_bytes(model, bf16, sharded, gpu=True):
     """memory.row_bytes of (a text row, an audio row) of a models.packed; bf16, sharded, gpu as there."""
-    books, layers = model.base_model.config.num_codebooks, models.layers(model.base_model)
+    books, layers = model.base_model.config.num_codebooks, versions.layers(model.base_model)
 
     def inputs(text, audio):
         def numbers(*shape):
@@ -47,12 +48,12 @@ def row_bytes(model, bf16, sharded, gpu=True):
                             seq_index=numbers(rows), audio_rows=numbers(0), audio_targets=numbers(0, books),
                             text_rows=numbers(0), text_targets=numbers(0), longest=rows, seqlens=(rows,), samples=(),
                             counts={}),), {}
-    if isinstance(model, higgs3.PackedHiggs3):
+    if isinstance(model, v3.PackedHiggs3):
         plain = [(layer, "gradient_checkpointing", False) for layer in layers]
         kernel = memory.Kernel(document_attention, "_attention_by_document", document_attention.VARLEN_GQA, True)
     else:
         plain = [(model, "call", recomputation.caller(None))]
-        kernel = memory.Kernel(higgs, "_attention_by_sample", higgs.VARLEN_GQA, True)
+        kernel = memory.Kernel(v2, "_attention_by_sample", v2.VARLEN_GQA, True)
     return memory.row_bytes(model, layers, inputs, 2, bf16=bf16, sharded=sharded, gpu=gpu, plain=plain, kernel=kernel)
 
 
@@ -80,11 +81,11 @@ def memory_stages(setup, model, packs, eval_packs, speaks, row=None):
     setup: plan.Setup. model: the empty models.packed as trained. packs, eval_packs: of packs_of. speaks: whether sample
     prompts are spoken. row: of row_bytes, if it is known. parts holds activations and logits as well.
     """
-    native, layers = model.base_model, models.layers(model.base_model)
+    native, layers = model.base_model, versions.layers(model.base_model)
     fsdp, recompute, compute = setup.fsdp, setup.recompute, 2 if setup.bf16 else 4
     units = memory.unit_sizes(native, layers)
     casts = (0, 0) if fsdp or not setup.bf16 else memory.cast_bytes(native, layers, recompute,
-                                                                    models.tied_heads(native))
+                                                                    versions.tied_heads(native))
     parts = memory.memory_parts(units, world=setup.shards, sharded=fsdp, offload=setup.offload, reshard=setup.reshard,
                                 compute=compute, casts=casts, accumulation=setup.accumulation,
                                 **memory.table_of(native))
@@ -156,7 +157,7 @@ def print_plan(check, model, table, ids, train_ids, eval_ids, order, lengths_of_
     average = (f"a pack has on average {per_pack:.1f} samples, {packs['text'].mean():,.0f} text and "
                f"{packs['audio'].mean():,.0f} audio rows")
     warmup = f"warm-up {warmup_steps} steps, {warmup_steps / max(1, total_steps) * 100:.0f}% of the run"
-    units = memory.unit_sizes(native, models.layers(native))
+    units = memory.unit_sizes(native, versions.layers(native))
     print("\n".join([
         plan.head_text(setup, units), samples_line(table, train_ids, eval_ids),
         f"audio      {len(table.where):,} distinct clips, {new.sum():,} still to be encoded "

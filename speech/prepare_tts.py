@@ -88,15 +88,17 @@ from collections import Counter
 import numpy as np
 import torch
 
-from common import checkpoint, parallel, watchdog
-from common.parallel import UserError
+from common import checkpoint, distributed, watchdog
+from common.distributed import UserError
 from common.plan import Checks
 from common.problems import LIST, settle
-from speech import checks, models, prepared, transcripts
-from speech.codes import FRAME_RATE, measures_of
-from speech.encode import ensure_codes
-from speech.sources import Reading
-from speech.table import TableBuilder, read_all
+from speech.data import checks, prepared
+from speech.data.code_cache import FRAME_RATE, measures_of
+from speech.data.dataset import TableBuilder, read_all
+from speech.data.encode import ensure_codes
+from speech.data.rows import Reading
+from speech.model import versions
+from speech.voice import transcripts
 
 
 def prepare(world, tokenizer, ids, codec_dir, *, train, held_out, reading, output_dir, cache_dir, processes,
@@ -153,7 +155,7 @@ def prepare(world, tokenizer, ids, codec_dir, *, train, held_out, reading, outpu
 
     heard = {}
     try:
-        parallel.rank0_first(world, read)
+        distributed.rank0_first(world, read)
         codes = ensure_codes(world, builder.clips if builder else [], codec_dir, cache_dir, ids.num_codebooks,
                              processes, wait_limit_s, bad)
         if recogniser:
@@ -161,7 +163,7 @@ def prepare(world, tokenizer, ids, codec_dir, *, train, held_out, reading, outpu
             there = there[codes[-1][there, 2] > 0] if builder else there
             heard = transcripts.hear(world, builder.clips if builder else [], there, out / "heard", recogniser,
                                      processes, wait_limit_s)
-        return parallel.rank0_first(world, write)
+        return distributed.rank0_first(world, write)
     except BaseException:
         if world.is_main:
             shutil.rmtree(table, ignore_errors=True)
@@ -206,16 +208,16 @@ def print_report(report, output_dir):
 def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-    with parallel.one_clear_error():
+    with distributed.one_clear_error():
         need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
         watchdog.catch_signals()
-        world = parallel.init(600, args.wait_timeout, device=None if args.device == "auto" else args.device)
-        parallel.rank0_first(world, checkpoint.own_output, args.output_dir)
-        folder, config_dict, codec_dir = models.find_files(world, args.model_path, args.audio_tokenizer_path,
+        world = distributed.init(600, args.wait_timeout, device=None if args.device == "auto" else args.device)
+        distributed.rank0_first(world, checkpoint.own_output, args.output_dir)
+        folder, config_dict, codec_dir = versions.find_files(world, args.model_path, args.audio_tokenizer_path,
                                                            args.output_dir, Checks(False))
-        args.normalize_text = models.text_setting(config_dict, args.normalize_text or "")
-        tokenizer = models.load_tokenizer(folder, config_dict)
-        ids = models.token_ids(tokenizer, models.read_config(config_dict))
+        args.normalize_text = versions.text_setting(config_dict, args.normalize_text or "")
+        tokenizer = versions.load_tokenizer(folder, config_dict)
+        ids = versions.token_ids(tokenizer, versions.read_config(config_dict))
         train, held_out = data_flags.sources(args)
         try:
             report = prepare(
@@ -230,7 +232,7 @@ def main(argv=None):
             raise UserError(f"{why}; the same command goes on from there")
         if world.is_main:
             print_report(report, args.output_dir)
-    parallel.finish()
+    distributed.finish()
 
 
 if __name__ == "__main__":

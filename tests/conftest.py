@@ -69,8 +69,8 @@ def as_a_fresh_process():
     unraisable = sys.unraisablehook
     yield
     sys.unraisablehook = unraisable
-    if "common.parallel" in sys.modules:
-        sys.modules["common.parallel"]._claimed.clear()
+    if "common.distributed" in sys.modules:
+        sys.modules["common.distributed"]._claimed.clear()
     if "common.watchdog" in sys.modules:
         sys.modules["common.watchdog"]._requested.clear()
         sys.modules["common.watchdog"]._at_rest.clear()
@@ -78,7 +78,7 @@ def as_a_fresh_process():
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    from speech import make_tiny
+    from speech.demo import make_tiny
     root = tmp_path_factory.mktemp("tiny")
     make_tiny.main([str(root), "--clips", "24", "--speakers", "3", "--voice", "numpy"])
     return Tiny(root)

@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("hypothesis")
 
 from bench import fuzz
-from common import flags, json_files, parallel
+from common import distributed, flags, json_files
 from common.flags import UserError
 from common.problems import problem
 from common.text import HIDDEN, error_text, printable
@@ -103,7 +103,7 @@ def test_text_is_printable_and_bounded():
 def test_no_password_of_a_url_is_printed(capsys):
     """By the error of a server that is not there, and by the notices about one that is gone."""
     url = "http://anna:secret@127.0.0.1:9/v1"
-    with pytest.raises(SystemExit), parallel.one_clear_error():
+    with pytest.raises(SystemExit), distributed.one_clear_error():
         teacher.open_server("m", teacher.Sampling(1), url)
     teacher.tell(f"line 3 waits for {url}", [float("-inf")])
     shown = capsys.readouterr()
@@ -178,7 +178,7 @@ def test_errors_cannot_be_forged(how, capsys):
     with pytest.raises(SystemExit):
         if how == "flag":
             flags.parse(flags.Parser("x"), lambda *_: flags.need(False, "bad\nerror: \x1b[2Jforged"), [])
-        with parallel.one_clear_error():
+        with distributed.one_clear_error():
             raise (UserError if how == "user error" else RuntimeError)("bad\nerror: \x1b[2Jforged")
     shown = capsys.readouterr().err
     assert r"\x1b[2Jforged" in shown and not HIDDEN.search(shown.replace("\n", ""))

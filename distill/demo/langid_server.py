@@ -34,8 +34,8 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from common import json_files, parallel
-from common.parallel import UserError
+from common import distributed, json_files
+from common.distributed import UserError
 from distill.labels import LANGUAGES
 
 NAME = "py3langid"
@@ -101,7 +101,7 @@ def leave_with(parent):
 
 def main(argv=None):
     args, parent = ARGS or flags.parse(build_parser(), argv=argv), os.getppid()
-    with parallel.one_clear_error():
+    with distributed.one_clear_error():
         try:
             from py3langid import langid
         except ImportError as error:

@@ -27,13 +27,13 @@ ARGS = flags.parse(build_parser()) if __name__ == "__main__" else None
 
 import json
 
-from common import checkpoint, json_files, parallel
-from common.parallel import UserError
+from common import checkpoint, distributed, json_files
+from common.distributed import UserError
 
 
 def main(argv=None):
     args = ARGS or flags.parse(build_parser(), argv=argv)
-    with parallel.one_clear_error():
+    with distributed.one_clear_error():
         try:
             records = [json_files.loads(line) for line in json_files.read_text(args.in_file).split("\n") if line]
             turns = [record["messages"][-1] for record in records]

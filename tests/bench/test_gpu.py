@@ -29,7 +29,7 @@ def test_gpu_commands_are_what_the_scripts_take(monkeypatch):
     assert sum(int(command[3]) for command in commands) + 5 <= 540
     facts, parity, *scripts = [command[4:] for command in commands]
     assert facts[1] == "bench/gpu_facts.py" and (ROOT / facts[1]).exists()
-    files = ["tests/speech/test_higgs.py", "tests/common/test_loading.py", "tests/common/test_float8.py"]
+    files = ["tests/speech/test_v2.py", "tests/common/test_loading.py", "tests/common/test_float8.py"]
     assert parity[:2] == ["env", "TEST_DEVICE=cuda"] and parity[-5:] == [*files, "-k", "gpu"]
     assert all("def test_gpu_" in (ROOT / file).read_text() for file in files)
     assert [command[1] for command in scripts] == [f"bench/{name}.py" for name in (
@@ -51,7 +51,7 @@ def test_gpu_commands_are_what_the_scripts_take(monkeypatch):
 
 @pytest.mark.slow
 def test_nothing_that_it_starts_needs_a_package_that_gpu_machines_lack():
-    names = ["bench.gpu_facts", "tests.speech.test_higgs", "tests.common.test_loading", "tests.common.test_float8",
+    names = ["bench.gpu_facts", "tests.speech.test_v2", "tests.common.test_loading", "tests.common.test_float8",
              "bench.tts", "bench.sft", "bench.block_diffusion", "bench.profile_step"]
     lacking = ("soundfile", "soxr", "cffi", "pycparser", "trl")
     code = f"import importlib as i, sys; sys.modules.update(dict.fromkeys({lacking})); [*map(i.import_module, {names})]"

@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 from bench import profile_step, tts, tts_ways
 from common.packing import PackOrder
 from data import SpeechSamples, collate
-from speech import higgs
-from speech.table import Table
+from speech.data.dataset import Table
+from speech.model import v2
 
 CPU = torch.device("cpu")
 WAY = {"side": "ours", "shape": "tiny", "method": "full", "bf16": False, "batch": 2}
@@ -115,7 +115,7 @@ def test_compiled_layers_meet_packs_of_one_budget_with_no_new_graph(folder):
     order = PackOrder(table.lengths, tokens_per_pack=budget)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = higgs.PackedHiggs(tts_ways.build(WAY, folder, CPU)).train()
+    model = v2.PackedHiggs(tts_ways.build(WAY, folder, CPU)).train()
     for layer in model.base_model.model.layers:
         layer.compile(backend="eager")
     graphs, shapes = [], set()

@@ -2,7 +2,7 @@
 import json
 
 from bench import voice_reference
-from speech import make_voice
+from speech.demo import make_voice
 
 
 def test_each_clip_has_another_clip_of_its_voice_before_it(tmp_path):

@@ -10,9 +10,9 @@ import torch
 import transformers
 
 from common import adapters, auto, document_attention
+from common.distributed import World
 from common.flags import Parser, UserError, parse
 from common.packing import pack_order
-from common.parallel import World
 from common.plan import Setup
 from distill import packed_lm, plan, train_sft, weights
 from tests.helpers import chats

@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
-from common import checkpoint, ownership
-from common.parallel import UserError, World
+from common import checkpoint, run_lock
+from common.distributed import UserError, World
 
 STATE = {"step": 4, "epoch": 0, "first": 8, "identity": {}, "validation": None, "best_step": None, "best_loss": None,
          "skipped": 0, "unlogged": [], "args": {}}
@@ -180,4 +180,4 @@ def test_an_owner_that_has_lost_the_folder_begins_no_checkpoint(tmp_path):
     with pytest.raises(UserError, match="taken over by another run"):
         writer.begin(5)
     assert theirs.exists()
-    ownership.release_all()
+    run_lock.release_all()

@@ -13,7 +13,7 @@ import sys
 import pytest
 
 import train_v2_ddp
-from common import flags, parallel
+from common import distributed, flags
 from diffusion import choices, train_bd3lm
 from tests.helpers.trainer import ROOT
 
@@ -248,9 +248,9 @@ def actions(parser):
 
 
 @pytest.mark.parametrize("words, said", [
-    ("speech/make_tiny.py out --clips -1", "--clips is -1; it must be at least 2 a speaker"),
-    ("speech/make_tiny.py out --clips 3 --speakers 2", "--clips is 3; it must be at least 2 a speaker, 4"),
-    ("speech/make_tiny.py out --speakers 0", "--speakers is 0"), ("speech/make_tiny.py out --seed -1", "--seed is -1"),
+    ("speech/demo/make_tiny.py out --clips -1", "--clips is -1; it must be at least 2 a speaker"),
+    ("speech/demo/make_tiny.py out --clips 3 --speakers 2", "--clips is 3; it must be at least 2 a speaker, 4"),
+    ("speech/demo/make_tiny.py out --speakers 0", "--speakers is 0"), ("speech/demo/make_tiny.py out --seed -1", "--seed is -1"),
     ("diffusion/make_problems.py demo out --problems -3", "--problems is -3"),
     ("diffusion/make_problems.py demo out --test 0", "--test is 0"),
     ("common/report.py out --sample_count -1", "--sample_count is -1"),
@@ -286,11 +286,11 @@ def test_garbage_is_collected_again_when_the_imports_are_done(monkeypatch):
     try:
         flags.parse(train_v2_ddp.build_parser())
         off = not gc.isenabled()
-        with parallel.one_clear_error():
+        with distributed.one_clear_error():
             assert off and gc.isenabled() and gc.get_freeze_count() > 10**5     # all that pytest has imported
         frozen = gc.get_freeze_count()
         gc.collect()
-        with parallel.one_clear_error():        # by another main of this process, which did not parse sys.argv
+        with distributed.one_clear_error():        # by another main of this process, which did not parse sys.argv
             assert gc.get_freeze_count() <= frozen
     finally:
         gc.enable()

@@ -11,10 +11,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from common import indexing, json_files
+from common.distributed import UserError
 from common.indexing import Column, Lists, in_order, token_lists
-from common.parallel import UserError
 from distill import chat
-from distill import table as chat_table
+from distill import dataset as chat_table
 from tests.helpers import chats
 from tests.helpers.fork import in_a_fork
 

@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from common import loading, packing
+from common.distributed import UserError
 from common.packing import PackOrder
-from common.parallel import UserError
 from common.watchdog import init_loader
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT
@@ -264,7 +264,7 @@ def main():
     next(batches)
     {ending}
 
-with parallel.one_clear_error():
+with distributed.one_clear_error():
     main()
 """)
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=PATIENCE_S)

@@ -3,9 +3,9 @@ import numpy as np
 import pytest
 
 from common import plan
+from common.distributed import UserError
 from common.memory import GIB
 from common.packing import PackOrder
-from common.parallel import UserError
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Histogram, packing, disk

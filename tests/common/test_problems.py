@@ -6,7 +6,7 @@ import tracemalloc
 import pytest
 
 from common import flags
-from common.parallel import UserError
+from common.distributed import UserError
 from common.problems import LIST, Problems, problem, settle
 from tests.helpers.fork import in_a_fork
 

@@ -14,8 +14,8 @@ import soundfile
 
 from common import report, report_curves, report_files
 from common.checkpoint import Writer
+from common.distributed import UserError, World
 from common.metrics import MetricsLog, read_metrics
-from common.parallel import UserError, World
 from common.watchdog import leave_marker
 from tests.helpers.chromium import PROGRAM, Chromium
 from tests.helpers.progress import PATIENCE_S

@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch import nn
 
-from common import parallel, tensor_files
+from common import distributed, tensor_files
 from tests.helpers.pool import Pool
 
 pytestmark = pytest.mark.slow
@@ -24,13 +24,13 @@ def test_whole_is_what_was_shared_out(pool, ranks, size):
 
 
 def gather(size):
-    world = parallel.init(60, 60, alone_too=True)
+    world = distributed.init(60, 60, alone_too=True)
     torch.manual_seed(1)
     layers = [nn.Linear(7, rows) for rows in (1, 2, 3, 5, 8)]       # rows that the ranks share evenly or not
     expected = [tensor.detach().clone() for layer in layers for tensor in layer.parameters()]
-    parallel.shard(nn.Sequential(*layers), layers, world, size=size)
+    distributed.shard(nn.Sequential(*layers), layers, world, size=size)
     found = [tensor_files.whole(tensor) for layer in layers for tensor in layer.parameters()]
     for one, other in zip(found, expected, strict=True):
         assert type(one) is torch.Tensor and not one.requires_grad and torch.equal(one, other)
     print(f"gathered {len(found)}")
-    parallel.finish()
+    distributed.finish()

@@ -60,7 +60,7 @@ def test_either_a_better_bound_or_a_better_accuracy_goes_on():
 
 def test_known_answers_are_right(demo, monkeypatch):
     """Scores and shares, with a sampler that writes the truth to every other problem."""
-    from common.parallel import World
+    from common.distributed import World
     from diffusion import answers, blocks, problems
     tokens, layout = problems.load_tokenizer(demo, "gsm8k"), blocks.Layout("gsm8k", block_size=8, max_length=96)
     documents = blocks.make_documents(problems.read_problems(demo / "test.jsonl", "", "gsm8k"), tokens, layout)

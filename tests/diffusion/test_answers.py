@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from common.parallel import UserError
+from common.distributed import UserError
 from diffusion import answers
 from diffusion.blocks import EXECUTION, FILL, PLAN, QUESTION
 from diffusion.problems import load_tokenizer

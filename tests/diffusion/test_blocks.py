@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from common.distributed import UserError
 from common.packing import PackOrder, rank_packs
-from common.parallel import UserError
 from diffusion import blocks, noise
 from diffusion.blocks import EXECUTION, FILL, PLAN, QUESTION, Layout
 from tests.helpers.block_problems import LAYOUTS, load

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
 from common import checkpoint, fused, tensor_files
-from common.parallel import UserError
-from diffusion import blocks, decoder, dit, export_bd3lm, sample_bd3lm, sampler, start, weights
+from common.distributed import UserError
+from diffusion import blocks, decoder, dit, export_bd3lm, init_from, sample_bd3lm, sampler, weights
 from diffusion.answers import question_state
 from diffusion.problems import load_tokenizer, read_problems
 from tests.helpers.block_rows import MIXED, make_blocks, noised, sampled_hidden
@@ -53,9 +53,9 @@ def models(demo, tmp_path_factory):
 def opened(folder):
     """(our network with the folder's weights, Tokens, transformers' model)."""
     tokens = load_tokenizer(folder, "gsm8k")
-    config = start.config_for(folder, "small", tokens, 0.0)
+    config = init_from.config_for(folder, "small", tokens, 0.0)
     model = decoder.Decoder(config).eval()
-    given = start.read(folder, config, tokens)
+    given = init_from.read(folder, config, tokens)
     for name, parameter in model.named_parameters():
         parameter.data.copy_(given.tensors[name])
     theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
@@ -125,8 +125,8 @@ def test_noisy_blocks_are_what_the_sampler_sees(models, kind):
 def test_the_mask_takes_a_spare_row_or_a_new_one(models):
     for kind, rows in (("llama", ROWS + 2), ("qwen3", ROWS + 1 + SPARE)):
         tokens = load_tokenizer(models[kind], "gsm8k")
-        config = start.config_for(models[kind], "small", tokens, 0.0)
-        given = start.read(models[kind], config, tokens)
+        config = init_from.config_for(models[kind], "small", tokens, 0.0)
+        given = init_from.read(models[kind], config, tokens)
         table = load_file(models[kind] / "model.safetensors")["model.embed_tokens.weight"]
         assert tokens.mask == ROWS + 1 == config.mask_id and config.vocab_size == rows
         assert torch.equal(given.tensors["model.embed_tokens.weight"][:ROWS + 1], table[:ROWS + 1])
@@ -149,7 +149,7 @@ def test_shapes_that_are_not_this_network_are_refused(models, tmp_path, change, 
 def test_questions_in_the_chat_template(models, demo):
     """The ids are the template's; the answer ends as a turn does; a question cannot end its turn."""
     folder = models["chat"]
-    layout = start.with_chat(blocks.Layout("gsm8k", block_size=8, max_length=96), folder)
+    layout = init_from.with_chat(blocks.Layout("gsm8k", block_size=8, max_length=96), folder)
     assert layout.end_token == "<|im_end|>" and "{question}" in layout.prompt
     tokens = load_tokenizer(folder, "gsm8k", layout.end_token)
     problem = read_problems(demo / "test.jsonl", "", "gsm8k")[0]
@@ -245,7 +245,7 @@ def check_export(folder, model, exported):
     found = dict(theirs.named_parameters())
     assert found.keys() == ours.keys() and all(torch.equal(found[name], ours[name]) for name in ours)
     tokens = load_tokenizer(exported, "gsm8k", "<|im_end|>")
-    given = start.read(exported, start.config_for(exported, "small", tokens, 0.0), tokens)
+    given = init_from.read(exported, init_from.config_for(exported, "small", tokens, 0.0), tokens)
     assert tokens.mask == model.config.mask_id and "new rows" not in given.words
     assert given.tensors.keys() == ours.keys() and all(torch.equal(given.tensors[name], ours[name]) for name in ours)
     assert f"(id {tokens.mask})" in (exported / "README.md").read_text()

@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from common.parallel import UserError
+from common.distributed import UserError
 from diffusion import demo_problems
 from diffusion.problems import read_problems
 

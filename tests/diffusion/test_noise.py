@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.parallel import UserError
+from common.distributed import UserError
 from diffusion import noise
 from diffusion.choices import FULL, SCHEDULES, check_range
 from tests.helpers.block_rows import MASK, MIXED, chi_square, document, make_blocks, noised, seen_by

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from common import checkpoint, fused
-from common.parallel import UserError
-from diffusion import dit, export_bd3lm, noise, official, start
+from common.distributed import UserError
+from diffusion import dit, export_bd3lm, init_from, noise, official
 from diffusion.problems import load_tokenizer
 from tests.helpers.trainer import ROOT, Run
 
@@ -157,7 +157,7 @@ def test_loss_and_gradients_are_the_official_ones(for_gpus, monkeypatch):
 def test_every_form_gives_the_published_model(files, demo, form, ema, seed):
     tokens = load_tokenizer(demo, "gsm8k")
     config = dit.config_of("nano", tokens.vocab_size, tokens.mask)
-    given = start.read(files[form], config, tokens, ema)
+    given = init_from.read(files[form], config, tokens, ema)
     assert ("were left out" in given.words) == (form == "lightning")
     noisy, clean = torch.randint(V, (2, 12), generator=torch.Generator().manual_seed(2))
     for size in (4, 12):
@@ -181,7 +181,7 @@ def test_names_are_those_of_the_published_class():
 def test_markers_of_plans_get_rows_and_nothing_else_changes(files, demo):
     tokens = load_tokenizer(demo, "hdp")
     config = dit.config_of("nano", tokens.vocab_size, tokens.mask)
-    given = start.read(files["hub"], config, tokens, seed=3)
+    given = init_from.read(files["hub"], config, tokens, seed=3)
     assert given.words.endswith("new rows for <|pad|>, <|plan|>, <|execution|>, <|answer|>")
     state, model = draw(1), filled(given, config)
     noisy, clean = torch.randint(V - 1, (2, 8), generator=torch.Generator().manual_seed(2))
@@ -237,7 +237,7 @@ def test_what_does_not_fit_is_one_line(files, demo, damage, words):
     tokens = load_tokenizer(demo, "gsm8k")
     damage(files)
     with pytest.raises(UserError, match=re.escape(words)):
-        start.read(files["hub"], dit.config_of("nano", V, V - 1), tokens)
+        init_from.read(files["hub"], dit.config_of("nano", V, V - 1), tokens)
 
 
 def test_other_wishes_are_answered(files, demo, tmp_path):
@@ -247,13 +247,13 @@ def test_other_wishes_are_answered(files, demo, tmp_path):
             ("hub", dit.config_of("tiny", V, V - 1), True, "has 2 layers of 64, 4 heads, 16 of conditioning; give "
              "--model_size nano"), ("nowhere/at/all", nano, True, "no such folder")]:
         with pytest.raises(UserError, match=re.escape(words)):
-            start.read(start.find(str(files.get(path, path))), config, tokens, ema)
+            init_from.read(init_from.find(str(files.get(path, path))), config, tokens, ema)
     short = {"state_dict": draw(0), "ema": {"shadow_params": parameters(draw(1))[1:]}}
     torch.save(short, tmp_path / "short.ckpt")
     torch.save({"state_dict": draw(0)}, tmp_path / "none.ckpt")
     for name, words in (("short", "in number or in shape"), ("none", "holds no averaged weights")):
         with pytest.raises(UserError, match=words):
-            start.read(tmp_path / f"{name}.ckpt", nano, tokens)
+            init_from.read(tmp_path / f"{name}.ckpt", nano, tokens)
 
 
 def train(pool, demo, folder, *more, ranks=1, status=0):
@@ -285,7 +285,7 @@ def test_a_run_starts_from_them_and_from_its_own(pool, demo, files, tmp_path):
                        str(tmp_path / "exported")])
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     tokens = load_tokenizer(demo, "gsm8k")
-    given = start.read(tmp_path / "exported", dit.config_of("nano", V, V - 1), tokens)
+    given = init_from.read(tmp_path / "exported", dit.config_of("nano", V, V - 1), tokens)
     kept = load_file(checkpoint.checkpoints(tmp_path / "wider")[-1][1] / "ema.safetensors")
     assert exported.keys() == draw(0).keys() and all(torch.equal(given.tensors[name], kept[name]) for name in kept)
     config = json.loads((tmp_path / "exported" / "config.json").read_text())

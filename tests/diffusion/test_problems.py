@@ -7,7 +7,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from common.parallel import UserError
+from common.distributed import UserError
 from diffusion.choices import SYSTEMS
 from diffusion.problems import load_tokenizer, read_problems
 

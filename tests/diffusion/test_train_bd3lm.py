@@ -17,9 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common import checkpoint, parallel, plan
-from common.parallel import UserError
-from diffusion import blocks, bound, demo_problems, dit, noise, problems, sampler, train_bd3lm, weights
+from common import checkpoint, distributed, plan
+from common.distributed import UserError
+from diffusion import blocks, demo_problems, dit, elbo, noise, problems, sampler, train_bd3lm, weights
 from diffusion.answers import execution_state, finish_region, question_state, region_text, room
 from tests.helpers.pool import Pool
 from tests.helpers.trainer import Run
@@ -192,14 +192,14 @@ def asked_at(arguments, step):
 
 def asked_in_validation(arguments, number):
     """Train; SIGTERM comes at the start of a validation."""
-    real, calls = bound.bound, []
+    real, calls = elbo.bound, []
 
     def interrupted_bound(*args, **options):
         calls.append(1)
         if len(calls) == number:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(*args, **options)
-    bound.bound = interrupted_bound
+    elbo.bound = interrupted_bound
     train_bd3lm.main(arguments)
 
 
@@ -238,7 +238,7 @@ def test_a_signal_saves_and_leaves_the_marker(pool, demo, tmp_path):
 
 def test_the_average_in_a_checkpoint_follows_its_formula(shared):
     run = shared("ddp 1x4 --save_steps 1 --eval_steps 0")
-    parallel.seed_everything(42)
+    distributed.seed_everything(42)
     vocabulary = tensors(newest(run), "model")["embed.weight"].shape[0]
     model = dit.DiT(dit.config_of("nano", vocabulary, vocabulary - 1))
     average = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common.parallel import UserError
+from common.distributed import UserError
 from diffusion import weights
 from tests.helpers.block_rows import network
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from distill import chat
-from distill.table import ChatTable, split_groups, write_table
+from distill.dataset import ChatTable, split_groups, write_table
 from tests.helpers import chats
 from tests.helpers.students import HELD_OUT, SEED
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.parallel import UserError
+from common.distributed import UserError
 from distill import chat
 from tests.helpers import chats
 from tests.helpers.chats import LLAMA, QWEN, QWEN_OPEN, QWEN_THINK, ask

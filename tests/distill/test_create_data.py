@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common import parallel
+from common import distributed
 from diffusion import make_problems
-from distill import chat, create_data, journal, table, teacher
+from distill import chat, create_data, dataset, journal, teacher
 from distill.choices import LINES
 from distill.labels import LANGUAGES, make_parser, read_label
 from tests.helpers import chats, tiny_teacher
@@ -479,10 +479,10 @@ def test_two_files_join_without_duplicates(server, tmp_path):
     assert len(set(ids)) == 9 and max(ids) < 2**53
     (tmp_path / "twice.jsonl").write_text(parts[0] * 2)
     encoder = chat.Encoder(chats.tokenizer())
-    assert table.build_table(tmp_path / "table", [tmp_path / "both.jsonl"], encoder, 256, "stop")[0] == 9
-    with pytest.raises(parallel.UserError, match=f"twice.jsonl:5: has the same id {ids[0]} as .*twice.jsonl:1"):
-        table.build_table(tmp_path / "again", [tmp_path / "twice.jsonl"], encoder, 256, "stop")
-    groups = table.key_groups(np.array(ids), 2)
+    assert dataset.build_table(tmp_path / "table", [tmp_path / "both.jsonl"], encoder, 256, "stop")[0] == 9
+    with pytest.raises(distributed.UserError, match=f"twice.jsonl:5: has the same id {ids[0]} as .*twice.jsonl:1"):
+        dataset.build_table(tmp_path / "again", [tmp_path / "twice.jsonl"], encoder, 256, "stop")
+    groups = dataset.key_groups(np.array(ids), 2)
     assert [groups.tolist().count(g) for g in dict.fromkeys(groups.tolist())] == [2, 2, 2, 2, 1]
 
 
@@ -708,7 +708,7 @@ def test_plans_of_a_teacher_for_gsm8k(server, tmp_path, capsys):
                          ([records[1] | {"line": 0}, *records[1:]], "line 1: was not made from the lines of these"),
                          ([{"id": 0}], "line 1: is no record of create_data.py")):
         (tmp_path / "plans.jsonl").write_text("".join(json.dumps(record) + "\n" for record in spoil))
-        parallel._claimed.clear()
+        distributed._claimed.clear()
         with pytest.raises(SystemExit):
             make("plans", "--teacher", tmp_path / "plans.jsonl", "--output", tmp_path / "hdp.json")
         assert words in capsys.readouterr().err

@@ -13,11 +13,11 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import adapters, parallel
-from common.parallel import UserError
+from common import adapters, distributed
+from common.distributed import UserError
 from distill import chat, evaluate_prompt, packed_lm, rollouts, weights
+from distill.dataset import ChatSamples, ChatTable, collate, write_table
 from distill.divergence import divergence
-from distill.table import ChatSamples, ChatTable, collate, write_table
 from distill.teacher import read_prompt, with_prompt
 from tests.helpers import chats
 from tests.helpers.judge_server import judging
@@ -173,7 +173,7 @@ def test_packed_self_distillation_is_the_dense_one(made, tmp_path, student, role
     table = prompted_table(made, tmp_path / "table", student, role, turns)
     lora = (5, 5, 0.0, "all-linear", str(made / student))
     model, parts = packed_lm.build_empty(made / student, torch.float32, lora, recompute, share=0.7, prompted=kind)
-    packed_lm.load(model, parts, parallel.World(device=torch.device("cpu")))
+    packed_lm.load(model, parts, distributed.World(device=torch.device("cpu")))
     random_adapter(tmp_path, model)
     model.train()
     model.chunk = 7
@@ -222,7 +222,7 @@ def test_the_model_behind_no_prompt_is_no_other(made, tmp_path):
     for kind in (("forward", 0.5, 0), ("reverse", 0.5, 3), ("js", 0.5, 0)):
         model, parts = packed_lm.build_empty(made / "qwen", torch.float32, (4, 4, 0.0, "all-linear", "x"), None,
                                              share=1.0, prompted=kind)
-        packed_lm.load(model, parts, parallel.World(device=torch.device("cpu")))
+        packed_lm.load(model, parts, distributed.World(device=torch.device("cpu")))
         adapters.init_adapters(model.net, 0)
         loss, *_ = model.train()(collate([ChatSamples(table)[n] for n in (1, 2, 5)], prompted=True))
         loss.backward()
@@ -326,9 +326,9 @@ def test_drawn_answers_are_draws(made, tmp_path):
     lora = (4, 4, 0.0, "all-linear", "x")
     model, parts = packed_lm.build_empty(made / "smollm2", torch.float32, lora, None, share=1.0,
                                          prompted=("forward", 0.5, 0))
-    packed_lm.load(model, parts, parallel.World(device=torch.device("cpu")))
+    packed_lm.load(model, parts, distributed.World(device=torch.device("cpu")))
     random_adapter(tmp_path, model)
-    world, ends = parallel.World(device=torch.device("cpu")), [2]
+    world, ends = distributed.World(device=torch.device("cpu")), [2]
     batches = [collate([ChatSamples(table)[n] for n in part], prompted=True) for part in ((0, 1, 2, 3), (4, 5))]
     options = {"tokens": 5, "ends": ends, "seed": 1, "bf16": False}
     (first, second), targets = rollouts.own_answers(world, model, table, batches, share=1.0, step=7, **options)
@@ -389,7 +389,7 @@ def test_the_judge_of_a_prompt(made, train, tmp_path, capsys):
     assert f"latency    a request alone: {alone_s[0]:.3g} s behind the prompt (" in shown
     assert metrics["base: seconds alone"] is None, "not asked: nobody is to answer so"
     with pytest.raises(SystemExit):
-        parallel._claimed.clear()
+        distributed._claimed.clear()
         evaluate_prompt.main([*given[:3], str(tmp_path / "again"), *given[4:], "--min_closed", "1"])
     assert "closed, less than --min_closed 1.0" in capsys.readouterr().err
 
@@ -407,7 +407,7 @@ def test_a_control_that_learned_as_well_and_a_judge_of_the_student(made, train, 
         evaluate_prompt.main([*given, "--output_dir", str(tmp_path / "judged")])
     assert "was not trained with --prompt_file; give that flag here" in capsys.readouterr().err
     given += ["--prompt_file", str(made / "system.txt"), "--prompt_role", "system"]
-    parallel._claimed.clear()
+    distributed._claimed.clear()
     with judging(lambda first, second: f"Verdict: {'first' if len(first) > len(second) else 'second'}") as (url, asked):
         evaluate_prompt.main([*given, "--output_dir", str(tmp_path / "judged"), "--base_url", url, "--model_name",
                               "judge"])

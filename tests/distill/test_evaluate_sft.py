@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import parallel, report_files
+from common import distributed, report_files
 from distill import evaluate_sft, held_out, student, teacher
 from distill.labels import make_parser
 from tests.helpers import chats
@@ -117,7 +117,7 @@ def refusal(capsys, made, out, checkpoint, *flags):
         evaluate(made, out, checkpoint, *flags)
     error = capsys.readouterr().err.strip()
     assert left.value.code == 1 and error.startswith("error: ") and "\n" not in error, error
-    parallel._claimed.clear()
+    distributed._claimed.clear()
     return error
 
 
@@ -166,7 +166,7 @@ def test_learning_is_agreement_and_gain_over_the_untrained_model(before, prompte
     if not wrong:
         evaluate_sft.check_learned("out", student, bases, 0.7, 0.3)
     else:
-        with pytest.raises(parallel.UserError, match=wrong):
+        with pytest.raises(distributed.UserError, match=wrong):
             evaluate_sft.check_learned("out", student, bases, 0.7, 0.3)
 
 
@@ -384,7 +384,7 @@ def test_groups_of_two_files_are_compared_by_id_or_it_is_said_that_they_are_not(
     trained, judged = np.array([0, 1, 29]), np.array([30, 44])
     assert held_out.check_groups("x", 15, trained, judged) == held_out.check_groups("x", 0, trained, trained) == []
     assert "not compared" in held_out.check_groups("x", 15, trained, np.array([30, -1]))[0]
-    with pytest.raises(parallel.UserError, match="1 groups of 15 ids .* ids 15 to 29"):
+    with pytest.raises(distributed.UserError, match="1 groups of 15 ids .* ids 15 to 29"):
         held_out.check_groups("x", 15, trained, np.array([15, 30]))
 
 
@@ -541,7 +541,7 @@ def test_labels_of_any_kind(made, full, tmp_path, capsys):
     lines = argparse.Namespace(labels=["b"], ids=[0], all_labels=["a", "b"], about={"files": ["x"]})
     assert evaluate_sft.pick_labels(make_parser("whole"), lines) == ("a", "b")
     lines.all_labels = [str(i) for i in range(99)] + ["b"]
-    with pytest.raises(parallel.UserError, match="x: has 100 different labels"):
+    with pytest.raises(distributed.UserError, match="x: has 100 different labels"):
         evaluate_sft.pick_labels(make_parser("whole"), lines)
 
 

@@ -9,10 +9,10 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from common import adapters, document_attention
+from common.distributed import UserError
 from common.packing import PackOrder
-from common.parallel import UserError
 from distill import packed_lm, weights
-from distill.table import ChatSamples, collate
+from distill.dataset import ChatSamples, collate
 from tests.helpers.students import sample_loss
 
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from common import adapters, document_attention, memory
-from distill import packed_lm, plan, table, train_sft, weights
+from distill import dataset, packed_lm, plan, train_sft, weights
 from tests.helpers import chats
 from tests.helpers.live_bytes import LiveBytes
 
@@ -42,7 +42,7 @@ def batch_of(documents, n, trained, topk=0):
     mask = np.arange(n) >= n - trained
     teacher = (np.arange(n - trained, n), np.tile(np.arange(topk), (trained, 1)),
                np.log(np.full((trained, topk), 0.9 / max(1, topk))))
-    return table.collate([(i, np.arange(n) % 250, mask.copy(), teacher) for i in range(documents)], topk=topk)
+    return dataset.collate([(i, np.arange(n) % 250, mask.copy(), teacher) for i in range(documents)], topk=topk)
 
 
 def real_step(model, batch, bf16):

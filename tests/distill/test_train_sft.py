@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import checkpoint
 from common import flags as common_flags
+from common.distributed import UserError
 from common.packing import PackOrder
-from common.parallel import UserError
 from distill import train_sft
 from tests.helpers import chats
 from tests.helpers.pool import Pool

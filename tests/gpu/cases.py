@@ -15,9 +15,9 @@ from peft.tuners.lora import Linear
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from bench import fake_cuda, rehearsal
-from common import adapters, memory, parallel, tensor_files
+from common import adapters, distributed, memory, tensor_files
 from diffusion import dit
-from speech import higgs
+from speech.model import v2
 
 LORA, FULL, AGAIN = ("--use_lora",), (), ("--gradient_checkpointing",)
 DROPOUT = ("--lora_dropout", 0.1)
@@ -53,13 +53,13 @@ def keep(ctx, rows, index, inverse):
     return permute(ctx, rows, index, inverse)
 
 
-total_loss, attention_masks, permute = higgs.total_loss, dit.attention_masks, higgs.Permute.forward
+total_loss, attention_masks, permute = v2.total_loss, dit.attention_masks, v2.Permute.forward
 # {name: (case, (owner, attribute, faulty value))}
 FAULTS = {
-    "a value is read in each step": ("speech, lora, ddp", (higgs, "total_loss", item)),
+    "a value is read in each step": ("speech, lora, ddp", (v2, "total_loss", item)),
     "a mask stays on the CPU": ("blocks, ddp", (dit, "attention_masks", mask)),
     "adapters add with kernels of their own": ("speech, lora, ddp", (adapters.AddingLinear, "forward", Linear.forward)),
-    "an activation is kept twice": ("speech, lora, ddp", (higgs.Permute, "forward", staticmethod(keep))),
+    "an activation is kept twice": ("speech, lora, ddp", (v2.Permute, "forward", staticmethod(keep))),
 }
 
 
@@ -90,7 +90,7 @@ def staged(change):
     with memory.swapped(change), fake_cuda.rehearsal() as ledger:
         ledger.begin()
         named = {"weight": torch.zeros(1000, 10, device=device), "step": torch.zeros((), device=device)}
-        files = tensor_files.stage(parallel.World(device=device), "model", named)
+        files = tensor_files.stage(distributed.World(device=device), "model", named)
         waits = dict(ledger.syncs)
         named["weight"].add_(1)
         return {"waits": waits, "saved": rehearsal.written(ledger, files), "hazards": dict(ledger.hazards)}

@@ -2,8 +2,8 @@
 import numpy as np
 from safetensors.numpy import save_file
 
-from speech.conversations import Clip, Sample, Turn
-from speech.table import Table, TableBuilder
+from speech.data.conversations import Clip, Sample, Turn
+from speech.data.dataset import Table, TableBuilder
 
 BOS, EOS, BOOKS = 1024, 1025, 8
 

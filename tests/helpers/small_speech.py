@@ -4,8 +4,8 @@ from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneratio
 
 import lora
 from data import collate
-from speech import higgs
-from speech.labels import IGNORE, TokenIds
+from speech.model import v2
+from speech.model.labels import IGNORE, TokenIds
 
 
 def small_model(targets, dtype, recompute, dropout=0.1):
@@ -16,7 +16,7 @@ def small_model(targets, dtype, recompute, dropout=0.1):
         audio_bos_token_id=513, audio_delay_token_id=514, pad_token_id=501, eos_token_id=509, bos_token_id=1)
     native = HiggsAudioV2ForConditionalGeneration(config, use_text_head=True).to(dtype)
     net = lora.add_lora(native, 8, 16, dropout, targets, "base") if targets else native
-    return config, higgs.PackedHiggs(net, recompute).train()
+    return config, v2.PackedHiggs(net, recompute).train()
 
 
 def pack_of(samples, text, audio, targets):

@@ -10,11 +10,11 @@ from safetensors.numpy import save_file
 from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 
 from data import SpeechSamples
-from speech import higgs
-from speech.codes import FRAME_RATE
-from speech.conversations import Clip, Sample, Turn
-from speech.labels import IGNORE, token_ids
-from speech.table import Table, TableBuilder
+from speech.data.code_cache import FRAME_RATE
+from speech.data.conversations import Clip, Sample, Turn
+from speech.data.dataset import Table, TableBuilder
+from speech.model import v2
+from speech.model.labels import IGNORE, token_ids
 
 
 def native(folder):
@@ -93,7 +93,7 @@ def native_batch(samples, ids, side="right"):
 def total(model, batch):
     """One pack's loss on transformers' scale: over the codebooks the sum of each one's mean, plus the text mean."""
     audio, text, _ = model(batch)
-    return higgs.total_loss(audio, batch.counts["audio_targets"], text, batch.counts["text_targets"], "sum", 1.0)
+    return v2.total_loss(audio, batch.counts["audio_targets"], text, batch.counts["text_targets"], "sum", 1.0)
 
 
 def gradients(module):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from speech.labels import token_ids
+from speech.model.labels import token_ids
 from tests.helpers import dialogues
 
 

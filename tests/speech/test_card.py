@@ -7,8 +7,8 @@ from peft import PeftModel
 from transformers import HiggsAudioV2ForConditionalGeneration
 
 import lora
-from common import parallel
-from speech import wording
+from common import distributed
+from speech.data import text_normalization
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_the_folder_is_complete_and_its_card_tells_of_the_run(tiny, pushed, tmp_
     push("--dry_run", "--base_model", "bosonai/base", "--language", "de", "no")
     assert "not uploaded: .env, .git, LICENSE, model.pt, notes.txt" in capsys.readouterr().out
     folder = tmp_path / "card"
-    assert {path.name for path in folder.iterdir()} == {"README.md", "adapter_config.json", wording.FILE,
+    assert {path.name for path in folder.iterdir()} == {"README.md", "adapter_config.json", text_normalization.FILE,
                                                         "adapter_model.safetensors"}
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == "bosonai/base"
     PeftModel.from_pretrained(HiggsAudioV2ForConditionalGeneration.from_pretrained(tiny.model), folder)
@@ -57,7 +57,7 @@ def test_the_folder_is_complete_and_its_card_tells_of_the_run(tiny, pushed, tmp_
     assert data["samples"] == 19 and 0 < data["hours"] < 0.1
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    parallel._claimed.clear()
+    distributed._claimed.clear()
     with pytest.raises(SystemExit) as end:
         lora.main(["push", "--adapter", str(checkpoint), "--output_dir", str(tmp_path / "two"), "--repo_id", "me/anna",
                    "--base_model", "bosonai/base"])

@@ -3,8 +3,8 @@ import json
 
 import pytest
 
-from speech.conversations import DEFAULT_SYSTEM, Clip
-from speech.sources import read_samples
+from speech.data.conversations import DEFAULT_SYSTEM, Clip
+from speech.data.rows import read_samples
 
 REFERENCE, TARGET = "This is how I sound.", "He said: stop: now."
 CANONICAL_SYSTEM = (DEFAULT_SYSTEM + "\n\n<|scene_desc_start|>\nAudio is recorded from a quiet room.\n"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from data import SpeechSamples, collate, make_loader
-from speech.labels import IGNORE
+from speech.model.labels import IGNORE
 from tests.helpers.dialogues import BOOKS, BOS, CONVERSATIONS, EOS, codes_of
 from tests.helpers.trainer import ROOT
 
@@ -144,6 +144,6 @@ def test_loader_leaves_the_trainers_random_state_alone(table, ids):
 def test_data_imports_neither_the_model_nor_cuda():
     """Loader workers and the rank that reads the data import data.py alone."""
     done = subprocess.run([sys.executable, "-c", (
-        "import sys, data, torch; heavy = {'transformers', 'peft', 'torchaudio', 'speech.higgs'} & set(sys.modules); "
+        "import sys, data, torch; heavy = {'transformers', 'peft', 'torchaudio', 'speech.model.v2'} & set(sys.modules); "
         "assert not heavy, heavy; assert not torch.cuda.is_initialized()")], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

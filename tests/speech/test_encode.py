@@ -14,12 +14,12 @@ import soxr
 import torch
 from safetensors.numpy import load_file
 
-from common.parallel import UserError, World
-from speech.codes import CodeReader, codec_fingerprint
-from speech.conversations import Clip
-from speech.decode import codec_frames, decode_audio, header_frames
-from speech.encode import codec_config, encode_clip, ensure_codes, plan_codes
-from speech.sources import read_samples
+from common.distributed import UserError, World
+from speech.data.code_cache import CodeReader, codec_fingerprint
+from speech.data.conversations import Clip
+from speech.data.decode import codec_frames, decode_audio, header_frames
+from speech.data.encode import codec_config, encode_clip, ensure_codes, plan_codes
+from speech.data.rows import read_samples
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT, mount
 
@@ -168,7 +168,7 @@ def test_what_would_fill_the_memory_is_not_decoded(tmp_path, tiny, monkeypatch):
         with pytest.raises(ValueError, match="of which at most 10.0 are decoded"):
             header_frames(path, [(*cut, False)], config)
     assert len(decode_audio(path, [(600.0, 1.0), (1.0, 600.0)])[1][0]) == 24000
-    monkeypatch.setattr("speech.decode.LONGEST_FILE", 30_000)
+    monkeypatch.setattr("speech.data.decode.LONGEST_FILE", 30_000)
     for refused in (lambda: decode_audio(path, [(0.0, 1.0)]), lambda: header_frames(path, [(0.0, 1.0, False)], config)):
         with pytest.raises(ValueError, match="at most 0.5 are decoded"):
             refused()

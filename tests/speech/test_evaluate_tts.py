@@ -26,10 +26,12 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from common import parallel
-from speech import evaluate_tts, make_tiny, speak
-from speech import speech_metrics as sm
-from speech.conversations import Clip
+from common import distributed
+from speech import evaluate_tts
+from speech.data.conversations import Clip
+from speech.demo import make_tiny
+from speech.voice import generate
+from speech.voice import speech_metrics as sm
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 
@@ -334,10 +336,10 @@ def test_what_generate_tts_writes_is_read(waves, targets, speaker, tmp_path):
     soundfile.write(long, np.concatenate([waves[1], waves[0], waves[2]]), RATE, subtype="FLOAT")
     offset, seconds = len(waves[1]) / RATE, len(waves[0]) / RATE
     for i, target in enumerate((Clip(str(long), offset, seconds), Clip(str(targets / "0001.wav"), None, 9.9), None)):
-        prompt = speak.Prompt(f"{i:04d}", "here", TEXTS[i], None, None, None,
-                              [str(targets / "0002.wav")] * (i == 2), target, target and speak.clip_seconds(target))
-        about = speak.record(prompt, np.zeros((25, 8)), "eos" if i else "length", 0, 1.5)
-        speak.write_sample(folder, f"{i:04d}", waves[i], np.zeros((8, 8, 3), np.uint8), about)
+        prompt = generate.Prompt(f"{i:04d}", "here", TEXTS[i], None, None, None,
+                              [str(targets / "0002.wav")] * (i == 2), target, target and generate.clip_seconds(target))
+        about = generate.record(prompt, np.zeros((25, 8)), "eos" if i else "length", 0, 1.5)
+        generate.write_sample(folder, f"{i:04d}", waves[i], np.zeros((8, 8, 3), np.uint8), about)
     found = run(folder, "--speaker_model", speaker)
     assert list(by_name(found, "length_ratio").values()) == [1, 1, None]
     assert list(by_name(found, "mcd").values()) == pytest.approx([0, 0, None], abs=0.3)     # 16 bit
@@ -347,11 +349,11 @@ def test_what_generate_tts_writes_is_read(waves, targets, speaker, tmp_path):
 
 def test_speech_beyond_full_scale_is_counted_and_what_is_no_speech_refused(tmp_path):
     picture = np.zeros((8, 8, 3), np.uint8)
-    speak.write_sample(tmp_path, "0000", np.float32([0.5, 1.5, -2, 1, -1]), picture, {"text": "a"})
+    generate.write_sample(tmp_path, "0000", np.float32([0.5, 1.5, -2, 1, -1]), picture, {"text": "a"})
     assert json.loads((tmp_path / "0000.json").read_text()) == {"text": "a", "clipped": 2}
     assert np.abs(soundfile.read(tmp_path / "0000.wav")[0] - [0.5, 1, -1, 1, -1]).max() < 1e-4
-    with pytest.raises(parallel.UserError, match="0001.wav: the codec has made samples that are not finite"):
-        speak.write_sample(tmp_path, "0001", np.float32([0, np.nan]), picture, {})
+    with pytest.raises(distributed.UserError, match="0001.wav: the codec has made samples that are not finite"):
+        generate.write_sample(tmp_path, "0001", np.float32([0, np.nan]), picture, {})
     assert not list(tmp_path.glob("0001*"))
 
 
@@ -458,7 +460,7 @@ def test_every_metric_is_in_the_docs():
 
 def said(capsys, *args):
     """The line that main(args) ends with."""
-    parallel._claimed.clear()       # a process speaks only once
+    distributed._claimed.clear()       # a process speaks only once
     with pytest.raises(SystemExit) as end:
         evaluate_tts.main([str(a) for a in args])
     assert end.value.code == 1
@@ -553,5 +555,5 @@ def test_texts_of_a_normalised_and_a_plain_folder_are_the_same_prompts(tmp_path)
     def sample(words):
         return evaluate_tts.Sample("0000", tmp_path / "0000.wav", words, "eos", None, (None, None), None)
     evaluate_tts.check_same_prompts(["a", "b"], [[sample("多い，少ない")], [sample("多い, 少ない.")]])
-    with pytest.raises(parallel.UserError, match="another text"):
+    with pytest.raises(distributed.UserError, match="another text"):
         evaluate_tts.check_same_prompts(["a", "b"], [[sample("多い")], [sample("少ない")]])

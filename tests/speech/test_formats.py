@@ -11,14 +11,14 @@ import pyarrow.parquet
 import pytest
 import soundfile
 
-from common.parallel import UserError
-from speech.codes import file_keys
-from speech.containers import unit_of
-from speech.conversations import Clip
-from speech.decode import decode_audio
-from speech.encode import share_work
-from speech.formats import find_source
-from speech.sources import MULTISPEAKER_SYSTEM, Reading, open_source, read_chunks, read_samples
+from common.distributed import UserError
+from speech.data.code_cache import file_keys
+from speech.data.containers import unit_of
+from speech.data.conversations import Clip
+from speech.data.decode import decode_audio
+from speech.data.encode import share_work
+from speech.data.formats import find_source
+from speech.data.rows import MULTISPEAKER_SYSTEM, Reading, open_source, read_chunks, read_samples
 
 
 @pytest.fixture

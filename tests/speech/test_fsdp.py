@@ -22,10 +22,11 @@ from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 
 import lora
 import train_v2_ddp
-from common import checkpoint, parallel, tensor_files
+from common import checkpoint, distributed, tensor_files
 from data import collate
-from speech import higgs, make_tiny, models
-from speech.weights import empty_model, find_model, native_config
+from speech.demo import make_tiny
+from speech.model import v2, versions
+from speech.model.weights import empty_model, find_model, native_config
 from tests.helpers import spoken as speech
 from tests.helpers.checkpoints import config_of, original_config, original_state, split_rows, write_checkpoint
 from tests.helpers.pool import Pool
@@ -366,26 +367,26 @@ def step_on_odd_batches(argv, folder):
     model.base_model.model.layers[1].self_attn.k_proj.register_forward_pre_hook(
         lambda module, _: computed_in.add(str(module.weight.dtype)))
     for number, pack in enumerate(mine):
-        with parallel.gradient_sync(wrapped, number == len(mine) - 1):
+        with distributed.gradient_sync(wrapped, number == len(mine) - 1):
             with train_v2_ddp.autocast(args.bf16, world.device):
                 audio, text, _ = wrapped(pack)
-            loss = higgs.total_loss(audio, n_audio, text, n_text, "mean", 1.0)
+            loss = v2.total_loss(audio, n_audio, text, n_text, "mean", 1.0)
             (loss * world.size).backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = {name: whole(gradient) for name, gradient in found.items()}
     if world.is_main:
         save_file(found, Path(folder) / "gradients.safetensors")
         (Path(folder) / "computed_in").write_text(" ".join(computed_in))
-    parallel.finish()
+    distributed.finish()
 
 
 def start(argv):
     """What the trainer does before its first step: (World, flags, model, what it calls, native model)."""
     args = train_v2_ddp.build_parser().parse_args(argv)
     train_v2_ddp.check_flags(args, int(os.environ["WORLD_SIZE"]))
-    world = parallel.init(60, 60, alone_too=args.parallel != "ddp")
+    world = distributed.init(60, 60, alone_too=args.parallel != "ddp")
     folder, config = find_model(args.model_path)
-    args.lora_target_modules = models.lora_targets(config, args.lora_target_modules or "")
+    args.lora_target_modules = versions.lora_targets(config, args.lora_target_modules or "")
     model, native, parts = train_v2_ddp.empty_trained_model(folder, config, **train_v2_ddp.for_model(args))
     wrapped = train_v2_ddp.load_model(world, model, native, parts, None, **train_v2_ddp.for_loading(args, world.size))
     return world, args, model, wrapped, native
@@ -407,7 +408,7 @@ def write_shards(argv, folder):
     torch.save({"shards": {name: shard.detach() for name, shard in shards.items()}, "buffers":
                 dict(native.named_buffers()), "sharded": all(issubclass(k, DTensor) for k in kinds)},
                Path(folder) / f"rank{world.rank}.pt")
-    parallel.finish()
+    distributed.finish()
 
 
 def started(pool, odd, folder, ranks, *flags):
@@ -539,7 +540,7 @@ def measure_start(argv, folder):
     watcher.join()
     sizes.append(anonymous_bytes())
     (Path(folder) / f"memory{world.rank}.json").write_text(json.dumps([max(sizes) - sizes[0], len(sizes)]))
-    parallel.finish()
+    distributed.finish()
 
 
 def anonymous_bytes():

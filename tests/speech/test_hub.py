@@ -5,7 +5,7 @@ import soundfile
 from huggingface_hub import constants
 
 from common import hub
-from common.parallel import UserError
+from common.distributed import UserError
 from tests.helpers.hub import COMMIT, Hub
 from tests.speech.test_formats import parquet_of, tar_members, tar_of, waves
 from tests.speech.test_prepare_tts import prepared

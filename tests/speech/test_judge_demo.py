@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from common.checkpoint import sha256_file
-from speech import generate_tts, judge_demo, speak, weights
-from speech.encode import load_codec
-from speech.labels import token_ids
+from speech import generate_tts
+from speech.data.encode import load_codec
+from speech.demo import judge_demo
+from speech.model import weights
+from speech.model.labels import token_ids
+from speech.voice import generate
 from tests.helpers.trainer import ROOT
 
 VOICE = ROOT / "launch" / "voice"
@@ -29,17 +32,17 @@ def say(voices):
     config, tokenizer = weights.native_config(config_dict), weights.load_tokenizer(folder)
     ids = token_ids(tokenizer, config)
     codec, bandwidth = load_codec(VOICE / "codec", torch.device("cpu"), ids.num_codebooks)
-    samples = speak.read_prompts(VOICE / "held.json", normalize=True)[::4][:SENTENCES]
-    prompts = speak.prepare(samples, tokenizer, ids, codec, bandwidth, 1000)
+    samples = generate.read_prompts(VOICE / "held.json", normalize=True)[::4][:SENTENCES]
+    prompts = generate.prepare(samples, tokenizer, ids, codec, bandwidth, 1000)
 
     def run(model=VOICE / "model", adapter=None, **changed):
         folder, config_dict = weights.find_model(model)
         native = generate_tts.load_to_speak(folder, config_dict, adapter, torch.float32, torch.device("cpu"))
-        settings = speak.sampling(config, 5.0, temperature=0.3, ras_window=0)
+        settings = generate.sampling(config, 5.0, temperature=0.3, ras_window=0)
         for name, value in changed.items():
             setattr(settings, name, value)
-        spoken = speak.generate(native, prompts, ids, settings, 0, torch.device("cpu"))
-        texts, waves = [p.text.strip(". ") for p in prompts], [speak.decode(codec, codes) for codes, _ in spoken]
+        spoken = generate.generate(native, prompts, ids, settings, 0, torch.device("cpu"))
+        texts, waves = [p.text.strip(". ") for p in prompts], [generate.decode(codec, codes) for codes, _ in spoken]
         return judge_demo.judge(texts, waves, [end for _, end in spoken], *voices)
     return run
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from speech.conversations import Sample
-from speech.labels import IGNORE, conversation_pieces, delay_labels, delay_rows
-from speech.sources import read_samples
-from speech.table import TableBuilder
+from speech.data.conversations import Sample
+from speech.data.dataset import TableBuilder
+from speech.data.rows import read_samples
+from speech.model.labels import IGNORE, conversation_pieces, delay_labels, delay_rows
 from tests.helpers.dialogues import BOOKS, BOS, EOS, SYSTEM, TARGET, speaker, user
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from transformers import HiggsAudioV2ForConditionalGeneration
 
 import lora
 from common import adapters, tensor_files
-from common.parallel import UserError, World
+from common.distributed import UserError, World
 from data import collate
-from speech import higgs
+from speech.model import v2
 from tests.helpers import spoken
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
@@ -122,14 +122,14 @@ def test_adapters_are_fp32_on_a_bf16_base(tiny, data):
     products = []
     layer = net.get_base_model().model.layers[0].self_attn.q_proj
     layer.lora_A["default"].register_forward_hook(lambda m, i, out: products.append((i[0].dtype, out.dtype)))
-    packed = higgs.PackedHiggs(net).train()
+    packed = v2.PackedHiggs(net).train()
     with torch.autocast("cpu", torch.bfloat16):
         loss = spoken.total(packed, collate(samples, ids))
     loss.backward()
     assert products == [(torch.bfloat16, torch.bfloat16)]       # no cast of the activations to fp32 on the way in
     grads = [p.grad for n, p in net.named_parameters() if "lora_B" in n]
     assert len(grads) == 20 and all(g.dtype == torch.float32 and g.any() for g in grads)
-    expected = spoken.total(higgs.PackedHiggs(base(tiny)), collate(samples, ids))
+    expected = spoken.total(v2.PackedHiggs(base(tiny)), collate(samples, ids))
     torch.testing.assert_close(loss, expected, rtol=0.01, atol=0)
 
 
@@ -187,7 +187,7 @@ def save(net, folder):
 def saved(tiny, tmp_path_factory):
     """(adapter folder, the model that was saved)."""
     folder, net = tmp_path_factory.mktemp("adapter"), adapted(tiny)
-    higgs.PackedHiggs(net)      # a trainer saves after wrapping
+    v2.PackedHiggs(net)      # a trainer saves after wrapping
     save(net, folder)
     return folder, net
 

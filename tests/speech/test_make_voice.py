@@ -7,7 +7,7 @@ import pytest
 import soundfile
 import torch
 
-from speech import judge_demo, make_voice, voice_codec
+from speech.demo import judge_demo, make_voice, voice_codec
 from tests.helpers.trainer import ROOT
 
 VOICE = ROOT / "launch" / "voice"
@@ -35,7 +35,7 @@ def made(pool, tmp_path_factory):
     command = [out, "--flite", "/nowhere/flite", "--texts", CLIPS, "--clips",
                CLIPS, "--other_texts", 2, "--held_out", 4, "--encoder_steps", 2, "--decoder_steps", 2,
                "--base_steps", 2, "--ranks", 1]
-    statuses, output = pool.run(1, "speech.make_voice.main", [str(word) for word in command])
+    statuses, output = pool.run(1, "speech.demo.make_voice.main", [str(word) for word in command])
     assert not any(statuses), output[-3000:]
     return out
 

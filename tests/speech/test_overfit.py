@@ -12,8 +12,8 @@ import torch
 import lora
 from common import optim
 from data import collate
-from speech import higgs
-from speech.labels import IGNORE, delay_labels, delay_rows
+from speech.model import v2
+from speech.model.labels import IGNORE, delay_labels, delay_rows
 from tests.helpers import spoken
 
 CLIP = spoken.clip("by heart", 14)
@@ -31,9 +31,9 @@ def lesson(tiny, tmp_path_factory):
 def learn(net, batch, lr, steps, target):
     """Train on one batch until the loss (transformers' scale) is below target; returns it. Raises when it never is."""
     torch.manual_seed(0)
-    packed = higgs.PackedHiggs(net).train()
+    packed = v2.PackedHiggs(net).train()
     trainable = [p for p in packed.parameters() if p.requires_grad]
-    optimizer = optim.build_adamw(packed.named_parameters(), lr, 0.0, (0.9, 0.95), higgs.decays)
+    optimizer = optim.build_adamw(packed.named_parameters(), lr, 0.0, (0.9, 0.95), v2.decays)
     for _ in range(steps):
         loss = spoken.total(packed, batch)
         if loss.item() < target:

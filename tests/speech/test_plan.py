@@ -16,14 +16,14 @@ from transformers import HiggsAudioV2Config
 import lora
 import train_v2_ddp
 from common import memory, plan
-from common.parallel import UserError
+from common.distributed import UserError
 from data import collate
-from speech import higgs, higgs3, labels3, models
 from speech import plan as speech_plan
-from speech.decode import codec_frames, decode_audio, header_frames, wave_samples
-from speech.encode import check_encoder, codec_config, encode_clip, load_codec
-from speech.table import split_validation
-from speech.weights import empty_model
+from speech.data.dataset import split_validation
+from speech.data.decode import codec_frames, decode_audio, header_frames, wave_samples
+from speech.data.encode import check_encoder, codec_config, encode_clip, load_codec
+from speech.model import labels_v3, v2, v3, versions
+from speech.model.weights import empty_model
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.small_speech import pack_of, small_model
 from tests.helpers.trainer import trainer_command
@@ -88,19 +88,19 @@ def test_activation_bytes_of_higgs_tts_3(targets, bf16, recompute, table):
              "vocab_size": 1026}
     text = {"vocab_size": 600, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 6, "head_dim": 16,
             "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    config = higgs3.read_config({"model_type": higgs3.MODEL_TYPE, "audio_encoder_config": audio, "text_config": text})
-    native = higgs3.Higgs3(config).to(torch.bfloat16 if targets and bf16 else torch.float32)
-    ids = labels3.Ids(*range(1, 6))
-    model = higgs3.PackedHiggs3(lora.add_lora(native, 8, 16, 0.1, targets, "base", table=table) if targets else native,
+    config = v3.read_config({"model_type": v3.MODEL_TYPE, "audio_encoder_config": audio, "text_config": text})
+    native = v3.Higgs3(config).to(torch.bfloat16 if targets and bf16 else torch.float32)
+    ids = labels_v3.Ids(*range(1, 6))
+    model = v3.PackedHiggs3(lora.add_lora(native, 8, 16, 0.1, targets, "base", table=table) if targets else native,
                                 recompute).train()
-    tokens = np.array([ids.tts, ids.text, *range(10, 50), ids.audio, labels3.HOLE])
+    tokens = np.array([ids.tts, ids.text, *range(10, 50), ids.audio, labels_v3.HOLE])
     codes = [np.random.default_rng(0).integers(0, 1024, (30, 8))]
-    batch = collate([{"number": i, **ids.assemble(tokens, tokens == labels3.HOLE, codes)} for i in range(4)], ids)
+    batch = collate([{"number": i, **ids.assemble(tokens, tokens == labels_v3.HOLE, codes)} for i in range(4)], ids)
     kept, peak = measured_step(model, batch, bf16)
     layers_kept, one = memory.kept_bytes(speech_plan.row_bytes(model, bf16, False, False), 6, recompute)
     rows = len(batch.text_pos), len(batch.audio_pos)
     logits, logit_peak = speech_plan.logit_bytes(config, len(batch.audio_rows), 0)
-    casts = memory.cast_bytes(model, native.body.layers, recompute, models.tied_heads(native)) if bf16 else (0, 0)
+    casts = memory.cast_bytes(model, native.body.layers, recompute, versions.tied_heads(native)) if bf16 else (0, 0)
     assert layers_kept @ rows + logits + sum(casts) == pytest.approx(kept, rel=0.06)
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     parts = memory.memory_parts([(0, 0, 0)], casts=casts) | {"fixed": 0}
@@ -178,7 +178,7 @@ def test_full_fine_tuning_of_3b_fits_eight_gpus(real):
     assert parts["reduction"] == 6 * layer + 2 * root and parts["last reduction"] == 6 * root
     assert parts["host"] == 0
     tokens = 8192
-    kept, one = activations(higgs.PackedHiggs(real, "all"), 2048, tokens - 2048, True, "all", sharded=True, gpu=True)
+    kept, one = activations(v2.PackedHiggs(real, "all"), 2048, tokens - 2048, True, "all", sharded=True, gpu=True)
     # a row: 28 times a layer's bf16 input; at the end the norm's input and 1 / rms; cos and sin; and what is worth a
     # few numbers: ids, places, the two orders
     arithmetic = 28 * 2 * 3072 + 2 * 3072 + 4 + 2 * 2 * 128

@@ -12,14 +12,14 @@ import soundfile
 import torch
 
 import train_v2_ddp
-from common.parallel import UserError, World
+from common.distributed import UserError, World
 from data import make_loader, prepare_table
 from speech import prepare_tts
 from speech.choices import CHECKS, SOUND_ERRORS
-from speech.codes import file_key
-from speech.conversations import Clip
-from speech.sources import Reading
-from speech.table import Table, split_samples, weighted
+from speech.data.code_cache import file_key
+from speech.data.conversations import Clip
+from speech.data.dataset import Table, split_samples, weighted
+from speech.data.rows import Reading
 
 WORLD = World(device=torch.device("cpu"))
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import Wav2Vec2Config, Wav2Vec2CTCTokenizer, Wav2Vec2FeatureExtractor, Wav2Vec2ForCTC
 
-from common.parallel import UserError
-from speech import make_tiny, scores
+from common.distributed import UserError
+from speech.demo import make_tiny
+from speech.voice import scores
 from tests.helpers.progress import wait_until
 
 RATE = 24000

@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 from transformers import HiggsAudioV2ForConditionalGeneration, HiggsAudioV2TokenizerConfig, HiggsAudioV2TokenizerModel
 
 import lora
-from speech import higgs3, make_tiny
-from speech.encode import load_codec
+from speech.data.encode import load_codec
+from speech.demo import make_tiny
+from speech.model import v3
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT
 
@@ -88,22 +89,22 @@ def merged3(tmp_path_factory):
     """A Higgs TTS 3 with a random codec of the released sizes inside, and an adapter folded in."""
     root = tmp_path_factory.mktemp("higgs3")
     torch.manual_seed(0)
-    codec = HiggsAudioV2TokenizerModel(HiggsAudioV2TokenizerConfig(**higgs3.RELEASED_CODEC))
+    codec = HiggsAudioV2TokenizerModel(HiggsAudioV2TokenizerConfig(**v3.RELEASED_CODEC))
     codec.save_pretrained(root / "codec")
     make_tiny.make_model3(root, codec)
-    lora.merge(str(root / "model"), str(adapter(higgs3.load(root / "model")[0], root / "adapter")), root / "merged")
+    lora.merge(str(root / "model"), str(adapter(v3.load(root / "model")[0], root / "adapter")), root / "merged")
     return root / "merged"
 
 
 @pytest.mark.skipif(not VLLM_OMNI.is_file(), reason=f"no vLLM-Omni: {VLLM_OMNI} is not there")
 def test_vllm_omni_computes_the_same_from_a_merged_higgs_tts_3(merged3, tmp_path):
-    (model, ids), text = higgs3.load(merged3), "Say <|emotion:elation|>this."
-    spoken = higgs3.load_tokenizer(merged3).encode(text, add_special_tokens=False)
-    prompt = higgs3.prompt(ids, spoken)
+    (model, ids), text = v3.load(merged3), "Say <|emotion:elation|>this."
+    spoken = v3.load_tokenizer(merged3).encode(text, add_special_tokens=False)
+    prompt = v3.prompt(ids, spoken)
     found = asked(VLLM_OMNI, "vllm_omni_probe.py", tmp_path, folder=str(merged3), third=True, text=text,
                   prompt=prompt[0].tolist(), codec="", codes=CODES)
     assert found["prompt"].tolist() == prompt[0].tolist()
-    logits = higgs3.forced_logits(model, prompt, None, higgs3.delay(torch.zeros(9, 8, dtype=torch.long)))[0]
+    logits = v3.forced_logits(model, prompt, None, v3.delay(torch.zeros(9, 8, dtype=torch.long)))[0]
     table = model.audio_embedding.weight.detach()
     torch.testing.assert_close((found["hidden"][-1] @ table.T).view(8, -1), logits, rtol=1e-4, atol=2e-5)
     codec = HiggsAudioV2TokenizerModel.from_pretrained(merged3.parent / "codec").eval()

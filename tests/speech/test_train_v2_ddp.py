@@ -26,9 +26,9 @@ from safetensors.torch import load_file, save_file
 
 import train_v2_ddp
 from common import checkpoint, recomputation
+from common.distributed import World
 from common.optim import lr_factor
-from common.parallel import World
-from speech.table import Table
+from speech.data.dataset import Table
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import Run, Tiny, bad_token, train_forked, trainer_command
 

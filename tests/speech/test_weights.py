@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoProcessor, HiggsAudioV2ForConditionalGeneration
 
-from common.parallel import UserError
-from speech import higgs, layout_2025
-from speech.weights import find_model, load_model, load_tokenizer, native_config, save_config
+from common.distributed import UserError
+from speech.model import layout_2025, v2
+from speech.model.weights import find_model, load_model, load_tokenizer, native_config, save_config
 from tests.helpers import spoken
 from tests.helpers.checkpoints import (
     config_of,
@@ -167,7 +167,7 @@ def saved(tiny, tmp_path_factory):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.01 * torch.randn_like(parameter)
-    packed = higgs.PackedHiggs(model).base_model
+    packed = v2.PackedHiggs(model).base_model
     packed.save_pretrained(folder)
     save_config(packed, load_tokenizer(tiny.model), folder, tiny.model)
     return folder, model

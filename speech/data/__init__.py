@@ -1,0 +1,1 @@
+"""From a data set as people have it to prepared samples with audio codes."""

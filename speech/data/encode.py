@@ -1,0 +1,403 @@
+"""Audio files -> codec codes, once ever: the codec, and sharing the work among the ranks.
+
+Each distinct file is opened once (speech/data/decode.py). Each distinct content is encoded once, clip by clip, because
+zero-padding a batch changes the codes. Where the codes then lie: speech/data/code_cache.py.
+
+The codec (and with it torchaudio) is imported only when a clip is missing.
+"""
+import contextlib
+import heapq
+import itertools
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from common import checkpoint, hub, run_lock, tensor_files
+from common.distributed import UserError, all_ranks_ok, gather_objects, problem_text, rank0_first
+from common.loading import each
+from common.watchdog import Stopped, init_loader, stop_requested
+from speech.data.code_cache import (
+    FRAME_RATE,
+    SAMPLE_RATE,
+    Batch,
+    CacheIndex,
+    codec_fingerprint,
+    content_key,
+    file_key,
+    locate,
+    look_up,
+    measure,
+    set_aside,
+    shard_names,
+)
+from speech.data.containers import file_of, unit_of
+from speech.data.conversations import FILLED_S
+from speech.data.decode import cut_wave, decode_file, filled, header_frames, part_of
+
+SHARD_CLIPS, SHARD_SECONDS = 4096, 60.0     # a crash loses at most this much encoding
+BYTES_PER_SECOND = {".wav": 64_000, ".flac": 32_000, ".mp3": 12_000, ".ogg": 10_000}     # typical, to share out work
+
+
+def ensure_codes(world, clips, codec_dir, cache_dir, num_codebooks, num_proc, wait_limit_s=6 * 3600, bad=None):
+    """Encode what is missing, all ranks together. Called by every rank; `clips` (unique Clips) matters on rank 0 only.
+
+    Returns on rank 0 (folder, shard names, (n, 4) int64 of CacheIndex.find_files in the order of clips), else None.
+    A cache that has all clips is only read. Damaged shards are set aside, and their clips encoded again.
+    codec_dir: native codec folder. num_proc: decoding processes on this node. bad: a dict that on rank 0 takes {number
+    of a clip that cannot be decoded or encoded: file and reason}, whose row says 0 frames; None: UserError with all.
+    """
+    positions = []      # rank 0's: shards and positions as they are at the start
+    unusable = {} if bad is None else bad
+    with contextlib.ExitStack() as stack:
+        def plan():
+            folder = Path(cache_dir) / codec_fingerprint(codec_dir)
+            index, found, unknown = look_up(folder, clips, num_proc)
+            if len(unknown) or index.damaged:
+                try:
+                    stack.enter_context(own_cache(folder, 0.9 * wait_limit_s))
+                except OSError as error:
+                    raise UserError(f"--code_cache {cache_dir}: lacks {len(unknown)} of {len(clips)} clips and cannot "
+                                    f"be written ({error.strerror})")
+                except Stopped:
+                    return folder, None
+                if shard_names(folder) != sorted([*index.shards, *index.damaged]):      # another run was filling it
+                    index, found, unknown = look_up(folder, clips, num_proc)
+                set_aside(folder, index.damaged)
+            positions.extend([index.shards, found])
+            if index.damaged:
+                print(f"data       damaged shards of the code cache, now set aside: {len(index.damaged)}; clips to "
+                      f"encode: {len(unknown)}", flush=True)
+            if index.unchecked:
+                print(f"notice     {index.unchecked} of {len(index.shards)} shards of the code cache are of an earlier "
+                      "version and have no checksums: they are used unchecked", flush=True)
+            return folder, share_work(clips, unknown, world.size)
+        folder, work = rank0_first(world, plan)
+        if work is None:
+            raise Stopped("asked to stop while another run was filling the code cache")
+        if any(work):
+            workers = max(1, num_proc // world.local_size) if num_proc else 0
+            problems, mine = encode_share(world, work, folder, codec_dir, num_codebooks, workers, wait_limit_s)
+            all_ranks_ok(world, problems)
+            for found in gather_objects(world, mine):
+                unusable.update(found)
+            if any(gather_objects(world, stop_requested())):
+                raise Stopped("asked to stop while audio was being encoded; what is done stays in the code cache")
+            positions = locate(folder, clips, num_proc, unusable) if world.is_main else []
+    if bad is None and unusable and world.is_main:
+        raise UserError(problem_text(list(dict.fromkeys(unusable.values()))))
+    return (folder, *positions) if world.is_main else None
+
+
+def own_cache(folder, wait_s):
+    """ownership.Owner of a cache folder, which is made if need be. OSError; Stopped when asked to stop meanwhile."""
+    def waiting():
+        if stop_requested():
+            raise Stopped("")
+    folder.mkdir(parents=True, exist_ok=True)
+    owner = run_lock.claim(folder, "--code_cache", wait_s=wait_s, waiting=waiting)
+    checkpoint.remove_temporary(folder)
+    checkpoint.remove_named(folder, hub.COPIES)
+    return owner
+
+
+def share_work(clips, unknown, world_size):
+    """Per rank, the list of (path, (size, mtime), {number: clip}) to encode, balanced by estimated seconds.
+
+    unknown: of CacheIndex.find_clips.
+    """
+    files = {}
+    for i, *stat in unknown.tolist():
+        clip = clips[i]
+        files.setdefault(clip.path, (tuple(stat), {}))[1][i] = clip
+
+    def seconds(path, stat, cuts):
+        claimed = max(c.seconds for c in cuts.values())
+        size = stat[0] if file_of(path) == str(path) else 64_000        # of a file that holds many: all the same
+        return claimed or size / BYTES_PER_SECOND.get(os.path.splitext(path)[1].lower(), 64_000)
+
+    shards = {file_of(path) for path in files if hub.is_there(path)}
+    units = {}      # what is read, or fetched, in one go stays with one rank, in its order
+    for path, job in files.items():
+        whole = len(shards) >= world_size and hub.is_there(path)
+        units.setdefault(file_of(path) if whole else unit_of(path), []).append((seconds(path, *job), path, *job))
+    jobs = sorted(((sum(job[0] for job in unit), name, unit) for name, unit in units.items()),
+                  key=lambda j: (-j[0], j[1]))
+    loads, work = [(0.0, rank) for rank in range(world_size)], [[] for _ in range(world_size)]
+    for cost, _, unit in jobs:
+        load, rank = heapq.heappop(loads)
+        work[rank] += [(path, stat, cuts) for _, path, stat, cuts in unit]
+        heapq.heappush(loads, (load + cost, rank))
+    return work
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The codec
+
+
+def codec_config(codec_dir, num_codebooks):
+    """(HiggsAudioV2TokenizerConfig, bandwidth in kbit/s that gives num_codebooks); needs no torchaudio. UserError."""
+    from transformers import HiggsAudioV2TokenizerConfig
+    try:
+        config = HiggsAudioV2TokenizerConfig.from_pretrained(codec_dir)
+        rates = (config.sample_rate, config.frame_rate)
+    except Exception as error:
+        raise UserError(f"{codec_dir}: codec cannot be loaded ({str(error).splitlines()[0]})")
+    if rates != (SAMPLE_RATE, FRAME_RATE):
+        raise UserError(f"{codec_dir}: codec runs at {rates[0]} Hz and {rates[1]} frames/s; "
+                        f"Higgs-Audio V2 needs {SAMPLE_RATE} Hz and {FRAME_RATE}")
+    bandwidth = num_codebooks * config.frame_rate * config.codebook_nbits / 1000
+    if bandwidth not in config.target_bandwidths:
+        raise UserError(f"{codec_dir}: {num_codebooks} codebooks need bandwidth {bandwidth}, "
+                        f"the codec has {list(config.target_bandwidths)}")
+    return config, bandwidth
+
+
+def check_encoder():
+    """Raise UserError unless all that encoding new audio imports is there."""
+    try:
+        import torchaudio  # noqa: F401  (the codec resamples with it; say so before transformers does)
+    except ImportError:
+        raise UserError("encoding new audio needs torchaudio, which is not installed (training from a filled "
+                        "--code_cache does not): run launch/setup.sh or pip install torchaudio==2.11.0")
+
+
+def load_codec(codec_dir, device, num_codebooks):
+    """(codec in eval mode on device, bandwidth in kbit/s that gives num_codebooks). Raises UserError."""
+    check_encoder()
+    from transformers import HiggsAudioV2TokenizerModel
+    _, bandwidth = codec_config(codec_dir, num_codebooks)
+    try:
+        codec, info = HiggsAudioV2TokenizerModel.from_pretrained(codec_dir, dtype=torch.float32,
+                                                                 output_loading_info=True)
+    except Exception as error:
+        raise UserError(f"{codec_dir}: codec cannot be loaded ({str(error).splitlines()[0]})")
+    lost = sorted(info["missing_keys"]) + sorted(info["unexpected_keys"])
+    if lost:
+        raise UserError(f"{codec_dir}: {len(lost)} missing or unexpected codec weights, first {lost[:5]}")
+    tensor_files.check_finite(dict(codec.named_parameters()), codec_dir)
+    return codec.to(device).eval(), bandwidth
+
+
+@torch.no_grad()
+def encode_clip(codec, wave, bandwidth, num_codebooks):
+    """Mono float32 waveform (n,) at 24 kHz, numpy -> (T, num_codebooks) int16 codes on the CPU.
+
+    Never in TF32: a cached code must not depend on the first run's speed flags. Raises ValueError for codes that the
+    codec's codebooks do not have.
+    """
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        wave = torch.from_numpy(wave)[None, None].to(codec.device)
+        codes = codec.encode(wave, bandwidth=bandwidth).audio_codes[0]
+    assert codes.shape[0] == num_codebooks, f"codec gave {codes.shape[0]} codebooks, the model has {num_codebooks}"
+    low, high = codes.min().item(), codes.max().item()
+    if low < 0 or high >= codec.config.codebook_size:
+        raise ValueError(f"the codec gives codes from {low} to {high}, its codebooks have {codec.config.codebook_size}")
+    return codes.T.to(torch.int16).contiguous().cpu().numpy()     # safetensors writes memory as it lies
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The share of one rank
+
+
+class _Decode(Dataset):
+    """Decoding jobs for DataLoader workers; errors come back as text so that all of them can be listed."""
+
+    def __init__(self, work):
+        self.work = work
+
+    def __len__(self):
+        return len(self.work)
+
+    def __getitem__(self, i):
+        """(i, digest of the file, [(waveform of a cut, its measures), or text of why there is none])."""
+        path, _, cuts = self.work[i]
+        try:
+            digest, mono, rate = decode_file(path, all((c.offset, c.duration) == (None, None) for c in cuts.values()))
+        except ValueError as error:
+            return i, "", [str(error)] * len(cuts)
+
+        def wave(clip):
+            try:        # numpy: tensors would travel through /dev/shm, which containers keep small
+                part = part_of(mono, rate, clip.offset, clip.duration)
+                found = cut_wave(mono, rate, clip.offset, clip.duration)
+                return filled(found) if clip.filled else found, measure(part, rate)
+            except ValueError as error:
+                return str(error)
+        return i, digest, list(map(wave, cuts.values()))
+
+
+def encode_share(world, work, folder, codec_dir, num_codebooks, num_proc, wait_limit_s):
+    """Decode and encode this rank's share of `work`, writing shards. Ends together on all ranks.
+
+    Returns (problem lines that end the run, {clip number: file and reason} of clips that cannot be used). The same
+    content under two paths is encoded by whichever rank claims it first.
+    """
+    mine, total = work[world.rank], sum(len(cuts) for share in work for _, _, cuts in share)
+    progress = Progress(world, total, "encoding audio", wait_limit_s)
+    problems, bad = [], {}
+    try:
+        if mine:
+            _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progress, bad)
+    except UserError as error:      # told to every rank by the caller
+        problems.append(str(error))
+    except BaseException:
+        progress.close()        # the error's line begins behind it
+        raise
+    progress.finish()
+    return problems, bad
+
+
+def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progress, bad):
+    index, seen, batch, flushed = CacheIndex(folder), set(), Batch(folder, num_codebooks), time.monotonic()
+    codec, bandwidth = load_codec(codec_dir, world.device, num_codebooks)
+    for path, stat, cuts, digest, waves in decoded(mine, num_proc, folder):
+        heard = 0.0
+        for (number, clip), found in zip(cuts.items(), waves):
+            if isinstance(found, str):
+                bad[number] = f"{path}: {found}"
+                continue
+            wave, measures = found
+            heard += float(measures[0])
+            key = content_key(digest, clip, clip.filled and float(measures[0]) < FILLED_S)
+            if key not in seen and not index.has(key) and _claim(world, key):
+                try:
+                    batch.add_codes(key, encode_clip(codec, wave, bandwidth, num_codebooks), measures)
+                except torch.OutOfMemoryError:
+                    bad[number] = f"{path}: {len(wave) / SAMPLE_RATE:.0f} s are too long to encode on this device"
+                except ValueError as error:
+                    bad[number] = f"{path}: {error}"
+            seen.add(key)
+            batch.add_file(file_key(clip, *stat), key)
+        progress.add(len(cuts), heard)
+        if progress.stopping():
+            break
+        if len(batch.files) >= SHARD_CLIPS or time.monotonic() - flushed > SHARD_SECONDS:
+            batch.write()
+            flushed = time.monotonic()
+    batch.write()
+    del codec
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def decoded(work, num_proc, folder):
+    """Yield (path, stat, cuts, digest, waves) of the files of share_work's list for one rank: what _Decode has of each.
+
+    num_proc: decoding processes. folder: for copies of files on the hub, one at a time.
+    """
+    def shard(job):
+        return file_of(job[0]) if hub.is_there(job[0]) else ""
+
+    for file, part in itertools.groupby(sorted(work, key=shard), shard):
+        part = list(part)
+        workers = min(num_proc, len(part))
+        with hub.fetched(file, folder):
+            loader = DataLoader(_Decode(part), batch_size=None, num_workers=workers, collate_fn=lambda item: item,
+                                multiprocessing_context="fork" if workers else None, worker_init_fn=init_loader)
+            for i, digest, waves in each(loader):
+                yield *part[i], digest, waves
+
+
+def _claim(world, key):
+    return world.store is None or world.store.add(f"claim/{key.hex()}", 1) == 1
+
+
+class Progress:
+    """One progress bar on rank 0 for the work of all ranks, kept through the store's counters."""
+
+    def __init__(self, world, total, label, limit_s):
+        self.world, self.label, self.limit_s, self.local, self.seconds = world, label, limit_s, 0, 0.0
+        self.start = time.monotonic() - 1e-3
+        self.bar = tqdm(total=total, desc=label, unit="clip", mininterval=0.1 if sys.stderr.isatty() else 30) \
+            if world.is_main else None
+
+    def _count(self, name, n=0):
+        return self.world.store.add(f"{self.label}/{name}", n)
+
+    def add(self, n, seconds):
+        """Count n clips and so many seconds of audio; the bar shows the audio of all ranks, and per second."""
+        self.local, self.seconds = self.local + n, self.seconds + seconds
+        done = self._count("clips", n) if self.world.store else self.local
+        milliseconds = self._count("milliseconds", round(1000 * seconds)) if self.world.store else 1000 * self.seconds
+        if self.bar:
+            hours = milliseconds / 3.6e6
+            self.bar.set_postfix_str(f"{hours:.2f} h of audio, {hours / (time.monotonic() - self.start):.2g} h/s",
+                                     refresh=False)
+            self.bar.update(done - self.bar.n)
+
+    def stopping(self):
+        """True once any rank was asked to stop."""
+        asked = bool(stop_requested())
+        return self._count("stop", int(asked)) > 0 if self.world.store else asked
+
+    def finish(self):
+        """Rank 0 stays, updating the bar, until every rank has finished; the others go on to wait for it."""
+        if self.world.store:
+            self._count("ranks", 1)
+        if self.bar and self.world.store:
+            changed, last = time.monotonic(), -1
+            while self._count("ranks") < self.world.size:
+                done = self._count("clips")
+                if done != last:
+                    changed, last = time.monotonic(), done
+                if time.monotonic() - changed > self.limit_s:
+                    raise UserError(f"no clip was encoded for {self.limit_s:.0f} s: a rank hangs")
+                self.bar.update(done - self.bar.n)
+                time.sleep(0.1)
+            self.bar.update(self._count("clips") - self.bar.n)
+        self.close()
+
+    def close(self):
+        if self.bar:
+            self.bar.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What would be encoded
+
+
+def plan_codes(clips, codec_dir, cache_dir, num_codebooks, processes=0, bad=None):
+    """What ensure_codes would return for clips, without encoding, writing or locking: -1, -1, frames for a clip that is
+    not in the cache yet. bad: of ensure_codes. Raises UserError where nothing can be encoded.
+    """
+    config, _ = codec_config(codec_dir, num_codebooks)
+    folder = Path(cache_dir) / codec_fingerprint(codec_dir)
+    index, where, unknown = look_up(folder, clips, processes)
+    if index.damaged:
+        print(f"notice     {len(index.damaged)} shards of the code cache are damaged: a run sets them aside and "
+              "encodes their clips again")
+    files, unusable = {}, {} if bad is None else bad
+    for i in unknown[:, 0].tolist():
+        files.setdefault(clips[i].path, {})[i] = (clips[i].offset, clips[i].duration, clips[i].filled)
+
+    def frames(path):
+        try:
+            return header_frames(path, files[path].values(), config)
+        except ValueError:
+            return [one_by_one(path, i, cut) for i, cut in files[path].items()]
+
+    def one_by_one(path, i, cut):
+        try:
+            return header_frames(path, [cut], config)[0]
+        except ValueError as error:
+            unusable[i] = f"{path}: {error}"
+            return 0
+
+    with ThreadPoolExecutor(16) as pool:        # waits for the file system, not for the processor
+        for numbers, values in zip(files.values(), pool.map(frames, files)):
+            where[list(numbers), 2] = values
+    problems = list(dict.fromkeys(unusable.values())) if bad is None else []
+    if len(unknown):
+        try:
+            check_encoder()
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError(problem_text(problems))
+    return folder, [], where

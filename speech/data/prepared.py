@@ -1,0 +1,138 @@
+"""Folders that prepare_tts.py makes: a table of tokenised samples, the codes of their audio, and what they fit to."""
+import hashlib
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from common import checkpoint, distributed, json_files
+from common.distributed import UserError
+from common.problems import LIST
+from speech.data.code_cache import codec_fingerprint
+from speech.data.dataset import Table
+from speech.data.rows import flag_of
+
+FILE = "prepared.json"      # written last: a folder without it is not finished
+
+
+def is_prepared(path):
+    """Whether a path is a folder of prepare_tts.py."""
+    return os.path.isfile(os.path.join(path, FILE))
+
+
+def keep_prepared(output_dir):
+    """Raise UserError where a run would take the table of a prepared folder for its own, of an earlier start."""
+    if is_prepared(output_dir):
+        raise UserError(f"--output_dir {output_dir}: is a folder of prepare_tts.py; give another one to the trainer")
+
+
+def tokenizer_fingerprint(tokenizer, ids):
+    """16 hex digits of a tokenizer's words and of the ids that the trainer uses."""
+    text = json.dumps([sorted(tokenizer.get_vocab().items()), asdict(ids)])
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
+
+
+def write(folder, table, tokenizer, ids, codec_dir, reading, report):
+    """Finish a folder whose table is there: prepared.json. report: JSON-able, what people want to know of the data."""
+    codes = json.loads((Path(table) / "codes.json").read_text())
+    shards = [Path(os.path.normpath(Path(table) / codes["folder"] / name)) for name in codes["shards"]]
+    sizes = {str(path.relative_to(folder) if path.is_relative_to(folder) else path): path.stat().st_size
+             for path in [*sorted(Path(table).iterdir()), *shards]}
+    about = {"table": Path(table).name, "files": sizes, "tokenizer": tokenizer_fingerprint(tokenizer, ids),
+             "codec": codec_fingerprint(codec_dir), "reading": asdict(reading), "report": report}
+    checkpoint.write_atomically(Path(folder) / FILE, lambda path: path.write_text(json.dumps(about, indent=1) + "\n"))
+
+
+def look_into(folder):
+    """The contents of prepared.json of a folder that has all its files. Raises UserError."""
+    def need(fits, why):
+        if not fits:
+            raise UserError(f"{folder}: is damaged, {why}; copy it again from where it was prepared, or prepare it "
+                            "again")
+    try:
+        about = json_files.read_object(Path(folder) / FILE)
+    except UserError as error:
+        need(False, str(error))
+    for name, kind in (("table", str), ("tokenizer", str), ("codec", str), ("reading", dict)):
+        need(isinstance(about.get(name), kind), f"{FILE} has no {name!r}")
+    need((Path(folder) / about["table"]).is_dir(), f"{about['table']} is not there")
+    need(isinstance(about.get("files", {}), dict), f"{FILE} has no list 'files'")
+    for name, size in about.get("files", {}).items():       # folders of earlier versions do not say
+        path = Path(folder) / name
+        need(path.is_file(), f"{name} is not there")
+        need(path.stat().st_size == size, f"{name} has {path.stat().st_size} bytes, not {size}")
+    return about
+
+
+def open_prepared(world, train, held_out, tokenizer, ids, codec_dir, reading, output_dir):
+    """Table of prepared folders, on every rank; several are joined into one in output_dir. Raises UserError.
+
+    train: [(path, weight)]; held_out: path or None. reading: of the flags, whose values must be the defaults or those
+    with which the folders were prepared.
+    """
+    paths = [path for path, _ in train] + [held_out] * bool(held_out)
+
+    def check():
+        for path in paths:
+            if not is_prepared(path):
+                raise UserError(f"{path}: is not prepared, and other data here are; prepare it too (prepare_tts.py)")
+        words, codec = tokenizer_fingerprint(tokenizer, ids), codec_fingerprint(codec_dir)
+        abouts = [look_into(path) for path in paths]
+        for path, about in zip(paths, abouts):
+            for what, mine, flag in (("tokenizer", words, "--model_path"), ("codec", codec, "--audio_tokenizer_path")):
+                if about.get(what) != mine:
+                    raise UserError(f"{path}: was prepared with another {what} than that of {flag}; prepare it again")
+            for name, default in asdict(type(reading)()).items():
+                value, was = getattr(reading, name), about["reading"].get(name, default)
+                # a default may stand for any value, but of the text's wording, which checkpoints keep
+                if value not in ((was,) if name == "normalize" else (default, was)) and name != "seed":
+                    was, value = ({True: "on", False: "off"}.get(x, x) for x in (was, value))
+                    raise UserError(f"{path}: was prepared with {flag_of(name)} {was}, not {value}; drop the flag, or "
+                                    "prepare it again")
+        found = [str(Path(path) / about["table"]) for path, about in zip(paths, abouts)]
+        (Path(output_dir) / LIST).unlink(missing_ok=True)       # of the run before
+        if len(found) > 1:
+            keep_prepared(output_dir)
+            checkpoint.remove_named(output_dir, checkpoint.TABLE)
+            folder = checkpoint.new_table(output_dir)
+            join(found, folder)
+            found = [str(folder)]
+        print(f"data       prepared: {', '.join(map(str, paths))}", flush=True)
+        return found[0], [json.loads((Path(path) / about["table"] / "codes.json").read_text())["sources"]
+                          for path, about in zip(paths, abouts)]
+
+    folder, parts = distributed.rank0_first(world, check)
+    table, before, table.sources = Table(folder), 0, []
+    weights = [weight for _, weight in train] + [1.0]
+    for number, (sources, weight) in enumerate(zip(parts, weights)):
+        for source in sources:
+            table.sources.append({**source, "weight": source["weight"] * weight, "first": before + source["first"],
+                                  "stop": before + source["stop"],
+                                  "held_out": source["held_out"] or number >= len(train)})
+        before = table.sources[-1]["stop"]
+    return table
+
+
+def join(folders, folder):
+    """Tables -> one table in a new folder, whose samples stand behind each other; codes stay where they are."""
+    tables = [Table(path) for path in folders]
+    shards = [[os.path.abspath(os.path.join(t.reader.folder, name)) for name in t.reader.shards] for t in tables]
+    behind = {"clips": [len(t.where) for t in tables], "token_offsets": [len(t.tokens) for t in tables],
+              "clip_offsets": [len(t.clips) for t in tables], "name_offsets": [len(t.names) for t in tables]}
+    columns = [name for name, value in vars(tables[0]).items() if isinstance(value, np.ndarray)]
+    Path(folder).mkdir(parents=True)
+    for name in columns:
+        shift, parts = 0, []
+        for i, table in enumerate(tables):
+            part = getattr(table, name)
+            if name == "where":
+                part = part + np.array([sum(map(len, shards[:i])), 0, 0, 0])
+            elif name in behind:
+                part = part[bool(i and name.endswith("offsets")):] + shift
+                shift += behind[name][i]
+            parts.append(part)
+        np.save(Path(folder) / f"{name}.npy", np.concatenate(parts).astype(parts[0].dtype, copy=False))
+    codes = {"folder": os.path.abspath(tables[0].reader.folder), "shards": sum(shards, []), "sources": []}
+    (Path(folder) / "codes.json").write_text(json.dumps(codes))

@@ -1,0 +1,97 @@
+"""Writes a checkpoint once more: native or in the 2025 layout, with an adapter folded in or not.
+
+The 2025 layout is the one boson-ai's own code serves. Higgs TTS 3 has one layout, with its codec and both copies of the
+tied tables inside, which sglang-omni and vllm-omni serve. Weights go from file to file tensor by tensor, so no more
+than one output file (and the largest tensor in fp32) is ever in memory. The folder appears whole or not at all.
+"""
+import json
+import math
+
+import torch
+
+from common import tensor_files
+from common.checkpoint import new_folder
+from common.distributed import UserError
+from speech.data import text_normalization
+from speech.model import layout_2025, v3, versions, weights
+
+
+def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**9, find_folds=None, codec=None,
+           trained=None):
+    """Write the checkpoint `source` (folder or hub name, either layout) into output_dir; returns notes to print.
+
+    layout: of choices.LAYOUTS. dtype: of choices.DTYPES, or None: as the files have it, but float32 where an adapter is
+    folded in, since bf16 rounds away most of what a small update changed. shard_bytes: limit of one weight file.
+    find_folds(model on the meta device) -> {weight name: fp32 tensor -> fp32 tensor}. codec: see weights.save_config.
+    trained: folder whose wording.FILE comes along, None: source's. Raises UserError, also when output_dir holds
+    something.
+    """
+    folder, config = weights.find_model(source)
+    third = versions.is_third(config)
+    if codec and layout == "2025" and not third:
+        raise UserError("--audio_tokenizer_path: the 2025 layout names no codec; drop it")
+    tokenizer, parts = versions.load_tokenizer(folder, config), versions.weight_parts(folder, config)
+    model = versions.empty_model(config, torch.float32, folder)
+    weights.check_weights(model, parts, folder)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    folds = find_folds(model) if find_folds else {}
+    wanted = "float32" if dtype is None and folds and not third else dtype
+    dtypes = {name: getattr(torch, wanted) if wanted else parts[name][0][:1].dtype for name in shapes}
+    names = layout_2025.original_names(shapes) if layout == "2025" and not third else {name: name for name in shapes}
+    # name in the files: (slice handles, dtype, what an adapter adds)
+    tensors = {names[name]: (parts[name], dtypes[name], folds.get(name)) for name in shapes}
+    if third:
+        tensors = v3.whole_files(tensors, folder, codec)
+    files = plan_files({name: math.prod(tensor_files.shape_of(found)) * kind.itemsize
+                        for name, (found, kind, _) in tensors.items()}, shard_bytes)
+
+    with new_folder(output_dir, sum(size for file in files for size in file.values())) as building:
+        for number, file in enumerate(files):
+            written = {name: read(*tensors[name]) for name in file}
+            tensor_files.check_finite(written, f"{source}, with its adapter," if folds else source)
+            tensor_files.save(written, building / tensor_files.file_name("model", number, len(files)))
+        if len(files) > 1:
+            write_index(building, files)
+        if third:
+            made = versions.save_config(model, tokenizer, building, folder)
+        elif layout == "native":
+            model.config.dtype = dtypes["model.embed_tokens.weight"]
+            made = weights.save_config(model, tokenizer, building, folder, codec)
+        else:
+            model.config.dtype = dtypes["model.embed_tokens.weight"]
+            made = layout_2025.save_original_config(model.config, tokenizer, building, folder, config)
+        if setting := text_normalization.saved_setting(trained or folder):
+            text_normalization.save_setting(building / text_normalization.FILE, setting)
+    kinds = sorted({str(kind).removeprefix("torch.") for kind in dtypes.values()})
+    total = sum(size for file in files for size in file.values())
+    notes = [f"{len(tensors)} tensors, {len(folds)} of them with an adapter's update, {total / 1e9:.3f} GB of "
+             f"{' and '.join(kinds)} in {len(files)} file{'s'[:len(files) > 1]}"]
+    joined = sum(len(found) > 1 for found in parts.values())
+    if joined:
+        notes.append(f"{joined} tensors that the source splits into a frozen and a trainable part are joined")
+    return notes + [v3.LICENCE] * third + [f"{name}: {what}" for name, what in made.items()]
+
+
+def plan_files(sizes, limit):
+    """[{name: bytes}] of each file: in order, each up to `limit` bytes; a larger tensor gets a file of its own."""
+    files = [{}]
+    for name, size in sizes.items():
+        if files[-1] and sum(files[-1].values()) + size > limit:
+            files.append({})
+        files[-1][name] = size
+    return files
+
+
+def read(parts, dtype, fold):
+    """One whole tensor from its slice handles, in `dtype`; fold works on it in fp32."""
+    tensor = torch.cat([part[:] for part in parts]) if len(parts) > 1 else parts[0][:]
+    return (fold(tensor.float()) if fold else tensor).to(dtype).contiguous()
+
+
+def write_index(folder, files):
+    """The index that from_pretrained reads when there are several weight files; files: [{name: bytes}]."""
+    places = {name: tensor_files.file_name("model", number, len(files)) for number, file in enumerate(files)
+              for name in file}
+    total = sum(size for file in files for size in file.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,201 @@
+"""Sequences of Higgs TTS 3: prompts, delay pattern, labels, and how a conversation becomes one of them.
+
+A prompt has neither roles nor a system text:
+
+    plain             <|tts|> <|text|> text <|audio|>
+    clone             <|tts|> <|ref_text|> text <|ref_audio|> rows <|text|> text <|audio|>
+    clone, no text    <|tts|> <|ref_audio|> rows <|text|> text <|audio|>
+
+T frames of codes become T + 7 rows: codebook k holds k begin-of-codes (BOC), its T codes, 7 - k end-of-codes (EOC). The
+hidden state at <|audio|> predicts row 0, that of row r row r + 1; the last row is never an input. Trained are the codes
+and all EOC: a model that was not taught to fill the codebooks that have ended never stops, since nothing fills them for
+it when it speaks. The layout is what sglang-omni 0.1.9 and vllm-omni 0.30 serve.
+"""
+import re
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from common.distributed import UserError
+from speech.data.conversations import BadSample
+from speech.model.labels import IGNORE
+
+TOKENS = {"tts": "<|tts|>", "text": "<|text|>", "audio": "<|audio|>", "ref_audio": "<|ref_audio|>",
+          "ref_text": "<|ref_text|>"}
+HOLE = -100             # stands for a whole clip in a table's tokens, as in the released config.json
+MIN_FRAMES = 8          # the servers look for the end from row 8 on: a shorter clip could not end
+TAG = re.compile(r"<\|[a-z_]+:[a-z_]+\|>")          # control tags, as <|emotion:elation|>
+SPEAKER = re.compile(r"\[SPEAKER\d+\]\s*")
+
+
+@dataclass(frozen=True)
+class Ids:
+    """Special token ids and codes. ref_text is None for a tokenizer without it: a reference then has no transcript.
+
+    The methods are those of labels.TokenIds, for this layout.
+    """
+    tts: int
+    text: int
+    audio: int
+    ref_audio: int
+    ref_text: int | None = None
+    pad: int = 0                # fills the places of audio rows in input_ids, and padding; never looked at
+    num_codebooks: int = 8
+    stream_bos: int = 1024      # BOC
+    stream_eos: int = 1025      # EOC
+    hole = HOLE
+    min_frames = MIN_FRAMES
+
+    def forbidden(self, tokenizer):
+        """{id: token} of what no text may spell: every added token that is no control tag."""
+        return {i: token for token, i in tokenizer.get_added_vocab().items() if not TAG.fullmatch(token)}
+
+    def known_tags(self, tokenizer):
+        """Control tags that the tokenizer has."""
+        return frozenset(filter(TAG.fullmatch, tokenizer.get_added_vocab()))
+
+    def streams(self, sample):
+        """[(name, pieces)] of a Sample, one for each trained clip, and what had to be left out."""
+        return streams(sample, self)
+
+    def rows(self, frames, trained):
+        """Input rows of a clip of so many frames: a trained clip's last row is never one."""
+        return frames + self.num_codebooks - 1 - trained
+
+    def targets(self, frames):
+        """Trained codes and EOC of a clip of so many frames."""
+        return self.num_codebooks * frames + self.num_codebooks * (self.num_codebooks - 1) // 2
+
+    def predicting(self, frames):
+        """Rows that predict a trained clip of so many frames."""
+        return frames + self.num_codebooks - 1
+
+    def assemble(self, tokens, labelled, codes):
+        """See assemble."""
+        return assemble(tokens, labelled, codes, self)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows and prompts
+
+
+def prompt(ids, text_ids, ref_text_ids=None, ref_rows=None):
+    """(input_ids (S,) int64, is_audio (S,) bool) of what stands before the rows to be spoken.
+
+    text_ids, ref_text_ids: tokens of the text to speak and of the reference's. ref_rows: (R, 8) delayed rows of the
+    reference; where is_audio they take the place of ids.pad, one a position. Raises UserError for a reference's text
+    without its audio, or a tokenizer that cannot mark it.
+    """
+    def listed(values):
+        return torch.as_tensor(values).tolist()
+    if ref_text_ids is not None and ref_rows is None:
+        raise UserError("a reference's text without its audio has no place in a prompt of Higgs TTS 3")
+    if ref_text_ids is not None and ids.ref_text is None:
+        raise UserError(f"this tokenizer has no {TOKENS['ref_text']}: give the reference's audio without its text")
+    tokens = [ids.tts]
+    if ref_text_ids is not None:
+        tokens += [ids.ref_text, *listed(ref_text_ids)]
+    start = stop = 0
+    if ref_rows is not None:
+        tokens.append(ids.ref_audio)
+        start, stop = len(tokens), len(tokens) + len(ref_rows)
+        tokens += [ids.pad] * len(ref_rows)
+    tokens += [ids.text, *listed(text_ids), ids.audio]
+    place = torch.arange(len(tokens))
+    return torch.tensor(tokens), (place >= start) & (place < stop)
+
+
+def delay(codes, bos=1024, eos=1025):
+    """(T, K) codes -> (T + K - 1, K) int64 rows: codebook k is k BOC, its T codes, K - 1 - k EOC."""
+    codes = torch.as_tensor(codes).long()
+    frames, books = codes.shape
+    rows = torch.full((frames + books - 1, books), eos)
+    for k in range(books):
+        rows[:k, k] = bos
+        rows[k:k + frames, k] = codes[:, k]
+    return rows
+
+
+def undelay(rows):
+    """(T + K - 1, K) rows -> (T, K) codes, the inverse of delay; (0, K) for fewer rows than a frame takes."""
+    rows = torch.as_tensor(rows)
+    books = rows.shape[1]
+    frames = max(0, len(rows) - books + 1)
+    return torch.stack([rows[k:k + frames, k] for k in range(books)], dim=1)
+
+
+def label_mask(frames, books=8, bos=False):
+    """(T + 7, 8) bool, True where a cell of delay's rows is trained: codes and every EOC, and BOC where `bos`."""
+    row, book = torch.arange(frames + books - 1)[:, None], torch.arange(books)
+    return (row >= book) | bos
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From a conversation to rows
+
+
+def streams(sample, ids):
+    """([(name, [(text or Clip, labelled)])], [what was left out]) of a canonical Sample, for speech.table.
+
+    One stream for each trained clip: its text, and as its reference the assistant's clip before it with that one's
+    text. Raises BadSample for a text of several speakers, or a clip without text.
+    """
+    found, left_out, reference, asked = [], [], None, ""
+    for number, turn in enumerate(sample.turns):
+        if turn.role == "system":
+            left_out += ["lose their scene's clip"] * bool(turn.clips)
+            left_out += ["lose their system or scene text"] * bool(turn.text.strip())
+        elif turn.role == "user":
+            asked = turn.text.strip()
+        for clip in turn.clips if turn.role == "assistant" else ():
+            text = turn.text.strip() or asked
+            if turn.trained and len(set(map(str.strip, SPEAKER.findall(text)))) > 1:
+                raise BadSample("has several speakers in one clip, which Higgs TTS 3 has no marks for")
+            if SPEAKER.search(text):
+                left_out.append("lose a speaker's mark")
+                text = SPEAKER.sub("", text)
+            if turn.trained:
+                if not text:
+                    raise BadSample("the trained clip has no text")
+                name = f"{sample.name} message {turn.source}" if sum(t.trained for t in sample.turns) > 1 \
+                    else sample.name
+                found.append((name, pieces(text, clip, reference, ids.ref_text is not None)))
+            if reference and not turn.trained and number:
+                left_out.append("lose an earlier reference: the last one stays")
+            reference = (text, clip)
+    left_out += ["are dropped: they train no clip"] * (not found)
+    return found, sorted(set(left_out))
+
+
+def pieces(text, clip, reference, marks_text):
+    """[(text or Clip, labelled)] of a prompt and its clip. reference: (text, Clip) or None; marks_text: with text."""
+    stream = [(TOKENS["tts"], False)]
+    if reference and reference[0] and marks_text:
+        stream += [(TOKENS["ref_text"], False), (reference[0], False)]
+    if reference:
+        stream += [(TOKENS["ref_audio"], False), (replace(reference[1], filled=True), False)]
+    return [*stream, (TOKENS["text"], False), (text, False), (TOKENS["audio"], False), (clip, True)]
+
+
+def assemble(tokens, labelled, codes, ids):
+    """One sample as the model sees it: each of its clips takes the place of its HOLE, in delayed rows.
+
+    tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of input_ids (n,), is_audio
+    (n,), text_labels (n,), audio_ids (a, 8), audio_at (R,), audio_targets (R, 8); text is never a label.
+    """
+    holes = np.flatnonzero(tokens == HOLE)
+    repeats, rows = np.ones(len(tokens), np.int64), []
+    at, targets = np.empty(0, np.int64), np.empty((0, ids.num_codebooks), np.int64)
+    for hole, clip in zip(holes, codes):
+        whole = delay(clip, ids.stream_bos, ids.stream_eos).numpy()
+        rows.append(whole[:-1] if labelled[hole] else whole)
+        repeats[hole] = len(rows[-1])
+        if labelled[hole]:
+            at = np.arange(len(whole)) + repeats[:hole].sum() - 1
+            targets = np.where(label_mask(len(clip), ids.num_codebooks).numpy(), whole, IGNORE)
+    is_audio = np.repeat(tokens == HOLE, repeats)
+    input_ids = np.where(is_audio, ids.pad, np.repeat(tokens, repeats))
+    empty = np.empty((0, ids.num_codebooks), np.int64)
+    return {"input_ids": input_ids, "is_audio": is_audio, "text_labels": np.full(len(input_ids), IGNORE),
+            "audio_ids": np.concatenate([empty, *rows]), "audio_at": at, "audio_targets": targets}

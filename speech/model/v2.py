@@ -1,0 +1,216 @@
+"""The native transformers Higgs-Audio V2 model on packed batches: forward and loss.
+
+Parameter names stay transformers' own, so hub checkpoints load, PEFT attaches and save_pretrained and generate work.
+What changes is the training forward: one flat axis for all samples, hidden states in modality order (text rows, then
+audio rows) so that each FFN of the dual-FFN layers works on a contiguous slice, variable-length attention, heads on
+supervised rows only, no host sync anywhere.
+"""
+import inspect
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.varlen import varlen_attn
+
+from common import fused, recomputation
+from speech.model import weights  # noqa: F401  (first: it explains a torchaudio that breaks every transformers import)
+from speech.model.labels import IGNORE
+
+from transformers.models.higgs_audio_v2 import modeling_higgs_audio_v2 as modeling  # isort: skip
+
+VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters      # torch >= 2.13
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Packed forward
+
+
+class Permute(torch.autograd.Function):
+    """rows[index] for a permutation; the backward is a gather too, not an atomic scatter-add."""
+
+    @staticmethod
+    def forward(ctx, rows, index, inverse):
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
+    """Causal attention inside each sample. q (S, heads, D), k and v (S, kv_heads, D) -> (S, heads, D).
+
+    cu_seqlens (B + 1,) int32 on the device. CUDA in half precision: torch's variable-length flash attention. Elsewhere:
+    SDPA sample by sample, same result, by seqlens (B,) int64 on the CPU.
+    """
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        gqa = {"enable_gqa": True} if VARLEN_GQA else {}
+        if not VARLEN_GQA:
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0), **gqa)
+    return _attention_by_sample(q, k, v, seqlens)
+
+
+@torch.compiler.disable     # a graph per list of sample lengths would be compiled otherwise
+def _attention_by_sample(q, k, v, seqlens):
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    parts = zip(*(t.transpose(0, 1)[None].split(seqlens.tolist(), dim=2) for t in (q, k, v)))
+    out = [F.scaled_dot_product_attention(*qkv, is_causal=True) for qkv in parts]
+    return torch.cat(out, dim=2)[0].transpose(0, 1)
+
+
+class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
+    """The native layer with a second forward for packed batches; without `packed` it is the native one (generate)."""
+
+    def __init_subclass__(cls, **kwargs):
+        """FSDP2 subclasses. transformers would wrap the forward once more, and torch.compile reach its limit sooner."""
+
+    def forward(self, hidden_states, *args, packed=None, **kwargs):
+        """(S, H) -> (S, H) in modality order; packed is what PackedHiggs.hidden_states puts together."""
+        if packed is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        n_text, order, seq_index, cos, sin, cu_seqlens, longest, seqlens = packed
+        attn, rows = self.self_attn, len(hidden_states)
+        text, audio = hidden_states.split([n_text, rows - n_text])
+        normed = torch.cat([self.input_layernorm(text), self.audio_input_layernorm(audio)])
+        normed = Permute.apply(normed, seq_index, order)        # before q, k, v, which together are wider
+        q, k, v = (project(normed).view(rows, -1, attn.head_dim) for project in (attn.q_proj, attn.k_proj, attn.v_proj))
+        q, k = modeling.apply_rotary_pos_emb(q, k, cos, sin)       # looked up there: fused.use changes it
+        out = packed_attention(q.to(v.dtype), k.to(v.dtype), v, cu_seqlens, longest, seqlens)
+        hidden_states = hidden_states + Permute.apply(attn.o_proj(out.reshape(rows, -1)), order, seq_index)
+        text, audio = hidden_states.split([n_text, rows - n_text])
+        text = text + self.mlp(self.post_attention_layernorm(text))
+        audio = audio + self.audio_mlp(self.audio_post_attention_layernorm(audio))
+        return torch.cat([text, audio])
+
+
+class PackedHiggs(nn.Module):
+    """What DDP wraps: forward(batch) -> sums, not means, so that any split over ranks and micro-steps adds up.
+
+    net: the native model, or the PeftModel around it. recompute: of flags.MODES, or None.
+    """
+
+    def __init__(self, net, recompute=None):
+        super().__init__()
+        self.call = recomputation.caller(recompute)
+        recomputation.leave_products(net, recompute)
+        self.net = net
+        # in a list, where torch does not look for modules: else its parameters would be registered twice
+        self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
+        for layer in fused.use(self.base_model).model.layers:
+            layer.__class__ = PackedDecoderLayer
+
+    @property
+    def base_model(self):
+        """The native HiggsAudioV2ForConditionalGeneration, adapters inside."""
+        return self._base[0]
+
+    @property
+    def has_adapters(self):
+        """Whether LoRA adapters are trained on a frozen base."""
+        return self.net is not self.base_model
+
+    def hidden_states(self, batch):
+        """Final hidden states (S, H) in modality order of a labels.PackedBatch."""
+        model = self.base_model.model
+        order = torch.cat([batch.text_pos, batch.audio_pos])
+        n_text = len(batch.text_pos)
+        text = model.embed_tokens(batch.input_ids.index_select(0, batch.text_pos))
+        text = text.to(fused.stream_dtype(text))
+        hidden = torch.cat([text, model.embed_audio_tokens(batch.audio_ids).to(text.dtype)])
+        cos, sin = model.rotary_emb(hidden, batch.position_ids[None])
+        packed = (n_text, order, batch.seq_index, cos[0], sin[0], batch.cu_seqlens, batch.longest,
+                  None if hidden.is_cuda and torch.is_autocast_enabled("cuda") else torch.tensor(batch.seqlens))
+        for layer in model.layers:
+            hidden = self.call(layer, hidden, packed=packed) if self.training else layer(hidden, packed=packed)
+        return model.norm(hidden)
+
+    def forward(self, batch):
+        """(audio (K,), text (), eos (5,)) of a labels.PackedBatch: fp32 sums over its targets.
+
+        audio: cross-entropy per codebook; text: cross-entropy. eos (detached): of the end-of-stream targets
+        cross-entropy, correct argmax and number; of codebook 0 alone, which ends speech, correct end-of-streams and
+        false ones (argmax is end-of-stream, the target a code).
+        """
+        config, base = self.base_model.config, self.base_model
+        hidden = self.hidden_states(batch)
+        logits = base.audio_lm_head(hidden.index_select(0, batch.audio_rows)).float()
+        logits, targets = logits.view(-1, config.codebook_size), batch.audio_targets.view(-1)     # (R * K, C), (R * K,)
+        losses = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+        text_logits = base.text_lm_head(hidden.index_select(0, batch.text_rows)).float()
+        text = F.cross_entropy(text_logits, batch.text_targets, ignore_index=IGNORE, reduction="sum")
+        with torch.no_grad():
+            is_eos = targets == config.audio_stream_eos_id
+            says_eos = logits.argmax(-1) == config.audio_stream_eos_id
+            correct, false = ((says_eos & where).view(-1, config.num_codebooks)
+                              for where in (is_eos, ~is_eos & (targets != IGNORE)))
+            eos = torch.stack([(losses.detach() * is_eos).sum(), correct.sum(), is_eos.sum(), correct[:, 0].sum(),
+                               false[:, 0].sum()]).float()
+        return losses.view(-1, config.num_codebooks).sum(0), text, eos
+
+
+def total_loss(audio, n_audio, text, n_text, reduction, text_weight):
+    """The training loss from sums over targets and their global numbers.
+
+    audio: K sums, one per codebook; text: one sum (tensors or floats). reduction: "mean" over the codebooks, or "sum"
+    of their means, as transformers has it.
+    """
+    scale = len(audio) if reduction == "sum" else 1
+    return sum(audio) * (scale / max(1, n_audio)) + text * (text_weight / max(1, n_text))
+
+
+def loss_report(sums, reduction, text_weight, prefix):
+    """Sums over all ranks -> {metric name: float}.
+
+    sums: floats, K + 8: PackedHiggs.forward's (audio loss of each codebook, text loss, end-of-stream loss, its right
+    answers and its number, right and false ends of codebook 0), then the numbers of audio and text targets. Each
+    codebook has one K-th of the audio and of the end-of-stream targets; there are as many ends of one as clips.
+    stop_recall: right ends of codebook 0 per clip; false_stop_rate: its false ends per target that is a code.
+    """
+    audio, (text, eos, correct, n_eos, stops, false_stops, n_audio, n_text) = sums[:-8], sums[-8:]
+    books = len(audio)
+    values = {"loss": total_loss(audio, n_audio, text, n_text, reduction, text_weight),
+              "audio_loss": sum(audio) / max(1, n_audio), "text_loss": text / max(1, n_text),
+              "eos_loss": eos / max(1, n_eos), "eos_accuracy": correct / max(1, n_eos),
+              "stop_recall": stops * books / max(1, n_eos),
+              "false_stop_rate": false_stops * books / max(1, n_audio - n_eos)}
+    values |= {f"audio_loss_codebook_{k}": s * books / max(1, n_audio) for k, s in enumerate(audio)}
+    if n_audio + n_text == 0:       # every step was skipped: no loss to claim
+        values = dict.fromkeys(values, float("nan"))
+    return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
+def freeze_unreachable(model, text_loss_weight):
+    """Freeze what no loss can reach, so that neither weight decay nor optimizer state touches it; returns the names.
+
+    Without a text loss these are the text head and the last layer's text FFN: audio is predicted from audio rows only.
+    """
+    if text_loss_weight > 0:
+        return []
+    last = f"layers.{model.config.num_hidden_layers - 1}."
+    frozen = []
+    for name, parameter in model.named_parameters():
+        text_path = f"{last}mlp." in name or f"{last}post_attention_layernorm." in name
+        if parameter.requires_grad and (text_path or "text_lm_head" in name):
+            parameter.requires_grad_(False)
+            frozen.append(name)
+    return frozen
+
+
+def decays(name, parameter):
+    """Weight decay shrinks matrices, but neither norms nor embeddings, of which a batch has few rows."""
+    return parameter.ndim > 1 and "embed" not in name
+
+
+def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
+    """Model FLOPs of forward and backward on one pack; only executed parts count, each row runs one of the two FFNs.
+
+    A matrix with N weights costs 2N per row forward, 2N for the input gradient and, when it is trained, 2N for its own
+    gradient: 4N per row under LoRA, 6N in full. pairs: sum over samples of n (n + 1) / 2 attended (query, key) pairs,
+    each 4 * heads * head_dim forward and twice that backward. Recomputation and adapters are not counted.
+    """
+    h, d, heads, kv = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
+    layer = h * d * (2 * heads + 2 * kv) + 3 * h * config.intermediate_size
+    rows = tokens * layer * config.num_hidden_layers
+    rows += audio_targets * h * config.codebook_size + text_targets * h * config.vocab_size
+    return (4 if lora else 6) * rows + 3 * 4 * heads * d * pairs * config.num_hidden_layers

@@ -1,0 +1,1 @@
+"""Speech out of a model, and what judges it."""

@@ -1,0 +1,79 @@
+"""Which layout of rows a Higgs TTS 3 checkpoint was made with: the losses of some real speech under four of them.
+
+    python speech/evaluate_tts.py --check_layout --model_path bosonai/higgs-tts-3-4b FOLDER_OR_FILE_OF_SPEECH
+
+For the first who has the released weights: labels_v3.py has the layout from the source of two servers. Each layout is
+given to the model as its input and asked back from it; the true one has by far the lowest loss (guessing: 6.94).
+"""
+import itertools
+
+import torch
+import torch.nn.functional as F
+
+from common.distributed import UserError, World
+from speech.data.decode import decode_audio
+from speech.data.encode import encode_clip, load_codec
+from speech.data.rows import read_samples
+from speech.model import v3, versions
+from speech.model.labels_v3 import delay, label_mask, prompt
+
+OURS = "as trained here"
+
+
+def layouts(codes, bos, eos):
+    """{layout: (rows given to the model, the first prediction that counts, rows asked for, mask)} of (T, 8) codes."""
+    books = codes.shape[1]
+    rows, mask = delay(codes, bos, eos), label_mask(len(codes), books)
+    first = torch.cat([torch.full((1, books), bos), rows])
+    return {OURS: (rows, 0, rows, mask), "one row later": (rows, 0, rows[1:], mask[1:]),
+            "a row of BOC first, as V2": (first, 1, rows, mask),
+            "BOC and EOC swapped": (swapped := delay(codes, eos, bos), 0, swapped, mask)}
+
+
+def losses(model, ids, samples):
+    """{layout: (9,) mean cross-entropy: of all labelled cells, of each codebook's} over [(text ids, (T, 8) codes)]."""
+    sums, counts = {}, {}
+    for text, codes in samples:
+        for name, (rows, start, asked, mask) in layouts(torch.as_tensor(codes).long(), ids.stream_bos,
+                                                        ids.stream_eos).items():
+            logits = v3.forced_logits(model, prompt(ids, text), None, rows)[start:start + len(asked)].cpu()
+            found = F.cross_entropy(logits.flatten(0, 1), asked.flatten(), reduction="none").view(asked.shape) * mask
+            sums[name] = sums.get(name, 0) + found.sum(0)
+            counts[name] = counts.get(name, 0) + mask.sum(0)
+    return {name: torch.cat([(sums[name].sum() / counts[name].sum())[None], sums[name] / counts[name]])
+            for name in sums}
+
+
+def check(model_path, codec_path, source, n, device, scratch):
+    """Lines that say the losses of the first n samples of a source of speech under each layout. Raises UserError.
+
+    scratch: folder for the codec inside a checkpoint.
+    """
+    world = World(device=torch.device(device))
+    folder, config_dict, codec_dir = versions.find_files(world, model_path, codec_path, scratch)
+    if not versions.is_third(config_dict):
+        raise UserError(f"--check_layout: {model_path} is no Higgs TTS 3, the layout of V2 is known")
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    model, ids = v3.load(folder, dtype, world.device)
+    tokenizer, problems, samples = v3.load_tokenizer(folder), [], []
+    codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
+    for sample in itertools.islice(read_samples(source, problems), n):
+        clip, text = sample.turns[-1].clips[-1], sample.turns[-1].text.strip() or sample.turns[-2].text.strip()
+        try:
+            wave = decode_audio(clip.path, [(clip.offset, clip.duration)])[1][0]
+        except ValueError as error:
+            raise UserError(f"{sample.name}: its audio {clip.path}: {error}")
+        codes = encode_clip(codec, wave, bandwidth, ids.num_codebooks)
+        samples.append((tokenizer.encode(text, add_special_tokens=False), codes))
+    if not samples:
+        raise UserError(f"{source}: holds no samples that can be used" + "".join(f"\n  {p}" for p in problems[:5]))
+    found = losses(model, ids, samples)
+    lines = [f"{'layout':<26}{'all':>8}" + "".join(f"{f'book {k}':>8}" for k in range(ids.num_codebooks))]
+    lines += [f"{name:<26}" + "".join(f"{value:8.3f}" for value in values.tolist()) for name, values in found.items()]
+    best, second = sorted(found, key=lambda name: found[name][0])[:2]
+    gap = found[second][0] - found[best][0]
+    verdict = ("these weights were made with the layout that is trained here" if best == OURS else
+               "another layout than the one that is trained here: do not train, report these lines")
+    if gap < 0.05:
+        verdict = "too close to tell: random weights, or too little speech"
+    return [*lines, f"lowest: {best}, by {gap:.3f} over {len(samples)} clips; {verdict}"]

@@ -1,0 +1,138 @@
+"""--sample_prompts: at every validation of a training run, hear a few prompts spoken by the model as it is.
+
+Rank 0 generates while the others wait; under FSDP2 the weights are gathered for that time. Speech goes to
+OUTPUT_DIR/samples/step-<N>/ and to TensorBoard or W&B, the stop rate, the length ratio and what judges find (scores.py)
+to metrics.jsonl. The draws are seeded apart, so a run with samples trains exactly as one without.
+"""
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from common.distributed import UserError
+from common.flags import need_package
+from speech.data import text_normalization
+from speech.data.code_cache import FRAME_RATE
+from speech.data.encode import load_codec
+from speech.voice import generate, scores, speech_metrics
+
+BATCH = 8           # prompts generated together
+MAX_PROMPTS = 64    # a few are meant; generate_tts.py speaks any number
+
+
+def read(path, normalize):
+    """Samples of the file --sample_prompts; raises UserError, also when they are more than a few."""
+    samples = generate.read_prompts(path, normalize)
+    if len(samples) > MAX_PROMPTS:
+        raise UserError(f"--sample_prompts {path}: {len(samples)} prompts; each validation generates all of them, so "
+                        f"at most {MAX_PROMPTS} are taken (generate_tts.py speaks any number)")
+    return samples
+
+
+def load(source, tokenizer, ids, config, codec_dir, device):
+    """(Prompts of --sample_prompts, GenerationConfig), checked and encoded before training starts. Raises UserError.
+
+    source: (path of the prompts or None, normalize of generate.read_prompts, seconds of speech that one of them may give,
+    judging of scores.load_judges, by name); the judges are loaded here, so that a missing one is found now.
+    """
+    path, normalize, seconds, judging = source
+    if not path:
+        return [], None
+    samples = read(path, normalize)
+    need_package("matplotlib", "--sample_prompts draws spectrograms")
+    scores.load_judges(**judging)
+    settings = generate.sampling(config, seconds)
+    codec, bandwidth = load_codec(codec_dir, device, ids.num_codebooks)
+    room = config.max_position_embeddings - settings.max_new_tokens
+    return generate.prepare(samples, tokenizer, ids, codec, bandwidth, room), settings
+
+
+def forget_later(output_dir, step):
+    """Delete samples of steps after `step`: work that was lost, or an earlier run's."""
+    for folder in Path(output_dir).glob("samples/step-*"):
+        if folder.name.removeprefix("step-").isdigit() and int(folder.name.removeprefix("step-")) > step:
+            shutil.rmtree(folder)
+
+
+def speak_all(native, prompts, settings, ids, codec_dir, device, *, seed, time_limit, output_dir, step, log, asked,
+              judging):
+    """Speak, judge and record every prompt -> {metric: float}. On one rank, with whole weights and in eval mode.
+
+    native: the native model, adapters inside. seed: of the draws. asked: a request to stop; then, or after time_limit
+    seconds, the prompts not yet spoken are left out, and the printed line tells so, as it does when the GPU's memory
+    does not suffice. Speech that the time limit cut off did not stop by itself: it counts in the stop rate, but not in
+    the length ratio, nor is it judged. judging: of scores.load_judges, by name.
+    """
+    end, start, spoken = time.monotonic() + time_limit, time.monotonic(), []
+    try:
+        with torch.compiler.set_stance("force_eager"):      # each new length would compile the layers once more
+            for first in range(0, len(prompts), BATCH):
+                if time.monotonic() < end and not asked():
+                    batch = prompts[first:first + BATCH]
+                    spoken += generate.generate(native, batch, ids, settings, seed + first // BATCH, device, end, asked)
+        with torch.random.fork_rng(devices=[]):         # building the codec draws numbers, dropout must not feel it
+            codec, _ = load_codec(codec_dir, device, ids.num_codebooks)
+        waves = [generate.decode(codec, codes) for codes, _ in spoken]
+    except torch.OutOfMemoryError:
+        tqdm.write(f"samples step {step:>6} | left out: too little GPU memory is free; give fewer prompts or a shorter "
+                   "--sample_seconds")
+        return {}
+    took, total = time.monotonic() - start, sum(len(codes) for codes, _ in spoken) / FRAME_RATE
+    whole = [number for number, (_, ended_by) in enumerate(spoken) if ended_by != "time"]
+    found, values = judge([prompts[i] for i in whole], [waves[i] for i in whole], scores.load_judges(**judging), device)
+    facts, ratios = dict(zip(whole, found)), []
+    for number, (prompt, (codes, ended_by), wave) in enumerate(zip(prompts, spoken, waves)):
+        about = generate.record(prompt, codes, ended_by, seed + number // BATCH, took / total if total else None)
+        picture = generate.mel_picture(wave, f"step {step}: {prompt.text}")
+        generate.write_sample(Path(output_dir) / "samples" / f"step-{step}", prompt.name, wave, picture,
+                           {**about, **facts.get(number, {}), "step": step})
+        log.write_speech(step, f"samples/{prompt.name}", wave, generate.SAMPLE_RATE, picture)
+        if about["target_seconds"] and ended_by != "time":
+            ratios.append(about["seconds"] / about["target_seconds"])
+    ends = [ended_by for _, ended_by in spoken]
+    why = "" if len(whole) == len(prompts) else " (asked to stop)" if asked() else " (--sample_time_limit)"
+    if total:
+        values["eval/real_time_factor"] = took / total
+    if ends and not asked():
+        values["eval/stop_rate"] = ends.count("eos") / len(ends)
+    if ratios:
+        values["eval/length_ratio"] = sum(ratios) / len(ratios)
+    tqdm.write(f"speech step {step:>6} | {len(whole)} of {len(prompts)} prompts, {total:.1f} s in {took:.1f} s{why}" +
+               (f" | stop rate {values['eval/stop_rate'] * 100:5.1f}%" if "eval/stop_rate" in values else "") +
+               (f" | length ratio {values['eval/length_ratio']:5.2f}" if ratios else "") +
+               (f" | word errors {values['eval/wer'] * 100:.1f}%" if "eval/wer" in values else "") +
+               (f" | likeness {values['eval/speaker_similarity']:.2f}" if "eval/speaker_similarity" in values else ""))
+    return values
+
+
+def judge(prompts, waves, judges, device):
+    """([facts of each prompt], {metric: float}) of what scores.Judges find in waves at speak.SAMPLE_RATE.
+
+    Likeness is to the voice to be cloned, else to the true recording.
+    """
+    facts, values, likes = [{} for _ in prompts], {}, []
+    if not prompts:
+        return facts, values
+    with judges.on(device):
+        if judges.hear:
+            names, texts = [prompt.name for prompt in prompts], [text_normalization.heard(prompt.text) for prompt in prompts]
+            heard = judges.hear(waves, generate.SAMPLE_RATE, names, [])
+            rates, totals = scores.word_rates(texts, heard, judges.language)
+            facts = [{"heard": text, **row} for text, row in zip(heard, rates)]
+            values |= {f"eval/{key}": value for key, value in totals.items() if value is not None}
+        if judges.embed:
+            paths = [prompt.references[-1] if prompt.references else prompt.target and prompt.target.path
+                     for prompt in prompts]
+            clips = {path: speech_metrics.read_audio(path) for path in paths if path}
+            references = [clips.get(path, np.zeros(0, np.float32)) for path in paths]
+            likes = scores.likeness(waves, references, generate.SAMPLE_RATE, judges.embed)
+    found = {"speaker_similarity": likes, "dnsmos": scores.dnsmos(waves, generate.SAMPLE_RATE) if judges.mos else []}
+    for key, numbers in found.items():
+        for about, number in zip(facts, numbers):
+            about[key] = number
+        if known := [number for number in numbers if number is not None]:
+            values[f"eval/{key}"] = sum(known) / len(known)
+    return facts, values

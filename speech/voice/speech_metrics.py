@@ -1,0 +1,172 @@
+"""How close is one recording to another: plain functions on numpy arrays, no trained model (scores.py has those).
+
+    compare(generated, reference)   -> mel-cepstral distance, pitch and voicing along the best alignment
+
+Waves are (n,) float32 mono at RATE. Frames are 10 ms apart and centred, so pitch and cepstra of a wave line up.
+"""
+import numpy as np
+
+from common.distributed import UserError
+
+RATE = 24000                    # Hz
+HOP = RATE // 100               # samples between frames
+MELS, CEPSTRA = 40, 13
+TOP_HZ = 8000                   # cepstra see nothing above, so that a 16 kHz recording can be a reference
+FLOOR = 1e-8                    # of the loudest mel energy: 80 dB below it is silence
+LOW_HZ, HIGH_HZ = 60, 500       # where pitch is looked for
+VOICE_HZ = 2000                 # pitch sees nothing above: hiss would look like the highest pitch
+
+
+def read_audio(path, offset=None, seconds=None):
+    """(n,) float32 mono at RATE: the file, or so many seconds of it from offset on. UserError names the file."""
+    import soundfile
+    try:
+        wave, rate = soundfile.read(path, dtype="float32", always_2d=True)
+    except (OSError, RuntimeError) as error:        # soundfile's own errors are RuntimeErrors
+        raise UserError(f"{path}: cannot be read as audio ({error}); generate it again or take it out")
+    if not np.isfinite(wave).all():
+        raise UserError(f"{path}: has samples that are not numbers; generate it again or take it out")
+    if offset is not None:
+        wave = wave[round(offset * rate):round((offset + seconds) * rate)]
+    return resample(wave.mean(axis=1), rate, RATE)
+
+
+def resample(wave, rate, wanted):
+    """(n,) at `rate` Hz -> (about n * wanted / rate,) at `wanted` Hz."""
+    if rate == wanted or not len(wave):
+        return wave
+    import soxr
+    return soxr.resample(wave, rate, wanted, quality="HQ")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Spectrum
+
+
+def frames(wave, size):
+    """(n,) -> (1 + n // HOP, size): stretches of `size` samples centred on every HOP-th sample, zeros outside."""
+    padded = np.pad(wave, (size // 2, size - size // 2))
+    return np.lib.stride_tricks.sliding_window_view(padded, size)[::HOP][:1 + len(wave) // HOP]
+
+
+def mel_filters(size):
+    """(MELS, size // 2 + 1) triangles, evenly spread up to TOP_HZ on the mel scale 2595 log10(1 + f / 700)."""
+    edges = 700 * (10 ** (np.linspace(0, np.log10(1 + TOP_HZ / 700), MELS + 2)) - 1)
+    hertz = np.fft.rfftfreq(size, 1 / RATE)
+    rising = (hertz - edges[:-2, None]) / (edges[1:-1] - edges[:-2])[:, None]
+    falling = (edges[2:, None] - hertz) / (edges[2:] - edges[1:-1])[:, None]
+    return np.clip(np.minimum(rising, falling), 0, None)
+
+
+def mel_energies(wave, size=1024):
+    """(n,) -> (T, MELS) energies, at least FLOOR of the loudest."""
+    power = np.abs(np.fft.rfft(frames(wave, size) * np.hanning(size), axis=1)) ** 2
+    mel = power @ mel_filters(size).T
+    return np.maximum(mel, max(FLOOR * mel.max(), 1e-30))
+
+
+def cepstra(mel):
+    """(T, MELS) energies -> (T, CEPSTRA): cosine series of the log energies from coefficient 1 on; 0 is the level.
+
+    Scaled so that the distance below, over all coefficients, is the rms difference of two mel spectra in dB.
+    """
+    basis = np.cos(np.pi * np.outer(np.arange(1, CEPSTRA + 1), np.arange(MELS) + 0.5) / MELS) / MELS
+    return np.log(mel) @ basis.T
+
+
+def cepstral_distances(a, b):
+    """(T, D), (S, D) -> (T, S) mel-cepstral distances in dB: 10 / ln 10 * sqrt(2 * sum_d (a_d - b_d)^2).
+
+    Source: Kubichek, "Mel-cepstral distance measure for objective speech quality assessment", 1993.
+    """
+    squares = (a ** 2).sum(1)[:, None] + (b ** 2).sum(1) - 2 * a @ b.T
+    return 10 / np.log(10) * np.sqrt(2 * np.clip(squares, 0, None))
+
+
+def best_path(distances):
+    """(T, S) -> (L, 2) index pairs from (0, 0) to (T-1, S-1) with the least sum; each step adds 1 to one index or both.
+
+    Dynamic time warping (Sakoe and Chiba 1978), without weights or limits on the slope.
+    """
+    n, m = distances.shape
+    cost = np.full((n + 1, m + 1), np.inf)
+    cost[0, 0] = 0
+    for diagonal in range(2, n + m + 1):        # all cells of one anti-diagonal at once
+        i = np.arange(max(1, diagonal - m), min(n, diagonal - 1) + 1)
+        j = diagonal - i
+        cost[i, j] = distances[i - 1, j - 1] + np.minimum(np.minimum(cost[i - 1, j], cost[i, j - 1]),
+                                                          cost[i - 1, j - 1])
+    path, i, j = [], n, m
+    while i and j:
+        path.append((i - 1, j - 1))
+        i, j = min((i - 1, j - 1), (i - 1, j), (i, j - 1), key=lambda cell: cost[cell])
+    return np.array(path[::-1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pitch
+
+
+def pitch(wave):
+    """(n,) -> (T,) fundamental frequency in Hz, 0 where unvoiced.
+
+    Peak of the autocorrelation divided by the window's own, with the thresholds of Boersma, "Accurate short-term
+    analysis of the fundamental frequency", 1993: voiced from 0.45 on, silent below 0.03 of the loudest frame, 0.01 per
+    octave in favour of higher pitch. Frames are judged one by one: no path through them is sought.
+    """
+    size = 3 * RATE // LOW_HZ
+    cut = frames(wave, size)
+    cut = cut - cut.mean(axis=1, keepdims=True)
+    lags = np.arange(RATE // HIGH_HZ, RATE // LOW_HZ + 1)
+    window = np.hanning(size)
+    own = autocorrelation(window[None])[0]
+    r = autocorrelation(cut * window)
+    loud = r[:, 0] > 0.03 ** 2 * r[:, 0].max()
+    r = r / np.maximum(r[:, :1], 1e-20) / (own / own[0])
+    near = r[:, lags[0] - 1:lags[-1] + 2]
+    left, middle, right = near[:, :-2], near[:, 1:-1], near[:, 2:]
+    peak = (middle >= left) & (middle > right)
+    bend = np.where(peak, left - 2 * middle + right, -1)
+    shift = np.where(peak, 0.5 * (left - right) / bend, 0)      # of the parabola through three points
+    height = np.where(peak, middle - 0.25 * (left - right) * shift, 0)
+    height = np.minimum(height, 1 / np.maximum(height, 1))     # above 1 is an error of the interpolation: turned back
+    best = np.argmax(height - 0.01 * np.log2(lags * LOW_HZ / RATE), axis=1)
+    rows = np.arange(len(cut))
+    voiced = loud & (height[rows, best] >= 0.45)
+    return np.where(voiced, RATE / (lags[best] + shift[rows, best]), 0.0)
+
+
+def autocorrelation(rows):
+    """(T, n) -> (T, n // 2) autocorrelations at lags 0.., by FFT, of what lies below VOICE_HZ."""
+    size = 2 ** (2 * rows.shape[1] - 1).bit_length()
+    power = np.abs(np.fft.rfft(rows, size, axis=1)) ** 2
+    power[:, np.fft.rfftfreq(size, 1 / RATE) > VOICE_HZ] = 0
+    return np.fft.irfft(power, axis=1)[:, :rows.shape[1] // 2]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two recordings
+
+
+def compare(generated, reference):
+    """Two waves -> {"mcd": dB, "f0_correlation": -1..1, "voicing_agreement": 0..1, "length_ratio"}, None if undefined.
+
+    Frames are paired by the warping with the least mel-cepstral distance; mcd is its mean over the pairs. Pitch is
+    correlated (Pearson, log Hz) over pairs voiced on both sides, voicing_agreement is the share of pairs voiced on both
+    or on neither. mcd is meant for comparing runs: other programs take other cepstra, and other numbers come out.
+    """
+    found = dict.fromkeys(("mcd", "f0_correlation", "voicing_agreement", "length_ratio"))
+    if len(reference):
+        found["length_ratio"] = len(generated) / len(reference)
+    if not np.any(generated) or not np.any(reference):
+        return found
+    distances = cepstral_distances(*(cepstra(mel_energies(wave)) for wave in (generated, reference)))
+    i, j = best_path(distances).T
+    a, b = pitch(generated)[i], pitch(reference)[j]
+    both = (a > 0) & (b > 0)
+    found["mcd"] = float(distances[i, j].mean())
+    found["voicing_agreement"] = float(((a > 0) == (b > 0)).mean())
+    x, y = np.log(a[both]), np.log(b[both])
+    if len(x) > 2 and min(x.std(), y.std()) > 0.01:     # below 1 % there is no melody, only the tracker's own noise
+        found["f0_correlation"] = float(np.corrcoef(x, y)[0, 1])
+    return found

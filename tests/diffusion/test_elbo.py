@@ -1,0 +1,92 @@
+"""Validation: counts, shares of ranks, the error bar, the search for a noise range."""
+import numpy as np
+import pytest
+import torch
+
+from common import distributed
+from diffusion import blocks, dit, elbo, noise, problems
+
+ALONE = distributed.World(device=torch.device("cpu"))
+
+
+def test_counts_and_report_add_up(demo):
+    tokens = problems.load_tokenizer(demo, "hdp")
+    layout = blocks.Layout("hdp", block_size=8, question_budget=48, plan_budget=32, execution_budget=64)
+    documents = blocks.make_documents(problems.read_problems(demo / "test_hdp.json", "test", "hdp"), tokens, layout)
+    rows = blocks.make_rows(documents, np.arange(5), 144, True)
+    counts = elbo.target_counts(rows).reshape(4, -1)
+    part = slice(0, documents.offsets[5])
+    assert [row.sum() for row in counts] == [(documents.target[part] & (documents.region[part] == r)).sum()
+                                             for r in range(4)]
+    sums = np.stack([counts.flatten() * 2.0, counts.flatten() * 4.0])
+    values = elbo.report(sums, 9.0, counts.flatten(), elbo.REGIONS["hdp"])
+    text = counts[:3].sum()
+    assert values["eval/loss"] == 3 and values["eval/nll"] == pytest.approx(3 * counts.sum() / text)
+    assert values["eval/stderr"] == pytest.approx(3 / text)
+    assert all(values[f"eval/nll_{name}"] == 3 for name in ("plan", "execution", "fill"))
+    assert values["eval/nll_block_01"] == 3
+
+
+def rows_of(demo, split, documents, pack=True):
+    """(Tokens, Rows of 96 tokens) of the first documents of a demo file."""
+    tokens = problems.load_tokenizer(demo, "gsm8k")
+    found = blocks.make_documents(problems.read_problems(demo / f"{split}.jsonl", split, "gsm8k"), tokens,
+                                  blocks.Layout(block_size=8, max_length=96))
+    return tokens, blocks.make_rows(found, np.arange(documents), 96, pack)
+
+
+def bound_of_one_nat(demo, repeats, seed=42):
+    """The bound by a model whose every cross-entropy is 1."""
+    tokens, rows = rows_of(demo, "test", 8)
+    return elbo.bound(ALONE, lambda inputs: torch.ones(len(inputs.rows)), rows, tokens.mask, int, batch_rows=3,
+                       repeats=repeats, seed=seed, bf16=False)
+
+
+def test_the_bound_of_one_nat_is_one_nat(demo):
+    assert abs(bound_of_one_nat(demo, 400)["eval/loss"] - 1) < 0.015
+
+
+def test_the_error_bar_covers_the_exact_bound(demo):
+    """Of two draws only: their difference alone would promise too much in three of ten validations."""
+    values = [bound_of_one_nat(demo, 2, seed) for seed in range(60)]
+    errors = [(value["eval/loss"] - 1) * value["eval/nll"] / value["eval/loss"] / value["eval/stderr"]
+              for value in values]
+    assert 0.85 < np.mean(np.abs(errors) < 2) and 0.5 < np.std(errors) < 1.5
+
+
+def test_ranks_share_batches_without_a_rest(demo):
+    _, rows = rows_of(demo, "train", 24, pack=False)
+    for most, expected in ((None, 24), (2, 10), (5, 24), (9, 24)):
+        for size in (1, 2, 3):
+            shares = [list(elbo.share_of_batches(distributed.World(rank=rank, size=size), rows, 5, most))
+                      for rank in range(size)]
+            assert len({len(share) for share in shares}) == 1
+            found = sorted((number, batch.documents) for share in shares for number, batch in share)
+            assert [number for number, _ in found] == list(range(len(found)))
+            assert sum(documents for _, documents in found) == expected and found[0] == (0, 5)
+
+
+def test_search_takes_the_range_of_least_variance(demo):
+    official = elbo.candidates([0.5, 0.6, 0.7, 0.8, 0.9], {16})
+    assert len(official) == 1 + 11 + 9 + 7 + 5 + 3 and official[:3] == [noise.FULL, (1e-3, 0.5), (0.05, 0.55)]
+    assert elbo.candidates([0.1], {4}) == [noise.FULL, *((low, round(low + 0.1, 2)) for low in
+                                                 (0.15, 0.2, 0.25, 0.4, 0.45, 0.5, 0.65, 0.7, 0.75, 0.9))]
+    tokens, rows = rows_of(demo, "train", 24)
+    torch.manual_seed(0)
+    model = dit.DiT(dit.config_of("nano", tokens.vocab_size, tokens.mask)).eval()
+    model.head.weight.data.normal_(0, 0.3)
+    found = elbo.search_range(ALONE, model, rows, tokens.mask, int, widths=[0.5, 0.3], batches=2, schedule="loglinear",
+                               weighting="elbo", batch_rows=4, seed=42, bf16=False)
+    scores = {}
+    for t_range in elbo.candidates([0.5, 0.3], {8}):
+        per_block = []
+        for number in range(2):
+            batch = blocks.collate([rows[r] for r in range(4 * number, 4 * number + 4)], 4, 96, rows.noisy_length, 0)
+            draws = noise.draw(42, "search", number, batch.n_groups, 4, 96)
+            inputs = noise.diffuse(batch, draws, tokens.mask, t_range)
+            losses, groups = (model(inputs) * inputs.weights).tolist(), batch.group.flatten()[inputs.places].tolist()
+            for group in range(batch.n_groups):
+                size = int((batch.group[batch.target] == group).sum())
+                per_block.append(sum(loss for loss, g in zip(losses, groups) if g == group) / size)
+        scores[t_range] = np.var(per_block)
+    assert found == min(scores, key=scores.get) and len(set(scores.values())) > 10

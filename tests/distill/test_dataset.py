@@ -1,0 +1,258 @@
+"""Tokenised conversations on disk: which lines are refused, what is cut, what is held out, and packed batches."""
+import json
+
+import numpy as np
+import pytest
+from huggingface_hub import constants
+
+from common.distributed import UserError, World
+from common.packing import PackOrder, rank_packs
+from distill import chat
+from distill.dataset import (
+    ChatTable,
+    build_table,
+    collate,
+    group_numbers,
+    make_loader,
+    prepare_table,
+    split_groups,
+    split_samples,
+    write_table,
+)
+from tests.helpers import chats
+from tests.helpers.chats import QWEN, ask
+from tests.helpers.hub import Hub
+
+SINGLE = ask("Das ist ein Satz.", "de")
+
+
+@pytest.fixture(scope="module")
+def made():
+    return chats.tokenizer()
+
+
+def encoder(made, template, *options):
+    made.chat_template = template
+    return chat.Encoder(made, *options)
+
+
+@pytest.mark.parametrize("line, part", [
+    (b"{", "is not JSON (Expecting property name"), (b"[]", 'has no list "messages"'), (b"\xff{}", "is not UTF-8"),
+    (b'{"messages": []}', 'has no list "messages"'), (b'{"messages": "hi"}', 'has no list "messages"'),
+    (b'{"conversations": [{"from": "human", "value": "a", "mood": 0}]}', 'turn 1 of its "conversations" is'),
+    (b'{"conversations": [{"from": ["gpt"], "value": "a"}]}', "message 1 has no role out of system"),
+    (b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": 1}]}', 'its "tools" are no list'),
+    (b'{"messages": [{"role": "bot", "content": "a"}]}', "message 1 has no role out of system"),
+    (b'{"messages": [{"role": "user", "content": "a"}]}', "ends with a message of the user"),
+    (b'{"messages": [{"role": "assistant", "content": null}]}', "message 1 has no text as its content"),
+    (b'{"messages": [{"role": "assistant", "content": " "}]}', "message 1 is an empty answer"),
+    (b'{"messages": [{"role": "assistant", "content": "a", "refusal": "b"}]}', "has refusal, which cannot"),
+    (b'{"messages": [{"role": "assistant", "content": "a", "reasoning_content": 1}]}', "reasoning_content is not"),
+    (b'{"messages": [{"role": "assistant", "content": "<|im_end|>"}]}', "contains the control token"),
+    (b'{"id": -1, "messages": [{"role": "assistant", "content": "a"}]}', 'has the "id" -1; give a whole number'),
+    (b'{"id": 9223372036854775808, "messages": [{"role": "assistant", "content": "a"}]}', "below 2**63, or leave it"),
+])
+def test_bad_lines_are_named(made, tmp_path, line, part):
+    path = chats.write(tmp_path / "chats.jsonl", [SINGLE, SINGLE])
+    path.write_bytes(path.read_bytes() + b"\n" + line + b"\n")
+    with pytest.raises(UserError) as wrong:
+        write_table(tmp_path / "table", [path], encoder(made, QWEN), 100, "stop")
+    assert str(wrong.value).startswith(f"{path}:4: ") and part in str(wrong.value)
+    assert "\n" not in str(wrong.value) and not (tmp_path / "table").exists()
+
+
+def test_all_bad_lines_at_once_and_empty_files(made, tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text("{\n" * 30)
+    with pytest.raises(UserError, match=r"30 problems:(.|\n)*chats.jsonl:20(.|\n)*and 10 more"):
+        write_table(tmp_path / "table", [path], encoder(made, QWEN), 100, "stop")
+    path.write_text("\n\n")
+    with pytest.raises(UserError, match="holds no conversations"):
+        write_table(tmp_path / "table", [path], encoder(made, QWEN), 100, "stop")
+    with pytest.raises(UserError, match="nothing.jsonl: cannot be read"):
+        write_table(tmp_path / "table", [tmp_path / "nothing.jsonl"], encoder(made, QWEN), 100, "stop")
+
+
+def make_table(made, folder, conversations, limit=256, policy="stop", **more):
+    path = chats.write(folder / "chats.jsonl", conversations, **more)
+    found = write_table(folder / "table", [path], encoder(made, QWEN), limit, policy)
+    return ChatTable(folder / "table"), found
+
+
+def samples_of(table):
+    return [(table.tokens[a:b].tolist(), table.trained[a:b].tolist())
+            for a, b in zip(table.offsets, table.offsets[1:])]
+
+
+def test_table_holds_what_was_encoded(made, tmp_path):
+    table, found = make_table(made, tmp_path, chats.conversations(7))
+    whole = encoder(made, QWEN).encode(chats.conversations(7))
+    assert samples_of(table) == whole and found == {"samples": [7], "long": [0], "dropped": [0], "bad": ""}
+    assert table.lengths.tolist() == [len(ids) for ids, _ in whole]
+    assert table.targets.tolist() == [sum(mask) for _, mask in whole]
+    assert table.name(6) == f"{tmp_path}/chats.jsonl:7"
+    mapped = (table.tokens, table.trained, table.offsets, table.lengths)
+    assert all(isinstance(values, np.memmap) for values in mapped), "memory must not grow with ranks or workers"
+    (tmp_path / "other").mkdir()
+    other, _ = make_table(made, tmp_path / "other", [*chats.conversations(6), ask("x", "de")])
+    everyone = np.arange(7)
+    assert table.fingerprint(everyone[:6]) == other.fingerprint(everyone[:6])
+    assert table.fingerprint(everyone) != other.fingerprint(everyone) != table.fingerprint(everyone[:6])
+
+
+def test_too_long_samples(made, tmp_path):
+    short, long = ask("a", "en"), ask("the quick brown fox " * 9, "de or fr")
+    (ids, mask), = encoder(made, QWEN).encode([long])
+    limit = len(ids) - 3
+    for policy in ("drop", "cut_left", "cut_right", "stop"):
+        (tmp_path / policy).mkdir()
+        if policy == "stop":
+            with pytest.raises(UserError, match=rf"jsonl:2: {len(ids)} tokens, more than {limit}\nfix: shorten"):
+                make_table(made, tmp_path / policy, [short, long, short], limit, policy)
+            continue
+        table, found = make_table(made, tmp_path / policy, [short, long, short], limit, policy)
+        wanted = {"drop": [], "cut_left": [(ids[3:], mask[3:])], "cut_right": [(ids[:-3], mask[:-3])]}[policy]
+        assert samples_of(table)[1:-1] == wanted
+        assert table.lines.tolist() == ([1, 3] if policy == "drop" else [1, 2, 3])
+        assert found == {"samples": [3 - (policy == "drop")], "long": [1], "dropped": [int(policy == "drop")],
+                     "bad": "1 too_long" * (policy == "drop")}
+    (tmp_path / "all").mkdir()      # of a long prompt cut on the right no answer is left
+    table, found = make_table(made, tmp_path / "all", [short, long], 30, "cut_right")
+    assert len(table) == 1 and found == {"samples": [1], "long": [1], "dropped": [1], "bad": ""}
+
+
+def test_dropped_as_too_long_is_said_once(made, tmp_path):
+    """And every such sample is listed with its length; --drop_bad too_long and --too_long drop are the same."""
+    chats.write(tmp_path / "a.jsonl", [ask("a", "en"), *[ask("the quick brown fox " * 9, "de")] * 3])
+    _, about, _ = build_table(tmp_path / "table", [tmp_path / "a.jsonl"], encoder(made, QWEN), 30, "drop",
+                              output_dir=tmp_path)
+    assert about.splitlines()[1:] == [f"data       dropped: 3 too_long; see {tmp_path / 'problems.jsonl'}"]
+    assert about.splitlines()[0].endswith(" s")      # how long it took, and no second count
+    rows = [json.loads(line) for line in (tmp_path / "problems.jsonl").read_text().splitlines()]
+    assert [row["entry"] for row in rows] == ["2", "3", "4"] and "more than 30" in rows[0]["problem"]
+
+
+def test_hold_out_takes_whole_groups():
+    keys, lines = np.full(60, -1), np.delete(np.arange(1, 64), [5, 20, 21])     # three lines of the file were dropped
+    groups = group_numbers(keys, lines, 15)
+    assert groups.tolist() == [(line - 1) // 15 for line in lines]
+    train, out = split_groups(groups, 0.4, 7)
+    assert sorted([*train, *out]) == list(range(60)) and len(set(groups[out])) == 2
+    assert not set(groups[train]) & set(groups[out])
+    assert [list(part) for part in split_groups(groups, 0.4, 7)] == [list(train), list(out)]
+    assert list(split_groups(groups, 0.4, 8)[1]) != list(out)
+    by_id = group_numbers(lines[::-1] - 1, lines, 15)        # an id is the line that a record came from
+    assert by_id.tolist() == groups[::-1].tolist()
+    assert [len(part) for part in split_groups(groups, 0, 7)] == [60, 0]
+    with pytest.raises(UserError, match="all samples are one group"):
+        split_groups(np.zeros(9), 0.5, 7)
+
+
+@pytest.mark.parametrize("budget", [0, 300])
+def test_batches_hold_each_sample_once(made, tmp_path, budget):
+    """Every rank together, against a plain walk over the samples: inputs, places, boundaries, targets."""
+    table, _ = make_table(made, tmp_path, chats.conversations(23))
+    order = PackOrder(table.lengths, samples_per_pack=0 if budget else 4, tokens_per_pack=budget)
+    seen, steps = [], set()
+    for rank in range(3):
+        packs = list(rank_packs(order, rank, 3, 1, epochs=1))
+        steps.add(len(packs))
+        for batch in make_loader(table, packs, num_workers=0, prefetch_factor=2, pad_to=budget,
+                                            pad_id=1):
+            bounds = batch.cu_seqlens.tolist()
+            assert bounds[-1] == len(batch.input_ids) == (budget or max(1, batch.counts["tokens"]))
+            assert max(np.diff(bounds)) <= batch.longest and batch.longest % 128 == 0
+            wanted = {}
+            for number, a, b in zip(batch.samples, bounds, bounds[1:]):
+                ids, mask = samples_of(table)[number]
+                assert batch.input_ids[a:b].tolist() == ids and batch.position_ids[a:b].tolist() == list(range(b - a))
+                wanted |= {a + i - 1: ids[i] for i in range(1, len(ids)) if mask[i]}
+            assert dict(zip(batch.rows.tolist(), batch.targets.tolist())) == wanted
+            assert batch.counts == {"tokens": int(table.lengths[list(batch.samples)].sum()), "targets": len(wanted),
+                                    "samples": len(batch.samples)}
+            seen += batch.samples
+    assert sorted(seen) == list(range(23)) and len(steps) == 1
+
+
+def test_a_batch_moves_whole():
+    batch = collate([(3, np.arange(5), np.array([True, False, True, True, False]))])
+    assert batch.rows.tolist() == [1, 2] and batch.targets.tolist() == [2, 3]       # the first token has no predecessor
+    moved = batch.to("meta")
+    assert all(getattr(moved, name).is_meta for name in ("input_ids", "position_ids", "cu_seqlens", "rows", "targets"))
+    assert (moved.samples, moved.longest, moved.counts) == (batch.samples, batch.longest, batch.counts)
+    empty = collate([])
+    assert len(empty.input_ids) == 1 and not len(empty.rows) and empty.counts["tokens"] == 0
+
+
+def test_prepared_table(made, tmp_path, capsys):
+    train = chats.write(tmp_path / "train.jsonl", chats.conversations(8))
+    held = chats.write(tmp_path / "held.jsonl", chats.conversations(3))
+    found, n_train, ends = prepare_table(World(), tmp_path, [train], encoder(made, QWEN), 200, "stop", processes=2)
+    ours, theirs = split_samples(found, n_train, 2, 0.25, 1)
+    assert len(ours) == 6 and len(theirs) == 2 and theirs[0] // 2 == theirs[1] // 2
+    assert ends == [made.convert_tokens_to_ids("<|im_end|>")]
+    found, n_train, _ = prepare_table(World(), tmp_path, [train, held], encoder(made, QWEN), 200, "stop")
+    ours, theirs = split_samples(found, n_train, 2, 0.25, 1)
+    assert (len(ours), len(theirs), found.name(theirs[0])) == (8, 3, f"{held}:1")
+    assert len(list(tmp_path.glob("table-*"))) == 1, "an old table is not left behind"
+    assert "data       read in" in capsys.readouterr().out
+
+
+def test_sharegpt_and_parquet_are_the_same_conversations(made, tmp_path, monkeypatch):
+    """Names of roles, a system text apart, columns of null; chunks of their own for each of several readers."""
+    import pyarrow
+    import pyarrow.parquet
+    talks = [chats.ask(f"question {i}", f"answer {i}") for i in range(7)]
+    talks[2] = [{"role": "system", "content": "Be brief."}, *talks[2]]
+    share = [{"conversations": [{"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]}
+                                for m in talk if m["role"] != "system"],
+              **({"system": "Be brief."} if i == 2 else {})} for i, talk in enumerate(talks)]
+    (tmp_path / "share.jsonl").write_text("".join(json.dumps(row) + "\n" for row in share))
+    talks[0][1]["reasoning_content"] = ""                   # a column of null in all other rows
+    chats.write(tmp_path / "plain.jsonl", talks)
+    rows = [{"messages": talk, "id": i} for i, talk in enumerate(talks)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    found = {}
+    for name in ("plain.jsonl", "share.jsonl", "rows.parquet"):
+        write_table(tmp_path / f"table-{name}", [tmp_path / name], chat.Encoder(made), 256, "stop")
+        found[name] = ChatTable(tmp_path / f"table-{name}")
+    for table in found.values():
+        assert table.tokens.tolist() == found["plain.jsonl"].tokens.tolist() and len(table) == 7
+        assert table.trained.tolist() == found["plain.jsonl"].trained.tolist()
+    assert found["rows.parquet"].keys.tolist() == list(range(7))
+    for path in (tmp_path / "rows.parquet", tmp_path / "plain.jsonl"):
+        parts = [[n for chunk, _ in chat.read_chunks(path, 2, first, 3) for n, _ in chunk] for first in range(3)]
+        assert parts == [[1, 2, 7], [3, 4], [5, 6]]
+    # the same in several files: a pattern, a folder of shards, what save_to_disk writes, a data set on the hub
+    table, saved = pyarrow.Table.from_pylist(rows), tmp_path / "saved"
+    saved.mkdir()
+    (tmp_path / "set" / "data").mkdir(parents=True)
+    for i, part in enumerate((table[:4], table[4:])):
+        pyarrow.parquet.write_table(part, tmp_path / "set" / "data" / f"train-{i}-of-2.parquet")
+        with pyarrow.ipc.new_stream(str(saved / f"data-{i}.arrow"), part.schema) as file:
+            file.write_table(part)
+    (saved / "dataset_info.json").write_text("{}")
+    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": f"data-{i}.arrow"} for i in (0, 1)]}))
+    wanted = list(chat.read_records(tmp_path / "rows.parquet", []))
+    shards = {f"data/{file.name}": file.read_bytes() for file in (tmp_path / "set" / "data").iterdir()}
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    with Hub("me/chats", shards | {"data/test-0-of-1.parquet": b"x", "README.md": b"x"}) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE",
+                            server.url + "/{repo_id}/resolve/{revision}/{filename}")
+        for path in (tmp_path / "set", tmp_path / "set" / "data" / "train-*", saved, "me/chats/data/train*.parquet"):
+            assert list(chat.read_records(path, [])) == wanted
+        with pytest.raises(UserError, match=r"holds the sets .*; give one: 'me/chats/data/train\*.parquet'"):
+            list(chat.read_records("me/chats", []))
+        assert server.read["data/test-0-of-1.parquet"] == 0
+    (tmp_path / "set" / "data" / "test.parquet").write_bytes(b"")
+    (saved / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    chat.files_of.cache_clear()
+    for path, part in ((tmp_path / "set", r"holds the sets .*; give one: '.*/set/data/train\*.parquet'"),
+                       (saved, "holds the splits train, test"), (tmp_path / "cache", "has no files ending in")):
+        with pytest.raises(UserError, match=part):
+            list(chat.read_records(path, []))
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing")
+    with pytest.raises(UserError, match="bad.parquet: cannot be read as parquet"):
+        write_table(tmp_path / "bad", [tmp_path / "bad.parquet"], chat.Encoder(made), 256, "stop")

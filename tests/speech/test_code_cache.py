@@ -1,0 +1,194 @@
+"""Where codes lie: shards, the index of them, their checksums, keys of files and codecs."""
+import contextlib
+import os
+import random
+import resource
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from torch.utils.data import DataLoader
+
+from common import indexing, loading
+from common.distributed import UserError
+from speech.data.code_cache import KEY, Batch, CacheIndex, CodeReader, codec_fingerprint, file_key, file_keys, look_up
+from speech.data.conversations import Clip
+from tests.helpers import second_user
+
+
+def test_codes_survive_the_way_through_a_shard(tmp_path):
+    """All values of a codebook, in C and in Fortran order, alone and joined: safetensors writes raw memory."""
+    values = np.arange(1024 * 8, dtype=np.int16).reshape(1024, 8) % 1024
+    for number, clips in enumerate(([values], [np.asfortranarray(values)], [values[:3], np.asfortranarray(values)[5:9]],
+                                    [values[::2, ::-1]])):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        batch = Batch(folder, 8)
+        for i, codes in enumerate(clips):
+            batch.add_codes(bytes([i] * 16), codes)
+            batch.add_file(bytes([100 + i] * 16), bytes([i] * 16))
+        batch.write()
+        index = CacheIndex(folder)
+        where = index.find_files(np.array([bytes([100 + i] * 16) for i in range(len(clips))], KEY))
+        for codes, row in zip(clips, where):
+            read = CodeReader(folder, index.shards).codes(*row.tolist())
+            assert read.dtype == np.int16 and (read == codes).all()
+        missing = index.find_files(np.array([b"\0" * 16], KEY))
+        assert missing.tolist() == [[-1, -1, -1, -1]] and not index.has(b"\xff" * 16)
+
+
+def test_a_shard_that_cannot_be_written_says_why(tmp_path):
+    batch = Batch(tmp_path / "gone", 8)
+    batch.add_codes(b"k" * 16, np.zeros((3, 8), np.int16))
+    batch.add_file(b"f" * 16, b"k" * 16)
+    with pytest.raises(UserError, match=r"shard cannot be written \(.*No such file or directory.*\)$"):
+        batch.write()
+
+
+def test_file_dates_are_asked_for_by_several_processes(tmp_path, monkeypatch):
+    asked = tmp_path / "asked"
+
+    def noting(clips):
+        with open(asked, "a") as log:
+            log.write(f"{os.getpid()}\n")
+        return file_keys(clips)
+    monkeypatch.setattr("speech.data.code_cache.file_keys", noting)
+    monkeypatch.setattr("speech.data.code_cache.BLOCK", 2)
+    monkeypatch.setattr(indexing, "HERE", 1)
+    clips = [Clip(str(tmp_path / f"{i}.wav"), *((i, 1.0) if i % 3 else ())) for i in range(23)]
+    for i in range(23):
+        (tmp_path / f"{i}.wav").write_bytes(b"x" * i)
+    cache, batch = tmp_path / "codes", Batch(tmp_path / "codes", 8)
+    cache.mkdir()
+    for i in range(0, 23, 2):
+        batch.add_codes(bytes([65 + i] * 16), np.zeros((i + 1, 8), np.int16))
+        stat = os.stat(clips[i].path)
+        batch.add_file(file_key(clips[i], stat.st_size, stat.st_mtime_ns), bytes([65 + i] * 16))
+    batch.write()
+    for processes in (0, 2):
+        asked.write_text("")
+        found, unknown = CacheIndex(cache).find_clips(clips, processes)
+        assert len(set(asked.read_text().split())) == 1 + processes
+        assert found[::2, 2].tolist() == list(range(1, 24, 2)) and (found[1::2] == -1).all()
+        assert unknown.tolist() == [[i, i, os.stat(clips[i].path).st_mtime_ns] for i in range(1, 23, 2)]
+        with pytest.raises(UserError, match="gone.wav: cannot be read any more"):
+            CacheIndex(cache).find_clips([*clips, replace(clips[0], path=str(tmp_path / "gone.wav"))], processes)
+
+
+def test_another_codec_has_a_cache_of_its_own(tiny, tmp_path):
+    other = tmp_path / "codec"
+    shutil.copytree(tiny.codec, other)
+    assert codec_fingerprint(other) == codec_fingerprint(tiny.codec)        # where it lies does not matter
+    weights = next(other.glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert codec_fingerprint(other) != codec_fingerprint(tiny.codec)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checksums
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """(folder, its one shard, clips, codes of each)."""
+    folder, batch, clips, drawn = tmp_path / "codes", Batch(tmp_path / "codes", 8), [], np.random.default_rng(0)
+    folder.mkdir()
+    for i in range(5):
+        clips.append(Clip(str(tmp_path / f"{i}.wav")))
+        (tmp_path / f"{i}.wav").write_bytes(b"x" * i)
+        batch.add_codes(bytes([65 + i] * 16), drawn.integers(0, 1024, (4 + i, 8)).astype(np.int16))
+        stat = os.stat(clips[i].path)
+        batch.add_file(file_key(clips[i], stat.st_size, stat.st_mtime_ns), bytes([65 + i] * 16))
+    codes = batch.codes
+    batch.write()
+    return folder, next(folder.iterdir()), clips, codes
+
+
+def read_all(folder, clips):
+    """(index, clips that are not found, codes of the others by number)."""
+    index, found, unknown = look_up(folder, clips)
+    reader = CodeReader(folder, index.shards)
+    return index, unknown, {i: reader.codes(*row.tolist()) for i, row in enumerate(found) if row[0] >= 0}
+
+
+def test_no_flipped_bit_of_a_shard_changes_a_code(cache):
+    """Bits of the header as well: a shard is damaged, or it gives the codes that it was made of."""
+    folder, shard, clips, codes = cache
+    data, damaged = shard.read_bytes(), 0
+    header = int.from_bytes(data[:8], "little") + 8
+    for bit in random.Random(0).sample(range(len(data) * 8), 300):
+        spoilt = bytearray(data)
+        spoilt[bit // 8] ^= 1 << bit % 8
+        shard.write_bytes(spoilt)
+        index, unknown, found = read_all(folder, clips)
+        damaged += len(index.damaged)
+        assert len(index.damaged) == 1 or bit // 8 < header and not len(unknown), bit
+        assert all((found[i] == codes[i]).all() for i in found), bit
+    assert damaged > 250
+
+
+def test_codes_that_change_after_the_start_are_refused_when_they_are_read(cache):
+    folder, shard, clips, codes = cache
+    index, found, _ = look_up(folder, clips)
+    data = bytearray(shard.read_bytes())
+    data[bytes(data).index(codes[3].tobytes())] ^= 1
+    shard.write_bytes(data)
+    reader = CodeReader(folder, index.shards)
+    assert (reader.codes(*found[2].tolist()) == codes[2]).all()
+    with pytest.raises(UserError, match=f"{shard}: a clip in it has another checksum; start the same command again"):
+        reader.codes(*found[3].tolist())
+    loader = DataLoader(found.tolist(), batch_size=None, num_workers=1, multiprocessing_context="fork",
+                        collate_fn=lambda row: torch.from_numpy(reader.codes(*row)))
+    with pytest.raises(UserError, match=f"^{shard}: .* and its clips are encoded again$"):
+        list(loading.each(loader))                  # one line, whoever reads
+    shard.rename(f"{shard}.damaged-1")              # another run has set it aside
+    with pytest.raises(UserError, match=f"{shard}: a clip in it cannot be read"):
+        CodeReader(folder, index.shards).codes(*found[2].tolist())
+
+
+def test_shards_of_earlier_versions_are_used_unchecked(cache):
+    folder, shard, clips, codes = cache
+    save_file({name: array for name, array in load_file(shard).items() if name != "checksums"}, shard)
+    index, unknown, found = read_all(folder, clips)
+    assert index.unchecked == 1 and not index.damaged and not len(unknown)
+    assert all((found[i] == codes[i]).all() for i in range(5))
+
+
+@pytest.mark.parametrize("left", [1, 2])
+def test_what_cannot_be_read_is_not_called_damaged(cache, left):
+    """No more than `left` file descriptors: nothing that says anything about the file."""
+    folder, _, clips, _ = cache
+    limits, opened = resource.getrlimit(resource.RLIMIT_NOFILE), []
+    highest = max(map(int, os.listdir("/proc/self/fd")))        # that earlier tests have left open
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 64, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                opened.append(os.open(os.devnull, os.O_RDONLY))
+        for file in opened[:left]:
+            os.close(file)
+        del opened[:left]
+        if left == 1:
+            with pytest.raises(UserError, match="cannot be read"):
+                CacheIndex(folder)
+        else:
+            assert not CacheIndex(folder).damaged
+    finally:
+        for file in opened:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@second_user.needs_root
+def test_a_second_user_is_told_what_it_may_not_read(cache):
+    with second_user.open_folder() as folder:
+        shard = folder / shutil.copy(cache[1], folder)
+        shard.chmod(0o600)
+        answer = second_user.ask(CacheIndex, folder)
+    assert isinstance(answer, UserError) and str(answer) == \
+        f"{shard}: cannot be read (Permission denied); its owner can allow it (chmod)"

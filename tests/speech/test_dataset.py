@@ -1,0 +1,198 @@
+"""Tokenised samples on disk: what several processes make is what one makes, and little of it is in memory."""
+import json
+import os
+import tracemalloc
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from common import indexing
+from common.distributed import UserError
+from data import SpeechSamples, collate
+from speech.data import dataset as speech_table
+from speech.data.conversations import Clip, Sample, Turn
+from speech.data.dataset import TableBuilder, read_all
+from speech.data.rows import Reading
+from speech.model.labels import token_ids
+from speech.model.weights import native_config
+from tests.helpers.dialogues import BOOKS, CONVERSATIONS, SYSTEM, TARGET, speaker, table_of, user
+from tests.helpers.fork import in_a_fork
+
+
+@pytest.fixture(scope="module")
+def tools(tiny):
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
+    return tokenizer, token_ids(tokenizer, native_config(json.loads((tiny.model / "config.json").read_text())))
+
+
+def entry(i, **more):
+    """A sample whose reference comes again in other chunks, with a cut here and there."""
+    audio = {"type": "audio", "audio_url": f"{i % 29}.wav"}
+    if i % 5 == 0:
+        audio |= {"offset": i % 3, "duration": 0.5 + i % 2}
+    return {"messages": [{"role": "user", "content": f"Reference {i % 7}."},
+                         {"role": "assistant", "content": {"type": "audio", "audio_url": f"r{i % 7}.wav"}},
+                         {"role": "user", "content": f"Number {i}, über {'and so on ' * (i % 11)}."},
+                         {"role": "assistant", "content": audio}], "misc": {"sample_id": f"s{i}"}, **more}
+
+
+def write_entries(folder, kind, n, change=lambda i, raw: raw):
+    """A data source of n entries and the audio files they name -> its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in [*range(29), *(f"r{i}" for i in range(7))]:
+        (folder / f"{name}.wav").write_bytes(b"audio")
+    entries = [change(i, entry(i)) for i in range(n)]
+    if kind == "folder":
+        for i in range(n):
+            (folder / f"{i}.txt").write_text(f"Number {i}, (really).")
+        (folder / "metadata.json").write_text(json.dumps({"samples": [
+            change(i, {"id": i, "audio_file": f"{i % 29}.wav", "transcript_file": f"{i}.txt", "scene": "a_room",
+                       "ref_audio_file": f"r{i % 7}.wav", "ref_transcript": f"Reference {i % 7}."})
+            for i in range(n)]}))
+        return folder
+    path = folder / f"{kind}.json"
+    path.write_text("\n\n".join(map(json.dumps, entries)) if kind == "lines" else json.dumps(entries, indent=1))
+    return path
+
+
+def files_of(sources, tools, folder, processes, task="zero_shot_voice_cloning"):
+    """{file name: bytes} of the table of (training source, validation source or None), its clips, training samples."""
+    train, held_out = sources
+    builder, found = read_all([(train, 1.0)], held_out, *tools, Reading(task), folder, processes)
+    n_train = found[0]["stop"]
+    clips = builder.clips[:]
+    frames = np.array([7 + len(clip.path) + i % 13 for i, clip in enumerate(clips)], np.int64)
+    builder.write(folder, folder / "cache", ["shard"], np.stack([frames * 0, np.cumsum(frames), frames], axis=1))
+    return {path.name: path.read_bytes().replace(str(folder).encode(), b"")
+            for path in folder.iterdir()}, clips, n_train
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr(speech_table, "CHUNK", 3)
+    monkeypatch.setattr(speech_table, "ROWS", 8)
+    monkeypatch.setattr(indexing, "HERE", 1)
+
+
+@pytest.mark.parametrize("kind", ["list", "lines", "folder"])
+def test_several_processes_make_the_table_of_one(tmp_path, tools, kind, small_parts, capfd):
+    sources = write_entries(tmp_path / "train", kind, 61), write_entries(tmp_path / "held_out", "lines", 20)
+    one, clips, n_train = files_of(sources, tools, tmp_path / "table", 0)
+    assert n_train == 61 and set(one) == {f"{name}.npy" for name in (
+        "tokens", "labelled", "token_offsets", "clips", "clip_offsets", "where", "lengths", "frames", "audio_targets",
+        "audible", "text_targets", "names", "name_offsets")} | {"codes.json"}
+    for processes in (1, 2):
+        many, again, n = files_of(sources, tools, tmp_path / f"table{processes}", processes)
+        assert n == n_train and again == clips and list(map(repr, again)) == list(map(repr, clips))
+        assert {name: many[name] == one[name] for name in one} == dict.fromkeys(many, True)
+    plain = {}      # order of first use, and what a clip is, told by Python
+    for i in range(61):
+        cut = {} if kind == "folder" or i % 5 else {"offset": i % 3, "duration": 0.5 + i % 2}
+        for name, more in ((f"r{i % 7}", {}), (f"{i % 29}", cut)):
+            plain.setdefault(Clip(str(tmp_path / "train" / f"{name}.wav"), **more))
+    assert clips[:len(plain)] == list(plain)
+    assert "reference" not in capfd.readouterr().out
+
+
+def test_what_a_folder_says_is_said_once(tmp_path, tools, small_parts, capfd):
+    source = write_entries(tmp_path / "train", "folder", 20)
+    for processes in (0, 2):
+        files_of((source, None), tools, tmp_path / f"table{processes}", processes, "single_speaker_smart_voice")
+        assert capfd.readouterr().out.count("20 samples with unused_reference: ") == 1
+
+
+@pytest.mark.parametrize("kind", ["list", "lines", "folder"])
+def test_problems_are_the_same_in_the_same_order(tmp_path, tools, kind, small_parts):
+    def spoil(i, raw):
+        if i in (1, 7, 19, 20, 21, 22, 23, 24, 38):
+            return {**raw, "audio_file": "none.wav" if i % 2 else None,
+                    "messages": raw.get("messages", [])[:2] + [{"role": "nobody"}]}
+        return {**raw, "messages": [{"role": "user", "content": "<|eot_id|>"}, *raw["messages"][1:]]} \
+            if i in (2, 30) and "messages" in raw else raw
+
+    sources, texts = (write_entries(tmp_path / "train", kind, 40, spoil),
+                      write_entries(tmp_path / "held_out", "list", 8, spoil)), []
+    for processes in (0, 2):
+        with pytest.raises(UserError) as caught:
+            files_of(sources, tools, tmp_path / f"table{processes}", processes)
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1] and texts[0].startswith(f"{12 if kind == 'folder' else 14} problems:")
+    assert "sample 38" in texts[0] and "control token <|eot_id|>" in texts[0]
+
+
+@pytest.mark.parametrize("kind, damage, said", [
+    ("lines", lambda text: text.replace('"Number 25,', '"Number 25"', 1), "line 51 column"),
+    ("lines", lambda text: text.replace("Number 25,", "\udcff", 1), "is not UTF-8 text"),
+    ("list", lambda text: text.replace('"Number 25,', '"Number 25"', 1), "not valid JSON at line"),
+    ("list", lambda text: text[:text.index('"Number 25,')], "looks truncated"),
+    ("list", lambda text: text + "\n{}]", "Extra data"), ("list", lambda text: "[]", "holds no samples")])
+def test_an_error_of_the_file_is_the_same(tmp_path, tools, kind, damage, said, small_parts):
+    path, texts = write_entries(tmp_path / "train", kind, 40), []
+    path.write_text(damage(path.read_text()), errors="surrogateescape")
+    for processes in (0, 1, 2):
+        with pytest.raises(UserError) as caught:
+            files_of((path, None), tools, tmp_path / f"table{processes}", processes)
+        texts.append(str(caught.value))
+    assert texts == texts[:1] * 3 and said in texts[0] and "\n" not in texts[0]
+
+
+def test_clips_are_what_they_were(tools):
+    """Offsets keep their kind, by which the code cache tells them; equal ones are one clip, the first."""
+    given = [Clip("a.wav"), Clip("a.wav", 3, 2.5, 1.5), Clip("a.wav", 3.0, 2.5), Clip("a.wav", 3), Clip("é\udcff.wav"),
+             Clip("a.wav", 0, 2), Clip("a.wav", seconds=9.0), Clip("", None, None, 1.0)]
+    builder = TableBuilder(*tools)
+    for part in (given[:5], given[2:]):
+        builder.add([Sample("s", [Turn("user", ["Hm."], 0), Turn("assistant", [clip], 1, True)]) for clip in part], [])
+    distinct = list(dict.fromkeys(given))
+    assert list(map(repr, builder.clips)) == list(map(repr, distinct)) and len(builder.clips) == 6
+    assert [builder.clips[n] for i in range(len(builder)) for n in builder.clips_of(i)] == given[:5] + given[2:]
+    assert builder.clips[1:3] == distinct[1:3] and builder.clips[-1] == distinct[-1]
+    with pytest.raises(IndexError):
+        builder.clips[6]
+
+
+def test_a_sample_takes_little_memory(tools, tmp_path):
+    """Ten million samples with a clip each: the arrays of what is asked for often, and no Python object."""
+    builder = TableBuilder(*tools, tmp_path / "table")
+    chunk = builder.chunk([Sample(f"some/where/data.json sample {i}", [
+        Turn("user", ["What shall be said, in some words."], 0),
+        Turn("assistant", [Clip(f"/data/of/some/one/{i:04d}.wav", seconds=3.0)], 1, True)]) for i in range(2048)], [])
+    rounds, rng = 50, np.random.default_rng(0)
+    n = rounds * 2048
+
+    def peaks():
+        tracemalloc.start()
+        for _ in range(rounds):
+            builder.append({**chunk, "digests": rng.integers(0, 2**63, chunk["digests"].shape).astype(np.uint64)})
+        reading = tracemalloc.get_traced_memory()[1]
+        assert len(builder.clips) == n
+        builder.write(tmp_path / "table", tmp_path, [], np.ones((n, 3), np.int64))      # of which 24 bytes
+        return reading, tracemalloc.get_traced_memory()[1]
+    reading, peak = in_a_fork(peaks)
+    assert reading < 8 * 2**20 and peak / n < 150
+    assert np.load(tmp_path / "table" / "lengths.npy", mmap_mode="r").shape == (n,)
+
+
+def test_texts_alone_make_a_table_too(tokenizer, ids, tmp_path):
+    table = table_of([CONVERSATIONS[3], CONVERSATIONS[3]], tokenizer, ids, tmp_path / "texts")
+    batch = collate([SpeechSamples(table, ids)[1]], ids)
+    assert table.audio_targets.tolist() == [0, 0] and batch.audio_ids.shape == (0, BOOKS)
+    assert batch.counts["text_targets"] == int(table.text_targets[1]) > 0
+
+
+def test_codes_of_a_clip_are_shared_and_written_once(table, tokenizer, ids, tmp_path):
+    """Two samples that use a clip point at the same codes; the table grows by numbers, not by audio."""
+    two = table_of([CONVERSATIONS[1], CONVERSATIONS[1]], tokenizer, ids, tmp_path / "twice")
+    assert two.where.shape == (2, 3) and two.clips.tolist() == [0, 1, 0, 1]
+    assert os.path.getsize(tmp_path / "twice" / "codes-0.safetensors") < 2 * 8 * (5 + 30) + 200
+
+
+@pytest.mark.parametrize("token", ["<|eot_id|>", "<|AUDIO_OUT|>", "<|audio_eos|>", "<|begin_of_text|>",
+                                   "<|reserved_special_token_6|>"])
+def test_control_tokens_in_text_are_refused(tokenizer, ids, token):
+    builder, problems = TableBuilder(tokenizer, ids), []
+    builder.add([Sample("bad one", [SYSTEM, user(f"Hello {token} there"), speaker(TARGET)]),
+                 Sample("good one", [SYSTEM, user("a <| b |> c <|eot"), speaker(TARGET)])], problems)
+    assert len(builder) == 1 and bytes(builder.names[0]) == b"good one"
+    assert problems == [f"bad one: text contains the control token {token}; remove it"]

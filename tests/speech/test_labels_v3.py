@@ -1,0 +1,139 @@
+"""Conversations of any data set as sequences of Higgs TTS 3: tokens, reference, labels, counts, batches."""
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from data import SpeechSamples, collate
+from speech.data.conversations import BadSample, Clip, Sample, Turn
+from speech.data.dataset import TableBuilder
+from speech.demo import make_tiny
+from speech.model import labels_v3, v3
+from speech.model.labels import IGNORE
+from speech.voice.generate import text_prompts
+from tests.helpers import dialogues
+
+
+@pytest.fixture(scope="module")
+def model3(tmp_path_factory):
+    out = tmp_path_factory.mktemp("tiny3")
+    pytest.importorskip("torchaudio")
+    return make_tiny.make_model3(out, make_tiny.make_codec(out))
+
+
+@pytest.fixture(scope="module")
+def tokenizer3(model3):
+    return v3.load_tokenizer(model3)
+
+
+@pytest.fixture(scope="module")
+def ids3(model3, tokenizer3):
+    return v3.load(model3)[1]
+
+
+def spoken(*turns):
+    """Sample of (role, text or Clip, trained) turns."""
+    return Sample("sample 0", [Turn(role, [part], i, trained) for i, (role, part, trained) in enumerate(turns)])
+
+
+A, B, C = Clip("a.wav"), Clip("b.wav"), Clip("c.wav")
+SYSTEM = ("system", "Generate audio following instruction.", False)
+
+
+def filled(clip):
+    return replace(clip, filled=True)
+
+
+def words(stream):
+    return [part for part, _ in stream]
+
+
+def test_reference_and_target_of_a_cloning_sample(ids3):
+    sample = spoken(SYSTEM, ("user", "Heard.", False), ("assistant", A, False), ("user", "Say this.", False),
+                    ("assistant", B, True))
+    (name, stream), = ids3.streams(sample)[0]
+    assert name == "sample 0" and [labelled for _, labelled in stream] == [False] * 8 + [True]
+    assert words(stream) == ["<|tts|>", "<|ref_text|>", "Heard.", "<|ref_audio|>", filled(A), "<|text|>", "Say this.",
+                             "<|audio|>", B]
+    assert ids3.streams(sample)[1] == ["lose their system or scene text"]
+
+
+def test_each_trained_clip_is_a_sample_of_its_own(ids3):
+    sample = spoken(("user", "One.", False), ("assistant", A, True), ("user", "Two.", False), ("assistant", B, True))
+    found, left_out = ids3.streams(sample)
+    assert [name for name, _ in found] == ["sample 0 message 1", "sample 0 message 3"] and left_out == []
+    assert words(found[0][1]) == ["<|tts|>", "<|text|>", "One.", "<|audio|>", A]
+    assert words(found[1][1]) == ["<|tts|>", "<|ref_text|>", "One.", "<|ref_audio|>", filled(A), "<|text|>", "Two.",
+                                  "<|audio|>", B]
+
+
+def test_what_has_no_place_is_counted_or_refused(ids3):
+    sample = spoken(("user", "R1.", False), ("assistant", A, False), ("user", "R2.", False), ("assistant", B, False),
+                    ("user", "[SPEAKER1] Say <|emotion:elation|>this.", False), ("assistant", C, True))
+    (_, stream), = ids3.streams(sample)[0]
+    assert words(stream)[2:5] == ["R2.", "<|ref_audio|>", filled(B)]
+    assert words(stream)[-3] == "Say <|emotion:elation|>this."
+    assert ids3.streams(sample)[1] == ["lose a speaker's mark", "lose an earlier reference: the last one stays"]
+    with pytest.raises(BadSample, match="several speakers"):
+        ids3.streams(spoken(("user", "[SPEAKER0] Hi. [SPEAKER1] Ho.", False), ("assistant", A, True)))
+    (_, stream), = ids3.streams(spoken(("user", "[SPEAKER0] Hi.\n[SPEAKER0]Ho.", False), ("assistant", A, True)))[0]
+    assert words(stream)[-3] == "Hi.\nHo."
+    stream = labels_v3.pieces("Hi.", A, ("Heard.", B), False)
+    assert words(stream) == ["<|tts|>", "<|ref_audio|>", filled(B), "<|text|>", "Hi.", "<|audio|>", A]
+
+
+def test_structural_tokens_are_forbidden_in_texts_and_tags_are_not(ids3, tokenizer3):
+    forbidden = set(ids3.forbidden(tokenizer3).values())
+    assert {"<|tts|>", "<|text|>", "<|audio_end|>", "<|endoftext|>"} <= forbidden
+    assert not any(":" in token for token in forbidden)
+
+
+def test_unknown_control_tags_are_counted(ids3, tokenizer3, tmp_path):
+    texts = ["<|emotion:elation|>Hi.", "<|emotion:elaton|>Hi.", "<|emotion:elaton|>Ho <|laugh|>.", "2 <| 3 |> 1"]
+    builder, problems = TableBuilder(tokenizer3, ids3, tmp_path / "t"), []
+    builder.add([spoken(("user", text, False), ("assistant", A, True)) for text in texts], problems)
+    what = "which is no control tag of this model: it is read aloud"
+    assert builder.left_out == {f"hold <|emotion:elaton|>, {what}": 2, f"hold <|laugh|>, {what}": 1,
+                                f"hold <| 3 |>, {what}": 1} and not problems
+
+
+@pytest.fixture(scope="module")
+def table3(tokenizer3, ids3, tmp_path_factory):
+    return dialogues.table_of(dialogues.CONVERSATIONS, tokenizer3, ids3, tmp_path_factory.mktemp("labels3"))
+
+
+def test_table_counts_are_those_of_the_batches(table3, ids3):
+    samples = SpeechSamples(table3, ids3)
+    assert len(table3) >= len(dialogues.CONVERSATIONS) - 1
+    for i in range(len(table3)):
+        counts = collate([samples[i]], ids3).counts
+        assert int(table3.audio_targets[i]) == counts["audio_targets"] > 0 == counts["text_targets"]
+        assert int(table3.lengths[i]) == counts["tokens"]
+
+
+def test_a_batch_of_the_table_is_the_prompt_and_rows_of_the_layout(table3, ids3, model3):
+    model, _ = v3.load(model3)
+    samples = [SpeechSamples(table3, ids3)[i] for i in range(len(table3))]
+    batch, packed = collate(samples, ids3, 64 * 20), v3.PackedHiggs3(model)
+    audio, _, _ = packed(batch)
+    expected = 0.0
+    for i in range(len(table3)):
+        tokens = table3.tokens[table3.token_offsets[i]:table3.token_offsets[i + 1]].tolist()
+        where = table3.where[table3.clips[table3.clip_offsets[i]:table3.clip_offsets[i + 1]]]
+        *reference, target = (torch.from_numpy(table3.reader.codes(*row).astype(np.int64)) for row in where.tolist())
+        at = tokens.index(ids3.text)
+        ref_text = tokens[2:tokens.index(ids3.ref_audio)] if ids3.ref_text in tokens else None
+        ref_rows = v3.delay(reference[0]) if reference else None
+        rows, mask = v3.delay(target), v3.label_mask(len(target))
+        logits = v3.forced_logits(model, v3.prompt(ids3, tokens[at + 1:-2], ref_text, ref_rows), ref_rows, rows)
+        expected += torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows.masked_fill(~mask, IGNORE).flatten(),
+                                                      ignore_index=IGNORE, reduction="sum")
+    torch.testing.assert_close(audio.sum(), expected, rtol=1e-5, atol=0)
+
+
+def test_texts_to_speak_take_the_same_path(ids3):
+    sample, = text_prompts([("line 1", "Say this.")], False)
+    sample.turns[-1].trained = True
+    (_, stream), = ids3.streams(sample)[0]
+    assert words(stream)[:-1] == ["<|tts|>", "<|text|>", "Say this.", "<|audio|>"]

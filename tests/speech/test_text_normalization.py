@@ -1,0 +1,81 @@
+"""Text normalised as boson-ai's generation.py does, against its rules written once more; a checkpoint's setting."""
+import random
+
+import pytest
+
+from speech.data import text_normalization
+
+# boson-ai/higgs-audio examples/generation.py (f04f5df), one replacement after the other, in its order
+STEPS = [(mark, plain) for marks, plain in (
+    ("，", ", "), ("。", "."), ("：", ":"), ("；", ";"), ("？", "?"), ("！", "!"), ("（", "("), ("）", ")"),
+    ("【", "["), ("】", "]"), ("《", "<"), ("》", ">"), ("“”", '"'), ("‘’", "'"), ("、", ","), ("—", "-"),
+    ("…", "..."), ("·", "."), ("「」『』", '"')) for mark in marks] + [
+    ("(", " "), (")", " "), ("°F", " degrees Fahrenheit"), ("°C", " degrees Celsius"),
+    ("[laugh]", "<SE>[Laughter]</SE>"), ("[humming start]", "<SE_s>[Humming]</SE_s>"),
+    ("[humming end]", "<SE_e>[Humming]</SE_e>"), ("[music start]", "<SE_s>[Music]</SE_s>"),
+    ("[music end]", "<SE_e>[Music]</SE_e>"), ("[music]", "<SE>[Music]</SE>"),
+    ("[sing start]", "<SE_s>[Singing]</SE_s>"), ("[sing end]", "<SE_e>[Singing]</SE_e>"),
+    ("[applause]", "<SE>[Applause]</SE>"), ("[cheering]", "<SE>[Cheering]</SE>"), ("[cough]", "<SE>[Cough]</SE>")]
+
+
+def reference(text):
+    """The rules as the facts tell them: replacements in order, lines tidied and empty ones dropped, a last stop."""
+    for old, new in STEPS:
+        text = new.join(text.split(old))
+    lines = [" ".join(line.split()) for line in text.split("\n")]
+    text = "\n".join(line for line in lines if line).strip()
+    return text if text[-1:] in list(".!?,;\"'") or text.endswith(("</SE_e>", "</SE>")) else text + "."
+
+
+TEXTS = [
+    "It is 20°C", "Water boils at 212°F (sea level)", "多い，少ない。", "《三体》第一部：结束了吗？", "他说“走吧”",
+    "「はい」、そして…", "安娜·卡列尼娜", "Wait;", "so—what", "isn’t it ‘odd’", "  a   b \n\n c ", "a\r\nb\u2028c\td",
+    "[cough] well", "[music start] la [music end]", "【laugh】 then", "[humming start]m[humming end]", "[sing] no tag",
+    "[laugh start] no tag", "[music  start]", "[hello]", "(quiet)", "()", "", "[SPEAKER0] Hi!\n[SPEAKER1] Yes",
+    "end </SE_s>", "ends with a colon:"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_normalised_as_boson_does(text):
+    assert text_normalization.normalise(text) == reference(text)
+
+
+def test_normalised_as_boson_does_whatever_the_text():
+    draw, pieces = random.Random(0), [old for old, _ in STEPS] + list("ab°CF[]().,;!?'\" \t\n\r") + ["laugh", "music"]
+    for _ in range(3000):
+        text = "".join(draw.choices(pieces, k=draw.randrange(12)))
+        assert text_normalization.normalise(text) == reference(text), text
+
+
+def test_some_results_written_by_hand():
+    assert [text_normalization.normalise(t) for t in TEXTS[:4]] == [
+        "It is 20 degrees Celsius.", "Water boils at 212 degrees Fahrenheit sea level.", "多い, 少ない.",
+        "<三体>第一部:结束了吗?"]
+    assert text_normalization.normalise("[music start] la [music end]") == "<SE_s>[Music]</SE_s> la <SE_e>[Music]</SE_e>"
+
+
+@pytest.mark.parametrize("text, heard", [
+    ("《三体》[laugh] 好", "三体 好."), ("[SPEAKER0] Hi [music start] la [music end]", "Hi la"), ("20°F", "20 degrees "
+                                                                                             "Fahrenheit.")])
+def test_what_can_be_heard_of_a_text(text, heard):
+    assert " ".join(text_normalization.heard(text).split()) == heard
+
+
+def test_speech_follows_the_checkpoint(tmp_path):
+    """On or off as the adapter, else the model says; one of an older version: off; a base: on; a flag beats all."""
+    base, on, off, old = (tmp_path / name for name in ("base", "on", "off", "old"))
+    for folder in (base, on, off, old):
+        folder.mkdir()
+    text_normalization.save_setting(on / text_normalization.FILE, "on")
+    text_normalization.save_setting(off / text_normalization.FILE, "off")
+    told = {
+        (None, base, None, False): (True, "boson-ai's inference"), (None, base, on, False): (True, f"as {on} was"),
+        (None, base, off, False): (False, f"as {off} was"), (None, on, old, False): (False, f"{old} does not say"),
+        (None, off, None, True): (False, f"as {off} was"), (None, old, None, True): (False, f"{old} does not say"),
+        ("off", base, on, False): (False, f"off; {on} was trained with on"), ("on", base, old, False): (True, "on"),
+        ("off", base, off, False): (False, "--normalize_text off")}
+    for (wanted, model, adapter, trained), (normalize, said) in told.items():
+        found, line = text_normalization.setting_to_speak(wanted, model, adapter, trained)
+        assert found is normalize and said in line and f"--normalize_text {'on' if found else 'off'}" in line
+    (on / text_normalization.FILE).write_text("half of i")
+    assert text_normalization.saved_setting(on) is None

@@ -1,0 +1,484 @@
+"""The packed model against transformers' own: loss, gradients, hidden states, syncs, checkpoint formats, FLOPs."""
+import os
+
+import pytest
+import torch
+import torch._dynamo.utils
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
+
+import lora
+from common import distributed, optim
+from data import collate
+from speech.model import v2
+from speech.model.weights import load_model, native_config
+from tests.helpers import spoken
+from tests.helpers.checkpoints import config_of
+
+CONVERSATIONS = {"single": spoken.SINGLE, "short": spoken.SHORT, "long": spoken.LONG, "cloning": spoken.CLONING,
+                 "multi-turn": spoken.MULTI_TURN, "text only": spoken.TEXT_ONLY}
+PACKS = {name: [name] for name in CONVERSATIONS} | {"mixed": list(CONVERSATIONS)}
+
+
+@pytest.fixture(scope="module")
+def data(tiny, tmp_path_factory):
+    """(TokenIds, {name: sample}) of CONVERSATIONS."""
+    ids, samples = spoken.samples_of(tiny.model, native_config(config_of(tiny.model)),
+                                     list(CONVERSATIONS.values()), tmp_path_factory.mktemp("table"))
+    return ids, dict(zip(CONVERSATIONS, samples))
+
+
+@pytest.fixture
+def packed(tiny):
+    return v2.PackedHiggs(spoken.native(tiny.model))
+
+
+def load(folder):
+    return load_model(folder, config_of(folder), torch.float32)
+
+
+def assert_same_gradients(ours, theirs, tolerance=1e-5):
+    assert ours.keys() == theirs.keys() and len(ours) > 30
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name:
+                                   f"{n}: {m}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parity with transformers
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("pack", PACKS)
+def test_loss_and_every_gradient_equal_transformers(tiny, data, packed, pack, side):
+    ids, samples = data
+    picked = [samples[name] for name in PACKS[pack]]
+    theirs = spoken.native(tiny.model)
+    expected = theirs(**spoken.native_batch(picked, ids, side)).loss
+    expected.backward()
+    loss = spoken.total(packed, collate(picked, ids))
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    assert_same_gradients(spoken.gradients(packed.net), spoken.gradients(theirs))
+    reached = [n for n, g in spoken.gradients(theirs).items() if g.abs().max() > 1e-3]
+    assert len(reached) > (15 if pack == "text only" else 30)       # else equal means little
+
+
+def test_each_codebook_and_the_text_have_their_own_right_sum(tiny, data, packed):
+    """The total could hide two codebooks that are swapped, or loss moved from text to audio."""
+    ids, samples = data
+    batch = collate([samples["cloning"], samples["multi-turn"]], ids)
+    theirs = spoken.native(tiny.model)
+    with torch.no_grad():
+        audio, text, eos = packed(batch)
+        inputs = spoken.native_batch([samples["cloning"], samples["multi-turn"]], ids)
+        labels, audio_labels = inputs.pop("labels"), inputs.pop("audio_labels")
+        for k in range(8):
+            only = torch.full_like(audio_labels, -100)
+            only[..., k] = audio_labels[..., k]
+            # transformers divides by the number of labels it is told; the 7 codebooks without labels give 0
+            one = theirs(**inputs, audio_labels=only, num_items_in_batch=1).loss
+            torch.testing.assert_close(audio[k], one, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(text, theirs(**inputs, labels=labels, num_items_in_batch=1).loss, rtol=1e-5, atol=0)
+        is_eos = torch.where(audio_labels == ids.stream_eos, audio_labels, -100)
+        torch.testing.assert_close(eos[0], theirs(**inputs, audio_labels=is_eos, num_items_in_batch=1).loss,
+                                   rtol=1e-5, atol=1e-5)
+    assert eos[2] == 8 * 3      # one a codebook of the three trained clips, none of the reference
+
+
+def test_end_of_stream_accuracy_counts_right_answers(data, packed):
+    ids, samples = data
+    with torch.no_grad():
+        codes = packed.net.audio_lm_head.weight.view(8, 1026, -1)
+        codes[:] = 0.0
+        codes[:5, ids.stream_eos] = 1.0         # codebooks 0-4: every logit 0 but end-of-stream's sum of the state
+        batch = collate([samples["single"], samples["long"]], ids)
+        state = packed.hidden_states(batch).index_select(0, batch.audio_rows).sum(-1)
+        expected = ((state[:, None] > 0) & (batch.audio_targets == ids.stream_eos))[:, :5].sum()
+        correct = packed(batch)[2][1]
+    assert correct == expected and 0 < expected < 10
+
+
+@pytest.mark.parametrize("speaks", [(0,), (1, 7), ()])
+def test_stops_count_codebook_0_alone(data, packed, speaks):
+    """Codebook 0's end-of-stream decides when speech stops; the others only follow it."""
+    ids, samples = data
+    batch = collate([samples["cloning"], samples["long"]], ids, pad_to=700)
+    first = batch.audio_targets.view(-1, 8)[:, 0]
+    clips, codes = (first == ids.stream_eos).sum(), ((first != ids.stream_eos) & (first >= 0)).sum()
+    with torch.no_grad():
+        heads = packed.net.audio_lm_head.weight.view(8, 1026, -1)
+        heads[:] = 0.0
+        heads[list(speaks), ids.stream_eos] = 1.0       # these say end-of-stream where the state's sum is positive
+        state = packed.hidden_states(batch).index_select(0, batch.audio_rows).sum(-1)
+        audio, text, (*_, stops, false_stops) = sums = packed(batch)
+        targets = [(batch.audio_targets >= 0).sum(), (batch.text_targets >= 0).sum()]
+    says = (state > 0) & (0 in speaks)
+    assert stops == (says & (first == ids.stream_eos)).sum() and false_stops == (says & (first < 1024)
+                                                                                 & (first >= 0)).sum()
+    assert (0 < false_stops < codes) == (0 in speaks) and len(audio) + 1 + len(sums[2]) == 14
+    values = v2.loss_report([*audio.tolist(), text.item(), *sums[2].tolist(), *map(int, targets)], "mean", 1.0, "x")
+    assert values["x/stop_recall"] == pytest.approx((stops / clips).item())
+    assert values["x/false_stop_rate"] == pytest.approx((false_stops / codes).item())
+
+
+def test_report_of_sums():
+    """Two clips, 100 codes a codebook: 1 of 2 ends found by codebook 0, 14 of 16 by all, 5 false ends."""
+    sums = [102.0 * (k + 1) for k in range(8)] + [20.0, 32.0, 14, 16, 1, 5, 8 * 102, 10]
+    values = v2.loss_report(sums, "mean", 1.0, "eval")
+    assert values["eval/stop_recall"] == 0.5 and values["eval/false_stop_rate"] == 5 / 100
+    assert values["eval/eos_accuracy"] == 14 / 16 and values["eval/eos_loss"] == 2 and values["eval/text_loss"] == 2
+    assert values["eval/audio_loss"] == 4.5 and values["eval/audio_loss_codebook_7"] == 8
+    assert values["eval/loss"] == 6.5
+    nothing = v2.loss_report([0.0] * 16, "mean", 1.0, "eval")
+    assert nothing.keys() == values.keys() and all(value != value for value in nothing.values())
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_hidden_states_and_logits_equal_transformers_padded_forward(tiny, data, packed, side):
+    ids, samples = data
+    picked = list(samples.values())
+    batch, theirs = collate(picked, ids, pad_to=640), spoken.native(tiny.model)
+    inputs = spoken.native_batch(picked, ids, side)
+    with torch.no_grad():
+        state = packed.hidden_states(batch)[batch.seq_index]
+        expected = theirs.model(**{k: v for k, v in inputs.items() if "labels" not in k}).last_hidden_state
+        logits = theirs(**{k: v for k, v in inputs.items() if "labels" not in k}).logits
+    real = inputs["attention_mask"].bool()
+    assert len(state) == 640 > real.sum() and (~real).any()
+    state = state[:real.sum()]
+    torch.testing.assert_close(state, expected[real], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(packed.net.audio_lm_head(state), logits[real], rtol=1e-5, atol=1e-5)
+
+
+def test_padding_to_a_budget_changes_nothing(data, packed):
+    ids, samples = data
+    picked = [samples["cloning"], samples["short"]]
+    results = []
+    for pad_to in (0, 333):
+        batch = collate(picked, ids, pad_to)
+        assert batch.counts["padding"] == (333 - batch.counts["tokens"] if pad_to else 0)
+        packed.zero_grad()
+        loss = spoken.total(packed, batch)
+        loss.backward()
+        results.append((loss, spoken.gradients(packed.net)))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=1e-5)
+    assert_same_gradients(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("pad_to", [0, 64])
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_empty_pack_weighs_nothing_and_touches_every_trainable_weight(tiny, data, method, pad_to):
+    """An untouched weight would leave DDP waiting for its gradient; 0/0 would poison the sum over ranks."""
+    net = spoken.native(tiny.model)
+    if method == "lora":
+        net = lora.add_lora(net, 4, 8, 0.0, "all-linear", "base")
+    packed = v2.PackedHiggs(net)
+    audio, text, eos = packed(collate([], data[0], pad_to))
+    assert audio.tolist() == [0.0] * 8 and text.item() == 0.0 and eos.tolist() == [0.0] * 5
+    (audio.sum() + text).backward()
+    trainable = {n: p for n, p in packed.named_parameters() if p.requires_grad}
+    assert len(trainable) == (2 * 2 * 10 if method == "lora" else 33)
+    for name, parameter in trainable.items():
+        assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# No host sync; steps that a bad gradient cannot poison
+
+SYNCS = {"aten::nonzero", "aten::item", "aten::_local_scalar_dense"}
+
+
+def syncs(work, inside=()):
+    """Names of the synchronising operators that work() runs, but for those inside the operators named."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        work()
+    found = []
+    for event in profile.events():
+        parent = event.cpu_parent
+        while parent is not None and parent.name not in inside:
+            parent = parent.cpu_parent
+        if event.name in SYNCS and parent is None:
+            found.append(event.name)
+    assert any(e.name.startswith("aten::") for e in profile.events())
+    return found
+
+
+@pytest.mark.slow
+def test_forward_and_backward_never_wait_for_the_device(tiny, data, packed):
+    ids, samples = data
+    batch = collate(list(samples.values()), ids, pad_to=640)
+    assert syncs(lambda: spoken.total(packed, batch).backward()) == []
+    theirs, inputs = spoken.native(tiny.model), spoken.native_batch(list(samples.values()), ids)
+    assert set(syncs(lambda: theirs(**inputs).loss.backward())) == SYNCS    # so the test can see them
+
+
+def test_optimizer_step_never_waits_for_the_device(data, packed):
+    ids, samples = data
+    spoken.total(packed, collate([samples["single"]], ids)).backward()
+    parameters = list(packed.parameters())
+    optimizer = optim.build_adamw(packed.named_parameters(), 1e-3, 0.1, (0.9, 0.95), v2.decays)
+
+    def step():
+        norm = optim.clip_gradients(parameters, 1.0)
+        optim.guarded_step(optimizer, 1 - torch.isfinite(norm).float())
+
+    for _ in range(2):      # the first step also makes the moments
+        # the fused kernel reads its step counters on the CPU, where they lie; on a GPU it does not
+        assert syncs(step, inside=("aten::_fused_adamw_",)) == []
+    assert syncs(lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True))
+
+
+def optimizer_state(optimizer):
+    return [{k: v.clone() for k, v in optimizer.state[p].items()} for g in optimizer.param_groups for p in g["params"]]
+
+
+def test_bad_step_leaves_weights_moments_and_counters_bit_equal(data, packed):
+    ids, samples = data
+    optimizer = optim.build_adamw(packed.named_parameters(), 1e-3, 0.1, (0.9, 0.95), v2.decays)
+    spoken.total(packed, collate([samples["single"]], ids)).backward()
+    optim.guarded_step(optimizer, torch.tensor(0.0))
+    weights = [p.detach().clone() for p in packed.parameters()]
+    state = optimizer_state(optimizer)
+    next(packed.parameters()).grad.view(-1)[3] = float("nan")
+    norm = optim.clip_gradients(list(packed.parameters()), 1.0)
+    assert norm.isnan()         # by now clipping has spread it to every gradient
+    optim.guarded_step(optimizer, 1 - torch.isfinite(norm).float())
+    assert all(torch.equal(p, w) for p, w in zip(packed.parameters(), weights))
+    for before, after in zip(state, optimizer_state(optimizer)):
+        assert before.keys() == after.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(before[k], after[k]) for k in before) and after["step"] == 1
+    assert not hasattr(optimizer, "found_inf") and not hasattr(optimizer, "grad_scale")
+
+
+def test_bad_first_step_leaves_a_fresh_optimizer(data, packed):
+    ids, samples = data
+    optimizer = optim.build_adamw(packed.named_parameters(), 1e-3, 0.1, (0.9, 0.95), v2.decays)
+    weights = [p.detach().clone() for p in packed.parameters()]
+    spoken.total(packed, collate([samples["single"]], ids)).backward()
+    optim.guarded_step(optimizer, torch.tensor(1.0))
+    assert all(torch.equal(p, w) for p, w in zip(packed.parameters(), weights))
+    assert not any(v.any() for state in optimizer_state(optimizer) for v in state.values())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_good_steps_equal_plain_adamw(tiny, data, packed, fused):
+    """Also the two-group split: weight decay must reach the matrices and nothing else."""
+    ids, samples = data
+    plain = v2.PackedHiggs(spoken.native(tiny.model))
+    ours = optim.build_adamw(packed.named_parameters(), 3e-3, 0.2, (0.9, 0.95), v2.decays)
+    kind = {id(m.weight): type(m) for m in plain.net.modules() if hasattr(m, "weight")}
+    theirs = torch.optim.AdamW(
+        [{"params": [p], "weight_decay": 0.2 if kind[id(p)] is torch.nn.Linear else 0.0} for p in plain.parameters()],
+        lr=3e-3, betas=(0.9, 0.95), eps=1e-8, fused=fused)
+    for _ in range(3):
+        for model, step in ((packed, lambda: optim.guarded_step(ours, torch.tensor(0.0))), (plain, theirs.step)):
+            model.zero_grad()
+            spoken.total(model, collate([samples["cloning"]], ids)).backward()
+            step()
+    for (name, p), q in zip(packed.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Recomputation, compilation, bf16
+
+
+def test_recomputation_gives_the_same_gradients_and_really_recomputes(tiny, data, packed):
+    ids, samples = data
+    batch = collate(list(samples.values()), ids)
+    calls = []
+
+    def run(model):
+        model.net.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))
+        calls.clear()
+        loss = spoken.total(model.train(), batch)
+        loss.backward()
+        return loss, spoken.gradients(model.net), len(calls)
+
+    loss, plain, once = run(packed)
+    again, recomputed, twice = run(v2.PackedHiggs(spoken.native(tiny.model), recompute="all"))
+    assert (once, twice) == (1, 2)
+    torch.testing.assert_close(again, loss, rtol=1e-6, atol=0)
+    assert_same_gradients(recomputed, plain, 1e-6)
+
+
+def test_recomputation_reaches_adapters_through_a_frozen_base(tiny, data):
+    """The first layer's input needs no gradient under LoRA; the reentrant kind would lose its adapters."""
+    ids, samples = data
+    results = []
+    for recompute in (None, "all"):
+        torch.manual_seed(0)
+        net = lora.add_lora(spoken.native(tiny.model), 4, 8, 0.0, "all-linear", "base")
+        fill_adapters(net)
+        packed = v2.PackedHiggs(net, recompute).train()
+        spoken.total(packed, collate([samples["cloning"]], ids)).backward()
+        results.append({n: p.grad for n, p in net.named_parameters() if p.requires_grad})
+    assert len(results[0]) == 40 and all(g.any() for n, g in results[0].items() if "layers.0" in n)
+    for name, grad in results[0].items():
+        torch.testing.assert_close(results[1][name], grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_compiled_layers_give_the_same_loss_and_gradients(tiny, data, packed):
+    """Traced as --compile traces them; test_fsdp trains with its inductor, which takes a minute of g++."""
+    ids, samples = data
+    names = list(packed.net.state_dict())
+    picked = [samples["cloning"], samples["multi-turn"]]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = v2.PackedHiggs(spoken.native(tiny.model))
+    distributed.compile_layers(compiled.net.model.layers, backend="aot_eager")
+    for batch in (collate(picked, ids), collate(picked[:1], ids, 128)):         # of unlike shapes and sample counts
+        packed.zero_grad()
+        compiled.zero_grad()
+        expected, loss = spoken.total(packed, batch), spoken.total(compiled, batch)
+        expected.backward()
+        loss.backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+        assert_same_gradients(spoken.gradients(compiled.net), spoken.gradients(packed.net))
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 0
+    assert list(compiled.net.state_dict()) == names     # no _orig_mod: checkpoints stay loadable
+
+
+def test_bf16_autocast_is_close_and_keeps_fp32_gradients(data, packed):
+    ids, samples = data
+    batch = collate(list(samples.values()), ids)
+    with torch.no_grad():
+        expected = spoken.total(packed, batch)
+    products = []
+    packed.net.model.layers[1].audio_mlp.up_proj.register_forward_hook(lambda m, i, out: products.append(out.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = spoken.total(packed, batch)
+    loss.backward()
+    assert products == [torch.bfloat16] and loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=0.01, atol=0)
+    assert loss != expected
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in packed.parameters())
+
+
+@pytest.mark.skipif(os.environ.get("TEST_DEVICE") != "cuda", reason="set TEST_DEVICE=cuda to use a GPU")
+def test_gpu_attention_kernel_equals_attention_sample_by_sample():
+    torch.manual_seed(0)
+    lengths = (70, 1, 33)
+    cu_seqlens = torch.tensor([0, 70, 71, 104], dtype=torch.int32, device="cuda")
+    q, k, v = (torch.randn(104, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
+    ours = [t.clone().requires_grad_() for t in (q, k, v)]
+    exact = [t.float().requires_grad_() for t in (q, k, v)]
+    out = v2.packed_attention(*ours, cu_seqlens, 128, None)
+    expected = v2.packed_attention(*exact, cu_seqlens, 128, torch.tensor(lengths))
+    torch.testing.assert_close(out.float(), expected, rtol=0.02, atol=0.02)
+    weight = torch.randn_like(expected)
+    (out.float() * weight).sum().backward()
+    (expected * weight).sum().backward()
+    for a, b in zip(ours, exact):
+        torch.testing.assert_close(a.grad.float(), b.grad, rtol=0.03, atol=0.06)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What trains, what decays, what it costs
+
+
+def fill_adapters(net):
+    """Random B matrices: fresh ones are zero, and then A gets no gradient and nothing differs from the base."""
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in net.named_parameters():
+        if "lora_B" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
+
+
+def unreached(net, batch, text_weight):
+    """Names of trainable parameters that the loss gives no gradient, by autograd."""
+    audio, text, _ = v2.PackedHiggs(net)(batch)
+    trainable = {n: p for n, p in net.named_parameters() if p.requires_grad}
+    loss = audio.sum() + text_weight * text if text_weight else audio.sum()
+    grads = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
+    return {n for n, g in zip(trainable, grads) if g is None or not g.any()}
+
+
+@pytest.mark.parametrize("layers", [1, 2, 12])      # 12: "layers.1" is no part of "layers.11"
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_frozen_is_exactly_what_the_loss_cannot_reach(tiny, data, method, layers):
+    ids, samples = data
+    config = HiggsAudioV2Config(**{**config_of(tiny.model), "num_hidden_layers": layers, "hidden_size": 64})
+    torch.manual_seed(0)
+    native = net = HiggsAudioV2ForConditionalGeneration(config, use_text_head=True)
+    if method == "lora":
+        net = lora.add_lora(native, 4, 8, 0.0, "all-linear", "base")
+        fill_adapters(net)
+    batch = collate([samples["cloning"], samples["multi-turn"]], ids)
+    assert unreached(native, batch, text_weight=1.0) == set()
+    assert v2.freeze_unreachable(native, text_loss_weight=1.0) == []
+    assert all(p.requires_grad for p in native.parameters()) == (method == "full")
+    expected = unreached(native, batch, text_weight=0.0)
+    assert len(expected) == (6 if method == "lora" else 5)
+    frozen = v2.freeze_unreachable(native, text_loss_weight=0.0)
+    assert set(frozen) == expected and len(frozen) == len(expected)
+    parameters = dict(native.named_parameters())
+    assert not any(parameters[n].requires_grad for n in frozen)
+    assert unreached(native, batch, text_weight=0.0) == set()
+
+
+def test_only_matrices_decay(tiny):
+    net = lora.add_lora(spoken.native(tiny.model), 4, 8, 0.0, "all-linear", "base")
+    seen = {True: 0, False: 0}
+    for prefix, module in net.named_modules():
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            wanted = isinstance(module, torch.nn.Linear)
+            assert v2.decays(name, parameter) == wanted, name
+            seen[wanted] += 1
+    assert seen == {True: 2 * 10 * 3 + 2, False: 2 * 4 + 1 + 2}     # base, A, B, two heads; norms, two embeddings
+
+
+def executed_flops(packed, batch):
+    """(matrix products, attention) FLOPs of forward and backward, counted by torch below autograd."""
+    def product(_, a, b, **unused):     # of adapters, in place; torch counts only the other form
+        return 2 * a[0] * a[1] * b[1]
+
+    in_place = {torch.ops.aten.addmm_: product}
+    counter = FlopCounterMode(display=False, custom_mapping=in_place)
+    with sdpa_kernel(SDPBackend.MATH), counter:             # math: products, which count
+        audio, text, _ = packed(batch)
+        (audio.sum() + text).backward()
+    counts = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
+    adapters = counts.pop("aten.addmm_", 0)
+    assert counts.keys() == {"aten.mm", "aten.bmm"}
+    return counts["aten.mm"] + adapters, counts["aten.bmm"]
+
+
+def rotary_flops(config, batch):
+    """transformers 5.17 multiplies positions and frequencies as matrices, once a forward; 5.23 does not."""
+    return 0, len(batch.position_ids) * config.head_dim
+
+
+def test_flops_equal_torchs_own_count_full(data, packed):
+    ids, samples = data
+    config = packed.net.config
+    batch = collate(list(samples.values()), ids)
+    counts = batch.counts
+    matrices, attention = executed_flops(packed, batch)
+    # the head runs for all 8 codebooks of a row though at a clip's ends only some of them are targets
+    idle = batch.audio_targets.numel() - counts["audio_targets"]
+    assert 0 < idle < counts["audio_targets"]
+    assert matrices == v2.flops_per_pack(config, counts["tokens"], counts["audio_targets"] + idle,
+                                            counts["text_targets"], 0, lora=False)
+    # SDPA's math computes the full square of every sample
+    square = sum(n * n for n in batch.seqlens)
+    assert attention - v2.flops_per_pack(config, 0, 0, 0, square, lora=False) in rotary_flops(config, batch)
+
+
+def test_flops_equal_torchs_own_count_lora(tiny, data):
+    ids, samples = data
+    rank = 4
+    net = lora.add_lora(spoken.native(tiny.model), rank, 8, 0.0, "attention", "base")
+    batch = collate(list(samples.values()), ids)
+    config, tokens = net.get_base_model().config, batch.counts["tokens"]
+    matrices, attention = executed_flops(v2.PackedHiggs(net), batch)
+    h, q, kv = 128, 4 * 32, 2 * 32
+    base = v2.flops_per_pack(config, tokens, batch.audio_targets.numel(), batch.counts["text_targets"], 0, lora=True)
+    adapters = 6 * tokens * rank * 2 * ((h + q) + 2 * (h + kv) + (q + h))   # not counted, says flops_per_pack
+    first = 2 * tokens * (h * (q + 2 * kv) + 3 * rank * h)      # nothing before layer 0's projections is trained
+    assert matrices == base + adapters - first
+    square = v2.flops_per_pack(config, 0, 0, 0, sum(n * n for n in batch.seqlens), lora=True)
+    assert attention - square in rotary_flops(config, batch)

@@ -1,0 +1,402 @@
+"""Higgs TTS 3: sequences, packed model, loss and step machine against a padded reference written from the layout."""
+import inspect
+import json
+import math
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from common.distributed import UserError
+from speech.demo import make_tiny
+from speech.model import v3
+from speech.model.labels import IGNORE, PackedBatch
+from speech.voice import layout_check
+
+BOC, EOC = 1024, 1025
+IDS = v3.Ids(tts=1, text=2, audio=3, ref_audio=4, ref_text=5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    out = tmp_path_factory.mktemp("tiny3")
+    pytest.importorskip("torchaudio")
+    return make_tiny.make_model3(out, make_tiny.make_codec(out))
+
+
+@pytest.fixture
+def loaded(folder):
+    return v3.load(folder)
+
+
+def codes_of(frames, seed=0):
+    return torch.randint(0, 1024, (frames, 8), generator=torch.Generator().manual_seed(seed))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sequences
+
+
+def test_delay_and_labels_are_the_golden_picture():
+    b, e = BOC, EOC
+    codes = torch.tensor([[10, 20, 30, 40], [11, 21, 31, 41], [12, 22, 32, 42]])
+    rows = [[10, b, b, b], [11, 20, b, b], [12, 21, 30, b], [e, 22, 31, 40], [e, e, 32, 41], [e, e, e, 42]]
+    assert v3.delay(codes).tolist() == rows and v3.undelay(rows).tolist() == codes.tolist()
+    trained = [[row[k] for k in range(4) if v3.label_mask(3, 4)[r, k]] for r, row in enumerate(rows)]
+    assert trained == [[10], [11, 20], [12, 21, 30], [e, 22, 31, 40], [e, e, 32, 41], [e, e, e, 42]]
+    assert v3.label_mask(3, 4, bos=True).all()
+
+
+@pytest.mark.parametrize("frames", [1, 8, 50])
+def test_counts_of_a_clip(frames):
+    rows, mask = v3.delay(codes_of(frames)), v3.label_mask(frames)
+    assert rows.shape == mask.shape == (frames + 7, 8) and (rows == BOC).sum() == (rows == EOC).sum() == 28
+    assert mask.sum() == 8 * frames + 28 and not (mask & (rows == BOC)).any()
+    assert not (rows[:, 0] == BOC).any() and not (rows[:, 7] == EOC).any()
+    assert torch.equal(v3.undelay(rows), codes_of(frames))
+
+
+def test_prompts_hold_the_published_tokens():
+    rows = v3.delay(codes_of(9))
+    ids, audio = v3.prompt(IDS, [50, 51])
+    assert ids.tolist() == [1, 2, 50, 51, 3] and not audio.any()
+    ids, audio = v3.prompt(IDS, [50, 51], [60], rows)
+    assert ids[~audio].tolist() == [1, 5, 60, 4, 2, 50, 51, 3] and audio.tolist() == [False] * 4 + [True] * 16 + \
+        [False] * 4
+    ids, audio = v3.prompt(IDS, [50], ref_rows=rows)
+    assert ids[~audio].tolist() == [1, 4, 2, 50, 3] and audio.sum() == 16
+    with pytest.raises(UserError, match="without its audio"):
+        v3.prompt(IDS, [50], [60])
+    with pytest.raises(UserError, match=r"has no <\|ref_text\|>"):
+        v3.prompt(v3.Ids(1, 2, 3, 4), [50], [60], rows)
+
+
+def test_signatures_that_other_code_builds_on():
+    names = {name: list(inspect.signature(getattr(v3, name)).parameters) for name in (
+        "load", "prompt", "delay", "undelay", "label_mask", "forced_logits", "step")}
+    assert {name: names[name][:4] for name in names} == {
+        "load": ["folder", "dtype", "device"], "prompt": ["ids", "text_ids", "ref_text_ids", "ref_rows"],
+        "delay": ["codes", "bos", "eos"], "undelay": ["rows"], "label_mask": ["frames", "books", "bos"],
+        "forced_logits": ["model", "prompt", "ref_rows", "rows"], "step": ["logits", "state", "sampling", "generator"]}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model against a reference: padded, one sample after the other, every logit, written from the layout alone
+
+
+class Reference(torch.nn.Module):
+    """transformers' Qwen3 with its own attention and mask; tables and labels by loops over cells."""
+
+    def __init__(self, folder):
+        super().__init__()
+        stored, text = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+        text = {k: v for k, v in text["text_config"].items() if k != "rope_theta"}
+        config = Qwen3Config(**text, rope_parameters={"rope_theta": 1e6, "rope_type": "default"})
+        self.lm = Qwen3ForCausalLM(config)
+        body = {name.replace("body.", "model."): value for name, value in stored.items() if name.startswith("body.")}
+        body |= {name: stored["tied.embedding.text_embedding.weight"] for name in (
+            "model.embed_tokens.weight", "lm_head.weight")}
+        self.lm.load_state_dict(body)
+        self.table = torch.nn.Parameter(stored["tied.embedding.modality_embeddings.0.embedding.weight"].clone())
+
+    def rows(self, rows):
+        return torch.stack([sum(self.table[int(code) + 1026 * k] for k, code in enumerate(row)) for row in rows])
+
+    def forward(self, before, reference, after, target):
+        """before, after: token lists around the reference's rows (or None). -> (logits (L, 8, 1026), rows (L, 8))."""
+        parts = [self.lm.model.embed_tokens(torch.tensor(before, dtype=torch.int64))]
+        if reference is not None:
+            parts.append(self.rows(v3.delay(reference)))
+        parts.append(self.lm.model.embed_tokens(torch.tensor(after)))
+        rows = [[int(target[r - k, k]) if 0 <= r - k < len(target) else (BOC if r < k else EOC) for k in range(8)]
+                for r in range(len(target) + 7)]
+        prompt = torch.cat(parts)
+        full = torch.cat([prompt, self.rows(rows[:-1])])
+        padded = F.pad(full, (0, 0, 0, 5))[None]
+        mask = (torch.arange(len(full) + 5) < len(full))[None].long()
+        hidden = self.lm.model(inputs_embeds=padded, attention_mask=mask).last_hidden_state[0, :len(full)]
+        return (hidden[len(prompt) - 1:] @ self.table.T).view(-1, 8, 1026), torch.tensor(rows)
+
+    def loss(self, samples):
+        total = cells = 0
+        for before, reference, after, target in samples:
+            logits, rows = self(before, reference, after, target)
+            for r, row in enumerate(rows.tolist()):
+                for k, code in enumerate(row):
+                    if code != BOC:
+                        total, cells = total - logits[r, k].log_softmax(-1)[code], cells + 1
+        return total, cells
+
+
+def samples_of(ids):
+    """(before, reference codes or None, after, target codes): plain, cloned, cloned without text, and a short one."""
+    return [([], None, [ids.tts, ids.text, 70, 71, 72, ids.audio], codes_of(21, 1)),
+            ([ids.tts, ids.ref_text, 80, 81, ids.ref_audio], codes_of(30, 2), [ids.text, 90, ids.audio],
+             codes_of(12, 3)),
+            ([ids.tts, ids.ref_audio], codes_of(25, 4), [ids.text, 91, 92, ids.audio], codes_of(40, 5)),
+            ([], None, [ids.tts, ids.text, 93, ids.audio], codes_of(8, 6))]
+
+
+def prompt_of(ids, sample):
+    before, reference, after, _ = sample
+    ref_text = before[before.index(ids.ref_text) + 1:-1] if ids.ref_text in before else None
+    rows = None if reference is None else v3.delay(reference)
+    return *v3.prompt(ids, after[after.index(ids.text) + 1:-1], ref_text, rows), rows
+
+
+def pack(ids, samples):
+    """PackedBatch of samples_of, by the rules of the layout: rows 0 to L - 2 are inputs, 0 to L - 1 targets."""
+    tokens, audio, inputs, at, targets, lengths, start = [], [], [], [], [], [], 0
+    for sample in samples:
+        input_ids, is_audio, ref_rows = prompt_of(ids, sample)
+        rows, frames = v3.delay(sample[3]), len(sample[3])
+        tokens += [*input_ids.tolist(), *[ids.pad] * (len(rows) - 1)]
+        audio += [*is_audio.tolist(), *[True] * (len(rows) - 1)]
+        inputs += [rows[:0] if ref_rows is None else ref_rows, rows[:-1]]
+        at.append(torch.arange(len(rows)) + start + len(input_ids) - 1)
+        targets.append(rows.masked_fill(~v3.label_mask(frames), IGNORE))
+        lengths.append(len(input_ids) + len(rows) - 1)
+        start += lengths[-1]
+    audio = torch.tensor(audio)
+    text_pos, audio_pos = (~audio).nonzero()[:, 0], audio.nonzero()[:, 0]
+    none, order = torch.empty(0, dtype=torch.int64), torch.cat([text_pos, audio_pos]).argsort()
+    return PackedBatch(torch.tensor(tokens), torch.cat([torch.arange(n) for n in lengths]),
+                       torch.tensor([0, *lengths]).cumsum(0).int(), torch.cat(inputs), audio_pos, text_pos,
+                       order, order[torch.cat(at)], torch.cat(targets), none, none,
+                       max(lengths), tuple(lengths), (), {})
+
+
+@pytest.mark.slow
+def test_packed_loss_and_gradients_equal_the_reference(folder, loaded):
+    model, ids = loaded
+    samples, reference = samples_of(ids), Reference(folder)
+    expected, cells = reference.loss(samples)
+    expected.backward()
+    audio, text, eos = v3.PackedHiggs3(model.train())(pack(ids, samples))
+    audio.sum().backward()
+    torch.testing.assert_close(audio.sum(), expected, rtol=1e-5, atol=0)
+    assert text == 0 and cells == sum(8 * len(s[3]) + 28 for s in samples) and eos[2] == 28 * len(samples)
+    theirs = {f"body.{name.removeprefix('model.')}": p.grad for name, p in reference.lm.named_parameters()
+              if name.startswith("model.")} | {"audio_embedding.weight": reference.table.grad}
+    ours = {name: p.grad for name, p in model.named_parameters()}
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    report = v3.loss_report([*audio.tolist(), 0.0, *eos.tolist(), cells, 0], "mean", "eval")
+    assert report["eval/loss"] == pytest.approx(expected.item() / cells, rel=1e-5)
+    assert report["eval/audio_loss_codebook_7"] == pytest.approx(audio[7].item() / sum(len(s[3]) for s in samples))
+
+
+@pytest.mark.parametrize("recompute", ["all", "selective"])
+def test_recomputation_changes_no_gradient(folder, recompute):
+    grads, calls = [], []
+    for mode in (None, recompute):
+        model, ids = v3.load(folder)
+        model.body.layers[0].input_layernorm.register_forward_hook(lambda *_, mode=mode: calls.append(mode))
+        v3.PackedHiggs3(model.train(), mode)(pack(ids, samples_of(ids)))[0].sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *grads))
+    assert calls == [None, recompute, recompute]        # forward, and again for the backward pass
+
+
+def test_forced_logits_equal_the_reference(folder, loaded):
+    model, ids = loaded
+    for sample in samples_of(ids):
+        logits, rows = Reference(folder)(*sample)
+        input_ids, is_audio, ref_rows = prompt_of(ids, sample)
+        ours = v3.forced_logits(model, (input_ids, is_audio), ref_rows, rows)
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, logits, rtol=1e-4, atol=2e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Speaking
+
+
+def trace(first_eoc, books=8):
+    """Rows that step keeps when codebook 0 says EOC from row `first_eoc` on and the others always say their number."""
+    state, rows = v3.State(), []
+    while True:
+        logits = torch.full((books, 1026), -9.0)
+        for k in range(books):
+            logits[k, EOC if k == 0 and len(rows) >= first_eoc else k] = 9.0
+        row, state, done = v3.step(logits, state, v3.Sampling(temperature=0))
+        rows.append(row.tolist())
+        if done:
+            return rows
+
+
+@pytest.mark.parametrize("frames", [8, 9, 30])
+def test_step_machine_keeps_frames_plus_seven_rows(frames):
+    rows = trace(frames)
+    assert len(rows) == frames + 7
+    for r, row in enumerate(rows[:8]):
+        assert row[r + 1:] == [BOC] * (7 - r) and row[1:r + 1] == list(range(1, r + 1))
+    assert all(row[1:] == list(range(1, 8)) for row in rows[8:])        # nothing is forced after the stop
+    assert len(trace(3)) == 15          # an end before row 8 is not seen
+
+
+def test_draws_are_what_top_k_and_top_p_leave():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(4000, 4)
+    generator = torch.Generator().manual_seed(0)
+
+    def shares(**settings):
+        drawn = v3.draw(logits, v3.Sampling(**settings), generator)
+        return torch.bincount(drawn, minlength=4) / len(drawn)
+    assert shares(temperature=0)[0] == 1
+    for settings, expected in (({"top_k": 2, "top_p": 1.0}, [0.5 / 0.8, 0.3 / 0.8, 0, 0]),
+                               ({"top_k": 0, "top_p": 0.9}, [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]),
+                               ({"top_k": 0, "top_p": 0.5}, [1, 0, 0, 0])):
+        found = shares(temperature=1.0, **settings)
+        assert [share == 0 for share in found] == [share == 0 for share in expected]
+        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32), rtol=0,
+                                   atol=5 * math.sqrt(0.25 / 4000))
+
+
+def steps_of(model, ids, clips, steps, change=lambda rows, mask: (rows, mask)):
+    """Train on clips of plain prompts until their rows are known by heart. change: rows and labels -> broken ones."""
+    samples = [([], None, [ids.tts, ids.text, 60 + i, ids.audio], codes) for i, codes in enumerate(clips)]
+    batch = pack(ids, samples)
+    rows, mask = zip(*(change(v3.delay(codes), v3.label_mask(len(codes))) for codes in clips))
+    batch.audio_ids = torch.cat([r[:-1] for r in rows])
+    batch.audio_targets = torch.cat([r.masked_fill(~m, IGNORE) for r, m in zip(rows, mask)])
+    packed = v3.PackedHiggs3(model.train())
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=0)
+    for _ in range(steps):
+        audio, _, _ = packed(batch)
+        loss = audio.sum() / (batch.audio_targets != IGNORE).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if loss < 0.002:
+            break
+    assert loss < 0.01, f"{steps} steps, loss {loss.item():.4f}"
+    model.eval()
+    return [(*v3.prompt(ids, [60 + i]), None) for i in range(len(clips))]
+
+
+def shifted(rows, mask):
+    """The rows of another model: an all-BOC row first."""
+    return torch.cat([torch.full((1, 8), BOC), rows[:-1]]), mask
+
+
+def without_ends(rows, mask):
+    return rows, mask & (rows != EOC)
+
+
+def without_delay(rows, mask):
+    return torch.cat([v3.undelay(rows), torch.full((7, 8), EOC)]), torch.ones_like(mask)
+
+
+def without_row_0(rows, mask):
+    return rows, mask & (torch.arange(len(rows)) > 0)[:, None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [None, shifted, without_ends, without_delay, without_row_0])
+def test_what_is_learnt_is_spoken_and_stops_by_itself(loaded, change):
+    model, ids = loaded
+    clips = [codes_of(9, 7), codes_of(11, 8)]
+    prompts = steps_of(model, ids, clips, 400, *[change] if change else [])
+    if change in (None, shifted):       # the layout that was learnt has the lowest loss
+        found = layout_check.losses(model, ids, [([60 + i], codes) for i, codes in enumerate(clips)])
+        assert min(found, key=lambda name: found[name][0]) == (
+            "a row of BOC first, as V2" if change else layout_check.OURS) and found[layout_check.OURS].shape == (9,)
+    spoken = v3.generate(model, prompts, v3.Sampling(0, max_new_tokens=60), 0)
+    right = all(torch.equal(codes, clip) and how == "eos" for (codes, how), clip in zip(spoken, clips))
+    assert right == (change is None)
+
+
+def test_a_batch_speaks_what_each_prompt_speaks_alone(loaded):
+    model, ids = loaded
+    prompts = [(*prompt_of(ids, sample),) for sample in samples_of(ids)]
+    together = v3.generate(model, prompts, v3.Sampling(0, max_new_tokens=25), 5)
+    for prompt, (codes, how) in zip(prompts, together):
+        alone, = v3.generate(model, [prompt], v3.Sampling(0, max_new_tokens=25), 5)
+        assert torch.equal(alone[0], codes) and alone[1] == how == "length" and len(codes) == 18
+    forced = v3.forced_logits(model, prompts[1][:2], prompts[1][2], v3.delay(together[1][0]))
+    assert forced[8:].argmax(-1)[:10, 0].tolist() == together[1][0][8:, 0].tolist()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def test_codec_inside_is_whole(folder, loaded):
+    from speech.data.encode import load_codec
+    parts = v3.codec_parts(folder)
+    codec, _ = load_codec(folder.parent / "codec", torch.device("cpu"), 8)
+    state = codec.state_dict()
+    assert parts.keys() == state.keys() and all(torch.equal(parts[name][:], state[name]) for name in state)
+
+
+def test_an_unpacked_codec_is_the_one_inside_or_refused(folder, tmp_path, monkeypatch):
+    config = json.loads((folder / "config.json").read_text())
+    into = v3.unpack_codec(folder, config, tmp_path / "codec")
+    assert v3.unpack_codec(folder, config, into) == into
+    whole, older = load_file(folder / "model.safetensors"), shutil.copytree(folder, tmp_path / "older")
+    for half, name in v3.NORMED.items():
+        normed, = [key for key in whole if key.endswith(name)]
+        whole[normed.replace(name, f"weight_{half}")] = whole.pop(normed)
+    save_file(whole, older / "model.safetensors")
+    assert v3.unpack_codec(older, config, into) == into
+    values = load_file(into / "model.safetensors")
+    values["fc2.bias"] += 1
+    save_file(values, into / "model.safetensors")
+    with pytest.raises(UserError, match=f"{into}: is not the codec inside {folder}; delete that folder"):
+        v3.unpack_codec(folder, config, into)
+    own = config.pop("audio_tokenizer_config")      # the released config.json has none
+    with pytest.raises(UserError, match="its codec is another one than the released"):
+        v3.unpack_codec(folder, config, tmp_path / "other")
+    monkeypatch.setattr(v3, "RELEASED_CODEC", own)
+    assert v3.holds(v3.unpack_codec(folder, config, tmp_path / "other"), v3.codec_parts(folder))
+
+
+def test_the_codec_of_the_released_model_has_its_published_sizes():
+    from transformers import HiggsAudioV2TokenizerConfig, HiggsAudioV2TokenizerModel
+    config = HiggsAudioV2TokenizerConfig(**v3.RELEASED_CODEC)
+    assert (config.frame_rate, config.num_quantizers, config.hop_length) == (25, 8, 960)
+    with torch.device("meta"):
+        state = HiggsAudioV2TokenizerModel(config).state_dict()
+    assert len(state) == 527 and state["fc2.weight"].shape == (256, 1024)
+
+
+BROKEN = {
+    "model_type is 'higgs_audio_v2'": lambda c: c.update(model_type="higgs_audio_v2"),
+    "encoder_type is 'whisper'": lambda c: c["audio_encoder_config"].update(encoder_type="whisper"),
+    "use_delay_pattern is not true": lambda c: c["audio_encoder_config"].update(use_delay_pattern=False),
+    "the audio table and its head are not tied": lambda c: c["audio_encoder_config"].update(tie_word_embeddings=False),
+    "the text table and its head are not tied": lambda c: c["text_config"].update(tie_word_embeddings=False),
+    "its rotary embedding is scaled": lambda c: c["text_config"].update(rope_scaling={"rope_type": "yarn"}),
+}
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_other_forms_are_refused(folder, message):
+    config = json.loads((folder / "config.json").read_text())
+    assert v3.read_config(config).rope_parameters["rope_theta"] == 1e6      # the file holds null
+    BROKEN[message](config)
+    with pytest.raises(UserError, match=message):
+        v3.read_config(config)
+
+
+def test_untied_copies_and_wrong_weights_are_refused(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    stored = load_file(copy / "model.safetensors")
+    head = "tied.head.modality_heads.0.weight"
+    for change, message in (
+            ({head: stored[head] + 1e-3}, "has untied them"),
+            ({"body.norm.weight": None}, "1 missing keys, first body.norm.weight"),
+            ({"body.extra": torch.ones(3)}, "1 unexpected keys, first body.extra")):
+        tensors = {name: value for name, value in (stored | change).items() if value is not None}
+        save_file(tensors, copy / "model.safetensors")
+        with pytest.raises(UserError, match=message):
+            v3.load(copy)
+    v2 = {"<|text|>": "<|AUDIO|>"}
+    save_file(stored, copy / "model.safetensors")
+    (copy / "tokenizer.json").write_text((copy / "tokenizer.json").read_text().replace(*next(iter(v2.items()))))
+    with pytest.raises(UserError, match=r"has no token <\|text\|>: it is not that of Higgs TTS 3"):
+        v3.load(copy)

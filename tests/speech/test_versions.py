@@ -1,0 +1,251 @@
+"""Higgs TTS 3 through the scripts themselves: trained on any ranks the same, resumed, merged, spoken; V2 kept apart."""
+import ast
+import importlib.util
+import json
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import soundfile
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerFast
+
+import lora
+from common import distributed
+from speech import generate_tts
+from speech.demo import make_tiny
+from speech.model import card, v3, versions
+from tests.helpers.trainer import Tiny, train_forked
+
+
+@pytest.fixture(scope="module")
+def tiny3(tmp_path_factory, tiny):
+    """As tiny, with a Higgs TTS 3 in place of the model; the clips and the codec are the same, so are their codes."""
+    root = tmp_path_factory.mktemp("tiny3")
+    for name in ("codec", "speech"):
+        shutil.copytree(tiny.root / name, root / name)
+    shutil.copy(tiny.train_json, root / "train.json")
+    from speech.data.encode import load_codec
+    make_tiny.make_model3(root, load_codec(root / "codec", torch.device("cpu"), 8)[0])
+    return Tiny(root)
+
+
+LENGTH = ("--max_steps", 4, "--save_steps", 2, "--learning_rate", 1e-2, "--validation_split", 0.2, "--eval_steps", 2)
+
+
+@pytest.fixture(scope="module")
+def runs(pool, tiny3, tmp_path_factory):
+    made = {}
+
+    def run(ranks, *flags):
+        if (ranks, flags) not in made:
+            made[ranks, flags] = train_forked(pool, tiny3, tmp_path_factory.mktemp("run") / "out", *LENGTH, *flags,
+                                              ranks=ranks)
+        return made[ranks, flags]
+    return run
+
+
+def weights_of(run, step=4):
+    folder = run.output_dir / f"checkpoint-{step}"
+    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+def assert_same(one, other):
+    """Up to the order of float32 sums, which Adam makes steps of; numbers 4e-5 apart, 0.07 % of a weight were seen."""
+    for name in ("train/loss", "eval/loss", "train/grad_norm"):
+        assert list(one.metrics(name).values()) == pytest.approx(list(other.metrics(name).values()), rel=1e-4), name
+    ours, theirs = weights_of(one), weights_of(other)
+    assert ours.keys() == theirs.keys() and len(ours) > 20
+    for name in ours:       # a gradient that is rounding only, as of lora_A in its first steps, moves its value too
+        apart = (ours[name] - theirs[name]).abs() > 2e-4 + 1e-3 * theirs[name].abs()
+        assert apart.float().mean() < 0.01, f"{name}: {int(apart.sum())} of {apart.numel()} values differ"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [("--use_lora", "--lora_target_modules", "all-linear", "--lora_dropout", 0), ()])
+def test_any_split_trains_the_same(runs, method):
+    one = runs(1, "--per_device_train_batch_size", 4, *method)
+    before, after = weights_of(one, 2), weights_of(one)
+    assert not any(torch.equal(after[name], before[name]) for name in after), "it trains"
+    assert_same(one, runs(2, "--per_device_train_batch_size", 2, *method))
+    assert_same(one, runs(2, "--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 2, "--parallel",
+                          "fsdp", *method))
+
+
+def test_the_table_is_one_parameter_and_resume_is_exact(pool, runs, tiny3, tmp_path):
+    whole = runs(1, "--per_device_train_batch_size", 4)
+    named = weights_of(whole)
+    assert v3.AUDIO_TABLE in named and not named.keys() & v3.HEADS.keys()
+    out = tmp_path / "out"
+    shutil.copytree(whole.output_dir, out)
+    shutil.rmtree(out / "checkpoint-4")
+    resumed = train_forked(pool, tiny3, out, *LENGTH, "--per_device_train_batch_size", 4)
+    assert "checkpoint-2" in resumed.output
+    again = weights_of(resumed)
+    assert again.keys() == named.keys() and all(torch.equal(again[name], named[name]) for name in named)
+
+
+def test_merged_and_exported_folders_are_those_of_servers(runs, tiny3, tmp_path):
+    adapter = runs(1, "--per_device_train_batch_size", 4, "--use_lora", "--lora_target_modules", "all-linear",
+                   "--lora_dropout", 0).output_dir / "checkpoint-4"
+    lora.merge(str(tiny3.model), str(adapter), tmp_path / "merged", None)
+    released, merged = (load_file(folder / "model.safetensors") for folder in (tiny3.model, tmp_path / "merged"))
+    assert merged.keys() == released.keys()
+    changed = {name for name in merged if not torch.equal(merged[name], released[name])}
+    assert changed == {name for name in merged if name.startswith("body.layers.") and "_proj." in name}
+    assert all(torch.equal(merged[head], merged[table]) for head, table in v3.HEADS.items())
+    speaking = generate_tts.load_to_speak(tiny3.model, json.loads((tiny3.model / "config.json").read_text()), adapter,
+                                          torch.float32, torch.device("cpu"))
+    prompt, rows = v3.prompt(v3.load(tiny3.model)[1], [5, 6]), v3.delay(torch.arange(80).view(10, 8))
+    torch.testing.assert_close(v3.forced_logits(v3.load(tmp_path / "merged")[0], prompt, None, rows),
+                               v3.forced_logits(speaking, prompt, None, rows), rtol=1e-4, atol=1e-4)
+    full = runs(1, "--per_device_train_batch_size", 4).output_dir / "checkpoint-4"
+    lora.merge(str(full), None, tmp_path / "served", None, shard_bytes=10**6, codec=str(tiny3.codec))
+    index = json.loads((tmp_path / "served" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() == released.keys()
+    served, _ = v3.load(tmp_path / "served")
+    assert all(torch.equal(value, weights_of(runs(1, "--per_device_train_batch_size", 4))[name])
+               for name, value in versions.weight_names(served).items())
+
+
+def test_sglang_omnis_own_files_read_a_merged_folder(runs, tiny3, tmp_path):
+    """Its tokenizer and its map of weights; they need nothing of sglang, whose engine no CPU runs."""
+    package = importlib.util.find_spec("sglang_omni")
+    if package is None:
+        pytest.skip("needs the package sglang-omni (pip install --no-deps)")
+    place = Path(package.submodule_search_locations[0]) / "models" / "higgs_tts"
+    theirs = runpy.run_path(str(place / "text_tokenizer.py"))
+    adapter = runs(1, "--per_device_train_batch_size", 4, "--use_lora", "--lora_target_modules", "all-linear",
+                   "--lora_dropout", 0).output_dir / "checkpoint-4"
+    lora.merge(str(tiny3.model), str(adapter), tmp_path / "merged", None)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "merged" / "tokenizer.json"))
+    said = theirs["HiggsTokenizerAdapter"](tokenizer).build_prompt(
+        "Say <|emotion:elation|>this.", num_ref_tokens=16, reference_text="Heard.")
+    ids, rows = v3.load(tmp_path / "merged")[1], v3.delay(torch.zeros(9, 8))
+    ours, is_audio = v3.prompt(ids, *(tokenizer.encode(text, add_special_tokens=False) for text in (
+        "Say <|emotion:elation|>this.", "Heard.")), rows)
+    assert ours.masked_fill(is_audio, -100).tolist() == said
+    tree = ast.parse((place / "model.py").read_text())
+    prefixes = next(ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.AnnAssign)
+                    and node.target.id == "_BACKBONE_PREFIX_MAP")
+    spec = importlib.util.spec_from_file_location("weight_loader", place / "weight_loader.py")
+    sys.modules["weight_loader"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    names = load_file(tmp_path / "merged" / "model.safetensors").keys()
+    mapped = {module.DiscreteWeightMapper(prefixes).map(name) for name in names} - {None}
+    body = {f"backbone.model.{name}" for name in v3.load(tmp_path / "merged")[0].body.state_dict()}
+    assert mapped == body | {"backbone.lm_head.weight", "multimodal_embedding.modality_embedding_0.weight",
+                             "tied.head.modality_heads.0.weight"}       # the last one it drops, being tied
+
+
+def test_a_card_of_higgs_tts_3_says_its_own_licence_and_commands_that_work(runs, tiny3, tmp_path, monkeypatch):
+    """An adapter, a full checkpoint, and a folder for servers; the lora.py lines on the cards are run."""
+    adapter, full = (runs(1, "--per_device_train_batch_size", 4, *flags).output_dir / "checkpoint-4" for flags in (
+        ("--use_lora", "--lora_target_modules", "all-linear", "--lora_dropout", 0), ()))
+    lora.merge(str(tiny3.model), str(adapter), tmp_path / "whole", None)
+    for name, source, files, lines in (
+            ("adapter", adapter, {"adapter_config.json", "adapter_model.safetensors"}, 5),
+            ("checkpoint", full, {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}, 5),
+            ("served", tmp_path / "whole", {"config.json", "model.safetensors", "tokenizer.json"}, 3)):
+        place = tmp_path / f"of_{name}"
+        place.mkdir()
+        notes = card.write(source, place / name, "me/anna", "owner/base", ["nv"])
+        assert f"{v3.LICENCE}: read it before you publish" in notes
+        assert files < {path.name for path in (place / name).iterdir()}
+        about = ModelCard.load(place / name / "README.md")
+        assert about.data.to_dict() == {
+            "license": "other", "license_name": "boson-higgs-tts-3-research-and-non-commercial-license",
+            "license_link": "https://huggingface.co/owner/base/blob/main/LICENSE", "base_model": "owner/base",
+            "base_model_relation": "adapter" if name == "adapter" else "finetune", "pipeline_tag": "text-to-speech",
+            "tags": ["higgs-tts-3"] + ["lora"] * (name == "adapter"), "language": ["nv"]} | (
+                {"library_name": "peft"} if name == "adapter" else {})
+        assert "# Higgs TTS 3: anna" in about.text and "For research and non-commercial use only" in about.text
+        commands = about.text.split("```bash\n")[1].split("\n```")[0].splitlines()
+        assert len(commands) == lines and f"hf download me/anna --local-dir {name}" in commands
+        assert commands[-2] == "sgl-omni serve --model-path served --port 8000"
+        monkeypatch.chdir(place)        # where hf download would have put it
+        distributed._claimed.clear()
+        for line in commands:
+            if line.startswith("python lora.py "):
+                lora.main(line.replace("owner/base", str(tiny3.model)).replace(
+                    "bosonai/higgs-audio-v2-tokenizer", str(tiny3.codec)).split()[2:])
+        served = load_file(place / "served" / "model.safetensors")
+        assert served.keys() == load_file(tiny3.model / "model.safetensors").keys()
+
+
+TABLE = ("--use_lora", "--train_audio_table", "--lora_dropout", 0)
+
+
+@pytest.mark.slow
+def test_the_audio_table_is_trained_beside_adapters_as_one_parameter(pool, runs, tiny3, tmp_path):
+    """Sharded or not, resumed, spoken with and merged: embedding and head stay one table."""
+    run = runs(1, "--per_device_train_batch_size", 4, *TABLE)
+    assert_same(run, runs(2, "--per_device_train_batch_size", 2, "--parallel", "fsdp", *TABLE))
+    released, ours = load_file(tiny3.model / "model.safetensors")[v3.AUDIO_TABLE], weights_of(run)
+    table = ours["base_model.model.audio_embedding.weight"]
+    assert (table - released).abs().max() > 1e-3
+    assert sum("lora_A" in name for name in ours) == len([name for name in ours if "lora_B" in name]) > 7
+    out = tmp_path / "out"
+    shutil.copytree(run.output_dir, out)
+    shutil.rmtree(out / "checkpoint-4")
+    resumed = train_forked(pool, tiny3, out, *LENGTH, "--per_device_train_batch_size", 4, *TABLE)
+    assert "start      step 2, resumed from" in resumed.output
+    again = weights_of(resumed)
+    assert again.keys() == ours.keys() and all(torch.equal(again[name], ours[name]) for name in ours)
+    adapter = run.output_dir / "checkpoint-4"
+    lora.merge(str(tiny3.model), str(adapter), tmp_path / "merged", None)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert torch.equal(merged[v3.AUDIO_TABLE], table.to(merged[v3.AUDIO_TABLE].dtype))
+    assert all(torch.equal(merged[head], merged[table]) for head, table in v3.HEADS.items())
+    speaking = generate_tts.load_to_speak(tiny3.model, json.loads((tiny3.model / "config.json").read_text()), adapter,
+                                          torch.float32, torch.device("cpu"))
+    prompt, rows = v3.prompt(v3.load(tiny3.model)[1], [5, 6]), v3.delay(torch.arange(80).view(10, 8))
+    torch.testing.assert_close(v3.forced_logits(v3.load(tmp_path / "merged")[0], prompt, None, rows),
+                               v3.forced_logits(speaking, prompt, None, rows), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_codec_inside_gives_the_codes_of_the_codec_beside(pool, runs, tiny3, tmp_path):
+    run = train_forked(pool, tiny3, tmp_path / "out", *LENGTH, "--max_steps", 1, "--audio_tokenizer_path", "")
+    assert run.output.count(f"licence    {v3.LICENCE}") == 1
+    assert "encoding audio" in run.output and (run.output_dir / "codec" / "model.safetensors").is_file()
+    assert run.metrics("train/loss")[1] == runs(1, "--per_device_train_batch_size", 4).metrics("train/loss")[1]
+
+
+def test_a_clip_too_short_to_end_is_refused_or_dropped(pool, tiny3, tmp_path):
+    samples, short = tiny3.samples(), tmp_path / "short.wav"
+    wave, rate = soundfile.read(tiny3.root / samples[0]["messages"][-1]["content"][-1]["audio_url"])
+    soundfile.write(short, wave[:rate // 4], rate)
+    samples[0]["messages"][-1]["content"][-1]["audio_url"] = str(short)
+    for sample in samples:      # the file lies elsewhere
+        for message in sample["messages"]:
+            for item in message["content"] if isinstance(message["content"], list) else ():
+                if item["type"] == "audio":
+                    item["audio_url"] = str(tiny3.root / item["audio_url"])
+    (tmp_path / "data.json").write_text(json.dumps(samples))
+    flags = ("--train_data_file", tmp_path / "data.json", "--max_steps", 1)
+    assert f"{short}: gives 7 codec frames; this model needs 8 (0.32 s)" in refusal(pool, tiny3, tmp_path / "a", *flags)
+    run = train_forked(pool, tiny3, tmp_path / "b", *flags, "--drop_bad", "audio")
+    assert "dropped: 1 audio" in run.output
+
+
+def refusal(pool, tiny, output_dir, *flags):
+    run = train_forked(pool, tiny, output_dir, *flags, ok=False)
+    error, = [line for line in run.output.splitlines() if line.startswith("error: ")]
+    assert run.status == 1
+    return error
+
+
+def test_what_belongs_to_the_other_model_is_refused(pool, tiny, tiny3, runs, tmp_path):
+    assert "a Higgs-Audio V2 checkpoint holds no codec" in refusal(pool, tiny, tmp_path / "a", "--audio_tokenizer_path",
+                                                                   "")
+    assert "--normalize_text on: Higgs TTS 3" in refusal(pool, tiny3, tmp_path / "b", "--normalize_text", "on")
+    out = runs(1, "--per_device_train_batch_size", 4).output_dir
+    assert "base model" in refusal(pool, tiny, out, "--normalize_text", "off")
+    with pytest.raises(distributed.UserError, match="--ras_window and --ras_repeats: not of Higgs TTS 3"):
+        from speech.voice import generate
+        generate.sampling(v3.load(tiny3.model)[0].config, 1.0, ras_window=3)
