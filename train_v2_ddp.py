@@ -506,33 +506,33 @@ def train(args):
                                   (args.adam_beta1, args.adam_beta2), v2.decays)
     distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
     # a step's log values: loss sums by codebook, text loss, 5 of the stream's end; targets of both kinds, on rank 0
-    now = run.Run(world, watch, args, order, total_steps, ids.num_codebooks + 8, resume, meta, validation, table.name)
-    now.restore(model, optimizer)
+    state = run.TrainState(world, watch, args, order, total_steps, ids.num_codebooks + 8, resume, meta, validation, table.name)
+    state.restore(model, optimizer)
     epochs = sys.maxsize if args.max_steps else args.num_train_epochs
     packs = ([int(train_ids[i]) for i in pack] for pack in
              rank_packs(order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
     batches = loading.ahead(make_loader(table, ids, packs, num_workers=args.num_workers,
                                         prefetch_factor=args.prefetch_factor, pad_to=args.max_tokens_per_batch), device)
     if main_rank:
-        sample_prompts.forget_later(args.output_dir, now.step)
+        sample_prompts.forget_later(args.output_dir, state.step)
         print_start(world, model, table, train_ids, eval_ids, args.bf16, steps_text(
             total_steps, steps_per_epoch, ranks, accumulation, f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}"),
-            often, start_text(now.step, resume))
+            often, start_text(state.step, resume))
 
     # -- loop ---------------------------------------------------------------------------------------------------------
     stopping = False
-    while now.step < total_steps and not stopping:
-        window = train_ids[now.window()]        # samples of this step, all ranks: the loss divides by their targets
+    while state.step < total_steps and not stopping:
+        window = train_ids[state.window()]        # samples of this step, all ranks: the loss divides by their targets
         work = step_work(config, table, window, args.use_lora)
         n_audio, n_text = work["audio_targets"], work["text_targets"]
-        sums = torch.zeros_like(now.sums)
+        sums = torch.zeros_like(state.sums)
         for micro in range(accumulation):
-            batch = now.next(batches)
+            batch = state.next(batches)
             mine = list(batch.samples)
             # a batch that differs from the plan would divide the loss by another count than the other ranks'
             assert batch.counts["audio_targets"] == table.audio_targets[mine].sum(), "loader and plan disagree"
             assert args.max_tokens_per_batch in (0, len(batch.input_ids)), "the pack is not filled to its budget"
-            if args.enable_strategic_logging and main_rank and micro == now.step % args.strategic_logging_steps == 0:
+            if args.enable_strategic_logging and main_rank and micro == state.step % args.strategic_logging_steps == 0:
                 print_sample(table, tokenizer, batch)
             with distributed.gradient_sync(wrapped, micro == accumulation - 1):    # ranks exchange gradients once a step
                 with autocast(args.bf16, device):
@@ -540,59 +540,59 @@ def train(args):
                 loss = v2.total_loss(audio, n_audio, text, n_text, args.audio_loss_reduction, args.text_loss_weight)
                 (loss * world.size).backward()          # gradients are averaged over ranks, the loss is a global mean
             sums[:ids.num_codebooks + 6] += torch.cat([audio.detach(), text.detach()[None], eos])
-            now.saw(loss, mine)
+            state.note_loss(loss, mine)
         if main_rank:       # python numbers: a tensor made of them would wait for the GPU
             sums[-2] += n_audio
             sums[-1] += n_text
-        factor = optim.lr_factor(now.step, total_steps, args.warmup_steps, args.lr_scheduler, args.min_lr_ratio)
-        now.update(optimizer, trainable, peak_lr * factor, sums)
+        factor = optim.lr_factor(state.step, total_steps, args.warmup_steps, args.lr_scheduler, args.min_lr_ratio)
+        state.update(optimizer, trainable, peak_lr * factor, sums)
 
         # what comes now is the same on every rank; a request to stop counts one step late, so no step waits for it
-        evaluating, saving = (len(eval_ids) or prompts) and now.due(args.eval_steps), now.save_due()
-        stopping = now.stop_asked(evaluating or saving) and not now.last
+        evaluating, saving = (len(eval_ids) or prompts) and state.due(args.eval_steps), state.save_due()
+        stopping = state.stop_asked(evaluating or saving) and not state.last
 
         # -- log ------------------------------------------------------------------------------------------------------
-        empty = max(0, now.at["first"] - order.packs_per_epoch)         # packs of one token of padding
-        now.count(per_step * args.max_tokens_per_batch or work["tokens"] + empty, work)
-        if now.due(args.logging_steps):
-            values = versions.loss_report(ids, distributed.all_sum(world, now.sums).tolist(), args.audio_loss_reduction,
+        empty = max(0, state.at["first"] - order.packs_per_epoch)         # packs of one token of padding
+        state.count(per_step * args.max_tokens_per_batch or work["tokens"] + empty, work)
+        if state.due(args.logging_steps):
+            values = versions.loss_report(ids, distributed.all_sum(world, state.sums).tolist(), args.audio_loss_reduction,
                                        args.text_loss_weight, "train")
             if main_rank:
-                now.line(values, lambda v: console_line(now.step, total_steps, v),
-                         audio_seconds_per_second=now.sums_since["frames"] / FRAME_RATE)
-            now.sums.zero_()
-            now.begin_line()
+                state.log_step(values, lambda v: console_line(state.step, total_steps, v),
+                         audio_seconds_per_second=state.sums_since["frames"] / FRAME_RATE)
+            state.sums.zero_()
+            state.begin_line()
 
         # -- validate, save -------------------------------------------------------------------------------------------
-        with now.pause():
+        with state.pause():
             better = False
             if evaluating and not stopping:
-                watch.moved(f"validation at step {now.step}", args.wait_timeout)
+                watch.moved(f"validation at step {state.step}", args.wait_timeout)
                 values = evaluate(
-                    world, model, table, ids, eval_ids, now.writer.check, on_rank0=args.eval_ranks == "rank0",
+                    world, model, table, ids, eval_ids, state.writer.check, on_rank0=args.eval_ranks == "rank0",
                     batch_size=args.per_device_eval_batch_size, num_workers=args.num_workers, bf16=args.bf16,
                     reduction=args.audio_loss_reduction, text_weight=args.text_loss_weight) if len(eval_ids) else {}
                 if values is None:              # asked to stop meanwhile
-                    stopping = not now.last
+                    stopping = not state.last
                 else:
                     if values and main_rank:
-                        tqdm.write(eval_line(now.step, values))
+                        tqdm.write(eval_line(state.step, values))
                     if prompts:                 # rank 0 speaks while the others wait
-                        watch.moved(f"sample prompts at step {now.step}", args.wait_timeout)
+                        watch.moved(f"sample prompts at step {state.step}", args.wait_timeout)
                         model.eval()
                         with distributed.gathered(model), autocast(args.bf16, device):
                             values |= distributed.rank0_first(world, lambda: sample_prompts.speak_all(
                                 native, prompts, settings, ids, codec_dir, device, seed=args.seed,
-                                time_limit=args.sample_time_limit, output_dir=args.output_dir, step=now.step,
-                                log=now.log, asked=watchdog.stop_requested, judging=for_judges(args)))
+                                time_limit=args.sample_time_limit, output_dir=args.output_dir, step=state.step,
+                                log=state.log, asked=watchdog.stop_requested, judging=for_judges(args)))
                         model.train()
                     if values and main_rank:
-                        now.log.write(now.step, values)
-                    better = now.better(values.get("eval/loss", math.nan))
-            if (better or saving or stopping) and now.saved_step != now.step:
-                save_checkpoint(world, now.writer, model, tokenizer, folder, optimizer,
-                                now.state(identity, data=data_facts(table, train_ids)))
-    now.finish(stopping)
+                        state.log.write(state.step, values)
+                    better = state.better(values.get("eval/loss", math.nan))
+            if (better or saving or stopping) and state.saved_step != state.step:
+                save_checkpoint(world, state.writer, model, tokenizer, folder, optimizer,
+                                state.to_save(identity, data=data_facts(table, train_ids)))
+    state.finish(stopping)
 
 
 if __name__ == "__main__":

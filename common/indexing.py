@@ -91,7 +91,7 @@ class _Share(IterableDataset):
             yield error
 
 
-def in_order(share, processes, take):
+def parallel_map_ordered(share, processes, take):
     """take(part) for every part of share(0, 1) in order, most of them made by other processes; 0: all are made here.
 
     share(first, step): an iterator over parts first, first + step, ... of a sequence; what it yields must be picklable,

@@ -50,7 +50,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Room:
+class Limits:
     """What a run has to fit into, and the checkpoints that it leaves there, as its flags say."""
     output_dir: str
     save_steps: int             # optimizer steps between checkpoints, 0: at the end
@@ -71,8 +71,8 @@ def setup_of(args, ranks):
 
 
 def room_of(args):
-    """Room of a trainer's parsed flags."""
-    return Room(
+    """Limits of a trainer's parsed flags."""
+    return Limits(
         output_dir=args.output_dir, save_steps=args.save_steps, eval_steps=args.eval_steps,
         save_total_limit=args.save_total_limit, save_minutes=args.save_minutes, gpu_memory=args.gpu_memory,
         host_memory=args.host_memory)
@@ -318,7 +318,7 @@ def memory_text(setup, parts, stages, pack, logits="worst pack, at their peak"):
 def print_room(check, setup, room, table, parts, stages, checkpoint_size, steps, validates):
     """Print what a run takes of GPU, host and disk; what it will not fit into is a problem of `check`.
 
-    setup, room: Setup, Room. table: of memory_text. checkpoint_size: of memory.checkpoint_bytes. steps: still to go.
+    setup, room: Setup, Limits. table: of memory_text. checkpoint_size: of memory.checkpoint_bytes. steps: still to go.
     """
     offloaded, staged, local = host_parts(setup.parallel, setup.ranks, parts["host"], *checkpoint_size, setup.adapters)
     limit, host_limit = gpu_memory(room.gpu_memory), room.host_memory * GIB if room.host_memory else host_memory()

@@ -1,6 +1,6 @@
 """What the loops of the three trainers share: start, position, one optimizer step, log lines, stopping, the end.
 
-A Run is a record of what a loop would otherwise keep in twenty local variables, with small functions on it. It never
+A TrainState is a record of what a loop would otherwise keep in twenty local variables, with small functions on it. It never
 calls the script: batches, forward, loss, backward, validation and what a checkpoint holds are written out there.
 """
 import contextlib
@@ -106,7 +106,7 @@ def intervals(args, total_steps, meta, validates, **own):
     return "\n".join(lines)
 
 
-class Run:
+class TrainState:
     """Where a run stands: its position, the best validation loss, sums since the last log line, writer, log, clock."""
 
     def __init__(self, world, watch, args, order, total_steps, sums, resume, meta, validation, name):
@@ -172,7 +172,7 @@ class Run:
         self.waited += time.monotonic() - asked
         return batch
 
-    def saw(self, loss, samples):
+    def note_loss(self, loss, samples):
         """Note, without a host sync, whether a micro-step's loss is finite: its samples are named if the step is
         skipped. samples: their numbers.
         """
@@ -186,7 +186,7 @@ class Run:
         """
         self.norm = optim.clip_gradients(parameters, self.args.max_grad_norm)
         bad = 1 - torch.isfinite(self.norm).float()
-        asked = distributed.largest(self.world, self.wish())
+        asked = distributed.largest(self.world, self.request())
         self.lr = lr
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -200,14 +200,15 @@ class Run:
         self.finite = []
         return bad
 
-    def wish(self):
+    def request(self):
         """What this rank asks of all: optim.STOP; on rank 0 optim.SAVE, once, when the last checkpoint is too old."""
         if watchdog.stop_requested():
             return optim.STOP
         minutes = self.args.save_minutes
         old = self.world.is_main and minutes and time.monotonic() - self.saved_at >= 60 * minutes
-        self.asked_to_save, wish = self.asked_to_save or old, optim.SAVE if old and not self.asked_to_save else 0
-        return wish
+        ask = optim.SAVE if old and not self.asked_to_save else 0
+        self.asked_to_save = self.asked_to_save or old
+        return ask
 
     def report_bad(self):
         """Name the samples of a skipped step whose flags have arrived; UserError after --max_bad_steps in a row."""
@@ -253,7 +254,7 @@ class Run:
         self.steps, self.slots = self.steps + 1, self.slots + slots
         self.bar.update(1)
 
-    def line(self, values, console, **per_second):
+    def log_step(self, values, console, **per_second):
         """On rank 0, complete and log the values of the steps since the last line; console(values) is printed.
 
         per_second: more amounts of the same steps, logged under their names as rates.
@@ -285,7 +286,7 @@ class Run:
         self.best_loss, self.best_step = loss, self.step
         return True
 
-    def state(self, identity, **more):
+    def to_save(self, identity, **more):
         """state.json of a checkpoint made now. Collective. identity: checkpoint.find_resume's; more: the script's."""
         self.watch.moved(f"saving at step {self.step}", self.args.wait_timeout)
         self.saved_step, self.saved_at, self.asked_to_save = self.step, time.monotonic(), False

@@ -92,7 +92,7 @@ def print_plan(check, config, table, rows, eval_rows, order, masked_share, steps
     """Print what a run takes; what it will not fit into is a problem of `check`.
 
     config: dit.Config. table: blocks.row_table of rows. order: PackOrder of them. masked_share: of the targets, on
-    average; noise is spread evenly over a step. steps: still to go. setup, room: plan.Setup, plan.Room. backend:
+    average; noise is spread evenly over a step. steps: still to go. setup, room: plan.Setup, plan.Limits. backend:
     --attn_backend, None for that of GPUs.
     """
     with torch.device("meta"):

@@ -304,7 +304,7 @@ def identity_of(layout, rows, given, **more):
     return {name: value for name, value in found.items() if value or name not in newer}
 
 
-def stood(meta, validation, t_range, widths, given):
+def resume_validation(meta, validation, t_range, widths, given):
     """(noise range, validations since the best one, best values so far, whether a validation comes first) of a run.
 
     meta: of the checkpoint, or None; validation: what it is on, None without; given: whether weights were given, which
@@ -314,7 +314,7 @@ def stood(meta, validation, t_range, widths, given):
         return t_range, 0, {}, given and bool(validation)
     same = meta["validation"] == validation
     return (tuple(meta["t_range"]) if widths else t_range, meta["stale"] if same else 0,
-            meta.get("best", {}) if same else {}, bool(validation) and meta.get("owed", False))
+            meta.get("best", {}) if same else {}, bool(validation) and meta.get("eval_due", False))
 
 
 def lora_of(args):
@@ -444,52 +444,52 @@ def train(args):
                                   (args.adam_beta1, args.adam_beta2), weights.module_of(config).decays)
     distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
     # a step's log values: weighted losses of 4 regions, their targets (on rank 0), plain losses, masked tokens
-    now = run.Run(world, watch, args, order, total_steps, 10, resume, meta, validation, rows.documents.name)
-    now.restore(model, optimizer)
+    state = run.TrainState(world, watch, args, order, total_steps, 10, resume, meta, validation, rows.documents.name)
+    state.restore(model, optimizer)
     if meta:
         average.updates.fill_(meta["averaged"])
-    t_range, stale, best, owed = stood(meta, validation, args.t_range, args.clip_search_widths, bool(given))
+    t_range, stale, best, eval_due = resume_validation(meta, validation, args.t_range, args.clip_search_widths, bool(given))
     packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, at["epoch"], at["first"])
     batches = loading.ahead(blocks.make_loader(rows, packs, batch_rows, rows.noisy_length, num_workers=args.num_workers,
                                                prefetch_factor=args.prefetch_factor))
 
     # -- loop: validation and checkpoint of the steps so far, then the next step --------------------------------------
-    stopping, saving = False, owed          # saved again, so that the validation is not owed twice
+    stopping, saving = False, eval_due          # saved again, so that the validation is not done twice
     while True:
-        with now.pause():
+        with state.pause():
             better = False
-            if owed and not stopping:
-                watch.moved(f"validation at step {now.step}", args.wait_timeout)
-                found = validate(world, model, average, eval_rows, tokens, now.writer.check, t_range, asked,
+            if eval_due and not stopping:
+                watch.moved(f"validation at step {state.step}", args.wait_timeout)
+                found = validate(world, model, average, eval_rows, tokens, state.writer.check, t_range, asked,
                                  **for_validation(args))
                 if found is None:               # asked to stop meanwhile: the next start validates first
                     stopping = True
                 else:
-                    (values, t_range, answers), owed, now.saved_step = found, False, None
-                    better = now.better(values["eval/nll"] if args.best_by == "bound" else 1 - values["eval/accuracy"])
+                    (values, t_range, answers), eval_due, state.saved_step = found, False, None
+                    better = state.better(values["eval/nll"] if args.best_by == "bound" else 1 - values["eval/accuracy"])
                     stale = 0 if accuracy.improved(best, values) else stale + 1
                     if main_rank:
-                        now.log.write(now.step, values)
+                        state.log.write(state.step, values)
                         if asked:
-                            accuracy.write(args.output_dir, now.step, answers)
-                        tqdm.write(lines.eval_line(now.step, values, regions))
+                            accuracy.write(args.output_dir, state.step, answers)
+                        tqdm.write(lines.eval_line(state.step, values, regions))
             enough = bool(args.early_stop_patience) and stale >= args.early_stop_patience
-            if (better or saving or stopping or enough) and now.saved_step != now.step:
-                meta = now.state(identity, owed=owed, stale=stale, best=best, t_range=t_range,
+            if (better or saving or stopping or enough) and state.saved_step != state.step:
+                meta = state.to_save(identity, eval_due=eval_due, stale=stale, best=best, t_range=t_range,
                                  averaged=float(average.updates))
-                save_checkpoint(world, now.writer, model, average, optimizer, layout, tokens, given, meta)
-        if now.step >= total_steps or stopping or enough:
+                save_checkpoint(world, state.writer, model, average, optimizer, layout, tokens, given, meta)
+        if state.step >= total_steps or stopping or enough:
             break
 
-        window = now.window()                   # rows of this step, all ranks: the loss divides by their targets
+        window = state.window()                   # rows of this step, all ranks: the loss divides by their targets
         work = step_work(config, table, window, noise.mean_rate(t_range, args.noise_schedule))
         # noise is drawn for the whole step and then cut, so that it does not depend on ranks and micro-steps
-        draws = noise.draw(args.seed, "train", now.step, work["groups"], step_rows, rows.length,
+        draws = noise.draw(args.seed, "train", state.step, work["groups"], step_rows, rows.length,
                            not args.official_t_order)
         first_groups = np.concatenate([[0], np.cumsum(table["groups"][window])])
-        sums = torch.zeros_like(now.sums)
+        sums = torch.zeros_like(state.sums)
         for micro in range(accumulation):
-            batch = now.next(batches)
+            batch = state.next(batches)
             first = (micro * world.size + world.rank) * batch_rows
             mine = window[first:first + batch_rows]
             # a batch that differs from the plan would divide the loss by another count than the other ranks'
@@ -507,27 +507,27 @@ def train(args):
             sums[:4].index_add_(0, region, weighted.detach().double())
             sums[8] += losses.detach().double().sum()
             sums[9] += len(inputs.rows)
-            now.saw(loss, [document for row in mine for document in rows.members[row]])
+            state.note_loss(loss, [document for row in mine for document in rows.members[row]])
         if main_rank:
             for i in range(4):      # python numbers: a tensor made of them would wait for the GPU
                 sums[4 + i] += work[f"targets_{i}"]
-        factor = optim.lr_factor(now.step, total_steps, args.warmup_steps, args.lr_scheduler, args.min_lr_ratio)
-        average.update(now.update(optimizer, parameters, peak_lr * factor, sums))       # not by a skipped step
+        factor = optim.lr_factor(state.step, total_steps, args.warmup_steps, args.lr_scheduler, args.min_lr_ratio)
+        average.update(state.update(optimizer, parameters, peak_lr * factor, sums))       # not by a skipped step
 
         # what comes now is the same on every rank; a request to stop counts one step late, so no step waits for it
-        owed, saving = bool(eval_rows) and now.due(args.eval_steps), now.save_due()
-        stopping = now.stop_asked(owed or saving) and (owed or not now.last)
-        now.count(step_rows * rows.length, work)
-        if now.due(args.logging_steps):
-            values = lines.loss_report(distributed.all_sum(world, now.sums).tolist(), regions)
+        eval_due, saving = bool(eval_rows) and state.due(args.eval_steps), state.save_due()
+        stopping = state.stop_asked(eval_due or saving) and (eval_due or not state.last)
+        state.count(step_rows * rows.length, work)
+        if state.due(args.logging_steps):
+            values = lines.loss_report(distributed.all_sum(world, state.sums).tolist(), regions)
             if main_rank:
-                now.line(values | {"train/t_low": t_range[0], "train/t_high": t_range[1]},
-                         lambda v: lines.console_line(now.step, total_steps, v))
-            now.sums.zero_()
-            now.begin_line()
+                state.log_step(values | {"train/t_low": t_range[0], "train/t_high": t_range[1]},
+                         lambda v: lines.console_line(state.step, total_steps, v))
+            state.sums.zero_()
+            state.begin_line()
     what = "bound or accuracy" if asked else "bound"
-    early = f" (no better {what} in {stale} validations)" if enough and now.step < total_steps else ""
-    now.finish(stopping, early, {"bound": "bound {:.4f} nats/token", "accuracy": "{:.2%} wrong"}[args.best_by])
+    early = f" (no better {what} in {stale} validations)" if enough and state.step < total_steps else ""
+    state.finish(stopping, early, {"bound": "bound {:.4f} nats/token", "accuracy": "{:.2%} wrong"}[args.best_by])
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from common import checkpoint, distributed, loading
 from common.checkpoint import naming
 from common.distributed import UserError
-from common.indexing import Column, in_order
+from common.indexing import Column, parallel_map_ordered
 from common.problems import Problems, problem
 from common.watchdog import init_loader
 from distill.chat import cut, group_key, read_chunks
@@ -145,7 +145,7 @@ def write_table(folder, paths, encoder, limit, policy, teacher=None, processes=0
                 for name in columns.keys() - {"offsets", "sources"}:
                     columns[name].append(chunk[name])
 
-            in_order(chunks, 0 if teacher else processes, take)
+            parallel_map_ordered(chunks, 0 if teacher else processes, take)
             samples = len(columns["lengths"]) - before
             if not samples and not problems.stopping:
                 problems.settle()

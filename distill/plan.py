@@ -100,7 +100,7 @@ def print_plan(check, model, table, train_ids, eval_ids, order, lengths_of_run, 
     """Print all that a run comes to; what it will not fit into is a problem of `check`.
 
     model: the empty PackedLM as trained. order: PackOrder. lengths_of_run: of packing.run_length. at: run.position.
-    setup, room: plan.Setup, plan.Room. often: of run.intervals. epochs: how many, of which the first 20 are looked at.
+    setup, room: plan.Setup, plan.Limits. often: of run.intervals. epochs: how many, of which the first 20 are looked at.
     """
     lengths, (steps_per_epoch, total_steps) = table.lengths[train_ids], lengths_of_run
     epochs = range(min(20, epochs))

@@ -432,8 +432,8 @@ def train(args):
                                   (args.adam_beta1, args.adam_beta2), packed_lm.decays)
     distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
     # log values of a step: the model's sums of losses and right guesses; targets, on rank 0
-    now = run.Run(world, watch, args, order, total_steps, model.sums + 1, resume, meta, validation, table.name)
-    now.restore(model, optimizer)
+    state = run.TrainState(world, watch, args, order, total_steps, model.sums + 1, resume, meta, validation, table.name)
+    state.restore(model, optimizer)
     epochs = sys.maxsize if args.max_steps else args.num_train_epochs
     packs = ([int(train_ids[i]) for i in pack] for pack in
              rank_packs(order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
@@ -444,7 +444,7 @@ def train(args):
     if main_rank:
         print_start(world, model, table, train_ids, eval_ids,
                     steps_text(total_steps, steps_per_epoch, ranks, accumulation,
-                               f"peak lr {peak_lr:.2e}, warm-up {warmup}"), often, start_text(now.step, resume),
+                               f"peak lr {peak_lr:.2e}, warm-up {warmup}"), often, start_text(state.step, resume),
                     kind=args.parallel, bf16=args.bf16)
         if unknown_ends:
             names = ", ".join(tokenizer.convert_ids_to_tokens(unknown_ends))
@@ -453,17 +453,17 @@ def train(args):
 
     # -- loop ---------------------------------------------------------------------------------------------------------
     stopping = False
-    while now.step < total_steps and not stopping:
-        window = train_ids[now.window()]        # samples of this step, all ranks: the loss divides by their targets
+    while state.step < total_steps and not stopping:
+        window = train_ids[state.window()]        # samples of this step, all ranks: the loss divides by their targets
         work = step_work(table, window, matrix_weights, model.native.config, args.use_lora)
-        sums = torch.zeros_like(now.sums)
+        sums = torch.zeros_like(state.sums)
         drawn = None
         if args.on_policy:      # before the first loss, as all are divided by the tokens of all answers of the step
             drawn, work["targets"] = rollouts.own_answers(
-                world, model, table, [now.next(batches) for _ in range(accumulation)], share=args.on_policy,
-                tokens=args.max_new_tokens, ends=ends, seed=args.seed, step=now.step, bf16=args.bf16, sampler=sampler)
+                world, model, table, [state.next(batches) for _ in range(accumulation)], share=args.on_policy,
+                tokens=args.max_new_tokens, ends=ends, seed=args.seed, step=state.step, bf16=args.bf16, sampler=sampler)
         for micro in range(accumulation):
-            batch = drawn[micro] if drawn else now.next(batches)
+            batch = drawn[micro] if drawn else state.next(batches)
             mine = list(batch.samples)
             # a batch that differs from the plan would divide the loss by another count than the other ranks'
             assert drawn or batch.counts["targets"] == table.targets[mine].sum(), "loader and plan disagree"
@@ -474,45 +474,45 @@ def train(args):
                 # DDP and FSDP2 average gradients over ranks; the loss is a mean over the targets of all of them
                 (loss * (world.size / work["targets"])).backward()
             sums[:-1] += torch.stack([loss.detach(), *others])
-            now.saw(loss, mine)
+            state.note_loss(loss, mine)
         if main_rank:       # a python number: a tensor made of it would wait for the GPU
             sums[-1] += work["targets"]
-        factor = optim.lr_factor(now.step, total_steps, warmup, args.lr_scheduler, args.min_lr_ratio)
-        now.update(optimizer, trainable, peak_lr * factor, sums)
+        factor = optim.lr_factor(state.step, total_steps, warmup, args.lr_scheduler, args.min_lr_ratio)
+        state.update(optimizer, trainable, peak_lr * factor, sums)
 
         # what comes now is the same on every rank; a request to stop counts one step late, so no step waits for it
-        evaluating, saving = len(eval_ids) and now.due(args.eval_steps), now.save_due()
-        stopping = now.stop_asked(evaluating or saving) and not now.last
+        evaluating, saving = len(eval_ids) and state.due(args.eval_steps), state.save_due()
+        stopping = state.stop_asked(evaluating or saving) and not state.last
 
         # -- log ------------------------------------------------------------------------------------------------------
-        empty = max(0, now.at["first"] - order.packs_per_epoch)         # packs of one token of padding
-        now.count(per_step * pad_to or work["tokens"] + empty, work)
-        if now.due(args.logging_steps):
-            *model_sums, targets = distributed.all_sum(world, now.sums).tolist()
+        empty = max(0, state.at["first"] - order.packs_per_epoch)         # packs of one token of padding
+        state.count(per_step * pad_to or work["tokens"] + empty, work)
+        if state.due(args.logging_steps):
+            *model_sums, targets = distributed.all_sum(world, state.sums).tolist()
             if main_rank:
-                now.line(packed_lm.loss_report(model_sums, targets, "train"),
-                         lambda v: console_line(now.step, total_steps, v))
-            now.sums.zero_()
-            now.begin_line()
+                state.log_step(packed_lm.loss_report(model_sums, targets, "train"),
+                         lambda v: console_line(state.step, total_steps, v))
+            state.sums.zero_()
+            state.begin_line()
 
         # -- validate, save -------------------------------------------------------------------------------------------
-        with now.pause():       # throughput is about training steps
+        with state.pause():       # throughput is about training steps
             better = False
             if evaluating and not stopping:
-                watch.moved(f"validation at step {now.step}", args.wait_timeout)
+                watch.moved(f"validation at step {state.step}", args.wait_timeout)
                 values = evaluate(world, model, table, eval_ids, args.per_device_eval_batch_size, args.num_workers,
-                                  args.bf16, now.writer.check)
+                                  args.bf16, state.writer.check)
                 if values is None:              # asked to stop meanwhile
-                    stopping = not now.last
+                    stopping = not state.last
                 else:
                     if main_rank:
-                        tqdm.write(f"eval   step {now.step:>6} | loss {values['eval/loss']:7.4f} "
+                        tqdm.write(f"eval   step {state.step:>6} | loss {values['eval/loss']:7.4f} "
                                    f"acc {values['eval/accuracy'] * 100:5.1f}%")
-                        now.log.write(now.step, values)
-                    better = now.better(values["eval/loss"])
-            if (better or saving or stopping) and now.saved_step != now.step:
-                save_checkpoint(world, now.writer, model, tokenizer, optimizer, now.state(identity))
-    now.finish(stopping)
+                        state.log.write(state.step, values)
+                    better = state.better(values["eval/loss"])
+            if (better or saving or stopping) and state.saved_step != state.step:
+                save_checkpoint(world, state.writer, model, tokenizer, optimizer, state.to_save(identity))
+    state.finish(stopping)
 
 
 if __name__ == "__main__":

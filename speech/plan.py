@@ -22,8 +22,8 @@ def rows_by_kind(table, ids):
     text and audio are all rows of either kind; audio_rows and text_rows those that predict something.
     """
     n = len(table)
-    holes = table.tokens == ids.hole
-    trained = table.labelled[holes]                                     # of each clip, in the order of table.clips
+    places = table.tokens == ids.audio_placeholder_id
+    trained = table.labelled[places]                                     # of each clip, in the order of table.clips
     sample = np.repeat(np.arange(n), np.diff(table.clip_offsets))
     frames = table.where[table.clips, 2]
     rows, predicting = ids.rows(frames, trained), np.where(trained, ids.predicting(frames), 0)
@@ -137,7 +137,7 @@ def print_plan(check, model, table, ids, train_ids, eval_ids, order, lengths_of_
     """Print all that a run comes to; what it will not fit into is a problem of `check`.
 
     model: the empty models.packed as trained. table: whose new clips are not encoded. order: PackOrder. lengths_of_run:
-    of packing.run_length. at: run.position. setup, room: plan.Setup, plan.Room. often: of run.intervals. speaks:
+    of packing.run_length. at: run.position. setup, room: plan.Setup, plan.Limits. often: of run.intervals. speaks:
     whether sample prompts are spoken. code_cache: folder of encoded audio.
     """
     lengths, native = table.lengths[train_ids], model.base_model

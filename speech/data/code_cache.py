@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from common import hub, tensor_files
 from common.checkpoint import move_aside, write_atomically
 from common.distributed import UserError
-from common.indexing import in_order
+from common.indexing import parallel_map_ordered
 from speech.data.containers import file_of
 
 SAMPLE_RATE = 24_000
@@ -156,7 +156,7 @@ class CacheIndex:
             unknown.append(np.column_stack([done + new, stats[new]]))
             done += len(keys)
 
-        in_order(keys, processes, take)
+        parallel_map_ordered(keys, processes, take)
         return found, np.concatenate(unknown)
 
     def has(self, key):
@@ -244,7 +244,7 @@ def look_up(folder, clips, processes=0):
         if part[1]:
             damaged[part[0]] = part[1]
 
-    in_order(check, processes, take)
+    parallel_map_ordered(check, processes, take)
     if len(damaged) > len(index.damaged):
         index = CacheIndex(folder, damaged)
         found, unknown = index.find_clips(clips, processes)

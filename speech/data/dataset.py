@@ -19,7 +19,7 @@ import numpy as np
 
 from common.checkpoint import naming
 from common.distributed import UserError
-from common.indexing import Column, Lists, in_order, token_lists
+from common.indexing import Column, Lists, parallel_map_ordered, token_lists
 from common.problems import Problems, problem, settle
 from common.text import NAME, printable
 from speech.data.code_cache import FRAME_RATE, CodeReader
@@ -152,8 +152,8 @@ class TableBuilder:
         for text in new:        # template pieces repeat in every sample, the samples' own text does not
             if text.startswith("<|") and text.endswith(("|>", "\n\n")):
                 self._known[text] = known[text]
-        hole = [self.ids.hole]
-        parts = [known[piece] if type(piece) is str else hole for piece in pieces]
+        place = [self.ids.audio_placeholder_id]
+        parts = [known[piece] if type(piece) is str else place for piece in pieces]
         lengths = np.fromiter(map(len, parts), np.int64, len(parts))
         spoken = np.array([type(piece) is Clip for piece in pieces], bool)
         labels = np.array(labels, bool)
@@ -382,7 +382,7 @@ def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0,
             for how, words in itertools.chain.from_iterable(map(dict.items, part[4])):
                 recognised.setdefault(how, [0, words])[0] += 1
 
-        in_order(chunks, 0 if opened.source.on_hub else processes, take)        # each would read all of its texts
+        parallel_map_ordered(chunks, 0 if opened.source.on_hub else processes, take)        # each would read all of its texts
         kept, lost = len(builder) - before, sum(refused.values())
         counts = ", ".join(f"{n} {check}" for check, n in sorted(refused.items()))
         print(f"source     {path}: {opened.source.format} ({opened.source.about}); {kept + lost} rows = {kept} kept + "

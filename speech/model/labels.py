@@ -22,7 +22,7 @@ CONTROL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
 class TokenIds:
     """Ids the trainer needs, from the tokenizer and the model's config, and the layout that goes with them.
 
-    labels3.Ids has the same methods for Higgs TTS 3.
+    labels_v3.Ids has the same methods for Higgs TTS 3.
     """
     audio: int              # <|AUDIO_OUT|>, stands for one row of codes
     delay: int              # marks the last num_codebooks - 1 rows of a clip
@@ -33,7 +33,7 @@ class TokenIds:
     min_frames = 1          # codec frames of a trained clip
 
     @property
-    def hole(self):
+    def audio_placeholder_id(self):
         """What stands for a whole clip in a table's tokens."""
         return self.audio
 
@@ -132,13 +132,13 @@ def assemble(tokens, labelled, codes, ids):
     tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of input_ids (n,), is_audio
     (n,), text_labels (n,), audio_ids (a, 8), audio_labels (a, 8).
     """
-    holes = np.flatnonzero(tokens == ids.audio)
+    places = np.flatnonzero(tokens == ids.audio)
     repeats = np.ones(len(tokens), np.int64)
     rows, labels, placeholders = [], [], []
-    for hole, clip in zip(holes, codes):
+    for place, clip in zip(places, codes):
         rows.append(delay_rows(clip, ids.stream_bos, ids.stream_eos))
-        labels.append(delay_labels(clip, ids.stream_eos) if labelled[hole] else np.full_like(rows[-1], IGNORE))
-        repeats[hole] = len(rows[-1])
+        labels.append(delay_labels(clip, ids.stream_eos) if labelled[place] else np.full_like(rows[-1], IGNORE))
+        repeats[place] = len(rows[-1])
         placeholders.append(np.full(len(rows[-1]), ids.audio))
         placeholders[-1][-(ids.num_codebooks - 1):] = ids.delay
     is_audio = np.repeat(tokens == ids.audio, repeats)

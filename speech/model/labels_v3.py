@@ -23,7 +23,7 @@ from speech.model.labels import IGNORE
 
 TOKENS = {"tts": "<|tts|>", "text": "<|text|>", "audio": "<|audio|>", "ref_audio": "<|ref_audio|>",
           "ref_text": "<|ref_text|>"}
-HOLE = -100             # stands for a whole clip in a table's tokens, as in the released config.json
+AUDIO_PLACEHOLDER = -100             # stands for a whole clip in a table's tokens, as in the released config.json
 MIN_FRAMES = 8          # the servers look for the end from row 8 on: a shorter clip could not end
 TAG = re.compile(r"<\|[a-z_]+:[a-z_]+\|>")          # control tags, as <|emotion:elation|>
 SPEAKER = re.compile(r"\[SPEAKER\d+\]\s*")
@@ -44,7 +44,7 @@ class Ids:
     num_codebooks: int = 8
     stream_bos: int = 1024      # BOC
     stream_eos: int = 1025      # EOC
-    hole = HOLE
+    audio_placeholder_id = AUDIO_PLACEHOLDER
     min_frames = MIN_FRAMES
 
     def forbidden(self, tokenizer):
@@ -179,22 +179,22 @@ def pieces(text, clip, reference, marks_text):
 
 
 def assemble(tokens, labelled, codes, ids):
-    """One sample as the model sees it: each of its clips takes the place of its HOLE, in delayed rows.
+    """One sample as the model sees it: each of its clips takes the place of its AUDIO_PLACEHOLDER, in delayed rows.
 
     tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of input_ids (n,), is_audio
     (n,), text_labels (n,), audio_ids (a, 8), audio_at (R,), audio_targets (R, 8); text is never a label.
     """
-    holes = np.flatnonzero(tokens == HOLE)
+    places = np.flatnonzero(tokens == AUDIO_PLACEHOLDER)
     repeats, rows = np.ones(len(tokens), np.int64), []
     at, targets = np.empty(0, np.int64), np.empty((0, ids.num_codebooks), np.int64)
-    for hole, clip in zip(holes, codes):
+    for place, clip in zip(places, codes):
         whole = delay(clip, ids.stream_bos, ids.stream_eos).numpy()
-        rows.append(whole[:-1] if labelled[hole] else whole)
-        repeats[hole] = len(rows[-1])
-        if labelled[hole]:
-            at = np.arange(len(whole)) + repeats[:hole].sum() - 1
+        rows.append(whole[:-1] if labelled[place] else whole)
+        repeats[place] = len(rows[-1])
+        if labelled[place]:
+            at = np.arange(len(whole)) + repeats[:place].sum() - 1
             targets = np.where(label_mask(len(clip), ids.num_codebooks).numpy(), whole, IGNORE)
-    is_audio = np.repeat(tokens == HOLE, repeats)
+    is_audio = np.repeat(tokens == AUDIO_PLACEHOLDER, repeats)
     input_ids = np.where(is_audio, ids.pad, np.repeat(tokens, repeats))
     empty = np.empty((0, ids.num_codebooks), np.int64)
     return {"input_ids": input_ids, "is_audio": is_audio, "text_labels": np.full(len(input_ids), IGNORE),

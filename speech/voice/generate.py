@@ -167,7 +167,7 @@ def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
     prompts = []
     for i, (sample, number) in enumerate(zip(samples, numbers or range(len(samples)))):
         clips, tokens = builder.clips_of(i), builder.tokens[i].astype(np.int64)
-        tokens = tokens[:np.flatnonzero(tokens == ids.hole)[-1]]
+        tokens = tokens[:np.flatnonzero(tokens == ids.audio_placeholder_id)[-1]]
         row = ids.assemble(tokens, np.zeros(len(tokens), bool), [codes[c] for c in clips[:-1]])
         target, length = builder.clips[clips[-1]], None
         try:

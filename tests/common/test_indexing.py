@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from common import indexing, json_files
 from common.distributed import UserError
-from common.indexing import Column, Lists, in_order, token_lists
+from common.indexing import Column, Lists, parallel_map_ordered, token_lists
 from distill import chat
 from distill import dataset as chat_table
 from tests.helpers import chats
@@ -52,7 +52,7 @@ def test_parts_come_in_order(n, processes):
             yield i, os.getpid()
 
     found = []
-    in_order(share, processes, found.append)
+    parallel_map_ordered(share, processes, found.append)
     assert [i for i, _ in found] == list(range(n))
     elsewhere = {pid for i, pid in found if pid != os.getpid()}
     assert len(elsewhere) == min(processes, max(0, n - indexing.HERE))
@@ -61,7 +61,7 @@ def test_parts_come_in_order(n, processes):
 def test_few_parts_start_no_process(monkeypatch):
     monkeypatch.setattr(indexing, "DataLoader", None)
     found = []
-    in_order(lambda first, step: iter(range(first, indexing.HERE - 1, step)), 2, found.append)
+    parallel_map_ordered(lambda first, step: iter(range(first, indexing.HERE - 1, step)), 2, found.append)
     assert found == list(range(indexing.HERE - 1))
 
 
@@ -76,7 +76,7 @@ def test_a_process_that_is_killed_ends_it_with_one_line():
 
     found = []
     with pytest.raises(UserError) as caught:
-        in_order(share, 2, found.append)
+        parallel_map_ordered(share, 2, found.append)
     assert "\n" not in str(caught.value) and "is killed by signal: Killed" in str(caught.value)
     assert "--preprocess_num_proc" in str(caught.value) and not multiprocessing.active_children()
     assert found == list(range(len(found)))
@@ -92,7 +92,7 @@ def test_errors_come_in_their_place():
     for processes in (0, 2):
         found = []
         with pytest.raises(UserError, match="^error 9$"):
-            in_order(share, processes, found.append)
+            parallel_map_ordered(share, processes, found.append)
         assert found == list(range(9))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from common import lifetime
-from common.indexing import in_order
+from common.indexing import parallel_map_ordered
 from tests.helpers.progress import wait_until
 from tests.helpers.trainer import ROOT
 from tests.test_house import MODULES
@@ -158,7 +158,7 @@ def killed_with_full_pipes(lock):
             time.sleep(1)       # the others go on until they must wait
             os.kill(multiprocessing.active_children()[0].pid, signal.SIGSTOP)       # as if its disk did not answer
             os.kill(os.getpid(), signal.SIGKILL)
-    in_order(share, 3, take)
+    parallel_map_ordered(share, 3, take)
 
 
 def is_free(lock):

@@ -93,9 +93,9 @@ def test_activation_bytes_of_higgs_tts_3(targets, bf16, recompute, table):
     ids = labels_v3.Ids(*range(1, 6))
     model = v3.PackedHiggs3(lora.add_lora(native, 8, 16, 0.1, targets, "base", table=table) if targets else native,
                                 recompute).train()
-    tokens = np.array([ids.tts, ids.text, *range(10, 50), ids.audio, labels_v3.HOLE])
+    tokens = np.array([ids.tts, ids.text, *range(10, 50), ids.audio, labels_v3.AUDIO_PLACEHOLDER])
     codes = [np.random.default_rng(0).integers(0, 1024, (30, 8))]
-    batch = collate([{"number": i, **ids.assemble(tokens, tokens == labels_v3.HOLE, codes)} for i in range(4)], ids)
+    batch = collate([{"number": i, **ids.assemble(tokens, tokens == labels_v3.AUDIO_PLACEHOLDER, codes)} for i in range(4)], ids)
     kept, peak = measured_step(model, batch, bf16)
     layers_kept, one = memory.kept_bytes(speech_plan.row_bytes(model, bf16, False, False), 6, recompute)
     rows = len(batch.text_pos), len(batch.audio_pos)
