@@ -218,9 +218,9 @@ def test_a_stop_that_cuts_a_validation_changes_nothing(pool, demo, shared, tmp_p
     assert statuses == [0] and "done       step 6" in printed and not (output / "requeue").exists(), printed
     resumed = Run(0, printed, output)
     assert lines(resumed) == lines(whole)
-    keys = ("best_step", "best_loss", "stale", "t_range", "owed")
+    keys = ("best_step", "best_loss", "stale", "t_range", "eval_due")
     metas = [checkpoint.load_meta(newest(run)) for run in (whole, resumed)]
-    assert [metas[0][key] for key in keys] == [metas[1][key] for key in keys] and not metas[0]["owed"]
+    assert [metas[0][key] for key in keys] == [metas[1][key] for key in keys] and not metas[0]["eval_due"]
     one, other = states(newest(whole)), states(newest(resumed))
     assert one.keys() == other.keys() and all(torch.equal(tensor, other[key]) for key, tensor in one.items())
 
