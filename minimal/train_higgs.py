@@ -1,0 +1,350 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "transformers>=5.17", "peft", "numpy", "soundfile", "soxr"]
+# ///
+"""Fine-tune Higgs-Audio V2 in one file: LoRA or all weights, one GPU or several, exact resume.
+
+    torchrun --nproc_per_node=8 minimal/train_higgs.py --model_path MODEL \
+        --audio_tokenizer_path CODEC --train_data_file train.json --use_lora --bf16
+
+A test holds its losses and gradients equal to those of train_v2_ddp.py --normalize_text off, which
+is this script made fast (packed batches, fused layers, FSDP2) and hard to kill.
+"""
+import argparse
+import contextlib
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import soundfile
+import soxr
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoTokenizer, HiggsAudioV2TokenizerModel
+from transformers import HiggsAudioV2ForConditionalGeneration as HiggsAudioV2
+
+p = argparse.ArgumentParser(description="Fine-tune Higgs-Audio V2 on a ChatML file.")
+p.add_argument("--model_path", required=True, help="native Higgs-Audio V2, folder or hub name")
+p.add_argument("--audio_tokenizer_path", required=True, help="its codec, folder or hub name")
+p.add_argument("--train_data_file", required=True, help="ChatML, .json or .jsonl")
+p.add_argument("--output_dir", default="output")
+p.add_argument("--validation_split", type=float, default=0.05, help="share of samples held out")
+p.add_argument("--per_device_train_batch_size", type=int, default=2, help="samples a micro-step")
+p.add_argument("--gradient_accumulation_steps", type=int, default=1)
+p.add_argument("--max_steps", type=int, default=1000, help="optimizer steps")
+p.add_argument("--learning_rate", type=float, default=5e-5)
+p.add_argument("--warmup_steps", type=int, default=50)
+p.add_argument("--use_lora", action="store_true", help="adapters on a frozen base")
+p.add_argument("--lora_rank", type=int, default=16)
+p.add_argument("--bf16", action="store_true", help="autocast; a frozen base is stored in bfloat16")
+p.add_argument("--compile", action="store_true", help="torch.compile each decoder layer")
+p.add_argument("--num_workers", type=int, default=2, help="loader processes")
+p.add_argument("--logging_steps", type=int, default=10)
+p.add_argument("--save_steps", type=int, default=200, help="between validations and checkpoints")
+p.add_argument("--seed", type=int, default=42, help="of adapters, order and hold-out")
+args = p.parse_args()
+# torchrun sets these three; one process alone is rank 0 of 1
+rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+local_rank = int(os.environ.get("LOCAL_RANK", 0))
+device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+if device.type == "cuda":
+    torch.cuda.set_device(device)
+if world_size > 1:
+    dist.init_process_group()       # gloo for tensors on CPUs, NCCL for those on GPUs
+IGNORE = -100       # label of what is not trained
+out = Path(args.output_dir)
+(out / "codes").mkdir(parents=True, exist_ok=True)
+
+
+def all_sum(tensor):
+    """Sum over ranks, in place."""
+    if world_size > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+# ---- Model: transformers' own forward, and losses as sums, so that any split over ranks adds up
+
+
+class Higgs(torch.nn.Module):
+    def __init__(self, net, native):
+        super().__init__()
+        self.net = net                  # what is trained: the native model, or PEFT around it
+        self._native = [native]         # in a list, or its weights would be registered twice
+
+    def forward(self, batch):
+        """Sums over a batch's targets: audio (K,), one a codebook, and text ()."""
+        native, tokens, rows = self._native[0], batch["input_ids"], batch["audio_ids"]
+        hidden = native.model(
+            input_ids=tokens.clamp(min=0), attention_mask=tokens >= 0,          # padding is < 0
+            audio_input_ids=rows.clamp(min=0), audio_input_ids_mask=rows[..., 0] >= 0,
+        ).last_hidden_state[:, :-1]             # (B, S - 1, H): each position predicts the next
+        codes, tokens = batch["audio_labels"][:, 1:], batch["text_labels"][:, 1:]
+        where = (codes != IGNORE).any(-1)       # R positions
+        logits = native.audio_lm_head(hidden[where]).float()
+        logits = logits.view(-1, native.config.num_codebooks, native.config.codebook_size)
+        audio = F.cross_entropy(logits.transpose(1, 2), codes[where], ignore_index=IGNORE,
+                                reduction="none").sum(0)        # (R, K) -> (K,)
+        where = tokens != IGNORE
+        logits = native.text_lm_head(hidden[where]).float()
+        return audio, F.cross_entropy(logits, tokens[where], reduction="sum")
+
+
+checkpoints = [folder for folder in out.iterdir() if re.fullmatch(r"checkpoint-\d+", folder.name)]
+checkpoints.sort(key=lambda folder: int(folder.name.split("-")[1]))
+resume = checkpoints[-1] if checkpoints else None
+source = resume if resume and not args.use_lora else args.model_path
+dtype = torch.bfloat16 if args.bf16 and args.use_lora else torch.float32
+native = net = HiggsAudioV2.from_pretrained(source, use_text_head=True, dtype=dtype)
+config, tokenizer = native.config, AutoTokenizer.from_pretrained(args.model_path)
+K, BOS, EOS = config.num_codebooks, config.audio_stream_bos_id, config.audio_stream_eos_id
+if args.use_lora and resume:
+    net = PeftModel.from_pretrained(native, resume, is_trainable=True)
+elif args.use_lora:
+    net = get_peft_model(native, LoraConfig(
+        r=args.lora_rank, lora_alpha=2 * args.lora_rank, task_type="CAUSAL_LM",
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
+    generator = torch.Generator().manual_seed(args.seed)
+    for name, parameter in net.named_parameters():
+        if "lora_A" in name:            # the same on every rank; B starts at zero
+            torch.nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)
+
+# ---- Data: conversation -> pieces of text and clips -> tokens and rows of codes, with labels
+
+INSTRUCTION = re.compile(r"\s*please generate speech\b[^:]*:\s*", re.IGNORECASE)
+path = Path(args.train_data_file)
+conversations = (list(map(json.loads, open(path))) if path.suffix == ".jsonl"
+                 else json.load(open(path)))
+
+
+def parts_of(content):
+    """A message's content -> texts (str) and clips (tuples of path, start and length in s)."""
+    parts = []
+    for item in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+        if item["type"] == "text":
+            parts.append(item["text"].strip())
+        else:       # without an offset, the duration is a note on the whole file
+            length = item.get("duration") if item.get("offset") is not None else None
+            parts.append((str(path.parent / item["audio_url"]), item.get("offset") or 0, length))
+    return [part for part in parts if part]
+
+
+def pieces_of(conversation):
+    """[(text or clip, trained)] by the model's chat template; the last spoken turn is trained."""
+    pieces, turns = [("<|begin_of_text|>", False)], []
+    for message in conversation["messages"]:
+        role, parts = message["role"], parts_of(message["content"])
+        clips = [part for part in parts if isinstance(part, tuple)]
+        if role == "user" and clips:            # a reference: it becomes turns of its own
+            assert list(map(type, parts)) == [str, tuple, str], "a reference is text, clip, text"
+            turns += [("user", parts[:1]), ("assistant", clips)]
+            parts = [INSTRUCTION.sub("", parts[2])]
+        if role == "assistant" and clips:
+            spoken = len(turns)
+            if turns[-1][1] == parts[:-1]:      # its text only repeats what was asked for
+                parts = clips
+        turns.append((role, parts))
+    if turns[0][0] != "system":
+        turns, spoken = [("system", ["Generate audio following instruction."]), *turns], spoken + 1
+    for i, (role, parts) in enumerate(turns):
+        said = []
+        for part in parts:
+            clip = isinstance(part, tuple)
+            said += ["<|audio_out_bos|>", part, "<|audio_eos|>"] if clip else [part]
+        goes_on = role == "assistant" and [r for r, _ in turns[i + 1:i + 2]] == ["assistant"]
+        said.append("<|eom_id|>" if goes_on else "<|eot_id|>")
+        pieces.append((f"<|start_header_id|>{role}<|end_header_id|>\n\n", False))
+        pieces += [(piece, i == spoken) for piece in said]
+    return pieces
+
+
+pieces = [pieces_of(conversation) for conversation in conversations]
+codes_of = {}       # clip -> file of its codes: it is encoded once, by whichever run comes first
+for clip in (piece for sample in pieces for piece, _ in sample if isinstance(piece, tuple)):
+    key = f"{os.path.abspath(clip[0])} {clip[1:]} {os.stat(clip[0])[6:9]}"      # size and times
+    codes_of[clip] = out / "codes" / (hashlib.sha256(key.encode()).hexdigest()[:32] + ".npy")
+missing = [clip for clip, file in codes_of.items() if not file.exists()]
+all_sum(torch.zeros(1))                 # every rank has looked before one writes
+if missing:
+    codec = HiggsAudioV2TokenizerModel.from_pretrained(args.audio_tokenizer_path).to(device).eval()
+for clip in missing[rank::world_size]:
+    with soundfile.SoundFile(clip[0]) as file:
+        file.seek(round(clip[1] * file.samplerate))
+        frames = -1 if clip[2] is None else round(clip[2] * file.samplerate)
+        wave = file.read(frames, dtype="float32", always_2d=True).mean(axis=1)
+        wave = torch.from_numpy(soxr.resample(wave, file.samplerate, 24000)).to(device)
+    with torch.no_grad():               # (K, T): 25 frames a second
+        codes = codec.encode(wave[None, None], max(codec.config.target_bandwidths)).audio_codes[0]
+    temporary = codes_of[clip].with_suffix(f".{rank}.npy")
+    np.save(temporary, codes[:K].T.to(torch.int16).cpu().numpy())
+    os.replace(temporary, codes_of[clip])       # a file of this name is whole
+all_sum(torch.zeros(1))                 # every clip is there
+
+
+def sample_of(pieces):
+    """Pieces -> arrays: input_ids and text_labels (n,), audio_ids (a, K), audio_labels (n, K).
+
+    A clip of T frames takes T + K + 1 rows. Codebook k is delayed by k rows, begin-of-stream above
+    it, end-of-stream below. Trained are its T codes and one end-of-stream, never the fill.
+    """
+    input_ids, text_labels, audio_labels, audio_ids = [], [], [], []
+    for piece, trained in pieces:
+        if isinstance(piece, str):
+            tokens = np.array(tokenizer(piece, add_special_tokens=False)["input_ids"])
+            labels = np.full((len(tokens), K), IGNORE)
+            text_labels.append(tokens if trained else np.full(len(tokens), IGNORE))
+        else:
+            codes = np.load(codes_of[piece]).astype(np.int64)     # (T, K)
+            T = len(codes)
+            # the rows' embeddings take the place of these tokens; the last K - 1 mark the tail
+            tokens = np.full(T + K + 1, config.audio_token_id)
+            tokens[T + 2:] = config.audio_delay_token_id
+            text_labels.append(np.full(T + K + 1, IGNORE))
+            rows, labels = np.full((T + K + 1, K), EOS), np.full((T + K + 1, K), IGNORE)
+            for k in range(K):
+                rows[:k + 1, k] = BOS
+                rows[k + 1:k + 1 + T, k] = codes[:, k]
+                if trained:
+                    labels[k + 1:k + 2 + T, k] = [*codes[:, k], EOS]
+            audio_ids.append(rows)
+        input_ids.append(tokens)
+        audio_labels.append(labels)
+    return {"input_ids": np.concatenate(input_ids), "text_labels": np.concatenate(text_labels),
+            "audio_ids": np.concatenate(audio_ids), "audio_labels": np.concatenate(audio_labels)}
+
+
+samples = [sample_of(sample) for sample in pieces]
+n_audio_targets = np.array([(sample["audio_labels"] != IGNORE).sum() for sample in samples])
+n_text_targets = np.array([(sample["text_labels"] != IGNORE).sum() for sample in samples])
+shuffled = np.random.default_rng((args.seed, 2)).permutation(len(samples))
+held_out = math.ceil(len(samples) * args.validation_split)
+train_ids, eval_ids = np.sort(shuffled[held_out:]), np.sort(shuffled[:held_out])
+size = args.per_device_train_batch_size
+batches_per_step = world_size * args.gradient_accumulation_steps
+steps_per_epoch = math.ceil(len(train_ids) / size / batches_per_step)
+
+
+def batches_of(step):
+    """All ranks' batches by seed and step: arrays of sample numbers, empty behind an epoch."""
+    epoch, place = divmod(step, steps_per_epoch)
+    order = train_ids[np.random.default_rng((args.seed, epoch, 1)).permutation(len(train_ids))]
+    first = place * batches_per_step
+    return [order[i * size:(i + 1) * size] for i in range(first, first + batches_per_step)]
+
+
+def load(numbers):
+    """Sample numbers -> {name: (B, longest, ...)}; none give a sample that weighs nothing."""
+    batch = {name: pad_sequence([torch.from_numpy(samples[i][name]) for i in numbers or [0]],
+                                batch_first=True, padding_value=IGNORE) for name in samples[0]}
+    if not numbers:
+        batch["text_labels"].fill_(IGNORE)
+        batch["audio_labels"].fill_(IGNORE)
+    return batch
+
+
+# ---- Optimizer, resume, validation, checkpoints
+
+for layer in native.model.layers if args.compile else ():
+    layer.compile()
+model = Higgs(net, native).to(device).train()
+decay = {True: [], False: []}           # of matrices; not of norms and embeddings
+for name, parameter in model.named_parameters():
+    if parameter.requires_grad:
+        decay[parameter.ndim > 1 and "embed" not in name].append(parameter)
+optimizer = torch.optim.AdamW([{"params": decay[True], "weight_decay": 0.01},
+                               {"params": decay[False], "weight_decay": 0.0}], fused=True)
+wrapped = model if world_size == 1 else DistributedDataParallel(model)
+step = 0
+if resume:
+    state = torch.load(resume / "trainer_state.pt", map_location="cpu", weights_only=True)
+    step = state["step"]
+    optimizer.load_state_dict(state["optimizer"])
+
+
+@torch.no_grad()
+def evaluate():
+    """Loss over all held-out targets; every rank takes a share."""
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    for i in eval_ids[rank::world_size]:
+        batch = {name: tensor.to(device) for name, tensor in load([i]).items()}
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+            audio, text = model(batch)
+        sums += torch.stack([audio.sum(), text]).double()
+    model.train()
+    audio, text = all_sum(sums).tolist()
+    return audio / n_audio_targets[eval_ids].sum() + text / max(1, n_text_targets[eval_ids].sum())
+
+
+def save():
+    """checkpoint-N, whole or not at all: written beside, synced, renamed."""
+    building, final = out / f"checkpoint-{step}.building", out / f"checkpoint-{step}"
+    shutil.rmtree(building, ignore_errors=True)
+    net.save_pretrained(building)           # PEFT's or transformers' own files
+    tokenizer.save_pretrained(building)
+    torch.save({"step": step, "optimizer": optimizer.state_dict()}, building / "trainer_state.pt")
+    os.sync()                               # on the disk before it has its name
+    os.rename(building, final)
+    checkpoints.append(final)
+    while len(checkpoints) > 3:
+        shutil.rmtree(checkpoints.pop(0))
+
+
+# ---- Loop
+
+stop = []       # SIGTERM and Slurm's SIGUSR1: finish the step, save, end
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: stop.append(number))
+mine = (batch for s in range(step, args.max_steps) for batch in batches_of(s)[rank::world_size])
+loader = iter(torch.utils.data.DataLoader(range(len(samples)), batch_sampler=mine, collate_fn=load,
+                                          num_workers=args.num_workers))
+stopping = False
+while step < args.max_steps and not stopping:
+    numbers = np.concatenate(batches_of(step))      # all ranks': the loss divides by their targets
+    n_audio, n_text = int(n_audio_targets[numbers].sum()), int(n_text_targets[numbers].sum())
+    total = torch.zeros((), device=device)
+    for micro in range(args.gradient_accumulation_steps):
+        batch = {name: tensor.to(device) for name, tensor in next(loader).items()}
+        last = micro == args.gradient_accumulation_steps - 1    # gradients are exchanged once
+        with wrapped.no_sync() if world_size > 1 and not last else contextlib.nullcontext():
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+                audio, text = wrapped(batch)
+            loss = audio.sum() / n_audio + text / max(1, n_text)    # a mean over all ranks' targets
+            (loss * world_size).backward()          # since DDP averages over ranks
+        total += loss.detach()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    warm = min(1, (step + 1) / max(1, args.warmup_steps))       # linear, then half a cosine to 0
+    done = max(0, step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
+    for group in optimizer.param_groups:
+        group["lr"] = lr = args.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * done))
+    if torch.isfinite(norm):                        # the same on every rank
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    step += 1
+
+    # a rank that was asked to stop stops all of them, at the same step
+    stopping = all_sum(torch.tensor(len(stop), device=device)).item() > 0
+    saving, values = stopping or step == args.max_steps or step % args.save_steps == 0, {}
+    if step % args.logging_steps == 0 or saving:
+        values = {"train/loss": all_sum(total).item(), "train/grad_norm": norm.item(), "lr": lr}
+    if len(eval_ids) and saving:
+        values["eval/loss"] = evaluate()
+    if values and rank == 0:
+        shown = " | ".join(f"{name} {value:.6g}" for name, value in values.items())
+        print(f"step {step:>6}/{args.max_steps} | {shown}", flush=True)
+        with open(out / "metrics.jsonl", "a") as log:
+            log.write(json.dumps({"step": step, **values}) + "\n")
+    if rank == 0 and saving:
+        save()
+if world_size > 1:
+    dist.destroy_process_group()
