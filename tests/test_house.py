@@ -72,6 +72,13 @@ def test_imports_run_one_way():
         assert not above, f"{path} imports from rooms above its own: {above}"
 
 
+def test_minimal_stands_alone():
+    """Each file of at most 350 lines, which imports nothing of this repository and is imported by none."""
+    for path in tracked("minimal/*.py"):
+        assert not imports(path) and len((ROOT / path).read_text().splitlines()) <= 350
+        assert (ROOT / path).read_text().startswith("# /// script\n")
+
+
 def test_no_import_goes_round():
     left = {name: imports(path) for name, path in MODULES.items()}
     while free := [name for name, needs in left.items() if not needs & left.keys()]:

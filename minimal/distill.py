@@ -1,0 +1,242 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "transformers>=5.17", "numpy"]
+# ///
+"""Prompt distillation in one file, on one GPU: a model learns to answer as if it had its prompt.
+
+    python minimal/distill.py --model_path Qwen/Qwen3-0.6B --prompt_file prompt.txt \
+        --questions_file questions.txt
+
+The model answers the questions behind the prompt; a copy without the prompt learns these answers
+(--loss ce) or the whole distribution of each of their tokens (--loss kl). Questions that were held
+out judge it: the copy beside the model with and without its prompt. A test holds losses and
+gradients of ce equal to those of distill/train_sft.py on the same answers, which is this script
+made fast (packing, FSDP2, LoRA, vLLM) and hard to kill.
+"""
+import argparse
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+p = argparse.ArgumentParser(description="Distil a prompt into the model.")
+p.add_argument("--model_path", required=True, help="chat model, folder or hub name")
+p.add_argument("--prompt_file", required=True, help="text of the system message to do without")
+p.add_argument("--questions_file", required=True, help="one question a line")
+p.add_argument("--held_out", type=float, default=0.2, help="share of questions that judge")
+p.add_argument("--output_dir", default="output")
+p.add_argument("--loss", choices=("ce", "kl"), default="ce")
+p.add_argument("--temperature", type=float, default=0.0, help="of its answers; 0 = greedy")
+p.add_argument("--max_new_tokens", type=int, default=128, help="tokens of an answer")
+p.add_argument("--per_device_train_batch_size", type=int, default=8, help="answers a micro-step")
+p.add_argument("--gradient_accumulation_steps", type=int, default=1)
+p.add_argument("--max_steps", type=int, default=200, help="optimizer steps")
+p.add_argument("--learning_rate", type=float, default=2e-5)
+p.add_argument("--warmup_steps", type=int, default=20)
+p.add_argument("--bf16", action="store_true", help="autocast")
+p.add_argument("--logging_steps", type=int, default=10)
+p.add_argument("--save_steps", type=int, default=100)
+p.add_argument("--seed", type=int, default=42, help="of order, hold-out and drawn answers")
+args = p.parse_args()
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+out = Path(args.output_dir)
+out.mkdir(parents=True, exist_ok=True)
+tokenizer = AutoTokenizer.from_pretrained(args.model_path)
+prompt = Path(args.prompt_file).read_text().strip()
+questions = [line.strip() for line in open(args.questions_file) if line.strip()]
+special = set(tokenizer.all_special_ids)
+PAD = tokenizer.eos_token_id        # what fills rows; masks leave it out
+
+
+def load(source):
+    return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).to(device).eval()
+
+
+def write(path, text):
+    """A file of this name is whole: written beside, then renamed."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+# ---- Chats as tokens
+
+
+def request(question, system=""):
+    """Ids of a chat that waits for its answer."""
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": question})
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def labelled(question, answer, system=""):
+    """(ids, number of them that are not trained): trained are the answer and its end-of-turn token.
+
+    What the template puts behind that token, such as a line break, is cut off.
+    """
+    messages = [{"role": "system", "content": system}] if system else []
+    messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    before = request(question, system)
+    ids = tokenizer.apply_chat_template(messages, return_dict=False)
+    assert ids[:len(before)] == before, "the template rewrites the request once it is answered"
+    while ids[-1] not in special:
+        ids.pop()
+    return ids, len(before)
+
+
+def logits_of(model, rows):
+    """[(ids, n_before)] -> logits (R, V) that predict all trained tokens, and these tokens (R,)."""
+    ids = pad_sequence([torch.tensor(ids) for ids, _ in rows], True, PAD).to(device)
+    lengths = torch.tensor([len(ids) for ids, _ in rows], device=device)[:, None]
+    before = torch.tensor([n for _, n in rows], device=device)[:, None]
+    place = torch.arange(ids.shape[1], device=device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+        logits = model(input_ids=ids, attention_mask=(place < lengths).long()).logits
+    trained = (place >= before) & (place < lengths)             # (B, S)
+    return logits[:, :-1][trained[:, 1:]].float(), ids[trained]
+
+
+# ---- 1. The teacher answers
+
+
+@torch.no_grad()
+def answers_of(model, questions, system, temperature=0.0):
+    """[answer] of a model, in batches, padded on the left as generation wants it."""
+    answers = []
+    for first in range(0, len(questions), 32):
+        rows = [request(question, system) for question in questions[first:first + 32]]
+        longest = max(map(len, rows))
+        ids = torch.tensor([[PAD] * (longest - len(row)) + row for row in rows], device=device)
+        place = torch.arange(longest, device=device)
+        lengths = torch.tensor([len(row) for row in rows], device=device)[:, None]
+        mask = (place >= longest - lengths).long()
+        how = {"do_sample": temperature > 0} | ({"temperature": temperature} if temperature else {})
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+            drawn = model.generate(input_ids=ids, attention_mask=mask, pad_token_id=PAD,
+                                   max_new_tokens=args.max_new_tokens, **how)
+        answers += tokenizer.batch_decode(drawn[:, longest:], skip_special_tokens=True)
+    return [answer.strip() for answer in answers]
+
+
+shuffled = np.random.default_rng((args.seed, 2)).permutation(len(questions))
+n_held_out = math.ceil(args.held_out * len(questions))
+train_questions = [questions[i] for i in np.sort(shuffled[n_held_out:])]
+eval_questions = [questions[i] for i in np.sort(shuffled[:n_held_out])]
+teacher = load(args.model_path)
+torch.manual_seed(args.seed)
+chats = {}
+for name, asked in (("answers", train_questions), ("held_out", eval_questions)):
+    path = out / f"{name}.jsonl"        # a later start takes the answers that are there
+    if not path.exists():
+        temperature = args.temperature if name == "answers" else 0.0
+        found = zip(asked, answers_of(teacher, asked, prompt, temperature))
+        turns = [[{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+                 for question, answer in found if answer]
+        write(path, "".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
+    lines = [json.loads(line)["messages"] for line in open(path)]
+    chats[name] = [(user["content"], assistant["content"]) for user, assistant in lines]
+
+# ---- 2. The student learns them, without the prompt
+
+rows = [labelled(question, answer) for question, answer in chats["answers"]]
+prompted = [labelled(question, answer, prompt) for question, answer in chats["answers"]]
+checkpoint = out / "student"
+step = 0
+student = load(checkpoint if checkpoint.exists() else args.model_path).train()
+decay = {True: [], False: []}           # of matrices; not of norms and embeddings
+for name, parameter in student.named_parameters():
+    decay[parameter.ndim > 1 and "embed" not in name].append(parameter)
+optimizer = torch.optim.AdamW([{"params": decay[True], "weight_decay": 0.01},
+                               {"params": decay[False], "weight_decay": 0.0}],
+                              betas=(0.9, 0.95), fused=True)
+if checkpoint.exists():
+    state = torch.load(checkpoint / "trainer_state.pt", map_location="cpu", weights_only=True)
+    step = state["step"]
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def loss_of(chosen):
+    """Sum over trained tokens: cross-entropy, or KL(teacher behind its prompt, student)."""
+    logits, targets = logits_of(student, [rows[i] for i in chosen])
+    if args.loss == "ce":
+        return F.cross_entropy(logits, targets, reduction="sum")
+    with torch.no_grad():               # the same tokens in the same order, behind the prompt
+        wanted = logits_of(teacher, [prompted[i] for i in chosen])[0].log_softmax(-1)
+    return F.kl_div(logits.log_softmax(-1), wanted, reduction="sum", log_target=True)
+
+
+def save():
+    """student/: what from_pretrained loads, with the state beside it. The old one goes last."""
+    building, old = out / "student.building", out / "student.old"
+    student.save_pretrained(building)
+    tokenizer.save_pretrained(building)
+    torch.save({"step": step, "optimizer": optimizer.state_dict()}, building / "trainer_state.pt")
+    os.sync()
+    if checkpoint.exists():
+        os.rename(checkpoint, old)
+    os.rename(building, checkpoint)
+    for file in old.glob("*"):
+        file.unlink()
+    if old.exists():
+        old.rmdir()
+
+
+size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+steps_per_epoch = math.ceil(len(rows) / size / accumulation)
+while step < args.max_steps:
+    epoch, place = divmod(step, steps_per_epoch)        # a function of the step: resume is exact
+    order = np.random.default_rng((args.seed, epoch, 1)).permutation(len(rows))
+    window = order[place * size * accumulation:(place + 1) * size * accumulation]
+    n_targets = sum(len(rows[i][0]) - rows[i][1] for i in window)
+    total = 0.0
+    for first in range(0, len(window), size):
+        loss = loss_of(window[first:first + size]) / n_targets      # a mean over the whole step
+        loss.backward()
+        total += loss.item()
+    norm = torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+    warm = min(1, (step + 1) / max(1, args.warmup_steps))       # linear, then a cosine to a tenth
+    done = max(0, step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
+    lr = args.learning_rate * warm * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    step += 1
+    if step % args.logging_steps == 0 or step == args.max_steps:
+        values = {"train/loss": total, "train/grad_norm": norm.item(), "lr": lr}
+        shown = " | ".join(f"{name} {value:.6g}" for name, value in values.items())
+        print(f"step {step:>6}/{args.max_steps} | {shown}", flush=True)
+        with open(out / "metrics.jsonl", "a") as log:
+            log.write(json.dumps({"step": step, **values}) + "\n")
+    if step % args.save_steps == 0 or step == args.max_steps:
+        save()
+
+# ---- 3. Questions that nobody trained on judge
+
+
+@torch.no_grad()
+def judge(model, system):
+    """Held-out questions: share of answers equal to the teacher's, nats a token of the latter."""
+    asked, wanted = zip(*chats["held_out"])
+    equal = np.mean([a == b for a, b in zip(answers_of(model, asked, system), wanted)])
+    total, n = 0.0, 0
+    for question, answer in chats["held_out"]:
+        logits, tokens = logits_of(model, [labelled(question, answer, system)])
+        total += F.cross_entropy(logits, tokens, reduction="sum").item()
+        n += len(tokens)
+    return {"equal": float(equal), "nats_per_token": total / n}
+
+
+found = {"base": judge(teacher, ""), "base + prompt": judge(teacher, prompt),
+         "student": judge(student.eval(), "")}
+write(out / "judged.json", json.dumps(found, indent=1))
+print(f"{len(chats['held_out'])} held-out questions: answers as the teacher's, nats a token")
+for name, values in found.items():
+    print(f"{name:<14} {100 * values['equal']:5.1f} % | {values['nats_per_token']:.3f}")

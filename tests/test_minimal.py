@@ -1,0 +1,148 @@
+"""minimal/: each file is the specification of a big trainer. Same weights, same data: equal losses, norms and weights."""
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers import chats
+from tests.helpers.trainer import ROOT
+
+STEPS = 20
+SHARED = ["--max_steps", STEPS, "--gradient_accumulation_steps", 2, "--learning_rate", 1e-3,
+          "--logging_steps", 1, "--save_steps", 10]
+BIG = ["--num_workers", 0, "--report_to", "none"]
+
+
+def run_minimal(name, flags, out, ranks=1):
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    words = [*launcher, ROOT / "minimal" / name, *SHARED, *flags, "--output_dir", out]
+    done = subprocess.run(list(map(str, words)), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+def run_big(pool, main, flags, out):
+    words = [*SHARED, *BIG, *flags, "--output_dir", out, "--logging_dir", f"{out}-logs"]
+    statuses, output = pool.run(1, main, list(map(str, words)), cwd=out.parent)
+    assert statuses == [0], output[-4000:]
+
+
+def metrics(out, name):
+    """{step: value} of metrics.jsonl."""
+    rows = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row[name] for row in rows if name in row}
+
+
+def assert_equal(ours, theirs, validates=True):
+    """Losses of all steps, the first gradient's norm and the validation agree to 1e-5."""
+    mine, big = (metrics(out, "train/loss") for out in (ours, theirs))
+    assert mine.keys() == big.keys() == set(range(1, STEPS + 1))
+    assert mine == pytest.approx(big, rel=1e-5)
+    first = metrics(theirs, "train/grad_norm")[1]
+    assert metrics(ours, "train/grad_norm")[1] == pytest.approx(first, rel=1e-5)
+    if validates:
+        assert metrics(ours, "eval/loss") == pytest.approx(metrics(theirs, "eval/loss"), rel=1e-5)
+
+
+def assert_same_weights(mine, big, start):
+    """What 20 steps changed is the same to a thousandth in every tensor: so were the gradients."""
+    for name, before in start.items():
+        moved = (big[name] - before).norm()
+        assert (mine[name] - big[name]).norm() <= 1e-3 * moved + 1e-9, name
+
+
+@pytest.fixture(scope="module")
+def speech(tiny):
+    return ["--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec, "--train_data_file", tiny.train_json,
+            "--validation_split", 0.25, "--per_device_train_batch_size", 2, "--warmup_steps", 2]
+
+
+def test_higgs(pool, tiny, speech, tmp_path):
+    mine, big = tmp_path / "mine", tmp_path / "big"
+    run_minimal("train_higgs.py", [*speech, "--num_workers", 0], mine)
+    run_big(pool, "train_v2_ddp.main", [*speech, "--normalize_text", "off", "--code_cache", tiny.codes,
+                                        "--eval_steps", 10], big)
+    assert_equal(mine, big)
+    folders = mine / f"checkpoint-{STEPS}", big / f"checkpoint-{STEPS}", tiny.model
+    assert_same_weights(*(load_file(folder / "model.safetensors") for folder in folders))
+
+
+@pytest.mark.slow
+def test_higgs_on_two_ranks_with_adapters(pool, tiny, speech, tmp_path):
+    """Equal to the big one on one rank that accumulates twice as often; a resumed run ends bit for bit alike."""
+    mine, again, big = (tmp_path / name for name in ("mine", "again", "big"))
+    flags = [*speech, "--use_lora"]
+    run_minimal("train_higgs.py", flags, mine, ranks=2)
+    run_big(pool, "train_v2_ddp.main", [*flags, "--normalize_text", "off", "--code_cache", tiny.codes, "--eval_steps",
+                                        10, "--gradient_accumulation_steps", 4], big)
+    assert_equal(mine, big)
+    again.mkdir()
+    (mine / "checkpoint-10").rename(again / "checkpoint-10")
+    run_minimal("train_higgs.py", flags, again, ranks=2)
+    assert metrics(again, "train/loss").keys() == set(range(11, STEPS + 1))
+    files = [out / f"checkpoint-{STEPS}" / "adapter_model.safetensors" for out in (mine, again)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_bd3lm(pool, tmp_path):
+    from diffusion import demo_problems
+    demo_problems.write_demo(data := tmp_path / "data", 60, 12)
+    flags = ["--train_data_file", data / "train.jsonl", "--eval_data_file", data / "test.jsonl", "--tokenizer",
+             data / "tokenizer.json", "--dropout", 0, "--block_size", 8, "--max_length", 96,
+             "--per_device_train_batch_size", 4, "--warmup_steps", 2]
+    mine, big = tmp_path / "mine", tmp_path / "big"
+    shape = ["--hidden_size", 64, "--layers", 2, "--heads", 4, "--cond_size", 16]
+    shown = run_minimal("train_bd3lm.py", [*flags, *shape], mine)
+    run_big(pool, "diffusion.train_bd3lm.main", [*flags, "--model_size", "nano", "--no-pack", "--eval_steps", 10], big)
+    assert_equal(mine, big)
+    state = torch.load(mine / "checkpoint.pt", weights_only=True)
+    for kind, file in (("model", "model.safetensors"), ("average", "ema.safetensors")):
+        theirs = load_file(big / f"checkpoint-{STEPS}" / file)
+        start = dict.fromkeys(theirs, torch.zeros(()))
+        assert_same_weights(state[kind], theirs, start)
+    assert shown.count("\nsample: ") == 2
+
+
+def test_distill(pool, tmp_path):
+    """On the answers that the model gave; both are started with the same ones."""
+    student = chats.student(tmp_path / "student")
+    mine, big = tmp_path / "mine", tmp_path / "big"
+    mine.mkdir()
+    talks = [messages[-2:] for messages in chats.conversations(48)]
+    for name, part in (("answers", talks[8:]), ("held_out", talks[:8])):
+        lines = [json.dumps({"messages": messages}) + "\n" for messages in part]
+        (mine / f"{name}.jsonl").write_text("".join(lines))
+    (tmp_path / "prompt.txt").write_text("Name the language.")
+    (tmp_path / "questions.txt").write_text("the quick\n" * 10)
+    flags = ["--model_path", student, "--per_device_train_batch_size", 4]
+    asked = ["--prompt_file", tmp_path / "prompt.txt", "--questions_file", tmp_path / "questions.txt",
+             "--warmup_steps", 2, "--max_new_tokens", 4]
+    run_minimal("distill.py", [*flags, *asked], mine)
+    run_big(pool, "distill.train_sft.main", [*flags, "--train_data_file", mine / "answers.jsonl", "--warmup_ratio",
+                                             0.1], big)
+    assert_equal(mine, big, validates=False)
+    folders = mine / "student", big / f"checkpoint-{STEPS}", student
+    assert_same_weights(*(load_file(folder / "model.safetensors") for folder in folders))
+    assert json.loads((mine / "judged.json").read_text()).keys() == {"base", "base + prompt", "student"}
+
+
+def test_distill_teaches_a_prompt(tmp_path):
+    """From nothing but questions: the student comes closer to the prompted model's answers than the bare model is."""
+    student = chats.student(tmp_path / "student")
+    (tmp_path / "prompt.txt").write_text("Name the language.")
+    words = "the quick brown fox jumps over lazy dog and again".split()
+    questions = [f"{a} {b}" for a in words for b in words[:5]]
+    (tmp_path / "questions.txt").write_text("\n".join(questions))
+    out = tmp_path / "out"
+    run_minimal("distill.py", ["--model_path", student, "--prompt_file", tmp_path / "prompt.txt", "--questions_file",
+                               tmp_path / "questions.txt", "--loss", "kl", "--max_new_tokens", 8, "--warmup_steps", 2,
+                               "--temperature", 1, "--per_device_train_batch_size", 20], out)
+    judged = json.loads((out / "judged.json").read_text())
+    gap = judged["base"]["nats_per_token"] - judged["base + prompt"]["nats_per_token"]
+    closed = judged["base"]["nats_per_token"] - judged["student"]["nats_per_token"]
+    assert gap > 0 and closed > 0.5 * gap
