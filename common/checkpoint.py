@@ -27,7 +27,7 @@ import torch
 from safetensors import SafetensorError
 
 from common import distributed, json_files, run_lock, tensor_files
-from common.distributed import UserError, World
+from common.distributed import UserError, World, naming
 from common.text import NAME, printable
 
 MANIFEST = "manifest.json"
@@ -44,36 +44,26 @@ def fsync_path(path):
         os.close(fd)
 
 
-@contextlib.contextmanager
-def naming(path):
-    """An error of writing a file, as that of a full disk, comes without the file's name: it gets this one."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:     # numpy's: so many requested, so many written
-            raise UserError(f"{path} cannot be written ({error})")
-        error.filename = error.filename or str(path)
-        raise
-
-
-# Whole names of what a killed process may leave, as this code makes them. Nothing else is ever deleted.
+# Whole names of what a killed process may leave, as this code makes them. Nothing else is deleted.
 TEMPORARY = r"\..+\.tmp-[0-9a-f]{32}"       # write_atomically's files
 UNFINISHED = r"checkpoint-\d+\.tmp-([0-9a-f]{8}|deleted-\d+)"     # Writer.building, delete
 TABLE = r"table-[0-9a-f]{8}"                # new_table
 
 
-def remove_named(folder, pattern, keep=None):
-    """Delete the files and folders in `folder` whose whole names match `pattern`; [names that are gone].
+def remove_named(folder, *patterns, keep=None):
+    """Delete the files and folders in `folder` whose whole names match a pattern; [names gone].
 
-    keep: a name that stays. What cannot be deleted stays, too: NFS keeps folders with files that somebody has open.
+    keep: a name that stays. What cannot be deleted stays, too: NFS keeps folders with files that
+    somebody has open.
     """
     gone = []
     for path in sorted(Path(folder).iterdir()) if os.path.isdir(folder) else ():
-        if path.name == keep or not re.fullmatch(pattern, path.name, re.ASCII):
+        ours = any(re.fullmatch(pattern, path.name, re.ASCII) for pattern in patterns)
+        if path.name == keep or not ours:
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
-        else:
+        else:       # of a link only the link: what it leads to is not ours
             path.unlink(missing_ok=True)
         if not path.exists():
             gone.append(path.name)
@@ -86,17 +76,28 @@ def new_table(folder):
 
 
 def write_atomically(path, write):
-    """write(temporary_path), sync, rename onto path: readers see the old file or the new one, never half of one."""
+    """write(temporary_path), sync, rename onto path: readers see the old file or the new one."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")
     try:
         with naming(path):
             write(temporary)
-        fsync_path(temporary)
-        os.replace(temporary, path)
+            # or a crash of the machine may leave the new name with nothing behind it
+            fsync_path(temporary)
+            os.replace(temporary, path)
+            fsync_path(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
-    fsync_path(path.parent)
+
+
+def pickled(value):
+    """write(path) of a value that torch.load reads; as it is now.
+
+    Torch's own writer of files says "iostream error" for every reason that a disk may have.
+    """
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return lambda path: path.write_bytes(buffer.getbuffer())
 
 
 @contextlib.contextmanager
@@ -108,24 +109,24 @@ def new_folder(output_dir, size=0, flag="--output_dir"):
     final = Path(os.path.abspath(output_dir))
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise UserError(f"{flag} {output_dir}: is there already and not empty; give another name or move it away")
-    building = final.with_name(f".{final.name}.tmp-{uuid.uuid4().hex}")
+    building = final.with_name(f".{final.name}.new-{uuid.uuid4().hex}")
     try:
         for earlier in final.parent.iterdir() if final.parent.exists() else ():
-            if re.fullmatch(rf"\.{re.escape(final.name)}\.tmp-[0-9a-f]{{32}}", earlier.name) and earlier.is_dir():
-                with contextlib.suppress(FileNotFoundError), run_lock.claim(earlier, flag):    # one that was killed
+            if re.fullmatch(rf"\.{re.escape(final.name)}\.new-[0-9a-f]{{32}}", earlier.name) and earlier.is_dir():
+                with contextlib.suppress(FileNotFoundError), run_lock.acquire(earlier, flag):
                     shutil.rmtree(earlier)
                     print(f"removed {earlier}, which a killed process has left", flush=True)
         building.mkdir(parents=True)
-        with run_lock.claim(building, flag) as owner:
+        with run_lock.acquire(building, flag) as lock:
             free = shutil.disk_usage(building).free
             if free < size:
                 raise UserError(f"{flag} {output_dir}: {size / 1e9:.1f} GB are to be written, {free / 1e9:.1f} GB are "
                                 "free there")
             yield building
-        owner.path.unlink()
-        for path in [*building.iterdir(), building]:
-            fsync_path(path)
-        os.rename(building, final)
+            for path in [*building.iterdir(), building]:
+                fsync_path(path)
+            os.rename(building, final)      # still locked: nobody may take it for what a kill has left
+        (final / lock.path.name).unlink()
         fsync_path(final.parent)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{flag} {output_dir}: cannot be written ({error})")
@@ -135,7 +136,7 @@ def new_folder(output_dir, size=0, flag="--output_dir"):
 
 def sha256_file(path):
     """Hex SHA-256 of a file's bytes."""
-    with open(path, "rb") as f:
+    with naming(path), open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
@@ -150,25 +151,16 @@ def prepare_output(output_dir, flag="--output_dir"):
         raise UserError(f"{flag} {output_dir}: cannot be written ({error.strerror})")
 
 
-def own_output(output_dir, lost=None):
-    """prepare_output, and no other run's from here on: see run_lock.claim. What a killed run left unfinished goes."""
+def own_output(output_dir):
+    """prepare_output, and no other run's from here on: see run_lock."""
     prepare_output(output_dir)
     try:
-        run_lock.claim(output_dir, lost=lost)
-        if gone := remove_temporary(output_dir) + remove_named(output_dir, UNFINISHED):
-            print(f"removed what a killed run has left in {output_dir}: {', '.join(gone)}", flush=True)
+        run_lock.acquire(output_dir)
+        if gone := remove_named(output_dir, TEMPORARY, UNFINISHED):
+            print(f"removed what a killed run has left in {output_dir}: {', '.join(gone)}",
+                  flush=True)
     except OSError as error:
         raise UserError(f"--output_dir {output_dir}: cannot be written ({error.strerror})")
-
-
-def remove_temporary(folder):
-    """Delete files that a killed process has left of write_atomically in a folder that this one owns; [names]."""
-    gone = []
-    for file in Path(folder).iterdir():
-        if re.fullmatch(TEMPORARY, file.name) and file.is_file():       # not a folder that new_folder is making
-            file.unlink(missing_ok=True)
-            gone.append(file.name)
-    return gone
 
 
 def move_aside(path, why, what="damaged"):
@@ -186,7 +178,7 @@ def rng_state(device):
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     buffer = io.BytesIO()
-    torch.save(state, buffer)
+    torch.save(state, buffer)       # bytes: they travel to rank 0, which writes those of all ranks
     return buffer.getvalue()
 
 
@@ -220,7 +212,6 @@ class Writer:
         """
         self.wait()
         if self.world.is_main:
-            run_lock.check(self.output_dir)        # what is unfinished there may be the new owner's
             try:
                 remove_named(self.output_dir, UNFINISHED)
                 (self.building(step) / STATE_DIR).mkdir(parents=True)
@@ -301,7 +292,6 @@ class Writer:
             write_files(building, {MANIFEST: lambda path: path.write_text(manifest)})
             for folder in [p for p in building.rglob("*") if p.is_dir()] + [building]:
                 fsync_path(folder)
-            run_lock.check(self.output_dir)
         except BaseException:
             shutil.rmtree(building, ignore_errors=True)
             raise
@@ -313,24 +303,36 @@ class Writer:
 
 
 def write_files(folder, files):
-    """Call each write(path), sync to disk; {relative path: {"bytes", "sha256"}} of what was written."""
+    """Call each write(path), sync to disk; {relative path: {"bytes", "sha256"}} of what is there.
+
+    Raises OSError, which names the file.
+    """
     written = {}
     for name, write in files.items():
-        names = [name]
-        if name == "*":             # apart first, or the files of other ranks would look like ours
-            part = folder / f".part-{os.getpid()}"
-            part.mkdir()
-            write(part)
-            names = sorted(os.listdir(part))
-            for name in names:
-                os.rename(part / name, folder / name)
-            part.rmdir()
-        else:
-            write(folder / name)
-        for name in names:
-            fsync_path(folder / name)
-            written[name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256_file(folder / name)}
+        with naming(folder / name):
+            names = write_several(folder, write) if name == "*" else [name]
+            if name != "*":
+                write(folder / name)
+            for done in names:
+                fsync_path(folder / done)
+                size = (folder / done).stat().st_size
+                written[done] = {"bytes": size, "sha256": sha256_file(folder / done)}
     return written
+
+
+def write_several(folder, write):
+    """write(a folder of its own), whose files move up; [their names].
+
+    Apart first, or the files of other ranks in the folder would look like this one's.
+    """
+    part = folder / f".part-{os.getpid()}"
+    part.mkdir()
+    write(part)
+    names = sorted(os.listdir(part))
+    for name in names:
+        os.rename(part / name, folder / name)
+    part.rmdir()
+    return names
 
 
 def checkpoints(output_dir):
@@ -365,16 +367,21 @@ def delete(path):
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-STATE = {"step": int, "epoch": int, "first": int, "identity": dict, "skipped": int, "unlogged": list}   # of state.json
+STATE = {"step": int, "epoch": int, "first": int, "identity": dict, "skipped": int, "unlogged": list, "args": dict,
+         "validation": object, "best_step": (int, type(None)), "best_loss": (float, int, type(None))}
 
 
 def read_json(path, kinds):
-    """A JSON object from a file, or None where it is none, or lacks one of {key: type} `kinds`."""
+    """A JSON object from a file, or None where it is not one, or lacks a key of {key: type} `kinds`,
+    or has something else or a negative count there.
+    """
     try:
         found = json_files.loads(path.read_bytes())
     except ValueError:
         return None
-    whole = isinstance(found, dict) and all(type(found.get(key)) is kind for key, kind in kinds.items())
+    whole = isinstance(found, dict) and all(
+        key in found and isinstance(found[key], kind) and not isinstance(found[key], bool)
+        and (type(found[key]) is not int or found[key] >= 0) for key, kind in kinds.items())
     return found if whole else None
 
 
@@ -447,7 +454,8 @@ def compare(path, files):
 
 def check_state(path):
     """Raise Damaged unless a checkpoint's state.json says where the run stood."""
-    if read_json(path / STATE_DIR / "state.json", STATE) is None:
+    state = read_json(path / STATE_DIR / "state.json", STATE)
+    if state is None or not all(isinstance(value, (int, float)) for value in state["unlogged"]):
         raise Damaged(f"{STATE_DIR}/state.json does not say where the run stood")
 
 
@@ -468,7 +476,7 @@ def last_args(output_dir, resume):
     """
     folders = [path for _, path in reversed(checkpoints(output_dir))] if resume == "auto" else [Path(resume)]
     for file in (folder / STATE_DIR / "state.json" for folder in folders):
-        if is_file(file) and (state := read_json(file, STATE | {"args": dict})):
+        if is_file(file) and (state := read_json(file, STATE)):
             return state["args"]
     return None
 

@@ -59,7 +59,7 @@ def start(args, check, cpu_too=False):
     world = distributed.init(args.collective_timeout, args.wait_timeout, args.auto or args.parallel != "ddp", cpu_too)
     watch = watchdog.Watchdog(world, args.collective_timeout)
     watch.moved("data preparation", args.wait_timeout)
-    distributed.rank0_first(world, checkpoint.own_output, args.output_dir, lambda why: watchdog.end(world, why))
+    distributed.rank0_first(world, checkpoint.own_output, args.output_dir)
     distributed.rank0_first(world, watchdog.clear_marker, args.output_dir)
     if "tensorboard" in args.report_to:
         distributed.rank0_first(world, checkpoint.prepare_output, args.logging_dir, "--logging_dir")
@@ -120,6 +120,7 @@ class TrainState:
         self.saved_step, self.saved_at, self.asked_to_save = self.step if resume else None, time.monotonic(), False
         same = bool(meta) and meta["validation"] == validation
         self.best_loss, self.best_step = (meta["best_loss"], meta["best_step"]) if same else (None, None)
+        self.eval_due = bool(meta and meta.get("eval_due"))     # a validation that a signal broke off
         self.flags = optim.StepFlags(world.device, meta["skipped"] if meta else 0)
         self.writer = checkpoint.Writer(world, args.output_dir, args.save_total_limit, args.wait_timeout)
         self.sums = torch.zeros(sums, dtype=torch.float64, device=world.device)
@@ -152,7 +153,7 @@ class TrainState:
             checkpoint.write_atomically(Path(args.output_dir) / flags.CONFIG,
                                         lambda path: flags.write_config(path, args.given, sys.argv[0]))
             self.log = metrics.MetricsLog(args.output_dir, board, args.report_to, flags.stored(args), self.step,
-                                          args.wandb_project)
+                                          args.wandb_project, self.eval_due)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -292,7 +293,7 @@ class TrainState:
         self.saved_step, self.saved_at, self.asked_to_save = self.step, time.monotonic(), False
         self.flags.save = False
         return {**self.at, "identity": identity, "validation": self.validation, "best_step": self.best_step,
-                "best_loss": self.best_loss, **more, "skipped": self.flags.bad_total, "args": flags.stored(self.args),
+                "best_loss": self.best_loss, "eval_due": self.eval_due, **more, "skipped": self.flags.bad_total, "args": flags.stored(self.args),
                 "unlogged": distributed.all_sum(self.world, self.sums.clone()).tolist()}
 
     def finish(self, stopped, note="", best="validation loss {:.4f}"):
