@@ -507,7 +507,8 @@ def train(args):
                                   (args.adam_beta1, args.adam_beta2), v2.decays)
     distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
     # a step's log values: loss sums by codebook, text loss, 5 of the stream's end; targets of both kinds, on rank 0
-    state = run.TrainState(world, watch, args, order, total_steps, ids.num_codebooks + 8, resume, meta, validation, table.name)
+    state = run.TrainState(world, watch, args, order, total_steps, (resume, meta),
+                           run.Facts(ids.num_codebooks + 8, validation, table.name))
     state.restore(model, optimizer)
     epochs = sys.maxsize if args.max_steps else args.num_train_epochs
     packs = ([int(train_ids[i]) for i in pack] for pack in

@@ -445,7 +445,8 @@ def train(args):
                                   (args.adam_beta1, args.adam_beta2), weights.module_of(config).decays)
     distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
     # a step's log values: weighted losses of 4 regions, their targets (on rank 0), plain losses, masked tokens
-    state = run.TrainState(world, watch, args, order, total_steps, 10, resume, meta, validation, rows.documents.name)
+    state = run.TrainState(world, watch, args, order, total_steps, (resume, meta),
+                           run.Facts(10, validation, rows.documents.name))
     state.restore(model, optimizer)
     if meta:
         average.updates.fill_(meta["averaged"])

@@ -433,7 +433,8 @@ def train(args):
                                   (args.adam_beta1, args.adam_beta2), packed_lm.decays)
     distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
     # log values of a step: the model's sums of losses and right guesses; targets, on rank 0
-    state = run.TrainState(world, watch, args, order, total_steps, model.sums + 1, resume, meta, validation, table.name)
+    state = run.TrainState(world, watch, args, order, total_steps, (resume, meta),
+                           run.Facts(model.sums + 1, validation, table.name))
     state.restore(model, optimizer)
     epochs = sys.maxsize if args.max_steps else args.num_train_epochs
     packs = ([int(train_ids[i]) for i in pack] for pack in
