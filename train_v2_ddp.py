@@ -17,6 +17,7 @@ import sys
 
 from common import flags, run_lock
 from common.flags import need
+from common.text import counted
 from speech import data_flags
 from speech.choices import CHECKS, LORA_TARGETS, check_judges, judges
 
@@ -96,7 +97,7 @@ def check_flags(args, world_size):
     flags.check_shared(args)
     flags.check_bad_samples(args, CHECKS)
     if args.dry_run is None:        # long before the imports are done
-        run_lock.look(args.output_dir)
+        run_lock.check_free(args.output_dir)
     flags.check_parallel(args, world_size)
     flags.check_sharding(args)
     data_flags.check(args)
@@ -112,7 +113,7 @@ def check_flags(args, world_size):
         need(args.sample_prompts or getattr(args, flag) == {"sample_seconds": 10, "sample_time_limit": 120}[flag],
              f"--{flag} needs --sample_prompts")
     check_judges(args, bool(args.sample_prompts))
-    need(args.sample_time_limit < args.wait_timeout, f"--sample_time_limit {args.sample_time_limit:g} must be below "
+    need(not args.sample_prompts or args.sample_time_limit < args.wait_timeout, f"--sample_time_limit {args.sample_time_limit:g} must be below "
          f"--wait_timeout {args.wait_timeout}")
     flags.check_lora(args, build_parser())
     flags.check_loading(args, build_parser())
@@ -135,7 +136,7 @@ def check_flags(args, world_size):
         need(args.gradient_accumulation_steps == 1, "give one of --global_batch_size and --gradient_accumulation_steps")
         need(args.global_batch_size % per_micro_step == 0,
              f"--global_batch_size {args.global_batch_size} is not a multiple of {per_micro_step} "
-             f"(--per_device_train_batch_size {args.per_device_train_batch_size} x {world_size} ranks)")
+             f"(--per_device_train_batch_size {args.per_device_train_batch_size} x {counted(world_size, 'rank')})")
         args.gradient_accumulation_steps = args.global_batch_size // per_micro_step
 
 
@@ -263,7 +264,7 @@ def save_checkpoint(world, writer, model, tokenizer, source, optimizer, meta):
     moments = optim.state_tensors(optimizer, model.named_parameters())
     files |= tensor_files.stage(world, f"{checkpoint.STATE_DIR}/optimizer", moments)
     if world.is_main:
-        files[f"{checkpoint.STATE_DIR}/rng.pt"] = lambda path: torch.save(states, path)
+        files[f"{checkpoint.STATE_DIR}/rng.pt"] = checkpoint.pickled(states)
         files[text_normalization.FILE] = lambda path: text_normalization.save_setting(path, meta["args"]["normalize_text"])
         files["*"] = (lambda path: adapters.save_config(model.net, path)) if model.has_adapters else \
             (lambda path: versions.save_config(model.base_model, tokenizer, path, source))
@@ -506,7 +507,8 @@ def train(args):
                                   (args.adam_beta1, args.adam_beta2), v2.decays)
     distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
     # a step's log values: loss sums by codebook, text loss, 5 of the stream's end; targets of both kinds, on rank 0
-    state = run.TrainState(world, watch, args, order, total_steps, ids.num_codebooks + 8, resume, meta, validation, table.name)
+    state = run.TrainState(world, watch, args, order, total_steps, (resume, meta),
+                           run.Facts(ids.num_codebooks + 8, validation, table.name))
     state.restore(model, optimizer)
     epochs = sys.maxsize if args.max_steps else args.num_train_epochs
     packs = ([int(train_ids[i]) for i in pack] for pack in
@@ -519,9 +521,42 @@ def train(args):
             total_steps, steps_per_epoch, ranks, accumulation, f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}"),
             often, start_text(state.step, resume))
 
-    # -- loop ---------------------------------------------------------------------------------------------------------
-    stopping = False
-    while state.step < total_steps and not stopping:
+    # -- loop: validation and checkpoint of the steps so far, then the next step --------------------------------------
+    stopping, saving = False, False
+    state.eval_due = state.eval_due and bool(len(eval_ids) or prompts)      # a validation that a signal has broken off
+    while True:
+        with state.pause():
+            better = False
+            if state.eval_due and not stopping:
+                watch.moved(f"validation at step {state.step}", args.wait_timeout)
+                values = evaluate(
+                    world, model, table, ids, eval_ids, state.writer.check, on_rank0=args.eval_ranks == "rank0",
+                    batch_size=args.per_device_eval_batch_size, num_workers=args.num_workers, bf16=args.bf16,
+                    reduction=args.audio_loss_reduction, text_weight=args.text_loss_weight) if len(eval_ids) else {}
+                if values is None:              # asked to stop meanwhile: the next start validates first
+                    stopping = True
+                else:
+                    state.eval_due = False
+                    if values and main_rank:
+                        tqdm.write(eval_line(state.step, values))
+                    if prompts:                 # rank 0 speaks while the others wait
+                        watch.moved(f"sample prompts at step {state.step}", args.wait_timeout)
+                        model.eval()
+                        with distributed.gathered(model), autocast(args.bf16, device):
+                            values |= distributed.rank0_first(world, lambda: sample_prompts.speak_all(
+                                native, prompts, settings, ids, codec_dir, device, seed=args.seed,
+                                time_limit=args.sample_time_limit, output_dir=args.output_dir, step=state.step,
+                                log=state.log, asked=watchdog.stop_requested, judging=for_judges(args)))
+                        model.train()
+                    if values and main_rank:
+                        state.log.write(state.step, values)
+                    better = state.better(values.get("eval/loss", math.nan))
+            if (better or saving or stopping) and state.saved_step != state.step:
+                save_checkpoint(world, state.writer, model, tokenizer, folder, optimizer,
+                                state.to_save(identity, data=data_facts(table, train_ids)))
+        if state.step >= total_steps or stopping:
+            break
+
         window = train_ids[state.window()]        # samples of this step, all ranks: the loss divides by their targets
         work = step_work(config, table, window, args.use_lora)
         n_audio, n_text = work["audio_targets"], work["text_targets"]
@@ -548,8 +583,8 @@ def train(args):
         state.update(optimizer, trainable, peak_lr * factor, sums)
 
         # what comes now is the same on every rank; a request to stop counts one step late, so no step waits for it
-        evaluating, saving = (len(eval_ids) or prompts) and state.due(args.eval_steps), state.save_due()
-        stopping = state.stop_asked(evaluating or saving) and not state.last
+        state.eval_due, saving = bool((len(eval_ids) or prompts) and state.due(args.eval_steps)), state.save_due()
+        stopping = state.stop_asked(state.eval_due or saving) and (state.eval_due or not state.last)
 
         # -- log ------------------------------------------------------------------------------------------------------
         empty = max(0, state.at["first"] - order.packs_per_epoch)         # packs of one token of padding
@@ -562,36 +597,6 @@ def train(args):
                          audio_seconds_per_second=state.sums_since["frames"] / FRAME_RATE)
             state.sums.zero_()
             state.begin_line()
-
-        # -- validate, save -------------------------------------------------------------------------------------------
-        with state.pause():
-            better = False
-            if evaluating and not stopping:
-                watch.moved(f"validation at step {state.step}", args.wait_timeout)
-                values = evaluate(
-                    world, model, table, ids, eval_ids, state.writer.check, on_rank0=args.eval_ranks == "rank0",
-                    batch_size=args.per_device_eval_batch_size, num_workers=args.num_workers, bf16=args.bf16,
-                    reduction=args.audio_loss_reduction, text_weight=args.text_loss_weight) if len(eval_ids) else {}
-                if values is None:              # asked to stop meanwhile
-                    stopping = not state.last
-                else:
-                    if values and main_rank:
-                        tqdm.write(eval_line(state.step, values))
-                    if prompts:                 # rank 0 speaks while the others wait
-                        watch.moved(f"sample prompts at step {state.step}", args.wait_timeout)
-                        model.eval()
-                        with distributed.gathered(model), autocast(args.bf16, device):
-                            values |= distributed.rank0_first(world, lambda: sample_prompts.speak_all(
-                                native, prompts, settings, ids, codec_dir, device, seed=args.seed,
-                                time_limit=args.sample_time_limit, output_dir=args.output_dir, step=state.step,
-                                log=state.log, asked=watchdog.stop_requested, judging=for_judges(args)))
-                        model.train()
-                    if values and main_rank:
-                        state.log.write(state.step, values)
-                    better = state.better(values.get("eval/loss", math.nan))
-            if (better or saving or stopping) and state.saved_step != state.step:
-                save_checkpoint(world, state.writer, model, tokenizer, folder, optimizer,
-                                state.to_save(identity, data=data_facts(table, train_ids)))
     state.finish(stopping)
 
 

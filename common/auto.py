@@ -9,6 +9,7 @@ from dataclasses import replace
 from common import checkpoint, flags, plan
 from common.distributed import rank0_first
 from common.flags import named, need
+from common.text import counted
 
 FLAGS = {"parallel": "parallel", "max_tokens_per_batch": "budget", "per_device_train_batch_size": "batch_size",
          "gradient_checkpointing": "recompute", "gradient_accumulation_steps": "accumulation"}     # {flag: of Setup}
@@ -103,7 +104,7 @@ def _choice(args, setups, peak_of, samples_of, what):
     packs = setup.ranks * setup.accumulation
     asked = f", {args.global_batch_size} asked for" if getattr(args, "global_batch_size", 0) else ""
     lines = [f"{'the first' if fits else 'none'} that fits one GPU's {plan.size(limit)}, {plan.MARGIN}, from the "
-             "fastest on:", *lines, f"a step: {setup.ranks} ranks x {setup.accumulation} micro-steps, about "
+             "fastest on:", *lines, f"a step: {counted(setup.ranks, 'rank')} x {setup.accumulation} micro-steps, about "
              f"{packs * samples_of(setup):,.0f} samples{asked}"]
     if setup.recompute == "all" and "gradient_checkpointing" not in named(args):
         lines.append(f"recomputation because nothing faster fits: up to {WORK[bool(setup.adapters)]} more products")

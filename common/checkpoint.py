@@ -1,9 +1,10 @@
-"""Checkpoints: whole or not there, written while training goes on, and with everything that exact resume needs.
+"""Checkpoints: whole or not there, written beside training, with all that exact resume needs.
 
-output_dir/checkpoint-<step>/ holds what people use (adapter or model files) beside trainer_state/ (optimizer, random
-states of every rank, position) and manifest.json, written last, with the size and SHA-256 of every file. The folder is
-built under a .tmp name, synced to disk and renamed, so a kill at any instant leaves the last whole one untouched. Ranks
-that have a share write it from copies on the CPU and tell rank 0, which completes the folder.
+output_dir/checkpoint-<step>/ holds what people use (adapter or model files) beside trainer_state/
+(optimizer, random states of every rank, position) and manifest.json, written last, with the size
+and SHA-256 of every file. The folder is built under a .tmp name, synced to disk and renamed, so a
+kill at any instant leaves the last whole one untouched. Ranks that have a share write it from
+copies on the CPU and tell rank 0, which completes the folder.
 """
 import contextlib
 import errno
@@ -27,53 +28,68 @@ import torch
 from safetensors import SafetensorError
 
 from common import distributed, json_files, run_lock, tensor_files
-from common.distributed import UserError, World
+from common.distributed import UserError, World, naming
 from common.text import NAME, printable
 
-MANIFEST = "manifest.json"
-STATE_DIR = "trainer_state"
-ALONE = World()
+MANIFEST = "manifest.json"         # proves by sizes and checksums that all is there
+STATE_DIR = "trainer_state"        # apart, so that from_pretrained and PEFT see only their own
+ALONE = World()                    # for scripts of one process
+
+# Whole names of what a killed process may leave, as this code makes them. Nothing else is deleted:
+# checkpoint-500.tmp, say, is somebody's copy.
+TEMPORARY = r"\..+\.tmp-[0-9a-f]{32}"       # write_atomically's files
+UNFINISHED = r"checkpoint-\d+\.tmp-([0-9a-f]{8}|deleted-\d+)"     # Writer.building, delete
+TABLE = r"table-[0-9a-f]{8}"                # new_table
+
+# of state.json. A checksum says nothing of what was written by hand, so types are checked, too
+STATE = {"step": int, "epoch": int, "first": int, "identity": dict, "skipped": int, "args": dict,
+         "unlogged": list, "validation": object, "best_step": (int, type(None)),
+         "best_loss": (float, int, type(None))}
+
+
+# --------------------------------------------------------------------------------------------------
+# Files and folders
 
 
 def fsync_path(path):
     """Flush a file or folder to disk."""
-    fd = os.open(path, os.O_RDONLY)
+    fd = os.open(path, os.O_RDONLY)     # enough for both; a folder cannot be opened for writing
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
 
 
-@contextlib.contextmanager
-def naming(path):
-    """An error of writing a file, as that of a full disk, comes without the file's name: it gets this one."""
+def sha256_file(path):
+    """Hex SHA-256 of a file's bytes."""
+    with naming(path), open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def is_file(path):
+    """Path.is_file, but PermissionError where this user may not know."""
     try:
-        yield
-    except OSError as error:
-        if error.errno is None:     # numpy's: so many requested, so many written
-            raise UserError(f"{path} cannot be written ({error})")
-        error.filename = error.filename or str(path)
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except PermissionError:
         raise
+    except (OSError, ValueError):       # gone, or no name at all
+        return False
 
 
-# Whole names of what a killed process may leave, as this code makes them. Nothing else is ever deleted.
-TEMPORARY = r"\..+\.tmp-[0-9a-f]{32}"       # write_atomically's files
-UNFINISHED = r"checkpoint-\d+\.tmp-([0-9a-f]{8}|deleted-\d+)"     # Writer.building, delete
-TABLE = r"table-[0-9a-f]{8}"                # new_table
+def remove_named(folder, *patterns, keep=None):
+    """Delete the files and folders in `folder` whose whole names match a pattern; [names gone].
 
-
-def remove_named(folder, pattern, keep=None):
-    """Delete the files and folders in `folder` whose whole names match `pattern`; [names that are gone].
-
-    keep: a name that stays. What cannot be deleted stays, too: NFS keeps folders with files that somebody has open.
+    keep: a name that stays. What cannot be deleted stays, too: NFS keeps folders with files that
+    somebody has open.
     """
     gone = []
     for path in sorted(Path(folder).iterdir()) if os.path.isdir(folder) else ():
-        if path.name == keep or not re.fullmatch(pattern, path.name, re.ASCII):
+        ours = any(re.fullmatch(pattern, path.name, re.ASCII) for pattern in patterns)
+        if path.name == keep or not ours:
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
-        else:
+        else:       # of a link only the link: what it leads to is not ours
             path.unlink(missing_ok=True)
         if not path.exists():
             gone.append(path.name)
@@ -81,68 +97,49 @@ def remove_named(folder, pattern, keep=None):
 
 
 def new_table(folder):
-    """Path in `folder` for the table of a data set, which is made anew at each start; earlier ones: remove_named."""
+    """Path in `folder` for the table of a data set, which is made anew at each start.
+
+    A running job keeps the one that it has mapped; earlier ones go by remove_named.
+    """
     return Path(folder) / f"table-{uuid.uuid4().hex[:8]}"
 
 
+def move_aside(path, why, what="damaged"):
+    """Rename a file or folder, NAME.what-<time>, and tell the user why."""
+    # it may be good, or be needed to find out what happened: nothing of the kind is deleted
+    aside = path.with_name(f"{path.name}.{what}-{time.time_ns()}")
+    os.rename(path, aside)
+    print(f"{path} {why}; it is kept as {aside.name}", flush=True)
+
+
 def write_atomically(path, write):
-    """write(temporary_path), sync, rename onto path: readers see the old file or the new one, never half of one."""
+    """write(temporary_path), sync, rename onto path: readers see the old file or the new one."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")
     try:
         with naming(path):
             write(temporary)
-        fsync_path(temporary)
-        os.replace(temporary, path)
+            # before the renaming, or a crash of the machine may leave the name with nothing in it
+            fsync_path(temporary)
+            os.replace(temporary, path)
+            fsync_path(path.parent)     # the renaming itself
     finally:
-        temporary.unlink(missing_ok=True)
-    fsync_path(path.parent)
+        temporary.unlink(missing_ok=True)       # of a write that failed
 
 
-@contextlib.contextmanager
-def new_folder(output_dir, size=0, flag="--output_dir"):
-    """A folder to fill; it gets the name output_dir once all is on disk. size: bytes it will take, about.
-
-    Raises UserError: for a folder that is there and not empty, or that another process is making, or for a full disk.
-    """
-    final = Path(os.path.abspath(output_dir))
-    if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise UserError(f"{flag} {output_dir}: is there already and not empty; give another name or move it away")
-    building = final.with_name(f".{final.name}.tmp-{uuid.uuid4().hex}")
-    try:
-        for earlier in final.parent.iterdir() if final.parent.exists() else ():
-            if re.fullmatch(rf"\.{re.escape(final.name)}\.tmp-[0-9a-f]{{32}}", earlier.name) and earlier.is_dir():
-                with contextlib.suppress(FileNotFoundError), run_lock.claim(earlier, flag):    # one that was killed
-                    shutil.rmtree(earlier)
-                    print(f"removed {earlier}, which a killed process has left", flush=True)
-        building.mkdir(parents=True)
-        with run_lock.claim(building, flag) as owner:
-            free = shutil.disk_usage(building).free
-            if free < size:
-                raise UserError(f"{flag} {output_dir}: {size / 1e9:.1f} GB are to be written, {free / 1e9:.1f} GB are "
-                                "free there")
-            yield building
-        owner.path.unlink()
-        for path in [*building.iterdir(), building]:
-            fsync_path(path)
-        os.rename(building, final)
-        fsync_path(final.parent)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{flag} {output_dir}: cannot be written ({error})")
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-
-
-def sha256_file(path):
-    """Hex SHA-256 of a file's bytes."""
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+def pickled(value):
+    """write(path) of a value that torch.load reads; as it is now."""
+    # torch's own writer of files says "iostream error" for every reason that a disk may have
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return lambda path: path.write_bytes(buffer.getbuffer())
 
 
 def prepare_output(output_dir, flag="--output_dir"):
-    """Make a folder and prove that it can be written; raises UserError naming the flag that gave it."""
+    """Make a folder and prove that it can be written; UserError naming the flag that gave it."""
     try:
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        Path(output_dir).mkdir(parents=True, exist_ok=True)     # a run that resumes has one
+        # rights and quotas show only when something is written
         with tempfile.TemporaryFile(dir=output_dir) as file:
             file.write(b"ok")
             file.flush()
@@ -150,41 +147,79 @@ def prepare_output(output_dir, flag="--output_dir"):
         raise UserError(f"{flag} {output_dir}: cannot be written ({error.strerror})")
 
 
-def own_output(output_dir, lost=None):
-    """prepare_output, and no other run's from here on: see run_lock.claim. What a killed run left unfinished goes."""
+def own_output(output_dir):
+    """prepare_output, and no other run's from here on: see run_lock."""
     prepare_output(output_dir)
     try:
-        run_lock.claim(output_dir, lost=lost)
-        if gone := remove_temporary(output_dir) + remove_named(output_dir, UNFINISHED):
-            print(f"removed what a killed run has left in {output_dir}: {', '.join(gone)}", flush=True)
+        run_lock.acquire(output_dir)
+        # only its owner may tell what is unfinished there from what is being written
+        if gone := remove_named(output_dir, TEMPORARY, UNFINISHED):
+            print(f"removed what a killed run has left in {output_dir}: {', '.join(gone)}",
+                  flush=True)
     except OSError as error:
         raise UserError(f"--output_dir {output_dir}: cannot be written ({error.strerror})")
 
 
-def remove_temporary(folder):
-    """Delete files that a killed process has left of write_atomically in a folder that this one owns; [names]."""
-    gone = []
-    for file in Path(folder).iterdir():
-        if re.fullmatch(TEMPORARY, file.name) and file.is_file():       # not a folder that new_folder is making
-            file.unlink(missing_ok=True)
-            gone.append(file.name)
-    return gone
+@contextlib.contextmanager
+def new_folder(output_dir, size=0, flag="--output_dir"):
+    """A folder to fill; it gets the name output_dir once all is on disk. size: its bytes, about.
+
+    Raises UserError: for a folder that is there and not empty, or that another process is making,
+    or for a full disk.
+    """
+    final = Path(os.path.abspath(output_dir))
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise UserError(f"{flag} {output_dir}: is there already and not empty; give another name "
+                        "or move it away")
+    # beside the final one, so that both are on one disk and a renaming is enough
+    building = final.with_name(f".{final.name}.new-{uuid.uuid4().hex}")
+    try:
+        remove_unfinished(final, flag)
+        building.mkdir(parents=True)
+        with run_lock.acquire(building, flag) as lock:
+            # before hours of work, not after
+            free = shutil.disk_usage(building).free
+            if free < size:
+                raise UserError(f"{flag} {output_dir}: {size / 1e9:.1f} GB are to be written, "
+                                f"{free / 1e9:.1f} GB are free there")
+            yield building
+            for path in [*building.iterdir(), building]:
+                fsync_path(path)
+            # still locked, or another process may take it for what a kill has left
+            os.rename(building, final)
+        (final / lock.path.name).unlink()
+        fsync_path(final.parent)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{flag} {output_dir}: cannot be written ({error})")
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
 
 
-def move_aside(path, why, what="damaged"):
-    """Rename a file or folder, NAME.what-<time>, and tell the user why; nothing is deleted that may be good."""
-    aside = path.with_name(f"{path.name}.{what}-{time.time_ns()}")
-    os.rename(path, aside)
-    print(f"{path} {why}; it is kept as {aside.name}", flush=True)
+def remove_unfinished(final, flag):
+    """Delete what killed processes have left of new_folder(final); UserError where one lives."""
+    # escaped: a folder may be called x[1] or *
+    name = rf"\.{re.escape(final.name)}\.new-[0-9a-f]{{32}}"
+    for earlier in final.parent.iterdir() if final.parent.exists() else ():
+        if re.fullmatch(name, earlier.name) and earlier.is_dir():
+            # gone since it was listed: its process has ended well
+            with contextlib.suppress(FileNotFoundError), run_lock.acquire(earlier, flag):
+                shutil.rmtree(earlier)
+                print(f"removed {earlier}, which a killed process has left", flush=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Random states
 
 
 def rng_state(device):
     """Random states of this process (python, numpy, torch CPU, this GPU) as bytes."""
+    # numpy's keys as a tensor: torch.load with weights_only reads no arrays
     kind, keys, *rest = np.random.get_state()
     state = {"python": random.getstate(), "numpy": (kind, torch.from_numpy(keys.copy()), *rest),
              "torch": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
+    # bytes, since they travel to rank 0, which writes those of all ranks
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
@@ -198,30 +233,41 @@ def set_rng_state(data, device):
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy(), *rest))
     torch.set_rng_state(state["torch"])
+    # a run may go on without the GPU that it was saved with, and the other way round
     if "cuda" in state and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
+# --------------------------------------------------------------------------------------------------
+# Writing
+
+
 class Writer:
-    """Writes checkpoints in a background thread of every rank, one at a time, while training goes on."""
+    """Writes checkpoints in a background thread of every rank, one at a time, beside training."""
 
     def __init__(self, world, output_dir, keep=0, limit_s=6 * 3600):
-        """On every rank. keep: how many of the newest stay, beside the best (0 = all). limit_s: how long a rank waits
-        for another.
+        """On every rank. keep: how many of the newest stay, beside the best (0 = all). limit_s: how
+        long a rank waits for another.
         """
-        self.world, self.output_dir, self.keep, self.limit_s = world, Path(output_dir), keep, limit_s
-        self.thread, self.error, self.saves = None, None, 0
-        self.run = distributed.rank0_first(world, lambda: uuid.uuid4().hex[:8])    # no other run's ranks write there
+        self.world, self.output_dir = world, Path(output_dir)
+        self.keep, self.limit_s = keep, limit_s
+        self.thread, self.error = None, None        # of the write under way, or the last one
+        # counts on every rank alike: part of the keys by which the ranks report in the store
+        self.saves = 0
+        # in the folder's name: ranks of an earlier run that still live never write into ours
+        self.run = distributed.rank0_first(world, lambda: uuid.uuid4().hex[:8])
 
     def begin(self, step):
-        """Before the files of checkpoint-<step> are put together: end the last write, make the folder. On every rank.
+        """End the last write, make the folder of checkpoint-<step>. On every rank.
 
-        A collective has to follow before save(), so that the folder is there for all.
+        Before its files are put together. A collective has to follow before save(), so that the
+        folder is there for all.
         """
+        # one at a time: two would hold twice the copies in host memory
         self.wait()
         if self.world.is_main:
-            run_lock.check(self.output_dir)        # what is unfinished there may be the new owner's
             try:
+                # what could not be deleted before, on NFS, or another save that failed
                 remove_named(self.output_dir, UNFINISHED)
                 (self.building(step) / STATE_DIR).mkdir(parents=True)
             except OSError as error:
@@ -230,11 +276,13 @@ class Writer:
     def save(self, step, files, meta=None):
         """Start writing checkpoint-<step>, whole or not at all. On every rank.
 
-        files: {relative path: write(path)}, this rank's share; under "*" write(folder) that writes several. They must
-        not touch tensors that training goes on to change. meta (rank 0): JSON-able dict for
-        trainer_state/state.json; meta["best_step"] names the checkpoint that rotation must keep.
+        files: {relative path: write(path)}, this rank's share; under "*" write(folder) that writes
+        several. They must not touch tensors that training goes on to change. meta (rank 0):
+        JSON-able dict for trainer_state/state.json; meta["best_step"] names the checkpoint that
+        rotation must keep.
         """
         self.saves += 1
+        # not a daemon: the interpreter's end waits for a checkpoint under way
         self.thread = threading.Thread(target=self._write, args=(step, files, meta))
         self.thread.start()
 
@@ -243,12 +291,12 @@ class Writer:
         return self.output_dir / f"checkpoint-{step}.tmp-{self.run}"
 
     def check(self):
-        """Raise UserError when the last write failed; rank 0 hears of every rank's failure. Cheap."""
+        """Raise UserError when the last write failed; rank 0 hears of every rank's. Cheap."""
         if self.error:
             raise self.error
 
     def wait(self):
-        """Wait for the write under way, if any; check(). Rank 0 returns when the checkpoint is complete."""
+        """Wait for the write under way; check(). On rank 0 the checkpoint is complete then."""
         if self.thread is not None:
             self.thread.join()
         self.check()
@@ -262,27 +310,29 @@ class Writer:
         rank, store = self.world.rank, self.world.store
         try:
             written, why = write_files(self.building(step), files), None
-        except Exception as error:
+        except Exception as error:      # told to rank 0, which would wait for this share otherwise
             written, why = {}, str(error)
         try:
+            # through the store, since a collective of this thread would mix with those of training
             if store is not None and (files or rank in tensor_files.writers(self.world.size)):
                 store.set(f"checkpoint/{self.saves}/{rank}", json.dumps([written, why]))
             if self.world.is_main:
-                self._complete(step, self._reports() if store is not None else [(written, why)], meta)
-        except Exception as error:
+                reports = self._reports() if store is not None else [(written, why)]
+                self._complete(step, reports, meta)
+        except Exception as error:      # raised by the main thread, when it comes to check()
             self.error = self.failed(step, error)
 
     def _reports(self):
-        """[(files, error)] of the ranks that write, as they come in; polled, since a blocking call would hold the
-        store.
-        """
+        """[(files, error)] of the ranks that write, as they come in."""
         reports, store, end = [], self.world.store, time.monotonic() + self.limit_s
         for rank in tensor_files.writers(self.world.size):
             key = f"checkpoint/{self.saves}/{rank}"
+            # polled: a call that waits would hold the store for this process's other threads
             while not store.check([key]):
                 if time.monotonic() > end:      # a silent rank is named by the watchdog before
-                    raise TimeoutError(f"rank {rank} did not write its share within {self.limit_s} s")
-                time.sleep(0.02)
+                    raise TimeoutError(f"rank {rank} did not write its share within "
+                                       f"{self.limit_s} s")
+                time.sleep(0.02)        # a share takes seconds
             reports.append(json.loads(store.get(key)))
         return reports
 
@@ -291,129 +341,158 @@ class Writer:
         building, final = self.building(step), self.output_dir / f"checkpoint-{step}"
         try:
             ranks = tensor_files.writers(self.world.size)
-            if errors := [f"rank {rank}: {why}" for rank, (_, why) in zip(ranks, reports) if why]:
-                raise OSError("; ".join(dict.fromkeys(errors)))
-            state = f"{STATE_DIR}/state.json"
-            written = write_files(building, {state: lambda path: path.write_text(json.dumps(meta, indent=1))})
+            errors = [f"rank {rank}: {why}" for rank, (_, why) in zip(ranks, reports) if why]
+            if errors:
+                raise OSError("; ".join(errors))        # of all: disks of nodes differ
+            state = json.dumps(meta, indent=1)
+            written = write_files(building, {
+                f"{STATE_DIR}/state.json": lambda path: path.write_text(state)})
             for files, _ in reports:
                 written |= files
+            # last: it is the proof that all others are there
             manifest = json.dumps({"step": step, "files": dict(sorted(written.items()))}, indent=1)
             write_files(building, {MANIFEST: lambda path: path.write_text(manifest)})
-            for folder in [p for p in building.rglob("*") if p.is_dir()] + [building]:
+            # names of files are on disk when their folder is
+            for folder in [path for path in building.rglob("*") if path.is_dir()] + [building]:
                 fsync_path(folder)
-            run_lock.check(self.output_dir)
-        except BaseException:
+        except BaseException:       # half of it would take the room that the next one needs
             shutil.rmtree(building, ignore_errors=True)
             raise
         if final.exists():      # passed over when resuming; now this step is reached again
             move_aside(final, "was passed over when the run resumed", "passed-over")
         os.rename(building, final)
         fsync_path(final.parent)
+        # only now: the last whole one goes when a newer whole one has its name
         rotate(self.output_dir, step, self.keep, meta.get("best_step"))
 
 
 def write_files(folder, files):
-    """Call each write(path), sync to disk; {relative path: {"bytes", "sha256"}} of what was written."""
+    """Call each write(path), sync to disk; {relative path: {"bytes", "sha256"}} of what is there.
+
+    Raises OSError, which names the file.
+    """
     written = {}
     for name, write in files.items():
         names = [name]
-        if name == "*":             # apart first, or the files of other ranks would look like ours
-            part = folder / f".part-{os.getpid()}"
-            part.mkdir()
-            write(part)
-            names = sorted(os.listdir(part))
-            for name in names:
-                os.rename(part / name, folder / name)
-            part.rmdir()
-        else:
-            write(folder / name)
-        for name in names:
-            fsync_path(folder / name)
-            written[name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256_file(folder / name)}
+        with naming(folder / name):
+            if name == "*":
+                names = write_several(folder, write)
+            else:
+                write(folder / name)
+        for done in names:
+            with naming(folder / done):     # some disks say only now that they are full
+                fsync_path(folder / done)
+                size = (folder / done).stat().st_size
+            # of what can be read back, not of what was in memory
+            written[done] = {"bytes": size, "sha256": sha256_file(folder / done)}
     return written
 
 
+def write_several(folder, write):
+    """write(a folder of its own), whose files move up to `folder`; [their names]."""
+    # apart first, or the files of other ranks there would look like this one's
+    part = folder / f".part-{os.getpid()}"
+    part.mkdir()
+    write(part)
+    names = sorted(os.listdir(part))        # as the library calls them, which may change
+    for name in names:
+        os.rename(part / name, folder / name)
+    part.rmdir()
+    return names
+
+
 def checkpoints(output_dir):
-    """[(step, path)] of the renamed, thus complete, checkpoint folders, oldest first. PermissionError as it comes."""
+    """[(step, path)] of the renamed, thus complete, checkpoint folders, oldest first.
+
+    PermissionError as it comes.
+    """
     found = []
     for path in Path(output_dir).iterdir() if os.path.exists(output_dir) else ():
         match = re.fullmatch(r"checkpoint-(\d+)", path.name)
         if match and path.is_dir():
             found.append((int(match[1]), path))
-    return sorted(found)
+    return sorted(found)        # by number: as text 10 comes before 9
 
 
 def rotate(output_dir, newest, keep, best_step=None):
     """Delete the oldest checkpoints beyond `keep` (0 = keep all), never the best one.
 
-    newest: the step just saved. Later ones, which a resume passed over as damaged, do not count: with them a new one
-    would be deleted as the oldest.
+    newest: the step just saved.
     """
     if keep > 0:
-        for step, path in [found for found in checkpoints(output_dir) if found[0] <= newest][:-keep]:
+        # later ones, passed over as damaged, do not count: with them a new one would be the oldest
+        found = [found for found in checkpoints(output_dir) if found[0] <= newest]
+        for step, path in found[:-keep]:
             if step != best_step:
                 delete(path)
 
 
 def delete(path):
-    """Delete a checkpoint folder; it loses its name first, so that a kill leaves no half of one under it.
+    """Delete a checkpoint folder.
 
     What cannot be deleted (NFS keeps files that somebody has open) is left to the next save.
     """
+    # it loses its name first, so that a kill leaves no half of one under it
     doomed = path.with_name(f"{path.name}.tmp-deleted-{time.time_ns()}")
     os.rename(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-STATE = {"step": int, "epoch": int, "first": int, "identity": dict, "skipped": int, "unlogged": list}   # of state.json
-
-
-def read_json(path, kinds):
-    """A JSON object from a file, or None where it is none, or lacks one of {key: type} `kinds`."""
-    try:
-        found = json_files.loads(path.read_bytes())
-    except ValueError:
-        return None
-    whole = isinstance(found, dict) and all(type(found.get(key)) is kind for key, kind in kinds.items())
-    return found if whole else None
-
-
-def is_file(path):
-    """Path.is_file, but PermissionError where this user may not know."""
-    try:
-        return stat.S_ISREG(os.stat(path).st_mode)
-    except PermissionError:
-        raise
-    except (OSError, ValueError):       # gone, or no name at all
-        return False
+# --------------------------------------------------------------------------------------------------
+# Damage
 
 
 class Damaged(Exception):
     """A checkpoint is not as it was written; str() says how."""
 
 
-def damage(path, world=ALONE):
-    """What is wrong with a checkpoint folder, in words, or "" when every file has its size and checksum.
+def read_json(path, kinds):
+    """A JSON object from a file, or None where it is not one, or lacks a key of {key: type} kinds,
+    or has something else or a negative count there.
+    """
+    try:
+        found = json_files.loads(path.read_bytes())
+    except ValueError:      # is not JSON
+        return None
+    if not isinstance(found, dict) or not kinds.keys() <= found.keys():
+        return None
+    for key, kind in kinds.items():
+        value = found[key]
+        # to Python true is an int
+        if isinstance(value, bool) or not isinstance(value, kind):
+            return None
+        if isinstance(value, int) and value < 0:
+            return None
+    return found
 
-    The manifest must list state.json, and that one must say where the run stood. Raises OSError where that cannot be
-    known: what this user may not read, say, is not damaged. world: collective; each rank reads a share of the files.
+
+def damage(path, world=ALONE):
+    """What is wrong with a checkpoint folder, in words, or "" when every file has its size and
+    checksum.
+
+    The manifest must list state.json, and that one must say where the run stood. Raises OSError
+    where that cannot be known: what this user may not read, say, is not damaged. world: collective;
+    each rank reads a share of the files.
     """
     path = Path(path)
     wrong, files = distributed.rank0_first(world, told, listed, path)
     if not wrong:
-        largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
-        share = {name: files[name] for name in largest_first[world.rank::world.size]}
-        wrong = next((why for why, _ in distributed.gather_objects(world, told(compare, path, share)) if why), "")
+        # by size, so that the ranks have about the same to read
+        ordered = sorted(files, key=lambda name: (-files[name]["bytes"], name))
+        share = {name: files[name] for name in ordered[world.rank::world.size]}
+        found = distributed.gather_objects(world, told(compare, path, share))
+        wrong = next((why for why, _ in found if why), "")
     return wrong or distributed.rank0_first(world, told, check_state, path)[0]
 
 
 def told(look, path, *more):
-    """(what is wrong with a checkpoint, or "", what look(path, *more) returns). Raises OSError, but for a bad disk."""
+    """(what is wrong with a checkpoint, or "", what look(path, *more) returns). Raises OSError."""
     try:
         return "", look(path, *more)
     except Damaged as why:
         return str(why), None
     except OSError as error:
+        # a disk that fails has damaged the file; any other reason says nothing about what is in it
         if error.errno != errno.EIO:
             raise
         return f"{error.filename or path} cannot be read ({error.strerror})", None
@@ -422,37 +501,47 @@ def told(look, path, *more):
 def listed(path):
     """{name: {"bytes", "sha256"}} of a checkpoint's manifest. Raises Damaged."""
     if not is_file(path / MANIFEST):
-        raise Damaged(f"no {MANIFEST}")
+        raise Damaged(f"no {MANIFEST}")     # a folder that somebody has made or copied in part
     files = (read_json(path / MANIFEST, {"files": dict}) or {}).get("files")
     facts = {"bytes": int, "sha256": str}
-    if files is None or not all(isinstance(entry, dict) and all(type(entry.get(key)) is kind for key, kind in
-                                                                facts.items()) for entry in files.values()):
+    if files is None:
         raise Damaged(f"unreadable {MANIFEST}")
+    for entry in files.values():
+        if not isinstance(entry, dict) or any(
+                type(entry.get(key)) is not kind for key, kind in facts.items()):
+            raise Damaged(f"unreadable {MANIFEST}")
+    # an empty list would prove any folder whole
     if f"{STATE_DIR}/state.json" not in files:
         raise Damaged(f"{MANIFEST} does not list {STATE_DIR}/state.json")
     return files
 
 
 def compare(path, files):
-    """Raise Damaged unless a checkpoint has these files of its manifest, each with its size and checksum."""
+    """Raise Damaged unless a checkpoint has these files of its manifest, each with its size and
+    checksum.
+    """
     for name, facts in files.items():
         file, name = path / name, printable(name, NAME)
         if not is_file(file):
             raise Damaged(f"{name} is missing")
-        if file.stat().st_size != facts["bytes"]:
-            raise Damaged(f"{name} has {file.stat().st_size} bytes instead of {facts['bytes']}")
+        # first, as it costs nothing
+        size = file.stat().st_size
+        if size != facts["bytes"]:
+            raise Damaged(f"{name} has {size} bytes instead of {facts['bytes']}")
         if sha256_file(file) != facts["sha256"]:
             raise Damaged(f"{name} has another checksum than when it was written")
 
 
 def check_state(path):
     """Raise Damaged unless a checkpoint's state.json says where the run stood."""
-    if read_json(path / STATE_DIR / "state.json", STATE) is None:
+    # its checksum was right, but a program of another version may have written it
+    state = read_json(path / STATE_DIR / "state.json", STATE)
+    if state is None or not all(isinstance(value, (int, float)) for value in state["unlogged"]):
         raise Damaged(f"{STATE_DIR}/state.json does not say where the run stood")
 
 
 def newest_whole(output_dir, report=print):
-    """Path of the newest undamaged checkpoint, or None; damaged ones are reported and passed over."""
+    """Path of the newest undamaged checkpoint, or None; damaged ones are reported, passed over."""
     for _, path in reversed(checkpoints(output_dir)):
         wrong = damage(path)
         if not wrong:
@@ -461,14 +550,21 @@ def newest_whole(output_dir, report=print):
     return None
 
 
-def last_args(output_dir, resume):
-    """Flags of the run that --resume goes on with, as its newest checkpoint has them, or None; find_resume proves it.
+# --------------------------------------------------------------------------------------------------
+# Resuming
 
-    Nothing is hashed: all checkpoints of a run have the flags that matter in common.
+
+def last_args(output_dir, resume):
+    """Flags of the run that --resume goes on with, as its newest checkpoint has them, or None.
+
+    find_resume proves it later.
     """
-    folders = [path for _, path in reversed(checkpoints(output_dir))] if resume == "auto" else [Path(resume)]
+    folders = [Path(resume)]
+    if resume == "auto":        # the newest that can be read
+        folders = [path for _, path in reversed(checkpoints(output_dir))]
+    # nothing is hashed: all checkpoints of a run have the flags that matter in common
     for file in (folder / STATE_DIR / "state.json" for folder in folders):
-        if is_file(file) and (state := read_json(file, STATE | {"args": dict})):
+        if is_file(file) and (state := read_json(file, STATE)):
             return state["args"]
     return None
 
@@ -479,20 +575,27 @@ def load_meta(path):
 
 
 def load_optimizer(path, tensors, world=None):
-    """Fill tensors (optim.state_tensors, plain or sharded) from a checkpoint folder; UserError if they differ.
+    """Fill tensors (optim.state_tensors, plain or sharded) from a checkpoint folder; UserError if
+    they differ.
 
     world: as in tensor_files.read_once.
     """
     files = tensor_files.files_in(Path(path) / STATE_DIR, "optimizer")
     found = {name: [part] for name, part in tensor_files.open_tensors(files).items()}
-    if problem := tensor_files.compare({name: t.shape or (1,) for name, t in tensors.items()}, found):
+    # a step count is 0-d, which was written as one row
+    wanted = {name: tensor.shape or (1,) for name, tensor in tensors.items()}
+    if problem := tensor_files.compare(wanted, found):
         raise UserError(f"{path}: its optimizer state does not fit this run: {problem}")
-    for name, tensor in tensors.items():
-        tensor_files.read_once(world, tensor, partial(tensor_files.read_into, tensor, found[name]))
+    for name, tensor in tensors.items():        # one by one: together they fill the memory again
+        read = partial(tensor_files.read_into, tensor, found[name])
+        tensor_files.read_once(world, tensor, read)
 
 
 def load_rng(path, rank, device):
-    """Put back the random states of this rank; a rank that the saved run did not have keeps its own."""
+    """Put back the random states of this rank; a rank that the saved run did not have keeps its
+    own.
+    """
+    # weights_only: a checkpoint from somebody else must not run code
     states = torch.load(Path(path) / STATE_DIR / "rng.pt", weights_only=True)
     if rank < len(states):
         set_rng_state(states[rank], device)
@@ -501,43 +604,55 @@ def load_rng(path, rank, device):
 def find_resume(output_dir, resume, identity, world=ALONE):
     """(checkpoint folder or None, its meta or None) for --resume auto | none | FOLDER. Collective.
 
-    identity: {name: value} that the checkpoint's meta must share, on rank 0. Raises UserError when nothing usable is
-    there, or it is another run's.
+    identity: {name: value} that the checkpoint's meta must share, on rank 0. Raises UserError when
+    nothing usable is there, or it is another run's.
     """
     folders = distributed.rank0_first(world, to_try, output_dir, resume)
     for path in folders:
-        if not (wrong := damage(path, world)):
-            return path, distributed.rank0_first(world, fitting_meta, path, output_dir, resume, identity)
+        wrong = damage(path, world)
+        if not wrong:
+            meta = distributed.rank0_first(world, fitting_meta, path, output_dir, resume, identity)
+            return path, meta
+        # one that was named is not replaced by another in silence
         if resume != "auto":
             raise UserError(f"--resume {path}: {wrong}")
         if world.is_main:
             print(f"checkpoint {path} is damaged ({wrong}); trying the one before")
+    # to begin anew would throw away what may still be mended
     if folders:
-        raise UserError(f"{output_dir}: every checkpoint is damaged; to start anew, give another --output_dir or move "
-                        "them away")
+        raise UserError(f"{output_dir}: every checkpoint is damaged; to start anew, give another "
+                        "--output_dir or move them away")
     return None, None
 
 
 def to_try(output_dir, resume):
     """Folders of find_resume, in this order. Raises UserError."""
     found = [path for _, path in reversed(checkpoints(output_dir))]
+    # a new run's checkpoints among old ones: nobody could tell which --resume auto takes
     if resume == "none" and found:
-        raise UserError(f"--resume none, but {output_dir} holds checkpoints: give another --output_dir, move them "
-                        "away, or use --resume auto")
-    if resume not in ("auto", "none") and not Path(resume).exists():
+        raise UserError(f"--resume none, but {output_dir} holds checkpoints: give another "
+                        "--output_dir, move them away, or use --resume auto")
+    if resume in ("auto", "none"):
+        return found
+    if not Path(resume).exists():
         raise UserError(f"--resume {resume}: no such folder")
-    return found if resume in ("auto", "none") else [Path(resume)]
+    return [Path(resume)]
 
 
 def fitting_meta(path, output_dir, resume, identity):
-    """state.json of a whole checkpoint that find_resume has found. Raises UserError where it does not fit the run."""
+    """state.json of a whole checkpoint that find_resume has found. Raises UserError where it does
+    not fit the run.
+    """
     meta = load_meta(path)
     later = [str(p) for step, p in checkpoints(output_dir) if step > meta["step"]]
-    if later and resume != "auto":      # or the next --resume auto would take up the abandoned ones
-        raise UserError(f"--resume {path}: later checkpoints stand in --output_dir ({', '.join(later)}); move them "
-                        "away or give another --output_dir")
+    # or the next --resume auto would take up the abandoned ones
+    if later and resume != "auto":
+        raise UserError(f"--resume {path}: later checkpoints stand in --output_dir "
+                        f"({', '.join(later)}); move them away or give another --output_dir")
+    # what decides the order of the data, or which weights there are; other flags may change
     for name, value in identity.items():
-        if meta["identity"].get(name) != value:
-            raise UserError(f"{path}: was made with another {name} ({meta['identity'].get(name)}, this run {value}); "
+        before = meta["identity"].get(name)
+        if before != value:
+            raise UserError(f"{path}: was made with another {name} ({before}, this run {value}); "
                             "give the same flags or another --output_dir")
     return meta

@@ -17,7 +17,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -32,24 +31,20 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from common.flags import UserError
-from common.text import error_text
+from common.text import counted, error_text, print_error, printable
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
-# How a run fails: the first rank to fail claims the right to print the one error message, in the store. The others see
-# the claim within a second, print nothing and end GRACE_S later. Ranks whose end takes the store away (hosts_store) end
-# 3 s later still, so every rank that runs has seen the claim before the store goes. A rank that finds the store gone
-# without a claim knows that no message was printed, unless its own process had stopped for GRACE_S (stood_still). One
-# rank of its node prints that then (lifetime.first_on_node).
+# How a run fails: a rank says why, notes in the store that it has failed, and ends; torchrun ends the
+# other ranks of its node. Ranks that only lost the failed one wait for that, and say nothing when
+# the store has the note. Their watchdogs end them where torchrun cannot: a main thread that waits in
+# a collective takes no signal.
 COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset", "Broken pipe", "TCPStore")
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 SHARED = "/dev/shm"     # where processes of a node share memory
 LATER_S = 30    # a collective may outlive its time limit by this, so that the watchdog can name who hangs
-CLAIM = "error message"     # key in the store: a rank has failed and prints why
+FAILED = "ranks that have failed"       # key in the store: a counter
 
 _world = None   # this process's World, for the error message
-_claimed = threading.Event()        # a rank has claimed the error message, as far as this process knows
-_claiming = threading.Lock()        # its main thread and its watchdog may both want it
-_stood_still = [0.0, 0.0]           # this process's last pause: how many seconds, and when it ended (monotonic)
 
 
 @dataclass
@@ -83,7 +78,7 @@ def init(timeout_s=600, slow_timeout_s=6 * 3600, alone_too=False, cpu_too=False,
     use_cuda = torch.cuda.is_available() if device is None else device == "cuda"
     if use_cuda:
         if local_size > torch.cuda.device_count():
-            raise UserError(f"{local_size} processes on this node but {torch.cuda.device_count()} GPUs: "
+            raise UserError(f"{local_size} processes on this node but {counted(torch.cuda.device_count(), 'GPU')}: "
                             f"start torchrun with --nproc_per_node={torch.cuda.device_count()}")
         torch.cuda.set_device(local_rank)
     where = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
@@ -125,9 +120,8 @@ def seed_everything(seed, rank=0):
 
 @contextlib.contextmanager
 def one_clear_error():
-    """Run a trainer's main: UserError becomes its text and status 1; anything else one traceback that names the rank.
-
-    The first rank to fail prints; ranks whose collectives break because of it print nothing.
+    """Run a trainer's main: UserError becomes its text and status 1; anything else one traceback
+    that names the rank. Ranks whose collectives break because of another one print nothing.
     """
     if not gc.isenabled():      # since flags.parse
         gc.freeze()             # what was imported stays: no collection goes through it, no fork unshares its pages
@@ -138,28 +132,23 @@ def one_clear_error():
     except UserError as error:
         stop(error)
     except KeyboardInterrupt:
-        claim_message(_world.store if _world else None)       # or the others would print that this rank is gone
+        first_to_fail(_world and _world.store)      # the others need not say that this rank is gone
         leave(130)
     except Exception as error:
         _ignore_loaders()
         if lacking := what_is_lacking(error):
             stop(lacking)
         broken = isinstance(error, dist.DistError) or any(word in str(error) for word in COLLECTIVE_ERRORS)
-        if broken:
-            _give_way()         # a peer is gone: its own message, or torchrun's, says more
-        paused = stood_still() if broken else 0
-        mine = claim_message(_world.store if _world else None, alone=not broken)
-        if broken and not mine and not _claimed.is_set():       # the store is gone as well: the watchdog finds that,
-            _give_way(2 * GRACE_S)                              # prints it and ends this process
-            mine = claim_message(None)                        # or there is none yet
-        if mine:
-            print(f"rank {rank} stood still for {paused:.0f} s; the other ranks have ended meanwhile" if paused else
-                  error_text(f"rank {rank} failed:\n{traceback.format_exc()}", 400), file=sys.stderr, flush=True)
+        if broken:      # a peer is gone: its own message, torchrun's or the watchdog's says more
+            _give_way(2 * GRACE_S)
+        if first_to_fail(_world and _world.store, store_gone=not broken):
+            print_error(error_text(f"rank {rank} failed:\n{traceback.format_exc()}", 400),
+                        f"rank {rank} failed: {type(error).__name__}: {printable(error)}")
         leave(1)
 
 
 def what_is_lacking(error):
-    """One line that names the disk, memory, limit, path or right that an error is due to, or None.
+    """One line that names the disk, memory, limit, file or right that an error is due to, or None.
 
     An error in a loader process comes with its text, but without its number.
     """
@@ -174,12 +163,31 @@ def what_is_lacking(error):
                 "--shm-size=8g, or do without them (--num_workers 0, --preprocess_num_proc 0)")
     if "AF_UNIX path too long" in text:         # which holds 107 letters
         return f"{tempfile.gettempdir()}: too long a path for the sockets of processes; set TMPDIR to a shorter one"
-    if number in DISK_ERRORS:
-        return f"{error.filename or 'a file of this run'} cannot be written ({error.strerror})"
+    name = getattr(error, "filename2", None) or getattr(error, "filename", None)    # of a renaming
+    file = name or "a file of this run"
+    if number in FULL:
+        return f"{file} cannot be written ({error.strerror})"
     if isinstance(error, PermissionError):      # says nothing about what is in the file
-        return (f"{error.filename or 'a file of this run'}: {error.strerror}: this user may not read or write it; its "
-                "owner can allow it (chmod)")
+        return f"{file}: {error.strerror}: this user may not read or write it; its owner can allow it (chmod)"
+    if isinstance(error, IsADirectoryError):
+        return f"{file} is a folder, not a file; move it away"
+    if number and name or number in (errno.EIO, errno.ESTALE):      # a disk or its server does not answer
+        return f"{file} cannot be read or written ({error.strerror})"
     return None
+
+
+@contextlib.contextmanager
+def naming(path):
+    """An OSError in this context is about `path`. Most come without a name, that of a full disk,
+    say; others have that of a temporary file.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:     # numpy's: so many requested, so many written
+            raise UserError(f"{path} cannot be written ({error})")
+        error.filename, error.filename2 = str(path), None
+        raise
 
 
 def free_bytes(folder):
@@ -190,54 +198,16 @@ def free_bytes(folder):
         return 0
 
 
-def claim_message(store, alone=True):
-    """True for the rank that shall print the run's error: the first to ask the store (World.store) for it.
-
-    alone: what counts when the store does not answer, that this rank prints, or that it does not.
+def first_to_fail(store, store_gone=False):
+    """Note in the store (World.store) that this rank has failed; True when it is the first, and so
+    has to say why. store_gone: the answer where the store has ended with its host, which says why.
     """
-    if _claimed.is_set():
-        return False
-    answers = []
-
-    def ask():
-        with contextlib.suppress(Exception):        # the store's host is gone
-            answers.append(store.add(CLAIM, 1) == 1)
-    if store is not None:       # in a thread: a host that stands still would hold this call for ever
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        asking.join(GRACE_S)
-    if answers:
-        _claimed.set()
-        return answers[0]
-    with _claiming:
-        if _claimed.is_set() or store is not None and not alone:
-            return False
-        _claimed.set()
+    if store is None:
         return True
-
-
-def has_failed(store):
-    """True once a rank has claimed the error message; from then on this process claims none."""
-    failed = store.check([CLAIM])
-    if failed:
-        _claimed.set()
-    return failed
-
-
-def note_pause(seconds):
-    """This process stood still until now: stopped, swapped out, or kept from running."""
-    _stood_still[:] = seconds, time.monotonic()
-
-
-def woke():
-    """When this process's last pause ended (monotonic seconds); what it missed before, no other rank has caused."""
-    return _stood_still[1]
-
-
-def stood_still():
-    """Seconds of a pause that is just over, in which the other ranks may have ended the run; 0 if there was none."""
-    seconds, end = _stood_still
-    return seconds if seconds > GRACE_S and time.monotonic() - end < LATER_S else 0
+    try:
+        return store.add(FAILED, 1) == 1
+    except Exception:       # its host is gone
+        return store_gone
 
 
 def stop(message):
@@ -245,8 +215,8 @@ def stop(message):
     _ignore_loaders()
     if int(os.environ.get("RANK", "0")) != 0:
         _give_way()
-    if claim_message(_world.store if _world else None):
-        print(error_text(f"error: {message}"), file=sys.stderr, flush=True)
+    if first_to_fail(_world and _world.store):
+        print_error(error_text(f"error: {message}"))
     leave(1)
 
 
@@ -254,8 +224,6 @@ def leave(status):
     """End the process at once: a clean interpreter exit could wait for peers that are gone."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if hosts_store(_world):     # the others read in it that the error is printed, and end in that time
-        _give_way(GRACE_S + 3)
     if dist.is_initialized():
         os._exit(status)
     if children := multiprocessing.active_children():       # loaders: the exit would wait for them, who ignore SIGTERM
@@ -283,26 +251,13 @@ def leave_silently():
 
 
 def _give_way(seconds=GRACE_S):
+    """Wait for torchrun, which ends this rank by SIGTERM when another one has failed."""
+    with contextlib.suppress(ValueError):       # only a main thread may
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
         with contextlib.suppress(Exception):        # torch's SIGCHLD handler raises here when a loader process ends
             time.sleep(left)
-
-
-def hosts_store(world):
-    """True on the ranks whose end takes the run's store away.
-
-    By default torchrun on the first node hosts it, and ends with the first of its ranks that fails: the other nodes
-    lose the store then; on a single node all ranks have ended before. With TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which
-    our launchers set beside MAX_RESTARTS, rank 0 hosts it.
-    """
-    if world is None or world.store is None:
-        return False
-    return world.rank < world.local_size < world.size if torchrun_has_store() else world.is_main
-
-
-def torchrun_has_store():
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def rank0_first(world, work, *args):

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from common import lifetime
-from common.text import error_text, without_secrets
+from common.text import counted, error_text, print_error, without_secrets
 
 TRACKERS = ("tensorboard", "wandb", "trackio")                  # of --report_to
 MODES = ("all", "selective")                                    # of --gradient_checkpointing
@@ -118,7 +118,7 @@ def parse(parser, check=None, argv=None):
         return args
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
-            print(error_text(f"error: {error}"), file=sys.stderr, flush=True)
+            print_error(error_text(f"error: {error}"))
         else:
             time.sleep(GIVE_WAY_S)
         sys.exit(status)
@@ -145,13 +145,13 @@ def config_words(parser, words):
     need(len(files) == 1, "--config is given twice")
     import yaml  # comes with transformers
 
+    from common.json_files import read_text  # which imports this file
+
     file, found, made = files[0], set(), []
     try:
-        tree = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
-    except OSError as error:
-        raise UserError(f"--config {file}: cannot be read ({error.strerror})")
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"--config {file}: is no YAML ({' '.join(str(error).split())})")
+        tree = yaml.compose(read_text(file, "--config "), Loader=yaml.BaseLoader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"--config {file}: is not YAML ({' '.join(str(error).split())})")
     need(tree is None or isinstance(tree, yaml.MappingNode), f"--config {file}: must be lines of flag: value")
     for key, value in tree.value if tree else ():
         where = f"--config {file} line {key.start_mark.line + 1}"
@@ -446,7 +446,7 @@ def check_loading(args, parser):
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     limit = max(usable_cpus() // ranks, parser.get_default("num_workers"))
     if args.num_workers > limit and getattr(args, "dry_run", None) is None:
-        notice(f"--num_workers {args.num_workers}: {ranks} ranks on {usable_cpus()} CPUs get {limit} each")
+        notice(f"--num_workers {args.num_workers}: {counted(ranks, 'rank')} on {usable_cpus()} CPUs get {limit} each")
         args.num_workers = limit
 
 
@@ -474,7 +474,7 @@ def check_parallel(args, world_size):
          "--reduce_dtype bf16 needs --parallel fsdp or hsdp")
     size = args.shard_size or local_ranks(world_size)
     need(args.parallel != "hsdp" or world_size % size == 0,
-         f"--parallel hsdp: {world_size} ranks are no whole number of groups of {size} (--shard_size)")
+         f"--parallel hsdp: {counted(world_size, 'rank')} cannot be cut into groups of {size} (--shard_size)")
 
 
 def check_sharding(args):

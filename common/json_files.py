@@ -38,6 +38,27 @@ DECODER = json.JSONDecoder(parse_int=_whole,
 # Files
 
 
+class _Named(io.FileIO):
+    """A file whose errors of reading name it: that of a bad disk comes without."""
+
+    def __init__(self, fd, path):
+        super().__init__(fd, "rb")
+        self.path = str(path)
+
+    def readinto(self, buffer):
+        return self._named(super().readinto, buffer)
+
+    def readall(self):
+        return self._named(super().readall)
+
+    def _named(self, read, *args):
+        try:
+            return read(*args)
+        except OSError as error:
+            error.filename = self.path
+            raise
+
+
 def open_file(path, flag=""):
     """A regular file, opened for reading bytes. UserError for anything else. flag: named before the path, "--x "."""
     try:
@@ -53,7 +74,7 @@ def open_file(path, flag=""):
         os.close(fd)
         what = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device, not a file; write it to a file first"
         raise UserError(f"{flag}{path}: cannot be read (it is {what})")
-    return open(fd, "rb")
+    return io.BufferedReader(_Named(fd, path))
 
 
 def read_text(path, flag=""):

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,9 +21,6 @@ from pathlib import Path
 POLL_S = 0.5        # seconds between two looks at the parent
 PR_SET_PDEATHSIG = 1        # of prctl(2)
 BETWEEN = "import runpy, sys; runpy.run_path(sys.argv[1])['between'](*sys.argv[2:])"
-
-_name = []          # the socket of first_on_node
-_asking = threading.Lock()
 
 
 def _ask_kernel(number):
@@ -95,7 +91,7 @@ def end_with_torchrun():
 
 
 def _end_rank():
-    if first_on_node():
+    if os.environ.get("LOCAL_RANK", "0") == "0":        # one a node
         with contextlib.suppress(OSError):
             _last_line("error: torchrun has ended; its ranks end with it")
     os._exit(1)
@@ -108,16 +104,3 @@ def is_adopted(parent):
     except OSError:     # another user's
         return parent == 1
     return "python" not in os.path.basename(program) and b"TORCHELASTIC_RUN_ID=" not in env
-
-
-def first_on_node():
-    """True in the first of a run's ranks on this node that asks, as long as it lives. It needs no other process."""
-    with _asking:
-        if not _name:
-            name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            try:        # a name without a file, which Linux gives to one process at a time
-                name.bind("\0flat-trainers {MASTER_ADDR} {MASTER_PORT}".format(**os.environ))
-            except OSError:
-                return False
-            _name.append(name)
-        return True

@@ -77,13 +77,15 @@ class MetricsLog:
     a new one. Every start adds a line to starts.jsonl: when, where, from which step, how configured.
     """
 
-    def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, project=None):
+    def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, project=None, eval_due=False):
+        """eval_due: resumed_step is validated again, so what a run that was killed then has said of it is dropped."""
         self.path = Path(output_dir) / "metrics.jsonl"
         rows, bad = read_rows(self.path)
         if bad:
             move_aside(self.path, f"is damaged ({bad})")
         if rows:
-            kept = [row for row in rows if row["step"] <= resumed_step]
+            kept = [row for row in rows if row["step"] <= resumed_step and not (
+                eval_due and row["step"] == resumed_step and any(name.startswith("eval/") for name in row))]
             text = "".join(json.dumps(row) + "\n" for row in kept)
             write_atomically(self.path, lambda path: path.write_text(text))
         elif self.path.exists():        # nothing but the beginning of a line
@@ -92,8 +94,9 @@ class MetricsLog:
                  "host": socket.gethostname(), "config": config}
         starts = self.path.with_name("starts.jsonl")
         if starts.exists() and not starts.is_file():
-            move_aside(starts, "is no file")
-        earlier = starts.read_bytes() if starts.exists() else b""
+            move_aside(starts, "is not a file")
+        with naming(starts):
+            earlier = starts.read_bytes() if starts.exists() else b""
         if earlier and not earlier.endswith(b"\n"):
             earlier += b"\n"
         text = earlier + json.dumps(start, default=str).encode() + b"\n"
@@ -101,13 +104,7 @@ class MetricsLog:
         self.file = open(self.path, "a", buffering=1)
         self.board, self.runs = None, {}        # runs: {"wandb" or "trackio": (module, its run)}
         if "tensorboard" in report_to:
-            from torch.utils.tensorboard import SummaryWriter
-            show = threading.excepthook     # a full disk, which add_scalar raises, its thread would print as well
-            threading.excepthook = lambda found: None if issubclass(found.exc_type, OSError) else show(found)
-            self.board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
-            self.board.add_custom_scalars({group: {chart: ["Multiline", patterns] for chart, patterns in charts.items()}
-                                           for group, charts in BOARD.items()})
-            self.board.add_text("config", "```\n" + json.dumps(config, indent=1) + "\n```", resumed_step)
+            self._open_board(logging_dir, config, resumed_step)
         run_id = Path(output_dir) / "wandb_id"      # a resumed run goes on in the same run there, a new one does not
         if set(report_to) & {"wandb", "trackio"} and not (resumed_step and run_id.exists()):
             write_atomically(run_id, lambda path: path.write_text(uuid.uuid4().hex[:16]))
@@ -120,6 +117,18 @@ class MetricsLog:
             self.runs["trackio"] = trackio, trackio.init(
                 project=project, name=f"{Path(output_dir).resolve().name}-{run_id.read_text()[:4]}",
                 config=json.loads(json.dumps(config, default=str)), resume="allow")
+
+    def _open_board(self, folder, config, step):
+        """Begin TensorBoard's files; points later than a step are hidden there."""
+        from torch.utils.tensorboard import SummaryWriter
+        show = threading.excepthook     # a full disk, which add_scalar raises, its thread would print as well
+        threading.excepthook = lambda found: None if issubclass(found.exc_type, OSError) else show(found)
+        charts = {group: {chart: ["Multiline", patterns] for chart, patterns in charts.items()}
+                  for group, charts in BOARD.items()}
+        with naming(folder):
+            self.board = SummaryWriter(folder, purge_step=step + 1)
+            self.board.add_custom_scalars(charts)
+            self.board.add_text("config", "```\n" + json.dumps(config, indent=1) + "\n```", step)
 
     def write(self, step, values):
         """Record {name: number} at an optimizer step everywhere; a number that is not finite becomes null in JSON."""
@@ -137,10 +146,11 @@ class MetricsLog:
     def write_speech(self, step, name, wave, rate, picture):
         """Sound (n,) float32 in -1..1 at `rate` Hz and its picture (H, W, 3) uint8, to all but metrics.jsonl."""
         if self.board:
-            if len(wave):       # TensorBoard cannot take silence of no length
-                self.board.add_audio(name, torch.from_numpy(wave).clamp(-1, 1)[None], step, rate)
-            self.board.add_image(f"{name}/mel", picture, step, dataformats="HWC")
-            self.board.flush()
+            with naming(self.board.log_dir):
+                if len(wave):       # TensorBoard cannot take silence of no length
+                    self.board.add_audio(name, torch.from_numpy(wave).clamp(-1, 1)[None], step, rate)
+                self.board.add_image(f"{name}/mel", picture, step, dataformats="HWC")
+                self.board.flush()
         for module, run in self.runs.values():
             samples = (wave.clip(-1, 1) * 32767).astype("int16")        # floats would be made as loud as can be
             sound = {name: module.Audio(samples, sample_rate=rate)} if len(wave) else {}
@@ -148,10 +158,12 @@ class MetricsLog:
 
     def close(self):
         """Flush and close every writer."""
-        os.fsync(self.file.fileno())
-        self.file.close()
+        with naming(self.path):
+            os.fsync(self.file.fileno())
+            self.file.close()
         if self.board:
-            self.board.close()
+            with naming(self.board.log_dir):
+                self.board.close()
         for _, run in self.runs.values():
             run.finish()
 
@@ -165,8 +177,9 @@ def read_rows(path):
     if not path.exists():
         return [], ""
     if not path.is_file():
-        return [], "it is no file"
-    lines = path.read_bytes().split(b"\n")
+        return [], "it is not a file"
+    with naming(path):
+        lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         try:
             row = json_files.loads(line)
@@ -176,7 +189,7 @@ def read_rows(path):
             rows.append(row)
         elif line.strip() and number < len(lines):      # behind the last line feed: a line that was being written
             wrong.append(number)
-    return rows, f"{len(wrong)} lines are no metrics, line {wrong[0]} first" if wrong else ""
+    return rows, f"{len(wrong)} lines are not metrics, line {wrong[0]} first" if wrong else ""
 
 
 def read_metrics(path):

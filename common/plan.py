@@ -17,6 +17,7 @@ from common import checkpoint, recomputation, tensor_files
 from common.distributed import UserError, problem_text
 from common.flags import local_ranks
 from common.memory import GIB
+from common.text import counted
 
 USABLE = 0.95               # of a GPU's memory, as long as no estimate has been compared with a GPU
 MARGIN = "5 % of it left for fragmentation"
@@ -287,7 +288,7 @@ def check_host(needed, limit, local, parallel, offload=False, adapters=None):
     found = {"a node or Slurm job with more (--host_memory GIB plans for another machine)": True,
              "no --cpu_offload": offload, "more nodes": fsdp, "--parallel fsdp on several nodes": not fsdp,
              "--use_lora": adapters is False}
-    raise UserError(f"host memory: about {size(needed)} needed by the {local} ranks of a node, which has "
+    raise UserError(f"host memory: about {size(needed)} needed by the {counted(local, 'rank')} of a node, which has "
                     f"{size(limit)}; what helps: {', '.join(text for text, use in found.items() if use)}")
 
 
@@ -326,7 +327,7 @@ def print_room(check, setup, room, table, parts, stages, checkpoint_size, steps,
     most = checkpoints_at_once(max(0, steps), room.save_steps, room.eval_steps if validates else None,
                                room.save_total_limit, room.save_minutes > 0)
     print(f"memory     estimate for one GPU; it has {size(limit)}, {MARGIN}{INDENT}{table}\n"
-          f"host       {size(offloaded + staged)} for the {local} ranks of a node: {size(offloaded)} offloaded, "
+          f"host       {size(offloaded + staged)} for the {counted(local, 'rank')} of a node: {size(offloaded)} offloaded, "
           f"{size(staged)} copied by a save; it has {size(host_limit)}\n"
           f"disk       {size(one)} a checkpoint, at most {most} at once: {size(one * most)}; "
           f"{size(free_disk(room.output_dir))} free for --output_dir")
@@ -343,15 +344,15 @@ def print_room(check, setup, room, table, parts, stages, checkpoint_size, steps,
 def head_text(setup, units):
     """What runs where, and the model. units: of memory.unit_sizes."""
     values, _, trained = (sum(column) for column in zip(*units))
-    return (f"plan       {setup.ranks} GPUs, {setup.parallel}, {'bf16' if setup.bf16 else 'fp32'}\n"
+    return (f"plan       {counted(setup.ranks, 'GPU')}, {setup.parallel}, {'bf16' if setup.bf16 else 'fp32'}\n"
             f"model      {values / 1e6:,.1f} M parameters, {trained / 1e6:,.3f} M trainable "
             f"({'LoRA' if setup.adapters else 'full'}); the weight files have them all")
 
 
 def steps_text(total, per_epoch, ranks, accumulation, about):
     """The length of the run in optimizer steps."""
-    return (f"steps      {total} ({per_epoch} an epoch), {ranks * accumulation} packs a step = {ranks} ranks x "
-            f"{accumulation} micro-steps; {about}")
+    return (f"steps      {total} ({per_epoch} an epoch), {ranks * accumulation} packs a step = "
+            f"{counted(ranks, 'rank')} x {accumulation} micro-steps; {about}")
 
 
 def start_text(step, resume, new="base model"):

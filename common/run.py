@@ -1,7 +1,8 @@
 """What the loops of the three trainers share: start, position, one optimizer step, log lines, stopping, the end.
 
-A TrainState is a record of what a loop would otherwise keep in twenty local variables, with small functions on it. It never
-calls the script: batches, forward, loss, backward, validation and what a checkpoint holds are written out there.
+A TrainState is a record of what a loop would otherwise keep in twenty local variables, with small
+functions on it. It never calls the script: batches, forward, loss, backward, validation and what a
+checkpoint holds are written out there.
 """
 import contextlib
 import math
@@ -9,7 +10,9 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -59,7 +62,7 @@ def start(args, check, cpu_too=False):
     world = distributed.init(args.collective_timeout, args.wait_timeout, args.auto or args.parallel != "ddp", cpu_too)
     watch = watchdog.Watchdog(world, args.collective_timeout)
     watch.moved("data preparation", args.wait_timeout)
-    distributed.rank0_first(world, checkpoint.own_output, args.output_dir, lambda why: watchdog.end(world, why))
+    distributed.rank0_first(world, checkpoint.own_output, args.output_dir)
     distributed.rank0_first(world, watchdog.clear_marker, args.output_dir)
     if "tensorboard" in args.report_to:
         distributed.rank0_first(world, checkpoint.prepare_output, args.logging_dir, "--logging_dir")
@@ -106,29 +109,43 @@ def intervals(args, total_steps, meta, validates, **own):
     return "\n".join(lines)
 
 
-class TrainState:
-    """Where a run stands: its position, the best validation loss, sums since the last log line, writer, log, clock."""
+class Facts(NamedTuple):
+    """What a trainer knows of its steps and data."""
+    sums: int               # how many numbers a step adds up for the log
+    validation: object      # JSON-able; validation losses compare only where it is equal
+    name: Callable          # (i) -> where sample i stands in the user's files
 
-    def __init__(self, world, watch, args, order, total_steps, sums, resume, meta, validation, name):
-        """order: packing.PackOrder. sums: how many numbers a step adds up for the log. resume, meta: the checkpoint
-        to go on from, or None. validation: JSON-able; losses compare only where it is equal. name(i): where sample i
-        stands in the user's files.
-        """
-        self.world, self.watch, self.args, self.order, self.total_steps = world, watch, args, order, total_steps
-        self.per_step, self.name, self.validation = world.size * args.gradient_accumulation_steps, name, validation
-        self.at, self.resume, self.start_step = position(meta), resume, meta["step"] if meta else 0
-        self.saved_step, self.saved_at, self.asked_to_save = self.step if resume else None, time.monotonic(), False
-        same = bool(meta) and meta["validation"] == validation
-        self.best_loss, self.best_step = (meta["best_loss"], meta["best_step"]) if same else (None, None)
+
+class TrainState:
+    """Where a run stands: position, best validation loss, sums of the log line, writer, log, clock."""
+
+    def __init__(self, world, watch, args, order, total_steps, found, facts):
+        """order: packing.PackOrder. found: of checkpoint.find_resume. facts: Facts."""
+        self.world, self.watch, self.args = world, watch, args
+        self.order, self.total_steps = order, total_steps
+        self.name, self.validation = facts.name, facts.validation
+        self.per_step = world.size * args.gradient_accumulation_steps
+        self.resume, meta = found
+        self.at = position(meta)
+        self.start_step = self.step
+        self.saved_step = self.step if meta else None
+        self.saved_at, self.asked_to_save = time.monotonic(), False
+        self.best_loss, self.best_step = None, None
+        if meta and meta["validation"] == facts.validation:
+            self.best_loss, self.best_step = meta["best_loss"], meta["best_step"]
+        self.eval_due = bool(meta and meta.get("eval_due"))     # a signal broke a validation off
         self.flags = optim.StepFlags(world.device, meta["skipped"] if meta else 0)
-        self.writer = checkpoint.Writer(world, args.output_dir, args.save_total_limit, args.wait_timeout)
-        self.sums = torch.zeros(sums, dtype=torch.float64, device=world.device)
-        if meta and world.is_main and len(meta["unlogged"]) == sums:        # an older checkpoint's has other numbers
+        self.writer = checkpoint.Writer(world, args.output_dir, args.save_total_limit,
+                                        args.wait_timeout)
+        self.sums = torch.zeros(facts.sums, dtype=torch.float64, device=world.device)
+        # an older checkpoint's has other numbers
+        if meta and world.is_main and len(meta["unlogged"]) == facts.sums:
             self.sums += torch.tensor(meta["unlogged"], dtype=torch.float64, device=world.device)
-        self.finite, self.log, self.norm, self.lr = [], None, None, 0.0
-        # delay: no bar before the first step, or the lines about the run that follow would stand behind it
-        self.bar = tqdm(total=total_steps, initial=self.step, unit="step", disable=None if world.is_main else True,
-                        delay=0.001)
+        self.finite, self.log = [], None
+        self.norm, self.lr = None, 0.0
+        # delay: no bar before the first step, or the lines about the run would stand behind it
+        self.bar = tqdm(total=total_steps, initial=self.step, unit="step", delay=0.001,
+                        disable=None if world.is_main else True)
         self.begin_line()
 
     @property
@@ -152,7 +169,7 @@ class TrainState:
             checkpoint.write_atomically(Path(args.output_dir) / flags.CONFIG,
                                         lambda path: flags.write_config(path, args.given, sys.argv[0]))
             self.log = metrics.MetricsLog(args.output_dir, board, args.report_to, flags.stored(args), self.step,
-                                          args.wandb_project)
+                                          args.wandb_project, self.eval_due)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -292,7 +309,7 @@ class TrainState:
         self.saved_step, self.saved_at, self.asked_to_save = self.step, time.monotonic(), False
         self.flags.save = False
         return {**self.at, "identity": identity, "validation": self.validation, "best_step": self.best_step,
-                "best_loss": self.best_loss, **more, "skipped": self.flags.bad_total, "args": flags.stored(self.args),
+                "best_loss": self.best_loss, "eval_due": self.eval_due, **more, "skipped": self.flags.bad_total, "args": flags.stored(self.args),
                 "unlogged": distributed.all_sum(self.world, self.sums.clone()).tolist()}
 
     def finish(self, stopped, note="", best="validation loss {:.4f}"):

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from common import json_files
-from common.distributed import UserError
+from common.distributed import UserError, naming
 
 WINDOW = 256 * 2**20        # bytes a rank gathers for itself before it copies them to the CPU
 WRITERS = 16                # ranks that write a checkpoint; rank 0 waits for each of them
@@ -35,7 +35,10 @@ def save(tensors, path, about=None, write=save_file):
     """
     open(path, "wb").close()
     mode = os.stat(path).st_mode        # what umask and folder leave; to ask for the umask is to change it for a moment
-    write(tensors, path, about or {"format": "pt"})
+    try:
+        write(tensors, path, about or {"format": "pt"})
+    except SafetensorError as error:        # of a full disk, too, without the name of the file
+        raise OSError(f"{Path(path).name}: {error}")
     os.chmod(path, stat.S_IMODE(mode))
 
 
@@ -73,7 +76,7 @@ def fingerprint_files(paths):
     """Short hash of the names, the sizes and both ends of files."""
     digest = hashlib.sha256()
     for path in paths:
-        with open(path, "rb") as file:
+        with naming(path), open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             digest.update(f"{path.name} {size}".encode())
             for at in (0, max(0, size - 2**20)):

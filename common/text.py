@@ -3,7 +3,12 @@
 A name in a data file may hold line feeds and terminal escapes, and be megabytes long: printed as it is, it could pass
 for a line of ours. Standard library only.
 """
+import contextlib
+import json
+import os
 import re
+import sys
+import time
 
 NAME = 80           # characters of a name or label
 WHAT = 500          # of what is wrong with one sample
@@ -38,9 +43,28 @@ def printable(text, limit=WHAT):
     return HIDDEN.sub(lambda found: repr(found[0])[1:-1], text)
 
 
+def counted(number, noun):
+    """1 rank, 2 ranks."""
+    return f"{number} {noun if number == 1 else noun + 's'}"
+
+
 def error_text(message, lines=LINES):
     """A message of several lines for the terminal: each printable, and all but the first indented."""
     first, *rest = str(message).split("\n")
     left_out = [f"[... {len(rest) - lines:,} lines ...]"] if len(rest) > lines else []
     rest = [printable(line, LINE) for line in rest[:lines] + left_out]
     return "\n".join([printable(first, LINE), *(line if line.startswith("  ") else f"  {line}" for line in rest)])
+
+
+def print_error(text, short=""):
+    """Print why this process ends, and leave it to torchrun, which repeats it in its last lines.
+
+    short: what torchrun gets instead of the text.
+    """
+    print(text, file=sys.stderr, flush=True)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        about = {"py_callstack": short or text, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):      # torchrun fails at half a file
+            with open(f"{path}.new", "w") as file:
+                json.dump({"message": {"message": short or text, "extraInfo": about}}, file)
+            os.replace(f"{path}.new", path)

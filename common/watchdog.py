@@ -22,8 +22,9 @@ from pathlib import Path
 
 from common import lifetime
 from common.checkpoint import write_atomically
-from common.distributed import GRACE_S, claim_message, has_failed, hosts_store, note_pause, stood_still, woke
+from common.distributed import FAILED, GRACE_S, first_to_fail
 from common.loading import report_unsent
+from common.text import print_error
 
 MARKER = "requeue"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -85,15 +86,6 @@ def leave_marker(output_dir, text):
     write_atomically(Path(output_dir) / MARKER, lambda path: path.write_text(text + "\n"))
 
 
-def end(world, why):
-    """End this rank, and with it the run, because of `why`; for threads that are not the main one."""
-    if claim_message(world.store):
-        print(f"error: {why}", file=sys.stderr, flush=True)
-    if hosts_store(world):      # the others read in it that the error is printed
-        time.sleep(GRACE_S + 3)
-    os._exit(1)
-
-
 def beat_seconds(ranks, limit_s):
     """Seconds between two beats of a rank: of more ranks the store hears each less often, but within GRACE_S, in which
     a failure has to be seen.
@@ -110,9 +102,8 @@ class Watchdog:
         self.heard = (None, time.monotonic())       # the next rank's last beat, and when it was new
         self.main = threading.get_ident()
         self.beat_s = beat_seconds(world.size, limit_s)
-        self.grace_s = GRACE_S + 3 * hosts_store(world)     # who hosts the store ends last
         self.state = (0, "start", time.monotonic(), limit_s)
-        self.answered = time.monotonic()        # when the store last did
+        self.answered = self.woke = time.monotonic()        # the store; this process, from a pause
         if world.store is not None:
             self.store = world.store.clone()    # beats wait for no call of the main thread
             threading.Thread(target=self._watch, daemon=True).start()
@@ -126,9 +117,9 @@ class Watchdog:
         self.state = (self.state[0] + 1, where, time.monotonic(), limit_s or self.limit_s)
 
     def _watch(self):
-        """Beat. When the main thread does not move for its limit, or the next rank is silent for a step's, note all
-        ranks' beats, and some beats later name the ranks that have not moved since. When another rank has failed, end
-        this process after grace_s.
+        """Beat. When the main thread does not move for its limit, or the next rank is silent for a
+        step's, note all ranks' beats, and some beats later name the ranks that have not moved since.
+        When a rank has failed, end this process GRACE_S later: the main thread may wait for that one.
         """
         before, decide, leave = None, None, None
         try:
@@ -138,51 +129,45 @@ class Watchdog:
                 count, where, since, limit_s = self.state
                 self.store.set(f"watch/{self.world.rank}", json.dumps(
                     [beat, count, where, f"{socket.gethostname()}, process {os.getpid()}"]))
-                stuck, silent = time.monotonic() - max(since, woke()), self._silence()
+                stuck, silent = time.monotonic() - max(since, self.woke), self._silence()
+                failed = self.store.check([FAILED])
                 self.answered = time.monotonic()
-                failed = has_failed(self.store)     # at every beat: see "How an ending goes" in distributed.py
                 if leave is not None:           # beats go on until then: a rank without beats would be named
                     if time.monotonic() > leave:
                         os._exit(1)
                 elif stuck <= limit_s and silent <= self.limit_s:
                     before = None
-                    if failed:      # the main thread may wait for the rank that did
-                        leave = time.monotonic() + self.grace_s
+                    if failed:
+                        leave = time.monotonic() + GRACE_S
                 elif before is None:
                     before, decide = self._states(), beat + SILENT_BEATS
                 elif beat >= decide:
-                    waited = stuck if stuck > limit_s else silent
-                    self._judge(before, self._states(), waited)
-                    leave = time.monotonic() + self.grace_s     # time for the stacks of other ranks
+                    self._judge(before, self._states(), stuck if stuck > limit_s else silent)
+                    leave = time.monotonic() + GRACE_S      # time for the stacks of other ranks
                 time.sleep(self.beat_s)
-        except Exception as error:      # the store is gone: its host is
-            mine = lifetime.first_on_node()     # one line a node: without a store they cannot agree on more
+        except Exception as error:      # the store is gone: its host is, rank 0 or torchrun beside it
             time.sleep(GRACE_S)         # torchrun, when it noticed too, ends this process meanwhile
-            if not _at_rest.is_set():
-                # A rank that knows of a claim prints nothing. After a pause of this process the run may have ended with
-                # a message or without one.
-                if mine and claim_message(None):
-                    asked = f", after {stop_requested()}" if stop_requested() else ""   # by torchrun, or by the user
-                    print(f"rank {self.world.rank} stood still for {stood_still():.0f} s; the run has ended meanwhile"
-                          if stood_still() else f"error: rank 0 or its node is gone{asked}: the store of the run does "
-                          f"not answer ({str(error).splitlines()[0]})", file=sys.stderr, flush=True)
-                os._exit(1)
+            if _at_rest.is_set():
+                return
+            if self.world.local_rank == 0:      # on rank 0's own node that one, or torchrun, says why
+                asked = f", after {stop_requested()}" if stop_requested() else ""   # by torchrun, or by the user
+                print_error(f"error: rank 0 or its node is gone{asked}: the store of the run does not answer "
+                            f"({str(error).splitlines()[0]})")
+            os._exit(1)
 
     def _watch_store(self):
         """A store whose host stands still answers no call, and no call to it ends: that takes another thread to see."""
         while not _at_rest.is_set():
             before = time.monotonic()
             time.sleep(self.beat_s)
-            pause = time.monotonic() - before
-            if pause > self.limit_s / 2:        # this process did not run; the store may have answered
-                self.answered = time.monotonic()
-            if pause > GRACE_S:
-                note_pause(pause)
-            silent = time.monotonic() - self.answered
+            now = time.monotonic()
+            if now - before > min(self.limit_s / 2, GRACE_S):       # this process did not run; the others may have
+                self.answered = self.woke = now
+            silent = now - self.answered
             if silent > self.limit_s + GRACE_S:
-                if lifetime.first_on_node() and claim_message(None):
-                    print(f"error: no answer from rank 0 for {silent:.0f} s: its process, which hosts the run's store, "
-                          "or torchrun, or its node stands still", file=sys.stderr, flush=True)
+                if self.world.local_rank == 0 or self.world.rank == 1:      # one a node, as rank 0 cannot
+                    print_error(f"error: no answer from rank 0 for {silent:.0f} s: its process, which hosts the run's "
+                                "store, or torchrun, or its node stands still")
                     time.sleep(GRACE_S)         # the node's other ranks come here, too
                 os._exit(1)
 
@@ -192,7 +177,7 @@ class Watchdog:
         beat = self.store.get(key) if self.store.check([key]) else None
         if beat is None or beat != self.heard[0]:
             self.heard = beat, time.monotonic()
-        return time.monotonic() - max(self.heard[1], woke())
+        return time.monotonic() - max(self.heard[1], self.woke)
 
     def _states(self):
         """{rank: [beat, count, where, host and process]} as last told."""
@@ -212,8 +197,8 @@ class Watchdog:
             text = f"no rank moved for {stuck:.0f} s, all are in: {now[behind[0]][2]}; the network or a GPU hangs"
         else:
             text = f"{'no answer from' if silent else 'hangs:'} {names}; the other ranks have waited for {stuck:.0f} s"
-        if claim_message(self.store):
-            print(f"error: {text}", file=sys.stderr, flush=True)
+        if first_to_fail(self.store):
+            print_error(f"error: {text}")
         if self.world.rank in behind:
             stack = "".join(traceback.format_stack(sys._current_frames()[self.main]))
             print(f"rank {self.world.rank} hangs here:\n{stack}", file=sys.stderr, flush=True)

@@ -120,7 +120,7 @@ def read_pickle(path):
     classes are left out. Raises UserError.
     """
     try:
-        open(path, "rb").close()
+        json_files.open_file(path, "--init_from ").close()
         if not zipfile.is_zipfile(path):
             raise ValueError("no file that torch.save wrote since version 1.6")
         try:

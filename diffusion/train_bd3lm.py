@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ sta
 
 from common import flags, run_lock
 from common.flags import need
+from common.text import counted
 from diffusion.choices import (
     CHECKS,
     EXECUTION,
@@ -169,7 +170,7 @@ def check_flags(args, world_size):
     flags.check_loading(args, build_parser())
     flags.check_parallel(args, world_size)
     if args.dry_run is None:        # long before the imports are done
-        run_lock.look(args.output_dir)
+        run_lock.check_free(args.output_dir)
     need((args.demo is not None) != bool(args.train_data_file), "give one of --train_data_file and --demo")
     need(args.init_ema or args.init_from, "--no-init_ema needs --init_from")
     flags.check_lora(args, build_parser())
@@ -262,7 +263,7 @@ def save_checkpoint(world, writer, model, average, optimizer, layout, tokens, gi
     if world.is_main:
         config = json.dumps({"model": dataclasses.asdict(model.config), "layout": dataclasses.asdict(layout),
                              "step": meta["step"], "source": given.source if given else {}}, indent=1)
-        files[f"{checkpoint.STATE_DIR}/rng.pt"] = lambda path: torch.save(states, path)
+        files[f"{checkpoint.STATE_DIR}/rng.pt"] = checkpoint.pickled(states)
         files["config.json"] = lambda path: path.write_text(config)
         files["tokenizer.json"] = lambda path: tokens.tokenizer.save(str(path))
     writer.save(meta["step"], files, meta)
@@ -422,7 +423,7 @@ def train(args):
     if main_rank:
         lines.print_start(device, ranks, config, rows, eval_rows, table,
                     f"steps      {total_steps} = {epochs:,.1f} epochs; a step is {step_rows} rows "
-                    f"({step_problems:,.0f} problems) = {ranks} ranks x {accumulation} micro-steps x "
+                    f"({step_problems:,.0f} problems) = {counted(ranks, 'rank')} x {accumulation} micro-steps x "
                     f"{batch_rows}; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\n{often}\n"
                     f"{plan.start_text(at['step'], resume, given.words if given else 'new weights')}",
                     size_name=path.name if init_from.is_causal(path) else args.model_size,
@@ -444,7 +445,8 @@ def train(args):
                                   (args.adam_beta1, args.adam_beta2), weights.module_of(config).decays)
     distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
     # a step's log values: weighted losses of 4 regions, their targets (on rank 0), plain losses, masked tokens
-    state = run.TrainState(world, watch, args, order, total_steps, 10, resume, meta, validation, rows.documents.name)
+    state = run.TrainState(world, watch, args, order, total_steps, (resume, meta),
+                           run.Facts(10, validation, rows.documents.name))
     state.restore(model, optimizer)
     if meta:
         average.updates.fill_(meta["averaged"])

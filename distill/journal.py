@@ -28,7 +28,7 @@ class Journal:
 
     def __init__(self, folder, shard, shards, header):
         self.path = Path(folder) / f"shard-{shard}-of-{shards}.jsonl"
-        self.owner = run_lock.claim(folder, "--output_file", f"owner-of-{self.path.stem}")
+        self.lock = run_lock.acquire(folder, "--output_file", self.path.stem)
         self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         self.size = self.path.read_bytes().rfind(b"\n") + 1
         os.ftruncate(self.file, self.size)
@@ -46,7 +46,6 @@ class Journal:
     def sync(self):
         """Write what is pending to disk; whole, or the journal is as before."""
         data = "".join(self.pending).encode()
-        self.owner.check()
         try:
             written = 0
             while written < len(data):

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ sta
 
 from common import flags, run_lock
 from common.flags import need
+from common.text import counted
 from distill.choices import CHECKS, DIVERGENCES, THINKING, TOO_LONG
 
 # LoRA takes about ten times the rate of full fine-tuning (thinking-machines-lab/tinker-cookbook's rule).
@@ -124,7 +125,7 @@ def check_flags(args, world_size):
     flags.check_shared(args)
     flags.check_bad_samples(args, CHECKS)
     if args.dry_run is None:        # long before the imports are done
-        run_lock.look(args.output_dir)
+        run_lock.check_free(args.output_dir)
     need(args.too_long in ("stop", "drop") or not args.drop_too_long,
          f"--drop_too_long and --too_long {args.too_long} exclude each other")
     if "too_long" in args.drop_bad and args.too_long == "stop":
@@ -149,7 +150,7 @@ def check_flags(args, world_size):
         samples, per_micro_step = args.global_batch_size or GLOBAL_BATCH, args.per_device_train_batch_size * world_size
         need(args.max_tokens_per_batch or samples % per_micro_step == 0,
              f"--global_batch_size {samples} is not a multiple of {per_micro_step} (--per_device_train_batch_size "
-             f"{args.per_device_train_batch_size} x {world_size} ranks); or give --gradient_accumulation_steps")
+             f"{args.per_device_train_batch_size} x {counted(world_size, 'rank')}); or give --gradient_accumulation_steps")
         args.gradient_accumulation_steps = 1 if args.max_tokens_per_batch else samples // per_micro_step
 
 
@@ -246,7 +247,7 @@ def save_checkpoint(world, writer, model, tokenizer, optimizer, meta):
     moments = optim.state_tensors(optimizer, model.named_parameters())
     files |= tensor_files.stage(world, f"{checkpoint.STATE_DIR}/optimizer", moments)
     if world.is_main:
-        files[f"{checkpoint.STATE_DIR}/rng.pt"] = lambda path: torch.save(states, path)
+        files[f"{checkpoint.STATE_DIR}/rng.pt"] = checkpoint.pickled(states)
         files["*"] = lambda path: save_config(model, tokenizer, path)
     writer.save(meta["step"], files, meta)
 
@@ -432,7 +433,8 @@ def train(args):
                                   (args.adam_beta1, args.adam_beta2), packed_lm.decays)
     distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
     # log values of a step: the model's sums of losses and right guesses; targets, on rank 0
-    state = run.TrainState(world, watch, args, order, total_steps, model.sums + 1, resume, meta, validation, table.name)
+    state = run.TrainState(world, watch, args, order, total_steps, (resume, meta),
+                           run.Facts(model.sums + 1, validation, table.name))
     state.restore(model, optimizer)
     epochs = sys.maxsize if args.max_steps else args.num_train_epochs
     packs = ([int(train_ids[i]) for i in pack] for pack in
@@ -451,9 +453,30 @@ def train(args):
             print(f"note       answers end with {names}, at which the base model's generation_config does not stop"
                   + ("; pass it to generate with this adapter" if args.use_lora else "; the saved one will"))
 
-    # -- loop ---------------------------------------------------------------------------------------------------------
-    stopping = False
-    while state.step < total_steps and not stopping:
+    # -- loop: validation and checkpoint of the steps so far, then the next step --------------------------------------
+    stopping, saving = False, False
+    state.eval_due = state.eval_due and bool(len(eval_ids))      # a validation that a signal has broken off
+    while True:
+        with state.pause():       # throughput is about training steps
+            better = False
+            if state.eval_due and not stopping:
+                watch.moved(f"validation at step {state.step}", args.wait_timeout)
+                values = evaluate(world, model, table, eval_ids, args.per_device_eval_batch_size, args.num_workers,
+                                  args.bf16, state.writer.check)
+                if values is None:              # asked to stop meanwhile: the next start validates first
+                    stopping = True
+                else:
+                    state.eval_due = False
+                    if main_rank:
+                        tqdm.write(f"eval   step {state.step:>6} | loss {values['eval/loss']:7.4f} "
+                                   f"acc {values['eval/accuracy'] * 100:5.1f}%")
+                        state.log.write(state.step, values)
+                    better = state.better(values["eval/loss"])
+            if (better or saving or stopping) and state.saved_step != state.step:
+                save_checkpoint(world, state.writer, model, tokenizer, optimizer, state.to_save(identity))
+        if state.step >= total_steps or stopping:
+            break
+
         window = train_ids[state.window()]        # samples of this step, all ranks: the loss divides by their targets
         work = step_work(table, window, matrix_weights, model.native.config, args.use_lora)
         sums = torch.zeros_like(state.sums)
@@ -481,8 +504,8 @@ def train(args):
         state.update(optimizer, trainable, peak_lr * factor, sums)
 
         # what comes now is the same on every rank; a request to stop counts one step late, so no step waits for it
-        evaluating, saving = len(eval_ids) and state.due(args.eval_steps), state.save_due()
-        stopping = state.stop_asked(evaluating or saving) and not state.last
+        state.eval_due, saving = bool(len(eval_ids) and state.due(args.eval_steps)), state.save_due()
+        stopping = state.stop_asked(state.eval_due or saving) and (state.eval_due or not state.last)
 
         # -- log ------------------------------------------------------------------------------------------------------
         empty = max(0, state.at["first"] - order.packs_per_epoch)         # packs of one token of padding
@@ -494,24 +517,6 @@ def train(args):
                          lambda v: console_line(state.step, total_steps, v))
             state.sums.zero_()
             state.begin_line()
-
-        # -- validate, save -------------------------------------------------------------------------------------------
-        with state.pause():       # throughput is about training steps
-            better = False
-            if evaluating and not stopping:
-                watch.moved(f"validation at step {state.step}", args.wait_timeout)
-                values = evaluate(world, model, table, eval_ids, args.per_device_eval_batch_size, args.num_workers,
-                                  args.bf16, state.writer.check)
-                if values is None:              # asked to stop meanwhile
-                    stopping = not state.last
-                else:
-                    if main_rank:
-                        tqdm.write(f"eval   step {state.step:>6} | loss {values['eval/loss']:7.4f} "
-                                   f"acc {values['eval/accuracy'] * 100:5.1f}%")
-                        state.log.write(state.step, values)
-                    better = state.better(values["eval/loss"])
-            if (better or saving or stopping) and state.saved_step != state.step:
-                save_checkpoint(world, state.writer, model, tokenizer, optimizer, state.to_save(identity))
     state.finish(stopping)
 
 

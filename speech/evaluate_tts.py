@@ -340,7 +340,7 @@ def main(argv=None):
                  for folder in args.folders]
         check_same_prompts(args.folders, found)
         for folder in args.folders:
-            run_lock.claim(folder, "folder")
+            run_lock.acquire(folder, "folder")
         by = scores.load_judges(
             asr_model=args.asr_model, asr_command=args.asr_command, speaker_model=args.speaker_model, mos=args.mos,
             language=args.language, batch_size=args.batch_size, asr_time_limit=args.asr_time_limit)

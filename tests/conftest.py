@@ -64,13 +64,11 @@ default_signals()
 
 @pytest.fixture(autouse=True)
 def as_a_fresh_process():
-    """A script's main run in this process leaves its error printed and signals ignored; the next test starts anew."""
+    """A script's main run in this process leaves signals ignored; the next test starts anew."""
     default_signals()
     unraisable = sys.unraisablehook
     yield
     sys.unraisablehook = unraisable
-    if "common.distributed" in sys.modules:
-        sys.modules["common.distributed"]._claimed.clear()
     if "common.watchdog" in sys.modules:
         sys.modules["common.watchdog"]._requested.clear()
         sys.modules["common.watchdog"]._at_rest.clear()

@@ -10,6 +10,7 @@ import errno
 import hashlib
 import os
 import re
+import stat
 import uuid
 import zlib
 from array import array
@@ -19,7 +20,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from common import hub, tensor_files
+from common import hub, json_files, tensor_files
 from common.checkpoint import move_aside, write_atomically
 from common.distributed import UserError
 from common.indexing import parallel_map_ordered
@@ -44,7 +45,7 @@ def codec_fingerprint(codec_dir):
                         "use the native one (bosonai/higgs-audio-v2-tokenizer, main)")
     for path in files:
         digest.update(path.name.encode())
-        with open(path, "rb") as f:
+        with json_files.open_file(path) as f:
             digest.update(hashlib.file_digest(f, "sha256").digest())
     return digest.hexdigest()[:16]
 
@@ -179,6 +180,8 @@ def _read(path, names):
     Raises ValueError when it is damaged, UserError when it cannot be read, which says nothing about what is in it.
     """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):     # safe_open would wait at a pipe
+            raise ValueError("not a file")
         with open(path, "rb"), safe_open(path, "np") as f:
             return {name: f.get_tensor(name) for name in names if name in f.keys()}, f.metadata() or {}
     except OSError as error:

@@ -8,7 +8,7 @@ import tarfile
 
 from common import hub
 from common.distributed import UserError
-from common.json_files import SKIPPED, loads
+from common.json_files import LONGEST, SKIPPED, loads
 from speech.data.columns import AUDIO_FILES, OTHER_AUDIO, TEXTS, find_columns
 from speech.data.conversations import MEMBER, PLACE, BadSample
 
@@ -36,6 +36,8 @@ def read_bytes(path):
     file, start, size, group, row = found.groups()
     if start:
         with hub.open_file(file) as f:
+            if int(start) + int(size) > f.seek(0, os.SEEK_END):     # by hand: no tar says so
+                raise ValueError(f"the file ends before byte {start}+{size}")
             f.seek(int(start))
             return f.read(int(size))
     if (file, group) not in _group:
@@ -255,6 +257,8 @@ def _tar_row(path, tar, members):
             raise BadSample(f"has no audio file: {names}")
         row, text = {}, None
         for member in members:
+            if member.size > LONGEST and member.name.endswith((".json", *TEXTS)):
+                raise BadSample(f"{member.name} is longer than {LONGEST >> 20} MiB")
             if member.name.endswith(".json"):
                 data = loads(tar.extractfile(member).read())
                 if isinstance(data, dict):

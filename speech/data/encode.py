@@ -95,15 +95,14 @@ def ensure_codes(world, clips, codec_dir, cache_dir, num_codebooks, num_proc, wa
 
 
 def own_cache(folder, wait_s):
-    """ownership.Owner of a cache folder, which is made if need be. OSError; Stopped when asked to stop meanwhile."""
+    """run_lock.RunLock of a cache folder, which is made if need be. OSError; Stopped when asked to stop meanwhile."""
     def waiting():
         if stop_requested():
             raise Stopped("")
     folder.mkdir(parents=True, exist_ok=True)
-    owner = run_lock.claim(folder, "--code_cache", wait_s=wait_s, waiting=waiting)
-    checkpoint.remove_temporary(folder)
-    checkpoint.remove_named(folder, hub.COPIES)
-    return owner
+    lock = run_lock.acquire(folder, "--code_cache", wait_s=wait_s, waiting=waiting)
+    checkpoint.remove_named(folder, checkpoint.TEMPORARY, hub.COPIES)
+    return lock
 
 
 def share_work(clips, unknown, world_size):

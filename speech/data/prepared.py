@@ -133,6 +133,7 @@ def join(folders, folder):
                 part = part[bool(i and name.endswith("offsets")):] + shift
                 shift += behind[name][i]
             parts.append(part)
-        np.save(Path(folder) / f"{name}.npy", np.concatenate(parts).astype(parts[0].dtype, copy=False))
+        with checkpoint.naming(folder):
+            np.save(Path(folder) / f"{name}.npy", np.concatenate(parts).astype(parts[0].dtype, copy=False))
     codes = {"folder": os.path.abspath(tables[0].reader.folder), "shards": sum(shards, []), "sources": []}
     (Path(folder) / "codes.json").write_text(json.dumps(codes))

@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
-from common import checkpoint, run_lock
-from common.distributed import UserError, World
+from common import checkpoint
+from common.distributed import World
 
 STATE = {"step": 4, "epoch": 0, "first": 8, "identity": {}, "validation": None, "best_step": None, "best_loss": None,
          "skipped": 0, "unlogged": [], "args": {}}
@@ -52,7 +52,7 @@ def test_only_what_this_code_has_named_is_deleted(tmp_path, capsys):
     said = capsys.readouterr().out
     assert all(name in said for name in LEFT if "table" not in name) and not any(f"{name}," in said for name in THEIRS)
     checkpoint.remove_named(tmp_path, checkpoint.TABLE)
-    assert sorted(path.name for path in tmp_path.iterdir() if "owner" not in path.name) == sorted(THEIRS)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "run.lock") == sorted(THEIRS)
     assert all((tmp_path / name / "model.safetensors").exists() for name in THEIRS if name[0] != ".")
     assert checkpoint.new_table(tmp_path).name != checkpoint.new_table(tmp_path).name
     assert re.fullmatch(checkpoint.TABLE, checkpoint.new_table(tmp_path).name)
@@ -60,12 +60,12 @@ def test_only_what_this_code_has_named_is_deleted(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["x[1]", "*", "m2"])
 def test_a_new_folder_deletes_none_of_other_names(tmp_path, name, capsys):
-    theirs = [tmp_path / other for other in (".x1.tmp-mine", f".y.tmp-{'b' * 32}", ".m2.tmp-backup", ".x1.tmp")]
-    left = tmp_path / f".{name}.tmp-{'c' * 32}"
+    theirs = [tmp_path / other for other in (".x1.new-mine", f".y.new-{'b' * 32}", ".m2.new-backup", ".x1.new")]
+    left = tmp_path / f".{name}.new-{'c' * 32}"
     for folder in [*theirs, left]:
         folder.mkdir()
     with checkpoint.new_folder(tmp_path / name) as building:
-        assert re.fullmatch(rf"\.{re.escape(name)}\.tmp-[0-9a-f]{{32}}", building.name)
+        assert re.fullmatch(rf"\.{re.escape(name)}\.new-[0-9a-f]{{32}}", building.name)
     assert all(folder.exists() for folder in theirs) and not left.exists()
     assert f"removed {left}" in capsys.readouterr().out
 
@@ -82,6 +82,11 @@ def test_manifests_that_prove_nothing(tmp_path, manifest, why):
 
 @pytest.mark.parametrize("state", [b"{}", b"[]", b"\xff", b"[" * 100_000, b'{"step": "4"}',
                                    json.dumps(STATE | {"step": True}).encode(),
+                                   json.dumps(STATE | {"epoch": -1}).encode(),
+                                   json.dumps(STATE | {"unlogged": ["1"]}).encode(),
+                                   json.dumps(STATE | {"best_loss": "low"}).encode(),
+                                   json.dumps({k: v for k, v in STATE.items() if k != "args"}).encode(),
+                                   json.dumps({k: v for k, v in STATE.items() if k != "validation"}).encode(),
                                    json.dumps({k: v for k, v in STATE.items() if k != "identity"}).encode()])
 def test_states_without_a_position(tmp_path, state, capsys):
     """Checksums right: somebody wrote them so. The checkpoint before is taken, with one line and no traceback."""
@@ -153,13 +158,13 @@ def test_a_kill_before_any_change_of_the_disk_costs_nothing(tmp_path, again):
     seen, changes = set(), 0
     for changes in range(200):
         out = tmp_path / f"out{changes}"
-        shutil.copytree(first, out, ignore=shutil.ignore_patterns("owner-*"))
+        shutil.copytree(first, out, ignore=shutil.ignore_patterns("run.lock"))
         came = killed(out, 3, changes)
         whole = checkpoint.newest_whole(out, report=lambda text: None)
         seen.add(whole.name)
         assert whole.name in ("checkpoint-2", "checkpoint-3") and not checkpoint.damage(out / "checkpoint-1")
         save(out, 4)
-        names = {path.name for path in out.iterdir() if not path.name.startswith("owner-")}
+        names = {path.name for path in out.iterdir() if path.name != "run.lock"}
         kept = {name for name in names if ".passed-over-" in name}
         assert names - kept == {"checkpoint-1", "checkpoint-4"}
         assert all((out / name / "model.safetensors").read_bytes() == b"damaged" for name in kept)
@@ -168,16 +173,3 @@ def test_a_kill_before_any_change_of_the_disk_costs_nothing(tmp_path, again):
         if not came:
             break
     assert not came and changes > 15 and seen == {"checkpoint-2", "checkpoint-3"}
-
-
-def test_an_owner_that_has_lost_the_folder_begins_no_checkpoint(tmp_path):
-    """It stood still for a minute, say, and another run has taken over: what is unfinished there is that one's."""
-    checkpoint.own_output(tmp_path)
-    writer = checkpoint.Writer(World(), tmp_path)
-    theirs = tmp_path / "checkpoint-5.tmp-theirs"
-    theirs.mkdir()
-    (tmp_path / "owner-9").write_text("{}")
-    with pytest.raises(UserError, match="taken over by another run"):
-        writer.begin(5)
-    assert theirs.exists()
-    run_lock.release_all()

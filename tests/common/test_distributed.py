@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from common import parallel
+from common import distributed
 
 class Layer(torch.nn.Module):
     def forward(self, x):
@@ -28,6 +28,28 @@ for _ in sys.argv:
     torch.testing.assert_close(layer(x), expected)
 print(torch.backends.cpu.get_cpu_capability(), torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
 """
+
+FAILS = """
+import os, sys
+from common import distributed
+with distributed.one_clear_error():
+    if sys.argv[1] in ("all", os.environ["RANK"]):
+        raise distributed.UserError("train.json: cannot be read")
+    distributed._give_way(600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["all", "1"])
+def test_the_last_lines_of_torchrun_say_why(tmp_path, who):
+    """Whether all ranks meet the mistake or one does; the line stands there once more, by itself."""
+    (tmp_path / "fails.py").write_text(FAILS)
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+                           tmp_path / "fails.py", who], env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    line = "error: train.json: cannot be read"
+    assert done.returncode == 1 and done.stdout.splitlines().count(line) == 1, done.stdout
+    assert any(last.split() == ["traceback", ":", *line.split()] for last in done.stdout.splitlines()[-5:]), done.stdout
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13, 64, 512])

@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import importlib
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 import train_v2_ddp
 from common import distributed, flags
+from common.flags import UserError
 from diffusion import choices, train_bd3lm
 from tests.helpers.trainer import ROOT
 
@@ -142,7 +144,7 @@ def test_older_names_of_block_diffusion():
     (["--global_batch_size", "12", "--per_device_train_batch_size", "8"], "is not a multiple of 8"),
     (["--global_batch_size", "8", "--gradient_accumulation_steps", "2"], "give one of --global_batch_size and"),
     (["--max_tokens_per_batch", "100", "--group_by_length"], "--group_by_length does nothing"),
-    (["--parallel", "hsdp", "--shard_size", "3"], "1 ranks are no whole number of groups of 3"),
+    (["--parallel", "hsdp", "--shard_size", "3"], "1 rank cannot be cut into groups of 3"),
     (["--disable_eval", "--eval_data_file", "x.json"], "exclude each other"),
     (["--dataloader_pin_memory", "false"], "always come from pinned memory"),
     (["--report_to", "none", "tensorboard"], "--report_to none goes with no other"),
@@ -202,13 +204,28 @@ def test_flags_from_a_file_and_the_command_line_counts_more(tmp_path):
     ("model_path: m\nlerning_rate: 1", "run.yaml line 2: lerning_rate: no such flag; the nearest one is learning_rate"),
     ("seed: 1\nseed: 2", "line 2: seed is there twice"), ("seed: [1, 2]", "seed takes one value, not a list"),
     ("seed: {a: 1}", "seed takes a value or a list"), ("- seed", "must be lines of flag: value"),
-    ("seed: [", "is no YAML"), ("config: other.yaml", "line 1: config: no such flag"),
+    ("seed: [", "is not YAML"), ("seed: " + "[" * 2000, "is not YAML"), ("config: other.yaml", "line 1: config: no such flag"),
     ("seed: x", "--seed: invalid int value: 'x'")])
 def test_a_bad_file_of_flags_is_one_line(tmp_path, text, said, capsys):
     with pytest.raises(SystemExit) as end:
         configured(tmp_path, text, *REQUIRED)
     err = capsys.readouterr().err
     assert end.value.code == 2 and said in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_what_is_not_a_file_of_flags_is_one_line(tmp_path, make, capsys):
+    make(tmp_path / "run.yaml")
+    with pytest.raises(SystemExit):
+        flags.parse(train_v2_ddp.build_parser(), None, ["--config", str(tmp_path / "run.yaml")])
+    assert re.fullmatch(r"error: --config \S+/run.yaml: cannot be read \(it is a .*\n", capsys.readouterr().err)
+
+
+def test_a_time_limit_of_what_was_not_asked_for_refuses_nothing():
+    args = parse("--wait_timeout", "60")
+    train_v2_ddp.check_flags(args, world_size=1)
+    with pytest.raises(UserError, match="--sample_time_limit 120 must be below --wait_timeout 60"):
+        train_v2_ddp.check_flags(parse("--wait_timeout", "60", "--sample_prompts", "p.txt"), world_size=1)
 
 
 @pytest.mark.parametrize("script, words", [

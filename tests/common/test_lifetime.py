@@ -31,9 +31,9 @@ time.sleep(float(sys.argv[1]))
 print("to its end", flush=True)
 """
 LAUNCHER = """
-import subprocess, sys, time
-for _ in range(3):
-    subprocess.Popen(sys.argv[1:])
+import os, subprocess, sys, time
+for rank in range(3):
+    subprocess.Popen(sys.argv[1:], env=os.environ | {"LOCAL_RANK": str(rank)})
 time.sleep(1000)
 """
 COMMAND = """

@@ -3,6 +3,7 @@
 The trainers run for real, in ranks of the pool; disks and folders are changed in a mount namespace of such a rank.
 """
 import ctypes
+import errno
 import importlib
 import os
 import re
@@ -10,10 +11,14 @@ import resource
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
+import torch
 
+from common import checkpoint, distributed, tensor_files, watchdog
 from tests.helpers import chats
+from tests.helpers.system_calls import refuse
 from tests.helpers.trainer import trainer_arguments
 
 NO_NAMESPACE = 77       # exit status of a rank that may not have one
@@ -67,6 +72,30 @@ def with_temporary_files_in(folder, main, *argv):
     call(main, argv)
 
 
+def with_a_bad_disk(error, main, *argv):
+    """Nothing can be made sure to be on disk."""
+    try:
+        refuse("fsync", error)
+    except OSError as why:
+        print(f"no filter of system calls: {why}", flush=True)
+        os._exit(NO_NAMESPACE)
+    call(main, argv)
+
+
+def save_on_a_full_disk(folder, name):
+    """One of a checkpoint's files, of 4 MB."""
+    own_mounts()
+    mount("-t", "tmpfs", "-o", "size=64k", "tmpfs", folder)
+    state = torch.zeros(10**6)
+    write = checkpoint.pickled(state) if name == "rng.pt" else lambda path: tensor_files.save({"state": state}, path)
+    with distributed.one_clear_error():
+        checkpoint.write_files(Path(folder), {name: write})
+
+
+def call_main(main, *argv):
+    call(main, argv)
+
+
 def call(main, argv):
     importlib.import_module(main).main(list(argv))
 
@@ -75,7 +104,7 @@ def error_of(pool, function, *args, ranks=1):
     """The one line that a trainer ends with; nobody else prints an error, and no traceback is shown."""
     statuses, output = pool.run(ranks, f"{__name__}.{function}", *args)
     if NO_NAMESPACE in statuses:
-        pytest.skip(re.search("^no mount.*", output, re.M)[0])
+        pytest.skip(re.search("^no .*", output, re.M)[0])
     assert set(statuses) == {1} and "Traceback" not in output, output
     line, = re.findall("^error: .*", output, re.M)
     return line
@@ -114,6 +143,37 @@ def test_a_full_disk_of_tensorboard(pool, tiny, tmp_path):
     line = error_of(pool, "with_a_disk", 16, str(tmp_path / "logs"), "train_v2_ddp", *trainer_arguments(
         tiny, tmp_path / "out", "--use_lora", "--report_to", "tensorboard", "--logging_dir", tmp_path / "logs"))
     assert line == f"error: {tmp_path}/logs/out cannot be written (No space left on device)"
+
+
+@pytest.mark.parametrize("name", ["rng.pt", "model.safetensors"])
+def test_a_full_disk_names_the_file_of_a_checkpoint(pool, tmp_path, name):
+    line = error_of(pool, "save_on_a_full_disk", str(tmp_path), name)
+    assert line.startswith(f"error: {tmp_path}/{name} cannot be written (") and "No space left on device" in line
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ETIMEDOUT])
+def test_a_disk_that_does_not_answer(pool, command, error):
+    """While it writes; the error of fsync has no file's name."""
+    line = error_of(pool, "with_a_bad_disk", error, "distill.train_sft", *command("distill.train_sft", 0))
+    assert re.fullmatch(rf"error: /\S+/chats/run.yaml cannot be read or written \({os.strerror(error)}\)", line)
+
+
+def test_a_list_that_cannot_be_read(pool, tiny, tmp_path):
+    """/proc/self/mem is a file whose first bytes are an I/O error."""
+    (tmp_path / "train.json").symlink_to("/proc/self/mem")
+    line = error_of(pool, "call_main", "train_v2_ddp", *trainer_arguments(
+        tiny, tmp_path / "out", "--use_lora", "--train_data_file", tmp_path / "train.json"))
+    assert line.startswith("error: ") and f"{tmp_path}/train.json" in line and "Input/output error" in line
+
+
+@pytest.mark.parametrize("name", ["run.yaml", "requeue"])
+def test_a_folder_in_the_place_of_a_file(tmp_path, capsys, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(SystemExit), distributed.one_clear_error():
+        if name == "requeue":
+            watchdog.clear_marker(tmp_path)
+        checkpoint.write_atomically(tmp_path / name, lambda path: path.write_text(""))
+    assert capsys.readouterr().err == f"error: {tmp_path}/{name} is a folder, not a file; move it away\n"
 
 
 def test_a_code_cache_that_becomes_read_only(pool, tiny, tmp_path):

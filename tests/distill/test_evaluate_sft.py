@@ -360,7 +360,7 @@ def test_weights_and_buffers_of_an_adapter_model(made, lora):
 def test_pictures_and_tables_are_there_for_every_column(whole):
     assert {path.name for path in whole[2].iterdir()} == {
         "evaluation.json", "evaluation.txt", "confusion-base.png", "confusion-base-prompt.png", "confusion-student.png",
-        "owner-1"}
+        "run.lock"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

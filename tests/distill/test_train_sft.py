@@ -387,6 +387,31 @@ def test_a_signal_saves_and_the_same_command_goes_on(pool, made, shared, tmp_pat
     assert not (tmp_path / "requeue").exists() and f"start      step {step}" in resumed.output
 
 
+def asked_in_validation(line):
+    """The trainer's main, which gets SIGTERM when its first validation begins."""
+    real = train_sft.evaluate
+
+    def evaluate(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+    train_sft.evaluate = evaluate
+    train_sft.main(line)
+
+
+@pytest.mark.slow
+def test_a_validation_that_a_signal_breaks_off_is_made_up_for(pool, made, shared, tmp_path):
+    """Also when that one is broken off again, and by the best loss: the log and the end are as without signals."""
+    name = "qwen lora ddp 1x8x1"
+    for _ in range(2):
+        stopped = complete(pool, made, tmp_path, name, main=f"{__name__}.asked_in_validation")
+        assert "at step 2 of 5; saved" in stopped.output
+    resumed = complete(pool, made, tmp_path, name)
+    assert_same_bits(resumed, shared(name), after=0)
+    metas = [checkpoint.load_meta(newest(run)) for run in (resumed, shared(name))]
+    assert [metas[0][key] for key in ("best_step", "best_loss", "eval_due")] == [
+        metas[1][key] for key in ("best_step", "best_loss", "eval_due")]
+
+
 def main_with_a_bad_token(argv):
     """The trainer with an embedding that gives NaN for "~"; a base that holds NaN would be refused."""
     folder = argv[argv.index("--model_path") + 1]

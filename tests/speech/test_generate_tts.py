@@ -557,4 +557,4 @@ def test_overwriting_deletes_results_and_nothing_else(pool, tiny, tmp_path):
         "Yes.", "--max_seconds", 0.2, "--overwrite")])
     assert statuses == [0], output
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"notes.json", "mine.wav", "0000.wav", "0000.png",
-                                                            "0000.json", "owner-1"}
+                                                            "0000.json", "run.lock"}

@@ -666,7 +666,7 @@ def test_batch_derived_flags_and_schedule(forked):
     run = forked("--use_lora", "--per_device_train_batch_size", 2, "--global_batch_size", 8, "--scale_lr_from_batch", 2,
                  "--learning_rate", 1e-4, "--lr_scheduler", "linear", "--min_lr_ratio", 0.25, "--warmup_steps", 2,
                  "--disable_eval", "--num_train_epochs", 4, "--group_by_length")
-    assert "4 packs a step = 1 ranks x 4 micro-steps; peak lr 2.00e-04" in run.output
+    assert "4 packs a step = 1 rank x 4 micro-steps; peak lr 2.00e-04" in run.output
     rate = run.metrics("train/learning_rate")
     assert sorted(rate) == list(range(1, 13))                   # 24 samples, 8 a step, 4 epochs
     assert rate == pytest.approx({step: 2e-4 * lr_factor(step - 1, 12, 2, "linear", 0.25) for step in rate})
