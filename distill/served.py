@@ -24,9 +24,7 @@ SOFTMAX = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetiti
 
 
 def opened(world, base_url, output_dir, every, timeout):
-    """Sampler of the server at base_url, of all ranks; None without an address. every, timeout: of Sampler."""
-    if not base_url:
-        return None
+    """Sampler of the server at base_url, of all ranks. every, timeout: of Sampler."""
     sampler = Sampler(world, base_url, Path(os.path.abspath(output_dir)) / "served", every, timeout)
     sampler.run = distributed.rank0_first(world, sampler.begin)
     return sampler
