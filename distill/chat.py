@@ -19,7 +19,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from common import hub, json_files
+from common import json_files
 from common.distributed import UserError
 from common.indexing import token_lists
 from common.json_files import HALF_CHARACTER
@@ -98,6 +98,9 @@ def files_of(path):
     wrote it, or of one set of KINDS, in it or its data/), or of a name on the hub, downloaded. Raises UserError.
     """
     name, path = str(path), Path(path)
+    if path.is_file():
+        return [name]
+    from common import hub
     if path.is_dir():
         if saved := hub.saved_shards(path):
             return [str(file) for file in saved]

@@ -24,7 +24,6 @@ from common.problems import Problems, problem
 from common.watchdog import init_loader
 from distill.chat import cut, group_key, read_chunks
 from distill.choices import LINES
-from distill.teacher import with_prompt
 
 PAD_LENGTH = 128        # padding comes in documents this short: attention costs the square of a document's length
 CHUNK = 1024            # lines tokenised together
@@ -39,6 +38,7 @@ def behind_prompt(prompt, encoder, chats, tools, results):
 
     The teacher's has the prompt, and the very tokens of the student's answers.
     """
+    from distill.teacher import with_prompt
     prompted, found = [], []
     for messages in chats:
         try:
@@ -316,6 +316,13 @@ def prepare_table(world, output_dir, paths, encoder, limit, policy, teacher=None
 
     folder, n_train, ends = distributed.rank0_first(world, build)
     return ChatTable(folder), n_train, ends
+
+
+def samples_line(table, train_ids, eval_ids):
+    """How many samples, how long, how much of them is trained."""
+    lengths, targets = table.lengths[train_ids], table.targets[train_ids]
+    return (f"samples    {len(train_ids)} to train, {len(eval_ids)} to validate; tokens mean "
+            f"{lengths.mean():.1f} max {lengths.max()}; {targets.mean():.1f} of them trained")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

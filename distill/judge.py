@@ -66,15 +66,15 @@ def compare(answers, instruction, questions, ours, theirs):
 
     answers: of teacher.open_server. The others: texts, as many of each as there are questions.
     """
-    requests = []
-    for i, (question, mine, other) in enumerate(zip(questions, ours, theirs, strict=True)):
-        for order, (first, second) in enumerate([(mine, other), (other, mine)]):
+    chats = []
+    for question, mine, other in zip(questions, ours, theirs, strict=True):
+        for first, second in ((mine, other), (other, mine)):
             parts = {"instruction": instruction, "question": question, "first": first, "second": second}
             text = re.sub(r"\{(\w+)\}", lambda match, parts=parts: parts[match[1]], PROMPT)     # texts may have braces
-            requests.append(teacher.Request(2 * i + order, [{"role": "user", "content": text}], 0))
-    said = {request.id: labels.read_label(FORM, answer.text, answer.finish_reason).label
-            for request, answer in answers(teacher.taker(requests))}
-    return [outcome(said[2 * i], said[2 * i + 1]) for i in range(len(questions))]
+            chats.append([{"role": "user", "content": text}])
+    said = [labels.read_label(FORM, answer.text, answer.finish_reason).label
+            for answer in teacher.ask(answers, chats)]
+    return list(map(outcome, said[::2], said[1::2]))
 
 
 def score(outcomes):

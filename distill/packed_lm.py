@@ -14,14 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import adapters, distributed, fused, recomputation
+from common import distributed, fused, recomputation
 from common.distributed import UserError
 from common.document_attention import ATTENTION
 from common.linear_loss import linear_loss
 from distill import weights
 from distill.dataset import PackedChats
-from distill.divergence import prompted_loss
-from distill.topk import mixed_loss
 
 LOGITS = 2**26          # values of logits at a time: 256 MiB in fp32
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
@@ -72,9 +70,11 @@ def head_sums(share, taught, logits, targets, *teacher):
     if not teacher:
         return F.cross_entropy(logits, targets, reduction="sum"), right
     if taught:
+        from distill.divergence import prompted_loss
         logits_of, prompted = taught
         loss, *parts = prompted_loss(logits, targets, logits_of(*teacher), share, *prompted)
     else:
+        from distill.topk import mixed_loss
         loss, *parts = mixed_loss(logits, targets, *teacher, share)
     return loss, right, *parts
 
@@ -141,6 +141,7 @@ class PackedLM(nn.Module):
     @torch.no_grad()
     def taught(self, batch):
         """(R, H) of the same tokens behind the prompt, by the base alone: without adapters, without dropout."""
+        from common import adapters
         training = self.net.training
         self.net.eval()
         with adapters.switched_off(self.net):
@@ -162,6 +163,7 @@ def build_empty(folder, dtype, lora=None, recompute=None, share=0.0, prompted=No
     layers, parts = weights.decoder_layers(native), weights.weight_parts(folder, native)
     weights.check_weights(native, parts, folder)
     if lora:
+        from common import adapters
         net = adapters.add_lora(native, layers, *lora)
     return PackedLM(net, recompute, share=share, prompted=prompted), parts
 
@@ -178,13 +180,17 @@ def load(model, parts, world, *, sharding=None, compiled=False):
         distributed.shard(model, layers, world, **sharding)
     on_host = sharding and sharding.get("cpu_offload")
     weights.give_memory(model, "cpu" if on_host else world.device, world.device)
-    base = adapters.base_weights(model.net) if model.lora else dict(model.native.named_parameters())
+    base = dict(model.native.named_parameters())
+    if model.lora:
+        from common import adapters
+        base = adapters.base_weights(model.net)
     weights.load_weights(base, parts, world)
 
 
 def check_resume(model, folder):
     """Raise UserError when a checkpoint folder does not fit this model, which is empty; adapters, or all weights."""
     if model.lora:
+        from common import adapters
         adapters.load_adapters(model.net, folder)       # onto the meta device nothing is copied, shapes are compared
     else:
         weights.check_weights(model.native, weights.weight_parts(folder, model.native), folder)

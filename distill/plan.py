@@ -6,16 +6,8 @@ import torch
 
 from common import document_attention, memory, plan
 from distill import weights
-from distill.dataset import PackedChats
+from distill.dataset import PackedChats, samples_line
 from distill.packed_lm import mixture_text
-
-
-def samples_line(table, train_ids, eval_ids):
-    """How many samples, how long, how much of them is trained."""
-    lengths, targets = table.lengths[train_ids], table.targets[train_ids]
-    return (f"samples    {len(train_ids)} to train, {len(eval_ids)} to validate; tokens mean {lengths.mean():.1f} "
-            f"max {lengths.max()}; {targets.mean():.1f} of them trained")
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory

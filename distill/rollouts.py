@@ -7,21 +7,10 @@ import contextlib
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from common import distributed
 from distill.dataset import ChatSamples, collate
-
-
-class Draw(LogitsProcessor):
-    """Adds Gumbel noise of each row's own generator: the largest value is then a draw from the softmax."""
-
-    def __init__(self, seeds):
-        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-
-    def __call__(self, input_ids, scores):
-        noise = torch.stack([torch.rand(scores.shape[1], generator=generator) for generator in self.generators])
-        return scores.float() - torch.log(-torch.log(noise.clamp(1e-20, 1 - 1e-7))).to(scores.device)
+from distill.generate import Draw, generate
 
 
 def draw_of(seed, step, number):
@@ -62,8 +51,8 @@ def own_answers(world, model, table, batches, *, share, tokens, ends, seed, step
         for start in range(0, 0 if sampler else len(chosen), together):
             part = slice(start, start + together)
             room = limit - max(len(ids) for pair in prompts[part] for ids in pair)
-            made += generate(model.native, [own for own, _ in prompts[part]], seeds[part], min(tokens, room), ends,
-                             bf16)
+            made += draw(model.native, [own for own, _ in prompts[part]], seeds[part],
+                         min(tokens, room), ends, bf16)
     for (b, r), (own, behind), answer in zip(chosen, prompts, made):
         ids = np.concatenate([own, answer, behind, answer])
         trained = np.zeros(len(ids), bool)
@@ -74,28 +63,16 @@ def own_answers(world, model, table, batches, *, share, tokens, ends, seed, step
     return found, distributed.all_sum(world, targets).item()
 
 
-@torch.no_grad()
-def generate(model, prompts, seeds, tokens, ends, bf16):
+def draw(model, prompts, seeds, tokens, ends, bf16):
     """[ids (n,) of an answer], the token that ends it included, drawn at temperature 1 from the ids of each prompt."""
-    width, training, attention = max(map(len, prompts)), model.training, model.config._attn_implementation
+    training, attention = model.training, model.config._attn_implementation
     device = model.get_input_embeddings().weight.device
-    ids, mask = torch.full((len(prompts), width), ends[0]), torch.zeros(len(prompts), width, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):          # on the left, so that all answers begin at one place
-        ids[row, width - len(prompt):] = torch.from_numpy(prompt)
-        mask[row, width - len(prompt):] = 1
     model.eval()
     model.config._attn_implementation = "sdpa"      # the packed one has no cache
     try:
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            out = model.generate(
-                input_ids=ids.to(device), attention_mask=mask.to(device), logits_processor=LogitsProcessorList([Draw(
-                    seeds)]), generation_config=GenerationConfig(do_sample=False, max_new_tokens=tokens, use_cache=True,
-                                                                 eos_token_id=list(ends), pad_token_id=ends[0]))
+            answers, _ = generate(model, prompts, tokens, ends, [Draw(seeds)])
     finally:
         model.config._attn_implementation = attention
         model.train(training)
-    answers = []
-    for new in out[:, width:].cpu().numpy():
-        stops = np.flatnonzero(np.isin(new, ends))
-        answers.append(new[:stops[0] + 1] if len(stops) else new)
-    return answers
+    return [np.array(ids) for ids in answers]

@@ -15,18 +15,15 @@ from pathlib import Path
 
 from common import adapters, checkpoint, distributed, tensor_files
 from common.distributed import UserError
-from distill.teacher import MALFORMED, TRANSIENT, Refused, Server, explain
+from distill.teacher import MALFORMED, NOT_SET, TRANSIENT, Refused, Server, explain
 
 UNDER_WAY = 64          # requests of a rank at once
-# all that a server may take from the model's generation_config instead: the draw is from the softmax
-SOFTMAX = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
-           "presence_penalty": 0.0, "frequency_penalty": 0.0}
+# the draw is from the softmax, whatever the model's generation_config says
+SOFTMAX = {**NOT_SET, "temperature": 1.0, "top_p": 1.0}
 
 
 def opened(world, base_url, output_dir, every, timeout):
-    """Sampler of the server at base_url, of all ranks; None without an address. every, timeout: of Sampler."""
-    if not base_url:
-        return None
+    """Sampler of the server at base_url, of all ranks. every, timeout: of Sampler."""
     sampler = Sampler(world, base_url, Path(os.path.abspath(output_dir)) / "served", every, timeout)
     sampler.run = distributed.rank0_first(world, sampler.begin)
     return sampler
@@ -93,9 +90,10 @@ class Sampler:
         def ask(job):
             prompt, seed, limit = job
             found = self.call("/completions", {
-                "model": self.name, "prompt": [int(token) for token in prompt], "max_tokens": limit, "seed": seed,
+                **SOFTMAX, "model": self.name, "prompt": [int(token) for token in prompt], "max_tokens": limit,
+                "seed": seed,
                 "stop_token_ids": [int(token) for token in ends], "ignore_eos": True,       # `ends` alone end an answer
-                "return_token_ids": True, "skip_special_tokens": False, **SOFTMAX})
+                "return_token_ids": True, "skip_special_tokens": False})
             choice = found["choices"][0] if isinstance(found, dict) and found.get("choices") else {}
             ids = choice.get("token_ids")
             if not isinstance(ids, list) or not 0 < len(ids) <= limit or not all(type(token) is int for token in ids):

@@ -15,6 +15,7 @@ import asyncio
 import base64
 import importlib.util
 import json
+import math
 import os
 import queue
 import re
@@ -35,6 +36,9 @@ WHOLE_RUN = (401, 402, 404, 405)        # wrong key, no credit, wrong address: n
 UNKNOWN = re.compile("unsupported|not supported|unrecogni|unknown|unexpected|extra|not permitted|not allowed|invalid")
 NOTICE_S = 10           # seconds between notices of calls that failed
 SAID = 2**16            # bytes read of what a server says about an error
+# what a server would else take from the model's generation_config, and the value that changes nothing; and the seed
+NOT_SET = {"seed": 0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+           "frequency_penalty": 0.0}
 PLACE = "{text}"        # where the line goes in the prompt
 # what a failed call, or an answer of another form, raises
 MALFORMED = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError)
@@ -134,6 +138,13 @@ def taker(requests):
     """take of a list of requests, for `answers`."""
     waiting = deque(requests)
     return lambda n: [waiting.popleft() for _ in range(min(n, len(waiting)))]
+
+
+def ask(answers, chats):
+    """[Answer] to conversations, in their order; for greedy ones, or where every seed may be 0."""
+    requests = [Request(number, messages, 0) for number, messages in enumerate(chats)]
+    found = {request.id: answer for request, answer in answers(taker(requests))}
+    return [found[number] for number in range(len(chats))]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -268,7 +279,8 @@ class Server:
         elif user:
             user = urllib.parse.unquote(user).encode()
             headers["Authorization"] = f"Basic {base64.b64encode(user).decode()}"
-        self.seed, self.max_tokens = True, "max_tokens"         # whether it takes a seed; its name for the limit
+        self.max_tokens, self.dropped = "max_tokens", frozenset()   # its name for the limit; fields it does not take
+        self.told = -math.inf       # when the last notice was printed
         self.failures = (httpx.HTTPError, httpx.InvalidURL)
         try:        # idle connections: vLLM closes them after 5 s
             self.client = httpx.AsyncClient(headers={"Content-Type": "application/json", **headers}, timeout=None,
@@ -313,16 +325,28 @@ class Server:
                     break
         return response, bytes(found[:json_files.LONGEST])
 
-    def drops(self, why):
-        """Whether a refusal is about a field that can be left out, or has another name, in all requests from now on."""
+    def drops(self, why, kept):
+        """Whether a refusal is about a field that can be left out, or has another name, from now on.
+
+        kept: fields that the user has set, which are never left out.
+        """
         if self.max_tokens == "max_tokens" and "max_completion_tokens" in why:
             self.max_tokens = "max_completion_tokens"
             return True
-        if self.seed and re.search(r"\bseed\b", why) and UNKNOWN.search(why.lower()):
-            self.seed = False
-            print("notice     the server takes no seed: answers cannot be drawn again alike")
-            return True
-        return False
+        if not UNKNOWN.search(why.lower()):
+            return False
+        new = {name for name in NOT_SET if re.search(rf"\b{name}\b", why)} - self.dropped - {*kept}
+        self.dropped |= new
+        for name in sorted(new):
+            print(f"notice     the server takes no {name}: "
+                  + ("answers cannot be drawn again alike" if name == "seed" else "it draws by its own"))
+        return bool(new)
+
+    def tell(self, message):
+        """Print a notice, at most one in NOTICE_S: a server that is down fails for every line."""
+        if time.monotonic() - self.told > NOTICE_S:
+            self.told = time.monotonic()
+            print(printable(message))
 
 
 def ask_server(name, draw, server, request, patience):
@@ -333,13 +357,11 @@ def ask_server(name, draw, server, request, patience):
     """
     end, pause, line = time.monotonic() + patience, 0.5, f"line {request.id + 1}"
     while True:
+        sent = server.dropped, server.max_tokens
         body = {"model": name, "messages": request.messages, server.max_tokens: draw.max_tokens,
-                "temperature": draw.temperature, "top_p": draw.top_p}
-        sent = server.seed, server.max_tokens
-        if server.seed:
-            body["seed"] = request.seed
-        if draw.top_k:
-            body["top_k"] = draw.top_k
+                "temperature": draw.temperature, "top_p": draw.top_p, **NOT_SET, "seed": request.seed,
+                "top_k": draw.top_k}
+        body = {name: value for name, value in body.items() if name not in sent[0]}
         if flags := template_flags(draw.thinking):
             body["chat_template_kwargs"] = flags
         if draw.logprobs:
@@ -352,7 +374,9 @@ def ask_server(name, draw, server, request, patience):
             why, pause_asked = explain(error), error.retry_after
             if error.code in (400, 413) and any(words in why.lower() for words in TOO_LONG):
                 return Answer(why, "too_long")
-            if error.code in (400, 422) and (sent != (server.seed, server.max_tokens) or server.drops(why)):
+            if error.code in (400, 422) and (
+                    sent != (server.dropped, server.max_tokens)
+                    or server.drops(why, ["top_k"] if draw.top_k else [])):
                 continue        # as this thread, or another one, has learnt
             if error.code in WHOLE_RUN or error.code < 400:
                 raise UserError(f"{line}: the server at {server.url} refuses it: {why}")
@@ -368,16 +392,9 @@ def ask_server(name, draw, server, request, patience):
                 raise UserError(f"{line}: no answer from {server.url} in {patience:g} s: "
                                 f"{why}; what is finished is kept, the same command goes on")
             return Answer(f"no answer in {patience:g} s: {why}", "no_answer")
-        tell(f"notice     {line} waits for {server.url}: {why}")
+        server.tell(f"notice     {line} waits for {server.url}: {why}")
         time.sleep(pause)
         pause = min(2 * pause, 30)
-
-
-def tell(message, told=[float("-inf")]):        # noqa: B006  the time of the last one, of all threads
-    """Print a notice, at most one in NOTICE_S: a server that is down fails for every line."""
-    if time.monotonic() - told[0] > NOTICE_S:
-        told[0] = time.monotonic()
-        print(printable(message))
 
 
 def said(body, reason):
@@ -435,84 +452,79 @@ def plain(content):
 def open_transformers(name, draw, max_model_len=0, batch_size=16, chunk_size=1024):
     """A model folder or hub name on the GPU, or the CPU where there is none. draw: Sampling.
 
-    max_model_len 0: the model's own. batch_size: requests generated together, out of chunk_size sorted by length.
+    max_model_len 0: the model's own. batch_size, chunk_size: of answers_of.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper  # isort: skip
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         dtype = "auto" if device.type == "cuda" else torch.float32      # many CPUs are slow in bfloat16
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False).to(device).eval()
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UserError(f"--model_name {name}: cannot be loaded ({str(error).splitlines()[0][:200]}); give "
-                        "a folder, or a hub name when online")
+        raise UserError(f"--model_name {name}: cannot be loaded ({str(error).splitlines()[0][:200]}); "
+                        "give a folder, or a hub name when online")
     need_template(tokenizer, name)
     ends = model.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends if ends is not None else tokenizer.eos_token_id]
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    ends = ends if isinstance(ends, list) else [tokenizer.eos_token_id if ends is None else ends]
+    return answers_of(model.to(device).eval(), tokenizer, draw, ends, max_model_len, batch_size, chunk_size)
+
+
+def answers_of(model, tokenizer, draw, ends, max_model_len=0, batch_size=16, chunk_size=1024):
+    """`answers` of a loaded causal LM of transformers, adapters inside or not. ends: ids that end an answer.
+
+    batch_size: requests generated together, out of chunk_size sorted by length. max_model_len 0: the model's.
+    """
+    import torch
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    from distill.generate import Draw, generate
     flags = template_flags(draw.thinking)
     begin = opens_thought(tokenizer, flags)
     limit = max_model_len or getattr(model.config, "max_position_embeddings", None) or 1 << 30
 
-    class Draw(LogitsProcessor):
-        """Adds Gumbel noise of each row's own generator: the largest value is then a draw from the softmax."""
-        def __init__(self, seeds):
-            self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-
-        def __call__(self, input_ids, scores):
-            noise = torch.stack([torch.rand(scores.shape[1], generator=generator) for generator in self.generators])
-            return scores - torch.log(-torch.log(noise.clamp(1e-20, 1 - 1e-7))).to(scores.device)
-
-    def draw_like(seeds):
+    def processors(seeds):
         if not draw.temperature:
-            return LogitsProcessorList()
+            return []
         kept = [TopKLogitsWarper(draw.top_k)] if draw.top_k else []
         kept += [TopPLogitsWarper(draw.top_p)] if draw.top_p < 1 else []
-        return LogitsProcessorList([TemperatureLogitsWarper(draw.temperature), *kept, Draw(seeds)])
+        return [TemperatureLogitsWarper(draw.temperature), *kept, Draw(seeds)]
 
     def answers(take):
         while requests := take(chunk_size):
             yield from chunk(requests)
 
     def chunk(requests):
-        prompts = [(request, tokenizer.apply_chat_template(request.messages, add_generation_prompt=True,
-                                                           return_dict=False, **flags)) for request in requests]
         fitting = []
-        for request, ids in prompts:
+        for request in requests:
+            ids = tokenizer.apply_chat_template(request.messages, add_generation_prompt=True,
+                                                return_dict=False, **flags)
             if len(ids) + draw.max_tokens > limit:
                 yield request, Answer("", "too_long", len(ids))
             else:
                 fitting.append((request, ids))
         fitting.sort(key=lambda pair: len(pair[1]))         # less padding
         for i in range(0, len(fitting), batch_size):
-            yield from generate(fitting[i:i + batch_size])
+            yield from batch(fitting[i:i + batch_size])
 
-    @torch.inference_mode()
-    def generate(batch):
-        inputs = tokenizer.pad({"input_ids": [ids for _, ids in batch]}, return_tensors="pt").to(device)
-        out = model.generate(**inputs, do_sample=False, max_new_tokens=draw.max_tokens, eos_token_id=ends,
-                             pad_token_id=tokenizer.pad_token_id, return_dict_in_generate=True,
-                             output_logits=bool(draw.logprobs), temperature=None, top_p=None, top_k=None,
-                             logits_processor=draw_like([request.seed for request, _ in batch]))
-        found = []
-        for row, (request, ids) in enumerate(batch):
-            new = out.sequences[row, inputs["input_ids"].shape[1]:].tolist()
-            stop = next((i for i, token in enumerate(new) if token in ends), None)
-            answer, tokens = new[:stop], []
-            for i, token in enumerate(answer if draw.logprobs else []):
-                top = torch.log_softmax(out.logits[i][row].float(), -1).topk(draw.logprobs)
-                tokens.append((tokenizer.decode([token]), [(tokenizer.decode([other]), value) for other, value in
-                                                           zip(top.indices.tolist(), top.values.tolist())]))
-            text = begin + tokenizer.decode(answer, skip_special_tokens=False)
-            found.append((request, Answer(text, "length" if stop is None else "stop", len(ids), len(answer),
-                                          tokens=tokens)))
-        return found
+    def batch(asked):
+        found, logits = generate(model, [ids for _, ids in asked], draw.max_tokens, ends,
+                                 processors([request.seed for request, _ in asked]), bool(draw.logprobs))
+        for row, ((request, prompt), ids) in enumerate(zip(asked, found)):
+            ended = ids[-1] in ends
+            text = ids[:-1] if ended else ids
+            top = [alternatives(logits[i][row]) for i in range(len(text))] if draw.logprobs else []
+            yield request, Answer(
+                begin + tokenizer.decode(text, skip_special_tokens=False), "stop" if ended else "length",
+                len(prompt), len(ids), tokens=[(tokenizer.decode([t]), row_) for t, row_ in zip(text, top)])
+
+    def alternatives(row):
+        best = torch.log_softmax(row.float(), -1).topk(draw.logprobs)
+        return [(tokenizer.decode([token]), value)
+                for token, value in zip(best.indices.tolist(), best.values.tolist())]
     return answers
 
 

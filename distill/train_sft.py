@@ -190,13 +190,11 @@ import functools
 import torch
 from tqdm import tqdm
 
-from common import adapters, auto, checkpoint, distributed, float8, loading, metrics, optim, run, tensor_files, watchdog
+from common import checkpoint, distributed, loading, metrics, optim, run, tensor_files, watchdog
 from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.plan import Checks, room_of, setup_of, start_text, steps_text
-from distill import chat, packed_lm, rollouts, served, topk, weights
-from distill.dataset import make_loader, prepare_table, split_samples
-from distill.plan import peaks, print_plan, samples_line
-from distill.teacher import read_prompt
+from distill import chat, packed_lm, weights
+from distill.dataset import make_loader, prepare_table, samples_line, split_samples
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Model: empty, loaded, saved
@@ -214,11 +212,14 @@ def load_model(world, model, parts, resume, *, seed, fp8, sharding, compiled):
     sharding, compiled: of packed_lm.load.
     """
     packed_lm.load(model, parts, world, sharding=sharding, compiled=compiled)
-    if model.lora and resume:
-        adapters.load_adapters(model.net, resume)
-    elif model.lora:
-        adapters.init_adapters(model.net, seed)
+    if model.lora:
+        from common import adapters
+        if resume:
+            adapters.load_adapters(model.net, resume)
+        else:
+            adapters.init_adapters(model.net, seed)
     if fp8:
+        from common import float8
         float8.convert(weights.decoder_layers(model.native))
     model.train()
     return model if sharding else distributed.wrap_ddp(model, world)
@@ -241,6 +242,7 @@ def save_checkpoint(world, writer, model, tokenizer, optimizer, meta):
     distributed.reshard(model)
     states = distributed.gather_on_main(world, checkpoint.rng_state(world.device))
     if model.lora:
+        from common import adapters
         files = tensor_files.stage(world, "adapter_model", adapters.adapter_weights(model.net), spread=False)
     else:
         files = tensor_files.stage(world, "model", dict(model.native.named_parameters()), parts=weights.published)
@@ -255,6 +257,7 @@ def save_checkpoint(world, writer, model, tokenizer, optimizer, meta):
 def save_config(model, tokenizer, folder):
     """What from_pretrained needs beside the weights; with an adapter the tokenizer, which holds the chat template."""
     if model.lora:
+        from common import adapters
         adapters.save_config(model.net, folder)
         tokenizer.save_pretrained(folder)
     else:
@@ -337,6 +340,8 @@ def teaching_of(args):
 
 def choose(args, world, ranks, model, table, train_ids):
     """--auto: set the flags that are open by the memory plan; returns whether the model has to be built anew."""
+    from common import auto
+    from distill.plan import peaks
     lengths = table.lengths[train_ids]
 
     @functools.cache
@@ -371,15 +376,22 @@ def train(args):
     world, watch = run.start(args, check, cpu_too=args.cpu_offload)
     device, main_rank = world.device, world.is_main
     check(distributed.check_bf16, device, args.bf16)
-    check(float8.check_device, device, args.float8)
+    if args.float8:
+        from common import float8
+        check(float8.check_device, device, args.float8)
     check(distributed.rank0_first, world, weights.find_model, args.model_path)       # downloads before the others look
     folder = check(weights.find_model, args.model_path)
     config, tokenizer = check(weights.load_config, folder), check(chat.load_tokenizer, folder,
                                                                   template=args.chat_template)
     check(weights.check_vocabulary, tokenizer, config)
     encoder = check(chat.Encoder, tokenizer, args.train_turns, thinking=THINKING[args.enable_thinking])
-    prompt = check(read_prompt, args.prompt_file, args.prompt_role) if args.prompt_file else None
-    teacher = check(topk.Alternatives, tokenizer, args.distill_topk) if args.distill_topk and not prompt else None
+    prompt = teacher = None
+    if args.prompt_file:
+        from distill.teacher import read_prompt
+        prompt = check(read_prompt, args.prompt_file, args.prompt_role)
+    elif args.distill_topk:
+        from distill.topk import Alternatives
+        teacher = check(Alternatives, tokenizer, args.distill_topk)
     limit = check(weights.length_limit, config, args.max_length, args.max_tokens_per_batch)
     lora = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules,
             args.model_path, args.use_rslora, args.use_dora) if args.use_lora else None
@@ -417,6 +429,7 @@ def train(args):
     if check.dry:
         if resume:
             packed_lm.check_resume(model, resume)
+        from distill.plan import print_plan
         print_plan(check, model, table, train_ids, eval_ids, order, (steps_per_epoch, total_steps), at, resume,
                    **for_plan(args, ranks, often))
         return check.finish()
@@ -441,7 +454,13 @@ def train(args):
              rank_packs(order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
     batches = loading.ahead(make_loader(table, packs, num_workers=args.num_workers, pad_id=ends[0],
                                         prefetch_factor=args.prefetch_factor, pad_to=pad_to), device)
-    sampler = served.opened(world, args.base_url, args.output_dir, args.refresh_steps, args.request_timeout)
+    sampler = None
+    if args.base_url:
+        from distill import served
+        sampler = served.opened(world, args.base_url, args.output_dir, args.refresh_steps,
+                                args.request_timeout)
+    if args.on_policy:
+        from distill import rollouts
     matrix_weights = packed_lm.layer_weights(model.native)
     if main_rank:
         print_start(world, model, table, train_ids, eval_ids,

@@ -105,7 +105,7 @@ def test_no_password_of_a_url_is_printed(capsys):
     url = "http://anna:secret@127.0.0.1:9/v1"
     with pytest.raises(SystemExit), distributed.one_clear_error():
         teacher.open_server("m", teacher.Sampling(1), url)
-    teacher.tell(f"line 3 waits for {url}", [float("-inf")])
+    teacher.Server(url, 1).tell(f"line 3 waits for {url}")
     shown = capsys.readouterr()
     assert "--base_url http://127.0.0.1:9/v1: " in shown.err and "line 3 waits for http://***@127" in shown.out
     assert "secret" not in shown.err + shown.out

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from common.flags import UserError
 from distill import teacher
@@ -39,7 +40,7 @@ def test_transformers_answers_as_generate_does(tiny_chat):
         ended = bool(out[-1].item() in model.generation_config.eos_token_id)
         ids, answer = out[:len(out) - ended], found[asked.id]
         assert answer.text == tokenizer.decode(ids) and answer.finish_reason == ("stop" if ended else "length")
-        assert answer.prompt_tokens == prompt["input_ids"].shape[1] and answer.completion_tokens == len(ids)
+        assert answer.prompt_tokens == prompt["input_ids"].shape[1] and answer.completion_tokens == len(out)
         logits = model(torch.cat([prompt["input_ids"][0], ids])[None]).logits[0, prompt["input_ids"].shape[1] - 1:]
         for i, (token, top) in enumerate(answer.tokens):
             best = torch.log_softmax(logits[i], -1).topk(3)
@@ -47,6 +48,20 @@ def test_transformers_answers_as_generate_does(tiny_chat):
             assert [value for _, value in top] == pytest.approx(best.values.tolist(), abs=1e-4)
             assert [text for text, _ in top] == [tokenizer.decode([j]) for j in best.indices]
     assert {answer.finish_reason for answer in found.values()} == {"stop", "length"}
+
+
+def test_a_models_own_penalties_have_no_say(tiny_chat, tmp_path):
+    """They are for chatting; vLLM in this process and a server leave them out as well."""
+    folder, model, tokenizer = tiny_chat
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    own = GenerationConfig.from_pretrained(folder)
+    own.update(repetition_penalty=5.0, do_sample=True, temperature=3.0, top_k=2, min_new_tokens=9)
+    own.save_pretrained(tmp_path)
+    requests = [request(i, "d" * (i + 1), i) for i in range(5)]
+    plain, other = ({asked.id: answer.text for asked, answer in ask_tiny(where)(requests)}
+                    for where in (folder, tmp_path))
+    assert plain == other
 
 
 def test_transformers_draws_depend_on_the_seed_alone(tiny_chat):

@@ -5,7 +5,8 @@
 Prints its port, then appends each request body to LOG. An answer depends on the message and the seed alone: some seeds
 give answers that must not count. Words in a line ask for trouble: slow, flaky (HTTP 500 first), busy (429 first), drop
 (connection closed first), garbage (no JSON first), never (no usable answer), long (400), refused (403), drip (a byte
-now and then, first), parts (content as a list, no usage, thoughts apart), seedless and limitless (400 for a field).
+now and then, first), parts (content as a list, no usage, thoughts apart), seedless, limitless and plain (400 for a
+field).
 """
 import contextlib
 import hashlib
@@ -66,6 +67,9 @@ class Handler(BaseHTTPRequestHandler):
         if "limitless" in words and "max_tokens" in body:
             return self.reply(400, {"error": {"message": "Unsupported parameter: 'max_tokens' is not supported with "
                                               "this model. Use 'max_completion_tokens' instead."}})
+        if "plain" in words and (other := body.keys() & {"top_k", "min_p", "repetition_penalty"}):
+            return self.reply(400, {"error": {"message": "Unrecognized request arguments supplied: "
+                                              + ", ".join(sorted(other))}})
         if first and "drip" in words:
             with contextlib.suppress(OSError):
                 self.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")

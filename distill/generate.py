@@ -1,0 +1,48 @@
+"""transformers' generate for ids: greedy, or drawn from the softmax with a seed of each row.
+
+The one way in which teachers, students and rollouts write answers without a server. Of a model's
+generation_config nothing is used: its sampling settings and penalties are for chatting.
+"""
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+
+class Draw(LogitsProcessor):
+    """Adds Gumbel noise of each row's own generator: the largest value is then a draw from the softmax."""
+
+    def __init__(self, seeds):
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def __call__(self, input_ids, scores):
+        noise = torch.stack([torch.rand(scores.shape[1], generator=one) for one in self.generators])
+        return scores.float() - torch.log(-torch.log(noise.clamp(1e-20, 1 - 1e-7))).to(scores.device)
+
+
+@torch.no_grad()
+def generate(model, prompts, tokens, ends, processors=(), with_logits=False):
+    """(answers, logits): ids of an answer to each prompt, the token that ends it included.
+
+    prompts: ids, a sequence of ints each. tokens: an answer may have. ends: ids that end one.
+    logits: with with_logits a (B, V) tensor for each place of the answers, before processors; else None.
+    """
+    device = model.get_input_embeddings().weight.device
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), ends[0])
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):          # on the left, so that all answers begin at one place
+        ids[row, width - len(prompt):] = torch.as_tensor(prompt)
+        mask[row, width - len(prompt):] = 1
+    own = model.generation_config
+    # in the model, not beside it: what an argument leaves open is taken from the model's
+    model.generation_config = GenerationConfig(eos_token_id=list(ends), pad_token_id=ends[0])
+    try:
+        out = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), do_sample=False,
+                             max_new_tokens=tokens, logits_processor=LogitsProcessorList(processors),
+                             return_dict_in_generate=True, output_logits=with_logits)
+    finally:
+        model.generation_config = own
+    answers = []
+    for new in out.sequences[:, width:].tolist():
+        stop = next((i for i, token in enumerate(new) if token in ends), None)
+        answers.append(new if stop is None else new[:stop + 1])     # behind its end there is padding
+    return answers, out.logits if with_logits else None
