@@ -51,8 +51,8 @@ def check(model_path, codec_path, source, n, device, scratch):
     """
     world = World(device=torch.device(device))
     folder, config_dict, codec_dir = versions.find_files(world, model_path, codec_path, scratch)
-    if not versions.is_third(config_dict):
-        raise UserError(f"--check_layout: {model_path} is no Higgs TTS 3, the layout of V2 is known")
+    if not versions.is_third(config_dict["model_type"]):
+        raise UserError(f"--check_layout: {model_path} is not a Higgs TTS 3; the layout of V2 is known")
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     model, ids = v3.load(folder, dtype, world.device)
     tokenizer, problems, samples = v3.load_tokenizer(folder), [], []
