@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ sta
 
 from common import flags
 from common.flags import need
-from speech.choices import CHATML, DEFAULT_SYSTEM, ON_OFF
+from speech.choices import CHATML, ON_OFF
 
 # flags that a sample's sound depends on, noted in its JSON file
 SOUND = ("model_path", "adapter", "batch_size")
@@ -39,7 +39,8 @@ def build_parser():
                                      "list of Seed-TTS-eval, .lst")
     g.add_argument("--reference_audio", help="clip whose voice is taken, for texts and lines")
     g.add_argument("--reference_text", help="what is said in --reference_audio")
-    g.add_argument("--system_prompt", help=f"for texts and lines (default: {DEFAULT_SYSTEM!r})")
+    g.add_argument("--system_prompt", help="for texts and lines (default: as in training, by the [SPEAKER*] tags of "
+                   "each text)")
     g.add_argument("--scene", help="scene description for texts and lines, e.g. 'Audio is recorded from a quiet room.'")
     g.add_argument("--normalize_text", choices=ON_OFF, help="punctuation and sound tags as boson-ai's inference gives "
                    "them to the model (default: as the checkpoint was trained; on for a base model)")
@@ -210,17 +211,16 @@ def main(argv=None):
                                                            args.output_dir)
         module = versions.module(config_dict)
         wanted = args.normalize_text or ("off" if versions.is_third(config_dict["model_type"]) else None)
-        normalize, why = text_normalization.setting_to_speak(wanted, folder, args.adapter,
-                                                  trained=(folder / checkpoint.STATE_DIR).is_dir())
+        normalize, why = text_normalization.setting_to_speak(wanted, folder, args.adapter)
         samples = read_texts(args.text, args.prompts, normalize, reference_audio=args.reference_audio,
-                             reference_text=args.reference_text, system=args.system_prompt or DEFAULT_SYSTEM,
+                             reference_text=args.reference_text, system=args.system_prompt,
                              scene=args.scene)
         config, tokenizer = module.read_config(config_dict), module.load_tokenizer(folder)
         ids = module.token_ids(tokenizer, config)
         codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
         draws = generate.draws(config, {name: getattr(args, name) for name in generate.DRAW_FLAGS})
         settings = generate.sampling(config, args.max_seconds, **draws)
-        room = config.max_position_embeddings - settings.max_new_tokens
+        room = module.positions(config) - settings.max_new_tokens
         # batches are cut from the whole list, so that the number of ranks changes nothing in them
         mine = range(-(-len(samples) // args.batch_size))[world.rank::world.size]
         share = prepare_share(world, samples, mine, args.batch_size, tokenizer, ids, codec, bandwidth, room)

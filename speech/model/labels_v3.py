@@ -148,8 +148,7 @@ def streams(sample, ids):
             left_out += ["lose their system or scene text"] * bool(turn.text.strip())
         elif turn.role == "user":
             asked = turn.text.strip()
-        for clip in turn.clips if turn.role == "assistant" else ():
-            text = turn.text.strip() or asked
+        for place, (text, clip) in enumerate(said_by_clip(turn, asked) if turn.role == "assistant" else ()):
             if turn.trained and len(set(map(str.strip, SPEAKER.findall(text)))) > 1:
                 raise BadSample("has several speakers in one clip, which Higgs TTS 3 has no marks for")
             if SPEAKER.search(text):
@@ -158,14 +157,36 @@ def streams(sample, ids):
             if turn.trained:
                 if not text:
                     raise BadSample("the trained clip has no text")
-                name = f"{sample.name} message {turn.source}" if sum(t.trained for t in sample.turns) > 1 \
-                    else sample.name
+                name = sample.name
+                if sum(t.trained for t in sample.turns) > 1:
+                    name += f" message {turn.source}"
+                if len(turn.clips) > 1:
+                    name += f" clip {place}"
                 found.append((name, pieces(text, clip, reference, ids.ref_text is not None)))
             if reference and not turn.trained and number:
                 left_out.append("lose an earlier reference: the last one stays")
             reference = (text, clip)
     left_out += ["are dropped: they train no clip"] * (not found)
     return found, sorted(set(left_out))
+
+
+def said_by_clip(turn, asked):
+    """[(text, Clip)] of an assistant's turn. Of several clips each says what stands between it and the clip before.
+
+    asked: the user's text before the turn, which the first clip says where no text stands before that.
+    """
+    if len(turn.clips) < 2:
+        return [(turn.text.strip() or asked, clip) for clip in turn.clips]
+    found, words = [], ""
+    for part in turn.parts:
+        if isinstance(part, str):
+            words += part
+        else:
+            found.append((words.strip() or ("" if found else asked), part))
+            words = ""
+    if words.strip() and turn.trained:
+        raise BadSample("has text behind the last of several clips in one message: put each text before its clip")
+    return found
 
 
 def pieces(text, clip, reference, marks_text):

@@ -51,6 +51,14 @@ def empty_model(config_dict, dtype, folder):
     return weights.empty_model(read_config(config_dict), dtype, folder)
 
 
+def positions(config):
+    """Tokens that a prompt and its speech may have: what --max_length trains beyond config.json's 2,048 is spoken, too.
+
+    Positions are rotary, scaled for the 131,072 that the released checkpoint's own config.json says.
+    """
+    return max(config.max_position_embeddings, 131072)
+
+
 def layers(native):
     """The decoder layers."""
     return native.model.layers

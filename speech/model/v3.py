@@ -67,6 +67,11 @@ def own_codec(folder, config_dict, output_dir):
     return unpack_codec(folder, config_dict, Path(output_dir) / "codec")
 
 
+def positions(config):
+    """Tokens that a prompt and its speech may have."""
+    return config.max_position_embeddings
+
+
 def layers(native):
     """The decoder layers."""
     return native.body.layers

@@ -29,6 +29,7 @@ from speech.data.conversations import (
     Paths,
     canonical_prompt,
     spoken_text,
+    system_parts,
 )
 from speech.data.dataset import TableBuilder
 from speech.data.decode import decode_audio, filled
@@ -91,20 +92,21 @@ def read_lines(path):
     return texts
 
 
-def text_prompts(named_texts, normalize, reference_audio=None, reference_text=None, system=DEFAULT_SYSTEM, scene=None):
+def text_prompts(named_texts, normalize, reference_audio=None, reference_text=None, system=None, scene=None):
     """[(name, text)] -> Samples: plain, or in the voice of one reference clip with its transcript. Raises UserError.
 
-    normalize: of read_prompts.
+    normalize: of read_prompts. system: of all of them; None: by each text, as in training.
     """
-    content = system + ("\n\n" + SCENE.format(scene) if scene else "")
-    before = [{"role": "system", "content": content}]
+    reference = []
     if reference_audio:
-        before += [{"role": "user", "content": reference_text},
-                   {"role": "assistant", "content": {"type": "audio", "audio_url": reference_audio}}]
+        reference = [{"role": "user", "content": reference_text},
+                     {"role": "assistant", "content": {"type": "audio", "audio_url": reference_audio}}]
     paths, samples, problems = Paths(Path.cwd()), [], []
     for name, text in named_texts:
         try:
-            messages = [*before, {"role": "user", "content": text}]
+            said, heard_in = (system, scene) if system else system_parts(text, scene, references=bool(reference))
+            content = said + ("\n\n" + SCENE.format(heard_in) if heard_in else "")
+            messages = [{"role": "system", "content": content}, *reference, {"role": "user", "content": text}]
             samples.append(canonical_prompt(name, {"messages": messages}, paths, normalize))
         except BadSample as error:
             problems.append(f"{name}: {error}")

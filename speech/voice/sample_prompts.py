@@ -18,6 +18,7 @@ from common.flags import need_package
 from speech.data import text_normalization
 from speech.data.code_cache import FRAME_RATE
 from speech.data.encode import load_codec
+from speech.model import versions
 from speech.voice import generate, scores, speech_metrics
 
 JUDGING = ("asr_model", "asr_command", "speaker_model", "mos", "language", "asr_time_limit")    # flags
@@ -47,7 +48,7 @@ def load(path, normalize, seconds, judging, heard_by):
     scores.load_judges(**judging)
     settings = generate.sampling(config, seconds)
     codec, bandwidth = load_codec(codec_dir, device, ids.num_codebooks)
-    room = config.max_position_embeddings - settings.max_new_tokens
+    room = versions.module(config).positions(config) - settings.max_new_tokens
     return generate.prepare(samples, tokenizer, ids, codec, bandwidth, room), settings
 
 

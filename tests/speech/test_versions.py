@@ -18,7 +18,7 @@ import lora
 from common import distributed
 from speech import generate_tts
 from speech.demo import make_tiny
-from speech.model import card, v3, versions
+from speech.model import card, v3
 from tests.helpers.trainer import Tiny, train_forked
 
 
