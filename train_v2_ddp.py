@@ -151,7 +151,17 @@ import torch
 from tqdm import tqdm
 
 import lora  # first: it explains a torchaudio that breaks every transformers import
-from common import adapters, checkpoint, distributed, loading, metrics, optim, run, tensor_files, watchdog
+from common import (
+    adapters,
+    checkpoint,
+    distributed,
+    loading,
+    metrics,
+    optim,
+    run,
+    tensor_files,
+    watchdog,
+)
 from common.distributed import UserError
 from common.json_files import read_object
 from common.packing import PackOrder, pack_order, rank_packs, run_length
@@ -164,18 +174,20 @@ from speech.data.rows import Reading
 from speech.model import versions, weights
 from speech.model.loss import Sums, decays, flops_per_pack, total_loss
 
-AUDIO_WEIGHTS = ("embed_audio_tokens", "audio_lm_head", "audio_embedding")  # what --freeze_llm trains
+# what --freeze_llm trains
+AUDIO_WEIGHTS = ("embed_audio_tokens", "audio_lm_head", "audio_embedding")
 
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Model: empty, loaded, saved. module: of versions.module, speech/model/v2.py or v3.py
 
 
 def empty_trained_model(module, folder, config, args):
     """(module.packed on the meta device, {weight name: handles of that weight in the files}).
 
-    folder, config: of the model to train, and its config.json dict. With --use_lora the native model
-    inside has the adapters. Only the weights that shall be trained require gradients. Raises UserError
-    when the folder does not hold exactly the model's weights, or nothing is left to train.
+    folder, config: of the model to train, and its config.json dict. With --use_lora the native
+    model inside has the adapters. Only the weights that shall be trained require gradients.
+    Raises UserError when the folder does not hold exactly the model's weights, or nothing is left
+    to train.
     """
     dtype = torch.bfloat16 if args.bf16 and args.use_lora else torch.float32
     native = net = module.empty_model(config, dtype, folder)
@@ -196,7 +208,7 @@ def empty_trained_model(module, folder, config, args):
 
 
 def load_model(module, world, model, parts, resume, args):
-    """Load empty_trained_model's model on this rank's device -> what to call: itself, or DDP around it.
+    """Load empty_trained_model's model on this rank's device -> what to call: it, or DDP around it.
 
     resume: checkpoint folder, or None: then adapters are drawn by the seed.
     """
@@ -223,7 +235,7 @@ def load_model(module, world, model, parts, resume, args):
 
 
 def check_resume(module, model, resume):
-    """Raise UserError when the checkpoint folder `resume` does not fit this (empty) model. None: there is none."""
+    """Raise UserError when a checkpoint does not fit this (empty) model. resume: folder or None."""
     if not resume:
         return
     if model.has_adapters:
@@ -247,7 +259,7 @@ def run_identity(folder, table, train, args):
     if args.max_tokens_per_batch:
         batch = f"{args.max_tokens_per_batch} tokens"
     return {"--normalize_text": args.normalize_text,
-            "set of trained weights": trained if args.text_loss_weight else f"{trained} without text",
+            "set of trained weights": trained + ("" if args.text_loss_weight else " without text"),
             "base model": tensor_files.fingerprint_weights(folder),
             "codec": Path(table.reader.folder).name,
             "training data": table.fingerprint(train),
@@ -258,13 +270,15 @@ def run_identity(folder, table, train, args):
 def save_checkpoint(module, world, writer, model, tokenizer, source, optimizer, meta):
     """Copy all of checkpoint-<meta["step"]> off the device and start writing it. On every rank.
 
-    source: folder of the model that was trained from, whose processor files a full checkpoint takes over.
+    source: folder of the model that was trained from, whose processor files a full checkpoint takes
+    over.
     """
     writer.begin(meta["step"])
     distributed.reshard(model)
     states = distributed.gather_on_main(world, checkpoint.rng_state(world.device))
     if model.has_adapters:
-        files = tensor_files.stage(world, "adapter_model", adapters.adapter_weights(model.net), spread=False)
+        named = adapters.adapter_weights(model.net)
+        files = tensor_files.stage(world, "adapter_model", named, spread=False)
     else:
         files = tensor_files.stage(world, "model", module.weight_names(model.base_model))
     moments = optim.state_tensors(optimizer, model.named_parameters())
@@ -283,7 +297,7 @@ def save_checkpoint(module, world, writer, model, tokenizer, source, optimizer, 
     writer.save(meta["step"], files, meta)
 
 
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Validation
 
 
@@ -293,19 +307,22 @@ def autocast(bf16, device):
 
 @torch.no_grad()
 def evaluate(module, world, model, table, ids, held_out, writer, args):
-    """Exact target-weighted validation losses {eval/...: float}; the same whether rank 0 alone validates or all do.
+    """Exact target-weighted validation losses {eval/...: float}, by rank 0 or by all ranks.
 
     Now and then calls writer.check(), which may raise, and looks for a request to stop: then it
     returns None, on all ranks.
     """
-    order = PackOrder(table.lengths[held_out], samples_per_pack=args.per_device_eval_batch_size, shuffle=False)
+    order = PackOrder(table.lengths[held_out], samples_per_pack=args.per_device_eval_batch_size,
+                      shuffle=False)
 
     def share(rank, size):
-        packs = [[int(held_out[i]) for i in pack] for pack in rank_packs(order, rank, size, 1, epochs=1)]
+        mine = rank_packs(order, rank, size, 1, epochs=1)
+        packs = [[int(held_out[i]) for i in pack] for pack in mine]
         sums = torch.zeros(Sums.size(ids.num_codebooks), dtype=torch.float64, device=world.device)
-        loader = make_loader(table, ids, packs, num_workers=min(1, args.num_workers), prefetch_factor=2)
+        loader = make_loader(table, ids, packs, num_workers=min(1, args.num_workers),
+                             prefetch_factor=2)
         for i, batch in enumerate(loading.each(loader)):
-            if i % 16 == 0:     # often enough for a stop to be prompt, seldom enough to cost nothing
+            if i % 16 == 0:     # often enough for a prompt stop, seldom enough to cost nothing
                 writer.check()
                 stop = bool(watchdog.stop_requested())
                 if stop if size == 1 else distributed.any_rank(world, stop).item():
@@ -333,7 +350,7 @@ def sums_of(losses, batch):
 
 
 def load_prompts(args, tokenizer, ids, config, codec_dir, world):
-    """sample_prompts.Speaker of --sample_prompts, whose prompts every rank knows; None without. Raises UserError."""
+    """sample_prompts.Speaker of --sample_prompts, or None; on every rank. Raises UserError."""
     if not args.sample_prompts:
         return None
     from speech.voice import sample_prompts
@@ -342,12 +359,12 @@ def load_prompts(args, tokenizer, ids, config, codec_dir, world):
     prompts, settings = distributed.rank0_first(
         world, sample_prompts.load, args.sample_prompts, normalize, args.sample_seconds, judging,
         (tokenizer, ids, config, codec_dir, world.device))
-    return sample_prompts.Speaker(prompts, settings, ids, codec_dir, world.device, args.output_dir, judging,
-                                  args.seed, args.sample_time_limit)
+    return sample_prompts.Speaker(prompts, settings, ids, codec_dir, world.device, args.output_dir,
+                                  judging, args.seed, args.sample_time_limit)
 
 
 def speak(world, model, speaker, state, args):
-    """{eval/...: float} of the sample prompts. Rank 0 speaks, with whole weights, while the others wait."""
+    """{eval/...: float} of the sample prompts. Rank 0 speaks, the others wait."""
     model.eval()
     with distributed.gathered(model), autocast(args.bf16, world.device):
         values = distributed.rank0_first(world, lambda: speaker.speak_all(
@@ -356,7 +373,7 @@ def speak(world, model, speaker, state, args):
     return values
 
 
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Reports
 
 
@@ -373,13 +390,14 @@ def console_line(step, total_steps, v):
 
 def eval_line(step, v):
     """One aligned line of a validation, with units."""
-    return (f"eval   step {step:>6} | loss {v['eval/loss']:7.4f} | audio {v['eval/audio_loss']:6.3f} | "
-            f"text {v['eval/text_loss']:6.3f} | eos {v['eval/eos_loss']:6.3f} "
+    return (f"eval   step {step:>6} | loss {v['eval/loss']:7.4f} | "
+            f"audio {v['eval/audio_loss']:6.3f} | text {v['eval/text_loss']:6.3f} | "
+            f"eos {v['eval/eos_loss']:6.3f} "
             f"stop {v['eval/stop_recall'] * 100:5.1f}%")
 
 
 def step_work(config, table, window, use_lora):
-    """Totals over the samples of one optimizer step, from the plan: useful work of all ranks, python numbers."""
+    """Totals over the samples of one optimizer step, all ranks, from the plan; python numbers."""
     lengths = table.lengths[window].astype(np.int64)
     n_audio, n_text = int(table.audio_targets[window].sum()), int(table.text_targets[window].sum())
     pairs = int((lengths * (lengths + 1) // 2).sum())
@@ -406,11 +424,12 @@ def print_sample(table, tokenizer, batch):
         return
     places = batch.text_pos[batch.text_pos < batch.seqlens[0]]
     text = tokenizer.decode(batch.input_ids[places].cpu())
-    tqdm.write(f"sample     {table.name(batch.samples[0])}: {batch.seqlens[0]} tokens; batch trains "
-               f"{batch.counts['audio_targets']} codes and {batch.counts['text_targets']} text tokens; text {text!r}")
+    n_audio, n_text = batch.counts["audio_targets"], batch.counts["text_targets"]
+    tqdm.write(f"sample     {table.name(batch.samples[0])}: {batch.seqlens[0]} tokens; "
+               f"batch trains {n_audio} codes and {n_text} text tokens; text {text!r}")
 
 
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Data, plan
 
 
@@ -420,7 +439,7 @@ def code_cache(args):
 
 
 def read_data(args, check, tokenizer, ids, codec_dir, world):
-    """The Table of the user's files. A dry run writes into a temporary folder and encodes nothing."""
+    """The Table of the user's files. A dry run encodes nothing and leaves nothing behind."""
     train, held_out = data_flags.sources(args)
     return prepare_table(
         world, tokenizer, ids, codec_dir, train=train, held_out=held_out,
@@ -431,13 +450,14 @@ def read_data(args, check, tokenizer, ids, codec_dir, world):
 
 
 def order_of(lengths, args, budget):
-    """PackOrder of training samples of these lengths. budget: tokens of a pack, 0: packs of samples."""
-    return pack_order(lengths, tokens_per_pack=budget, samples_per_pack=args.per_device_train_batch_size,
-                      seed=args.seed, group_by_length=args.group_by_length)
+    """PackOrder of training samples of these lengths. budget: tokens of a pack, or 0."""
+    return pack_order(lengths, tokens_per_pack=budget,
+                      samples_per_pack=args.per_device_train_batch_size, seed=args.seed,
+                      group_by_length=args.group_by_length)
 
 
 def choose(args, world, ranks, model, table, ids, train_ids, eval_ids):
-    """--auto: set the flags that are open by the memory plan; returns whether the model has to be built anew."""
+    """--auto: set the flags that are open by the memory plan -> whether to build the model anew."""
     import functools
 
     from common import auto
@@ -445,15 +465,15 @@ def choose(args, world, ranks, model, table, ids, train_ids, eval_ids):
     from speech.plan import peaks
     lengths = table.lengths[train_ids]
     order = functools.cache(lambda budget: order_of(lengths, args, budget))
-    peak_of = peaks(model, table, ids, train_ids, eval_ids, eval_batch_size=args.per_device_eval_batch_size,
-                    speaks=bool(args.sample_prompts))
+    peak_of = peaks(model, table, ids, train_ids, eval_ids, speaks=bool(args.sample_prompts),
+                    eval_batch_size=args.per_device_eval_batch_size)
     setups = auto.by_tokens(args, setup_of(args, ranks), lengths,
                             lambda budget: order(budget).packs_per_epoch, args.global_batch_size)
     return auto.decide(args, world, setups, lambda setup: peak_of(setup, order(setup.budget)),
                        lambda setup: len(lengths) / order(setup.budget).packs_per_epoch)
 
 
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Main
 
 
@@ -463,7 +483,7 @@ def main(argv=None):
 
 
 def train(args):
-    # -- ranks, data, empty model: a run ends at the first mistake, a dry run names them all -----------
+    # -- ranks, data, empty model: a run ends at the first mistake, a dry run names them all -----
     ranks, check = run.ranks(args), Checks(args.dry_run is not None)
     world, watch = run.start(args, check, cpu_too=args.cpu_offload)
     device, main_rank = world.device, world.is_main
@@ -488,7 +508,8 @@ def train(args):
     table = check(read_data, args, check, tokenizer, ids, codec_dir, world)
     speaker = check(load_prompts, args, tokenizer, ids, config, codec_dir, world)
     check.settle()
-    all_train, all_eval = split_samples(table, 0 if args.disable_eval else args.validation_split, args.seed)
+    held_out = 0 if args.disable_eval else args.validation_split
+    all_train, all_eval = split_samples(table, held_out, args.seed)
     train_ids, eval_ids = usable_samples(
         table, all_train, all_eval, max_length=args.max_length or config.max_position_embeddings,
         max_tokens=args.max_tokens_per_batch, drop="too_long" in args.drop_bad, say=main_rank,
@@ -501,7 +522,7 @@ def train(args):
     validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
     resume, meta = checkpoint.find_resume(args.output_dir, args.resume, identity, world)
 
-    # -- order, number of steps: known to every rank without asking, so all make the same collectives --
+    # -- order, number of steps: known to every rank without asking, so all make the same collecti
     accumulation, at = args.gradient_accumulation_steps, run.position(meta)
     order = order_of(table.lengths[train_ids], args, args.max_tokens_per_batch)
     per_step = ranks * accumulation
@@ -518,24 +539,27 @@ def train(args):
         from common.plan import room_of, setup_of
         from speech.plan import print_plan
         check_resume(module, model, resume)
-        print_plan(check, model, table, ids, train_ids, eval_ids, order, (steps_per_epoch, total_steps), at,
-                   resume, setup=setup_of(args, ranks), room=room_of(args), often=often,
+        print_plan(check, model, table, ids, train_ids, eval_ids, order,
+                   (steps_per_epoch, total_steps), at, resume, setup=setup_of(args, ranks),
+                   room=room_of(args), often=often,
                    eval_batch_size=args.per_device_eval_batch_size, warmup_steps=args.warmup_steps,
                    speaks=bool(speaker), code_cache=code_cache(args))
         return check.finish()
 
-    # -- model, optimizer, resume ----------------------------------------------------------------------
+    # -- model, optimizer, resume ----------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)
-    if resume and not args.use_lora:    # a full checkpoint replaces the base; adapters are loaded on top of it
+    if resume and not args.use_lora:
+        # a full checkpoint replaces the base; adapters are loaded on top of it
         config_dict = read_object(Path(resume) / "config.json")
         model, parts = empty_trained_model(module, resume, config_dict, args)
     wrapped = load_model(module, world, model, parts, resume, args)
     trainable = [p for p in model.parameters() if p.requires_grad]
     betas = (args.adam_beta1, args.adam_beta2)
-    optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay, betas, decays)
+    optimizer = optim.build_adamw(
+        model.named_parameters(), peak_lr, args.weight_decay, betas, decays)
     distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
-    state = run.TrainState(world, watch, args, order, total_steps, Sums.size(ids.num_codebooks), resume, meta,
-                           validation, table.name)
+    state = run.TrainState(world, watch, args, order, total_steps, Sums.size(ids.num_codebooks),
+                           resume, meta, validation, table.name)
     state.restore(model, optimizer)
     epochs = sys.maxsize if args.max_steps else args.num_train_epochs
     packs = ([int(train_ids[i]) for i in pack] for pack in rank_packs(
@@ -544,7 +568,8 @@ def train(args):
                          prefetch_factor=args.prefetch_factor, pad_to=args.max_tokens_per_batch)
     batches = loading.ahead(loader, device)
     if main_rank:
-        if (Path(args.output_dir) / "samples").is_dir():     # of steps that this run will take once more
+        if (Path(args.output_dir) / "samples").is_dir():
+            # speech of steps that this run will take once more
             from speech.voice import sample_prompts
             sample_prompts.forget_later(args.output_dir, state.step)
         about = f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}"
@@ -552,41 +577,45 @@ def train(args):
                     steps_text(total_steps, steps_per_epoch, ranks, accumulation, about), often,
                     start_text(state.step, resume))
 
-    # -- loop ------------------------------------------------------------------------------------------
+    # -- loop ------------------------------------------------------------------------------------
     stopping = False
     while state.step < total_steps and not stopping:
-        # every rank knows the samples of this step on all ranks, from the order alone: so it can divide
-        # its loss by their global number of targets, and N ranks train as one does
+        # every rank knows the samples of this step on all ranks, from the order alone: so it can
+        # divide its loss by their global number of targets, and N ranks train as one does
         window = train_ids[state.window()]
         work = step_work(config, table, window, args.use_lora)
         n_audio, n_text = work["audio_targets"], work["text_targets"]
         sums = torch.zeros_like(state.sums)     # stays on the device; nothing here waits for it
 
-        # -- forward, loss, backward: once for each micro-step -----------------------------------------
+        # -- forward, loss, backward: once for each micro-step -----------------------------------
         for micro in range(accumulation):
             batch = state.next(batches)
             mine = list(batch.samples)
-            # a batch that differs from the plan would divide the loss by another count than the other ranks'
-            assert batch.counts["audio_targets"] == table.audio_targets[mine].sum(), "loader and plan disagree"
+            # a batch that differs from the plan would divide by another count than the other ranks'
+            planned = table.audio_targets[mine].sum()
+            assert batch.counts["audio_targets"] == planned, "loader and plan disagree"
             # full packs have one shape, so compiled layers and the allocator see no other
-            assert args.max_tokens_per_batch in (0, len(batch.input_ids)), "the pack is not filled to its budget"
+            filled = args.max_tokens_per_batch in (0, len(batch.input_ids))
+            assert filled, "the pack is not filled to its budget"
             shown = micro == state.step % args.strategic_logging_steps == 0
             if args.enable_strategic_logging and main_rank and shown:
                 print_sample(table, tokenizer, batch)
-            # ranks exchange gradients once a step: behind the last micro-step, when they are complete
+            # ranks exchange gradients once a step: in the last micro-step, when they are complete
             with distributed.gradient_sync(wrapped, micro == accumulation - 1):
                 with autocast(args.bf16, device):
-                    losses = audio, text, ends = wrapped(batch)     # sums over this batch's targets, not means
+                    # sums over this batch's targets, not means: any split adds up to the same
+                    losses = audio, text, ends = wrapped(batch)
                 loss = total_loss(audio, n_audio, text, n_text, args.audio_loss_reduction,
                                   args.text_loss_weight)
-                # DDP and FSDP2 average gradients over the ranks, but the loss is a mean over all of them
+                # DDP and FSDP2 average gradients over ranks, but the loss is a mean over all ranks
                 (loss * world.size).backward()
             sums += sums_of(losses, batch).flat()
             # whether it is finite is asked a step later; then these samples can be named
             state.note_loss(loss, mine)
 
-        # -- step: clipped; skipped on all ranks alike where a gradient is not finite -------------------
-        factor = optim.lr_factor(state.step, total_steps, args.warmup_steps, args.lr_scheduler, args.min_lr_ratio)
+        # -- step: clipped; skipped on all ranks alike where a gradient is not finite ------------
+        factor = optim.lr_factor(state.step, total_steps, args.warmup_steps, args.lr_scheduler,
+                                 args.min_lr_ratio)
         state.update(optimizer, trainable, peak_lr * factor, sums)
 
         # the same on every rank, so that all take part in what follows
@@ -594,29 +623,32 @@ def train(args):
         # a request to stop counts one step late, so that no step waits for the device
         stopping = state.stop_asked(evaluating or saving) and not state.last
 
-        # -- log ---------------------------------------------------------------------------------------
+        # -- log ---------------------------------------------------------------------------------
         # an epoch whose packs do not fill the last step ends with packs of one token of padding
         empty = max(0, state.at["first"] - order.packs_per_epoch)
         state.count(per_step * args.max_tokens_per_batch or work["tokens"] + empty, work)
         if state.due(args.logging_steps):
             # a collective: on every rank, though rank 0 alone prints
             sums = distributed.all_sum(world, state.sums).tolist()
-            values = module.loss_report(sums, args.audio_loss_reduction, args.text_loss_weight, "train")
+            values = module.loss_report(sums, args.audio_loss_reduction, args.text_loss_weight,
+                                        "train")
             if main_rank:
                 state.log_step(values, lambda v: console_line(state.step, total_steps, v),
                                audio_seconds_per_second=state.sums_since["frames"] / FRAME_RATE)
             state.sums.zero_()
             state.begin_line()
 
-        # -- validate ----------------------------------------------------------------------------------
+        # -- validate ----------------------------------------------------------------------------
         with state.pause():     # not training time
             better = False
             if evaluating and not stopping:
                 values = {}
                 if len(eval_ids):
                     watch.moved(f"validation at step {state.step}", args.wait_timeout)
-                    values = evaluate(module, world, model, table, ids, eval_ids, state.writer, args)
-                if values is None:              # asked to stop meanwhile: without losses there is no best one
+                    values = evaluate(module, world, model, table, ids, eval_ids, state.writer,
+                                      args)
+                if values is None:
+                    # asked to stop meanwhile: without all losses this step cannot be the best
                     stopping = not state.last
                 else:
                     if values and main_rank:
@@ -628,11 +660,12 @@ def train(args):
                         state.log.write(state.step, values)
                     better = state.better(values.get("eval/loss", math.nan))
 
-            # -- save: every so often, before a stop, and whenever validation is best -------------------
+            # -- save: every so often, before a stop, and whenever validation is best ------------
             if (better or saving or stopping) and state.saved_step != state.step:
                 about = state.to_save(identity, data=data_facts(table, train_ids))
                 # copied off the device here, written behind the next steps
-                save_checkpoint(module, world, state.writer, model, tokenizer, folder, optimizer, about)
+                save_checkpoint(module, world, state.writer, model, tokenizer, folder, optimizer,
+                                about)
     state.finish(stopping)
 
 
