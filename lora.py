@@ -67,19 +67,24 @@ import torch
 
 from common import tensor_files
 from common.distributed import UserError, one_clear_error
-from speech.model import card, export, v3, versions
+from speech.model import versions
 
-# after speech.weights, which explains a torchaudio that breaks every transformers import
+# after speech.model.weights, which explains a torchaudio that breaks every transformers import
 from common import adapters  # isort: skip
 from peft import LoraConfig  # isort: skip
 
 
-def add_lora(model, rank, alpha, dropout, targets, base_name, rslora=False, dora=False, table=False):
+def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kinds):
     """Wrap a native model in fp32 adapters; the base is frozen, but for the audio table of Higgs TTS 3 with `table`.
 
-    targets: a name in LORA_TARGETS, or comma-separated module name endings. base_name: written into the adapter's
-    config. rslora, dora: of PEFT's LoraConfig. Raises UserError when a target matches nothing.
+    targets: a name in LORA_TARGETS, or comma-separated module name endings. base_name: written into
+    the adapter's config. kinds: use_rslora, use_dora of PEFT's LoraConfig. Raises UserError when a
+    target matches nothing.
     """
+    whole = versions.module(model.config).WHOLE_MODULES
+    if table and not whole:
+        raise UserError("--train_audio_table is for Higgs TTS 3; of V2 --freeze_llm trains audio "
+                        "embedding and head")
     names = LORA_TARGETS.get(targets) or [t.strip() for t in targets.split(",") if t.strip()]
     linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     for name in names or [targets]:     # nothing but commas is a target that matches nothing
@@ -87,9 +92,7 @@ def add_lora(model, rank, alpha, dropout, targets, base_name, rslora=False, dora
             raise UserError(f"--lora_target_modules {name!r} matches no linear layer; use one of "
                             f"{', '.join(LORA_TARGETS)} or endings such as q_proj, mlp.gate_proj, audio_mlp.gate_proj")
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none",
-                        use_rslora=rslora, use_dora=dora, modules_to_save=[v3.TABLE] if table else None)
-    if table and not isinstance(model, v3.Higgs3):
-        raise UserError("--train_audio_table is for Higgs TTS 3; of V2 --freeze_llm trains audio embedding and head")
+                        modules_to_save=list(whole) if table else None, **kinds)
     net = adapters.attach(model, config, base_name)
     if table:       # one copy, embedding and head alike
         model.audio_embedding.modules_to_save.float()
@@ -102,10 +105,10 @@ def folds(model, adapter):
     Raises UserError when the adapter's files and the model do not fit together exactly: PeftModel.from_pretrained would
     only warn about weights that are missing.
     """
-    net = adapters.add_saved(model, adapter, whole=versions.whole_modules(model))
+    net = adapters.add_saved(model, adapter, whole=(whole := versions.module(model.config).WHOLE_MODULES))
     stored = tensor_files.open_tensors([Path(adapter) / "adapter_model.safetensors"])
-    table = f"base_model.model.{v3.TABLE}.weight"
-    known = (".lora_A.weight", ".lora_B.weight", f".{adapters.MAGNITUDE}", table)
+    tables = {f"{name}.weight": f"base_model.model.{name}.weight" for name in whole}
+    known = (".lora_A.weight", ".lora_B.weight", f".{adapters.MAGNITUDE}", *tables.values())
     if other := [name for name in stored if not name.endswith(known)]:
         raise UserError(f"--adapter {adapter}: only LoRA, rsLoRA and DoRA can be folded in, this has {min(other)}")
     adapters.load_adapters(net, adapter)     # onto the meta device nothing is copied: names and shapes are compared
@@ -121,13 +124,15 @@ def folds(model, adapter):
                 weight *= (length[:].float() / torch.linalg.norm(weight, dim=1))[:, None]
             return weight
         return updated
-    whole = {f"{v3.TABLE}.weight": lambda weight: stored[table][:].float().clone()} if table in stored else {}
-    return whole | {f"{name}.weight": fold(name, module.scaling["default"])
+    found = {name: lambda weight, table=table: stored[table][:].float().clone()
+             for name, table in tables.items() if table in stored}
+    return found | {f"{name}.weight": fold(name, module.scaling["default"])
                     for name, module in net.get_base_model().named_modules() if hasattr(module, "lora_A")}
 
 
 def merge(model_path, adapter, output_dir, dtype="float32", shard_bytes=5 * 10**9, layout="native", codec=None):
     """Fold an adapter, or none, into its base in fp32 and write a plain checkpoint; see speech/model/export.py."""
+    from speech.model import export
     return export.export(model_path, output_dir, layout, dtype, shard_bytes,
                          (lambda model: folds(model, adapter)) if adapter else None, codec, adapter)
 
@@ -136,6 +141,7 @@ def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
     with one_clear_error():
         if args.command == "push":
+            from speech.model import card
             notes = card.write(args.adapter or args.model_path, args.output_dir, args.repo_id, args.base_model,
                                args.language)
             print(f"{args.repo_id}: {args.output_dir}", *notes, sep="\n  ")

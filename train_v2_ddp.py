@@ -44,7 +44,8 @@ def build_parser():
 
     g = p.add_argument_group("data")
     data_flags.add(g)
-    g.add_argument("--validation_split", type=float, default=0.005, help="share of samples held out, by seeded shuffle")
+    g.add_argument("--validation_split", type=float, help="share of samples held out, by seeded shuffle "
+                   "(default: 0.005, but of few samples 5 %%, up to 16)")
     g.add_argument("--code_cache", help="folder of encoded audio, shareable between runs (default: OUTPUT_DIR/codes)")
     g.add_argument("--preprocess_num_proc", type=int, default=min(8, flags.usable_cpus()),
                    help="processes that read and tokenise, or decode audio, per node; 0 = in the trainer")
@@ -143,7 +144,6 @@ def check_flags(args, world_size):
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
-import functools
 import math
 from pathlib import Path
 
@@ -152,127 +152,154 @@ import torch
 from tqdm import tqdm
 
 import lora  # first: it explains a torchaudio that breaks every transformers import
-from common import adapters, auto, checkpoint, distributed, float8, loading, metrics, optim, run, tensor_files, watchdog
+from common import (
+    adapters,
+    checkpoint,
+    distributed,
+    loading,
+    metrics,
+    optim,
+    run,
+    tensor_files,
+    watchdog,
+)
 from common.distributed import UserError
 from common.json_files import read_object
 from common.packing import PackOrder, pack_order, rank_packs, run_length
-from common.plan import Checks, check_writable, room_of, setup_of, start_text, steps_text
+from common.plan import Checks, start_text, steps_text
 from data import make_loader, prepare_table
 from speech.data import text_normalization
 from speech.data.code_cache import FRAME_RATE
 from speech.data.dataset import data_facts, samples_line, split_samples, usable_samples
 from speech.data.rows import Reading
-from speech.model import v2, versions, weights
-from speech.plan import peaks, print_plan
-from speech.voice import sample_prompts
+from speech.model import versions, weights
+from speech.model.loss import Sums, decays, flops_per_pack, total_loss
 
-AUDIO_WEIGHTS = ("embed_audio_tokens", "audio_lm_head", "audio_embedding")     # what --freeze_llm trains, by name
+# what --freeze_llm trains
+AUDIO_WEIGHTS = ("embed_audio_tokens", "audio_lm_head", "audio_embedding")
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Model: empty, loaded, saved
+# ------------------------------------------------------------------------------------------------
+# Model: empty, loaded, saved. module: of versions.module, speech/model/v2.py or v3.py
 
 
-def empty_trained_model(folder, config, *, adapter, bf16, freeze_llm, text_loss_weight, recompute):
-    """(models.packed on the meta device, the native model in it, handles of that one's weights in the files).
+def empty_trained_model(module, folder, config, args):
+    """(module.packed on the meta device, {weight name: handles of that weight in the files}).
 
-    folder, config: of the model to train, and its config.json dict. adapter: lora.add_lora's arguments behind the
-    model, or None; the native model then has the adapters inside. freeze_llm: train the audio embedding and head only.
-    recompute: of flags.MODES, or None. Only the weights that shall be trained require gradients. Raises UserError when
-    the folder does not hold exactly the model's weights, or nothing is left to train.
+    folder, config: of the model to train, and its config.json dict. With --use_lora the native
+    model inside has the adapters. Only the weights that shall be trained require gradients.
+    Raises UserError when the folder does not hold exactly the model's weights, or nothing is left
+    to train.
     """
-    dtype = torch.bfloat16 if bf16 and adapter else torch.float32
-    native = net = versions.empty_model(config, dtype, folder)
-    parts = versions.weight_parts(folder, config)
+    dtype = torch.bfloat16 if args.bf16 and args.use_lora else torch.float32
+    native = net = module.empty_model(config, dtype, folder)
+    parts = module.weight_parts(folder, config)
     weights.check_weights(native, parts, folder)
-    if adapter:
-        net = lora.add_lora(native, *adapter)
-    elif freeze_llm:
+    if args.use_lora:
+        net = lora.add_lora(native, args.lora_rank, args.lora_alpha, args.lora_dropout,
+                            args.lora_target_modules, args.model_path, args.train_audio_table,
+                            use_rslora=args.use_rslora, use_dora=args.use_dora)
+    elif args.freeze_llm:
         for name, parameter in native.named_parameters():
             parameter.requires_grad_(any(part in name for part in AUDIO_WEIGHTS))
-    versions.freeze_unreachable(native, text_loss_weight)
-    model = versions.packed(net, recompute)
+    module.freeze_unreachable(native, args.text_loss_weight)
+    model = module.packed(net, args.gradient_checkpointing)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("these flags leave no weight to train")
-    return model, native, parts
+    return model, parts
 
 
-def load_model(world, model, native, parts, resume, *, seed, fp8, sharding, compiled):
-    """Load empty_trained_model's model on this rank's device -> what to call: itself under FSDP2, or DDP around it.
+def load_model(module, world, model, parts, resume, args):
+    """Load empty_trained_model's model on this rank's device -> what to call: it, or DDP around it.
 
-    resume: checkpoint folder, or None: then adapters are drawn by the seed. fp8: the layers' products in float8.
-    sharding: of run.sharding. compiled: torch.compile each layer.
+    resume: checkpoint folder, or None: then adapters are drawn by the seed.
     """
-    net = model.net
-    if compiled:
-        distributed.compile_layers(versions.layers(native))
+    native, net, sharding = model.base_model, model.net, run.sharding(args, world.size)
+    if args.compile:
+        distributed.compile_layers(module.layers(native))
     if sharding:
-        distributed.shard(model, versions.layers(native), world, **sharding)
+        distributed.shard(model, module.layers(native), world, **sharding)
     on_host = sharding and sharding["cpu_offload"]
-    model.to_empty(device="cpu" if on_host else world.device)       # from here on there is memory, still unset
-    versions.reset_buffers(native, world.device)
-    base = adapters.base_weights(net) if model.has_adapters else dict(native.named_parameters())
+    # from here on there is memory, still unset
+    model.to_empty(device="cpu" if on_host else world.device)
+    module.reset_buffers(native, world.device)
+    base = adapters.base_weights(net) if args.use_lora else dict(native.named_parameters())
     weights.load_weights(base, parts, world)
-    if model.has_adapters and resume:
+    if args.use_lora and resume:
         adapters.load_adapters(net, resume)
-    elif model.has_adapters:
-        adapters.init_adapters(net, seed)
-    if fp8:
-        float8.convert(versions.layers(native))
+    elif args.use_lora:
+        adapters.init_adapters(net, args.seed)
+    if args.float8:
+        from common import float8
+        float8.convert(module.layers(native))
     model.train()
     return model if sharding else distributed.wrap_ddp(model, world)
 
 
-def check_resume(model, native, resume):
-    """Raise UserError when the checkpoint folder `resume` does not fit this (empty) model. None: there is none."""
+def check_resume(module, model, resume):
+    """Raise UserError when a checkpoint does not fit this (empty) model. resume: folder or None."""
     if not resume:
         return
     if model.has_adapters:
         adapters.load_adapters(model.net, resume)       # onto the meta device nothing is copied
     else:
         config = read_object(Path(resume) / "config.json")
-        weights.check_weights(native, versions.weight_parts(resume, config), resume)
+        weights.check_weights(model.base_model, module.weight_parts(resume, config), resume)
 
 
-def run_identity(folder, table, train, *, normalize_text, adapters_only, audio_table, freeze_llm, text_loss_weight,
-                 tokens_per_pack, samples_per_pack, by_length, seed):
+def run_identity(folder, table, train, args):
     """What a checkpoint must share with the run that resumes it, {name: value}; JSON-able.
 
     folder: the base model's. train: numbers of the samples trained.
     """
-    batch = (f"{tokens_per_pack} tokens" if tokens_per_pack else f"{samples_per_pack} samples") \
-        + (" by length, in blocks" if by_length else "")
-    adapted = "lora and audio table" if audio_table else "lora"
-    trained = adapted if adapters_only else "audio embedding and head" if freeze_llm else "full"
-    return {"--normalize_text": "on" if normalize_text == "on" else None,     # older checkpoints do not know it
-            "set of trained weights": trained if text_loss_weight else f"{trained} without text",
-            "base model": tensor_files.fingerprint_weights(folder), "codec": Path(table.reader.folder).name,
-            "training data": table.fingerprint(train), "pack": batch, "seed": seed}
+    trained = "full"
+    if args.use_lora:
+        trained = "lora and audio table" if args.train_audio_table else "lora"
+    elif args.freeze_llm:
+        trained = "audio embedding and head"
+    batch = f"{args.per_device_train_batch_size} samples"
+    if args.max_tokens_per_batch:
+        batch = f"{args.max_tokens_per_batch} tokens"
+    return {"--normalize_text": args.normalize_text,
+            "set of trained weights": trained + ("" if args.text_loss_weight else " without text"),
+            "base model": tensor_files.fingerprint_weights(folder),
+            "codec": Path(table.reader.folder).name,
+            "training data": table.fingerprint(train),
+            "pack": f"{batch} by length, in blocks" if args.group_by_length else batch,
+            "seed": args.seed}
 
 
-def save_checkpoint(world, writer, model, tokenizer, source, optimizer, meta):
+def save_checkpoint(module, world, writer, model, tokenizer, source, optimizer, meta):
     """Copy all of checkpoint-<meta["step"]> off the device and start writing it. On every rank.
 
-    source: folder of the model that was trained from, whose processor files a full checkpoint takes over.
+    source: folder of the model that was trained from, whose processor files a full checkpoint takes
+    over.
     """
     writer.begin(meta["step"])
     distributed.reshard(model)
     states = distributed.gather_on_main(world, checkpoint.rng_state(world.device))
     if model.has_adapters:
-        files = tensor_files.stage(world, "adapter_model", adapters.adapter_weights(model.net), spread=False)
+        named = adapters.adapter_weights(model.net)
+        files = tensor_files.stage(world, "adapter_model", named, spread=False)
     else:
-        files = tensor_files.stage(world, "model", versions.weight_names(model.base_model))
+        files = tensor_files.stage(world, "model", module.weight_names(model.base_model))
     moments = optim.state_tensors(optimizer, model.named_parameters())
     files |= tensor_files.stage(world, f"{checkpoint.STATE_DIR}/optimizer", moments)
+
+    def save_config(path):
+        if model.has_adapters:
+            return adapters.save_config(model.net, path)
+        return module.save_config(model.base_model, tokenizer, path, source)
+
     if world.is_main:
+        setting = meta["args"]["normalize_text"]
         files[f"{checkpoint.STATE_DIR}/rng.pt"] = checkpoint.pickled(states)
-        files[text_normalization.FILE] = lambda path: text_normalization.save_setting(path, meta["args"]["normalize_text"])
-        files["*"] = (lambda path: adapters.save_config(model.net, path)) if model.has_adapters else \
-            (lambda path: versions.save_config(model.base_model, tokenizer, path, source))
+        files[text_normalization.FILE] = lambda path: text_normalization.save_setting(path, setting)
+        files["*"] = save_config
     writer.save(meta["step"], files, meta)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Validation, reports
+# ------------------------------------------------------------------------------------------------
+# Validation
 
 
 def autocast(bf16, device):
@@ -280,73 +307,113 @@ def autocast(bf16, device):
 
 
 @torch.no_grad()
-def evaluate(world, model, table, ids, held_out, check, *, on_rank0, batch_size, num_workers, bf16, reduction,
-             text_weight):
-    """Exact target-weighted validation losses {eval/...: float}, the same whether rank 0 alone validates or all do.
+def evaluate(module, world, model, table, ids, held_out, writer, args):
+    """Exact target-weighted validation losses {eval/...: float}, by rank 0 or by all ranks.
 
-    Now and then calls check(), which may raise, and looks for a request to stop: then it returns None, on all ranks.
+    Now and then calls writer.check(), which may raise, and looks for a request to stop: then it
+    returns None, on all ranks.
     """
-    order = PackOrder(table.lengths[held_out], samples_per_pack=batch_size, shuffle=False)
-    codebooks = ids.num_codebooks
+    order = PackOrder(table.lengths[held_out], samples_per_pack=args.per_device_eval_batch_size,
+                      shuffle=False)
 
     def share(rank, size):
-        packs = [[int(held_out[i]) for i in pack] for pack in rank_packs(order, rank, size, 1, epochs=1)]
-        sums = torch.zeros(codebooks + 6, dtype=torch.float64, device=world.device)
-        loader = make_loader(table, ids, packs, num_workers=min(1, num_workers), prefetch_factor=2)
+        mine = rank_packs(order, rank, size, 1, epochs=1)
+        packs = [[int(held_out[i]) for i in pack] for pack in mine]
+        sums = torch.zeros(Sums.size(ids.num_codebooks), dtype=torch.float64, device=world.device)
+        loader = make_loader(table, ids, packs, num_workers=min(1, args.num_workers),
+                             prefetch_factor=2)
         for i, batch in enumerate(loading.each(loader)):
-            if i % 16 == 0:
-                check()
+            if i % 16 == 0:     # often enough for a prompt stop, seldom enough to cost nothing
+                writer.check()
                 stop = bool(watchdog.stop_requested())
                 if stop if size == 1 else distributed.any_rank(world, stop).item():
                     return None
-            with autocast(bf16, world.device):
-                audio, text, eos = model(batch.to(world.device))
-            sums += torch.cat([audio, text[None], eos]).double()
+            with autocast(args.bf16, world.device):
+                losses = model(batch.to(world.device))
+            sums += sums_of(losses, batch).flat()
         return sums.tolist()
 
     model.eval()
-    if on_rank0:
+    if args.eval_ranks == "rank0":
         sums = distributed.rank0_first(world, share, 0, 1)
     elif (sums := share(world.rank, world.size)) is not None:
-        sums = distributed.all_sum(world, torch.tensor(sums, dtype=torch.float64, device=world.device)).tolist()
+        sums = torch.tensor(sums, dtype=torch.float64, device=world.device)
+        sums = distributed.all_sum(world, sums).tolist()
     model.train()
     if sums is None:
         return None
-    counts = [int(table.audio_targets[held_out].sum()), int(table.text_targets[held_out].sum())]
-    return versions.loss_report(ids, [*sums, *counts], reduction, text_weight, "eval")
+    return module.loss_report(sums, args.audio_loss_reduction, args.text_loss_weight, "eval")
+
+
+def sums_of(losses, batch):
+    """Sums of a batch. losses: what the packed model returned for it."""
+    return Sums(*losses, batch.counts["audio_targets"], batch.counts["text_targets"])
+
+
+def load_prompts(args, tokenizer, ids, config, codec_dir, world):
+    """sample_prompts.Speaker of --sample_prompts, or None; on every rank. Raises UserError."""
+    if not args.sample_prompts:
+        return None
+    from speech.voice import sample_prompts
+    judging = {name: getattr(args, name) for name in sample_prompts.JUDGING}
+    normalize = args.normalize_text == "on"
+    prompts, settings = distributed.rank0_first(
+        world, sample_prompts.load, args.sample_prompts, normalize, args.sample_seconds, judging,
+        (tokenizer, ids, config, codec_dir, world.device))
+    return sample_prompts.Speaker(prompts, settings, ids, codec_dir, world.device, args.output_dir,
+                                  judging, args.seed, args.sample_time_limit)
+
+
+def speak(world, model, speaker, state, args):
+    """{eval/...: float} of the sample prompts. Rank 0 speaks, the others wait."""
+    model.eval()
+    with distributed.gathered(model), autocast(args.bf16, world.device):
+        values = distributed.rank0_first(world, lambda: speaker.speak_all(
+            model.base_model, state.step, state.log, watchdog.stop_requested))
+    model.train()
+    return values
+
+
+# ------------------------------------------------------------------------------------------------
+# Reports
 
 
 def console_line(step, total_steps, v):
     """One aligned line of at most 160 characters, with units; metrics.jsonl has all numbers."""
     mfu = f" | mfu {v['train/mfu'] * 100:4.1f}%" if "train/mfu" in v else ""
-    return (f"step {step:>6}/{total_steps} | loss {v['train/loss']:7.4f} | audio {v['train/audio_loss']:6.3f} "
-            f"text {v['train/text_loss']:6.3f} | stop {v['train/stop_recall'] * 100:5.1f}% | "
-            f"lr {v['train/learning_rate']:.2e} | grad_norm {v['train/grad_norm']:7.3f} | "
-            f"{v['train/audio_seconds_per_second']:>7,.1f} audio-s/s{mfu} | "
-            f"eta {metrics.duration((total_steps - step) * v['train/step_seconds'])}")
+    left = metrics.duration((total_steps - step) * v["train/step_seconds"])
+    return (f"step {step:>6}/{total_steps} | loss {v['train/loss']:7.4f} | "
+            f"audio {v['train/audio_loss']:6.3f} text {v['train/text_loss']:6.3f} | "
+            f"stop {v['train/stop_recall'] * 100:5.1f}% | lr {v['train/learning_rate']:.2e} | "
+            f"grad_norm {v['train/grad_norm']:7.3f} | "
+            f"{v['train/audio_seconds_per_second']:>7,.1f} audio-s/s{mfu} | eta {left}")
 
 
 def eval_line(step, v):
     """One aligned line of a validation, with units."""
-    return (f"eval   step {step:>6} | loss {v['eval/loss']:7.4f} | audio {v['eval/audio_loss']:6.3f} | "
-            f"text {v['eval/text_loss']:6.3f} | eos {v['eval/eos_loss']:6.3f} stop {v['eval/stop_recall'] * 100:5.1f}%")
+    return (f"eval   step {step:>6} | loss {v['eval/loss']:7.4f} | "
+            f"audio {v['eval/audio_loss']:6.3f} | text {v['eval/text_loss']:6.3f} | "
+            f"eos {v['eval/eos_loss']:6.3f} "
+            f"stop {v['eval/stop_recall'] * 100:5.1f}%")
 
 
 def step_work(config, table, window, use_lora):
-    """Totals over the samples of one optimizer step, from the plan: useful work of all ranks, python numbers."""
+    """Totals over the samples of one optimizer step, all ranks, from the plan; python numbers."""
     lengths = table.lengths[window].astype(np.int64)
     n_audio, n_text = int(table.audio_targets[window].sum()), int(table.text_targets[window].sum())
-    flops = v2.flops_per_pack(config, int(lengths.sum()), n_audio, n_text,
-                                 int((lengths * (lengths + 1) // 2).sum()), use_lora)
-    return {"audio_targets": n_audio, "text_targets": n_text, "tokens": int(lengths.sum()), "samples": len(window),
-            "frames": int(table.frames[window].sum()), "flops": flops}
+    pairs = int((lengths * (lengths + 1) // 2).sum())
+    flops = flops_per_pack(config, int(lengths.sum()), n_audio, n_text, pairs, use_lora)
+    return {"audio_targets": n_audio, "text_targets": n_text, "tokens": int(lengths.sum()),
+            "samples": len(window), "frames": int(table.frames[window].sum()), "flops": flops}
 
 
 def print_start(world, model, table, train_ids, eval_ids, bf16, *more):
     """What is about to run, before the first step."""
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-    n, n_trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))
-    print(f"device     {world.size} x {where}, torch {torch.__version__}, {'bf16 autocast' if bf16 else 'fp32'}\n"
+    n = sum(p.numel() for p in model.parameters())
+    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    precision = "bf16 autocast" if bf16 else "fp32"
+    print(f"device     {world.size} x {where}, torch {torch.__version__}, {precision}\n"
           f"model      {n / 1e6:,.1f} M parameters, {n_trained / 1e6:,.3f} M trainable "
           f"({'LoRA' if model.has_adapters else 'full'})\n"
           f"{samples_line(table, train_ids, eval_ids)}", *more, sep="\n")
@@ -358,53 +425,13 @@ def print_sample(table, tokenizer, batch):
         return
     places = batch.text_pos[batch.text_pos < batch.seqlens[0]]
     text = tokenizer.decode(batch.input_ids[places].cpu())
-    tqdm.write(f"sample     {table.name(batch.samples[0])}: {batch.seqlens[0]} tokens; batch trains "
-               f"{batch.counts['audio_targets']} codes and {batch.counts['text_targets']} text tokens; text {text!r}")
+    n_audio, n_text = batch.counts["audio_targets"], batch.counts["text_targets"]
+    tqdm.write(f"sample     {table.name(batch.samples[0])}: {batch.seqlens[0]} tokens; "
+               f"batch trains {n_audio} codes and {n_text} text tokens; text {text!r}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Flags as what functions take
-
-
-def for_model(args):
-    """What empty_trained_model takes of the flags, by name."""
-    adapter = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules, args.model_path,
-               args.use_rslora, args.use_dora, args.train_audio_table)
-    return {"adapter": adapter if args.use_lora else None, "bf16": args.bf16, "freeze_llm": args.freeze_llm,
-            "text_loss_weight": args.text_loss_weight, "recompute": args.gradient_checkpointing}
-
-
-def for_loading(args, ranks):
-    """What load_model takes of the flags, by name. ranks: how many processes train."""
-    return {"seed": args.seed, "fp8": args.float8, "sharding": run.sharding(args, ranks), "compiled": args.compile}
-
-
-def for_identity(args):
-    """What run_identity takes of the flags, by name."""
-    return {"adapters_only": args.use_lora, "audio_table": args.train_audio_table, "freeze_llm": args.freeze_llm,
-            "text_loss_weight": args.text_loss_weight,
-            "tokens_per_pack": args.max_tokens_per_batch, "samples_per_pack": args.per_device_train_batch_size,
-            "by_length": args.group_by_length, "seed": args.seed, "normalize_text": args.normalize_text}
-
-
-def for_table(args, check):
-    """What prepare_table takes of the flags, by name. A dry run writes into a temporary folder and encodes nothing."""
-    train, held_out = data_flags.sources(args)
-    return {"train": train, "held_out": held_out, "output_dir": check.folder(args.output_dir), "encode": not check.dry,
-            "cache_dir": code_cache(args), "reading": Reading(**data_flags.reading(args)),
-            "processes": args.preprocess_num_proc, "wait_limit_s": args.wait_timeout, "drop": args.drop_bad,
-            "list_in": None if check.dry else args.output_dir}
-
-
-def for_judges(args):
-    """What scores.load_judges takes of the flags, by name."""
-    return {"asr_model": args.asr_model, "asr_command": args.asr_command, "speaker_model": args.speaker_model,
-            "mos": args.mos, "language": args.language, "asr_time_limit": args.asr_time_limit}
-
-
-def for_prompts(args):
-    """What sample_prompts.load takes of the flags, first."""
-    return args.sample_prompts, args.normalize_text == "on", args.sample_seconds, for_judges(args)
+# ------------------------------------------------------------------------------------------------
+# Data, plan
 
 
 def code_cache(args):
@@ -412,30 +439,42 @@ def code_cache(args):
     return args.code_cache or Path(args.output_dir) / "codes"
 
 
+def read_data(args, check, tokenizer, ids, codec_dir, world):
+    """The Table of the user's files. A dry run encodes nothing and leaves nothing behind."""
+    train, held_out = data_flags.sources(args)
+    return prepare_table(
+        world, tokenizer, ids, codec_dir, train=train, held_out=held_out,
+        output_dir=check.folder(args.output_dir), cache_dir=code_cache(args),
+        reading=Reading(**data_flags.reading(args)), processes=args.preprocess_num_proc,
+        wait_limit_s=args.wait_timeout, encode=not check.dry, drop=args.drop_bad,
+        list_in=None if check.dry else args.output_dir)
+
+
+def order_of(lengths, args, budget):
+    """PackOrder of training samples of these lengths. budget: tokens of a pack, or 0."""
+    return pack_order(lengths, tokens_per_pack=budget,
+                      samples_per_pack=args.per_device_train_batch_size, seed=args.seed,
+                      group_by_length=args.group_by_length)
+
+
 def choose(args, world, ranks, model, table, ids, train_ids, eval_ids):
-    """--auto: set the flags that are open by the memory plan; returns whether the model has to be built anew."""
+    """--auto: set the flags that are open by the memory plan -> whether to build the model anew."""
+    import functools
+
+    from common import auto
+    from common.plan import setup_of
+    from speech.plan import peaks
     lengths = table.lengths[train_ids]
-
-    @functools.cache
-    def order_of(budget):
-        return pack_order(lengths, tokens_per_pack=budget, samples_per_pack=args.per_device_train_batch_size,
-                          seed=args.seed, group_by_length=args.group_by_length)
-    peak_of = peaks(model, table, ids, train_ids, eval_ids, eval_batch_size=args.per_device_eval_batch_size,
-                    speaks=bool(args.sample_prompts))
-    setups = auto.by_tokens(args, setup_of(args, ranks), lengths, lambda budget: order_of(budget).packs_per_epoch,
-                            args.global_batch_size)
-    return auto.decide(args, world, setups, lambda setup: peak_of(setup, order_of(setup.budget)),
-                       lambda setup: len(lengths) / order_of(setup.budget).packs_per_epoch)
+    order = functools.cache(lambda budget: order_of(lengths, args, budget))
+    peak_of = peaks(model, table, ids, train_ids, eval_ids, speaks=bool(args.sample_prompts),
+                    eval_batch_size=args.per_device_eval_batch_size)
+    setups = auto.by_tokens(args, setup_of(args, ranks), lengths,
+                            lambda budget: order(budget).packs_per_epoch, args.global_batch_size)
+    return auto.decide(args, world, setups, lambda setup: peak_of(setup, order(setup.budget)),
+                       lambda setup: len(lengths) / order(setup.budget).packs_per_epoch)
 
 
-def for_plan(args, ranks, often):
-    """What print_plan takes of the flags, by name. ranks: how many processes train. often: of run.intervals."""
-    return {"setup": setup_of(args, ranks), "room": room_of(args), "eval_batch_size": args.per_device_eval_batch_size,
-            "warmup_steps": args.warmup_steps, "often": often, "speaks": bool(args.sample_prompts),
-            "code_cache": code_cache(args)}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Main
 
 
@@ -445,27 +484,33 @@ def main(argv=None):
 
 
 def train(args):
-    # -- ranks, data, empty model: a run ends at the first mistake, a dry run names them all -------------------------
+    # -- ranks, data, empty model: a run ends at the first mistake, a dry run names them all -----
     ranks, check = run.ranks(args), Checks(args.dry_run is not None)
     world, watch = run.start(args, check, cpu_too=args.cpu_offload)
     device, main_rank = world.device, world.is_main
     check(distributed.check_bf16, device, args.bf16)
-    check(float8.check_device, device, args.float8)
+    if args.float8:
+        from common import float8
+        check(float8.check_device, device, True)
     if check.dry:       # a run finds out when it encodes
+        from common.plan import check_writable
         check(check_writable, code_cache(args), "--code_cache")
-    folder, config_dict, codec_dir = versions.find_files(world, args.model_path, args.audio_tokenizer_path,
-                                                       check.folder(args.output_dir), check)
-    args.normalize_text = check(versions.text_setting, config_dict, args.normalize_text or "")
+    folder, config_dict, codec_dir = versions.find_files(
+        world, args.model_path, args.audio_tokenizer_path, check.folder(args.output_dir), check)
+    if config_dict is None:     # of a dry run; nothing else can be looked at without a model
+        check.settle()
+    module = versions.module(config_dict)
+    args.normalize_text = check(module.text_setting, args.normalize_text or "")
     if args.use_lora:
-        args.lora_target_modules = check(versions.lora_targets, config_dict, args.lora_target_modules or "")
-    config, tokenizer = check(versions.read_config, config_dict), check(versions.load_tokenizer, folder, config_dict)
-    ids = check(versions.token_ids, tokenizer, config)
-    model, native, parts = check(empty_trained_model, folder, config_dict, **for_model(args)) or (None,) * 3
-    table = check(prepare_table, world, tokenizer, ids, codec_dir, **for_table(args, check))
-    prompts, settings = check(distributed.rank0_first, world, sample_prompts.load, for_prompts(args), tokenizer, ids,
-                              config, codec_dir, device) or (None, None)
+        args.lora_target_modules = args.lora_target_modules or module.LORA_TARGETS
+    config, tokenizer = check(module.read_config, config_dict), check(module.load_tokenizer, folder)
+    ids = check(module.token_ids, tokenizer, config)
+    model, parts = check(empty_trained_model, module, folder, config_dict, args) or (None, None)
+    table = check(read_data, args, check, tokenizer, ids, codec_dir, world)
+    speaker = check(load_prompts, args, tokenizer, ids, config, codec_dir, world)
     check.settle()
-    all_train, all_eval = split_samples(table, 0 if args.disable_eval else args.validation_split, args.seed)
+    held_out = 0 if args.disable_eval else args.validation_split
+    all_train, all_eval = split_samples(table, held_out, args.seed)
     train_ids, eval_ids = usable_samples(
         table, all_train, all_eval, max_length=args.max_length or config.max_position_embeddings,
         max_tokens=args.max_tokens_per_batch, drop="too_long" in args.drop_bad, say=main_rank,
@@ -473,128 +518,159 @@ def train(args):
     if args.tf32:       # only now: codes in the cache must not depend on it
         torch.set_float32_matmul_precision("high")
     if args.auto and choose(args, world, ranks, model, table, ids, train_ids, eval_ids):
-        model, native, parts = empty_trained_model(folder, config_dict, **for_model(args))
-    identity = run_identity(folder, table, train_ids, **for_identity(args)) if main_rank else None
+        model, parts = empty_trained_model(module, folder, config_dict, args)
+    identity = run_identity(folder, table, train_ids, args) if main_rank else None
     validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
     resume, meta = checkpoint.find_resume(args.output_dir, args.resume, identity, world)
 
-    # -- order, number of steps: known to every rank without asking, so all make the same number of collectives -------
+    # -- order, number of steps: known to every rank without asking, so all make the same collecti
     accumulation, at = args.gradient_accumulation_steps, run.position(meta)
-    order = pack_order(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
-                       samples_per_pack=args.per_device_train_batch_size, seed=args.seed,
-                       group_by_length=args.group_by_length)
+    order = order_of(table.lengths[train_ids], args, args.max_tokens_per_batch)
     per_step = ranks * accumulation
-    steps_per_epoch, total_steps = run_length(order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps,
-                                              at)
-    often = run.intervals(args, total_steps, meta, bool(len(eval_ids) or prompts))
-    peak_lr = args.learning_rate if not args.scale_lr_from_batch else optim.sqrt_lr(
-        args.learning_rate, per_step * args.per_device_train_batch_size, args.scale_lr_from_batch)
+    steps_per_epoch, total_steps = run_length(
+        order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps, at)
+    validates = bool(len(eval_ids) or speaker)
+    often = run.intervals(args, total_steps, meta, validates)
+    peak_lr = args.learning_rate
+    if args.scale_lr_from_batch:
+        samples = per_step * args.per_device_train_batch_size
+        peak_lr = optim.sqrt_lr(args.learning_rate, samples, args.scale_lr_from_batch)
 
     if check.dry:
-        check_resume(model, native, resume)
-        print_plan(check, model, table, ids, train_ids, eval_ids, order, (steps_per_epoch, total_steps), at, resume,
-                   **for_plan(args, ranks, often))
+        from common.plan import room_of, setup_of
+        from speech.plan import print_plan
+        check_resume(module, model, resume)
+        print_plan(check, model, table, ids, train_ids, eval_ids, order,
+                   (steps_per_epoch, total_steps), at, resume, setup=setup_of(args, ranks),
+                   room=room_of(args), often=often,
+                   eval_batch_size=args.per_device_eval_batch_size, warmup_steps=args.warmup_steps,
+                   speaks=bool(speaker), code_cache=code_cache(args))
         return check.finish()
 
-    # -- model, optimizer, resume -------------------------------------------------------------------------------------
+    # -- model, optimizer, resume ----------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)
-    if resume and not args.use_lora:        # a full checkpoint replaces the base; adapters are loaded on top of it
+    if resume and not args.use_lora:
+        # a full checkpoint replaces the base; adapters are loaded on top of it
         config_dict = read_object(Path(resume) / "config.json")
-        model, native, parts = empty_trained_model(resume, config_dict, **for_model(args))
-    wrapped = load_model(world, model, native, parts, resume, **for_loading(args, ranks))
+        model, parts = empty_trained_model(module, resume, config_dict, args)
+    wrapped = load_model(module, world, model, parts, resume, args)
     trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
-                                  (args.adam_beta1, args.adam_beta2), v2.decays)
+    betas = (args.adam_beta1, args.adam_beta2)
+    optimizer = optim.build_adamw(
+        model.named_parameters(), peak_lr, args.weight_decay, betas, decays)
     distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
-    # a step's log values: loss sums by codebook, text loss, 5 of the stream's end; targets of both kinds, on rank 0
-    state = run.TrainState(world, watch, args, order, total_steps, (resume, meta),
-                           run.Facts(ids.num_codebooks + 8, validation, table.name))
+    facts = run.Facts(Sums.size(ids.num_codebooks), validation, table.name)
+    state = run.TrainState(world, watch, args, order, total_steps, (resume, meta), facts)
     state.restore(model, optimizer)
     epochs = sys.maxsize if args.max_steps else args.num_train_epochs
-    packs = ([int(train_ids[i]) for i in pack] for pack in
-             rank_packs(order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
-    batches = loading.ahead(make_loader(table, ids, packs, num_workers=args.num_workers,
-                                        prefetch_factor=args.prefetch_factor, pad_to=args.max_tokens_per_batch), device)
+    packs = ([int(train_ids[i]) for i in pack] for pack in rank_packs(
+        order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
+    loader = make_loader(table, ids, packs, num_workers=args.num_workers,
+                         prefetch_factor=args.prefetch_factor, pad_to=args.max_tokens_per_batch)
+    batches = loading.ahead(loader, device)
     if main_rank:
-        sample_prompts.forget_later(args.output_dir, state.step)
-        print_start(world, model, table, train_ids, eval_ids, args.bf16, steps_text(
-            total_steps, steps_per_epoch, ranks, accumulation, f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}"),
-            often, start_text(state.step, resume))
+        if (Path(args.output_dir) / "samples").is_dir():
+            # speech of steps that this run will take once more
+            from speech.voice import sample_prompts
+            sample_prompts.forget_later(args.output_dir, state.step)
+        about = f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}"
+        print_start(world, model, table, train_ids, eval_ids, args.bf16,
+                    steps_text(total_steps, steps_per_epoch, ranks, accumulation, about), often,
+                    start_text(state.step, resume))
 
-    # -- loop: validation and checkpoint of the steps so far, then the next step --------------------------------------
+    # -- loop: validation and checkpoint of the steps so far, then the next step -----------------
     stopping, saving = False, False
-    state.eval_due = state.eval_due and bool(len(eval_ids) or prompts)      # a validation that a signal has broken off
+    state.eval_due = state.eval_due and validates       # of a validation that a signal broke off
     while True:
-        with state.pause():
+        # -- validate ----------------------------------------------------------------------------
+        with state.pause():     # not training time
             better = False
             if state.eval_due and not stopping:
-                watch.moved(f"validation at step {state.step}", args.wait_timeout)
-                values = evaluate(
-                    world, model, table, ids, eval_ids, state.writer.check, on_rank0=args.eval_ranks == "rank0",
-                    batch_size=args.per_device_eval_batch_size, num_workers=args.num_workers, bf16=args.bf16,
-                    reduction=args.audio_loss_reduction, text_weight=args.text_loss_weight) if len(eval_ids) else {}
-                if values is None:              # asked to stop meanwhile: the next start validates first
+                values = {}
+                if len(eval_ids):
+                    watch.moved(f"validation at step {state.step}", args.wait_timeout)
+                    values = evaluate(module, world, model, table, ids, eval_ids, state.writer,
+                                      args)
+                if values is None:
+                    # asked to stop meanwhile: the next start validates first
                     stopping = True
                 else:
                     state.eval_due = False
                     if values and main_rank:
                         tqdm.write(eval_line(state.step, values))
-                    if prompts:                 # rank 0 speaks while the others wait
+                    if speaker:
                         watch.moved(f"sample prompts at step {state.step}", args.wait_timeout)
-                        model.eval()
-                        with distributed.gathered(model), autocast(args.bf16, device):
-                            values |= distributed.rank0_first(world, lambda: sample_prompts.speak_all(
-                                native, prompts, settings, ids, codec_dir, device, seed=args.seed,
-                                time_limit=args.sample_time_limit, output_dir=args.output_dir, step=state.step,
-                                log=state.log, asked=watchdog.stop_requested, judging=for_judges(args)))
-                        model.train()
+                        values |= speak(world, model, speaker, state, args)
                     if values and main_rank:
                         state.log.write(state.step, values)
                     better = state.better(values.get("eval/loss", math.nan))
+
+            # -- save: every so often, before a stop, and whenever validation is best ------------
             if (better or saving or stopping) and state.saved_step != state.step:
-                save_checkpoint(world, state.writer, model, tokenizer, folder, optimizer,
-                                state.to_save(identity, data=data_facts(table, train_ids)))
+                about = state.to_save(identity, data=data_facts(table, train_ids))
+                # copied off the device here, written behind the next steps
+                save_checkpoint(module, world, state.writer, model, tokenizer, folder, optimizer,
+                                about)
         if state.step >= total_steps or stopping:
             break
 
-        window = train_ids[state.window()]        # samples of this step, all ranks: the loss divides by their targets
+        # every rank knows the samples of this step on all ranks, from the order alone: so it can
+        # divide its loss by their global number of targets, and N ranks train as one does
+        window = train_ids[state.window()]
         work = step_work(config, table, window, args.use_lora)
         n_audio, n_text = work["audio_targets"], work["text_targets"]
-        sums = torch.zeros_like(state.sums)
+        sums = torch.zeros_like(state.sums)     # stays on the device; nothing here waits for it
+
+        # -- forward, loss, backward: once for each micro-step -----------------------------------
         for micro in range(accumulation):
             batch = state.next(batches)
             mine = list(batch.samples)
-            # a batch that differs from the plan would divide the loss by another count than the other ranks'
-            assert batch.counts["audio_targets"] == table.audio_targets[mine].sum(), "loader and plan disagree"
-            assert args.max_tokens_per_batch in (0, len(batch.input_ids)), "the pack is not filled to its budget"
-            if args.enable_strategic_logging and main_rank and micro == state.step % args.strategic_logging_steps == 0:
+            # a batch that differs from the plan would divide by another count than the other ranks'
+            planned = table.audio_targets[mine].sum()
+            assert batch.counts["audio_targets"] == planned, "loader and plan disagree"
+            # full packs have one shape, so compiled layers and the allocator see no other
+            filled = args.max_tokens_per_batch in (0, len(batch.input_ids))
+            assert filled, "the pack is not filled to its budget"
+            shown = micro == state.step % args.strategic_logging_steps == 0
+            if args.enable_strategic_logging and main_rank and shown:
                 print_sample(table, tokenizer, batch)
-            with distributed.gradient_sync(wrapped, micro == accumulation - 1):    # ranks exchange gradients once a step
+            # ranks exchange gradients once a step: in the last micro-step, when they are complete
+            with distributed.gradient_sync(wrapped, micro == accumulation - 1):
                 with autocast(args.bf16, device):
-                    audio, text, eos = wrapped(batch)       # sums over this batch's targets
-                loss = v2.total_loss(audio, n_audio, text, n_text, args.audio_loss_reduction, args.text_loss_weight)
-                (loss * world.size).backward()          # gradients are averaged over ranks, the loss is a global mean
-            sums[:ids.num_codebooks + 6] += torch.cat([audio.detach(), text.detach()[None], eos])
+                    # sums over this batch's targets, not means: any split adds up to the same
+                    losses = audio, text, ends = wrapped(batch)
+                loss = total_loss(audio, n_audio, text, n_text, args.audio_loss_reduction,
+                                  args.text_loss_weight)
+                # DDP and FSDP2 average gradients over ranks, but the loss is a mean over all ranks
+                (loss * world.size).backward()
+            sums += sums_of(losses, batch).flat()
+            # whether it is finite is asked a step later; then these samples can be named
             state.note_loss(loss, mine)
-        if main_rank:       # python numbers: a tensor made of them would wait for the GPU
-            sums[-2] += n_audio
-            sums[-1] += n_text
-        factor = optim.lr_factor(state.step, total_steps, args.warmup_steps, args.lr_scheduler, args.min_lr_ratio)
+
+        # -- step: clipped; skipped on all ranks alike where a gradient is not finite ------------
+        factor = optim.lr_factor(state.step, total_steps, args.warmup_steps, args.lr_scheduler,
+                                 args.min_lr_ratio)
         state.update(optimizer, trainable, peak_lr * factor, sums)
 
-        # what comes now is the same on every rank; a request to stop counts one step late, so no step waits for it
-        state.eval_due, saving = bool((len(eval_ids) or prompts) and state.due(args.eval_steps)), state.save_due()
-        stopping = state.stop_asked(state.eval_due or saving) and (state.eval_due or not state.last)
+        # the same on every rank, so that all take part in what follows
+        state.eval_due = bool(validates and state.due(args.eval_steps))
+        saving = state.save_due()
+        # a request to stop counts one step late, so that no step waits for the device
+        stopping = state.stop_asked(state.eval_due or saving)
+        stopping = stopping and (state.eval_due or not state.last)
 
-        # -- log ------------------------------------------------------------------------------------------------------
-        empty = max(0, state.at["first"] - order.packs_per_epoch)         # packs of one token of padding
+        # -- log ---------------------------------------------------------------------------------
+        # an epoch whose packs do not fill the last step ends with packs of one token of padding
+        empty = max(0, state.at["first"] - order.packs_per_epoch)
         state.count(per_step * args.max_tokens_per_batch or work["tokens"] + empty, work)
         if state.due(args.logging_steps):
-            values = versions.loss_report(ids, distributed.all_sum(world, state.sums).tolist(), args.audio_loss_reduction,
-                                       args.text_loss_weight, "train")
+            # a collective: on every rank, though rank 0 alone prints
+            sums = distributed.all_sum(world, state.sums).tolist()
+            values = module.loss_report(sums, args.audio_loss_reduction, args.text_loss_weight,
+                                        "train")
             if main_rank:
                 state.log_step(values, lambda v: console_line(state.step, total_steps, v),
-                         audio_seconds_per_second=state.sums_since["frames"] / FRAME_RATE)
+                               audio_seconds_per_second=state.sums_since["frames"] / FRAME_RATE)
             state.sums.zero_()
             state.begin_line()
     state.finish(stopping)

@@ -88,7 +88,8 @@ def speech_files(folder, layers):
                 (model / path.name).write_bytes(path.read_bytes())
         config = json.loads((model / "config.json").read_text()) | SPEECH | {"num_hidden_layers": layers}
         (model / "config.json").write_text(json.dumps(config))
-        write_holes(versions.empty_model(config, torch.bfloat16, model).named_parameters(), model / "model.safetensors")
+        empty = versions.module(config).empty_model(config, torch.bfloat16, model)
+        write_holes(empty.named_parameters(), model / "model.safetensors")
     return speech_words(folder, model)
 
 
@@ -109,7 +110,7 @@ def speech3_files(folder, layers):
         config["text_config"] |= CHAT | {"num_hidden_layers": layers, "max_position_embeddings": 32768}
         config["audio_encoder_config"]["out_dim"] = CHAT["hidden_size"]
         (model / "config.json").write_text(json.dumps(config))
-        named = v3.published(dict(versions.empty_model(config, torch.bfloat16, model).named_parameters()))
+        named = v3.weight_names(v3.empty_model(config, torch.bfloat16, model))
         write_holes(named.items(), model / "model.safetensors")
     return speech_words(folder, model)
 
@@ -120,10 +121,11 @@ def prepare(folder):
         args = flags.parse(train_v2_ddp.build_parser(), train_v2_ddp.check_flags, [
             *map(str, words), "--output_dir", str(folder / "out")])
         config = json.loads((words[1] / "config.json").read_text())
-        tokenizer = versions.load_tokenizer(words[1], config)
+        module = versions.module(config)
+        tokenizer = module.load_tokenizer(words[1])
         train, held_out = data_flags.sources(args)
         data.prepare_table(distributed.World(device=torch.device("cpu")), tokenizer,
-                           versions.token_ids(tokenizer, versions.read_config(config)), folder / "codec", train=train,
+                           module.token_ids(tokenizer, module.read_config(config)), folder / "codec", train=train,
                            held_out=held_out, output_dir=folder / words[1].name, cache_dir=folder / "codes",
                            reading=Reading(**data_flags.reading(args)), processes=0, wait_limit_s=60)
     fake_cuda.patch()

@@ -47,11 +47,13 @@ def _windows(lengths, order, budget):
     """best_fit's bins, window by window."""
     for start in range(0, len(order), 4096):
         window = order[start:start + 4096]
+        # long samples first: short ones then fill what those leave
         window = window[np.argsort(-lengths[window], kind="stable")]
         bins, free, open_bins = [], [], []      # the last two: remaining tokens, ascending, and whose they are
         for i, n in zip(window.tolist(), lengths[window].tolist()):
             if n > budget:
                 raise ValueError(f"sample {i} has {n} tokens, more than the {budget} of a pack")
+            # the fullest pack that still has room, or a new one
             at = bisect.bisect_left(free, n)
             if at < len(free):
                 room, b = free.pop(at) - n, open_bins.pop(at)
@@ -59,6 +61,7 @@ def _windows(lengths, order, budget):
             else:
                 room, b = budget - n, len(bins)
                 bins.append([i])
+            # back among the others, so that `free` stays sorted
             at = bisect.bisect_left(free, room)
             free.insert(at, room)
             open_bins.insert(at, b)
@@ -79,6 +82,7 @@ def _reordered(plan, packs):
     """EpochPlan of the packs (n_packs,) of another one, in this order."""
     sizes = np.diff(plan.offsets)[packs]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
+    # where each sample of the new order stands in the old one, without a loop over millions of them
     places = np.arange(offsets[-1]) + np.repeat(plan.offsets[packs] - offsets[:-1], sizes)
     return EpochPlan(plan.samples[places], offsets)
 
@@ -109,6 +113,7 @@ class PackOrder:
         self._bins = None
         if tokens_per_pack:
             order = np.arange(len(self.lengths))
+            # once, by the seed alone: packing is slow, and each epoch shuffles these packs
             if shuffle:
                 order = np.random.default_rng((seed, 0)).permutation(order)
             self._bins = _flat(_windows(self.lengths, order, tokens_per_pack))
@@ -118,6 +123,7 @@ class PackOrder:
         """EpochPlan of `epoch`; the last two asked for are kept (the loader reads ahead into the next epoch)."""
         plan = self._plans.get(epoch)
         if plan is None:
+            # a generator of its own: no epoch's order depends on which others were asked for
             plan = self._plan(np.random.default_rng((self.seed, epoch, 1)))
             # a new dict: the loader's thread asks, too
             self._plans = {e: p for e, p in self._plans.items() if e >= epoch - 1} | {epoch: plan}
@@ -131,12 +137,14 @@ class PackOrder:
         if self.group_by_length:
             window = size * SORT_WINDOW
             parts = [order[a:a + window] for a in range(0, n, window)]
+            # lengths are varied a little, or the same samples would share a pack in every epoch
             keys = -self.lengths * rng.uniform(1, 1 + JITTER * self.shuffle, n)
             order = np.concatenate([part[np.argsort(keys[part], kind="stable")] for part in parts])
         plan = EpochPlan(order, np.minimum(np.arange(self.packs_per_epoch + 1) * size, n))
         if self.group_by_length and self.shuffle:
             large = next(size for size in (LARGE, 256, 128, 64, 32, 16, SMALL)
                          if size == SMALL or len(plan) >= LEAST * size)
+            # blocks, and blocks within blocks: ranks that run side by side keep equal lengths
             packs = _shuffled(np.arange(len(plan)), large, rng)
             parts = [_shuffled(packs[a:a + large], SMALL, rng) for a in range(0, len(packs), large)]
             plan = _reordered(plan, np.concatenate(parts))
@@ -145,7 +153,7 @@ class PackOrder:
     def window(self, epoch, first, count):
         """Sample indices (n,) of the `count` packs from `first` on: one optimizer step over all ranks."""
         plan = self.epoch(epoch)
-        stop = min(first + count, len(plan))
+        stop = min(first + count, len(plan))        # the last step of an epoch may have fewer
         return plan.samples[plan.offsets[min(first, len(plan))]:plan.offsets[stop]]
 
 
@@ -159,9 +167,11 @@ def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
     while epoch < epochs:
         plan = order.epoch(epoch)
         for step in range(first, len(plan), per_step):
+            # side by side on the ranks, one after the other in the micro-steps: the same packs make a
+            # step whatever their numbers
             for micro in range(accumulation):
                 yield plan.pack(step + micro * world_size + rank).tolist()
-        epoch, first = epoch + 1, 0
+        epoch, first = epoch + 1, 0         # only the first epoch may begin in its middle
 
 
 def pack_order(lengths, *, tokens_per_pack, samples_per_pack, seed, group_by_length=False):
@@ -180,6 +190,7 @@ def run_length(packs_per_epoch, per_step, epochs, max_steps, position):
     position: {"step", "epoch", "first"} to start from, as a checkpoint has them.
     """
     steps_per_epoch = -(-packs_per_epoch // per_step)
+    # the epoch that was left in its middle, then whole ones
     left = -(-max(0, packs_per_epoch - position["first"]) // per_step)
     left += (epochs - position["epoch"] - 1) * steps_per_epoch
     return steps_per_epoch, max_steps or position["step"] + max(0, left)

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ sta
 
 from common import flags
 from common.flags import need
-from speech.choices import CHATML, DEFAULT_SYSTEM, ON_OFF
+from speech.choices import CHATML, ON_OFF
 
 # flags that a sample's sound depends on, noted in its JSON file
 SOUND = ("model_path", "adapter", "batch_size")
@@ -39,7 +39,8 @@ def build_parser():
                                      "list of Seed-TTS-eval, .lst")
     g.add_argument("--reference_audio", help="clip whose voice is taken, for texts and lines")
     g.add_argument("--reference_text", help="what is said in --reference_audio")
-    g.add_argument("--system_prompt", help=f"for texts and lines (default: {DEFAULT_SYSTEM!r})")
+    g.add_argument("--system_prompt", help="for texts and lines (default: as in training, by the [SPEAKER*] tags of "
+                   "each text)")
     g.add_argument("--scene", help="scene description for texts and lines, e.g. 'Audio is recorded from a quiet room.'")
     g.add_argument("--normalize_text", choices=ON_OFF, help="punctuation and sound tags as boson-ai's inference gives "
                    "them to the model (default: as the checkpoint was trained; on for a base model)")
@@ -184,13 +185,14 @@ def load_to_speak(folder, config, adapter, dtype, device):
 
     config: the folder's config.json dict. adapter: PEFT folder or None. Raises UserError.
     """
-    native = net = versions.empty_model(config, dtype, folder)
-    parts = versions.weight_parts(folder, config)
+    module = versions.module(config)
+    native = net = module.empty_model(config, dtype, folder)
+    parts = module.weight_parts(folder, config)
     weights.check_weights(native, parts, folder)
     if adapter:
-        net = adapters.add_saved(native, adapter, whole=versions.whole_modules(native))
+        net = adapters.add_saved(native, adapter, whole=module.WHOLE_MODULES)
     net.to_empty(device=device)
-    versions.reset_buffers(native, device)
+    module.reset_buffers(native, device)
     loaded = adapters.base_weights(net) if adapter else dict(native.named_parameters())
     weights.load_weights(loaded, parts)
     if adapter:
@@ -207,18 +209,18 @@ def main(argv=None):
         old = distributed.rank0_first(world, earlier_results, args.output_dir, args.overwrite)
         folder, config_dict, codec_dir = versions.find_files(world, args.model_path, args.audio_tokenizer_path,
                                                            args.output_dir)
-        wanted = args.normalize_text or ("off" if versions.is_third(config_dict) else None)
-        normalize, why = text_normalization.setting_to_speak(wanted, folder, args.adapter,
-                                                  trained=(folder / checkpoint.STATE_DIR).is_dir())
+        module = versions.module(config_dict)
+        wanted = args.normalize_text or ("off" if versions.is_third(config_dict["model_type"]) else None)
+        normalize, why = text_normalization.setting_to_speak(wanted, folder, args.adapter)
         samples = read_texts(args.text, args.prompts, normalize, reference_audio=args.reference_audio,
-                             reference_text=args.reference_text, system=args.system_prompt or DEFAULT_SYSTEM,
+                             reference_text=args.reference_text, system=args.system_prompt,
                              scene=args.scene)
-        config, tokenizer = versions.read_config(config_dict), versions.load_tokenizer(folder, config_dict)
-        ids = versions.token_ids(tokenizer, config)
+        config, tokenizer = module.read_config(config_dict), module.load_tokenizer(folder)
+        ids = module.token_ids(tokenizer, config)
         codec, bandwidth = load_codec(codec_dir, world.device, ids.num_codebooks)
-        draws = generate.draws(config, {name: getattr(args, name) for name in generate.V2_DRAWS})
+        draws = generate.draws(config, {name: getattr(args, name) for name in generate.DRAW_FLAGS})
         settings = generate.sampling(config, args.max_seconds, **draws)
-        room = config.max_position_embeddings - settings.max_new_tokens
+        room = module.positions(config) - settings.max_new_tokens
         # batches are cut from the whole list, so that the number of ranks changes nothing in them
         mine = range(-(-len(samples) // args.batch_size))[world.rank::world.size]
         share = prepare_share(world, samples, mine, args.batch_size, tokenizer, ids, codec, bandwidth, room)

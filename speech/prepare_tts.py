@@ -215,9 +215,10 @@ def main(argv=None):
         distributed.rank0_first(world, checkpoint.own_output, args.output_dir)
         folder, config_dict, codec_dir = versions.find_files(world, args.model_path, args.audio_tokenizer_path,
                                                            args.output_dir, Checks(False))
-        args.normalize_text = versions.text_setting(config_dict, args.normalize_text or "")
-        tokenizer = versions.load_tokenizer(folder, config_dict)
-        ids = versions.token_ids(tokenizer, versions.read_config(config_dict))
+        args.normalize_text = versions.module(config_dict).text_setting(args.normalize_text or "")
+        module = versions.module(config_dict)
+        tokenizer = module.load_tokenizer(folder)
+        ids = module.token_ids(tokenizer, module.read_config(config_dict))
         train, held_out = data_flags.sources(args)
         try:
             report = prepare(

@@ -16,6 +16,15 @@ from pathlib import Path
 from speech.choices import DEFAULT_SYSTEM
 from speech.data import text_normalization
 
+MULTISPEAKER_SYSTEM = (     # boson-ai/higgs-audio examples/generation.py, which uses it for texts of several speakers
+    "You are an AI assistant designed to convert text into speech.\n"
+    "If the user's message includes a [SPEAKER*] tag, do not read out the tag and generate speech for the following "
+    "text, using the specified voice.\n"
+    "If no speaker tag is present, select a suitable voice on your own.")
+TAG = re.compile(r"\[(SPEAKER\d+)\]")
+OTHER_MARK = re.compile(r"\[S\d+\]|^[ \t]*([A-Z][A-Z]+|[A-Z][a-z]+):", re.MULTILINE)
+OTHER_MARKS = ("mark speakers by [S1] or NAME:, which is read aloud; what Higgs-Audio V2 takes as marks is [SPEAKER0], "
+               "[SPEAKER1], ...")
 SCENE = "<|scene_desc_start|>\n{}\n<|scene_desc_end|>"
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 MEMBER = "::"           # between the path of a container and what tells one clip in it (speech/data/containers.py)
@@ -163,6 +172,24 @@ def _clip(item, paths):
     return Clip(paths.find(str(name)), offset, duration if offset is not None else None, float(duration or 0))
 
 
+def marks_speakers_otherwise(text):
+    """Whether a text names two or more speakers by marks that the models do not know."""
+    return len({mark[0].strip() for mark in OTHER_MARK.finditer(text)}) > 1
+
+
+def system_parts(text, scene="", voices=None, references=False):
+    """(what a system turn says, scene description or "") for a text to speak, as boson-ai's generation.py decides.
+
+    By the text's tags: of several [SPEAKER*] without reference clips, the scene says their voices. voices: {tag: words
+    about it}; unknown ones are feminine and masculine in turn.
+    """
+    tags = sorted(set(TAG.findall(text)))
+    if references or len(tags) < 2:
+        return DEFAULT_SYSTEM, scene
+    said = [f"{tag}: {(voices or {}).get(tag) or ('feminine', 'masculine')[i % 2]}" for i, tag in enumerate(tags)]
+    return MULTISPEAKER_SYSTEM, "\n\n".join([*([scene] if scene else []), "\n".join(said)])
+
+
 def canonical_sample(name, entry, paths, normalize=False):
     """One raw sample (a dict with 'messages') -> Sample. Raises BadSample saying what is wrong with it.
 
@@ -244,7 +271,11 @@ def _turns(entry, paths):
     if isinstance(entry.get("scene"), str) and entry["scene"].strip():
         scenes.append([entry["scene"]])
     if not turns or turns[0].role != "system":
-        turns.insert(0, Turn("system", [DEFAULT_SYSTEM], None))
+        asked = [turn.text for turn in turns if turn.role == "user"]
+        heard = [turn for turn in turns if turn.role == "assistant" and turn.clips]
+        system, voices = system_parts("\n".join(asked), references=len(heard) > 1)
+        turns.insert(0, Turn("system", [system], None))
+        scenes += [[voices]] if voices else []
     _add_scenes(turns[0], scenes)
     return turns, rewritten, recognised
 

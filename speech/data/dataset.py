@@ -23,7 +23,7 @@ from common.indexing import Column, Lists, parallel_map_ordered, token_lists
 from common.problems import Problems, problem, settle
 from common.text import NAME, printable
 from speech.data.code_cache import FRAME_RATE, CodeReader
-from speech.data.conversations import BadSample, Clip
+from speech.data.conversations import OTHER_MARKS, BadSample, Clip, marks_speakers_otherwise
 from speech.data.rows import NOTES, open_source, read_chunks
 from speech.data.text_normalization import RECOGNISED
 
@@ -31,6 +31,7 @@ LIKE_A_TAG = re.compile(r"<\|[^<>|]*\|>")
 CHUNK = 2048            # entries of a file that are tokenised together
 # a sample's speaker and text, and the letters and digits of that text: 0 are no words
 FACTS = np.dtype([("said", np.uint64), ("letters", np.int32), ("speaker", np.uint64), ("language", np.uint64)])
+SHARE = 0.005           # of the samples, for validation, where --validation_split says nothing
 ROWS = 2**18            # samples whose columns are in memory together
 
 
@@ -137,9 +138,10 @@ class TableBuilder:
                 problems.append(problem(sample.name, "invalid", str(error)))
                 continue
             good += found
-            left_out.update(f"hold {tag}, which is no control tag of this model: it is read aloud" for tag in {
-                tag for turn in sample.turns if "<|" in turn.text for tag in LIKE_A_TAG.findall(turn.text)
-                if turn.role != "system" and self.tags is not None and tag not in self.tags})
+            asked = [turn.text for turn in sample.turns if turn.role != "system"]
+            left_out.update(f"hold {tag}, which is not a control tag of this model: it is read aloud" for tag in {
+                tag for text in asked if "<|" in text for tag in LIKE_A_TAG.findall(text) if tag not in self.tags})
+            left_out.update([OTHER_MARKS] if any(map(marks_speakers_otherwise, asked)) else [])
             if self.facts is not None:
                 facts += [facts_of(sample)] * len(found)
                 said += [said_text(sample).encode("utf-8", "backslashreplace")] * len(found)
@@ -420,7 +422,12 @@ def sample_text(sample):
 
 
 def split_validation(n, share, seed):
-    """(train, validation) sample numbers: a seeded shuffle, never the file's tail. At least one each when n > 1."""
+    """(train, validation) sample numbers: a seeded shuffle, never the file's tail. At least one each when n > 1.
+
+    share: None for SHARE, but of few samples 5 %, up to 16 of them: the best checkpoint hangs on the loss of these.
+    """
+    if share is None:
+        share = max(SHARE, min(0.05, 16 / max(1, n)))
     held_out = min(max(1, round(n * share)), n - 1) if share > 0 else 0
     order = np.random.default_rng((seed, 2)).permutation(n)
     return np.sort(order[held_out:]), np.sort(order[:held_out])

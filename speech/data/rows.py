@@ -14,15 +14,17 @@ from common.json_files import SKIPPED
 from common.problems import problem
 from common.text import NAME, printable
 from speech.choices import DEFAULT_SYSTEM, TASK_TYPES
-from speech.data.conversations import SCENE, BadSample, Paths, Sample, canonical_prompt, canonical_sample
+from speech.data.conversations import (
+    SCENE,
+    BadSample,
+    Paths,
+    Sample,
+    canonical_prompt,
+    canonical_sample,
+    system_parts,
+)
 from speech.data.formats import Source, audio_paths, find_source, read_text
 
-MULTISPEAKER_SYSTEM = (     # boson-ai/higgs-audio examples/generation.py, which uses it for texts of several speakers
-    "You are an AI assistant designed to convert text into speech.\n"
-    "If the user's message includes a [SPEAKER*] tag, do not read out the tag and generate speech for the following "
-    "text, using the specified voice.\n"
-    "If no speaker tag is present, select a suitable voice on your own.")
-TAG = re.compile(r"\[(SPEAKER\d+)\]")
 SPOKEN_BY = re.compile(r"^\s*Speaker\s+(\d+)\s*:\s*", re.IGNORECASE | re.MULTILINE)     # as VibeVoice writes it
 NOTES = {       # of samples that are used all the same
     "no_second_clip": "their speakers have no other clip for reference; trained without one",
@@ -150,7 +152,6 @@ def row_entry(row, opened, paths):
     if not isinstance(row["audio"], str) or not row["audio"].strip():
         raise BadSample(f"has no audio, but {row['audio']!r}")
     text = row_text(row)
-    tags = sorted(set(TAG.findall(text)))
     references = chosen_references(row, task, opened, paths, notes)
     for value in [value for tag, transcript, _ in references for value in (tag, transcript)]:
         if not isinstance(value, str):
@@ -164,11 +165,9 @@ def row_entry(row, opened, paths):
             scene_parts += [{"type": "text", "text": ("\n" if i else "") + f"{label}:"}, audio]
         system += scene_parts + [{"type": "text", "text": "\n<|scene_desc_end|>"}]
     else:
-        if task == "multi_speaker_smart_voice" and len(tags) > 1 and not references:
-            voices = row.get("voices") if isinstance(row.get("voices"), dict) else {}
-            lines = [f"{tag}: {voices.get(tag) or ('feminine', 'masculine')[i % 2]}" for i, tag in enumerate(tags)]
-            scene = "\n\n".join([scene] * bool(scene) + ["\n".join(lines)])
-            system = [{"type": "text", "text": MULTISPEAKER_SYSTEM}]
+        voices = row.get("voices") if isinstance(row.get("voices"), dict) else {}
+        said, scene = system_parts(text, scene, voices, bool(references))
+        system = [{"type": "text", "text": said}]
         if scene:
             system.append({"type": "text", "text": "\n\n" + SCENE.format(scene)})
         for tag, transcript, audio in references:

@@ -135,11 +135,10 @@ def saved_setting(folder):
     return value if value in ("on", "off") else None
 
 
-def setting_to_speak(wanted, model, adapter=None, trained=False):
+def setting_to_speak(wanted, model, adapter=None):
     """(whether to normalise, a line that says so and why).
 
-    wanted: --normalize_text, or None for what the checkpoint was trained with. model, adapter: folders. trained: the
-    model is a fine-tuned checkpoint, so where it says nothing an older version of the trainer made it.
+    wanted: --normalize_text, or None for what the checkpoint was trained with. model, adapter: folders.
     """
     folder = adapter or model
     saved = saved_setting(folder)
@@ -148,6 +147,4 @@ def setting_to_speak(wanted, model, adapter=None, trained=False):
         return wanted == "on", f"--normalize_text {wanted}{other}"
     if saved:
         return saved == "on", f"--normalize_text {saved}, as {folder} was trained"
-    if adapter or trained:
-        return False, f"--normalize_text off: {folder} does not say, so it was trained before there was the choice"
-    return True, f"--normalize_text on, as in boson-ai's inference: {folder} is no checkpoint of this trainer"
+    return True, f"--normalize_text on, as in boson-ai's inference: {folder} is not a checkpoint of this trainer"

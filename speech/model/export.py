@@ -13,7 +13,7 @@ from common import tensor_files
 from common.checkpoint import new_folder
 from common.distributed import UserError
 from speech.data import text_normalization
-from speech.model import layout_2025, v3, versions, weights
+from speech.model import versions, weights
 
 
 def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**9, find_folds=None, codec=None,
@@ -27,21 +27,24 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     something.
     """
     folder, config = weights.find_model(source)
-    third = versions.is_third(config)
+    model_module, third = versions.module(config), versions.is_third(config["model_type"])
     if codec and layout == "2025" and not third:
         raise UserError("--audio_tokenizer_path: the 2025 layout names no codec; drop it")
-    tokenizer, parts = versions.load_tokenizer(folder, config), versions.weight_parts(folder, config)
-    model = versions.empty_model(config, torch.float32, folder)
+    tokenizer, parts = model_module.load_tokenizer(folder), model_module.weight_parts(folder, config)
+    model = model_module.empty_model(config, torch.float32, folder)
     weights.check_weights(model, parts, folder)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     folds = find_folds(model) if find_folds else {}
     wanted = "float32" if dtype is None and folds and not third else dtype
     dtypes = {name: getattr(torch, wanted) if wanted else parts[name][0][:1].dtype for name in shapes}
-    names = layout_2025.original_names(shapes) if layout == "2025" and not third else {name: name for name in shapes}
+    names = {name: name for name in shapes}
+    if layout == "2025" and not third:
+        from speech.model import layout_2025
+        names = layout_2025.original_names(shapes)
     # name in the files: (slice handles, dtype, what an adapter adds)
     tensors = {names[name]: (parts[name], dtypes[name], folds.get(name)) for name in shapes}
     if third:
-        tensors = v3.whole_files(tensors, folder, codec)
+        tensors = model_module.whole_files(tensors, folder, codec)
     files = plan_files({name: math.prod(tensor_files.shape_of(found)) * kind.itemsize
                         for name, (found, kind, _) in tensors.items()}, shard_bytes)
 
@@ -52,13 +55,11 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
             tensor_files.save(written, building / tensor_files.file_name("model", number, len(files)))
         if len(files) > 1:
             write_index(building, files)
-        if third:
-            made = versions.save_config(model, tokenizer, building, folder)
-        elif layout == "native":
+        if not third:
             model.config.dtype = dtypes["model.embed_tokens.weight"]
-            made = weights.save_config(model, tokenizer, building, folder, codec)
+        if third or layout == "native":
+            made = model_module.save_config(model, tokenizer, building, folder, codec)
         else:
-            model.config.dtype = dtypes["model.embed_tokens.weight"]
             made = layout_2025.save_original_config(model.config, tokenizer, building, folder, config)
         if setting := text_normalization.saved_setting(trained or folder):
             text_normalization.save_setting(building / text_normalization.FILE, setting)
@@ -69,7 +70,8 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     joined = sum(len(found) > 1 for found in parts.values())
     if joined:
         notes.append(f"{joined} tensors that the source splits into a frozen and a trainable part are joined")
-    return notes + [v3.LICENCE] * third + [f"{name}: {what}" for name, what in made.items()]
+    licence = [model_module.LICENCE] if model_module.LICENCE else []
+    return notes + licence + [f"{name}: {what}" for name, what in made.items()]
 
 
 def plan_files(sizes, limit):

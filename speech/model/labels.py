@@ -38,8 +38,8 @@ class TokenIds:
         return self.audio
 
     def known_tags(self, tokenizer):
-        """None: what stands between <| and |> is text to this model."""
-        return None
+        """What between <| and |> is a token to this model; all else there is text."""
+        return frozenset(tokenizer.get_added_vocab())
 
     def forbidden(self, tokenizer):
         """{id: token} of what no text may spell."""
@@ -86,21 +86,25 @@ def token_ids(tokenizer, config):
 
 def conversation_pieces(sample):
     """[(text or Clip, labelled)] in the order of the token stream: the official template, turn by turn."""
+    # written out, not by the tokenizer's template: the pieces tell what is trained
     pieces = [("<|begin_of_text|>", False)]
     for number, turn in enumerate(sample.turns):
         pieces.append((f"<|start_header_id|>{turn.role}<|end_header_id|>\n\n", False))
         text = ""
         for part in turn.parts:
             if isinstance(part, Clip):
-                text += " " if turn.role == "system" else ""        # as the native template puts a scene's clip
+                # the native template writes a space before a scene's clip
+                text += " " if turn.role == "system" else ""
                 if text:
                     pieces.append((text, turn.trained))
                 text = ""
+                # all three are targets: the model has to begin and to end speech by itself
                 pieces += [("<|audio_out_bos|>", turn.trained), (part, turn.trained), ("<|audio_eos|>", turn.trained)]
             else:
                 text += part
         if text:
             pieces.append((text, turn.trained))
+        # a speaker who goes on ends with <|eom_id|>, end of message; all others end their turn
         followed = number + 1 < len(sample.turns) and sample.turns[number + 1].role == "assistant"
         pieces.append(("<|eom_id|>" if turn.role == "assistant" and followed else "<|eot_id|>", turn.trained))
     return pieces
@@ -109,8 +113,10 @@ def conversation_pieces(sample):
 def delay_rows(codes, bos, eos):
     """(T, K) codes -> (T + K + 1, K) model inputs: [BOS, codes, EOS] with codebook k shifted down by k rows."""
     frames, books = codes.shape
+    # filled with end-of-stream, so what follows a codebook's last code needs no writing
     rows = np.full((frames + books + 1, books), eos, np.int64)
     for k in range(books):
+        # codebook k starts k rows later: it is predicted from the codes of those before it
         rows[:k + 1, k] = bos
         rows[k + 1:k + 1 + frames, k] = codes[:, k]
     return rows
@@ -121,6 +127,8 @@ def delay_labels(codes, eos):
     frames, books = codes.shape
     labels = np.full((frames + books + 1, books), IGNORE, np.int64)
     for k in range(books):
+        # one row below the begin-of-stream rows, which nobody predicts; one end-of-stream, since
+        # generation fills in the rest itself
         labels[k + 1:k + 1 + frames, k] = codes[:, k]
         labels[k + 1 + frames, k] = eos
     return labels
@@ -132,19 +140,23 @@ def assemble(tokens, labelled, codes, ids):
     tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of input_ids (n,), is_audio
     (n,), text_labels (n,), audio_ids (a, 8), audio_labels (a, 8).
     """
+    # in the table a clip is one token; here it takes as many rows as its codes
     places = np.flatnonzero(tokens == ids.audio)
     repeats = np.ones(len(tokens), np.int64)
     rows, labels, placeholders = [], [], []
     for place, clip in zip(places, codes):
         rows.append(delay_rows(clip, ids.stream_bos, ids.stream_eos))
+        # a reference is heard, but not trained
         labels.append(delay_labels(clip, ids.stream_eos) if labelled[place] else np.full_like(rows[-1], IGNORE))
         repeats[place] = len(rows[-1])
         placeholders.append(np.full(len(rows[-1]), ids.audio))
+        # the native processor has another placeholder for the rows that wait for the last codebooks
         placeholders[-1][-(ids.num_codebooks - 1):] = ids.delay
     is_audio = np.repeat(tokens == ids.audio, repeats)
     input_ids = np.repeat(tokens, repeats)
+    # audio rows are trained by their codes, and have no text
     text_labels = np.where(np.repeat(labelled, repeats) & ~is_audio, input_ids, IGNORE)
-    empty = np.empty((0, ids.num_codebooks), np.int64)
+    empty = np.empty((0, ids.num_codebooks), np.int64)      # a sample may have no clip
     if placeholders:
         input_ids[is_audio] = np.concatenate(placeholders)
     return {"input_ids": input_ids, "is_audio": is_audio, "text_labels": text_labels,
@@ -158,7 +170,8 @@ def audio_targets(sample):
     """
     if "audio_at" in sample:
         return sample["audio_at"], sample["audio_targets"]
-    following = sample["audio_labels"][1:]      # row 0 of a clip is never a label, so none reaches into the next clip
+    # a row predicts the one behind it; row 0 of a clip is never a label, so none reaches into the next clip
+    following = sample["audio_labels"][1:]
     trained = np.flatnonzero((following != IGNORE).any(axis=1))
     return np.flatnonzero(sample["is_audio"])[trained], following[trained]
 

@@ -93,6 +93,7 @@ def prompt(ids, text_ids, ref_text_ids=None, ref_rows=None):
         raise UserError("a reference's text without its audio has no place in a prompt of Higgs TTS 3")
     if ref_text_ids is not None and ids.ref_text is None:
         raise UserError(f"this tokenizer has no {TOKENS['ref_text']}: give the reference's audio without its text")
+    # task first, then whose voice, then what to say: <|audio|> at the end asks for row 0
     tokens = [ids.tts]
     if ref_text_ids is not None:
         tokens += [ids.ref_text, *listed(ref_text_ids)]
@@ -100,6 +101,7 @@ def prompt(ids, text_ids, ref_text_ids=None, ref_rows=None):
     if ref_rows is not None:
         tokens.append(ids.ref_audio)
         start, stop = len(tokens), len(tokens) + len(ref_rows)
+        # the embedding of a row comes from its codes; the token only holds the place
         tokens += [ids.pad] * len(ref_rows)
     tokens += [ids.text, *listed(text_ids), ids.audio]
     place = torch.arange(len(tokens))
@@ -112,6 +114,7 @@ def delay(codes, bos=1024, eos=1025):
     frames, books = codes.shape
     rows = torch.full((frames + books - 1, books), eos)
     for k in range(books):
+        # unlike V2 no row of BOC alone comes first, and none of EOC alone last
         rows[:k, k] = bos
         rows[k:k + frames, k] = codes[:, k]
     return rows
@@ -121,12 +124,13 @@ def undelay(rows):
     """(T + K - 1, K) rows -> (T, K) codes, the inverse of delay; (0, K) for fewer rows than a frame takes."""
     rows = torch.as_tensor(rows)
     books = rows.shape[1]
-    frames = max(0, len(rows) - books + 1)
+    frames = max(0, len(rows) - books + 1)      # speech that was cut off may have fewer rows than a frame
     return torch.stack([rows[k:k + frames, k] for k in range(books)], dim=1)
 
 
 def label_mask(frames, books=8, bos=False):
     """(T + 7, 8) bool, True where a cell of delay's rows is trained: codes and every EOC, and BOC where `bos`."""
+    # BOC is forced by the server while the delay builds up; EOC it never fills in, so they are learnt
     row, book = torch.arange(frames + books - 1)[:, None], torch.arange(books)
     return (row >= book) | bos
 
@@ -143,24 +147,29 @@ def streams(sample, ids):
     """
     found, left_out, reference, asked = [], [], None, ""
     for number, turn in enumerate(sample.turns):
+        # a prompt has no place for what V2 puts into its system turn
         if turn.role == "system":
             left_out += ["lose their scene's clip"] * bool(turn.clips)
             left_out += ["lose their system or scene text"] * bool(turn.text.strip())
         elif turn.role == "user":
             asked = turn.text.strip()
-        for clip in turn.clips if turn.role == "assistant" else ():
-            text = turn.text.strip() or asked
+        for place, (text, clip) in enumerate(said_by_clip(turn, asked) if turn.role == "assistant" else ()):
             if turn.trained and len(set(map(str.strip, SPEAKER.findall(text)))) > 1:
                 raise BadSample("has several speakers in one clip, which Higgs TTS 3 has no marks for")
+            # [SPEAKER0] would be read aloud: the model has never seen it
             if SPEAKER.search(text):
                 left_out.append("lose a speaker's mark")
                 text = SPEAKER.sub("", text)
             if turn.trained:
                 if not text:
                     raise BadSample("the trained clip has no text")
-                name = f"{sample.name} message {turn.source}" if sum(t.trained for t in sample.turns) > 1 \
-                    else sample.name
+                name = sample.name
+                if sum(t.trained for t in sample.turns) > 1:
+                    name += f" message {turn.source}"
+                if len(turn.clips) > 1:
+                    name += f" clip {place}"
                 found.append((name, pieces(text, clip, reference, ids.ref_text is not None)))
+            # the model has one reference: the clip before, whether trained or given
             if reference and not turn.trained and number:
                 left_out.append("lose an earlier reference: the last one stays")
             reference = (text, clip)
@@ -168,12 +177,33 @@ def streams(sample, ids):
     return found, sorted(set(left_out))
 
 
+def said_by_clip(turn, asked):
+    """[(text, Clip)] of an assistant's turn. Of several clips each says what stands between it and the clip before.
+
+    asked: the user's text before the turn, which the first clip says where no text stands before that.
+    """
+    if len(turn.clips) < 2:
+        return [(turn.text.strip() or asked, clip) for clip in turn.clips]
+    found, words = [], ""
+    for part in turn.parts:
+        if isinstance(part, str):
+            words += part
+        else:
+            found.append((words.strip() or ("" if found else asked), part))
+            words = ""
+    if words.strip() and turn.trained:
+        raise BadSample("has text behind the last of several clips in one message: put each text before its clip")
+    return found
+
+
 def pieces(text, clip, reference, marks_text):
     """[(text or Clip, labelled)] of a prompt and its clip. reference: (text, Clip) or None; marks_text: with text."""
     stream = [(TOKENS["tts"], False)]
+    # text of the reference only where the tokenizer can mark it
     if reference and reference[0] and marks_text:
         stream += [(TOKENS["ref_text"], False), (reference[0], False)]
     if reference:
+        # short references are filled up with silence, as the servers do
         stream += [(TOKENS["ref_audio"], False), (replace(reference[1], filled=True), False)]
     return [*stream, (TOKENS["text"], False), (text, False), (TOKENS["audio"], False), (clip, True)]
 
@@ -189,13 +219,16 @@ def assemble(tokens, labelled, codes, ids):
     at, targets = np.empty(0, np.int64), np.empty((0, ids.num_codebooks), np.int64)
     for place, clip in zip(places, codes):
         whole = delay(clip, ids.stream_bos, ids.stream_eos).numpy()
+        # the last row of a trained clip is predicted, but predicts nothing
         rows.append(whole[:-1] if labelled[place] else whole)
         repeats[place] = len(rows[-1])
         if labelled[place]:
+            # row r is predicted one place before it: row 0 by <|audio|>
             at = np.arange(len(whole)) + repeats[:place].sum() - 1
             targets = np.where(label_mask(len(clip), ids.num_codebooks).numpy(), whole, IGNORE)
     is_audio = np.repeat(tokens == AUDIO_PLACEHOLDER, repeats)
     input_ids = np.where(is_audio, ids.pad, np.repeat(tokens, repeats))
     empty = np.empty((0, ids.num_codebooks), np.int64)
+    # targets stand at the places that predict them; V2's stand beside their own rows
     return {"input_ids": input_ids, "is_audio": is_audio, "text_labels": np.full(len(input_ids), IGNORE),
             "audio_ids": np.concatenate([empty, *rows]), "audio_at": at, "audio_targets": targets}

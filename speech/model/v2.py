@@ -13,12 +13,71 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
 from common import fused, recomputation
-from speech.model import weights  # noqa: F401  (first: it explains a torchaudio that breaks every transformers import)
-from speech.model.labels import IGNORE
+from common.distributed import UserError
+from speech.model import weights  # first: it explains a torchaudio that breaks every transformers import
+from speech.model.labels import IGNORE, token_ids  # noqa: F401  (of module())
+from speech.model.loss import Sums, decays, flops_per_pack, named, total_loss  # noqa: F401  (of module(), too)
+from speech.model.weights import load_tokenizer, reset_buffers, save_config, weight_parts  # noqa: F401  (of module())
 
 from transformers.models.higgs_audio_v2 import modeling_higgs_audio_v2 as modeling  # isort: skip
 
 VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters      # torch >= 2.13
+LICENCE = None          # nothing to be said of it
+LORA_TARGETS = "attention"      # the attention's four layers, where --lora_target_modules says nothing
+WHOLE_MODULES = ()      # modules that an adapter may hold as a whole
+DRAWS = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "ras_window": 7, "ras_repeats": 2}     # the released model's
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What speech/model/versions.py's module() promises, beside what is imported above and follows below
+
+
+def read_config(config_dict):
+    """HiggsAudioV2Config of a config.json dict: hidden_size, num_codebooks, codebook_size, ... Raises UserError."""
+    return weights.native_config(config_dict)
+
+
+def text_setting(wanted):
+    """--normalize_text as "on" or "off"; on where nothing is wanted, as boson-ai's inference does."""
+    return wanted or "on"
+
+
+def own_codec(folder, config_dict, output_dir):
+    """The codec inside a model folder. Raises UserError: a V2 folder has none."""
+    raise UserError("give --audio_tokenizer_path: a Higgs-Audio V2 checkpoint holds no codec")
+
+
+def empty_model(config_dict, dtype, folder):
+    """The native model on the meta device: names, shapes and dtypes, no memory. Raises UserError."""
+    return weights.empty_model(read_config(config_dict), dtype, folder)
+
+
+def positions(config):
+    """Tokens that a prompt and its speech may have: what --max_length trains beyond config.json's 2,048 is spoken, too.
+
+    Positions are rotary, scaled for the 131,072 that the released checkpoint's own config.json says.
+    """
+    return max(config.max_position_embeddings, 131072)
+
+
+def layers(native):
+    """The decoder layers."""
+    return native.model.layers
+
+
+def tied_heads(native):
+    """Embeddings that are heads as well: none."""
+    return []
+
+
+def packed(net, recompute=None):
+    """What DDP wraps around the native model, or the PeftModel around it."""
+    return PackedHiggs(net, recompute)
+
+
+def weight_names(native):
+    """{name in a checkpoint's files: parameter} of a full model."""
+    return dict(native.named_parameters())
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Packed forward
@@ -149,35 +208,24 @@ class PackedHiggs(nn.Module):
         return losses.view(-1, config.num_codebooks).sum(0), text, eos
 
 
-def total_loss(audio, n_audio, text, n_text, reduction, text_weight):
-    """The training loss from sums over targets and their global numbers.
-
-    audio: K sums, one per codebook; text: one sum (tensors or floats). reduction: "mean" over the codebooks, or "sum"
-    of their means, as transformers has it.
-    """
-    scale = len(audio) if reduction == "sum" else 1
-    return sum(audio) * (scale / max(1, n_audio)) + text * (text_weight / max(1, n_text))
-
-
 def loss_report(sums, reduction, text_weight, prefix):
-    """Sums over all ranks -> {metric name: float}.
+    """Numbers of loss.Sums.flat, summed over all ranks -> {metric name: float}.
 
-    sums: floats, K + 8: PackedHiggs.forward's (audio loss of each codebook, text loss, end-of-stream loss, its right
-    answers and its number, right and false ends of codebook 0), then the numbers of audio and text targets. Each
-    codebook has one K-th of the audio and of the end-of-stream targets; there are as many ends of one as clips.
-    stop_recall: right ends of codebook 0 per clip; false_stop_rate: its false ends per target that is a code.
+    Each codebook has one K-th of the audio and of the end-of-stream targets; there are as many ends of
+    one as clips. stop_recall: right ends of codebook 0 per clip; false_stop_rate: its false ends per
+    target that is a code.
     """
-    audio, (text, eos, correct, n_eos, stops, false_stops, n_audio, n_text) = sums[:-8], sums[-8:]
+    sums = Sums.of(sums)
+    audio, ends, n_audio, n_text = sums.audio, sums.ends, sums.audio_targets, sums.text_targets
     books = len(audio)
-    values = {"loss": total_loss(audio, n_audio, text, n_text, reduction, text_weight),
-              "audio_loss": sum(audio) / max(1, n_audio), "text_loss": text / max(1, n_text),
-              "eos_loss": eos / max(1, n_eos), "eos_accuracy": correct / max(1, n_eos),
-              "stop_recall": stops * books / max(1, n_eos),
-              "false_stop_rate": false_stops * books / max(1, n_audio - n_eos)}
+    values = {"loss": total_loss(audio, n_audio, sums.text, n_text, reduction, text_weight),
+              "audio_loss": sum(audio) / max(1, n_audio), "text_loss": sums.text / max(1, n_text),
+              "eos_loss": ends.loss / max(1, ends.targets),
+              "eos_accuracy": ends.correct / max(1, ends.targets),
+              "stop_recall": ends.stops * books / max(1, ends.targets),
+              "false_stop_rate": ends.false_stops * books / max(1, n_audio - ends.targets)}
     values |= {f"audio_loss_codebook_{k}": s * books / max(1, n_audio) for k, s in enumerate(audio)}
-    if n_audio + n_text == 0:       # every step was skipped: no loss to claim
-        values = dict.fromkeys(values, float("nan"))
-    return {f"{prefix}/{name}": value for name, value in values.items()}
+    return named(values, sums, prefix)
 
 
 def freeze_unreachable(model, text_loss_weight):
@@ -195,22 +243,3 @@ def freeze_unreachable(model, text_loss_weight):
             parameter.requires_grad_(False)
             frozen.append(name)
     return frozen
-
-
-def decays(name, parameter):
-    """Weight decay shrinks matrices, but neither norms nor embeddings, of which a batch has few rows."""
-    return parameter.ndim > 1 and "embed" not in name
-
-
-def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
-    """Model FLOPs of forward and backward on one pack; only executed parts count, each row runs one of the two FFNs.
-
-    A matrix with N weights costs 2N per row forward, 2N for the input gradient and, when it is trained, 2N for its own
-    gradient: 4N per row under LoRA, 6N in full. pairs: sum over samples of n (n + 1) / 2 attended (query, key) pairs,
-    each 4 * heads * head_dim forward and twice that backward. Recomputation and adapters are not counted.
-    """
-    h, d, heads, kv = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
-    layer = h * d * (2 * heads + 2 * kv) + 3 * h * config.intermediate_size
-    rows = tokens * layer * config.num_hidden_layers
-    rows += audio_targets * h * config.codebook_size + text_targets * h * config.vocab_size
-    return (4 if lora else 6) * rows + 3 * 4 * heads * d * pairs * config.num_hidden_layers

@@ -5,6 +5,7 @@ the head. labels_v3.py has the layout of its sequences.
 
 The weights are for research and non-commercial use (Boson Higgs TTS 3 licence); none are part of this project.
 """
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from torch import nn
 from common import checkpoint, fused, json_files, recomputation, tensor_files
 from common.distributed import UserError
 from common.document_attention import ATTENTION
-from speech.model import weights  # noqa: F401  (first: it explains a torchaudio that breaks every transformers import)
+from speech.model import weights  # first: it explains a torchaudio that breaks every transformers import
 from speech.model.labels import IGNORE
 from speech.model.labels_v3 import (  # noqa: F401  (offered here, too)
     TOKENS,
@@ -25,17 +26,21 @@ from speech.model.labels_v3 import (  # noqa: F401  (offered here, too)
     prompt,
     undelay,
 )
+from speech.model.loss import Sums, decays, flops_per_pack, named, total_loss  # noqa: F401  (of module(), too)
 
 from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3Config, Qwen3Model  # isort: skip
 
 MODEL_TYPE = "higgs_multimodal_qwen3"
 LICENCE = "Higgs TTS 3 weights and what is fine-tuned from them: research and non-commercial use (see their LICENSE)"
+LORA_TARGETS = "all-linear"     # all seven of a layer, where --lora_target_modules says nothing
+DRAWS = {"temperature": 0.8, "top_k": 30, "top_p": 0.8}        # of sglang-omni's speech endpoint
 ROPE_THETA = 1e6        # config.json may hold null, and transformers would then take another
 TEXT_TABLE = "tied.embedding.text_embedding.weight"
 AUDIO_TABLE = "tied.embedding.modality_embeddings.0.embedding.weight"
 OURS = {TEXT_TABLE: "body.embed_tokens.weight", AUDIO_TABLE: "audio_embedding.weight"}      # file's name: ours
 HEADS = {"tied.head.text_head.weight": TEXT_TABLE, "tied.head.modality_heads.0.weight": AUDIO_TABLE}    # copies
 TABLE = "audio_embedding"       # the audio table's module: embedding and head
+WHOLE_MODULES = (TABLE,)        # modules that an adapter may hold as a whole
 CODEC = "tied.embedding.modality_embeddings.0.model."       # prefix of the codec's weights
 RELEASED_CODEC = {      # what transformers' defaults for HiggsAudioV2TokenizerConfig have otherwise: 25 frames a second
     "target_bandwidths": [0.5, 1, 1.5, 2], "acoustic_model_config": {
@@ -45,6 +50,62 @@ RELEASED_CODEC = {      # what transformers' defaults for HiggsAudioV2TokenizerC
 NORMED = {"g": "parametrizations.weight.original0", "v": "parametrizations.weight.original1"}
 OWN_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
              "merges.txt", "chat_template.jinja", "LICENSE", "NOTICE")      # of a folder, beside its weights
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What speech/model/versions.py's module() promises, beside what is imported above and follows below
+
+
+def text_setting(wanted):
+    """--normalize_text as "on" or "off"; off where nothing is wanted, as the servers have it. Raises UserError."""
+    if wanted == "on":
+        raise UserError("--normalize_text on: Higgs TTS 3 is served texts as they are; leave it off")
+    return "off"
+
+
+def own_codec(folder, config_dict, output_dir):
+    """The codec inside a model folder, unpacked in output_dir -> its folder there. Raises UserError."""
+    return unpack_codec(folder, config_dict, Path(output_dir) / "codec")
+
+
+def positions(config):
+    """Tokens that a prompt and its speech may have."""
+    return config.max_position_embeddings
+
+
+def layers(native):
+    """The decoder layers."""
+    return native.body.layers
+
+
+def tied_heads(native):
+    """Embeddings that are heads as well."""
+    return [*getattr(native.audio_embedding, "modules_to_save", {}).values()] or [native.audio_embedding]
+
+
+def packed(net, recompute=None):
+    """What DDP wraps around a Higgs3, or the PeftModel around it."""
+    return PackedHiggs3(net, recompute)
+
+
+def freeze_unreachable(native, text_loss_weight):
+    """Nothing to freeze: the audio loss reaches every weight."""
+
+
+def weight_names(native):
+    """{name in a checkpoint's files: parameter} of a full model."""
+    return published(dict(native.named_parameters()))
+
+
+def save_config(native, tokenizer, folder, source, codec=None):
+    """The files of a checkpoint beside its weights, as they stand in `source` -> {}: nothing is made.
+
+    source: the folder of the model that was trained from.
+    """
+    for path in Path(source).iterdir():
+        if path.name in OWN_FILES:
+            shutil.copyfile(path, Path(folder) / path.name)
+    return {}
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ids and configuration
@@ -186,34 +247,36 @@ class PackedHiggs3(nn.Module):
         return losses.view(-1, books).sum(0), losses.new_zeros(()), eos
 
 
-def loss_report(sums, reduction, prefix):
-    """Sums over all ranks -> {metric name: float}: v2.loss_report with the counts of this layout.
+def loss_report(sums, reduction, text_weight, prefix):
+    """v2.loss_report with the counts of this layout; text is not trained.
 
-    sums: floats, K + 8 as there; reduction as there. A clip of T frames has T codes in each codebook and K - 1 - k EOC
-    in codebook k.
+    A clip of T frames has T codes in each codebook and K - 1 - k EOC in codebook k.
     """
-    audio, (_, eos, correct, n_eos, stops, false_stops, n_audio, _) = sums[:-8], sums[-8:]
+    sums = Sums.of(sums)
+    audio, ends, n_audio = sums.audio, sums.ends, sums.audio_targets
     books = len(audio)
-    clips, loss = 2 * n_eos / (books * (books - 1)), sum(audio) / max(1, n_audio)
-    codes = (n_audio - n_eos) / books
+    clips, loss = 2 * ends.targets / (books * (books - 1)), sum(audio) / max(1, n_audio)
+    codes = (n_audio - ends.targets) / books
     values = {"loss": loss * (books if reduction == "sum" else 1), "audio_loss": loss, "text_loss": 0.0,
-              "eos_loss": eos / max(1, n_eos), "eos_accuracy": correct / max(1, n_eos),
-              "stop_recall": stops / max(1, clips), "false_stop_rate": false_stops / max(1, codes)}
-    values |= {f"audio_loss_codebook_{k}": s / max(1, codes + clips * (books - 1 - k)) for k, s in enumerate(audio)}
-    if n_audio == 0:        # every step was skipped: no loss to claim
-        values = dict.fromkeys(values, float("nan"))
-    return {f"{prefix}/{name}": value for name, value in values.items()}
+              "eos_loss": ends.loss / max(1, ends.targets),
+              "eos_accuracy": ends.correct / max(1, ends.targets),
+              "stop_recall": ends.stops / max(1, clips),
+              "false_stop_rate": ends.false_stops / max(1, codes)}
+    values |= {f"audio_loss_codebook_{k}": s / max(1, codes + clips * (books - 1 - k))
+               for k, s in enumerate(audio)}
+    return named(values, sums, prefix)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Files
 
 
-def empty_model(config, dtype):
+def empty_model(config_dict, dtype, folder=None):
     """Higgs3 with its parameters on the meta device: names, shapes and dtypes, no memory; reset_buffers is to follow.
 
-    config: of read_config.
+    config_dict: of config.json. folder: where that stands; nothing else is read there.
     """
+    config = read_config(config_dict)
     with torch.device("meta"):
         model = Higgs3(config).to(dtype)
     config.dtype = dtype
@@ -228,7 +291,7 @@ def reset_buffers(model, device):
         raise UserError(f"this version of transformers has buffers that v3.py does not know: {sorted(unknown)}")
 
 
-def weight_parts(folder):
+def weight_parts(folder, config_dict=None):
     """{our name: [slice handle]} of a folder's model weights, the codec's aside. Raises UserError.
 
     The files hold both tables twice, as embedding and as head; copies that differ are refused: served, the model would
@@ -331,8 +394,8 @@ def holds(folder, parts):
 def load(folder, dtype=torch.float32, device="cpu"):
     """(Higgs3 in eval mode on the device, Ids) of a checkpoint folder. Raises UserError unless it is exactly that."""
     folder = Path(folder)
-    config = read_config(json_files.read_object(folder / "config.json"))
-    ids, model, parts = token_ids(load_tokenizer(folder), config), empty_model(config, dtype), weight_parts(folder)
+    model = empty_model(json_files.read_object(folder / "config.json"), dtype)
+    ids, parts = token_ids(load_tokenizer(folder), model.config), weight_parts(folder)
     weights.check_weights(model, parts, folder)
     model.to_empty(device=device)
     reset_buffers(model, device)
@@ -350,9 +413,9 @@ class Sampling:
 
     temperature 0: the likeliest. top_k 0 and top_p 1: off. max_new_tokens: rows that a prompt may take.
     """
-    temperature: float = 0.8
-    top_p: float = 0.8
-    top_k: int = 30
+    temperature: float = DRAWS["temperature"]
+    top_p: float = DRAWS["top_p"]
+    top_k: int = DRAWS["top_k"]
     max_new_tokens: int = 2048
 
 

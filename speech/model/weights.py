@@ -14,7 +14,6 @@ import torch
 from common import distributed, json_files, tensor_files
 from common.distributed import UserError
 from speech.choices import HUB_CODEC
-from speech.model import layout_2025
 
 try:
     import torchaudio  # noqa: F401  (transformers imports it whenever it finds it, and dies with it)
@@ -73,15 +72,13 @@ def find_codec(name, flag="--audio_tokenizer_path"):
         None: "the 2025 codec format is not read, use the native one"})
 
 
-def find_checkpoints(model_path, codec_path):
-    """(model folder, its config.json as a dict, codec folder) of --model_path and --audio_tokenizer_path."""
-    return *find_model(model_path), find_codec(codec_path)[0]
-
-
 def native_config(config):
     """HiggsAudioV2Config of a config.json dict, native or 2025 format. Raises UserError for variants never released."""
-    native = (HiggsAudioV2Config.from_dict(config) if config["model_type"] == "higgs_audio_v2" else
-              HiggsAudioV2Config(**layout_2025.native_settings(config)))
+    if config["model_type"] == "higgs_audio_v2":
+        native = HiggsAudioV2Config.from_dict(config)
+    else:
+        from speech.model import layout_2025
+        native = HiggsAudioV2Config(**layout_2025.native_settings(config))
     if native.codebook_size <= native.audio_stream_eos_id:
         raise UserError(f"config.json has codebook_size {native.codebook_size}, but end-of-stream is code "
                         f"{native.audio_stream_eos_id}: it must be {native.audio_stream_eos_id + 1}")
@@ -119,6 +116,7 @@ def weight_parts(folder, config):
         raise UserError(f"{folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
     if config["model_type"] == "higgs_audio_v2":
         return {name: [part] for name, part in found.items()}
+    from speech.model import layout_2025
     return {name: [found[part] for part in parts] for name, parts in layout_2025.native_names(found).items()}
 
 

@@ -29,12 +29,13 @@ from speech.data.conversations import (
     Paths,
     canonical_prompt,
     spoken_text,
+    system_parts,
 )
 from speech.data.dataset import TableBuilder
 from speech.data.decode import decode_audio, filled
 from speech.data.encode import encode_clip
 from speech.data.rows import read_samples
-from speech.model import v3, weights  # noqa: F401  (first: it explains a torchaudio that breaks every transformers import)
+from speech.model import versions  # imports weights: it explains a torchaudio that breaks every transformers import
 from speech.model.labels import TokenIds
 
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList  # isort: skip
@@ -91,20 +92,21 @@ def read_lines(path):
     return texts
 
 
-def text_prompts(named_texts, normalize, reference_audio=None, reference_text=None, system=DEFAULT_SYSTEM, scene=None):
+def text_prompts(named_texts, normalize, reference_audio=None, reference_text=None, system=None, scene=None):
     """[(name, text)] -> Samples: plain, or in the voice of one reference clip with its transcript. Raises UserError.
 
-    normalize: of read_prompts.
+    normalize: of read_prompts. system: of all of them; None: by each text, as in training.
     """
-    content = system + ("\n\n" + SCENE.format(scene) if scene else "")
-    before = [{"role": "system", "content": content}]
+    reference = []
     if reference_audio:
-        before += [{"role": "user", "content": reference_text},
-                   {"role": "assistant", "content": {"type": "audio", "audio_url": reference_audio}}]
+        reference = [{"role": "user", "content": reference_text},
+                     {"role": "assistant", "content": {"type": "audio", "audio_url": reference_audio}}]
     paths, samples, problems = Paths(Path.cwd()), [], []
     for name, text in named_texts:
         try:
-            messages = [*before, {"role": "user", "content": text}]
+            said, heard_in = (system, scene) if system else system_parts(text, scene, references=bool(reference))
+            content = said + ("\n\n" + SCENE.format(heard_in) if heard_in else "")
+            messages = [{"role": "system", "content": content}, *reference, {"role": "user", "content": text}]
             samples.append(canonical_prompt(name, {"messages": messages}, paths, normalize))
         except BadSample as error:
             problems.append(f"{name}: {error}")
@@ -218,17 +220,14 @@ def prompt_batch(prompts, ids):
 # Generation
 
 
-V2_DRAWS = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "ras_window": 7, "ras_repeats": 2}   # the released model's
+DRAW_FLAGS = ("temperature", "top_k", "top_p", "ras_window", "ras_repeats")
 
 
 def draws(config, given):
-    """{name of V2_DRAWS: value}: what is given, else the model's own default. Raises UserError. None is not given."""
-    given = {name: value for name, value in given.items() if value is not None}
-    if config.model_type != "qwen3":
-        return {**V2_DRAWS, **given}
-    need(not given.keys() & {"ras_window", "ras_repeats"}, "--ras_window and --ras_repeats: not of Higgs TTS 3")
-    own = v3.Sampling()
-    return {"temperature": own.temperature, "top_k": own.top_k, "top_p": own.top_p, **given}
+    """{name of DRAW_FLAGS: value}: what is given, else the model's own default. Raises UserError. None is not given."""
+    given, own = {name: value for name, value in given.items() if value is not None}, versions.module(config).DRAWS
+    need(given.keys() <= own.keys(), "--ras_window and --ras_repeats: not of Higgs TTS 3")
+    return {**own, **given}
 
 
 def sampling(config, max_seconds, **given):
@@ -239,8 +238,8 @@ def sampling(config, max_seconds, **given):
     untempered distribution (0 = off). Raises UserError. Never without an end-of-stream id: generation would not stop.
     """
     how = draws(config, given)
-    if config.model_type == "qwen3":
-        return v3.Sampling(**how, max_new_tokens=max_frames(max_seconds) + config.num_codebooks - 1)
+    if versions.is_third(config.model_type):
+        return versions.module(config).Sampling(**how, max_new_tokens=max_frames(max_seconds) + config.num_codebooks - 1)
     ras = how["temperature"] and how["ras_window"] and how["ras_repeats"]
     drawn = {"do_sample": True, **{name: how[name] for name in ("temperature", "top_k", "top_p")}} \
         if how["temperature"] else {"do_sample": False}
@@ -273,9 +272,10 @@ def generate(native, prompts, ids, settings, seed, device, moment=float("inf"), 
     native: the model on the device, adapters inside, in eval mode. settings: from sampling(). The draws depend
     on seed and batch alone, and leave torch's random state as it was. moment, asked: as for Deadline.
     """
-    if isinstance(native, v3.Higgs3):
-        spoken = v3.generate(native, [(p.tokens, p.is_audio, p.audio_ids) for p in prompts], settings, seed,
-                                 lambda: time.monotonic() > moment or asked())
+    if versions.is_third(native.config.model_type):
+        inputs = [(p.tokens, p.is_audio, p.audio_ids) for p in prompts]
+        spoken = versions.module(native.config).generate(native, inputs, settings, seed,
+                                                         lambda: time.monotonic() > moment or asked())
         # a row cut off early may hold special codes; the servers decode those as code 0, too
         return [(np.where(codes.numpy() < ids.stream_bos, codes.numpy(), 0), how) for codes, how in spoken]
     batch = {name: tensor.to(device) for name, tensor in prompt_batch(prompts, ids).items()}

@@ -6,6 +6,7 @@ to metrics.jsonl. The draws are seeded apart, so a run with samples trains exact
 """
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,10 @@ from common.flags import need_package
 from speech.data import text_normalization
 from speech.data.code_cache import FRAME_RATE
 from speech.data.encode import load_codec
+from speech.model import versions
 from speech.voice import generate, scores, speech_metrics
 
+JUDGING = ("asr_model", "asr_command", "speaker_model", "mos", "language", "asr_time_limit")    # flags
 BATCH = 8           # prompts generated together
 MAX_PROMPTS = 64    # a few are meant; generate_tts.py speaks any number
 
@@ -32,21 +35,20 @@ def read(path, normalize):
     return samples
 
 
-def load(source, tokenizer, ids, config, codec_dir, device):
+def load(path, normalize, seconds, judging, heard_by):
     """(Prompts of --sample_prompts, GenerationConfig), checked and encoded before training starts. Raises UserError.
 
-    source: (path of the prompts or None, normalize of generate.read_prompts, seconds of speech that one of them may give,
-    judging of scores.load_judges, by name); the judges are loaded here, so that a missing one is found now.
+    normalize: of generate.read_prompts. seconds: of speech that one prompt may give. judging: of
+    scores.load_judges, by name; the judges are loaded here, so that a missing one is found now.
+    heard_by: (tokenizer, ids, config, codec folder, device) of the model that will speak them.
     """
-    path, normalize, seconds, judging = source
-    if not path:
-        return [], None
+    tokenizer, ids, config, codec_dir, device = heard_by
     samples = read(path, normalize)
     need_package("matplotlib", "--sample_prompts draws spectrograms")
     scores.load_judges(**judging)
     settings = generate.sampling(config, seconds)
     codec, bandwidth = load_codec(codec_dir, device, ids.num_codebooks)
-    room = config.max_position_embeddings - settings.max_new_tokens
+    room = versions.module(config).positions(config) - settings.max_new_tokens
     return generate.prepare(samples, tokenizer, ids, codec, bandwidth, room), settings
 
 
@@ -57,55 +59,74 @@ def forget_later(output_dir, step):
             shutil.rmtree(folder)
 
 
-def speak_all(native, prompts, settings, ids, codec_dir, device, *, seed, time_limit, output_dir, step, log, asked,
-              judging):
-    """Speak, judge and record every prompt -> {metric: float}. On one rank, with whole weights and in eval mode.
+@dataclass
+class Speaker:
+    """What speaks the prompts of a run. prompts, settings: of load. judging: of scores.load_judges, by name.
 
-    native: the native model, adapters inside. seed: of the draws. asked: a request to stop; then, or after time_limit
-    seconds, the prompts not yet spoken are left out, and the printed line tells so, as it does when the GPU's memory
-    does not suffice. Speech that the time limit cut off did not stop by itself: it counts in the stop rate, but not in
-    the length ratio, nor is it judged. judging: of scores.load_judges, by name.
+    seed: of the draws. time_limit: seconds that all prompts may take at one validation.
     """
-    end, start, spoken = time.monotonic() + time_limit, time.monotonic(), []
-    try:
-        with torch.compiler.set_stance("force_eager"):      # each new length would compile the layers once more
-            for first in range(0, len(prompts), BATCH):
-                if time.monotonic() < end and not asked():
-                    batch = prompts[first:first + BATCH]
-                    spoken += generate.generate(native, batch, ids, settings, seed + first // BATCH, device, end, asked)
-        with torch.random.fork_rng(devices=[]):         # building the codec draws numbers, dropout must not feel it
-            codec, _ = load_codec(codec_dir, device, ids.num_codebooks)
-        waves = [generate.decode(codec, codes) for codes, _ in spoken]
-    except torch.OutOfMemoryError:
-        tqdm.write(f"samples step {step:>6} | left out: too little GPU memory is free; give fewer prompts or a shorter "
-                   "--sample_seconds")
-        return {}
-    took, total = time.monotonic() - start, sum(len(codes) for codes, _ in spoken) / FRAME_RATE
-    whole = [number for number, (_, ended_by) in enumerate(spoken) if ended_by != "time"]
-    found, values = judge([prompts[i] for i in whole], [waves[i] for i in whole], scores.load_judges(**judging), device)
-    facts, ratios = dict(zip(whole, found)), []
-    for number, (prompt, (codes, ended_by), wave) in enumerate(zip(prompts, spoken, waves)):
-        about = generate.record(prompt, codes, ended_by, seed + number // BATCH, took / total if total else None)
-        picture = generate.mel_picture(wave, f"step {step}: {prompt.text}")
-        generate.write_sample(Path(output_dir) / "samples" / f"step-{step}", prompt.name, wave, picture,
-                           {**about, **facts.get(number, {}), "step": step})
-        log.write_speech(step, f"samples/{prompt.name}", wave, generate.SAMPLE_RATE, picture)
-        if about["target_seconds"] and ended_by != "time":
-            ratios.append(about["seconds"] / about["target_seconds"])
-    ends = [ended_by for _, ended_by in spoken]
-    why = "" if len(whole) == len(prompts) else " (asked to stop)" if asked() else " (--sample_time_limit)"
-    if total:
-        values["eval/real_time_factor"] = took / total
-    if ends and not asked():
-        values["eval/stop_rate"] = ends.count("eos") / len(ends)
-    if ratios:
-        values["eval/length_ratio"] = sum(ratios) / len(ratios)
-    tqdm.write(f"speech step {step:>6} | {len(whole)} of {len(prompts)} prompts, {total:.1f} s in {took:.1f} s{why}" +
-               (f" | stop rate {values['eval/stop_rate'] * 100:5.1f}%" if "eval/stop_rate" in values else "") +
-               (f" | length ratio {values['eval/length_ratio']:5.2f}" if ratios else "") +
-               (f" | word errors {values['eval/wer'] * 100:.1f}%" if "eval/wer" in values else "") +
-               (f" | likeness {values['eval/speaker_similarity']:.2f}" if "eval/speaker_similarity" in values else ""))
-    return values
+    prompts: list
+    settings: object
+    ids: object
+    codec_dir: Path
+    device: torch.device
+    output_dir: str
+    judging: dict
+    seed: int
+    time_limit: float
+
+    def speak_all(self, native, step, log, asked):
+        """Speak, judge and record every prompt -> {metric: float}. On one rank, with whole weights and in eval mode.
+
+        native: the native model, adapters inside. asked: a request to stop; then, or after time_limit
+        seconds, the prompts not yet spoken are left out, and the printed line tells so, as it does when
+        the GPU's memory does not suffice. Speech that the time limit cut off did not stop by itself: it
+        counts in the stop rate, but not in the length ratio, nor is it judged.
+        """
+        end, start, spoken = time.monotonic() + self.time_limit, time.monotonic(), []
+        try:
+            with torch.compiler.set_stance("force_eager"):      # each new length would compile the layers once more
+                for first in range(0, len(self.prompts), BATCH):
+                    if time.monotonic() < end and not asked():
+                        spoken += generate.generate(native, self.prompts[first:first + BATCH], self.ids, self.settings,
+                                                    self.seed + first // BATCH, self.device, end, asked)
+            with torch.random.fork_rng(devices=[]):     # building the codec draws numbers, dropout must not feel it
+                codec, _ = load_codec(self.codec_dir, self.device, self.ids.num_codebooks)
+            waves = [generate.decode(codec, codes) for codes, _ in spoken]
+        except torch.OutOfMemoryError:
+            tqdm.write(f"samples step {step:>6} | left out: too little GPU memory is free; give fewer prompts or a "
+                       "shorter --sample_seconds")
+            return {}
+        return self.record(step, log, asked, spoken, waves, time.monotonic() - start)
+
+    def record(self, step, log, asked, spoken, waves, took):
+        """Judge, write and log what was spoken -> {metric: float}. spoken: of generate.generate; took: seconds."""
+        prompts, total = self.prompts, sum(len(codes) for codes, _ in spoken) / FRAME_RATE
+        whole = [number for number, (_, ended_by) in enumerate(spoken) if ended_by != "time"]
+        found, values = judge([prompts[i] for i in whole], [waves[i] for i in whole], scores.load_judges(**self.judging), self.device)
+        facts, ratios = dict(zip(whole, found)), []
+        for number, (prompt, (codes, ended_by), wave) in enumerate(zip(prompts, spoken, waves)):
+            about = generate.record(prompt, codes, ended_by, self.seed + number // BATCH, took / total if total else None)
+            picture = generate.mel_picture(wave, f"step {step}: {prompt.text}")
+            generate.write_sample(Path(self.output_dir) / "samples" / f"step-{step}", prompt.name, wave, picture,
+                               {**about, **facts.get(number, {}), "step": step})
+            log.write_speech(step, f"samples/{prompt.name}", wave, generate.SAMPLE_RATE, picture)
+            if about["target_seconds"] and ended_by != "time":
+                ratios.append(about["seconds"] / about["target_seconds"])
+        ends = [ended_by for _, ended_by in spoken]
+        why = "" if len(whole) == len(prompts) else " (asked to stop)" if asked() else " (--sample_time_limit)"
+        if total:
+            values["eval/real_time_factor"] = took / total
+        if ends and not asked():
+            values["eval/stop_rate"] = ends.count("eos") / len(ends)
+        if ratios:
+            values["eval/length_ratio"] = sum(ratios) / len(ratios)
+        tqdm.write(f"speech step {step:>6} | {len(whole)} of {len(prompts)} prompts, {total:.1f} s in {took:.1f} s{why}" +
+                   (f" | stop rate {values['eval/stop_rate'] * 100:5.1f}%" if "eval/stop_rate" in values else "") +
+                   (f" | length ratio {values['eval/length_ratio']:5.2f}" if ratios else "") +
+                   (f" | word errors {values['eval/wer'] * 100:.1f}%" if "eval/wer" in values else "") +
+                   (f" | likeness {values['eval/speaker_similarity']:.2f}" if "eval/speaker_similarity" in values else ""))
+        return values
 
 
 def judge(prompts, waves, judges, device):

@@ -1,6 +1,4 @@
-"""How close is one recording to another: plain functions on numpy arrays, no trained model (scores.py has those).
-
-    compare(generated, reference)   -> mel-cepstral distance, pitch and voicing along the best alignment
+"""Audio files, spectrum and pitch: plain functions on numpy arrays, no trained model (scores.py has those).
 
 Waves are (n,) float32 mono at RATE. Frames are 10 ms apart and centred, so pitch and cepstra of a wave line up.
 """
@@ -83,26 +81,6 @@ def cepstral_distances(a, b):
     return 10 / np.log(10) * np.sqrt(2 * np.clip(squares, 0, None))
 
 
-def best_path(distances):
-    """(T, S) -> (L, 2) index pairs from (0, 0) to (T-1, S-1) with the least sum; each step adds 1 to one index or both.
-
-    Dynamic time warping (Sakoe and Chiba 1978), without weights or limits on the slope.
-    """
-    n, m = distances.shape
-    cost = np.full((n + 1, m + 1), np.inf)
-    cost[0, 0] = 0
-    for diagonal in range(2, n + m + 1):        # all cells of one anti-diagonal at once
-        i = np.arange(max(1, diagonal - m), min(n, diagonal - 1) + 1)
-        j = diagonal - i
-        cost[i, j] = distances[i - 1, j - 1] + np.minimum(np.minimum(cost[i - 1, j], cost[i, j - 1]),
-                                                          cost[i - 1, j - 1])
-    path, i, j = [], n, m
-    while i and j:
-        path.append((i - 1, j - 1))
-        i, j = min((i - 1, j - 1), (i - 1, j), (i, j - 1), key=lambda cell: cost[cell])
-    return np.array(path[::-1])
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Pitch
 
@@ -142,31 +120,3 @@ def autocorrelation(rows):
     power = np.abs(np.fft.rfft(rows, size, axis=1)) ** 2
     power[:, np.fft.rfftfreq(size, 1 / RATE) > VOICE_HZ] = 0
     return np.fft.irfft(power, axis=1)[:, :rows.shape[1] // 2]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Two recordings
-
-
-def compare(generated, reference):
-    """Two waves -> {"mcd": dB, "f0_correlation": -1..1, "voicing_agreement": 0..1, "length_ratio"}, None if undefined.
-
-    Frames are paired by the warping with the least mel-cepstral distance; mcd is its mean over the pairs. Pitch is
-    correlated (Pearson, log Hz) over pairs voiced on both sides, voicing_agreement is the share of pairs voiced on both
-    or on neither. mcd is meant for comparing runs: other programs take other cepstra, and other numbers come out.
-    """
-    found = dict.fromkeys(("mcd", "f0_correlation", "voicing_agreement", "length_ratio"))
-    if len(reference):
-        found["length_ratio"] = len(generated) / len(reference)
-    if not np.any(generated) or not np.any(reference):
-        return found
-    distances = cepstral_distances(*(cepstra(mel_energies(wave)) for wave in (generated, reference)))
-    i, j = best_path(distances).T
-    a, b = pitch(generated)[i], pitch(reference)[j]
-    both = (a > 0) & (b > 0)
-    found["mcd"] = float(distances[i, j].mean())
-    found["voicing_agreement"] = float(((a > 0) == (b > 0)).mean())
-    x, y = np.log(a[both]), np.log(b[both])
-    if len(x) > 2 and min(x.std(), y.std()) > 0.01:     # below 1 % there is no melody, only the tracker's own noise
-        found["f0_correlation"] = float(np.corrcoef(x, y)[0, 1])
-    return found

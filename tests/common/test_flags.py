@@ -28,7 +28,7 @@ REQUIRED = ["--train_data_file", "train.json", "--model_path", "model", "--audio
 # flags and defaults of the trainer whose launch lines must go on working; but for --lora_dropout, 0.1 there, and
 # --warmup_steps, --save_steps and --eval_steps, which were fixed numbers there and follow the length of the run here
 DEFAULTS = {
-    "validation_split": 0.005, "task_type": "single_speaker_smart_voice", "ref_audio_in_system_message": False,
+    "validation_split": None, "task_type": "single_speaker_smart_voice", "ref_audio_in_system_message": False,
     "train_data_dir": None, "eval_data_dir": None, "eval_data_file": None, "num_train_epochs": 3,
     "per_device_train_batch_size": 4, "per_device_eval_batch_size": 1, "learning_rate": 5e-5,
     "logging_steps": 10, "bf16": False, "disable_eval": False,

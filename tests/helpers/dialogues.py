@@ -29,7 +29,7 @@ CONVERSATIONS = [
     [SYSTEM, user("One."), speaker(ONE_FRAME), user("Two."), speaker(TARGET), user("Three."), speaker(REF)],
     [SYSTEM, user("Only words?"), speaker("Yes, only words.")],
     [Turn("system", ["Speak.\n", REF, "\nEnd."], None), user("Go."), speaker("Well: ", TARGET, " so.")],
-    [SYSTEM, user("Two clips."), speaker(ONE_FRAME, LONG), speaker("Once more.")],
+    [SYSTEM, user("Two clips."), speaker(ONE_FRAME, "And then.", LONG), speaker("Once more.")],
     [SYSTEM, user("Heard, not trained."), speaker(LONG, trained=False), user("And?"), speaker("Nothing.")],
 ]
 

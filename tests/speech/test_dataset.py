@@ -68,6 +68,13 @@ def files_of(sources, tools, folder, processes, task="zero_shot_voice_cloning"):
             for path in folder.iterdir()}, clips, n_train
 
 
+@pytest.mark.parametrize("n, share, held_out", [(1, None, 0), (2, None, 1), (24, None, 1), (240, None, 12), (320, None, 16),
+                                                (2000, None, 16), (4000, None, 20), (240, 0.005, 1), (240, 0, 0)])
+def test_enough_samples_are_held_out_for_a_best_checkpoint(n, share, held_out):
+    train, validation = speech_table.split_validation(n, share, 42)
+    assert len(validation) == held_out and sorted([*train, *validation]) == list(range(n))
+
+
 @pytest.fixture
 def small_parts(monkeypatch):
     monkeypatch.setattr(speech_table, "CHUNK", 3)

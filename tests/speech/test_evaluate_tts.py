@@ -2,7 +2,6 @@
 
 The models are real transformers classes with random weights: what they hear means nothing, but who heard what must fit.
 """
-import itertools
 import json
 import subprocess
 import sys
@@ -55,14 +54,6 @@ def speech(text, speaker=0, seed=0):
 # Spectrum
 
 
-def test_a_recording_is_no_distance_from_itself_at_any_level():
-    wave = speech("Good night.")
-    for other in (wave, 0.1 * wave):
-        found = sm.compare(other, wave)
-        assert found["mcd"] == pytest.approx(0, abs=0.01) and found["length_ratio"] == 1
-        assert found["f0_correlation"] == pytest.approx(1) and found["voicing_agreement"] == 1
-
-
 def test_distance_has_the_published_constant():
     """10 / ln 10 * sqrt(2): one coefficient apart by 0.3 is 0.3 * 6.1418 dB."""
     a = np.random.default_rng(0).standard_normal((4, sm.CEPSTRA))
@@ -87,43 +78,6 @@ def test_mel_bands_are_where_they_should_be():
         wave = np.sin(2 * np.pi * hertz * np.arange(RATE) / RATE)
         centre = 2595 * np.log10(1 + hertz / 700) / (2595 * np.log10(1 + 8000 / 700)) * (sm.MELS + 1) - 1
         assert abs(np.argmax(sm.mel_energies(wave)[50]) - centre) <= 0.6
-    buzz, tones = voice(150)[0], {f: np.sin(2 * np.pi * f * np.arange(RATE) / RATE) * 0.3 for f in (5000, 9500)}
-    added = {f: sm.compare(buzz + tone, buzz)["mcd"] for f, tone in tones.items()}
-    assert added[9500] < 0.5 < 3 < added[5000]      # above TOP_HZ nothing counts
-
-
-def test_best_path_is_the_cheapest_of_all():
-    def cheapest(d, i, j):
-        if (i, j) == (0, 0):
-            return d[0, 0]
-        return d[i, j] + min(cheapest(d, x, y) for x, y in ((i - 1, j), (i, j - 1), (i - 1, j - 1))
-                             if x >= 0 and y >= 0)
-    rng = np.random.default_rng(0)
-    for n, m in itertools.product((1, 2, 4, 5), repeat=2):
-        d = rng.random((n, m))
-        path = sm.best_path(d)
-        assert path[0].tolist() == [0, 0] and path[-1].tolist() == [n - 1, m - 1]
-        assert {tuple(step) for step in np.diff(path, axis=0)} <= {(0, 1), (1, 0), (1, 1)}
-        assert d[tuple(path.T)].sum() == pytest.approx(cheapest(d, n - 1, m - 1))
-
-
-def test_slower_speech_is_aligned_and_its_length_told():
-    """The same sounds at half the pace: twice as long, nearly no distance; in another order: far away."""
-    sounds = [voice(f)[0] * w for f, w in ((110, 1), (210, 0.5), (330, 0.8), (160, 1))]
-
-    def say(seconds, order=(0, 1, 2, 3)):
-        return np.concatenate([sounds[i][:round(seconds * RATE)] for i in order])
-    slow = sm.compare(say(0.6), say(0.3))
-    assert slow["length_ratio"] == 2 and slow["mcd"] < 0.5 and slow["f0_correlation"] > 0.99
-    assert sm.compare(say(0.3, (3, 2, 1, 0)), say(0.3))["mcd"] > 5 * slow["mcd"] + 2
-    assert sm.compare(say(0.3), say(0.6))["length_ratio"] == 0.5
-
-
-def test_distance_is_the_same_both_ways():
-    a, b = speech("Good night.", 0), speech("Where is the map?", 1)
-    x, y = sm.compare(a, b), sm.compare(b, a)
-    assert x["mcd"] == pytest.approx(y["mcd"]) and x["mcd"] > 3
-    assert x["length_ratio"] == pytest.approx(1 / y["length_ratio"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -158,24 +112,6 @@ def test_noise_and_silence_have_no_pitch():
     whistle = slow * np.sin(2 * np.pi * 4500 / RATE * np.arange(len(slow)))     # an s: nearly periodic, but no voice
     found = sm.pitch(np.concatenate([voice(140)[0], whistle])) > 0
     assert found[4:96].all() and found[104:].mean() < 0.05
-
-
-def test_pitch_agreement_of_two_melodies():
-    rise, fall = voice((100, 220), 1.5)[0], voice((220, 100), 1.5)[0]
-    assert sm.compare(rise, voice((150, 330), 1.5)[0])["f0_correlation"] > 0.8      # another register, same melody
-    assert sm.compare(rise, fall)["f0_correlation"] < -0.9
-    half = rise.copy()
-    half[RATE * 3 // 4:] = 0.05 * np.random.default_rng(0).standard_normal(RATE * 3 // 4)
-    assert 0.3 < sm.compare(half, rise)["voicing_agreement"] < 0.75
-    assert sm.compare(rise, rise)["voicing_agreement"] == 1
-
-
-def test_what_is_not_defined_is_none():
-    wave, nothing = voice(150)[0], np.zeros(0, np.float32)
-    silent = sm.compare(np.zeros(RATE // 2, np.float32), wave)
-    assert silent == {"mcd": None, "f0_correlation": None, "voicing_agreement": None, "length_ratio": 0.5}
-    assert sm.compare(nothing, wave)["length_ratio"] == 0 and sm.compare(wave, nothing)["length_ratio"] is None
-    assert sm.compare(wave, wave)["f0_correlation"] is None        # a level tone has no melody
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -276,14 +212,13 @@ def test_copies_of_the_targets_are_perfect(waves, targets, speaker, tmp_path, ca
     found = run(folder, "--reference_dir", targets, "--speaker_model", speaker)
     assert found["name"] == str(folder) and list(found["metrics"]) == list(evaluate_tts.METRICS)
     assert found["metrics"] == pytest.approx({
-        "wer": None, "wer_mean": None, "cer": None, "speaker_similarity": 1, "dnsmos": None, "mcd": 0,
-        "f0_correlation": 1, "voicing_agreement": 1, "length_ratio": 1, "stop_rate": 0.75,
+        "wer": None, "wer_mean": None, "cer": None, "speaker_similarity": 1, "dnsmos": None, "length_ratio": 1, "stop_rate": 0.75,
         "real_time_factor": 1}, abs=1e-6)
     assert by_name(found, "stop_rate") == {"0000": 1, "0001": 0, "0002": 1, "0003": 1, "0004": None}
     assert found["settings"]["reference_dir"] == str(targets) and found["settings"]["samples"] == 5
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["metric", "speaker_similarity", "mcd", "f0_correlation",
-                                                   "voicing_agreement", "length_ratio", "stop_rate", "real_time_factor"]
+    assert [line.split()[0] for line in lines] == ["metric", "speaker_similarity", "length_ratio", "stop_rate",
+                                                   "real_time_factor"]
     assert lines[-2].split() == ["stop_rate", "share", "0.7500", "4", "0001", "0.0000"]
     assert matplotlib.image.imread(folder / "evaluation.png").std() > 0.05
 
@@ -296,13 +231,12 @@ def test_scores_belong_to_their_samples(waves, targets, speaker, tmp_path):
     straight = run(write(tmp_path / "a", [waves[i] for i in order], target_audio=paths, reference_audio=paths[::-1]),
                    "--speaker_model", speaker)
     for row, wave, target in zip(straight["samples"], [waves[i] for i in order], waves):
-        assert {key: row[key] for key in ("mcd", "f0_correlation", "voicing_agreement", "length_ratio")} == \
-            pytest.approx(sm.compare(wave, target), rel=1e-4)
-    values = [row["mcd"] for row in straight["samples"]]
-    assert straight["metrics"]["mcd"] == pytest.approx(np.mean(values)) and len(set(values)) == 5
+        assert row["length_ratio"] == pytest.approx(len(wave) / len(target), rel=1e-4)
+    values = [row["length_ratio"] for row in straight["samples"]]
+    assert straight["metrics"]["length_ratio"] == pytest.approx(np.mean(values)) and len(set(values)) == 5
     shuffled = run(write(tmp_path / "b", [waves[order[i]] for i in order], target_audio=[paths[i] for i in order],
                          reference_audio=[paths[::-1][i] for i in order]), "--speaker_model", speaker)
-    for key in ("mcd", "speaker_similarity"):
+    for key in ("length_ratio", "speaker_similarity"):
         a, b = ([row[key] for row in found["samples"]] for found in (straight, shuffled))
         assert b == pytest.approx([a[i] for i in order]) and np.std(a) > 1e-3
     assert shuffled["metrics"] == pytest.approx(straight["metrics"])
@@ -327,7 +261,7 @@ def test_similarity_is_the_cosine_to_the_voice_that_was_cloned(waves, targets, s
         assert found["samples"][i]["speaker_similarity"] == pytest.approx(cosine, abs=1e-4) and abs(cosine) < 0.9999
     assert found["samples"][1]["speaker_similarity"] == pytest.approx(1)
     assert found["samples"][2]["speaker_similarity"] == pytest.approx(1)        # no voice given: the target is it
-    assert found["samples"][3]["speaker_similarity"] is None and found["samples"][3]["mcd"] is None
+    assert found["samples"][3]["speaker_similarity"] is None and found["samples"][3]["length_ratio"] is None
 
 
 def test_what_generate_tts_writes_is_read(waves, targets, speaker, tmp_path):
@@ -342,7 +276,6 @@ def test_what_generate_tts_writes_is_read(waves, targets, speaker, tmp_path):
         generate.write_sample(folder, f"{i:04d}", waves[i], np.zeros((8, 8, 3), np.uint8), about)
     found = run(folder, "--speaker_model", speaker)
     assert list(by_name(found, "length_ratio").values()) == [1, 1, None]
-    assert list(by_name(found, "mcd").values()) == pytest.approx([0, 0, None], abs=0.3)     # 16 bit
     assert list(by_name(found, "stop_rate").values()) == [0, 1, 1]
     assert list(by_name(found, "speaker_similarity").values()) == pytest.approx([1, 1, 1], abs=1e-4)
 
@@ -405,10 +338,9 @@ def test_what_could_not_be_judged_is_said(waves, listener, speaker, targets, tmp
     assert found["heard"]["0000"] == hear(listener, long[:3 * RATE])
     assert found["settings"]["notes"] == [
         f"{folder}/0001.wav: shorter than 0.5 s, its voice is not judged",
-        f"{folder}/0002.wav: it or its target is silent, so mcd, pitch and voicing are not judged",
         f"{folder}/0000.wav: only the first 3 s of {len(long) / RATE:.1f} s were heard"]
-    assert capsys.readouterr().out.count("note: ") == 3
-    assert found["samples"][1]["speaker_similarity"] is None and found["samples"][2]["mcd"] is None
+    assert capsys.readouterr().out.count("note: ") == 2
+    assert found["samples"][1]["speaker_similarity"] is None
 
 
 @pytest.mark.slow
@@ -422,9 +354,7 @@ def test_two_folders_side_by_side(waves, targets, tmp_path, capsys):
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert rows["metric"].split()[1:] == ["unit", "base", "trained", "difference", "better", "in"]
     assert rows["stop_rate"].split()[1:] == ["share", "0.2000", "1.0000", "0.8000", "4", "of", "5"]
-    mcd = runs[0]["metrics"]["mcd"]
-    assert rows["mcd"].split()[1:] == ["dB", f"{mcd:.4f}", "0.0000", f"{-mcd:.4f}", "2", "of", "5"] and mcd > 1
-    assert rows["length_ratio"].split()[-3:] == ["2", "of", "5"] and rows["f0_correlation"].endswith("2 of 5")
+    assert rows["length_ratio"].split()[-3:] == ["2", "of", "5"]
     assert len({len(line) for line in rows.values()}) == 1      # aligned
     second = np.array([255, 127, 14]) / 255     # the colour of a second run
 
@@ -442,7 +372,7 @@ def test_folders_are_named_as_briefly_as_tells_them_apart():
 
 
 @pytest.mark.parametrize("key, a, b, expected", [
-    ("wer", 0.2, 0.1, True), ("wer", 0.1, 0.2, False), ("wer", 0.1, 0.1, False), ("mcd", 5, 6, False),
+    ("wer", 0.2, 0.1, True), ("wer", 0.1, 0.2, False), ("wer", 0.1, 0.1, False), ("real_time_factor", 5, 6, False),
     ("speaker_similarity", 0.5, 0.6, True), ("stop_rate", 1, 0, False), ("length_ratio", 1.5, 1.2, True),
     ("length_ratio", 1.2, 0.9, True), ("length_ratio", 0.5, 1.9, True), ("length_ratio", 1.9, 0.5, False),
     ("length_ratio", 0.0, 3.0, True)])
@@ -547,7 +477,7 @@ def test_the_command(waves, targets, tmp_path):
     done = subprocess.run([sys.executable, "-c", watch, "a"], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout
-    assert "mcd                dB" in done.stdout and (folder / "evaluation.json").is_file()
+    assert "length_ratio       1 = target" in done.stdout and (folder / "evaluation.json").is_file()
 
 
 def test_texts_of_a_normalised_and_a_plain_folder_are_the_same_prompts(tmp_path):

@@ -14,11 +14,12 @@ import soundfile
 from common.distributed import UserError
 from speech.data.code_cache import file_keys
 from speech.data.containers import unit_of
-from speech.data.conversations import Clip
+from speech.data.conversations import MULTISPEAKER_SYSTEM, Clip
 from speech.data.decode import decode_audio
 from speech.data.encode import share_work
 from speech.data.formats import find_source
-from speech.data.rows import MULTISPEAKER_SYSTEM, Reading, open_source, read_chunks, read_samples
+from speech.data.rows import Reading, open_source, read_chunks, read_samples
+from speech.voice.generate import text_prompts
 
 
 @pytest.fixture
@@ -318,11 +319,19 @@ def test_two_formats_that_fit_are_named(folder):
 def test_dialogue_has_bosons_scene_and_speaker_lines(folder):
     path = lines(folder / "m.jsonl", {"audio": "b.wav", "text": "[SPEAKER0] Alone."},
                  {"audio": "a.wav", "text": "[SPEAKER0] Hi.\n[SPEAKER1] Ho.", "scene": "a_room"})
-    _, (one, two), _ = read(path, task_type="multi_speaker_smart_voice")
+    _, (one, two), _ = read(path)       # the text decides, not the task type
     assert two.turns[0].text == (MULTISPEAKER_SYSTEM + "\n\n<|scene_desc_start|>\nAudio is recorded from a room.\n\n"
                                  "SPEAKER0: feminine\nSPEAKER1: masculine\n<|scene_desc_end|>")
     assert one.turns[0].text == "Generate audio following instruction."
-    assert read(path)[1][1].turns[0].text.startswith("Generate audio following instruction.")
+    assert read(path, task_type="multi_speaker_smart_voice")[1][1].turns[0] == two.turns[0]
+    chat = lines(folder / "chat.jsonl", {"messages": [
+        {"role": "user", "content": "[SPEAKER0] Hi.\n[SPEAKER1] Ho."},
+        {"role": "assistant", "content": {"type": "audio", "audio_url": "a.wav"}}], "scene": "Audio is recorded from a room."})
+    spoken_later = text_prompts([("x", "[SPEAKER0] Hi.\n[SPEAKER1] Ho.")], False, scene="Audio is recorded from a room.")
+    assert spoken_later[0].turns[0].text == two.turns[0].text
+    assert read(chat)[1][0].turns[0].text.split() == two.turns[0].text.split()
+    cloned, = text_prompts([("x", "[SPEAKER0] Hi.\n[SPEAKER1] Ho.")], False, str(folder / "a.wav"), "Said.")
+    assert cloned.turns[0].text == "Generate audio following instruction."      # boson's way, where a clip gives the voice
 
 
 def test_vibevoice_speakers_are_numbered_by_first_appearance(folder):

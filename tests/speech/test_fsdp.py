@@ -25,7 +25,7 @@ import train_v2_ddp
 from common import checkpoint, distributed, tensor_files
 from data import collate
 from speech.demo import make_tiny
-from speech.model import v2, versions
+from speech.model import v2
 from speech.model.weights import empty_model, find_model, native_config
 from tests.helpers import spoken as speech
 from tests.helpers.checkpoints import config_of, original_config, original_state, split_rows, write_checkpoint
@@ -386,10 +386,9 @@ def start(argv):
     train_v2_ddp.check_flags(args, int(os.environ["WORLD_SIZE"]))
     world = distributed.init(60, 60, alone_too=args.parallel != "ddp")
     folder, config = find_model(args.model_path)
-    args.lora_target_modules = versions.lora_targets(config, args.lora_target_modules or "")
-    model, native, parts = train_v2_ddp.empty_trained_model(folder, config, **train_v2_ddp.for_model(args))
-    wrapped = train_v2_ddp.load_model(world, model, native, parts, None, **train_v2_ddp.for_loading(args, world.size))
-    return world, args, model, wrapped, native
+    args.lora_target_modules = args.lora_target_modules or "attention"
+    model, parts = train_v2_ddp.empty_trained_model(v2, folder, config, args)
+    return world, args, model, train_v2_ddp.load_model(v2, world, model, parts, None, args), model.base_model
 
 
 def whole(tensor):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from speech.data.conversations import Sample
+from speech.data.conversations import OTHER_MARKS, Sample
 from speech.data.dataset import TableBuilder
 from speech.data.rows import read_samples
 from speech.model.labels import IGNORE, conversation_pieces, delay_labels, delay_rows
@@ -107,6 +107,15 @@ def stream(sample, tokenizer, ids):
     builder.add([sample], problems)
     assert not problems
     return builder.tokens[0].tolist(), builder.labelled.array().tolist()
+
+
+def test_what_would_be_read_aloud_is_counted(tokenizer, ids):
+    texts = ["Slowly.<|endofprompt|>My kettle.", "[S1] Hi. [S2] Ho.", "ANNA: Hi.\nBEN: Ho.", "[SPEAKER0] A [SPEAKER1] B",
+             "Note: one mark is none.", "Then 3:15."]
+    builder, problems = TableBuilder(tokenizer, ids), []
+    builder.add([Sample("a", [user(text), speaker(TARGET)]) for text in texts], problems)
+    assert builder.left_out == {
+        "hold <|endofprompt|>, which is not a control tag of this model: it is read aloud": 1, OTHER_MARKS: 2}
 
 
 def native_text(tiny, conversation):

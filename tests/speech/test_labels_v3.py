@@ -33,8 +33,9 @@ def ids3(model3, tokenizer3):
 
 
 def spoken(*turns):
-    """Sample of (role, text or Clip, trained) turns."""
-    return Sample("sample 0", [Turn(role, [part], i, trained) for i, (role, part, trained) in enumerate(turns)])
+    """Sample of (role, text or Clip or a list of them, trained) turns."""
+    return Sample("sample 0", [Turn(role, part if isinstance(part, list) else [part], i, trained)
+                               for i, (role, part, trained) in enumerate(turns)])
 
 
 A, B, C = Clip("a.wav"), Clip("b.wav"), Clip("c.wav")
@@ -93,9 +94,22 @@ def test_unknown_control_tags_are_counted(ids3, tokenizer3, tmp_path):
     texts = ["<|emotion:elation|>Hi.", "<|emotion:elaton|>Hi.", "<|emotion:elaton|>Ho <|laugh|>.", "2 <| 3 |> 1"]
     builder, problems = TableBuilder(tokenizer3, ids3, tmp_path / "t"), []
     builder.add([spoken(("user", text, False), ("assistant", A, True)) for text in texts], problems)
-    what = "which is no control tag of this model: it is read aloud"
+    what = "which is not a control tag of this model: it is read aloud"
     assert builder.left_out == {f"hold <|emotion:elaton|>, {what}": 2, f"hold <|laugh|>, {what}": 1,
                                 f"hold <| 3 |>, {what}": 1} and not problems
+
+
+def test_clips_of_one_message_say_what_stands_before_each(ids3):
+    (one, two), left_out = ids3.streams(spoken(("user", "Read.", False), ("assistant", ["First.", A, "Second.", B], True)))
+    assert words(one[1])[-3:] == ["First.", "<|audio|>", A] and not left_out
+    assert words(two[1]) == ["<|tts|>", "<|ref_text|>", "First.", "<|ref_audio|>", filled(A), "<|text|>", "Second.",
+                             "<|audio|>", B]
+    assert [one[0], two[0]] == ["sample 0 clip 0", "sample 0 clip 1"]
+    (one, _), _ = ids3.streams(spoken(("user", "Read.", False), ("assistant", [A, "Second.", B], True)))
+    assert words(one[1])[-3] == "Read."
+    for parts, why in ([A, B], "no text"), ([A, "First.", B, "Second."], "behind the last"):
+        with pytest.raises(BadSample, match=why):
+            ids3.streams(spoken(("user", "Read.", False), ("assistant", parts, True)))
 
 
 @pytest.fixture(scope="module")

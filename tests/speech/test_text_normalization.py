@@ -62,20 +62,19 @@ def test_what_can_be_heard_of_a_text(text, heard):
 
 
 def test_speech_follows_the_checkpoint(tmp_path):
-    """On or off as the adapter, else the model says; one of an older version: off; a base: on; a flag beats all."""
-    base, on, off, old = (tmp_path / name for name in ("base", "on", "off", "old"))
-    for folder in (base, on, off, old):
+    """On or off as the adapter, else the model says; a base: on; a flag beats all."""
+    base, on, off = (tmp_path / name for name in ("base", "on", "off"))
+    for folder in (base, on, off):
         folder.mkdir()
     text_normalization.save_setting(on / text_normalization.FILE, "on")
     text_normalization.save_setting(off / text_normalization.FILE, "off")
     told = {
-        (None, base, None, False): (True, "boson-ai's inference"), (None, base, on, False): (True, f"as {on} was"),
-        (None, base, off, False): (False, f"as {off} was"), (None, on, old, False): (False, f"{old} does not say"),
-        (None, off, None, True): (False, f"as {off} was"), (None, old, None, True): (False, f"{old} does not say"),
-        ("off", base, on, False): (False, f"off; {on} was trained with on"), ("on", base, old, False): (True, "on"),
-        ("off", base, off, False): (False, "--normalize_text off")}
-    for (wanted, model, adapter, trained), (normalize, said) in told.items():
-        found, line = text_normalization.setting_to_speak(wanted, model, adapter, trained)
+        (None, base, None): (True, "boson-ai's inference"), (None, base, on): (True, f"as {on} was"),
+        (None, base, off): (False, f"as {off} was"), (None, off, None): (False, f"as {off} was"),
+        ("off", base, on): (False, f"off; {on} was trained with on"), ("on", base, off): (True, "trained with off"),
+        ("off", base, off): (False, "--normalize_text off")}
+    for (wanted, model, adapter), (normalize, said) in told.items():
+        found, line = text_normalization.setting_to_speak(wanted, model, adapter)
         assert found is normalize and said in line and f"--normalize_text {'on' if found else 'off'}" in line
     (on / text_normalization.FILE).write_text("half of i")
     assert text_normalization.saved_setting(on) is None

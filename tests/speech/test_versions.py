@@ -18,7 +18,7 @@ import lora
 from common import distributed
 from speech import generate_tts
 from speech.demo import make_tiny
-from speech.model import card, v3, versions
+from speech.model import card, v3
 from tests.helpers.trainer import Tiny, train_forked
 
 
@@ -109,7 +109,7 @@ def test_merged_and_exported_folders_are_those_of_servers(runs, tiny3, tmp_path)
     assert index.keys() == released.keys()
     served, _ = v3.load(tmp_path / "served")
     assert all(torch.equal(value, weights_of(runs(1, "--per_device_train_batch_size", 4))[name])
-               for name, value in versions.weight_names(served).items())
+               for name, value in v3.weight_names(served).items())
 
 
 def test_sglang_omnis_own_files_read_a_merged_folder(runs, tiny3, tmp_path):

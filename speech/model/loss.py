@@ -1,0 +1,83 @@
+"""The training loss and its sums: what Higgs-Audio V2 and Higgs TTS 3 have in common."""
+from typing import NamedTuple
+
+import torch
+
+
+class Ends(NamedTuple):
+    """Sums over the end-of-stream targets: cross-entropy, how many argmax gets right, how many there are.
+
+    stops, false_stops: of codebook 0 alone, which ends speech: ends that argmax gets right, and codes
+    that argmax takes for an end.
+    """
+    loss: float
+    correct: float
+    targets: float
+    stops: float
+    false_stops: float
+
+
+class Sums(NamedTuple):
+    """Sums over the targets of batches. Tensors on the device where they add up, floats in a report."""
+    audio: torch.Tensor     # (K,) cross-entropy of each codebook
+    text: torch.Tensor      # () cross-entropy
+    ends: Ends              # (5,)
+    audio_targets: int      # trained codes, of all codebooks
+    text_targets: int
+
+    def flat(self):
+        """(K + 8,) float64 tensor. Waits for no device: torch.full writes a number there."""
+        losses = torch.cat([self.audio.detach(), self.text.detach()[None], self.ends]).double()
+        counts = [torch.full((1,), count, dtype=torch.float64, device=losses.device)
+                  for count in (self.audio_targets, self.text_targets)]
+        return torch.cat([losses, *counts])
+
+    @classmethod
+    def size(cls, codebooks):
+        """How many numbers flat() has."""
+        return codebooks + 3 + len(Ends._fields)
+
+    @classmethod
+    def of(cls, numbers):
+        """The Sums, as floats, of the list of flat()'s numbers."""
+        books = len(numbers) - cls.size(0)
+        text, *ends = numbers[books:-2]
+        return cls(numbers[:books], text, Ends(*ends), *numbers[-2:])
+
+
+def total_loss(audio, n_audio, text, n_text, reduction, text_weight):
+    """The training loss from sums over targets and their global numbers.
+
+    audio: K sums, one per codebook; text: one sum (tensors or floats). reduction: "mean" over the
+    codebooks, or "sum" of their means, as transformers has it.
+    """
+    scale = len(audio) if reduction == "sum" else 1
+    return sum(audio) * (scale / max(1, n_audio)) + text * (text_weight / max(1, n_text))
+
+
+def named(values, sums, prefix):
+    """{"prefix/name": value} of a report; NaN where no target was counted, since every step was skipped."""
+    if sums.audio_targets + sums.text_targets == 0:
+        values = dict.fromkeys(values, float("nan"))
+    return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
+def decays(name, parameter):
+    """Weight decay shrinks matrices, but neither norms nor embeddings, of which a batch has few rows."""
+    return parameter.ndim > 1 and "embed" not in name
+
+
+def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
+    """Model FLOPs of forward and backward on one pack; each row runs one of V2's two FFNs.
+
+    A matrix with N weights costs 2N per row forward, 2N for the input gradient and, when it is trained,
+    2N for its own gradient: 4N per row under LoRA, 6N in full. pairs: sum over samples of n (n + 1) / 2
+    attended (query, key) pairs, each 4 * heads * head_dim forward and twice that backward. Recomputation
+    and adapters are not counted.
+    """
+    h, d = config.hidden_size, config.head_dim
+    heads, kv = config.num_attention_heads, config.num_key_value_heads
+    layer = h * d * (2 * heads + 2 * kv) + 3 * h * config.intermediate_size
+    rows = tokens * layer * config.num_hidden_layers
+    rows += audio_targets * h * config.codebook_size + text_targets * h * config.vocab_size
+    return (4 if lora else 6) * rows + 3 * 4 * heads * d * pairs * config.num_hidden_layers
