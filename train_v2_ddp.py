@@ -25,10 +25,11 @@ from speech.choices import CHECKS, LORA_TARGETS, check_judges, judges
 
 
 def build_parser():
-    p = flags.Parser("Fine-tune Higgs-Audio V2.")
+    p = flags.Parser("Fine-tune Higgs-Audio V2 or Higgs TTS 3.",
+                     usual="audio_tokenizer_path train_data_dir disable_eval sample_prompts")
     flags.before_the_run(p)
     g = p.add_argument_group("model")
-    g.add_argument("--model_path", "--model_name_or_path", required=True,
+    g.add_argument("--model_path", required=True,
                    help="folder or hub name: Higgs-Audio V2 (native or 2025 format) or Higgs TTS 3")
     g.add_argument("--audio_tokenizer_path", help="native audio tokenizer, folder or hub name (default: the codec "
                    "inside a Higgs TTS 3 checkpoint)")
@@ -38,8 +39,6 @@ def build_parser():
     flags.switch(g, "--train_audio_table", help="beside the adapters, the audio embedding of Higgs TTS 3, which is its "
                                                 "head as well")
     flags.switch(g, "--freeze_llm", help="full fine-tuning of the audio embedding and head only")
-    flags.switch(g, "--freeze_audio_tower", help="accepted for old launch lines: there is no tower")
-    flags.switch(g, "--freeze_audio_encoder_proj", help="accepted for old launch lines, as above")
 
     g = p.add_argument_group("data")
     data_flags.add(g)
@@ -78,7 +77,7 @@ def build_parser():
     g = flags.logging(p, logging_steps=10, save_total_limit=3)
     flags.switch(g, "--enable_strategic_logging", help="now and then print one sample as trained")
     g.add_argument("--strategic_logging_steps", type=int, default=100, help="optimizer steps between printed samples")
-    flags.switch(g, "--disable_eval", "--disable_evaluation", help="no validation, no hold-out")
+    flags.switch(g, "--disable_eval", help="no validation, no hold-out")
     g.add_argument("--eval_ranks", choices=("rank0", "all"),
                    help="who validates: rank 0 while the others wait, or all ranks a share; same number (default: "
                         "rank0, with --parallel fsdp and hsdp all)")
@@ -88,7 +87,7 @@ def build_parser():
     g.add_argument("--sample_time_limit", type=float, default=120.0,
                    help="seconds that generating all of them may take at one validation")
     judges(p.add_argument_group("what judges the sample prompts, on rank 0"))
-    return p
+    return flags.accept_old(p)
 
 
 def check_flags(args, world_size):
@@ -503,7 +502,7 @@ def train(args):
     wrapped = load_model(world, model, native, parts, resume, **for_loading(args, ranks))
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
-                                  (args.adam_beta1, args.adam_beta2), v2.decays)
+                                  (0.9, args.adam_beta2), v2.decays)
     distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
     # a step's log values: loss sums by codebook, text loss, 5 of the stream's end; targets of both kinds, on rank 0
     state = run.TrainState(world, watch, args, order, total_steps, ids.num_codebooks + 8, resume, meta, validation, table.name)
@@ -512,7 +511,7 @@ def train(args):
     packs = ([int(train_ids[i]) for i in pack] for pack in
              rank_packs(order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
     batches = loading.ahead(make_loader(table, ids, packs, num_workers=args.num_workers,
-                                        prefetch_factor=args.prefetch_factor, pad_to=args.max_tokens_per_batch), device)
+                                        prefetch_factor=4, pad_to=args.max_tokens_per_batch), device)
     if main_rank:
         sample_prompts.forget_later(args.output_dir, state.step)
         print_start(world, model, table, train_ids, eval_ids, args.bf16, steps_text(
