@@ -17,10 +17,10 @@ from torch import nn
 from common import adapters, distributed, fused, recomputation
 from common.distributed import UserError
 from common.document_attention import ATTENTION
-from common.linear_loss import linear_loss
 from distill import weights
 from distill.dataset import PackedChats
 from distill.divergence import prompted_loss
+from distill.linear_loss import linear_loss
 from distill.topk import mixed_loss
 
 LOGITS = 2**26          # values of logits at a time: 256 MiB in fp32
