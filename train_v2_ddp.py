@@ -26,10 +26,11 @@ from speech.choices import CHECKS, LORA_TARGETS, check_judges, judges
 
 
 def build_parser():
-    p = flags.Parser("Fine-tune Higgs-Audio V2.")
+    p = flags.Parser("Fine-tune Higgs-Audio V2 or Higgs TTS 3.",
+                     usual="audio_tokenizer_path train_data_dir disable_eval sample_prompts")
     flags.before_the_run(p)
     g = p.add_argument_group("model")
-    g.add_argument("--model_path", "--model_name_or_path", required=True,
+    g.add_argument("--model_path", required=True,
                    help="folder or hub name: Higgs-Audio V2 (native or 2025 format) or Higgs TTS 3")
     g.add_argument("--audio_tokenizer_path", help="native audio tokenizer, folder or hub name (default: the codec "
                    "inside a Higgs TTS 3 checkpoint)")
@@ -39,8 +40,6 @@ def build_parser():
     flags.switch(g, "--train_audio_table", help="beside the adapters, the audio embedding of Higgs TTS 3, which is its "
                                                 "head as well")
     flags.switch(g, "--freeze_llm", help="full fine-tuning of the audio embedding and head only")
-    flags.switch(g, "--freeze_audio_tower", help="accepted for old launch lines: there is no tower")
-    flags.switch(g, "--freeze_audio_encoder_proj", help="accepted for old launch lines, as above")
 
     g = p.add_argument_group("data")
     data_flags.add(g)
@@ -80,7 +79,7 @@ def build_parser():
     g = flags.logging(p, logging_steps=10, save_total_limit=3)
     flags.switch(g, "--enable_strategic_logging", help="now and then print one sample as trained")
     g.add_argument("--strategic_logging_steps", type=int, default=100, help="optimizer steps between printed samples")
-    flags.switch(g, "--disable_eval", "--disable_evaluation", help="no validation, no hold-out")
+    flags.switch(g, "--disable_eval", help="no validation, no hold-out")
     g.add_argument("--eval_ranks", choices=("rank0", "all"),
                    help="who validates: rank 0 while the others wait, or all ranks a share; same number (default: "
                         "rank0, with --parallel fsdp and hsdp all)")
@@ -90,7 +89,7 @@ def build_parser():
     g.add_argument("--sample_time_limit", type=float, default=120.0,
                    help="seconds that generating all of them may take at one validation")
     judges(p.add_argument_group("what judges the sample prompts, on rank 0"))
-    return p
+    return flags.accept_old(p)
 
 
 def check_flags(args, world_size):
@@ -555,19 +554,31 @@ def train(args):
         model, parts = empty_trained_model(module, resume, config_dict, args)
     wrapped = load_model(module, world, model, parts, resume, args)
     trainable = [p for p in model.parameters() if p.requires_grad]
+<<<<<<< HEAD
     betas = (args.adam_beta1, args.adam_beta2)
     optimizer = optim.build_adamw(
         model.named_parameters(), peak_lr, args.weight_decay, betas, decays)
+=======
+    optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
+                                  (0.9, args.adam_beta2), v2.decays)
+>>>>>>> wt-report
     distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
     facts = run.Facts(Sums.size(ids.num_codebooks), validation, table.name)
     state = run.TrainState(world, watch, args, order, total_steps, (resume, meta), facts)
     state.restore(model, optimizer)
     epochs = sys.maxsize if args.max_steps else args.num_train_epochs
+<<<<<<< HEAD
     packs = ([int(train_ids[i]) for i in pack] for pack in rank_packs(
         order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
     loader = make_loader(table, ids, packs, num_workers=args.num_workers,
                          prefetch_factor=args.prefetch_factor, pad_to=args.max_tokens_per_batch)
     batches = loading.ahead(loader, device)
+=======
+    packs = ([int(train_ids[i]) for i in pack] for pack in
+             rank_packs(order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
+    batches = loading.ahead(make_loader(table, ids, packs, num_workers=args.num_workers,
+                                        prefetch_factor=4, pad_to=args.max_tokens_per_batch), device)
+>>>>>>> wt-report
     if main_rank:
         if (Path(args.output_dir) / "samples").is_dir():
             # speech of steps that this run will take once more

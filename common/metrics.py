@@ -1,4 +1,12 @@
-"""Numbers of a run: metrics.jsonl always, TensorBoard, W&B and trackio when asked, throughput and memory."""
+"""Numbers of a run: written, read again, and what they say in words.
+
+metrics.jsonl always; TensorBoard, W&B and trackio when asked. In words, on the last line of a run:
+
+    verdict    validation loss was best at step 420 (4.8123) and 2.1 % higher at step 525 while the
+               training loss fell: overfitting, take checkpoint-420; 90 % of the sample prompts ...
+
+Importing this needs the standard library alone: report.py reads and judges where no torch is.
+"""
 import json
 import math
 import os
@@ -8,29 +16,36 @@ import socket
 import threading
 import time
 import uuid
-from pathlib import Path
-
-import torch
+from pathlib import Path, PurePath
 
 from common import json_files
-from common.checkpoint import move_aside, naming, write_atomically
 
-# Dense bf16 tensor-core peak, FLOP/s, from the makers' datasheets; SXM parts unless the name says otherwise.
-PEAK_BF16 = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12,
-             "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10": 125e12, "RTX 4090": 165e12}
+# Dense bf16 tensor-core peak, FLOP/s, from the makers' datasheets; SXM unless said otherwise
+PEAK_BF16 = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
+             "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
+             "A10": 125e12, "RTX 4090": 165e12}
+SMALL = 0.005       # share of a loss that counts as no change: less than losses differ by seed
+UNDERSTOOD, PARTLY = 0.15, 0.5      # word error rates: up to here speech is understood, or partly
+
+
+# --------------------------------------------------------------------------------------------------
+# Speed
 
 
 def peak_flops(device):
     """Peak bf16 FLOP/s of this device, or None when unknown: then no MFU is claimed."""
     if device.type != "cuda":
         return None
+    import torch
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_BF16.items() if re.search(rf"\b{part}\b", name)), None)
+    found = (peak for part, peak in PEAK_BF16.items() if re.search(rf"\b{part}\b", name))
+    return next(found, None)
 
 
 def peak_memory(device):
     """GiB: peak allocated GPU memory, or this process's peak resident memory on a CPU."""
     if device.type == "cuda":
+        import torch
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
 
@@ -44,13 +59,17 @@ def duration(seconds):
 def speed_report(totals, seconds, steps, slots, waited, device, world_size):
     """Throughput of all ranks over `seconds` of training -> {metric name: float}.
 
-    totals: useful work of all ranks, {"tokens", "samples", "flops"} (numbers); slots: tokens with padding; waited:
-    seconds this rank waited for data. MFU is model FLOP/s over the known bf16 peak of all GPUs.
+    totals: useful work of all ranks, {"tokens", "samples", "flops"} (numbers); slots: tokens with
+    padding; waited: seconds this rank waited for data. MFU is model FLOP/s over the known bf16 peak
+    of all GPUs.
     """
     memory, peak = peak_memory(device), peak_flops(device)
-    values = {"train/throughput": totals["tokens"] / seconds, "train/samples_per_second": totals["samples"] / seconds,
-              "train/step_seconds": seconds / steps, "train/padding": 1 - totals["tokens"] / slots,
-              "train/data_wait_seconds": waited, "train/memory_gib": memory}
+    values = {"train/throughput": totals["tokens"] / seconds,
+              "train/samples_per_second": totals["samples"] / seconds,
+              "train/step_seconds": seconds / steps,
+              "train/padding": 1 - totals["tokens"] / slots,
+              "train/data_wait_seconds": waited,
+              "train/memory_gib": memory}
     if device.type == "cuda":
         values["system/gpu_memory_allocated"] = memory
     if peak:
@@ -58,85 +77,84 @@ def speed_report(totals, seconds, steps, slots, waited, device, world_size):
     return values
 
 
-# TensorBoard's custom scalars: {group: {chart: patterns of its curves}}, what is looked at first in front
-BOARD = {"Loss": {"loss": ["(train|eval)/(loss|nll)$"], "audio": ["(train|eval)/audio_loss$"],
-                  "text": ["(train|eval)/text_loss$"], "codebooks": ["train/audio_loss_codebook_\\d+$"]},
-         "Speech": {"word errors": ["eval/(wer|cer)$"], "voice": ["eval/speaker_similarity$"],
-                    "ended by themselves": ["eval/stop_rate$"], "length": ["eval/length_ratio$"],
+# --------------------------------------------------------------------------------------------------
+# Written
+
+# TensorBoard's custom scalars: {group: {chart: patterns of its curves}}, the first to look at first
+BOARD = {"Loss": {"loss": ["(train|eval)/(loss|nll)$"],
+                  "audio": ["(train|eval)/audio_loss$"],
+                  "text": ["(train|eval)/text_loss$"],
+                  "codebooks": ["train/audio_loss_codebook_\\d+$"]},
+         "Speech": {"word errors": ["eval/(wer|cer)$"],
+                    "voice": ["eval/speaker_similarity$"],
+                    "ended by themselves": ["eval/stop_rate$"],
+                    "length": ["eval/length_ratio$"],
                     "end of stream": ["(train|eval)/(eos_accuracy|stop_recall)$"]},
-         "Optimisation": {"learning rate": ["train/learning_rate$"], "gradient norm": ["train/grad_norm$"]},
-         "Speed and memory": {"throughput": ["train/throughput$"], "seconds a step": ["train/step_seconds$"],
-                              "waiting for data": ["train/data_wait_seconds$"], "memory": ["train/memory_gib$"]}}
+         "Optimisation": {"learning rate": ["train/learning_rate$"],
+                          "gradient norm": ["train/grad_norm$"]},
+         "Speed and memory": {"throughput": ["train/throughput$"],
+                              "seconds a step": ["train/step_seconds$"],
+                              "waiting for data": ["train/data_wait_seconds$"],
+                              "memory": ["train/memory_gib$"]}}
 
 
 class MetricsLog:
     """Rank 0's record of a run. Make it on rank 0 only. report_to: some of flags.TRACKERS.
 
-    Lines of metrics.jsonl and TensorBoard points later than resumed_step (work lost in a crash) are dropped first, so
-    no step stands there twice. A metrics.jsonl with other lines than ours is moved aside whole, its good lines go on in
-    a new one. Every start adds a line to starts.jsonl: when, where, from which step, how configured.
+    Lines of metrics.jsonl and TensorBoard points later than resumed_step (work lost in a crash) are
+    dropped first, so no step stands there twice. A metrics.jsonl with other lines than ours is
+    moved aside whole, its good lines go on in a new one. Every start adds a line to starts.jsonl:
+    when, where, from which step, how configured.
     """
 
-    def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, project=None, eval_due=False):
-        """eval_due: resumed_step is validated again, so what a run that was killed then has said of it is dropped."""
+    def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, project=None,
+                 eval_due=False):
+        """eval_due: resumed_step is validated again, so what was said of it before is dropped."""
+        from common import checkpoint  # which imports torch
+        self.naming = checkpoint.naming
         self.path = Path(output_dir) / "metrics.jsonl"
         rows, bad = read_rows(self.path)
         if bad:
-            move_aside(self.path, f"is damaged ({bad})")
+            checkpoint.move_aside(self.path, f"is damaged ({bad})")
         if rows:
-            kept = [row for row in rows if row["step"] <= resumed_step and not (
-                eval_due and row["step"] == resumed_step and any(name.startswith("eval/") for name in row))]
+            last = resumed_step - eval_due          # whose validations stay
+            kept = [row for row in rows if row["step"] <= resumed_step and (
+                row["step"] <= last or not any(name.startswith("eval/") for name in row))]
             text = "".join(json.dumps(row) + "\n" for row in kept)
-            write_atomically(self.path, lambda path: path.write_text(text))
+            checkpoint.write_atomically(self.path, lambda path: path.write_text(text))
         elif self.path.exists():        # nothing but the beginning of a line
             self.path.write_bytes(b"")
-        start = {"time": time.time(), "step": resumed_step, "ranks": int(os.environ.get("WORLD_SIZE", "1")),
-                 "host": socket.gethostname(), "config": config}
-        starts = self.path.with_name("starts.jsonl")
-        if starts.exists() and not starts.is_file():
-            move_aside(starts, "is not a file")
-        with naming(starts):
-            earlier = starts.read_bytes() if starts.exists() else b""
-        if earlier and not earlier.endswith(b"\n"):
-            earlier += b"\n"
-        text = earlier + json.dumps(start, default=str).encode() + b"\n"
-        write_atomically(starts, lambda path: path.write_bytes(text))
+        note_start(self.path.with_name("starts.jsonl"), resumed_step, config)
         self.file = open(self.path, "a", buffering=1)
         self.board, self.runs = None, {}        # runs: {"wandb" or "trackio": (module, its run)}
         if "tensorboard" in report_to:
-            self._open_board(logging_dir, config, resumed_step)
-        run_id = Path(output_dir) / "wandb_id"      # a resumed run goes on in the same run there, a new one does not
-        if set(report_to) & {"wandb", "trackio"} and not (resumed_step and run_id.exists()):
-            write_atomically(run_id, lambda path: path.write_text(uuid.uuid4().hex[:16]))
-        if "wandb" in report_to:
+            with self.naming(logging_dir):
+                self.board = tensorboard(logging_dir, resumed_step, config)
+        # a resumed run goes on in the same run there, a new one does not
+        run_id = Path(output_dir) / "wandb_id"
+        online = {"wandb", "trackio"} & set(report_to)
+        if online and not (resumed_step and run_id.exists()):
+            name = uuid.uuid4().hex[:16]
+            checkpoint.write_atomically(run_id, lambda path: path.write_text(name))
+        name = Path(output_dir).resolve().name
+        if "wandb" in online:
             import wandb
-            self.runs["wandb"] = wandb, wandb.init(project=project, dir=str(output_dir), config=config, resume="allow",
-                                                   name=Path(output_dir).resolve().name, id=run_id.read_text())
-        if "trackio" in report_to:      # names are all it knows runs by
+            self.runs["wandb"] = wandb, wandb.init(
+                project=project, dir=str(output_dir), config=config, resume="allow", name=name,
+                id=run_id.read_text())
+        if "trackio" in online:     # names are all it knows runs by
             import trackio
             self.runs["trackio"] = trackio, trackio.init(
-                project=project, name=f"{Path(output_dir).resolve().name}-{run_id.read_text()[:4]}",
-                config=json.loads(json.dumps(config, default=str)), resume="allow")
-
-    def _open_board(self, folder, config, step):
-        """Begin TensorBoard's files; points later than a step are hidden there."""
-        from torch.utils.tensorboard import SummaryWriter
-        show = threading.excepthook     # a full disk, which add_scalar raises, its thread would print as well
-        threading.excepthook = lambda found: None if issubclass(found.exc_type, OSError) else show(found)
-        charts = {group: {chart: ["Multiline", patterns] for chart, patterns in charts.items()}
-                  for group, charts in BOARD.items()}
-        with naming(folder):
-            self.board = SummaryWriter(folder, purge_step=step + 1)
-            self.board.add_custom_scalars(charts)
-            self.board.add_text("config", "```\n" + json.dumps(config, indent=1) + "\n```", step)
+                project=project, name=f"{name}-{run_id.read_text()[:4]}", resume="allow",
+                config=json.loads(json.dumps(config, default=str)))
 
     def write(self, step, values):
-        """Record {name: number} at an optimizer step everywhere; a number that is not finite becomes null in JSON."""
+        """Record {name: number} at an optimizer step everywhere; in JSON nan and inf are null."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        with naming(self.path):
+        with self.naming(self.path):
             self.file.write(json.dumps({"step": step, **finite}) + "\n")
         if self.board:
-            with naming(self.board.log_dir):
+            with self.naming(self.board.log_dir):
                 for name, value in values.items():
                     self.board.add_scalar(name, value, step)
                 self.board.flush()
@@ -144,42 +162,85 @@ class MetricsLog:
             run.log(values, step=step)
 
     def write_speech(self, step, name, wave, rate, picture):
-        """Sound (n,) float32 in -1..1 at `rate` Hz and its picture (H, W, 3) uint8, to all but metrics.jsonl."""
+        """A sound and its picture, to all but metrics.jsonl.
+
+        wave (n,) float32 in -1..1 at `rate` Hz, picture (H, W, 3) uint8.
+        """
+        wave = wave.clip(-1, 1)
         if self.board:
-            with naming(self.board.log_dir):
+            with self.naming(self.board.log_dir):
                 if len(wave):       # TensorBoard cannot take silence of no length
-                    self.board.add_audio(name, torch.from_numpy(wave).clamp(-1, 1)[None], step, rate)
+                    self.board.add_audio(name, wave[None], step, rate)
                 self.board.add_image(f"{name}/mel", picture, step, dataformats="HWC")
                 self.board.flush()
         for module, run in self.runs.values():
-            samples = (wave.clip(-1, 1) * 32767).astype("int16")        # floats would be made as loud as can be
+            samples = (wave * 32767).astype("int16")    # floats would be made as loud as can be
             sound = {name: module.Audio(samples, sample_rate=rate)} if len(wave) else {}
             run.log({**sound, f"{name}/mel": module.Image(picture)}, step=step)
 
     def close(self):
         """Flush and close every writer."""
-        with naming(self.path):
-            os.fsync(self.file.fileno())
-            self.file.close()
+        os.fsync(self.file.fileno())
+        self.file.close()
         if self.board:
-            with naming(self.board.log_dir):
-                self.board.close()
+            self.board.close()
         for _, run in self.runs.values():
             run.finish()
 
 
-def read_rows(path):
-    """(rows of a metrics.jsonl, what is wrong with it or ""). A last line that a kill cut off is no fault.
+def note_start(path, step, config):
+    """Add a line to starts.jsonl: when, where, from which step, how configured."""
+    from common import checkpoint
+    start = {"time": time.time(), "step": step, "ranks": int(os.environ.get("WORLD_SIZE", "1")),
+             "host": socket.gethostname(), "config": config}
+    if path.exists() and not path.is_file():
+        checkpoint.move_aside(path, "is not a file")
+    with checkpoint.naming(path):
+        earlier = path.read_bytes() if path.exists() else b""
+    if earlier and not earlier.endswith(b"\n"):     # a kill cut its last line off
+        earlier += b"\n"
+    text = earlier + json.dumps(start, default=str).encode() + b"\n"
+    checkpoint.write_atomically(path, lambda path: path.write_bytes(text))
 
-    A row is a JSON object with an integer "step"; all there are come back, also those behind a line that is none.
+
+def tensorboard(logging_dir, resumed_step, config):
+    """A SummaryWriter with the charts of BOARD, whose points later than resumed_step are gone."""
+    from torch.utils.tensorboard import SummaryWriter
+    show = threading.excepthook
+
+    def but_for_files(found):       # of a full disk, which add_scalar raises too, once is enough
+        if not issubclass(found.exc_type, OSError):
+            show(found)
+
+    threading.excepthook = but_for_files
+    board = SummaryWriter(logging_dir, purge_step=resumed_step + 1)
+    board.add_custom_scalars({
+        group: {chart: ["Multiline", patterns] for chart, patterns in charts.items()}
+        for group, charts in BOARD.items()})
+    board.add_text("config", "```\n" + json.dumps(config, indent=1) + "\n```", resumed_step)
+    return board
+
+
+# --------------------------------------------------------------------------------------------------
+# Read
+
+
+def read_rows(path):
+    """(rows of a metrics.jsonl, what is wrong with it or "").
+
+    A row is a JSON object with an integer "step"; all there are come back, also those behind a line
+    that is none. A last line that a kill cut off is no fault.
     """
     path, rows, wrong = Path(path), [], []
     if not path.exists():
         return [], ""
     if not path.is_file():
         return [], "it is not a file"
-    with naming(path):
+    try:
         lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        error.filename = str(path)      # an error of a disk comes without a name
+        raise
     for number, line in enumerate(lines, 1):
         try:
             row = json_files.loads(line)
@@ -187,7 +248,7 @@ def read_rows(path):
             row = None
         if isinstance(row, dict) and type(row.get("step")) is int:
             rows.append(row)
-        elif line.strip() and number < len(lines):      # behind the last line feed: a line that was being written
+        elif line.strip() and number < len(lines):      # the last one was being written
             wrong.append(number)
     return rows, f"{len(wrong)} lines are not metrics, line {wrong[0]} first" if wrong else ""
 
@@ -195,3 +256,97 @@ def read_rows(path):
 def read_metrics(path):
     """Rows of a metrics.jsonl as dicts."""
     return read_rows(path)[0]
+
+
+def curve(rows, name):
+    """[(step, value)] of one metric by step, without what is missing or not finite."""
+    found = sorted((row["step"], row[name]) for row in rows
+                   if isinstance(row.get(name), (int, float)))
+    return [(step, value) for step, value in found if math.isfinite(value)]
+
+
+# --------------------------------------------------------------------------------------------------
+# In words
+
+
+def percent(share):
+    """0.98 -> "98 %", 0.925 -> "92.5 %"; what only rounds to 0 or 100 is not called so."""
+    text = f"{share * 100:.1f}".removesuffix(".0")
+    if text == "0" and share:
+        return "less than 0.1 %"
+    if text == "100" and share < 1:
+        return "more than 99.9 %"
+    return f"{text} %"
+
+
+def loss_clause(rows):
+    """How the validation loss went: best where, and what since."""
+    training = curve(rows, "train/loss")
+    what, found = "the validation bound", curve(rows, "eval/nll")
+    if not found:
+        what, found = "validation loss", curve(rows, "eval/loss")
+    if not found and not training:
+        return "nothing was logged"
+    if not found:
+        return f"nothing was validated; training loss {training[0][1]:.4f} -> {training[-1][1]:.4f}"
+    (first, start), (last, end) = found[0], found[-1]
+    best, step = min((value, step) for step, value in found)
+    if len(found) == 1:
+        return f"{what} {end:.4f}, validated once, at step {last}"
+    if step == last:
+        since = "it still fell" if start - end > SMALL * abs(start) else "it hardly moved"
+        return (f"{what} was best at the end ({end:.4f} at step {last}, {start:.4f} at step "
+                f"{first}): {since}")
+    rise = (end - best) / max(abs(best), 1e-12)
+    where = f"{what} was best at step {step} ({best:.4f})"
+    if rise <= SMALL:
+        return f"{where} and is as good at step {last} ({end:.4f})"
+    where = f"{where} and {rise * 100:.1f} % higher at step {last}"
+    near = [value for at, value in training if at <= step]
+    if near and training[-1][1] < near[-1]:
+        return f"{where} while the training loss fell: overfitting, take checkpoint-{step}"
+    return f"{where}: the run diverged, take checkpoint-{step} and a lower rate"
+
+
+def understood(share):
+    """A word error rate in words."""
+    word = "not understood"
+    if share <= PARTLY:
+        word = "understood" if share <= UNDERSTOOD else "partly understood"
+    return f"speech is {word} (word errors {percent(share)})"
+
+
+def speech_clauses(rows, evaluations):
+    """What the last sample prompts say, and what evaluations heard."""
+    stops, errors = curve(rows, "eval/stop_rate"), curve(rows, "eval/wer")
+    voices = curve(rows, "eval/speaker_similarity")
+    judged = [(PurePath(found["name"]).name, share) for found in evaluations
+              if (share := found["metrics"].get("wer")) is not None and math.isfinite(share)]
+    clauses = []
+    if stops:
+        clauses.append(f"{percent(stops[-1][1])} of the sample prompts ended by themselves")
+        if not errors and not judged:
+            clauses.append("whether they are understood was not measured (--asr_model)")
+    if errors:
+        clauses.append(understood(errors[-1][1]))
+    if voices:
+        clauses.append(f"likeness to the reference voice {voices[-1][1]:.2f}")
+    return clauses + [f"{name}: {understood(share)}" for name, share in judged]
+
+
+def verdict(rows, evaluations=()):
+    """[clause] about a run. rows: of metrics.jsonl, {"step": int, metric: number or None}.
+
+    evaluations: what an evaluation.json has, {"name", "metrics": {metric: number or None}}.
+    """
+    clauses = [loss_clause(rows), *speech_clauses(rows, evaluations)]
+    skipped = curve(rows, "train/bad_steps")
+    if skipped and skipped[-1][1]:
+        clauses.append("steps skipped because their gradients were not finite: "
+                       f"{skipped[-1][1]:.0f}")
+    return clauses
+
+
+def verdict_line(clauses):
+    """The one line of a verdict, as every script prints it."""
+    return f"verdict    {'; '.join(clauses)}"

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, distributed, flags, metrics, optim, plan, verdict, watchdog
+from common import checkpoint, distributed, flags, metrics, optim, plan, watchdog
 from common.distributed import UserError
 
 SAVE_MINUTES = 30           # a checkpoint at least so often, where --save_steps is not given
@@ -332,4 +332,4 @@ class TrainState:
         best = f"; best {best.format(self.best_loss)} at step {self.best_step}" if self.best_step is not None else ""
         print(f"done       step {self.step}{note}; {self.flags.bad_total} steps skipped; final checkpoint "
               f"{Path(self.args.output_dir) / f'checkpoint-{self.step}'}{best}")
-        print(verdict.line(verdict.verdict(metrics.read_metrics(self.log.path))))
+        print(metrics.verdict_line(metrics.verdict(metrics.read_metrics(self.log.path))))

@@ -87,7 +87,7 @@ import time
 import numpy as np
 import torch
 
-from common import checkpoint, distributed, verdict
+from common import checkpoint, distributed, metrics
 from common.distributed import UserError
 from common.text import LINE, printable
 from diffusion import weights
@@ -201,11 +201,11 @@ def print_summary(total, output, least=0.0):
         rates = [f"{rule} {total[rule]:.2%} +- {total[f'{rule}_stderr']:.2%}" for rule in ("strict", "flexible")]
         print(f"accuracy   {', '.join(rates)} of {total['problems']} problems; {total['ended']:.1%} ended by "
               "themselves")
-        failed = [f"FAILED: not {verdict.percent(least)} of the answers are right"] if total["strict"] < least else []
-        found = [*failed, f"{verdict.percent(total['strict'])} of {total['problems']} problems were answered right"]
+        failed = [f"FAILED: not {metrics.percent(least)} of the answers are right"] if total["strict"] < least else []
+        found = [*failed, f"{metrics.percent(total['strict'])} of {total['problems']} problems were answered right"]
     print(f"speed      NFE {total['nfe']:.1f}, {total['tokens_per_forward']:.2f} tokens a pass, "
           f"{total['tokens_per_second']:,.1f} tok/s, {total['seconds']:.1f} s\nanswers    {output}")
-    print(verdict.line([*found, f"{verdict.percent(total['ended'])} of the answers ended by themselves"]))
+    print(metrics.verdict_line([*found, f"{metrics.percent(total['ended'])} of the answers ended by themselves"]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -52,14 +52,16 @@ OFTEN = {"eval_steps": 500, "save_steps": 2000}      # steps between validations
 
 
 def build_parser():
-    p = flags.Parser("Train block diffusion on GSM8K.")
+    p = flags.Parser("Train block diffusion on GSM8K.",
+                     usual="system tokenizer demo block_size model_size init_from batch_preset "
+                           "eval_accuracy warmup_steps")
     flags.before_the_run(p)
     g = p.add_argument_group("data")
     g.add_argument("--system", choices=SYSTEMS, default="gsm8k",
                    help="gsm8k: question, answer; hdp: question, plan, execution")
-    g.add_argument("--train_data_file", "--train_data",
+    g.add_argument("--train_data_file",
                    help="JSONL or JSON file, dataset folder (its train split) or hub name")
-    g.add_argument("--eval_data_file", "--eval_data",
+    g.add_argument("--eval_data_file",
                    help="the same (test split) for validation; else --validation_split is held out")
     g.add_argument("--validation_split", type=float, default=0.05, help="share of problems held out, 0 = no validation")
     g.add_argument("--tokenizer",
@@ -143,7 +145,7 @@ def build_parser():
                    help="what makes a checkpoint the best one; accuracy: strict, of --eval_accuracy")
     g.add_argument("--early_stop_patience", type=int, default=10,
                    help="stop after this many validations without a better bound or accuracy, 0 = never")
-    return p
+    return flags.accept_old(p)
 
 
 def layout_of(args):
@@ -442,7 +444,7 @@ def train(args):
         compiled=args.compile, recompute=args.gradient_checkpointing, ema_decay=args.ema_decay, seed=args.seed)
     parameters = list(model.parameters())
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
-                                  (args.adam_beta1, args.adam_beta2), weights.module_of(config).decays)
+                                  (0.9, args.adam_beta2), weights.module_of(config).decays)
     distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
     # a step's log values: weighted losses of 4 regions, their targets (on rank 0), plain losses, masked tokens
     state = run.TrainState(world, watch, args, order, total_steps, (resume, meta),
@@ -453,7 +455,7 @@ def train(args):
     t_range, stale, best, eval_due = resume_validation(meta, validation, args.t_range, args.clip_search_widths, bool(given))
     packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, at["epoch"], at["first"])
     batches = loading.ahead(blocks.make_loader(rows, packs, batch_rows, rows.noisy_length, num_workers=args.num_workers,
-                                               prefetch_factor=args.prefetch_factor))
+                                               prefetch_factor=4))
 
     # -- loop: validation and checkpoint of the steps so far, then the next step --------------------------------------
     stopping, saving = False, eval_due          # saved again, so that the validation is not done twice

@@ -92,7 +92,7 @@ import tempfile
 
 import torch
 
-from common import adapters, checkpoint, distributed, document_attention, verdict
+from common import adapters, checkpoint, distributed, document_attention, metrics
 from distill import chat, held_out, packed_lm, scores, student, weights
 from distill import judge as judging
 from distill.dataset import ChatSamples, collate
@@ -227,7 +227,7 @@ def check_control(name, ways, least):
 
 def words_of(way):
     """A part of the way in divergence and following, for the verdict."""
-    return " and ".join(f"{verdict.percent(part)} of the way in {name}" for name, part in (
+    return " and ".join(f"{metrics.percent(part)} of the way in {name}" for name, part in (
         ("divergence", way["kl"]), ("following", way.get("follows"))) if part is not None)
 
 
@@ -303,15 +303,15 @@ def write_results(args, lines, questions, answers, columns, ways, pairs):
     without, behind = (columns[name] for name in TIMED)
     saved = {what: None if None in (behind[name], without[name]) else behind[name] - without[name]
              for what, name in (("tokens saved", "tokens in"), ("seconds saved", "seconds alone"))}
-    metrics = {f"{name}: {measure}": value for name, row in columns.items() for measure, value in row.items()}
-    metrics |= {f"{'' if name == 'student' else name + ' '}closed: {measure}": value
+    figures = {f"{name}: {measure}": value for name, row in columns.items() for measure, value in row.items()}
+    figures |= {f"{'' if name == 'student' else name + ' '}closed: {measure}": value
                 for name, way in ways.items() for measure, value in way.items()} | saved
-    metrics |= {f"judge, against {other}: {what}": value for other, row in pairs.items() for what, value in row.items()}
+    figures |= {f"judge, against {other}: {what}": value for other, row in pairs.items() for what, value in row.items()}
     rows = [{"id": number, "question": text, "held out": label,
              **{name: found[i].text for name, (found, _) in answers.items()}}
             for i, (number, text, label) in enumerate(zip(lines.ids, questions, lines.labels))]
     clauses = [f"the student went {words_of(ways['student'])}, on {len(rows)} answers not trained"]
-    if rates := [f"{name} {verdict.percent(row['follows'])}" for name, row in columns.items()
+    if rates := [f"{name} {metrics.percent(row['follows'])}" for name, row in columns.items()
                  if row["follows"] is not None]:
         clauses.append(f"following: {', '.join(rates)}")
     if args.control:
@@ -320,8 +320,8 @@ def write_results(args, lines, questions, answers, columns, ways, pairs):
                if lines.rejected else []), f"saved      {saved['tokens saved']:.1f} tokens of prompt a request",
              *latency(without, behind),
              *(f"judge      student against {other}: {', '.join(f'{row[each]} {each}' for each in judging.OUTCOMES)}"
-               for other, row in pairs.items()), verdict.line(clauses)]
-    report = {"name": str(args.output_dir), "metrics": metrics, "settings": flags.stored(args), "data": lines.about,
+               for other, row in pairs.items()), metrics.verdict_line(clauses)]
+    report = {"name": str(args.output_dir), "metrics": figures, "settings": flags.stored(args), "data": lines.about,
               "verdict": "; ".join(clauses), "samples": rows}
     shown, out = "\n".join([*table_lines(columns), *notes]), Path(args.output_dir)
     for name, text in (("evaluation.json", json.dumps(report, indent=1, ensure_ascii=False)),

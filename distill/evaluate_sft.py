@@ -119,7 +119,7 @@ from collections import Counter
 import numpy as np
 import torch
 
-from common import checkpoint, distributed, verdict
+from common import checkpoint, distributed, metrics
 from distill import chat, held_out, scores, student, weights
 from distill.student import ask_all
 
@@ -261,11 +261,11 @@ def check_learned(name, student, bases, min_agreement, min_gain):
 def clauses(name, systems, lines):
     """[clause] of the verdict: what the checkpoint `name` has learnt, beside its base model. lines: how many asked."""
     def agrees(column):
-        return verdict.percent(systems[column]["agreement"]["share"] or 0)
+        return metrics.percent(systems[column]["agreement"]["share"] or 0)
     found = [f"{name} agrees with its teacher on {agrees(name)} of {lines} lines that were not trained"]
     found += [f"{column} on {agrees(column)}" for column in BASE if column in systems]
     if accuracy := systems[name]["accuracy"]:
-        found.append(f"{verdict.percent(accuracy['share'] or 0)} of its answers are true")
+        found.append(f"{metrics.percent(accuracy['share'] or 0)} of its answers are true")
     return found
 
 
@@ -363,9 +363,9 @@ def main(argv=None):
             systems[name], found = judge(parser, lines, truth, column, speed)
             columns[name] = column, found
         teacher = against_truth(labels, lines, truth, lines.labels)
-        metrics = {f"{name}: {key}": system[key]["share"] for name, system in systems.items()
+        figures = {f"{name}: {key}": system[key]["share"] for name, system in systems.items()
                    for key in ("agreement", "accuracy", "parsed") if system[key]}
-        report = {"name": str(args.output_dir), "metrics": metrics | ({"teacher: accuracy": teacher["share"]} if teacher
+        report = {"name": str(args.output_dir), "metrics": figures | ({"teacher: accuracy": teacher["share"]} if teacher
                                                                       else {}),
                   "labels": labels, "teacher": teacher, "systems": systems,
                   "data": about | {"evaluated_lines": len(lines.ids), "rejected_lines": len(lines.rejected),
@@ -374,7 +374,7 @@ def main(argv=None):
                   "settings": flags.stored(args), "samples": sample_rows(lines, truth, columns)}
         how = "vLLM" if args.engine == "vllm" else f"batches of {args.batch_size}"
         table, notes = scores.side_by_side(systems, teacher, how), scores.make_notes(report)
-        notes.append(verdict.line(clauses(student_names(args.checkpoint)[0], systems, len(lines.ids))))
+        notes.append(metrics.verdict_line(clauses(student_names(args.checkpoint)[0], systems, len(lines.ids))))
         out = Path(args.output_dir)
         text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
         tables = "\n".join([*table, *notes, *scores.detail_lines(systems, labels, truth)]) + "\n"

@@ -36,10 +36,11 @@ DISTILL_WEIGHT = 0.5
 
 
 def build_parser():
-    p = flags.Parser("Fine-tune a causal language model on chats.")
+    p = flags.Parser("Fine-tune a causal language model on chats.",
+                     usual="prompt_file prompt_role distill_topk")
     flags.before_the_run(p)
     g = p.add_argument_group("model")
-    g.add_argument("--model_path", "--model_name_or_path", required=True,
+    g.add_argument("--model_path", required=True,
                    help="folder or hub name of a transformers causal LM, safetensors")
     flags.lora(g, rank=32, alpha=32, dropout=0.0, targets="all-linear",
                targets_help="all-linear (of the layers), or comma-separated module name endings such as q_proj,v_proj")
@@ -113,7 +114,7 @@ def build_parser():
     flags.sharding(g)
 
     flags.logging(p, logging_steps=10, save_total_limit=2)
-    return p
+    return flags.accept_old(p)
 
 
 def check_flags(args, world_size):
@@ -443,7 +444,7 @@ def train(args):
     unknown_ends = weights.stop_at(model.native, ends)      # so that generate stops where trained answers end
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
-                                  (args.adam_beta1, args.adam_beta2), packed_lm.decays)
+                                  (0.9, args.adam_beta2), packed_lm.decays)
     distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
     # log values of a step: the model's sums of losses and right guesses; targets, on rank 0
     state = run.TrainState(world, watch, args, order, total_steps, (resume, meta),
@@ -453,6 +454,7 @@ def train(args):
     packs = ([int(train_ids[i]) for i in pack] for pack in
              rank_packs(order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
     batches = loading.ahead(make_loader(table, packs, num_workers=args.num_workers, pad_id=ends[0],
+<<<<<<< HEAD
                                         prefetch_factor=args.prefetch_factor, pad_to=pad_to), device)
     sampler = None
     if args.base_url:
@@ -461,6 +463,10 @@ def train(args):
                                 args.request_timeout)
     if args.on_policy:
         from distill import rollouts
+=======
+                                        prefetch_factor=4, pad_to=pad_to), device)
+    sampler = served.opened(world, args.base_url, args.output_dir, args.refresh_steps, args.request_timeout)
+>>>>>>> wt-report
     matrix_weights = packed_lm.layer_weights(model.native)
     if main_rank:
         print_start(world, model, table, train_ids, eval_ids,

@@ -25,7 +25,7 @@ ERRORS = (*CHECKS, *SOUND_ERRORS)
 def build_parser():
     p = flags.Parser("Turn speech data into a folder that train_v2_ddp.py starts from at once.")
     g = p.add_argument_group("model")
-    g.add_argument("--model_path", "--model_name_or_path", required=True,
+    g.add_argument("--model_path", required=True,
                    help="Higgs-Audio V2 folder or hub name, native or 2025 format; its tokenizer is used")
     g.add_argument("--audio_tokenizer_path", help="native audio tokenizer, folder or hub name (default: the codec "
                    "inside a Higgs TTS 3 checkpoint)")
@@ -49,7 +49,7 @@ def build_parser():
     g.add_argument("--preprocess_num_proc", type=int, default=min(8, flags.usable_cpus()),
                    help="processes that read and tokenise, or decode audio, per node; 0 = in this one")
     g.add_argument("--wait_timeout", type=int, default=21600, help="seconds to wait for the other processes")
-    return p
+    return flags.accept_old(p)
 
 
 def check_flags(args, world_size):

@@ -223,8 +223,8 @@ def all_flags():
     while parsers:
         parser = parsers.pop()
         parser.format_help()
+        flags |= set(parser._option_string_actions)
         for action in parser._actions:
-            flags |= set(action.option_strings)
             if isinstance(action, argparse._SubParsersAction):
                 parsers += action.choices.values()
     return flags

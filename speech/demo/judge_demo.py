@@ -47,7 +47,7 @@ import json
 
 import numpy as np
 
-from common import verdict
+from common import metrics
 from common.checkpoint import write_atomically
 from common.distributed import UserError, one_clear_error
 from speech.voice import scores, speech_metrics
@@ -153,9 +153,9 @@ def main(argv=None):
             shown = "".join(f"{'' if v is None else f'{v:.1%}':>{width}}" for v, width in zip(values, (12, 9, 9)))
             print(f"{what:<40}{shown}   {gate + ('' if good else '  <- FAILED')}")
         failed = [what for what, *_, good, _ in rows if not good]
-        clauses = [*([f"FAILED: {', '.join(failed)}"] if failed else []), verdict.understood(after["wer"]),
-                   f"{verdict.percent(after['likeness'])} of {after['sentences']} clips are more like the new voice",
-                   f"{verdict.percent(after['stop_rate'])} ended by themselves"]
+        clauses = [*([f"FAILED: {', '.join(failed)}"] if failed else []), metrics.understood(after["wer"]),
+                   f"{metrics.percent(after['likeness'])} of {after['sentences']} clips are more like the new voice",
+                   f"{metrics.percent(after['stop_rate'])} ended by themselves"]
         settings = {"recogniser": "pocketsphinx", "voice": by, "word errors in recordings": original}
         for folder, found in ((args.before, before), (args.after, after)):
             about = {"name": Path(folder).name, "metrics": found, "settings": settings}
@@ -163,7 +163,7 @@ def main(argv=None):
                 about["verdict"] = "; ".join(clauses)
             write_atomically(Path(folder) / "evaluation.json",
                              lambda path, about=about: path.write_text(json.dumps(about, indent=1) + "\n"))
-        print(verdict.line(clauses))
+        print(metrics.verdict_line(clauses))
     sys.exit(bool(failed))
 
 

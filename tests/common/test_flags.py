@@ -34,7 +34,7 @@ DEFAULTS = {
     "logging_steps": 10, "bf16": False, "disable_eval": False,
     "enable_strategic_logging": False, "strategic_logging_steps": 100, "output_dir": "./output",
     "logging_dir": "./logs", "use_lora": False, "lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.0, "seed": 42,
-    "report_to": ["tensorboard"], "freeze_audio_tower": False, "freeze_audio_encoder_proj": False, "freeze_llm": False,
+    "report_to": ["tensorboard"], "freeze_llm": False,
 }
 TASKS = ("zero_shot_voice_cloning", "single_speaker_smart_voice", "multi_speaker_smart_voice",
          "multi_speaker_voice_cloning")
@@ -74,13 +74,16 @@ def test_defaults_of_known_flags():
     (["--fp16"], "--fp16: no such flag; the nearest one is --bf16"),
     (["--learn", "1e-4"], "--learn: no such flag; the nearest one is --learning_rate"),      # no abbreviations
     (["--save_step", "5"], "--save_step: no such flag; the nearest one is --save_steps"),
+    (["--model", "m"], "--model: no such flag; the nearest one is --model_path, --help all"),       # not --asr_model
+    (["--train_dat", "m"], "--train_dat: no such flag; the nearest one is --train_data_"),      # not --train_data
     (["--lerning_rate=1"], "--lerning_rate: no such flag; the nearest one is --learning_rate"),
     (["--use_lora", "maybe"], "--use_lora: 'maybe' is neither true nor false"),
     (["--task_type", "singing"], "--task_type: invalid choice: 'singing'"),
-    (["--lr_scheduler", "step"], "--lr_scheduler/--lr_scheduler_type: invalid choice: 'step'"),
+    (["--lr_scheduler", "step"], "--lr_scheduler: invalid choice: 'step'"),
     (["--optim", "sgd"], "--optim: invalid choice: 'sgd'"),
     (["--gradient_checkpointing", "x"], "--gradient_checkpointing: 'x' is neither all, selective, true nor false"),
-    (["--deepspeed", "zero2"], "--deepspeed: 'zero2': DeepSpeed is not used; zero3 is --parallel fsdp"),
+    (["--deepspeed", "zero2"], "--parallel: 'zero2' is not ddp, fsdp or hsdp; of DeepSpeed's stages zero3 is fsdp"),
+    (["--dataloader_pin_memory", "false"], "--dataloader_pin_memory: invalid choice: 'false'"),
     (["stray"], "unrecognized arguments: stray"),
 ])
 def test_refused_flags_in_one_line(words, said, capsys):
@@ -115,11 +118,11 @@ def test_values_that_look_like_flags():
 @pytest.mark.parametrize("theirs, ours", [
     ("--model_name_or_path other", {"model_path": "other"}), ("--lora_r 8", {"lora_rank": 8}),
     ("--lr_scheduler_type constant_with_warmup", {"lr_scheduler": "constant"}),
-    ("--dataloader_num_workers 3 --dataloader_prefetch_factor 2", {"num_workers": 3, "prefetch_factor": 2}),
+    ("--dataloader_num_workers 3", {"num_workers": 3}), ("--freeze_audio_tower --freeze_audio_encoder_proj true", {}),
     ("--optim adamw_torch_fused", {"optim": "adamw_torch_fused"}), ("--bf16 true", {"bf16": True}),
     ("--deepspeed default-zero3", {"parallel": "fsdp"}), ("--lora_target_modules ALL", {"lora_target_modules":
                                                                                         "all-linear"}),
-    ("--dataloader_pin_memory true", {"dataloader_pin_memory": True}),
+    ("--dataloader_pin_memory True", {}), ("--disable_evaluation", {"disable_eval": True}),
     ("--bf16 false --tf32 True", {"bf16": False, "tf32": True}), ("--torch_compile", {"compile": True}),
     ("--gradient_checkpointing true", {"gradient_checkpointing": "all"}),
     ("--gradient_checkpointing false", {"gradient_checkpointing": None}),
@@ -146,7 +149,6 @@ def test_older_names_of_block_diffusion():
     (["--max_tokens_per_batch", "100", "--group_by_length"], "--group_by_length does nothing"),
     (["--parallel", "hsdp", "--shard_size", "3"], "1 rank cannot be cut into groups of 3"),
     (["--disable_eval", "--eval_data_file", "x.json"], "exclude each other"),
-    (["--dataloader_pin_memory", "false"], "always come from pinned memory"),
     (["--report_to", "none", "tensorboard"], "--report_to none goes with no other"),
     (["--report_to", "tensorboard,comet"], "--report_to comet: no such one; there are tensorboard, wandb, trackio"),
     (["--logging_steps", "0"], "--logging_steps is 0"),
@@ -246,6 +248,7 @@ def test_global_batch_size_counts_ranks():
     assert args.gradient_accumulation_steps == 4
 
 
+TRAINERS = ("train_v2_ddp.py", "distill/train_sft.py", "diffusion/train_bd3lm.py")
 FOLDERS = ".", "common", "speech", "diffusion", "distill", "distill/demo"
 SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).glob("*.py")
                  if '\nif __name__ == "__main__":' in path.read_text())
@@ -281,20 +284,29 @@ def test_counts_that_make_nothing_are_one_line(words, said, tmp_path):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_and_mistakes_come_before_torch(script):
-    """--help explains each flag, says no default twice, and like a mistake imports neither torch nor transformers."""
+    """--help explains each flag, says no default twice, and like a mistake imports neither torch nor transformers.
+
+    A trainer's shows what people set, "--help all" the rest; no help shows what is taken for old launch lines alone.
+    """
     watch = ("import runpy, sys\nsys.argv = sys.argv[1:]\nsys.path[0] = '.'\ntry:\n"
              "    runpy.run_path(sys.argv[0], run_name='__main__')\nexcept SystemExit as left:\n"
              "    print(left.code or 0, sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))")
-    asked, wrong = (subprocess.run([sys.executable, "-c", watch, script, flag], cwd=ROOT, text=True,
-                                   capture_output=True) for flag in ("--help", "--hlep"))
+    asked, wrong = (subprocess.run([sys.executable, "-c", watch, script, *words], cwd=ROOT, text=True,
+                                   capture_output=True) for words in (["--help", "all"], ["--hlep"]))
     assert asked.stdout.endswith("\n0 []\n") and not asked.stderr, asked
     assert wrong.stdout == "2 []\n" and wrong.stderr == \
-        "error: --hlep: no such flag; the nearest one is --help, --help shows all\n", wrong
+        "error: --hlep: no such flag; the nearest one is --help, --help all shows all\n", wrong
     text = " ".join(asked.stdout.split())
     assert "(default: None)" not in text and not re.search(r"\(default: [^)]*\) \(default", text)
     parser = importlib.import_module(script.removesuffix(".py").replace("/", ".")).build_parser()
     for action in actions(parser):
         assert action.help and len(action.help) > 8, f"{action.option_strings} has no help text"
+    shown = set(re.findall(r"^  (?:-h.*, )?(--\w+)", parser.format_help(), re.M))
+    if script in TRAINERS:
+        assert {"--help", "--output_dir", "--learning_rate", "--auto"} <= shown and 25 < len(shown) < 40
+        parser.everything = True
+        every = set(re.findall(r"^  (?:-h.*, )?(--\w+)", parser.format_help(), re.M))
+        assert every >= shown | {"--weight_decay"} and not every & {*flags.OLD_NAMES, *flags.WITHOUT_EFFECT}
 
 
 def test_garbage_is_collected_again_when_the_imports_are_done(monkeypatch):

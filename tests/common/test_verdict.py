@@ -1,7 +1,7 @@
 """A run in words: what is said of its losses and of its speech follows from its numbers."""
 import pytest
 
-from common import verdict
+from common import metrics
 
 
 def rows(validation, training=None, name="eval/loss", **more):
@@ -28,11 +28,11 @@ FELL = [5.0, 4.0, 3.0, 2.0]
     ([4.0], FELL, "validation loss 4.0000, validated once, at step 10"),
     ([], FELL, "nothing was validated; training loss 5.0000 -> 2.0000"), ([], [], "nothing was logged")])
 def test_what_is_said_of_the_loss(validation, training, expected):
-    assert verdict.verdict(rows(validation, training)) == [expected]
+    assert metrics.verdict(rows(validation, training)) == [expected]
 
 
 def test_a_bound_comes_before_a_loss():
-    found = verdict.verdict(rows([3.0, 2.0], name="eval/nll") + rows([1.0, 9.0]))
+    found = metrics.verdict(rows([3.0, 2.0], name="eval/nll") + rows([1.0, 9.0]))
     assert found[0].startswith("the validation bound was best at the end (2.0000")
 
 
@@ -45,13 +45,13 @@ def test_a_bound_comes_before_a_loss():
     ({"wer": [0.1, 1.2], "speaker_similarity": [0.831]}, ["speech is not understood (word errors 120 %)",
                                                           "likeness to the reference voice 0.83"])])
 def test_what_is_said_of_speech(values, expected):
-    assert verdict.verdict(rows(FELL, **{f"eval/{name}": found for name, found in values.items()}))[1:] == expected
+    assert metrics.verdict(rows(FELL, **{f"eval/{name}": found for name, found in values.items()}))[1:] == expected
 
 
 def test_what_an_evaluation_heard_is_said_beside_the_sample_prompts():
     judged = [{"name": "run/after", "metrics": {"wer": 0.062}}, {"name": "before", "metrics": {"wer": 0.181}},
               {"name": "unheard", "metrics": {"wer": None}}]
-    assert verdict.verdict(rows(FELL, **{"eval/stop_rate": [1.0]}), judged)[1:] == [
+    assert metrics.verdict(rows(FELL, **{"eval/stop_rate": [1.0]}), judged)[1:] == [
         "100 % of the sample prompts ended by themselves", "after: speech is understood (word errors 6.2 %)",
         "before: speech is partly understood (word errors 18.1 %)"]
 
@@ -59,10 +59,10 @@ def test_what_an_evaluation_heard_is_said_beside_the_sample_prompts():
 @pytest.mark.parametrize("share, text", [(0, "0 %"), (1, "100 %"), (0.925, "92.5 %"), (0.3, "30 %"), (1.2, "120 %"),
                                          (0.9999, "more than 99.9 %"), (1e-4, "less than 0.1 %"), (1.0001, "100 %")])
 def test_shares_are_not_rounded_to_all_or_nothing(share, text):
-    assert verdict.percent(share) == text
+    assert metrics.percent(share) == text
 
 
 def test_skipped_steps_are_said_and_the_line_has_all():
-    found = verdict.verdict(rows(FELL, **{"train/bad_steps": [0, 2]}))
+    found = metrics.verdict(rows(FELL, **{"train/bad_steps": [0, 2]}))
     assert found[-1] == "steps skipped because their gradients were not finite: 2"
-    assert verdict.line(found) == f"verdict    {found[0]}; {found[1]}"
+    assert metrics.verdict_line(found) == f"verdict    {found[0]}; {found[1]}"

@@ -125,7 +125,7 @@ def test_key_and_value_is_no_argument_of_the_speech_trainer(capsys):
     with pytest.raises(SystemExit):
         flags.parse(train_v2_ddp.build_parser(), None, [*shlex.split(TRAIN_V2)[3:], "trainer.precision=bf16-mixed"])
     assert capsys.readouterr().err == (
-        "error: trainer.precision=bf16-mixed: key=value is not read here; give the flag, --help shows all\n")
+        "error: trainer.precision=bf16-mixed: key=value is not read here; give the flag, --help all shows all\n")
 
 
 def test_the_flags_of_ms_swift(monkeypatch, capsys):

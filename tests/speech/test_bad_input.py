@@ -495,7 +495,7 @@ def test_resume_of_what_is_not_there_or_damaged(run, used_copy, tmp_path):
     (("--max_grad_norm", -1), "--max_grad_norm is -1.0"),
     (("--lora_dropout", 1.5), "--lora_dropout is 1.5; it must be at least 0 and below 1"),
     (("--validation_split", 2), "--validation_split is 2.0"),
-    (("--adam_beta2", "nan"), "--adam_beta2 is nan"), (("--adam_beta1", 1), "--adam_beta1 is 1.0"),
+    (("--adam_beta2", "nan"), "--adam_beta2 is nan"),
     (("--learning_rate", "inf"), "--learning_rate is inf; it must be 0 or more and finite"),
     (("--lora_target_modules", "all-linear"), "--lora_target_modules needs --use_lora"),
     (("--use_lora", "--freeze_llm"), "drop --freeze_llm"),

@@ -167,9 +167,8 @@ def test_token_packs_on_one_and_two_ranks(shared):
 
 @pytest.mark.slow
 def test_loader_processes_change_nothing(shared, complete, tmp_path):
-    for workers, prefetch in ((0, 4), (2, 1)):
-        other = complete(tmp_path / f"workers{workers}", *DROPOUT, "--num_workers", workers, "--prefetch_factor",
-                         prefetch)
+    for workers in (0, 2):
+        other = complete(tmp_path / f"workers{workers}", *DROPOUT, "--num_workers", workers)
         assert_same_bits(shared("dropout"), other)
 
 
