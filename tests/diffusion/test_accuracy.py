@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from common import checkpoint
-from diffusion import accuracy, lines, sample_bd3lm
+from diffusion import accuracy, elbo, lines, sample_bd3lm
 from tests.helpers.trainer import Run
 
 ARGUMENTS = {"report_to": "none", "model_size": "nano", "block_size": 8, "max_length": 96, "row_length": 96,
@@ -52,10 +52,10 @@ def test_ranks_share_the_problems(pool, demo, tmp_path):
 def test_either_a_better_bound_or_a_better_accuracy_goes_on():
     best, said = {}, []
     for nll, right in ((2.0, 0.0), (1.0, 0.0), (1.1, 0.1), (1.2, 0.1), (1.3, 0.2), (1.0, 0.2), (float("nan"), 0.0)):
-        said.append(accuracy.improved(best, {"eval/nll": nll, "eval/accuracy": right}))
+        said.append(elbo.improved(best, {"eval/nll": nll, "eval/accuracy": right}))
     assert said == [True, True, True, False, True, False, False] and best == {"nll": 1.0, "wrong": 0.8}
     best = {}
-    assert [accuracy.improved(best, {"eval/nll": nll}) for nll in (2.0, 2.5, 1.9)] == [True, False, True]
+    assert [elbo.improved(best, {"eval/nll": nll}) for nll in (2.0, 2.5, 1.9)] == [True, False, True]
 
 
 def test_known_answers_are_right(demo, monkeypatch):
@@ -71,17 +71,19 @@ def test_known_answers_are_right(demo, monkeypatch):
     assert [p for p, _ in accuracy.choose(rows, 8, tokens, 2)] != [p for p, _ in asked]
     written = iter(enumerate(asked))
 
-    def generate(model, contexts, pinned, rooms, block_size, end, progress, **options):
+    def generate(model, states, rooms, block_size, end, how, generator, progress):
         found = []
-        for number, (ids, _) in enumerate(pinned):
+        for number, (_, (ids, _)) in enumerate(states):
             place, (problem, _) = next(written)
             text = problem.solution if place % 2 else "#### 1"
             found.append(answers.sampler.Generated([*ids, *tokens.encode(" " + text), end], 3, True))
             progress(number, found[-1].ids)
         return found
     monkeypatch.setattr(answers.sampler, "generate", generate)
-    values, shown = accuracy.accuracy(World(device=torch.device("cpu")), torch.nn.Linear(1, 1), asked, tokens, layout,
-                                      batch_rows=3, seed=0, bf16=False)
+    how = elbo.Eval(rows, tokens.mask, batch_rows=3, repeats=1, seed=0, bf16=False)
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(1, 1)})
+    model.embed = model["embed"]
+    values, shown = accuracy.accuracy(World(device=torch.device("cpu")), model, how, asked, tokens)
     right = sum(p.answer == "1" or i % 2 for i, (p, _) in enumerate(asked)) / 8
     assert values["eval/accuracy"] == right >= 0.5 and values["eval/nfe"] == 3 and values["eval/ended"] == 1
     assert [a["name"] for a in shown] == [p.name for p, _ in asked[:4]]
