@@ -96,8 +96,8 @@ def export(folder, ema, output):
         raise UserError(f"--output_dir {output}: is not empty; give another folder")
     tensor_files.save({name: tensor.contiguous() for name, tensor in state.items()}, output / "model.safetensors")
     load_tokenizer(folder, layout.system, layout.end_token).save(output)
-    for name, text in init_from.chat_files(folder).items():
-        (output / name).write_bytes(text)
+    for name, held in init_from.chat_files(folder).items():
+        (output / name).write_bytes(held)
     if converted:
         (output / "README.md").write_text(note(model.config, layout), encoding="utf-8")
     checkpoint.write_atomically(output / "config.json", lambda path: path.write_text(text))     # last: now it is whole
