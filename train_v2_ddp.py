@@ -554,31 +554,19 @@ def train(args):
         model, parts = empty_trained_model(module, resume, config_dict, args)
     wrapped = load_model(module, world, model, parts, resume, args)
     trainable = [p for p in model.parameters() if p.requires_grad]
-<<<<<<< HEAD
-    betas = (args.adam_beta1, args.adam_beta2)
+    betas = (0.9, args.adam_beta2)
     optimizer = optim.build_adamw(
         model.named_parameters(), peak_lr, args.weight_decay, betas, decays)
-=======
-    optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
-                                  (0.9, args.adam_beta2), v2.decays)
->>>>>>> wt-report
     distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
     facts = run.Facts(Sums.size(ids.num_codebooks), validation, table.name)
     state = run.TrainState(world, watch, args, order, total_steps, (resume, meta), facts)
     state.restore(model, optimizer)
     epochs = sys.maxsize if args.max_steps else args.num_train_epochs
-<<<<<<< HEAD
     packs = ([int(train_ids[i]) for i in pack] for pack in rank_packs(
         order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
-    loader = make_loader(table, ids, packs, num_workers=args.num_workers,
-                         prefetch_factor=args.prefetch_factor, pad_to=args.max_tokens_per_batch)
+    loader = make_loader(table, ids, packs, num_workers=args.num_workers, prefetch_factor=4,
+                         pad_to=args.max_tokens_per_batch)
     batches = loading.ahead(loader, device)
-=======
-    packs = ([int(train_ids[i]) for i in pack] for pack in
-             rank_packs(order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
-    batches = loading.ahead(make_loader(table, ids, packs, num_workers=args.num_workers,
-                                        prefetch_factor=4, pad_to=args.max_tokens_per_batch), device)
->>>>>>> wt-report
     if main_rank:
         if (Path(args.output_dir) / "samples").is_dir():
             # speech of steps that this run will take once more

@@ -130,9 +130,10 @@ class TrainState:
         self.start_step = self.step
         self.saved_step = self.step if meta else None
         self.saved_at, self.asked_to_save = time.monotonic(), False
-        self.best_loss, self.best_step = None, None
+        self.best_loss, self.best_step, self.best_tie = None, None, 0.0
         if meta and meta["validation"] == facts.validation:
             self.best_loss, self.best_step = meta["best_loss"], meta["best_step"]
+            self.best_tie = meta.get("best_tie", 0.0)
         self.eval_due = bool(meta and meta.get("eval_due"))     # a signal broke a validation off
         self.flags = optim.StepFlags(world.device, meta["skipped"] if meta else 0)
         self.writer = checkpoint.Writer(world, args.output_dir, args.save_total_limit,
@@ -296,11 +297,15 @@ class TrainState:
 
     # -- checkpoints, the end ------------------------------------------------------------------------------------------
 
-    def better(self, loss):
-        """Whether a validation loss is the best so far; notes it. One that is not finite never is."""
-        if not math.isfinite(loss) or (self.best_loss is not None and loss >= self.best_loss):
+    def better(self, loss, tie=0.0):
+        """Whether a validation loss is the best so far; notes it. One that is not finite never is. tie: what
+        decides between equal losses, less is better.
+        """
+        if not math.isfinite(loss + tie):
             return False
-        self.best_loss, self.best_step = loss, self.step
+        if self.best_loss is not None and (loss, tie) >= (self.best_loss, self.best_tie):
+            return False
+        self.best_loss, self.best_tie, self.best_step = loss, tie, self.step
         return True
 
     def to_save(self, identity, **more):
@@ -309,7 +314,8 @@ class TrainState:
         self.saved_step, self.saved_at, self.asked_to_save = self.step, time.monotonic(), False
         self.flags.save = False
         return {**self.at, "identity": identity, "validation": self.validation, "best_step": self.best_step,
-                "best_loss": self.best_loss, "eval_due": self.eval_due, **more, "skipped": self.flags.bad_total, "args": flags.stored(self.args),
+                "best_loss": self.best_loss, "best_tie": self.best_tie, "eval_due": self.eval_due,
+                **more, "skipped": self.flags.bad_total, "args": flags.stored(self.args),
                 "unlogged": distributed.all_sum(self.world, self.sums.clone()).tolist()}
 
     def finish(self, stopped, note="", best="validation loss {:.4f}"):

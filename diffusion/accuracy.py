@@ -15,47 +15,45 @@ from torch.distributed.tensor import DTensor
 
 from common import checkpoint, distributed, tensor_files
 from diffusion import weights
-from diffusion.answers import answer_batch, question_state, score
+from diffusion.answers import Solver, answer_batch, question_state, score
+from diffusion.sampler import Sampling
 
 SHOWN = 4           # problems whose answers are kept, block by block
 FOLDER = "answers"  # in OUTPUT_DIR
 
 
 def choose(rows, n, tokens, seed):
-    """[(Problem, its question_state)] of n held-out problems, all if there are fewer: those of the seed. UserError when
-    such a model cannot be sampled. rows: blocks.Rows.
+    """[(Problem, its question_state)] of n held-out problems, all if there are fewer: those of the seed. rows:
+    blocks.Rows.
     """
-    if not rows or not n:
-        return []
     documents, numbers = rows.documents, sorted(number for members in rows.members for number in members)
     chosen = np.random.default_rng((seed, 4)).permutation(numbers)[:n]
     return [(problem, question_state(problem, tokens, documents.layout))
             for problem in (documents.problems[number] for number in chosen)]
 
 
-def accuracy(world, model, asked, tokens, layout, *, batch_rows, seed, bf16):
+def accuracy(world, model, how, asked, tokens):
     """({"eval/accuracy": strict, ...}, answers to the first SHOWN with their text behind every block). Collective.
 
-    model: the DiT, sharded or not, in eval mode, with the weights to judge. asked: of choose.
+    model: the network, sharded or not, in eval mode, with the weights to judge. how: elbo.Eval. asked: of choose.
     """
     began, answers = time.monotonic(), []
     whole = whole_model(model)
+    solver = Solver(whole, tokens, how.rows.documents.layout, Sampling("confidence", temperature=0.0), how.bf16)
     mine = asked[world.rank::world.size]
-    for first in range(0, len(mine), batch_rows):
-        batch, growth = mine[first:first + batch_rows], {}
+    for first in range(0, len(mine), how.batch_rows):
+        batch, growth = mine[first:first + how.batch_rows], {}
 
         def show(number, part, text, growth=growth):
             growth.setdefault(number, []).append([part, text])
-        generator = torch.Generator(world.device).manual_seed(seed)
         # lengths change with every block: compiled layers would be compiled again for each
-        with torch.autocast(world.device.type, torch.bfloat16, enabled=bf16), torch.compiler.set_stance("force_eager"):
-            written = answer_batch(whole, [state for _, state in batch], tokens, layout, show, order="confidence",
-                                   temperature=0.0, generator=generator)
+        with torch.compiler.set_stance("force_eager"):
+            written = answer_batch(solver, [state for _, state in batch], how.seed, show)
         for number, ((problem, _), answer) in enumerate(zip(batch, written)):
             strict, flexible = score(answer["text"], problem.answer)
             answers.append(answer | {"name": problem.name, "question": problem.question, "answer": problem.answer,
                                      "strict": strict, "flexible": flexible, "growth": growth.get(number, [])})
-    del whole
+    del whole, solver
     of_ranks = distributed.gather_objects(world, answers)
     answers = [of_ranks[i % world.size][i // world.size] for i in range(len(asked))]
     means = {name: float(np.mean([answer[name] for answer in answers])) for name in ("strict", "flexible", "ended",
@@ -85,16 +83,3 @@ def write(output_dir, step, answers):
     checkpoint.prepare_output(folder)
     text = json.dumps({"step": step, "answers": answers}, indent=1, ensure_ascii=False)
     checkpoint.write_atomically(folder / f"step-{step}.json", lambda path: path.write_text(text + "\n", "utf-8"))
-
-
-def improved(best, values):
-    """Whether a validation has a better bound or accuracy than any before; `best`, {name: value}, takes them over.
-
-    Bounds rise while answers still get better, when a model becomes too sure of itself; so either counts.
-    """
-    news = {"nll": values["eval/nll"]}
-    if "eval/accuracy" in values:
-        news["wrong"] = 1 - values["eval/accuracy"]
-    better = {name: value for name, value in news.items() if value < best.get(name, math.inf)}
-    best.update(better)
-    return bool(better)

@@ -1,11 +1,16 @@
 """Questions to answers: what the sampler is given, the regions it writes one after the other, their text, scores."""
 import re
+from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import nn
 
 from common.distributed import UserError
-from diffusion import sampler
-from diffusion.blocks import EXECUTION, PLAN, head_of, pieces
+from diffusion import sampler, weights
+from diffusion.blocks import head_of, pieces
+from diffusion.choices import EXECUTION, PLAN, Layout
+from diffusion.problems import load_tokenizer
 
 NUMBER = re.compile(r"(?:(?<![\d)$%])-\$?)?\d[\d,]*(?:\.\d+)?")       # in a text; -$5 is one, the minus of 5-$3 no sign
 
@@ -13,8 +18,7 @@ NUMBER = re.compile(r"(?:(?<![\d)$%])-\$?)?\d[\d,]*(?:\.\d+)?")       # in a tex
 def question_state(problem, tokens, layout):
     """What is given before the first generated region: (context, (pinned ids, their first position)).
 
-    context: (3, n) int64 ids, position, block of clean tokens. Raises UserError when the question is too long, or a
-    block reaches over a region's end, so that one region cannot be finished before the next.
+    context: (3, n) int64 ids, position, block of clean tokens. Raises UserError when the question is too long.
     """
     if token := tokens.smuggled(problem.question):
         raise UserError(f"{problem.name}: its text holds the special token {token}; remove it")
@@ -25,9 +29,6 @@ def question_state(problem, tokens, layout):
     if len(ids) > layout.question_budget:
         raise UserError(f"{problem.name}: its question has {len(ids)} tokens, more than --question_budget "
                         f"{layout.question_budget}")
-    if layout.flat and any(layout.start(region) % layout.block_size for region in (PLAN, EXECUTION)):
-        raise UserError(f"--hdp_layout flat with --block_size {layout.block_size}: a block reaches over a region's "
-                        "end, so no plan can be finished first; such a model cannot be sampled")
     at = np.arange(len(ids))
     block = at // layout.block_size if layout.flat else np.zeros(len(at), np.int64)
     return np.stack([ids, at, block]), ([tokens.plan], layout.start(PLAN))
@@ -78,32 +79,57 @@ def region_text(ids, pinned, tokens):
     return tokens.decode(body).strip()
 
 
-def answer_batch(model, states, tokens, layout, show=None, **options):
-    """Generate for problems with these question_state states -> list of dicts. options: of sampler.generate.
+class Solver(NamedTuple):
+    """A model that answers, and how it samples."""
+    model: nn.Module
+    tokens: object              # problems.Tokens
+    layout: Layout
+    how: sampler.Sampling
+    bf16: bool = False
+
+
+def load_solver(args, how):
+    """(checkpoint folder, Solver) that a script's flags name (choices.checkpoint_flags, answer_flags). how: Sampling.
+    Raises UserError.
+    """
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no GPU here")
+    folder = weights.find_checkpoint(args.checkpoint, args.pick)
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model, about = weights.load_checkpoint(folder, args.ema)
+    layout = Layout(**about["layout"])
+    tokens = load_tokenizer(folder, layout.system, layout.end_token)
+    return folder, Solver(model.to(device), tokens, layout, how, args.bf16)
+
+
+def answer_batch(solver, states, seed, show=None):
+    """A Solver's answers to problems with these question_state states -> list of dicts. seed: of what is drawn.
 
     show(number, "plan" or "text", the text so far): called behind every block. The dicts hold text, hdp's also plan;
     forwards, the network passes; tokens, generated ones up to and with the end token; ended, whether the end token came
     in every region.
     """
-    contexts, pinned = zip(*states)
+    tokens, layout, device = solver.tokens, solver.layout, solver.model.embed.weight.device
+    generator = torch.Generator(device).manual_seed(seed)
     answers = [{"forwards": 0, "tokens": 0, "ended": True} for _ in states]
     for region in (PLAN, EXECUTION) if layout.system == "hdp" else (PLAN,):
         name = "plan" if layout.system == "hdp" and region == PLAN else "text"
-        skip = [len(ids) for ids, _ in pinned]
-        rooms = [room(first, region, layout) for _, first in pinned]
+        skip = [len(ids) for _, (ids, _) in states]
+        rooms = [room(first, region, layout) for _, (_, first) in states]
         progress = show and (lambda i, ids, name=name, skip=skip: show(i, name, region_text(ids, skip[i], tokens)))
-        written = sampler.generate(model, contexts, pinned, rooms, layout.region_block(region), tokens.end,
-                                   progress=progress, **options)
-        finished = [finish_region(w.ids, len(ids), tokens.end)[0] for w, (ids, _) in zip(written, pinned)]
-        for answer, w, ids, (given, _) in zip(answers, written, finished, pinned):
-            body = ids[len(given):]
-            answer[name] = region_text(ids, len(given), tokens)
+        with torch.autocast(device.type, torch.bfloat16, enabled=solver.bf16):
+            written = sampler.generate(solver.model, states, rooms, layout.region_block(region), tokens.end,
+                                       solver.how, generator, progress)
+        finished = [finish_region(w.ids, given, tokens.end)[0] for w, given in zip(written, skip)]
+        for answer, w, ids, given in zip(answers, written, finished, skip):
+            body = ids[given:]
+            answer[name] = region_text(ids, given, tokens)
             answer["forwards"] += w.forwards
             answer["tokens"] += body.index(tokens.end) + 1 if w.ended else len(body)
             answer["ended"] &= w.ended
         if name == "plan":
-            contexts, pinned = zip(*[execution_state(context, ids, tokens, layout)
-                                     for context, ids in zip(contexts, finished)])
+            states = [execution_state(context, ids, tokens, layout)
+                      for (context, _), ids in zip(states, finished)]
     return answers
 
 

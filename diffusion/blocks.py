@@ -162,15 +162,10 @@ def region_slots(region, n, layout):
     """(slots, fill) of a region of n tokens: the slots it takes in a document, the end tokens added behind its end."""
     if region == QUESTION:
         return (layout.question_budget if layout.flat else n), 0
-    if layout.system == "gsm8k":
-        start, budget = 0, layout.max_length
-    else:
-        start, budget = layout.start(region), {PLAN: layout.plan_budget, EXECUTION: layout.execution_budget}[region]
-    size = layout.region_block(region)
-    if layout.flat:         # blocks count from the start of the document and may reach over a region's end
-        fill = min(-(start + n) % size, budget - n)
-        return budget, fill
-    return n + -n % size, -n % size
+    fill = -n % layout.region_block(region)
+    if layout.flat:
+        return {PLAN: layout.plan_budget, EXECUTION: layout.execution_budget}[region], fill
+    return n + fill, fill
 
 
 def hint(bad):
@@ -268,7 +263,6 @@ class Rows(Dataset):
         row = {"ids": np.full(length, d.pad), "position": np.zeros(length, np.int64), "doc": np.full(length, -1),
                "block": np.zeros(length, np.int64), "target": np.zeros(length, bool),
                "region": np.zeros(length, np.int64), "group": np.full(length, -1)}
-        row |= {"part": np.zeros(length, np.int64)} if d.layout.mixed else {}
         at = groups = 0
         for number, document in enumerate(self.members[r]):
             a, b = d.offsets[document:document + 2]
@@ -276,9 +270,6 @@ class Rows(Dataset):
             row["ids"][to], row["position"][to], row["block"][to] = d.ids[a:b], d.position[a:b], d.block[a:b]
             row["target"][to], row["region"][to] = d.target[a:b], d.region[a:b]
             row["doc"][to] = np.where(d.live[a:b], number, -1)
-            if d.layout.mixed:
-                row["part"][to] = np.searchsorted([d.layout.start(PLAN), d.layout.start(EXECUTION)], d.position[a:b],
-                                                  side="right")
             row["group"][to] = np.where(d.group[a:b] >= 0, d.group[a:b] + groups, -1)
             at, groups = to.stop, groups + int(d.n_groups[document])
         row["n_groups"], row["documents"] = groups, len(self.members[r])
@@ -310,13 +301,12 @@ def make_rows(documents, numbers, row_length, pack, seed=0):
     return Rows(documents, packings[best], row_length, best)
 
 
-def prepare_rows(world, layout, tokens, train_data, eval_data, *, validation_split, row_length, pack, seed,
-                 drop=(), output_dir=None):
-    """(training Rows, validation Rows or None) of files, dataset folders or hub names; rank 0 reads them first.
+def prepare_rows(world, layout, tokens, args, output_dir=None):
+    """(training Rows, validation Rows or None) of the trainer's flags; rank 0 reads the files first.
 
-    Without eval_data the share validation_split of the training problems is held out, none when it is 0. UserError when
-    a problem cannot be used; drop: checks (choices.CHECKS) whose problems are left out and counted instead. output_dir:
-    where rank 0 lists all that cannot be used, None: nowhere.
+    Without --eval_data_file the share --validation_split of the training problems is held out. UserError when a problem
+    cannot be used, unless --drop_bad leaves out those of its check. output_dir: where rank 0 lists all that cannot be
+    used, None: nowhere.
     """
     bad = []
 
@@ -333,27 +323,27 @@ def prepare_rows(world, layout, tokens, train_data, eval_data, *, validation_spl
             settle(bad, CHECKS, output_dir if world.is_main else None)
             raise
 
-    train = evaluation = documents(train_data, "train")
+    train = evaluation = documents(args.train_data_file, "train")
     numbers, held_out = np.arange(len(train)), []
-    if eval_data:
-        evaluation = documents(eval_data, "test")
+    if args.eval_data_file:
+        evaluation = documents(args.eval_data_file, "test")
         held_out = np.arange(len(evaluation))
-    said = settle(bad, drop, output_dir if world.is_main else None, hint(bad))
+    said = settle(bad, args.drop_bad, output_dir if world.is_main else None, hint(bad))
     if said and world.is_main:
         print(f"data       dropped: {said}", flush=True)
-    if validation_split and not eval_data:
-        numbers, held_out = split_validation(len(train), validation_split, seed)
-    rows = make_rows(train, numbers, row_length, pack, seed)
-    return rows, make_rows(evaluation, held_out, row_length, pack, seed) if len(held_out) else None
+    if args.validation_split and not args.eval_data_file:
+        numbers, held_out = split_validation(len(train), args.validation_split, args.seed)
+    how = args.row_length, args.pack, args.seed
+    rows = make_rows(train, numbers, *how)
+    return rows, make_rows(evaluation, held_out, *how) if len(held_out) else None
 
 
-def collate(rows, batch_rows, length, noisy_length, pad, mixed=False):
-    """List of row dicts -> Blocks of batch_rows rows, topped up with empty ones. mixed: of Layout."""
+def collate(rows, batch_rows, length, noisy_length, pad):
+    """List of row dicts -> Blocks of batch_rows rows, topped up with empty ones."""
     shape = (batch_rows, length)
     joined = {"ids": np.full(shape, pad), "position": np.zeros(shape, np.int64), "doc": np.full(shape, -1),
               "block": np.zeros(shape, np.int64), "target": np.zeros(shape, bool),
               "region": np.zeros(shape, np.int64), "group": np.full(shape, -1)}
-    joined |= {"part": np.zeros(shape, np.int64)} if mixed else {}
     noisy, groups = np.full((batch_rows, noisy_length), -1), 0
     for r, row in enumerate(rows):
         for key, array in joined.items():
@@ -363,25 +353,21 @@ def collate(rows, batch_rows, length, noisy_length, pad, mixed=False):
         places = np.flatnonzero(row["group"] >= 0)
         noisy[r, :len(places)] = places
     copied, at = noisy >= 0, noisy.clip(min=0)
-    copies = {key: np.take_along_axis(joined[key], at, 1) for key in ("doc", "block", "part") if key in joined}
-    tiles = dit.tile_states(
-        np.concatenate([np.where(copied, copies["doc"], -1), joined["doc"]], 1),
-        np.concatenate([copies["block"], joined["block"]], 1), noisy_length,
-        np.concatenate([copies["part"], joined["part"]], 1) if mixed else None)
+    doc, block = (np.take_along_axis(joined[key], at, 1) for key in ("doc", "block"))
+    tiles = dit.tile_states(np.concatenate([np.where(copied, doc, -1), joined["doc"]], 1),
+                            np.concatenate([block, joined["block"]], 1), noisy_length)
     tensors = {key: torch.from_numpy(array) for key, array in joined.items()}
     tokens = int(((joined["doc"] >= 0) & (joined["region"] != FILL)).sum())
     return Blocks(input_ids=tensors["ids"], position=tensors["position"], doc=tensors["doc"], block=tensors["block"],
                   target=tensors["target"], region=tensors["region"], noisy=torch.from_numpy(noisy),
                   group=tensors["group"], n_groups=groups, n_targets=int(joined["target"].sum()),
-                  documents=sum(row["documents"] for row in rows), tokens=tokens,
-                  tiles=tiles, part=tensors.get("part"))
+                  documents=sum(row["documents"] for row in rows), tokens=tokens, tiles=tiles)
 
 
 def make_loader(rows, packs, batch_rows, noisy_length, *, num_workers, prefetch_factor):
     """DataLoader of Blocks over `packs`, an iterable of lists of at most batch_rows row numbers; [] is all padding."""
     return DataLoader(rows, batch_sampler=packs, num_workers=num_workers,
-                      collate_fn=lambda some: collate(some, batch_rows, rows.length, noisy_length, rows.documents.pad,
-                                                    rows.documents.layout.mixed),
+                      collate_fn=lambda some: collate(some, batch_rows, rows.length, noisy_length, rows.documents.pad),
                       prefetch_factor=prefetch_factor if num_workers else None, persistent_workers=num_workers > 0,
                       multiprocessing_context="fork" if num_workers else None, worker_init_fn=init_loader,
                       generator=torch.Generator())      # else each loader would draw from the generator of the dropout
@@ -396,8 +382,8 @@ def row_table(rows):
     documents = rows.documents
     table = {f"targets_{region}": rows.per_row(documents.per_document(documents.target & (documents.region == region)))
              for region in range(4)}
-    pairs = [attended_pairs(collate([rows[r]], 1, rows.length, rows.noisy_length, documents.pad,
-                                    documents.layout.mixed)) for r in range(len(rows))]
+    pairs = [attended_pairs(collate([rows[r]], 1, rows.length, rows.noisy_length, documents.pad))
+             for r in range(len(rows))]
     return table | {"targets": rows.n_targets, "groups": rows.per_row(documents.n_groups), "tokens": rows.tokens,
                     "noisy": rows.per_row(documents.noisy_lengths),
                     "clean": rows.per_row(documents.per_document(documents.live)),

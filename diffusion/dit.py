@@ -53,29 +53,26 @@ def config_of(size, vocab_size, mask_id, dropout=0.1):
 # Who sees whom
 
 
-def attends(doc, block, n_noisy, part=None):
+def attends(doc, block, n_noisy):
     """The mask as a function of (row, head, query, key) indices, for FlexAttention and for broadcast index tensors.
 
     doc, block: (B, S) ints; doc is -1 on padding. Tokens 0 to n_noisy - 1 of a row are noisy copies, the rest is clean.
     A query sees, in its own document, its own block in its own half and clean tokens of earlier blocks; noise is seen
-    by its own noisy block only. Padding is seen by nobody but itself, so that no row of the softmax is empty. part:
-    (B, S) ints, or None: a token does not see later parts of its document either, where a block has several.
+    by its own noisy block only. Padding is seen by nobody but itself, so that no row of the softmax is empty.
     """
     def rule(b, h, q, k):
         q_block, k_block = block[b, q], block[b, k]
         own_block = (q_block == k_block) & ((q < n_noisy) == (k < n_noisy))
         earlier = (q_block > k_block) & (k >= n_noisy)
         seen = (doc[b, q] == doc[b, k]) & (doc[b, k] >= 0) & (own_block | earlier)
-        if part is not None:
-            seen = seen & (part[b, k] <= part[b, q])
         return seen | (q == k)
     return rule
 
 
-def tile_states(doc, block, n_noisy, part=None):
+def tile_states(doc, block, n_noisy):
     """What flex_attention may skip of attends: (B, tiles, tiles) int8 of NOTHING, SOME or ALL for each tile.
 
-    doc, block, part: (B, S) int arrays as in attends. Pairs are counted by runs of tokens of one block, some 50 a row,
+    doc, block: (B, S) int arrays as in attends. Pairs are counted by runs of tokens of one block, some 50 a row,
     not one by one as create_block_mask does: cheap enough for a loader process. A last tile that is not whole is never
     ALL, as there.
     """
@@ -83,11 +80,10 @@ def tile_states(doc, block, n_noisy, part=None):
     edges = np.append(np.arange(0, length, TILE), length)
     counts = np.zeros((rows, len(edges) - 1, len(edges) - 1), np.int64)
     for r in range(rows):
-        changes = np.flatnonzero(sum(np.diff(x[r]) != 0 for x in (doc, block, part) if x is not None)) + 1
+        changes = np.flatnonzero((np.diff(doc[r]) != 0) | (np.diff(block[r]) != 0)) + 1
         starts = np.unique(np.concatenate([[0, n_noisy], changes]))
         at, live = np.arange(len(starts)), doc[r, starts] >= 0
-        rule = attends(doc[r:r + 1, starts], block[r:r + 1, starts], np.searchsorted(starts, n_noisy),
-                       part if part is None else part[r:r + 1, starts])
+        rule = attends(doc[r:r + 1, starts], block[r:r + 1, starts], np.searchsorted(starts, n_noisy))
         seen = rule(0, 0, at[:, None], at) & live       # of padding runs no token sees another one
         tokens = covered(starts, length, edges)
         counts[r] = tokens.T @ seen @ tokens
@@ -110,14 +106,14 @@ def block_mask(states, rule, queries, keys):
     return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=TILE, mask_mod=rule, seq_lengths=(queries, keys))
 
 
-def attention_masks(doc, block, n_noisy, states=None, part=None):
+def attention_masks(doc, block, n_noisy, states=None):
     """(mask of noisy queries over all keys, mask of the other queries), for attend().
 
     With states (tile_states, on the device of doc and block) two BlockMasks, the second one of all queries over all
     keys; else two (B, 1, queries, keys) bool, the second one of clean queries over clean keys.
     """
     (rows, length), device = doc.shape, doc.device
-    rule, n_clean = attends(doc, block, n_noisy, part), length - n_noisy
+    rule, n_clean = attends(doc, block, n_noisy), length - n_noisy
     if states is not None:
         return (block_mask(states[:, :-(-n_noisy // TILE)], rule, n_noisy, length),
                 block_mask(states, rule, length, length))
@@ -172,7 +168,7 @@ def masks_of(model, inputs):
     """
     if inputs.layout is None or model._masks[0] != inputs.layout:
         states = inputs.tiles if model.backend == "flex" and inputs.n_noisy >= TILE else None
-        model._masks = inputs.layout, attention_masks(inputs.doc, inputs.block, inputs.n_noisy, states, inputs.part)
+        model._masks = inputs.layout, attention_masks(inputs.doc, inputs.block, inputs.n_noisy, states)
     noisy, others = model._masks[1]
     inner = (inputs.doc.shape[1], others, None) if isinstance(others, BlockMask) else (inputs.n_noisy, noisy, others)
     return [inner] * (len(model.layers) - 1) + [(inputs.n_noisy, noisy, None)]

@@ -1,9 +1,10 @@
-"""Validation of block diffusion: the likelihood bound with its sampling error, and the search for a noise range.
+"""Validation of block diffusion: the likelihood bound with its sampling error.
 
 Every rank takes equally many batches, the last ones perhaps of padding only. A batch gets the same noise at every
 validation and on any number of ranks, so bounds of different steps and runs compare.
 """
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,10 +12,20 @@ import torch
 from common import distributed, watchdog
 from common.packing import PackOrder, rank_packs
 from diffusion import blocks, noise
-from diffusion.choices import FULL, bound_range, range_fits
+from diffusion.choices import bound_range
 
 REGIONS = {"gsm8k": ("question", "answer", "execution", "fill"), "hdp": ("question", "plan", "execution", "fill")}
 PLACES = 32         # block numbers reported one by one; the last stands for all later ones
+
+
+class Eval(NamedTuple):
+    """What a validation is on, and how it goes."""
+    rows: blocks.Rows
+    mask_id: int
+    batch_rows: int     # of a batch
+    repeats: int        # draws of the noise
+    seed: int
+    bf16: bool
 
 
 def share_of_batches(world, rows, batch_rows, most=None):
@@ -45,10 +56,10 @@ def weighted_losses(model, inputs, device, bf16):
 
 
 @torch.no_grad()
-def bound(world, model, rows, mask_id, check, *, batch_rows, repeats, seed, bf16):
-    """Bound on the negative log-likelihood of rows (blocks.Rows) -> {"eval/...": float}, or None when asked to stop.
+def bound(world, model, how, check):
+    """Bound on the negative log-likelihood of an Eval's rows -> {"eval/...": float}, or None when asked to stop.
 
-    check(): called before every batch of batch_rows rows; may raise. repeats: draws of the noise.
+    check(): called before every batch; may raise.
 
     eval/loss: nats per target. eval/nll: the same sum per token of text (targets without fill); eval/stderr: its
     standard error. eval/nll_REGION, eval/nll_block_NN: nats per target of one region or block number.
@@ -56,21 +67,22 @@ def bound(world, model, rows, mask_id, check, *, batch_rows, repeats, seed, bf16
     more of it comes from levels below FULL, which are never drawn. The standard error is that of the noise alone,
     from how the draws of each block differ; low levels are rare and weigh much (1/t), so with few blocks it is rough.
     """
+    rows, repeats, device = how.rows, how.repeats, world.device
     layout = rows.documents.layout
-    sums = torch.zeros(repeats, 4 * PLACES, dtype=torch.float64, device=world.device)
-    variance = torch.zeros((), dtype=torch.float64, device=world.device)        # of the mean of the repeats' sums
-    for number, batch in share_of_batches(world, rows, batch_rows):
+    sums = torch.zeros(repeats, 4 * PLACES, dtype=torch.float64, device=device)
+    variance = torch.zeros((), dtype=torch.float64, device=device)        # of the mean of the repeats' sums
+    for number, batch in share_of_batches(world, rows, how.batch_rows):
         check()
         if asked_to_stop(world):
             return None
         cell = (batch.region * PLACES + batch.block.clamp(max=PLACES - 1)).flatten()
-        of_block = torch.zeros(repeats, batch.n_groups, dtype=torch.float64, device=world.device)
+        of_block = torch.zeros(repeats, batch.n_groups, dtype=torch.float64, device=device)
         for repeat in range(repeats):
-            draws = noise.draw(seed, "validation", (number, repeat), batch.n_groups, *batch.doc.shape)
-            inputs = noise.diffuse(batch, draws, mask_id, bound_range(layout))
-            losses = weighted_losses(model, inputs, world.device, bf16)
-            sums[repeat].index_add_(0, cell[inputs.places].to(world.device), losses)
-            of_block[repeat].index_add_(0, batch.group.flatten()[inputs.places].to(world.device), losses)
+            draws = noise.draw(how.seed, "validation", (number, repeat), batch.n_groups, *batch.doc.shape)
+            inputs = noise.diffuse(batch, draws, how.mask_id, bound_range(layout))
+            losses = weighted_losses(model, inputs, device, how.bf16)
+            sums[repeat].index_add_(0, cell[inputs.places].to(device), losses)
+            of_block[repeat].index_add_(0, batch.group.flatten()[inputs.places].to(device), losses)
         if repeats > 1 and batch.n_groups:      # none: what tops up the last round of ranks
             variance += of_block.var(0).sum() / repeats
     sums, variance = distributed.all_sum(world, sums), distributed.all_sum(world, variance)
@@ -107,44 +119,14 @@ def report(sums, variance, counts, regions):
     return {f"eval/{name}": float(value) for name, value in values.items()}
 
 
-def candidates(widths, block_sizes):
-    """Ranges to try, [(low, high)]: all of (0, 1], and for each width those that start at 0, 0.05, 0.10 and so on.
+def improved(best, values):
+    """Whether a validation has a better bound or accuracy than any before; `best`, {name: value}, takes them over.
 
-    Ranges without a possible number of masked tokens in a full block are left out.
+    Bounds rise while answers still get better, when a model becomes too sure of itself; so either counts.
     """
-    found = [FULL]
-    for width in widths:
-        steps = int(round((1 - width) / 0.05, 6)) + 1
-        found += [(max(round(0.05 * i, 2), FULL[0]), round(0.05 * i + width, 6)) for i in range(steps)]
-    return list(dict.fromkeys(t_range for t_range in found
-                              if all(range_fits(t_range, size) for size in block_sizes)))
-
-
-@torch.no_grad()
-def search_range(world, model, rows, mask_id, check, *, widths, batches, schedule, weighting, batch_rows, seed, bf16):
-    """(low, high) of the candidate under which losses of blocks vary least, or None when asked to stop.
-
-    As in the paper (var_min): less variance between blocks means less noise in gradients. Costs one forward pass for
-    each candidate and each of the first `batches` batches. All candidates get the same random numbers. check,
-    batch_rows: as in bound; schedule, weighting: as in noise.diffuse.
-    """
-    layout = rows.documents.layout
-    sizes = {layout.region_block(blocks.PLAN), layout.region_block(blocks.EXECUTION)}
-    tried = candidates(widths, sizes)
-    moments = torch.zeros(len(tried), 3, dtype=torch.float64, device=world.device)      # sum, sum of squares, number
-    for number, batch in share_of_batches(world, rows, batch_rows, batches):
-        check()
-        if asked_to_stop(world):
-            return None
-        draws = noise.draw(seed, "search", number, batch.n_groups, *batch.doc.shape)
-        sizes = torch.bincount(batch.group[batch.target], minlength=batch.n_groups).to(world.device)
-        for index, t_range in enumerate(tried):
-            inputs = noise.diffuse(batch, draws, mask_id, t_range, schedule, weighting)
-            losses = weighted_losses(model, inputs, world.device, bf16)
-            per_block = torch.zeros(batch.n_groups, dtype=torch.float64, device=world.device)
-            per_block.index_add_(0, batch.group.flatten()[inputs.places].to(world.device), losses)
-            per_block /= sizes
-            moments[index] += torch.stack([per_block.sum(), per_block.square().sum(),
-                                           torch.full_like(losses.sum(), batch.n_groups)])
-    total, squares, n = distributed.all_sum(world, moments).T
-    return tried[int((squares / n - (total / n).square()).argmin())]
+    news = {"nll": values["eval/nll"]}
+    if "eval/accuracy" in values:
+        news["wrong"] = 1 - values["eval/accuracy"]
+    better = {name: value for name, value in news.items() if value < best.get(name, math.inf)}
+    best.update(better)
+    return bool(better)

@@ -10,24 +10,21 @@ the hub (Apache-2.0), so that transformers before version 5 loads it with trust_
 ids of twice model_length, [noisy | clean].
 
 What was converted from a language model goes out as that model's own class, float32, adapters merged, with a row for
-the mask; --init_from takes it back bit for bit. Its README.md says how it must be sampled: not by generate().
+the mask, its chat template, and the form it was trained on; --init_from takes it back bit for bit and goes on in that
+form. Its README.md says how it must be sampled: not by generate().
 """
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
-import argparse
-
 from common import flags
+from diffusion.choices import checkpoint_flags
 
 
 def build_parser():
     p = flags.Parser("Write a checkpoint in the layout of the published BD3-LM models, or as a language model.")
-    p.add_argument("--checkpoint", required=True, help="checkpoint folder, or the trainer's OUTPUT_DIR")
-    p.add_argument("--pick", choices=("best", "newest"), default="best",
-                   help="of an OUTPUT_DIR: the best checkpoint by --best_by, or the newest one")
-    p.add_argument("--ema", action=argparse.BooleanOptionalAction, default=True, help="take the averaged weights")
+    checkpoint_flags(p)
     p.add_argument("--output_dir", required=True, help="folder to write, new or empty")
     return p
 
@@ -43,7 +40,7 @@ import json
 
 from common import checkpoint, distributed, tensor_files
 from common.distributed import UserError
-from diffusion import decoder, official, weights
+from diffusion import decoder, init_from, official, weights
 from diffusion.blocks import Layout
 from diffusion.problems import END, load_tokenizer
 
@@ -59,18 +56,16 @@ nonsense.
   answer. Passes replace masks, the surest first, until none is left; then the next block follows.
 - Trained on the form {prompt!r}, answers end with {end!r}.
 
-`python diffusion/train_bd3lm.py --init_from THIS_FOLDER` trains on from here; `diffusion/sample_bd3lm.py` samples its
+`python diffusion/train_bd3lm.py --init_from THIS_FOLDER` trains on from here in that form; `diffusion/sample_bd3lm.py` samples its
 checkpoints.
 """
 
 
-def language_config(folder, model, about, layout):
-    """Text of config.json: the language model's own, with the rows and the dtype of what is written. UserError."""
-    if not about.get("source"):
-        raise UserError(f"{folder}: was written before checkpoints kept their language model's config.json; resume its "
-                        "run for a step, which saves it")
-    source = about["source"] | {"vocab_size": model.config.vocab_size, "dtype": "float32", "block_diffusion": {
-        "block_size": layout.block_size, "mask_token_id": model.config.mask_id, "shift": False}}
+def language_config(model, source, layout):
+    """Text of config.json: the language model's own (source), with the rows and the dtype of what is written."""
+    source = source | {"vocab_size": model.config.vocab_size, "dtype": "float32", "block_diffusion": {
+        "block_size": layout.block_size, "mask_token_id": model.config.mask_id, "shift": False,
+        "prompt": layout.prompt, "end_token": layout.end_token}}
     source.pop("torch_dtype", None)
     return json.dumps(source, indent=2) + "\n"
 
@@ -88,7 +83,7 @@ def export(folder, ema, output):
     layout = Layout(**about["layout"])
     converted = weights.module_of(model.config) is decoder
     if converted:
-        state, text = dict(model.named_parameters()), language_config(folder, model, about, layout)
+        state, text = dict(model.named_parameters()), language_config(model, about["source"], layout)
     else:
         t_range = checkpoint.load_meta(folder)["t_range"]
         state = official.state_dict(model.state_dict(), model.config.heads, t_range)
@@ -101,6 +96,8 @@ def export(folder, ema, output):
         raise UserError(f"--output_dir {output}: is not empty; give another folder")
     tensor_files.save({name: tensor.contiguous() for name, tensor in state.items()}, output / "model.safetensors")
     load_tokenizer(folder, layout.system, layout.end_token).save(output)
+    for name, held in init_from.chat_files(folder).items():
+        (output / name).write_bytes(held)
     if converted:
         (output / "README.md").write_text(note(model.config, layout), encoding="utf-8")
     checkpoint.write_atomically(output / "config.json", lambda path: path.write_text(text))     # last: now it is whole

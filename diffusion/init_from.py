@@ -1,22 +1,25 @@
 """What a run starts from (--init_from): published DiT weights, a checkpoint of ours, or a causal language model.
 
-Every kind becomes tensors under our names whose rows are those of the run's vocabulary: markers that the source knows
-keep their rows, new ones get the mean row of the tokenizer's own tokens and a little noise.
+Every kind becomes tensors under our names whose rows are those of the run's vocabulary: markers that
+the source knows keep their rows, new ones get the mean row of the tokenizer's own tokens and a little
+noise. A source that was trained on a prompt form and an end token of its own passes them on.
 """
 import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from tokenizers import Tokenizer
 
 from common import checkpoint, json_files, tensor_files
 from common.distributed import UserError
 from diffusion import decoder, dit, official, weights
 from diffusion.choices import SIZES
-from diffusion.problems import MARKERS, load_tokenizer
+from diffusion.problems import MARKERS, load_tokenizer, tokenizer_from_folder
 
-ROWS = ("embed.weight", "head.weight", "head.bias", "model.embed_tokens.weight", "lm_head.weight")      # one a token
+# parameters with a row for each token
+ROWS = ("embed.weight", "head.weight", "head.bias", "model.embed_tokens.weight", "lm_head.weight")
+# files beside tokenizer.json that transformers reads: with them a chat template stays usable
+CHAT_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 class Start(NamedTuple):
@@ -33,22 +36,32 @@ def find(name):
     if path.is_file():
         return path
     path = tensor_files.find_folder(name, "--init_from", more=["*.bin"])
-    ours = checkpoint.checkpoints(path) or (path / checkpoint.MANIFEST).exists()
-    return weights.find_checkpoint(path, "best", "--init_from") if ours else path
+    found = checkpoint.checkpoints(path) or is_ours(path)
+    return weights.find_checkpoint(path, "best", "--init_from") if found else path
+
+
+def is_ours(path):
+    """Whether a path of find() is a checkpoint of this trainer."""
+    return (path / checkpoint.MANIFEST).exists()
 
 
 def is_causal(path):
     """Whether a path of find() is a language model that predicts the next token."""
-    if not path or path.is_file() or (path / checkpoint.MANIFEST).exists():
+    if path.is_file() or is_ours(path):
         return False
     return json_files.read_object(path / "config.json").get("model_type") not in ("bd3lm", "mdlm", None)
 
 
+def own_tokenizer(path):
+    """A path of find() where it has a tokenizer of its own, else None."""
+    return path if is_causal(path) or (path / "tokenizer.json").is_file() else None
+
+
 def config_for(path, model_size, tokens, dropout):
-    """Config of a run's network. path: of find(), or None for new weights; model_size: of a DiT. Raises UserError."""
+    """Config of a run's network. path: of find(); model_size: of a DiT. Raises UserError."""
     if is_causal(path):
         return decoder.config_of(path, tokens.vocab_size, tokens.mask, dropout)
-    if path and (path / checkpoint.MANIFEST).exists():
+    if is_ours(path):
         about = json_files.read_object(path / "config.json")["model"]
         if "kv_heads" in about:
             size = max(tokens.vocab_size, about["vocab_size"])
@@ -68,10 +81,28 @@ def with_chat(layout, folder):
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": "{question}"}], tokenize=False,
                                                add_generation_prompt=True, enable_thinking=False)
     except Exception as error:      # a dozen kinds: no files, no template, a template that fails
-        raise UserError(f"--chat: {folder} has no chat template that can be used ({str(error).splitlines()[0]:.120})")
+        raise UserError(f"--chat: {folder} has no chat template that can be used "
+                        f"({str(error).splitlines()[0]:.120})")
     if prompt.count("{question}") != 1:
         raise UserError(f"--chat: the chat template of {folder} does not write the question once")
     return dataclasses.replace(layout, prompt=prompt, end_token=tokenizer.eos_token)
+
+
+def with_form(layout, path):
+    """A gsm8k Layout with the prompt form and the end token that a path of find() was trained on; layout.end_token,
+    where it is given, stays.
+    """
+    if layout.system != "gsm8k" or path.is_file():
+        return layout
+    about = json_files.read_object(path / "config.json")
+    form = about.get("layout") or about.get("block_diffusion") or {}
+    return dataclasses.replace(layout, prompt=form.get("prompt", ""),
+                               end_token=layout.end_token or form.get("end_token", ""))
+
+
+def chat_files(folder):
+    """{name: bytes} of the CHAT_FILES that a tokenizer folder has."""
+    return {name: (Path(folder) / name).read_bytes() for name in CHAT_FILES if (Path(folder) / name).is_file()}
 
 
 def read(path, config, tokens, ema=True, seed=0):
@@ -81,22 +112,24 @@ def read(path, config, tokens, ema=True, seed=0):
     of those that have them. seed: of rows without a source.
     """
     which, note, source = "averaged" if ema else "last", "", {}
-    if (path / checkpoint.MANIFEST).exists():
+    if is_ours(path):
         model, about = weights.load_checkpoint(path, ema)
-        its_tokens = load_tokenizer(path, about["layout"]["system"], about["layout"].get("end_token", ""))
-        if plain(its_tokens) != plain(tokens):
-            raise UserError(f"--init_from {path}: was trained with another tokenizer; give --tokenizer {path}")
-        tensors, markers, source = dict(model.named_parameters()), its_tokens.markers, about.get("source", {})
-        head_size = model.config.head_size
+        its_tokens = load_tokenizer(path, about["layout"]["system"], about["layout"]["end_token"])
+        own, markers, source = plain(its_tokens), its_tokens.markers, about["source"]
+        tensors, head_size = dict(model.named_parameters()), model.config.head_size
     elif is_causal(path):
         which, tensors, head_size = "causal", decoder.read_folder(path, config), config.head_size
-        source, markers = json_files.read_object(path / "config.json"), its_markers(path)
+        source, own = json_files.read_object(path / "config.json"), vocabulary(path)
+        markers = {name: own.pop(name) for name in MARKERS["hdp"] if name in own}
     else:
         tensors, head_size, note = official.read(path, ema)
-        markers = {"<|mask|>": len(tensors["embed.weight"]) - 1}        # GPT-2 has none, so they add it behind
+        own, markers = {}, {"<|mask|>": len(tensors["embed.weight"]) - 1}       # behind GPT-2's own tokens
         if markers["<|mask|>"] != len(plain(tokens)):
-            raise UserError(f"--init_from {path}: has rows of {markers['<|mask|>']} tokens and a mask, --tokenizer has "
-                            f"{len(plain(tokens))} tokens; give the one it was trained with")
+            raise UserError(f"--init_from {path}: has rows of {markers['<|mask|>']} tokens and a mask, "
+                            f"--tokenizer has {len(plain(tokens))} tokens; give the one it was trained with")
+    if own and own != plain(tokens):
+        raise UserError(f"--init_from {path}: its tokenizer is not that of --tokenizer, so ids would mean other words; "
+                        "drop --tokenizer")
     check_size(path, tensors, head_size, config)
     tensor_files.check_finite(tensors, path)
     tensors, new = fit_vocabulary(tensors, markers, tokens, config.vocab_size, seed)
@@ -105,24 +138,35 @@ def read(path, config, tokens, ema=True, seed=0):
     return Start(tensors, tensor_files.fingerprint_files(files), words, source)
 
 
-def its_markers(folder):
-    """{name: row} of our markers that a language model's tokenizer knows: one that export_bd3lm.py wrote does."""
-    path = folder / "tokenizer.json"
-    known = Tokenizer.from_file(str(path)).get_vocab() if path.is_file() else {}
-    return {name: known[name] for name in MARKERS["hdp"] if name in known}
+def vocabulary(folder):
+    """{text: id} of a language model's tokenizer; {}: its folder has none."""
+    try:
+        return tokenizer_from_folder(folder).get_vocab()
+    except UserError:
+        return {}
 
 
 def with_lora(config, path, bf16, name, adapters):
-    """A Config whose network has adapters, frozen weights in bfloat16 with bf16; without adapters the same.
+    """A Config whose network has adapters, frozen weights in bfloat16 with bf16. Raises UserError.
 
-    path: of find(), name: as the user gave it. adapters: other arguments of decoder.adapt, by name. Raises UserError.
+    path: of find(), name: as the user gave it. adapters: other arguments of decoder.adapt, by name.
     """
-    if not adapters:
-        return config
     if not is_causal(path):
         raise UserError("--use_lora needs --init_from of a language model; other weights are trained whole")
     base = {"base": name, "identity": tensor_files.fingerprint_files(decoder.weight_files(path))}
     return dataclasses.replace(config, lora=adapters | base | {"dtype": "bfloat16" if bf16 else "float32"})
+
+
+def fill(model, given, seed, resumed):
+    """Put a Start's weights into a network and begin its adapters. resumed: a checkpoint follows, which has
+    all that is trained; of adapters that is not the language model below them.
+    """
+    lora = getattr(model.config, "lora", None)
+    if lora or not resumed:
+        for name, parameter in decoder.base_weights(model).items():
+            tensor_files.fill(parameter, given.tensors[name])
+    if lora and not resumed:
+        decoder.begin_adapters(model, given.tensors, seed)
 
 
 def plain(tokens):

@@ -1,21 +1,39 @@
 """What a block diffusion run says of itself: its start, a line of training, a line of validation."""
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from common import metrics, plan
 from diffusion import weights
 
 
-def loss_report(sums, regions):
-    """Sums over all ranks (losses and targets of 4 regions, plain cross-entropy, masked) -> {name: value}."""
-    losses, targets, (plain, masked) = sums[:4], sums[4:8], sums[8:]
+class StepSums(NamedTuple):
+    """What optimizer steps add up for the log: views of one tensor of float64 numbers."""
+    losses: torch.Tensor            # (4,) weighted losses, of each region
+    targets: torch.Tensor           # (4,) tokens in the loss, of each region
+    cross_entropy: torch.Tensor     # (1,) plain losses of masked tokens
+    masked: torch.Tensor            # (1,) how many were masked
+
+
+WIDTHS = StepSums(4, 4, 1, 1)
+
+
+def step_sums(numbers):
+    """StepSums of a tensor (sum(WIDTHS),), which share its memory."""
+    return StepSums(*numbers.split(WIDTHS))
+
+
+def loss_report(numbers, regions):
+    """Numbers of step_sums, of all ranks -> {name: value}."""
+    losses, targets, (cross_entropy,), (masked,) = (part.tolist() for part in step_sums(numbers.cpu()))
     if not sum(targets):        # every step was skipped: no loss to claim
         return {"train/loss": math.nan, "train/masked_loss": math.nan, "train/masked": math.nan}
-    values = {f"loss_{name}": loss / n for name, loss, n in zip(regions, losses, targets) if n}
-    return {"train/loss": sum(losses) / sum(targets), "train/masked_loss": plain / max(1, masked),
-            "train/masked": masked / sum(targets), **{f"train/{name}": value for name, value in values.items()}}
+    values = {"train/loss": sum(losses) / sum(targets), "train/masked_loss": cross_entropy / max(1, masked),
+              "train/masked": masked / sum(targets)}
+    return values | {f"train/loss_{name}": loss / n for name, loss, n in zip(regions, losses, targets) if n}
 
 
 def console_line(step, total_steps, v):
@@ -38,25 +56,35 @@ def eval_line(step, v, regions):
             f"bits/token | perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} | {parts}")
 
 
-def print_start(device, ranks, config, rows, eval_rows, table, more, *, size_name, shards, bf16):
-    """What is about to run, before the first step. table: blocks.row_table of rows; more: lines; shards: GPUs that the
-    state is sharded over.
-    """
+def log_validation(args, state, values, answers, regions):
+    """Log and print a validation, on rank 0; answers go to a file for the report. state: run.TrainState."""
+    state.log.write(state.step, values)
+    if answers:
+        from diffusion import accuracy
+        accuracy.write(args.output_dir, state.step, answers)
+    tqdm.write(eval_line(state.step, values, regions))
+
+
+def print_start(args, job, device, ranks, setup):
+    """What is about to run, before the first step. job: the trainer's Job. setup: plan.Setup."""
+    rows, eval_rows, table = job.rows, job.eval_rows, job.table
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     with torch.device("meta"):
-        model = weights.module_of(config).Model(config)
-    size, trained = (sum(p.numel() for p in found) for found in (model.parameters(), weights.trained(model).values()))
+        model = weights.module_of(job.config).Model(job.config)
+    size, trained = (sum(p.numel() for p in found)
+                     for found in (model.parameters(), weights.trained(model).values()))
     base = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     kind = f", {trained:,} of them trained" if base else ""
     held_out = sum(len(m) for m in eval_rows.members) if eval_rows else 0
     dropped = f", {rows.documents.dropped} dropped" if rows.documents.dropped else ""
-    state = (20 * trained + base) / shards      # fp32 weights, gradients, two moments, average
+    # fp32 weights, gradients, two moments, average
+    state = (20 * trained + base) / (setup.shards if setup.fsdp else 1)
     lengths = np.concatenate([rows.documents.tokens[m] for m in rows.members])
-    print(f"device     {ranks} x {where}, torch {torch.__version__}, {'bf16 autocast' if bf16 else 'fp32'}\n"
-          f"model      {size_name}, {size:,} parameters{kind}; weights, gradients, optimizer and average "
+    print(f"device     {ranks} x {where}, torch {torch.__version__}, {'bf16 autocast' if args.bf16 else 'fp32'}\n"
+          f"model      {job.name}, {size:,} parameters{kind}; weights, gradients, optimizer and average "
           f"{plan.size(state)} a GPU\n"
           f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; tokens mean "
           f"{lengths.mean():.0f} max {lengths.max()}\n"
           f"rows       {len(rows)} of {rows.length} clean and {rows.noisy_length} noisy tokens, "
           f"{table['clean'].sum() / (len(rows) * rows.length) * 100:.1f}% of the clean ones filled, "
-          f"{table['samples'].mean():.2f} problems each\n{more}")
+          f"{table['samples'].mean():.2f} problems each")

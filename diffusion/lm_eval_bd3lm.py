@@ -13,28 +13,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
-import argparse
-
 from common import flags
-from diffusion.choices import ORDERS
+from diffusion.choices import answer_flags, checkpoint_flags
 
 
 def build_parser():
     p = flags.Parser("Run tasks of lm-eval-harness on a block-diffusion model.")
-    p.add_argument("--checkpoint", required=True, help="checkpoint folder, or the trainer's OUTPUT_DIR")
-    p.add_argument("--pick", choices=("best", "newest"), default="best",
-                   help="of an OUTPUT_DIR: the best checkpoint by --best_by, or the newest one")
-    p.add_argument("--ema", action=argparse.BooleanOptionalAction, default=True, help="take the averaged weights")
+    checkpoint_flags(p)
+    answer_flags(p, "confidence")
     p.add_argument("--tasks", nargs="+", default=["gsm8k"], help="names of tasks")
     p.add_argument("--include_path", help="folder with task files of your own")
     p.add_argument("--num_fewshot", type=int, default=0, help="worked examples before each question")
     p.add_argument("--limit", type=int, default=0, help="only the first so many problems of each task, 0 = all")
-    p.add_argument("--batch_size", type=int, default=64, help="problems answered side by side")
-    p.add_argument("--order", choices=ORDERS, default="confidence",
-                   help="which masked tokens a pass fills: one at random, the surest ones, or all that are sure enough")
-    p.add_argument("--threshold", type=float, default=0.9, help="confidence: probability a token must have, 0 to 1")
-    flags.switch(p, "--bf16", help="bfloat16 compute")
-    p.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     p.add_argument("--output", help="JSON file for the results (default: beside the checkpoint)")
     return p
 
@@ -50,18 +40,15 @@ ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else N
 
 import json
 
-import torch
-
 from common import checkpoint, distributed
 from common.distributed import UserError
-from diffusion import weights
-from diffusion.answers import answer_batch, text_state
-from diffusion.blocks import Layout
-from diffusion.problems import load_tokenizer
+from diffusion.answers import answer_batch, load_solver, text_state
+from diffusion.sampler import Sampling
 
 
-def harness_model(base, model, tokens, layout, device, batch_size, bf16, **options):
-    """An object of a subclass of `base`, lm_eval's LM, that generates. options: of sampler.generate."""
+def harness_model(base, solver, batch_size):
+    """An object of a subclass of `base`, lm_eval's LM, that generates. solver: answers.Solver."""
+    tokens, layout = solver.tokens, solver.layout
 
     class BlockDiffusion(base):
         too_long = 0        # questions without room for an answer, which is "" then
@@ -80,11 +67,7 @@ def harness_model(base, model, tokens, layout, device, batch_size, bf16, **optio
             states.sort(key=lambda item: item[1][0].shape[1])       # like lengths side by side: less padding
             for first in range(0, len(states), batch_size):
                 numbers, batch = zip(*states[first:first + batch_size])
-                generator = torch.Generator(device).manual_seed(first)
-                with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                    answers = answer_batch(model, batch, tokens, layout, temperature=0.0, generator=generator,
-                                           **options)
-                for number, answer in zip(numbers, answers):
+                for number, answer in zip(numbers, answer_batch(solver, batch, first)):
                     until = requests[number].args[1].get("until") or []
                     for stop in [until] if isinstance(until, str) else until:
                         answer["text"] = answer["text"].partition(stop)[0] if stop else answer["text"]
@@ -107,16 +90,12 @@ def main(argv=None):
             from lm_eval.api.model import LM
         except ImportError:
             raise UserError("lm_eval is not installed: pip install lm_eval")
-        folder = weights.find_checkpoint(args.checkpoint, args.pick)
-        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        model, about = weights.load_checkpoint(folder, args.ema)
-        layout = Layout(**about["layout"])
+        folder, solver = load_solver(args, Sampling(args.order, threshold=args.threshold, temperature=0.0))
+        layout = solver.layout
         if layout.system != "gsm8k":
             raise UserError(f"--checkpoint {folder}: is an {layout.system} model, which writes a plan first; give one "
                             "of --system gsm8k")
-        tokens = load_tokenizer(folder, layout.system, layout.end_token)
-        ours = harness_model(LM, model.to(device), tokens, layout, device, args.batch_size, args.bf16, order=args.order,
-                             **({"threshold": args.threshold} if args.order == "confidence" else {}))
+        ours = harness_model(LM, solver, args.batch_size)
         found = lm_eval.simple_evaluate(
             model=ours, tasks=args.tasks, num_fewshot=args.num_fewshot, limit=args.limit or None, bootstrap_iters=0,
             log_samples=False,

@@ -39,7 +39,6 @@ class Blocks(NamedTuple):
     documents: int
     tokens: int                 # clean ones without padding
     tiles: torch.Tensor         # (B, tiles, tiles) int8   dit.tile_states: what flex attention may skip
-    part: torch.Tensor | None = None    # (B, L) int64   dit.attends: hdp's region where a block has several, else None
 
     __reduce__ = loading.reduce
 
@@ -57,7 +56,6 @@ class Inputs(NamedTuple):
     tiles: torch.Tensor         # as in Blocks
     n_noisy: int                # N
     layout: bytes               # equal for batches that need the same attention mask
-    part: torch.Tensor | None = None    # (B, N + L) int32, as in Blocks
 
     to = loading.to
 
@@ -192,34 +190,26 @@ def diffuse(batch, draws, mask_id, t_range=FULL, schedule="loglinear", weighting
         weights = torch.ones(len(places))
     doc = torch.cat([batch.doc.gather(1, at).masked_fill(~copied, -1), batch.doc], 1).int()
     block = torch.cat([batch.block.gather(1, at), batch.block], 1).int()
-    part = None if batch.part is None else torch.cat([batch.part.gather(1, at), batch.part], 1).int()
-    layout = hashlib.sha256(b"".join(x.numpy().tobytes() for x in (doc, block, part) if x is not None)).digest()
+    layout = hashlib.sha256(doc.numpy().tobytes() + block.numpy().tobytes()).digest()
     return Inputs(torch.cat([clean.masked_fill(hidden, mask_id), batch.input_ids], 1),
                   torch.cat([batch.position.gather(1, at), batch.position], 1), doc, block,
                   hidden.flatten().nonzero()[:, 0], clean[hidden], weights, places,
-                  batch.tiles, at.shape[1], layout, part)
+                  batch.tiles, at.shape[1], layout)
 
 
 def attended_pairs(batch):
     """(query, key) pairs of a batch that may attend, padding aside: for counting work."""
     length = batch.doc.shape[1]
-    part = torch.zeros_like(batch.block) if batch.part is None else batch.part
     row = torch.arange(len(batch.doc))[:, None]
     at = batch.noisy.clamp(min=0)
     doc_key = row * (length + 1) + batch.doc
-    block_key = doc_key * (length + 1) + batch.block
-    keys = block_key * 4 + part                             # of the tokens that see the same
+    block_key = doc_key * (length + 1) + batch.block        # of the tokens that see the same
     live, copied = batch.doc >= 0, (batch.noisy >= 0) & (batch.doc.gather(1, at) >= 0)
-    groups, inverse = keys[live].unique(return_inverse=True)
+    groups, inverse = block_key[live].unique(return_inverse=True)
     clean = torch.bincount(inverse, minlength=len(groups))
-    noisy = torch.bincount(torch.searchsorted(groups, keys.gather(1, at)[copied]), minlength=len(groups))
-
-    def since(counts, of):
-        """Tokens of groups from the first one with the same key `of` up to and with each."""
-        before = counts.cumsum(0) - counts
-        return before + counts - before[torch.searchsorted(of, of)]
-    blocks = groups // 4
-    own, docs = since(clean, blocks), torch.zeros_like(groups)
+    noisy = torch.bincount(torch.searchsorted(groups, block_key.gather(1, at)[copied]), minlength=len(groups))
+    docs = torch.zeros_like(groups)
     docs[inverse] = doc_key[live]
-    earlier = since(clean, docs) - own                      # clean tokens of earlier blocks
-    return int((noisy * (since(noisy, blocks) + earlier) + clean * (own + earlier)).sum())
+    before = clean.cumsum(0) - clean
+    earlier = before - before[torch.searchsorted(docs, docs)]       # clean tokens of the document's earlier blocks
+    return int((noisy * (noisy + earlier) + clean * (clean + earlier)).sum())

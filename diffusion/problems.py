@@ -58,25 +58,6 @@ def read_problems(path, split, system, strip_calculator=False, bad=None):
     return problems
 
 
-def read_questions(path):
-    """List of Problems without answers: JSONL or JSON objects with "question", or a text file with one in each line."""
-    text, found, wrong = json_files.read_text(Path(path)), [], []
-    if text.lstrip()[:1] in ("{", "["):
-        entries = [(name, entry.get("question") if isinstance(entry, dict) else None)
-                   for name, entry in read_entries(path, "")]
-    else:
-        entries = [(f"{path} line {n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
-    for name, question in entries:
-        if isinstance(question, str) and question.strip() and not json_files.HALF_CHARACTER.search(question):
-            found.append(Problem(name, question.strip(), "", ""))
-        else:
-            wrong.append(problem(name, "invalid", "has no 'question' (a text that is not empty)", path))
-    settle(wrong)
-    if not found:
-        raise UserError(f"{path}: holds no questions")
-    return found
-
-
 def parse_problem(name, entry, system, strip_calculator):
     """One JSON object -> Problem; ValueError says what is wrong and what to do."""
     if not isinstance(entry, dict):
@@ -221,9 +202,8 @@ class Tokens:
 
 
 def load_tokenizer(name, system, end_token=""):
-    """Tokens from a tokenizer.json, a folder (tokenizer.json, or GPT-2's two files), or a hub name such as gpt2.
-
-    end_token: of gsm8k's answers; "": <|endoftext|>.
+    """Tokens from a tokenizer.json, a folder (tokenizer.json, or GPT-2's two files), or a hub name
+    such as gpt2. end_token: of gsm8k's answers; "": <|endoftext|>. Raises UserError.
     """
     path = Path(name)
     hint = "give a folder with tokenizer.json or with GPT-2's encoder.json and vocab.bpe, or gpt2 when online"
@@ -236,21 +216,24 @@ def load_tokenizer(name, system, end_token=""):
         raise
     except Exception as error:      # the tokenizers library raises bare Exceptions
         raise UserError(f"--tokenizer {name}: is not a tokenizer ({str(error).partition(chr(10))[0]:.120}); {hint}")
-    end = tokenizer.token_to_id(END)
-    if end is None and not end_token:
-        raise UserError(f"--tokenizer {name}: has no token {END}; take GPT-2's")
+    end_token = end_token or END
+    end = tokenizer.token_to_id(end_token)
+    if end is None and system == "gsm8k":
+        raise UserError(f"--tokenizer {name}: has no token {end_token} to end answers with; give one "
+                        "that it has (--end_token '</s>'), or --chat where it has a chat template")
+    # a question begins with <|endoftext|>, or with what this tokenizer puts before every text
+    begins = [tokenizer.token_to_id(END), *tokenizer.encode("").ids, end]
+    begin = next((number for number in begins if number is not None), -1)
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    tokenizer.add_special_tokens([end_token or END, *MARKERS[system]])
+    tokenizer.add_special_tokens([*([] if end is None else [end_token]), *MARKERS[system]])
     used, size = set(tokenizer.get_vocab().values()), tokenizer.get_vocab_size()
     if used != set(range(size)):        # the model's embedding has a row for each of 0 to size - 1
         raise UserError(f"--tokenizer {name}: its {size} tokens have ids up to {max(used)}, with gaps; {hint}")
     ids = {m: tokenizer.token_to_id(m) for m in MARKERS[system]}
-    last = ids.get("<|pad|>", tokenizer.token_to_id(end_token or END))
-    if last is None:
-        raise UserError(f"--tokenizer {name}: has no token {end_token}")
-    return Tokens(tokenizer, size, end if system == "gsm8k" and end is not None else -1, last, last,
-                  *(ids.get(m, -1) for m in ("<|plan|>", "<|execution|>", "<|answer|>")), ids["<|mask|>"])
+    last = ids.get("<|pad|>", end)
+    return Tokens(tokenizer, size, begin if system == "gsm8k" else -1, last, last, ids.get("<|plan|>", -1),
+                  ids.get("<|execution|>", -1), ids.get("<|answer|>", -1), ids["<|mask|>"])
 
 
 def download_tokenizer(name, hint):

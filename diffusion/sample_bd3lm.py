@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ sta
 
 from common import flags
 from common.flags import need
-from diffusion.choices import ORDERS
+from diffusion.choices import answer_flags, checkpoint_flags
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags
@@ -27,10 +27,8 @@ from diffusion.choices import ORDERS
 
 def build_parser():
     p = flags.Parser("Answer problems with a block-diffusion model.")
-    p.add_argument("--checkpoint", required=True, help="checkpoint folder, or the trainer's OUTPUT_DIR")
-    p.add_argument("--pick", choices=("best", "newest"), default="best",
-                   help="of an OUTPUT_DIR: the best checkpoint by --best_by, or the newest one")
-    p.add_argument("--ema", action=argparse.BooleanOptionalAction, default=True, help="take the averaged weights")
+    checkpoint_flags(p)
+    answer_flags(p, "first_hitting")
     p.add_argument("--test_file",
                    help="problems in the form the model was trained on: JSONL, JSON, dataset folder, or hub name")
     p.add_argument("--question", nargs="+", metavar="TEXT", help="questions to answer, printed block by block")
@@ -41,18 +39,12 @@ def build_parser():
     p.add_argument("--limit", type=int, default=0, help="answer only the first so many problems, 0 = all")
     flags.switch(p, "--drop_too_long",
                  help="count problems whose question does not fit as wrong instead of stopping")
-    p.add_argument("--batch_size", type=int, default=64, help="problems answered side by side")
-    p.add_argument("--order", choices=ORDERS, default="first_hitting",
-                   help="which masked tokens a pass fills: one at random, the surest ones, or all that are sure enough")
     p.add_argument("--tokens_per_step", type=int, default=1, help="top_k: tokens a pass")
-    p.add_argument("--threshold", type=float, default=0.9, help="confidence: probability a token must have, 0 to 1")
     p.add_argument("--temperature", type=float, default=0.0, help="0 = the likeliest token, 1 = as the model says")
     p.add_argument("--top_p", type=float, default=1.0, help="nucleus: draw from the likeliest tokens up to this share")
     p.add_argument("--use_cache", action=argparse.BooleanOptionalAction, default=True,
                    help="keep keys and values of finished blocks; no-: compute them again in every pass")
     p.add_argument("--seed", type=int, default=0, help="of order and temperature")
-    flags.switch(p, "--bf16", help="bfloat16 compute")
-    p.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     p.add_argument("--min_accuracy", type=float, default=0.0, metavar="SHARE",
                    help="exit status 1 unless this share of the problems is answered right, strictly; 0 to 1")
     p.add_argument("--show", type=int, default=3, help="answers to print")
@@ -85,47 +77,65 @@ import math
 import time
 
 import numpy as np
-import torch
 
-from common import checkpoint, distributed, metrics
+from common import checkpoint, distributed, json_files, metrics
 from common.distributed import UserError
+from common.problems import problem as bad_problem
+from common.problems import settle
 from common.text import LINE, printable
-from diffusion import weights
-from diffusion.answers import answer_batch, question_state, score
-from diffusion.blocks import Layout
-from diffusion.problems import Problem, load_tokenizer, read_problems, read_questions
+from diffusion.answers import answer_batch, load_solver, question_state, score
+from diffusion.problems import Problem, read_entries, read_problems
+from diffusion.sampler import Sampling
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Answers
 
 
-def usable_states(problems, tokens, layout, drop_too_long):
+def read_questions(path):
+    """List of Problems without answers: JSONL or JSON objects with "question", or a text file with one in each line."""
+    text, found, wrong = json_files.read_text(Path(path)), [], []
+    if text.lstrip()[:1] in ("{", "["):
+        entries = [(name, entry.get("question") if isinstance(entry, dict) else None)
+                   for name, entry in read_entries(path, "")]
+    else:
+        entries = [(f"{path} line {n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    for name, question in entries:
+        if isinstance(question, str) and question.strip() and not json_files.HALF_CHARACTER.search(question):
+            found.append(Problem(name, question.strip(), "", ""))
+        else:
+            wrong.append(bad_problem(name, "invalid", "has no 'question' (a text that is not empty)", path))
+    settle(wrong)
+    if not found:
+        raise UserError(f"{path}: holds no questions")
+    return found
+
+
+def usable_states(problems, solver, drop_too_long):
     """[question_state or None] of all problems: None where the question is too long and that is allowed."""
     states, wrong = [], []
     for problem in problems:
         try:
-            states.append(question_state(problem, tokens, layout))
+            states.append(question_state(problem, solver.tokens, solver.layout))
         except UserError as error:
             states.append(None)
             wrong.append(str(error))
     if wrong and not drop_too_long:
-        raise UserError(distributed.problem_text(wrong) + "\nfix: shorten them, or --drop_too_long counts them as wrong")
+        raise UserError(distributed.problem_text(wrong) +
+                        "\nfix: shorten them, or --drop_too_long counts them as wrong")
     return states
 
 
-def answer_all(model, problems, tokens, layout, device, *, batch_size, seed, bf16, drop_too_long, **options):
-    """(list of dicts, one per problem, in order; seconds the model took). options: of sampler.generate."""
-    states = usable_states(problems, tokens, layout, drop_too_long)
+def answer_all(solver, problems, args):
+    """(list of dicts, one per problem, in order; seconds the model took). args: the script's flags."""
+    states = usable_states(problems, solver, args.drop_too_long)
     empty = {"text": "", "forwards": 0, "tokens": 0, "ended": False}
     answers = [{"name": p.name, "question": p.question, "answer": p.answer, **empty} for p in problems]
     todo = [i for i, state in enumerate(states) if state is not None]
     todo.sort(key=lambda i: states[i][0].shape[1])      # questions of like length side by side: less padding
-    seconds, batches = 0.0, [todo[a:a + batch_size] for a in range(0, len(todo), batch_size)]
+    seconds, batches = 0.0, [todo[a:a + args.batch_size] for a in range(0, len(todo), args.batch_size)]
     for number, batch in enumerate(batches, 1):
-        generator = torch.Generator(device).manual_seed(seed + 1_000_003 * number)
         began = time.monotonic()
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            written = answer_batch(model, [states[i] for i in batch], tokens, layout, generator=generator, **options)
+        written = answer_batch(solver, [states[i] for i in batch], args.seed + 1_000_003 * number)
         seconds += time.monotonic() - began     # ids are on the host by now, so the device is done
         for i, answer in zip(batch, written):
             answers[i] |= answer
@@ -139,9 +149,10 @@ def answer_all(model, problems, tokens, layout, device, *, batch_size, seed, bf1
     return answers, seconds
 
 
-def answer_aloud(model, question, tokens, layout, device, *, seed, bf16, **options):
+def answer_aloud(solver, question, seed):
     """Answer one question and print it block by block as it is written. Raises UserError when it cannot be asked."""
-    state, printed = question_state(Problem("the question", question, "", ""), tokens, layout), {}
+    state = question_state(Problem("the question", question, "", ""), solver.tokens, solver.layout)
+    began, printed = time.monotonic(), {}
 
     def show(_, part, text):
         if part not in printed:
@@ -150,9 +161,7 @@ def answer_aloud(model, question, tokens, layout, device, *, seed, bf16, **optio
         lines = text[len(printed.get(part, "")):].split("\n")
         print(f"\n{'':11}".join(map(printable, lines)), end="", flush=True)
         printed[part] = text
-    began, generator = time.monotonic(), torch.Generator(device).manual_seed(seed)
-    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-        answer, = answer_batch(model, [state], tokens, layout, show, generator=generator, **options)
+    answer, = answer_batch(solver, [state], seed, show)
     print(f"\nspeed      {answer['forwards']} passes, {answer['tokens']} tokens, {time.monotonic() - began:.1f} s"
           + ("" if answer["ended"] else "; did not end by itself"))
 
@@ -216,25 +225,21 @@ def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     with distributed.one_clear_error():
-        need(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: torch sees no GPU here")
-        folder = weights.find_checkpoint(args.checkpoint, args.pick)
-        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        model, config = weights.load_checkpoint(folder, args.ema)
-        layout = Layout(**config["layout"])
-        tokens = load_tokenizer(folder, layout.system, layout.end_token)
+        sampling = Sampling(args.order, args.tokens_per_step, args.threshold, args.temperature, args.top_p,
+                            args.use_cache)
+        folder, solver = load_solver(args, sampling)
+        layout = solver.layout
         how = {"first_hitting": "one random token a pass", "top_k": f"the {args.tokens_per_step} surest tokens a pass",
                "confidence": f"all tokens from probability {args.threshold:g} on"}[args.order]
-        options = {name: getattr(args, name) for name in ("seed", "bf16", "order", "tokens_per_step", "threshold",
-                                                          "temperature", "top_p", "use_cache")}
-        print(f"model      {folder}, {'averaged' if args.ema else 'last'} weights, {layout.system}, on {device}\n"
+        print(f"model      {folder}, {'averaged' if args.ema else 'last'} weights, {layout.system}, on "
+              f"{solver.model.embed.weight.device}\n"
               f"sampling   {how}; temperature {args.temperature:g}, top_p {args.top_p:g}")
-        model.to(device)
         if args.interactive:
-            return converse(lambda question: answer_aloud(model, question, tokens, layout, device, **options))
+            return converse(lambda question: answer_aloud(solver, question, args.seed))
         if args.question:
             for question in args.question:
                 print(f"question   {printable(question)}")
-                answer_aloud(model, question, tokens, layout, device, **options)
+                answer_aloud(solver, question, args.seed)
             return
         source = args.test_file or args.question_file
         problems = read_problems(source, args.split, layout.system, layout.strip_calculator) if args.test_file else \
@@ -244,8 +249,7 @@ def main(argv=None):
         output = Path(args.output or folder.parent / f"answers-{folder.name}{ending}.json")
         checkpoint.prepare_output(output.parent, "--output")
         print(f"problems   {len(problems)} from {source}")
-        answers, seconds = answer_all(model, problems, tokens, layout, device, batch_size=args.batch_size,
-                                      drop_too_long=args.drop_too_long, **options)
+        answers, seconds = answer_all(solver, problems, args)
         total = summarise(answers, seconds)
         result = json.dumps({"checkpoint": str(folder), "settings": flags.stored(args), "summary": total, "answers": answers},
                             indent=1, ensure_ascii=False)

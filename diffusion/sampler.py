@@ -16,6 +16,16 @@ class Generated(NamedTuple):
     ended: bool         # whether the end token came
 
 
+class Sampling(NamedTuple):
+    """How blocks are filled."""
+    order: str = "first_hitting"    # a pass fills a random token; "top_k": the surest; "confidence": all sure ones
+    tokens_per_step: int = 1        # top_k: tokens a pass
+    threshold: float = 0.9          # confidence: probability that a token must have; the surest is always taken
+    temperature: float = 1.0        # 0: the likeliest token
+    top_p: float = 1.0              # draw from the fewest likeliest tokens that together reach this probability
+    use_cache: bool = True          # False: compute the context again for every pass
+
+
 def prefill(model, tokens, position, block, known):
     """Cache [(keys, values)] of clean context. tokens, position, block (B, P) ints; known (B, P) bool, no padding."""
     device, config = tokens.device, model.config
@@ -30,39 +40,39 @@ def prefill(model, tokens, position, block, known):
     return model.extend(tokens, position, seen[:, None], past)[1]
 
 
-def pick(logits, temperature, top_p, generator):
+def pick(logits, how, generator):
     """Draw one token from each row of logits (n, V) -> (ids (n,), probability of each under the logits (n,)).
 
-    temperature 0: the likeliest. top_p: only the fewest likeliest tokens that together reach this probability.
+    how: Sampling. generator: on the device of the logits, or None.
     """
     logits = logits.double()
     plain = logits.softmax(-1)
-    if temperature == 0:
+    if how.temperature == 0:
         ids = logits.argmax(-1)
     else:
-        probabilities = (logits / temperature).softmax(-1)
-        if top_p < 1:
+        probabilities = (logits / how.temperature).softmax(-1)
+        if how.top_p < 1:
             ordered, index = probabilities.sort(-1, descending=True)
-            ordered[ordered.cumsum(-1) - ordered >= top_p] = 0
+            ordered[ordered.cumsum(-1) - ordered >= how.top_p] = 0
             probabilities = torch.zeros_like(probabilities).scatter(-1, index, ordered)
         ids = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
     return ids, plain.gather(-1, ids[:, None])[:, 0]
 
 
-def unmask(model, hidden, tokens, masked, order, tokens_per_step, threshold, temperature, top_p, generator):
+def unmask(model, hidden, tokens, masked, how, generator):
     """One step: put tokens at some of the masked positions, at least at one in each row that has any; in place.
 
     hidden (B, T, H), tokens (B, T), masked (B, T) bool.
     """
-    if order == "first_hitting":
+    if how.order == "first_hitting":
         chance = torch.rand(tokens.shape, generator=generator, device=tokens.device).masked_fill(~masked, -1)
         chosen = masked & (chance == chance.amax(1, keepdim=True))
-        tokens[chosen] = pick(model.logits(hidden[chosen]), temperature, top_p, generator)[0]
+        tokens[chosen] = pick(model.logits(hidden[chosen]), how, generator)[0]
     else:
         proposed, sure = tokens.clone(), torch.full(tokens.shape, -1.0, dtype=torch.float64, device=tokens.device)
-        proposed[masked], sure[masked] = pick(model.logits(hidden[masked]), temperature, top_p, generator)
+        proposed[masked], sure[masked] = pick(model.logits(hidden[masked]), how, generator)
         rank = sure.argsort(1, descending=True).argsort(1)
-        chosen = rank < tokens_per_step if order == "top_k" else (rank < 1) | (sure >= threshold)
+        chosen = rank < how.tokens_per_step if how.order == "top_k" else (rank < 1) | (sure >= how.threshold)
         chosen &= masked
         tokens[chosen] = proposed[chosen]
     masked &= ~chosen
@@ -75,16 +85,15 @@ def keep(rows, tensors, past):
 
 
 @torch.no_grad()
-def generate(model, contexts, pinned, rooms, block_size, end, *, order="first_hitting", tokens_per_step=1,
-             threshold=0.9, temperature=1.0, top_p=1.0, use_cache=True, generator=None, progress=None):
+def generate(model, states, rooms, block_size, end, how=Sampling(), generator=None, progress=None):
     """Generate blocks for every problem until `end` comes or its room is used up -> list of Generated.
 
-    model: DiT in eval mode. contexts: a (3, n) int array per problem: ids, positions and block numbers of clean tokens.
-    pinned: (ids that the first block begins with, position of its first token) of each, fewer ids than block_size.
-    rooms: blocks each may have. order "top_k" unmasks tokens_per_step a pass, "confidence" all tokens whose probability
-    is at least threshold, but one at least. use_cache=False: compute the context again for every pass. generator: on
-    the model's device. progress(number, ids): called behind every block of a problem with all ids it has so far.
+    model: DiT in eval mode. states: (context, (pinned, first)) of each problem. context: (3, n) ints, ids, positions
+    and block numbers of clean tokens. pinned: ids that the first block begins with, fewer than block_size; first: its
+    position. rooms: blocks each may have. generator: on the model's device. progress(number, ids): called behind every
+    block of a problem with all ids it has so far.
     """
+    contexts, pinned = zip(*states)
     device, config = model.embed.weight.device, model.config
     number, width = len(contexts), max((c.shape[1] for c in contexts), default=0)
     padded = np.zeros((4, number, width), np.int64)         # ids, position, block, known
@@ -112,10 +121,10 @@ def generate(model, contexts, pinned, rooms, block_size, end, *, order="first_hi
         while masked.any():
             for row, waits in enumerate(masked.any(1).tolist()):
                 forwards[active[row]] += waits
-            if not use_cache:
+            if not how.use_cache:
                 past = prefill(model, tokens, position, block, known)
             hidden, _ = model.extend(new, at, seen, past)
-            unmask(model, hidden, new, masked, order, tokens_per_step, threshold, temperature, top_p, generator)
+            unmask(model, hidden, new, masked, how, generator)
         done += 1
         stop = ((new == end) & ~given).any(1).tolist()
         left = []
@@ -126,7 +135,7 @@ def generate(model, contexts, pinned, rooms, block_size, end, *, order="first_hi
                 progress(i, written[i])
             if not stop[row] and done < rooms[i]:
                 left.append(row)
-        if left and use_cache:      # the finished block once more, now clean, for its keys and values
+        if left and how.use_cache:      # the finished block once more, now clean, for its keys and values
             own = model.extend(new, at, seen, past)[1]
             past = [(torch.cat([k, new_k], 2), torch.cat([v, new_v], 2)) for (k, v), (new_k, new_v) in zip(past, own)]
         tokens, position = torch.cat([tokens, new], 1), torch.cat([position, at], 1)

@@ -1,18 +1,20 @@
-"""Block diffusion on GSM8K: BD3-LM (question -> answer) and HDP (question -> plan -> execution), DDP or FSDP2.
+"""Block diffusion: BD3-LM (question -> answer) and HDP (question -> plan -> execution), DDP or FSDP2.
 
-    python diffusion/train_bd3lm.py --train_data_file train.jsonl --tokenizer gpt2 --output_dir ./out --bf16 --compile
-    python diffusion/train_bd3lm.py --system hdp --train_data_file train_hdp.json --tokenizer gpt2 --output_dir ./out
-    python diffusion/train_bd3lm.py --demo --model_size nano --max_steps 300 ...   # offline: small problems of its own
+    python diffusion/train_bd3lm.py --train_data_file train.jsonl --tokenizer gpt2 --output_dir ./out --bf16
+    python diffusion/train_bd3lm.py --system hdp --train_data_file train_hdp.json --tokenizer gpt2 ...
+    python diffusion/train_bd3lm.py --demo --model_size nano --max_steps 300 ...   # offline: problems of its own
 
-Loss: a bound on the negative log-likelihood (noise.py), averaged over every target of the whole optimizer step, all
-ranks and micro-steps. The counts come from the plan that all ranks share, and so does the noise, which is drawn for
-the whole step: any split of a step over ranks and micro-steps trains the same model (dropout aside).
+Loss: a bound on the negative log-likelihood (noise.py), averaged over every target of the whole
+optimizer step, all ranks and micro-steps. The counts come from the plan that all ranks share, and so
+does the noise, which is drawn for the whole step: any split of a step over ranks and micro-steps trains
+the same model (dropout aside).
 
-Validation, early stopping and samples use the averaged weights. 50,000 steps of 512 problems are 3,400 passes over
-GSM8K's 7,473, and of 512 packed rows, three problems each, 10,000: such a run memorises, so watch eval/nll and keep
---early_stop_patience on.
+Validation, early stopping and samples use the averaged weights. 50,000 steps of 512 problems are 3,400
+passes over GSM8K's 7,473, and of 512 packed rows, three problems each, 10,000: such a run memorises, so
+watch eval/nll and keep --early_stop_patience on.
 
-SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
+SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher;
+exit status 0.
 """
 import argparse
 import dataclasses
@@ -68,6 +70,8 @@ def build_parser():
                    help="tokenizer.json, folder with it or with GPT-2's files, hub name (default: that of --init_from "
                         "where it is a language model, the demo's own with --demo, else gpt2)")
     flags.switch(g, "--chat", help="gsm8k: questions in the tokenizer's chat template, answers end as its turns do")
+    g.add_argument("--end_token", default="", metavar="TOKEN",
+                   help="gsm8k: token of the tokenizer that ends an answer, where it has no <|endoftext|>")
     g.add_argument("--demo", nargs="?", type=int, const=2000, metavar="PROBLEMS",
                    help="make so many arithmetic problems and a small tokenizer in OUTPUT_DIR/demo and train on them; "
                         "the flag alone: 2000")
@@ -179,6 +183,8 @@ def check_flags(args, world_size):
     need(not args.use_lora or (args.init_from and args.system == "gsm8k"),
          "--use_lora needs --init_from of a language model, and --system gsm8k: of new tokens it learns the mask only")
     need(not args.chat or args.system == "gsm8k", "--chat needs --system gsm8k: plans have a form of their own")
+    need(not args.end_token or (args.system == "gsm8k" and not args.chat),
+         "--end_token needs --system gsm8k, and no --chat, whose answers end as its turns do")
     need(args.demo is None or not args.eval_data_file,
          "--demo makes its own validation problems: drop --eval_data_file")
     flags.at_least_one(args, *names[:2], "max_steps", "eval_repeats", "clip_search_batches", "demo")
@@ -205,132 +211,218 @@ def check_flags(args, world_size):
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import json
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from tqdm import tqdm
+from torch import nn
 
-from common import auto, checkpoint, distributed, loading, optim, plan, run, tensor_files
+from common import checkpoint, distributed, loading, optim, plan, run, tensor_files
 from common.distributed import UserError
 from common.packing import PackOrder, rank_packs
-from diffusion import accuracy, blocks, decoder, demo_problems, elbo, init_from, lines, noise, weights
-from diffusion.plan import peaks, print_plan
+from diffusion import blocks, dit, elbo, lines, noise, weights
 from diffusion.problems import load_tokenizer
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Model and checkpoints
+# ---------------------------------------------------------------------------------------------------
+# What a run is made of
 
 
-def build_model(world, config, resume, given, *, sharding, backend, compiled, recompute, ema_decay, seed):
-    """(network, what to call in training, weights.Average) on this rank's device, new or from the checkpoint `resume`.
+class Job(NamedTuple):
+    """Data, vocabulary and start of a run."""
+    layout: Layout
+    tokens: object              # problems.Tokens
+    rows: blocks.Rows           # to train
+    eval_rows: object           # blocks.Rows to validate, or None
+    table: dict                 # blocks.row_table of rows
+    asked: list                 # problems that a validation answers (accuracy.choose)
+    config: object              # Config of the network
+    given: object               # init_from.Start of weights, None: new ones
+    name: str                   # of the network, for people
+    files: dict                 # {name: bytes} that a checkpoint keeps beside tokenizer.json
 
-    given: start.Start of a new one, or None. sharding: of run.sharding. backend: --attn_backend, None for what is best
-    on the device. UserError when it cannot train there.
-    """
+
+class Network(NamedTuple):
+    """A network in training."""
+    model: nn.Module
+    wrapped: nn.Module          # what to call: DDP's wrapper, or the model itself
+    average: weights.Average
+
+
+def prepare(args, check, world):
+    """The Job that the flags name. check: plan.Checks, which a dry run lets go on after a mistake. UserError."""
+    layout, path, files, made = layout_of(args), None, {}, "gpt2"
+    if args.demo is not None:
+        from diffusion import demo_problems
+        args.train_data_file, args.eval_data_file, made = distributed.rank0_first(
+            world, demo_problems.prepare, Path(check.folder(args.output_dir)) / "demo", args.system, args.demo)
+    if args.init_from or args.chat:
+        from diffusion import init_from
+    if args.init_from:          # on rank 0 first: one download for all
+        path = check(distributed.rank0_first, world, init_from.find, args.init_from)
+    tokenizer = args.tokenizer or (path and init_from.own_tokenizer(path)) or made
+    if args.chat:
+        layout = check(init_from.with_chat, layout, tokenizer) or layout
+    elif path:
+        layout = init_from.with_form(layout, path)
+    if args.init_from or args.chat:
+        files = init_from.chat_files(tokenizer)
+    tokens = check(distributed.rank0_first, world, load_tokenizer, tokenizer, args.system, layout.end_token)
+    rows, eval_rows = check(blocks.prepare_rows, world, layout, tokens, args,
+                            output_dir=None if check.dry else args.output_dir) or (None, None)
+    config = given = None
+    if tokens and path:
+        config = init_from.config_for(path, args.model_size, tokens, args.dropout)
+        given = check(init_from.read, path, config, tokens, args.init_ema, args.seed)
+    elif tokens:
+        config = dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout)
+    check.settle()
+    if args.use_lora:
+        config = init_from.with_lora(config, path, args.bf16, args.init_from, adapters_of(args))
+    asked = []
+    if args.eval_accuracy and eval_rows:
+        from diffusion import accuracy
+        asked = accuracy.choose(eval_rows, args.eval_accuracy, tokens, args.seed)
+    name = path.name if path and init_from.is_causal(path) else args.model_size
+    return Job(layout, tokens, rows, eval_rows, blocks.row_table(rows), asked, config, given, name, files)
+
+
+def adapters_of(args):
+    """Arguments of decoder.adapt that the flags name; {}: no adapters."""
+    if not args.use_lora:
+        return {}
+    return {"rank": args.lora_rank, "alpha": args.lora_alpha, "dropout": args.lora_dropout,
+            "targets": args.lora_target_modules, "rslora": args.use_rslora, "dora": args.use_dora}
+
+
+def setup_of(args, ranks):
+    """plan.Setup of the flags. ranks: how many processes train."""
+    return plan.Setup(
+        ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
+        accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size,
+        shard_size=args.shard_size)
+
+
+def set_batch(args, world, ranks, job):
+    """Turn problems into rows of a micro-step; with --auto set the open flags by the memory plan."""
+    problems = job.table["samples"].mean()      # of a packed row
+    if not args.per_device_train_batch_size:
+        args.per_device_train_batch_size = max(1, round(args.problems_per_batch / problems))
+    if args.auto:
+        from common import auto
+        from diffusion.plan import peaks
+        peak_of = peaks(job.config, job.table, job.rows, job.eval_rows,
+                        noise.mean_rate(args.t_range, args.noise_schedule),
+                        backend=args.attn_backend, eval_batch_size=args.per_device_eval_batch_size)
+        setups = auto.by_rows(args, setup_of(args, ranks), args.global_batch_size / problems,
+                              job.rows.length + job.rows.noisy_length)
+        auto.decide(args, world, setups, peak_of, lambda setup: setup.batch_size * problems, "rows")
+
+
+def identity_of(args, job):
+    """What a checkpoint must share with the run that goes on from it, by name."""
+    return {"seed": args.seed, "model": [args.model_size, job.tokens.vocab_size],
+            "batch": [args.per_device_train_batch_size, job.rows.length],
+            "adapters": adapters_of(args), "start": job.given.identity if job.given else "",
+            "training data": job.rows.fingerprint(), **dataclasses.asdict(job.layout)}
+
+
+def validation_of(args, job):
+    """What losses of validations must share to compare, None without validation."""
+    if not job.eval_rows:
+        return None
+    answers = [len(job.asked), args.best_by] if job.asked else []
+    return [job.eval_rows.fingerprint(), args.eval_repeats, args.per_device_eval_batch_size, *answers]
+
+
+def build_network(args, world, ranks, job, resume):
+    """Network on this rank's device, new or from the checkpoint `resume`. UserError when it cannot train there."""
     device = world.device
-    backend = backend or ("flex" if device.type == "cuda" else "sdpa")
+    backend = args.attn_backend or ("flex" if device.type == "cuda" else "sdpa")
     if backend == "flex" and device.type == "cpu":
-        raise UserError("--attn_backend flex trains on CUDA only: torch has no backward for it on a CPU; drop the flag")
-    distributed.seed_everything(seed)          # equal weights on all ranks
-    model = weights.module_of(config).Model(config, backend, recompute).to(device)
-    if compiled:
+        raise UserError("--attn_backend flex trains on CUDA only: torch has no backward for it on a CPU; "
+                        "drop the flag")
+    distributed.seed_everything(args.seed)      # equal weights on all ranks
+    model = weights.module_of(job.config).Model(job.config, backend, args.gradient_checkpointing).to(device)
+    if args.compile:
         distributed.compile_layers(model.layers, dynamic=False)    # FlexAttention of unknown lengths is slow
+    sharding = run.sharding(args, ranks)
     if sharding:
         distributed.shard(model, model.layers, world, **sharding)
-    lora = getattr(config, "lora", None)
-    if given and (lora or not resume):
-        for name, parameter in decoder.base_weights(model).items():
-            tensor_files.fill(parameter, given.tensors[name])
+    if job.given:
+        from diffusion import init_from
+        init_from.fill(model, job.given, args.seed, bool(resume))
     if resume:
         weights.load_weights(weights.trained(model), resume, "model", world)
-    elif lora:
-        decoder.begin_adapters(model, given.tensors, seed)
-    average = weights.Average(model, ema_decay)
+    average = weights.Average(model, args.ema_decay)
     if resume:
         weights.load_weights(average.shadow, resume, "ema", world)
     model.train()
-    return model, model if sharding else distributed.wrap_ddp(model, world), average
+    return Network(model, model if sharding else distributed.wrap_ddp(model, world), average)
 
 
-def save_checkpoint(world, writer, model, average, optimizer, layout, tokens, given, meta):
-    """Copy all of checkpoint-<meta["step"]> off the device and start writing it. On every rank. given: of build_model.
+# ---------------------------------------------------------------------------------------------------
+# Validation, checkpoints, work of a step
+
+
+def resume_validation(args, job, meta, validation):
+    """(noise range, validations since the best one, best values so far, whether a validation is due) of a run.
+
+    meta: of the checkpoint, or None. Weights that were given are validated first. Bounds on other data
+    or by other noise (`validation`) do not compare.
     """
+    if not meta:
+        return args.t_range, 0, {}, bool(job.given and validation)
+    t_range = tuple(meta["t_range"]) if args.clip_search_widths else args.t_range
+    same = meta["validation"] == validation
+    return (t_range, meta["stale"] if same else 0, meta["best"] if same else {},
+            bool(validation) and meta["eval_due"])
+
+
+def validate(args, state, job, network, t_range):
+    """(values, noise range to train on from here, answers to show), by the averaged weights; None: asked to stop.
+
+    values: of elbo.bound, and of accuracy.accuracy. t_range: the range so far, which stays unless it is searched.
+    """
+    model, world, check = network.model, state.world, state.writer.check
+    how = elbo.Eval(job.eval_rows, job.tokens.mask, args.per_device_eval_batch_size, args.eval_repeats,
+                    args.seed, args.bf16)
+    answers = []
+    distributed.reshard(model)
+    network.average.swap()
+    model.eval()
+    values = elbo.bound(world, model, how, check)
+    if values is not None and args.clip_search_widths:
+        from diffusion import clip_search
+        t_range = clip_search.search_range(world, model, how, check, args)
+    if values is not None and job.asked:
+        from diffusion import accuracy
+        counted, answers = accuracy.accuracy(world, model, how, job.asked, job.tokens)
+        values |= counted
+    model.train()
+    distributed.reshard(model)     # the forward passes left the averaged weights gathered
+    network.average.swap()
+    return None if values is None or t_range is None else (values, t_range, answers)
+
+
+def save_checkpoint(state, job, network, optimizer, meta):
+    """Copy all of checkpoint-<meta["step"]> off the device and start writing it. On every rank."""
+    model, world, writer = network.model, state.world, state.writer
     writer.begin(meta["step"])
     distributed.reshard(model)
     states = distributed.gather_on_main(world, checkpoint.rng_state(world.device))
     moments = optim.state_tensors(optimizer, model.named_parameters())
     files = tensor_files.stage(world, "model", weights.trained(model))
-    files |= tensor_files.stage(world, "ema", average.shadow)
+    files |= tensor_files.stage(world, "ema", network.average.shadow)
     files |= tensor_files.stage(world, f"{checkpoint.STATE_DIR}/optimizer", moments)
     if world.is_main:
-        config = json.dumps({"model": dataclasses.asdict(model.config), "layout": dataclasses.asdict(layout),
-                             "step": meta["step"], "source": given.source if given else {}}, indent=1)
+        about = {"model": dataclasses.asdict(model.config), "layout": dataclasses.asdict(job.layout),
+                 "step": meta["step"], "source": job.given.source if job.given else {}}
         files[f"{checkpoint.STATE_DIR}/rng.pt"] = checkpoint.pickled(states)
-        files["config.json"] = lambda path: path.write_text(config)
-        files["tokenizer.json"] = lambda path: tokens.tokenizer.save(str(path))
+        files["config.json"] = lambda path: path.write_text(json.dumps(about, indent=1))
+        files["tokenizer.json"] = lambda path: job.tokens.tokenizer.save(str(path))
+        for name, text in job.files.items():
+            files[name] = lambda path, text=text: path.write_bytes(text)
     writer.save(meta["step"], files, meta)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Validation and work of a step
-
-
-def validate(world, model, average, rows, tokens, check, t_range, asked, *, repeats, widths, batches, schedule,
-             weighting, **how):
-    """(values, noise range to train on from here, answers to show), by the averaged weights; None: asked to stop.
-
-    values: of bound.bound, and of accuracy.accuracy for the problems `asked`. t_range: the range so far, which stays
-    where no widths are searched. how: batch_rows, seed, bf16.
-    """
-    distributed.reshard(model)
-    average.swap()
-    model.eval()
-    answers = []
-    values = elbo.bound(world, model, rows, tokens.mask, check, repeats=repeats, **how)
-    if values is not None and widths:
-        t_range = elbo.search_range(world, model, rows, tokens.mask, check, widths=widths, batches=batches,
-                                     schedule=schedule, weighting=weighting, **how)
-    if values is not None and asked:
-        counted, answers = accuracy.accuracy(world, model, asked, tokens, rows.documents.layout, **how)
-        values |= counted
-    model.train()
-    distributed.reshard(model)     # the forward passes left the averaged weights gathered
-    average.swap()
-    return None if values is None or t_range is None else (values, t_range, answers)
-
-
-def identity_of(layout, rows, given, **more):
-    """What a checkpoint must share with the run that goes on from it, by name."""
-    newer = {"prompt", "end_token", "start", "adapters"}        # older checkpoints do not have them
-    found = more | dataclasses.asdict(layout) | {"training data": rows.fingerprint(),
-                                                 "start": given.identity if given else ""}
-    return {name: value for name, value in found.items() if value or name not in newer}
-
-
-def resume_validation(meta, validation, t_range, widths, given):
-    """(noise range, validations since the best one, best values so far, whether a validation comes first) of a run.
-
-    meta: of the checkpoint, or None; validation: what it is on, None without; given: whether weights were given, which
-    are validated first. Bounds on other data or by other noise do not compare.
-    """
-    if not meta:
-        return t_range, 0, {}, given and bool(validation)
-    same = meta["validation"] == validation
-    return (tuple(meta["t_range"]) if widths else t_range, meta["stale"] if same else 0,
-            meta.get("best", {}) if same else {}, bool(validation) and meta.get("eval_due", False))
-
-
-def lora_of(args):
-    """What start.with_lora needs of the flags, by name; {}: no adapters."""
-    return {} if not args.use_lora else {"rank": args.lora_rank, "alpha": args.lora_alpha, "dropout": args.lora_dropout,
-            "targets": args.lora_target_modules, "rslora": args.use_rslora, "dora": args.use_dora}
-
-
-def for_validation(args):
-    """What validate needs of the flags, by name."""
-    return {"repeats": args.eval_repeats, "widths": args.clip_search_widths, "batches": args.clip_search_batches,
-            "schedule": args.noise_schedule, "weighting": args.loss_weighting,
-            "batch_rows": args.per_device_eval_batch_size, "seed": args.seed, "bf16": args.bf16}
 
 
 def step_work(config, table, window, masked_share):
@@ -343,38 +435,7 @@ def step_work(config, table, window, masked_share):
         config, work["noisy"] + work["clean"], work["targets"] * masked_share, work["pairs"])}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Flags by name, for what takes no args
-
-
-def setup_of(args, ranks):
-    """plan.Setup of the flags. ranks: how many processes train."""
-    return plan.Setup(
-        ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
-        accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size,
-        shard_size=args.shard_size)
-
-
-def set_batch(args, world, ranks, config, rows, eval_rows, table):
-    """Turn problems into rows of a micro-step; with --auto set the flags that are open by the memory plan."""
-    problems = table["samples"].mean()      # of a packed row
-    if not args.per_device_train_batch_size:
-        args.per_device_train_batch_size = max(1, round(args.problems_per_batch / problems))
-    if args.auto:
-        peak_of = peaks(config, table, rows, eval_rows, noise.mean_rate(args.t_range, args.noise_schedule),
-                        backend=args.attn_backend, eval_batch_size=args.per_device_eval_batch_size)
-        setups = auto.by_rows(args, setup_of(args, ranks), args.global_batch_size / problems,
-                              rows.length + rows.noisy_length)
-        auto.decide(args, world, setups, peak_of, lambda setup: setup.batch_size * problems, "rows")
-
-
-def for_plan(args, ranks):
-    """What print_plan needs of the flags, by name. ranks: how many processes train."""
-    return {"setup": setup_of(args, ranks), "room": plan.room_of(args), "backend": args.attn_backend,
-            "eval_batch_size": args.per_device_eval_batch_size}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------
 # Main
 
 
@@ -384,154 +445,147 @@ def main(argv=None):
 
 
 def train(args):
-    # -- ranks, data --------------------------------------------------------------------------------------------------
-    layout, ranks, check = layout_of(args), run.ranks(args), plan.Checks(args.dry_run is not None)
+    # -- ranks, data ----------------------------------------------------------------------------------
+    ranks, check = run.ranks(args), plan.Checks(args.dry_run is not None)
     world, watch = run.start(args, check)
-    device, main_rank = world.device, world.is_main
-    if args.demo is not None:
-        args.train_data_file, args.eval_data_file, made = distributed.rank0_first(
-            world, demo_problems.prepare, Path(check.folder(args.output_dir)) / "demo", args.system, args.demo)
-    # a run ends at the first mistake, a dry run names them all
-    check(distributed.check_bf16, device, args.bf16)
-    path = args.init_from and check(distributed.rank0_first, world, init_from.find, args.init_from)    # one download for all
-    tokenizer = args.tokenizer or (path if init_from.is_causal(path) else "gpt2" if args.demo is None else made)
-    layout = (check(init_from.with_chat, layout, tokenizer) if args.chat else None) or layout
-    tokens = check(distributed.rank0_first, world, load_tokenizer, tokenizer, args.system, layout.end_token)
-    rows, eval_rows = check(
-        blocks.prepare_rows, world, layout, tokens, args.train_data_file, eval_data=args.eval_data_file,
-        validation_split=args.validation_split, row_length=args.row_length, pack=args.pack,
-        drop=args.drop_bad, output_dir=None if check.dry else args.output_dir, seed=args.seed) or (None, None)
-    config = tokens and init_from.config_for(path, args.model_size, tokens, args.dropout)
-    given = tokens and path and check(init_from.read, path, config, tokens, args.init_ema, args.seed)
-    check.settle()
-    config = init_from.with_lora(config, path, args.bf16, args.init_from, lora_of(args))
-    table, regions = blocks.row_table(rows), elbo.REGIONS[args.system]
-    set_batch(args, world, ranks, config, rows, eval_rows, table)
+    check(distributed.check_bf16, world.device, args.bf16)
+    job = prepare(args, check, world)
+    set_batch(args, world, ranks, job)
     batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    identity = identity_of(layout, rows, given, seed=args.seed, model=[args.model_size, tokens.vocab_size],
-                           batch=[batch_rows, rows.length], adapters=lora_of(args))
-    asked = accuracy.choose(eval_rows, args.eval_accuracy, tokens, args.seed)
-    validation = eval_rows and [eval_rows.fingerprint(), args.eval_repeats, args.per_device_eval_batch_size,
-                                *([len(asked), args.best_by] if asked else [])]
+    rows, table, regions = job.rows, job.table, elbo.REGIONS[args.system]
+    identity, validation = identity_of(args, job), validation_of(args, job)
     resume, meta = checkpoint.find_resume(args.output_dir, args.resume, identity, world)
 
-    # -- order, number of steps: known to every rank without asking, so all make the same number of collectives -------
-    order, at = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, seed=args.seed), run.position(meta)
-    per_step, total_steps = ranks * accumulation, args.max_steps
+    # -- order, number of steps: every rank knows them without asking, so all make the same collectives
+    order = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, seed=args.seed)
+    at, per_step, total_steps = run.position(meta), ranks * accumulation, args.max_steps
     step_rows = per_step * batch_rows
-    step_problems, epochs = step_rows * table["samples"].mean(), total_steps * per_step / order.packs_per_epoch
-    peak_lr = optim.sqrt_lr(args.learning_rate, step_problems, args.scale_lr_from_batch or step_problems)
-    often, setup = run.intervals(args, total_steps, meta, bool(eval_rows), **OFTEN), setup_of(args, ranks)
-    if main_rank:
-        lines.print_start(device, ranks, config, rows, eval_rows, table,
-                    f"steps      {total_steps} = {epochs:,.1f} epochs; a step is {step_rows} rows "
-                    f"({step_problems:,.0f} problems) = {counted(ranks, 'rank')} x {accumulation} micro-steps x "
-                    f"{batch_rows}; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\n{often}\n"
-                    f"{plan.start_text(at['step'], resume, given.words if given else 'new weights')}",
-                    size_name=path.name if init_from.is_causal(path) else args.model_size,
-                    shards=setup.shards if setup.fsdp else 1, bf16=args.bf16)
+    problems = step_rows * table["samples"].mean()      # of a step
+    peak_lr = optim.sqrt_lr(args.learning_rate, problems, args.scale_lr_from_batch or problems)
+    often = run.intervals(args, total_steps, meta, bool(job.eval_rows), **OFTEN)
+    if world.is_main:
+        start = plan.start_text(at["step"], resume, job.given.words if job.given else "new weights")
+        lines.print_start(args, job, world.device, ranks, setup_of(args, ranks))
+        print(f"steps      {total_steps} = {total_steps * per_step / order.packs_per_epoch:,.1f} epochs; a step is "
+              f"{step_rows} rows ({problems:,.0f} problems) = {counted(ranks, 'rank')} x {accumulation} micro-steps x "
+              f"{batch_rows}; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\n{often}\n{start}")
     if check.dry:
-        print_plan(check, config, table, rows, eval_rows, order, noise.mean_rate(args.t_range, args.noise_schedule),
-                   total_steps - at["step"], **for_plan(args, ranks))
+        from diffusion.plan import print_plan
+        print_plan(check, job.config, table, rows, job.eval_rows, order,
+                   noise.mean_rate(args.t_range, args.noise_schedule), total_steps - at["step"],
+                   setup=setup_of(args, ranks), room=plan.room_of(args), backend=args.attn_backend,
+                   eval_batch_size=args.per_device_eval_batch_size)
         return check.finish()
 
-    # -- model, optimizer, resume -------------------------------------------------------------------------------------
+    # -- model, optimizer, resume ---------------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)
     if args.tf32:
         torch.set_float32_matmul_precision("high")
-    model, wrapped, average = build_model(
-        world, config, resume, given, sharding=run.sharding(args, ranks), backend=args.attn_backend,
-        compiled=args.compile, recompute=args.gradient_checkpointing, ema_decay=args.ema_decay, seed=args.seed)
-    parameters = list(model.parameters())
+    network = build_network(args, world, ranks, job, resume)
+    model, parameters = network.model, list(network.model.parameters())
     optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
-                                  (0.9, args.adam_beta2), weights.module_of(config).decays)
+                                  (0.9, args.adam_beta2), weights.module_of(job.config).decays)
     distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
-    # a step's log values: weighted losses of 4 regions, their targets (on rank 0), plain losses, masked tokens
     state = run.TrainState(world, watch, args, order, total_steps, (resume, meta),
-                           run.Facts(10, validation, rows.documents.name))
+                           run.Facts(sum(lines.WIDTHS), validation, rows.documents.name))
     state.restore(model, optimizer)
     if meta:
-        average.updates.fill_(meta["averaged"])
-    t_range, stale, best, eval_due = resume_validation(meta, validation, args.t_range, args.clip_search_widths, bool(given))
+        network.average.updates.fill_(meta["averaged"])
+    t_range, stale, best, eval_due = resume_validation(args, job, meta, validation)
     packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, at["epoch"], at["first"])
-    batches = loading.ahead(blocks.make_loader(rows, packs, batch_rows, rows.noisy_length, num_workers=args.num_workers,
-                                               prefetch_factor=4))
+    batches = loading.ahead(blocks.make_loader(
+        rows, packs, batch_rows, rows.noisy_length, num_workers=args.num_workers, prefetch_factor=4))
 
-    # -- loop: validation and checkpoint of the steps so far, then the next step --------------------------------------
+    # -- loop: validation and checkpoint of the steps so far, then the next step ------------------------
     stopping, saving = False, eval_due          # saved again, so that the validation is not done twice
     while True:
+        # validate: averaged weights, on every rank
+        better = False
         with state.pause():
-            better = False
             if eval_due and not stopping:
                 watch.moved(f"validation at step {state.step}", args.wait_timeout)
-                found = validate(world, model, average, eval_rows, tokens, state.writer.check, t_range, asked,
-                                 **for_validation(args))
-                if found is None:               # asked to stop meanwhile: the next start validates first
-                    stopping = True
-                else:
-                    (values, t_range, answers), eval_due, state.saved_step = found, False, None
-                    better = state.better(values["eval/nll"] if args.best_by == "bound" else 1 - values["eval/accuracy"])
-                    stale = 0 if accuracy.improved(best, values) else stale + 1
-                    if main_rank:
-                        state.log.write(state.step, values)
-                        if asked:
-                            accuracy.write(args.output_dir, state.step, answers)
-                        tqdm.write(lines.eval_line(state.step, values, regions))
+                found = validate(args, state, job, network, t_range)
+                stopping = found is None        # asked to stop meanwhile: the next start validates first
+            if eval_due and not stopping:
+                (values, t_range, answers), eval_due, state.saved_step = found, False, None
+                nll, wrong = values["eval/nll"], 1 - values.get("eval/accuracy", 1)
+                # of equally many right answers, none at first, the better bound decides
+                better = state.better(nll) if args.best_by == "bound" else state.better(wrong, nll)
+                stale = 0 if elbo.improved(best, values) else stale + 1
+                if world.is_main:
+                    lines.log_validation(args, state, values, answers, regions)
             enough = bool(args.early_stop_patience) and stale >= args.early_stop_patience
+
+            # save: a better one, one that is due, or the last; not what is saved already
             if (better or saving or stopping or enough) and state.saved_step != state.step:
                 meta = state.to_save(identity, eval_due=eval_due, stale=stale, best=best, t_range=t_range,
-                                 averaged=float(average.updates))
-                save_checkpoint(world, state.writer, model, average, optimizer, layout, tokens, given, meta)
+                                     averaged=float(network.average.updates))
+                save_checkpoint(state, job, network, optimizer, meta)
         if state.step >= total_steps or stopping or enough:
             break
 
-        window = state.window()                   # rows of this step, all ranks: the loss divides by their targets
-        work = step_work(config, table, window, noise.mean_rate(t_range, args.noise_schedule))
+        # the step's rows, of all ranks: the loss divides by their targets, so that any split is the same loss
+        window = state.window()
+        work = step_work(job.config, table, window, noise.mean_rate(t_range, args.noise_schedule))
         # noise is drawn for the whole step and then cut, so that it does not depend on ranks and micro-steps
         draws = noise.draw(args.seed, "train", state.step, work["groups"], step_rows, rows.length,
                            not args.official_t_order)
         first_groups = np.concatenate([[0], np.cumsum(table["groups"][window])])
-        sums = torch.zeros_like(state.sums)
+        numbers = torch.zeros_like(state.sums)
+        sums = lines.step_sums(numbers)
         for micro in range(accumulation):
             batch = state.next(batches)
+            # which of the step's rows this rank's micro-step has; the epoch's last step may have fewer
             first = (micro * world.size + world.rank) * batch_rows
             mine = window[first:first + batch_rows]
             # a batch that differs from the plan would divide the loss by another count than the other ranks'
             assert batch.n_targets == table["targets"][mine].sum(), "loader and plan disagree"
             part = draws.part(first, batch_rows, first_groups[min(first, len(window))], batch.n_groups)
-            inputs = noise.diffuse(batch, part, tokens.mask, t_range, args.noise_schedule, args.loss_weighting)
-            region = noise.send(batch.region.flatten()[inputs.places], device)
-            inputs = inputs.to(device)
-            with distributed.gradient_sync(wrapped, micro == accumulation - 1):    # ranks exchange gradients once a step
-                with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-                    losses = wrapped(inputs)            # cross-entropy of each masked token
-                weighted = losses * inputs.weights      # so that their sum bounds the likelihood
+            inputs = noise.diffuse(batch, part, job.tokens.mask, t_range, args.noise_schedule, args.loss_weighting)
+            region = noise.send(batch.region.flatten()[inputs.places], world.device)
+            inputs = inputs.to(world.device)
+
+            # forward: cross-entropy of each masked token, from noisy copies of blocks behind clean ones
+            with distributed.gradient_sync(network.wrapped, micro == accumulation - 1):    # ranks exchange once a step
+                with torch.autocast(world.device.type, torch.bfloat16, enabled=args.bf16):
+                    losses = network.wrapped(inputs)
+                # loss: weighted so that the sum bounds the likelihood; this rank's part of the step's mean
+                weighted = losses * inputs.weights
                 loss = weighted.sum() / work["targets"]
-                (loss * world.size).backward()          # gradients are averaged over ranks, the loss is a global mean
-            sums[:4].index_add_(0, region, weighted.detach().double())
-            sums[8] += losses.detach().double().sum()
-            sums[9] += len(inputs.rows)
+                # backward: gradients are averaged over ranks, the loss is a mean over all of them
+                (loss * world.size).backward()
+            # for the log, without waiting for the device
+            sums.losses.index_add_(0, region, weighted.detach().double())
+            sums.cross_entropy.add_(losses.detach().double().sum())
+            sums.masked.add_(len(inputs.rows))
             state.note_loss(loss, [document for row in mine for document in rows.members[row]])
-        if main_rank:
-            for i in range(4):      # python numbers: a tensor made of them would wait for the GPU
-                sums[4 + i] += work[f"targets_{i}"]
+        if world.is_main:               # the plan knows those of all ranks
+            for i in range(4):          # python numbers: a tensor made of them would wait for the GPU
+                sums.targets[i] += work[f"targets_{i}"]
+
+        # step: clip, AdamW, average; a step whose gradient is not finite changes nothing
         factor = optim.lr_factor(state.step, total_steps, args.warmup_steps, args.lr_scheduler, args.min_lr_ratio)
-        average.update(state.update(optimizer, parameters, peak_lr * factor, sums))       # not by a skipped step
+        skipped = state.update(optimizer, parameters, peak_lr * factor, numbers)
+        network.average.update(skipped)
 
         # what comes now is the same on every rank; a request to stop counts one step late, so no step waits for it
-        eval_due, saving = bool(eval_rows) and state.due(args.eval_steps), state.save_due()
+        eval_due, saving = bool(job.eval_rows) and state.due(args.eval_steps), state.save_due()
         stopping = state.stop_asked(eval_due or saving) and (eval_due or not state.last)
+
+        # log: sums of all ranks and steps since the last line
         state.count(step_rows * rows.length, work)
         if state.due(args.logging_steps):
-            values = lines.loss_report(distributed.all_sum(world, state.sums).tolist(), regions)
-            if main_rank:
+            values = lines.loss_report(distributed.all_sum(world, state.sums), regions)
+            if world.is_main:
                 state.log_step(values | {"train/t_low": t_range[0], "train/t_high": t_range[1]},
-                         lambda v: lines.console_line(state.step, total_steps, v))
+                               lambda v: lines.console_line(state.step, total_steps, v))
             state.sums.zero_()
             state.begin_line()
-    what = "bound or accuracy" if asked else "bound"
-    early = f" (no better {what} in {stale} validations)" if enough and state.step < total_steps else ""
-    state.finish(stopping, early, {"bound": "bound {:.4f} nats/token", "accuracy": "{:.2%} wrong"}[args.best_by])
+    early = ""
+    if enough and state.step < total_steps:
+        early = f" (no better {'bound or accuracy' if job.asked else 'bound'} in {stale} validations)"
+    best_words = {"bound": "bound {:.4f} nats/token", "accuracy": "{:.2%} wrong"}[args.best_by]
+    state.finish(stopping, early, best_words)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 """Weights of block diffusion: their exponential moving average, finding and loading a checkpoint."""
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from common import checkpoint, json_files, tensor_files
 from common.distributed import UserError
-from diffusion import decoder, dit
+from diffusion import dit
 
 
 def local(tensor):
@@ -54,7 +55,7 @@ class Average:
 
 def module_of(config):
     """The module of a network's Config, dit or decoder: both have Model, decays and flops."""
-    return decoder if isinstance(config, decoder.Config) else dit
+    return sys.modules[type(config).__module__]
 
 
 def load_checkpoint(folder, ema=True, backend="sdpa"):
@@ -66,8 +67,9 @@ def load_checkpoint(folder, ema=True, backend="sdpa"):
     folder = Path(folder)
     try:
         config = json_files.read_object(folder / "config.json")
-        kind = decoder if "kv_heads" in config["model"] else dit
-        settings = dict(config["model"])
+        settings, kind = dict(config["model"]), dit
+        if "kv_heads" in settings:
+            from diffusion import decoder as kind
         if settings.get("lora"):
             settings["lora"] = settings["lora"] | {"dtype": "float32"}
         model = kind.Model(kind.Config(**settings), backend)
@@ -75,8 +77,8 @@ def load_checkpoint(folder, ema=True, backend="sdpa"):
         raise UserError(f"{folder}: no checkpoint of train_bd3lm.py (config.json: {error})")
     load_weights(trained(model), folder, "ema" if ema else "model")
     if settings.get("lora"):
-        decoder.read_base(model)
-        model = decoder.merged(model)
+        kind.read_base(model)
+        model = kind.merged(model)
     return model.eval(), config
 
 

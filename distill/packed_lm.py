@@ -19,12 +19,7 @@ from common.distributed import UserError
 from common.document_attention import ATTENTION
 from distill import weights
 from distill.dataset import PackedChats
-<<<<<<< HEAD
-=======
-from distill.divergence import prompted_loss
 from distill.linear_loss import linear_loss
-from distill.topk import mixed_loss
->>>>>>> wt-report
 
 LOGITS = 2**26          # values of logits at a time: 256 MiB in fp32
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}

@@ -454,8 +454,7 @@ def train(args):
     packs = ([int(train_ids[i]) for i in pack] for pack in
              rank_packs(order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
     batches = loading.ahead(make_loader(table, packs, num_workers=args.num_workers, pad_id=ends[0],
-<<<<<<< HEAD
-                                        prefetch_factor=args.prefetch_factor, pad_to=pad_to), device)
+                                        prefetch_factor=4, pad_to=pad_to), device)
     sampler = None
     if args.base_url:
         from distill import served
@@ -463,10 +462,6 @@ def train(args):
                                 args.request_timeout)
     if args.on_policy:
         from distill import rollouts
-=======
-                                        prefetch_factor=4, pad_to=pad_to), device)
-    sampler = served.opened(world, args.base_url, args.output_dir, args.refresh_steps, args.request_timeout)
->>>>>>> wt-report
     matrix_weights = packed_lm.layer_weights(model.native)
     if main_rank:
         print_start(world, model, table, train_ids, eval_ids,

@@ -42,10 +42,8 @@ def test_a_sampler_that_writes_the_truth_sees_what_training_saw(demo, name):
         assert set(region) <= {QUESTION, PLAN, EXECUTION, FILL}
 
 
-def test_a_flat_block_over_two_regions_cannot_be_sampled(demo):
-    found, tokens, _ = load(demo, LAYOUTS["flat-wide"])
-    with pytest.raises(UserError, match="--hdp_layout flat with --block_size 64: a block reaches over a region's end"):
-        answers.question_state(found[0], tokens, LAYOUTS["flat-wide"])
+def test_a_question_that_is_too_long_is_refused(demo):
+    found, tokens, _ = load(demo, LAYOUTS["hdp"])
     with pytest.raises(UserError, match=r"demo_0\): its question has \d+ tokens, more than --question_budget 8"):
         answers.question_state(found[0], tokens, replace(LAYOUTS["hdp"], question_budget=8))
     with pytest.raises(UserError, match=r"its question has \d+ tokens, no room in --max_length 16"):

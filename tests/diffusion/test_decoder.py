@@ -7,11 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
 from common import checkpoint, fused, tensor_files
 from common.distributed import UserError
-from diffusion import blocks, decoder, dit, export_bd3lm, init_from, sample_bd3lm, sampler, weights
+from diffusion import blocks, decoder, dit, export_bd3lm, init_from, sample_bd3lm, sampler, train_bd3lm, weights
 from diffusion.answers import question_state
 from diffusion.problems import load_tokenizer, read_problems
 from tests.helpers.block_rows import MIXED, make_blocks, noised, sampled_hidden
@@ -169,9 +170,40 @@ def test_questions_in_the_chat_template(models, demo):
             ask()
 
 
+def test_a_foreign_tokenizer_is_refused(models, tmp_path):
+    """One with as many tokens would train, every id meaning another word."""
+    text = (models["llama"] / "tokenizer.json").read_text()
+    vocabulary = json.loads(text)
+    first, second = list(vocabulary["model"]["vocab"])[:2]
+    numbers = vocabulary["model"]["vocab"]
+    numbers[first], numbers[second] = numbers[second], numbers[first]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
+    tokens = load_tokenizer(tmp_path, "gsm8k")
+    with pytest.raises(UserError, match="its tokenizer is not that of --tokenizer.*drop --tokenizer"):
+        init_from.read(models["llama"], init_from.config_for(models["llama"], "small", tokens, 0.0), tokens)
+
+
+def test_base_models_end_answers_with_a_token_of_their_own(models, demo, tmp_path):
+    """As Llama's do, which has no <|endoftext|> and begins every text with a token that its tokenizer adds."""
+    backend = Tokenizer.from_str((demo / "tokenizer.json").read_text().replace("<|endoftext|>", "</s>"))
+    backend.add_special_tokens(["<s>"])
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"has no token <\|endoftext\|> to end answers with; give one .*--end_token"):
+        load_tokenizer(tmp_path, "gsm8k")
+    with pytest.raises(UserError, match="has no token <end> to end"):
+        load_tokenizer(tmp_path, "gsm8k", "<end>")
+    tokens = load_tokenizer(tmp_path, "gsm8k", "</s>")
+    assert (tokens.bos, tokens.end) == (backend.token_to_id("<s>"), backend.token_to_id("</s>"))
+    layout = blocks.Layout("gsm8k", block_size=8, max_length=96, end_token="</s>")
+    ids = blocks.make_documents(read_problems(demo / "test.jsonl", "", "gsm8k")[:1], tokens, layout).ids
+    assert ids[0] == tokens.bos and ids[-1] == tokens.end
+    assert load_tokenizer(tmp_path, "hdp").mask == backend.get_vocab_size() + 4         # plans end with <|pad|>
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all", "lora"])
-def test_it_trains_resumes_and_answers(pool, demo, models, tmp_path, kind):
+def test_it_trains_resumes_and_answers(pool, demo, models, tmp_path, capsys, kind):
     """Chat format; DDP = FSDP2 on 2 ranks, resumed in between; the checkpoint answers with and without cache."""
     flags = {"--init_from": models["chat"], "--chat": None, "--train_data_file": demo / "train.jsonl",
              "--block_size": 4, "--max_length": 96, "--row_length": 96, "--dropout": 0, "--eval_steps": 2,
@@ -207,6 +239,23 @@ def test_it_trains_resumes_and_answers(pool, demo, models, tmp_path, kind):
         texts.append([a["text"] for a in json.loads((tmp_path / "answers.json").read_text())["answers"]])
     assert texts[0] == texts[1]
     check_export(folder, model, tmp_path / "exported")
+    for start in (tmp_path / "fsdp", tmp_path / "exported"):
+        check_going_on(start, about["layout"], demo, tmp_path / "on", capsys)
+
+
+def check_going_on(start, layout, demo, output_dir, capsys):
+    """A run from a checkpoint or an export takes over prompt form, end token, tokenizer and chat template."""
+    path = init_from.find(str(start))
+    common = blocks.Layout("gsm8k", block_size=4, max_length=96)
+    kept = init_from.with_form(common, path)
+    assert (kept.prompt, kept.end_token) == (layout["prompt"], layout["end_token"]) and "<|im_start|>" in kept.prompt
+    assert kept == init_from.with_chat(common, path) and init_from.own_tokenizer(path) == path
+    assert init_from.with_form(blocks.Layout("hdp"), path) == blocks.Layout("hdp")
+    capsys.readouterr()
+    train_bd3lm.main(["--init_from", str(start), "--train_data_file", str(demo / "train.jsonl"), "--block_size", "4",
+                      "--max_length", "96", "--output_dir", str(output_dir), "--dry_run", "--report_to", "none"])
+    said = capsys.readouterr().out
+    assert said.endswith("dry run ok\n") and "new rows" not in said
 
 
 @torch.no_grad()

@@ -1,10 +1,12 @@
 """Validation: counts, shares of ranks, the error bar, the search for a noise range."""
+import types
+
 import numpy as np
 import pytest
 import torch
 
 from common import distributed
-from diffusion import blocks, dit, elbo, noise, problems
+from diffusion import blocks, clip_search, dit, elbo, noise, problems
 
 ALONE = distributed.World(device=torch.device("cpu"))
 
@@ -38,8 +40,8 @@ def rows_of(demo, split, documents, pack=True):
 def bound_of_one_nat(demo, repeats, seed=42):
     """The bound by a model whose every cross-entropy is 1."""
     tokens, rows = rows_of(demo, "test", 8)
-    return elbo.bound(ALONE, lambda inputs: torch.ones(len(inputs.rows)), rows, tokens.mask, int, batch_rows=3,
-                       repeats=repeats, seed=seed, bf16=False)
+    how = elbo.Eval(rows, tokens.mask, batch_rows=3, repeats=repeats, seed=seed, bf16=False)
+    return elbo.bound(ALONE, lambda inputs: torch.ones(len(inputs.rows)), how, int)
 
 
 def test_the_bound_of_one_nat_is_one_nat(demo):
@@ -67,18 +69,20 @@ def test_ranks_share_batches_without_a_rest(demo):
 
 
 def test_search_takes_the_range_of_least_variance(demo):
-    official = elbo.candidates([0.5, 0.6, 0.7, 0.8, 0.9], {16})
+    official = clip_search.candidates([0.5, 0.6, 0.7, 0.8, 0.9], {16})
     assert len(official) == 1 + 11 + 9 + 7 + 5 + 3 and official[:3] == [noise.FULL, (1e-3, 0.5), (0.05, 0.55)]
-    assert elbo.candidates([0.1], {4}) == [noise.FULL, *((low, round(low + 0.1, 2)) for low in
-                                                 (0.15, 0.2, 0.25, 0.4, 0.45, 0.5, 0.65, 0.7, 0.75, 0.9))]
+    assert clip_search.candidates([0.1], {4}) == [noise.FULL, *((low, round(low + 0.1, 2)) for low in
+                                                        (0.15, 0.2, 0.25, 0.4, 0.45, 0.5, 0.65, 0.7, 0.75, 0.9))]
     tokens, rows = rows_of(demo, "train", 24)
     torch.manual_seed(0)
     model = dit.DiT(dit.config_of("nano", tokens.vocab_size, tokens.mask)).eval()
     model.head.weight.data.normal_(0, 0.3)
-    found = elbo.search_range(ALONE, model, rows, tokens.mask, int, widths=[0.5, 0.3], batches=2, schedule="loglinear",
-                               weighting="elbo", batch_rows=4, seed=42, bf16=False)
+    args = types.SimpleNamespace(clip_search_widths=[0.5, 0.3], clip_search_batches=2, noise_schedule="loglinear",
+                                 loss_weighting="elbo")
+    how = elbo.Eval(rows, tokens.mask, batch_rows=4, repeats=1, seed=42, bf16=False)
+    found = clip_search.search_range(ALONE, model, how, int, args)
     scores = {}
-    for t_range in elbo.candidates([0.5, 0.3], {8}):
+    for t_range in clip_search.candidates([0.5, 0.3], {8}):
         per_block = []
         for number in range(2):
             batch = blocks.collate([rows[r] for r in range(4 * number, 4 * number + 4)], 4, 96, rows.noisy_length, 0)

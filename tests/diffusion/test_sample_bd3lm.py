@@ -16,6 +16,7 @@ from common import checkpoint, distributed
 from diffusion import answers, blocks, demo_problems, dit, lm_eval_bd3lm, noise, sample_bd3lm, weights
 from diffusion.blocks import Layout
 from diffusion.problems import load_tokenizer, read_problems
+from diffusion.sampler import Sampling
 
 LAYOUTS = {
     "gsm8k": Layout("gsm8k", block_size=8, max_length=96),
@@ -225,7 +226,8 @@ def test_prompts_of_lm_eval(trained, tmp_path, capsys):
         return
     wanted = run(folder, file, "--order", "confidence")["answers"]
     model, _ = weights.load_checkpoint(folder / "checkpoint-5")
-    ours = lm_eval_bd3lm.harness_model(object, model, tokens, documents.layout, torch.device("cpu"), 3, False)
+    solver = answers.Solver(model, tokens, documents.layout, Sampling("confidence", temperature=0.0))
+    ours = lm_eval_bd3lm.harness_model(object, solver, 3)
     prompts = [f"Question: {answer['question']}\nAnswer:" for answer in wanted] + ["word " * 200]
     stops = [[], "\n", ["####"], ["no", "\n####"]]
     requests = [types.SimpleNamespace(args=(prompt, {"until": stops[i % 4]})) for i, prompt in enumerate(prompts)]
@@ -312,9 +314,9 @@ def test_the_execution_depends_on_the_generated_plan(trained, monkeypatch):
     seen = []
     generate = answers.sampler.generate
 
-    def spy(model, contexts, pinned, rooms, block_size, end, **options):
-        seen.append((contexts, pinned, rooms, block_size))
-        return generate(model, contexts, pinned, rooms, block_size, end, **options)
+    def spy(model, states, rooms, block_size, *how):
+        seen.append((*zip(*states), rooms, block_size))
+        return generate(model, states, rooms, block_size, *how)
     monkeypatch.setattr(answers.sampler, "generate", spy)
     run(folder, file, "--limit", 1)
     (plan_context, plan_pinned, plan_rooms, plan_size), (context, pinned, rooms, size) = seen

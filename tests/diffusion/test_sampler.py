@@ -24,8 +24,8 @@ def test_cached_sampling_equals_uncached(options):
     runs = []
     for use_cache in (True, False):
         generator = torch.Generator().manual_seed(1)
-        runs.append(sampler.generate(model, contexts, pinned, rooms, 4, end=99, use_cache=use_cache,
-                                           generator=generator, **options))
+        runs.append(sampler.generate(model, zip(contexts, pinned), rooms, 4, 99,
+                                     sampler.Sampling(use_cache=use_cache, **options), generator))
     assert runs[0] == runs[1]
     for i, result in enumerate(runs[0]):
         given, free = len(pinned[i][0]), 4 * rooms[i] - len(pinned[i][0])
@@ -41,15 +41,17 @@ def test_cached_sampling_equals_uncached(options):
 
 def test_one_sure_pass_a_block_and_none_without_room():
     model, (contexts, pinned, _) = network().eval(), questions()
-    results = sampler.generate(model, contexts, pinned, [3, 0, 1], 4, 99, order="confidence", threshold=0.0)
+    results = sampler.generate(model, zip(contexts, pinned), [3, 0, 1], 4, 99,
+                               sampler.Sampling("confidence", threshold=0.0))
     assert [r.forwards for r in results] == [3, 0, 1] and [len(r.ids) for r in results] == [12, 0, 4]
 
 
 def test_a_problem_ends_with_its_end_token_and_the_others_go_on():
     model, (contexts, pinned, _) = network().eval(), questions()
-    free = sampler.generate(model, contexts, pinned, [3] * 3, 4, 99, order="top_k", temperature=0)
+    how = sampler.Sampling("top_k", temperature=0)
+    free = sampler.generate(model, zip(contexts, pinned), [3] * 3, 4, 99, how)
     end = free[0].ids[5]        # in the second block of the first problem
-    ended = sampler.generate(model, contexts, pinned, [3] * 3, 4, end, order="top_k", temperature=0)
+    ended = sampler.generate(model, zip(contexts, pinned), [3] * 3, 4, end, how)
     for i, (whole, cut) in enumerate(zip(free, ended)):
         own = whole.ids[len(pinned[i][0]):]
         at = own.index(end) + len(pinned[i][0]) if end in own else None
@@ -62,11 +64,14 @@ def test_temperature_and_nucleus():
     torch.manual_seed(0)
     p = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
     many = p.log().expand(20000, -1)
-    ids, sure = sampler.pick(many, 1.0, 1.0, None)
+
+    def pick(temperature, top_p):
+        return sampler.pick(many, sampler.Sampling(temperature=temperature, top_p=top_p), None)
+    ids, sure = pick(1.0, 1.0)
     assert chi_square(np.bincount(ids, minlength=5), p.numpy().astype(float)) < 0
     torch.testing.assert_close(sure.float(), p[ids])
-    ids, _ = sampler.pick(many, 1.0, 0.8, None)       # 0.5 + 0.3 reach it
+    ids, _ = pick(1.0, 0.8)       # 0.5 + 0.3 reach it
     assert chi_square(np.bincount(ids, minlength=5), np.array([0.625, 0.375, 0, 0, 0])) < 0
-    ids, _ = sampler.pick(many, 0.5, 1.0, None)
+    ids, _ = pick(0.5, 1.0)
     assert chi_square(np.bincount(ids, minlength=5), (p**2 / (p**2).sum()).numpy().astype(float)) < 0
-    assert (sampler.pick(many, 0, 1.0, None)[0] == 0).all()
+    assert (pick(0, 1.0)[0] == 0).all()

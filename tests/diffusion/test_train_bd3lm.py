@@ -362,10 +362,10 @@ def answers(folder, path, system, **options):
     given = [question_state(problem, tokens, layout) for problem in known]
 
     def generate(region, given):
-        contexts, pinned = zip(*given)
+        pinned = [pinned for _, pinned in given]
         rooms = [room(first, region, layout) for _, first in pinned]
-        results = sampler.generate(model, contexts, pinned, rooms, layout.region_block(region), tokens.end,
-                                         temperature=0, generator=torch.Generator().manual_seed(0), **options)
+        results = sampler.generate(model, given, rooms, layout.region_block(region), tokens.end,
+                                   sampler.Sampling(temperature=0, **options), torch.Generator().manual_seed(0))
         assert all(result.ended for result in results)
         ids = [finish_region(r.ids, len(p[0]), tokens.end)[0] for r, p in zip(results, pinned)]
         return ids, [region_text(i, len(p[0]), tokens) for i, p in zip(ids, pinned)]

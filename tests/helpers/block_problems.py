@@ -13,7 +13,6 @@ LAYOUTS = {
     "hdp-sizes": Layout("hdp", block_size=8, plan_block_size=32, execution_block_size=4, **SMALL),
     "hdp-question": Layout("hdp", block_size=16, loss_on_question=True, **SMALL),
     "flat": Layout("hdp", "flat", block_size=8, **SMALL),
-    "flat-wide": Layout("hdp", "flat", block_size=64, **SMALL),
 }
 
 

@@ -77,9 +77,9 @@ def close(a, b, rtol=1e-5):
 MIXED = [[document([4, 4, 3], given=6), document([5, 3, 3, 2], question=1, seed=1)], [document([4] * 5, seed=2)]]
 
 
-def seen_by(doc, block, n_noisy, part=None):
+def seen_by(doc, block, n_noisy):
     """(B, S, S) bool of what attention_masks allows; clean queries see no noisy key, since they are not given any."""
-    of_noisy, of_clean = dit.attention_masks(doc, block, n_noisy, part=part)
+    of_noisy, of_clean = dit.attention_masks(doc, block, n_noisy)
     full = torch.zeros(len(doc), doc.shape[1], doc.shape[1], dtype=torch.bool)
     full[:, :n_noisy], full[:, n_noisy:, n_noisy:] = of_noisy[:, 0], of_clean[:, 0]
     return full
