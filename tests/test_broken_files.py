@@ -130,7 +130,7 @@ LOADERS = """
 import sys
 from common.flags import UserError
 from distill import chat, weights
-from speech import weights as speech_weights
+from speech.model import weights as speech_weights
 for load in (chat.load_tokenizer, weights.load_config, speech_weights.load_tokenizer):
     try:
         load(sys.argv[1])

@@ -239,7 +239,7 @@ class TableBuilder:
     def write(self, folder, cache_folder, shards, where, sources=(), left_out=None):
         """Make the table in `folder`; ends the builder. sources: of read_all. left_out: (n,) bool, of samples not used.
 
-        cache_folder: absolute, or relative to `folder`. shards, where: of speech.encode.ensure_codes; where is
+        cache_folder: absolute, or relative to `folder`. shards, where: of speech.data.encode.ensure_codes; where is
         (n_clips, 4) int64, in the order of `clips`. Samples with a clip of 0 frames, which has no codes, are not
         `audible`, nor are those left out.
         """
