@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from common import parallel
+from common import distributed
 
 class Layer(torch.nn.Module):
     def forward(self, x):

@@ -20,7 +20,7 @@ from tests.helpers.trainer import ROOT
 OWNER = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-from common import ownership
+from common import run_lock
 {before}
 run_lock.claim(sys.argv[1])
 child = os.fork()
