@@ -350,7 +350,7 @@ def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0,
              builder=None, noted=None):
     """Read and tokenise the training sources and the (optional) validation source: (TableBuilder, sources of Table).
 
-    train: [(path, weight)]. held_out: path or None. reading: sources.Reading. folder: of TableBuilder. processes: that
+    train: [(path, weight)]. held_out: path or None. reading: rows.Reading. folder: of TableBuilder. processes: that
     help this one with sources of many samples. Raises UserError with every sample that cannot be used, or when a source
     is empty. drop: checks (choices.CHECKS) whose samples are dropped and counted instead. output_dir: where all that
     cannot be used are listed, None: nowhere. builder: an empty TableBuilder to fill. noted: a list that takes what is

@@ -95,7 +95,7 @@ def ensure_codes(world, clips, codec_dir, cache_dir, num_codebooks, num_proc, wa
 
 
 def own_cache(folder, wait_s):
-    """ownership.Owner of a cache folder, which is made if need be. OSError; Stopped when asked to stop meanwhile."""
+    """run_lock.Owner of a cache folder, which is made if need be. OSError; Stopped when asked to stop meanwhile."""
     def waiting():
         if stop_requested():
             raise Stopped("")

@@ -55,7 +55,7 @@ def load_tokenizer(folder, config_dict):
 
 
 def token_ids(tokenizer, config):
-    """labels.TokenIds or labels3.Ids, which know the layout of sequences. Raises UserError. config: of read_config."""
+    """labels.TokenIds or labels_v3.Ids, which know the layout of sequences. Raises UserError. config: of read_config."""
     third = config.model_type == "qwen3"
     return v3.token_ids(tokenizer, config) if third else labels.token_ids(tokenizer, config)
 

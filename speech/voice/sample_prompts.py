@@ -109,7 +109,7 @@ def speak_all(native, prompts, settings, ids, codec_dir, device, *, seed, time_l
 
 
 def judge(prompts, waves, judges, device):
-    """([facts of each prompt], {metric: float}) of what scores.Judges find in waves at speak.SAMPLE_RATE.
+    """([facts of each prompt], {metric: float}) of what scores.Judges find in waves at generate.SAMPLE_RATE.
 
     Likeness is to the voice to be cloned, else to the true recording.
     """
