@@ -409,7 +409,7 @@ def test_what_time_cut_off_did_not_stop_by_itself(tiny, voice, short, tmp_path, 
     true = [round(prompt.target_seconds * 25) for prompt in prompts]
     ends = [(np.zeros((2 * true[0], 8), int), "eos"), (np.zeros((true[1], 8), int), "length"),
             (np.zeros((0, 8), int), "time")]
-    monkeypatch.setattr(sample_prompts.speak, "generate", lambda *a: ends)
+    monkeypatch.setattr(sample_prompts.generate, "generate", lambda *a: ends)
     log, given = Asked(10**9), {"seed": 42, "time_limit": 120, "output_dir": tmp_path, "judging": judging}
     values = sample_prompts.speak_all(native, prompts, settings, ids, tiny.codec, CPU, step=5, log=log, asked=log,
                                       **given)
