@@ -58,8 +58,10 @@ def owner_process(folder, before=""):
 def other_host(folder, number=1, beat=0.0, **more):
     """The file of an owner on another host, whose heartbeat came `beat` seconds ago; returns its path."""
     path = folder / f"owner-{number}"
-    path.write_text(json.dumps(run_lock.this_process() | {"host": "node7", "boot": "another", "pid": 41} | more))
-    os.utime(path, (time.time() - beat,) * 2)
+    hidden = folder.parent / f"{folder.name}-{path.name}"       # whole at once: a heartbeat may be reading
+    hidden.write_text(json.dumps(run_lock.this_process() | {"host": "node7", "boot": "another", "pid": 41} | more))
+    os.utime(hidden, (time.time() - beat,) * 2)
+    hidden.rename(path)
     return path
 
 
