@@ -364,11 +364,11 @@ def rehearse(trainer, folder, words, layers=2, ranks=1, planned=True):
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
         return real_load(world, model, *rest, **options)
-    real_window, real_count, real_load = run.Run.window, run.Run.count, getattr(script, "load_model", None)
+    real_window, real_count, real_load = run.TrainState.window, run.TrainState.count, getattr(script, "load_model", None)
     device = torch.device("cuda", 0)
     changes = [
-        (watchdog.Watchdog, "moved", moved), (run.Run, "window", window), (run.Run, "count", count),
-        (run.Run, "save_due", lambda now: now.step == 1),
+        (watchdog.Watchdog, "moved", moved), (run.TrainState, "window", window), (run.TrainState, "count", count),
+        (run.TrainState, "save_due", lambda now: now.step == 1),
         (plan, "print_room", print_room), (loading, "ahead", ahead), (tensor_files, "read_into", lambda *_: None),
         (distributed, "init", init), (distributed, "rank0_first", lambda world, work, *args: work(*args)),
         (distributed, "init_device_mesh", really(distributed.init_device_mesh)), (noise, "diffuse", really(noise.diffuse)),

@@ -97,7 +97,7 @@ class Watchdog:
     """Watches this rank's main thread; start it on every rank. In a single process nothing can wait for another."""
 
     def __init__(self, world, limit_s):
-        """limit_s: seconds a step may take, or a rank be silent. world: parallel.World."""
+        """limit_s: seconds a step may take, or a rank be silent. world: distributed.World."""
         self.world, self.limit_s = world, limit_s
         self.heard = (None, time.monotonic())       # the next rank's last beat, and when it was new
         self.main = threading.get_ident()

@@ -4,7 +4,7 @@
 # ///
 """Prompt distillation in one file, on one GPU: a model learns to answer as if it had its prompt.
 
-    python minimal/distill.py --model_path Qwen/Qwen3-0.6B --prompt_file prompt.txt \
+    python minimal/distill.py --model_path Qwen/Qwen2.5-0.5B-Instruct --prompt_file prompt.txt \
         --questions_file questions.txt
 
 The model answers the questions behind the prompt; a copy without the prompt learns these answers
@@ -17,6 +17,8 @@ import argparse
 import json
 import math
 import os
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -108,7 +110,7 @@ def logits_of(model, rows):
 
 @torch.no_grad()
 def answers_of(model, questions, system, temperature=0.0):
-    """[answer] of a model, in batches, padded on the left as generation wants it."""
+    """[answer, or None where it was cut off]; in batches, padded on the left for generation."""
     answers = []
     for first in range(0, len(questions), 32):
         rows = [request(question, system) for question in questions[first:first + 32]]
@@ -121,8 +123,10 @@ def answers_of(model, questions, system, temperature=0.0):
         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
             drawn = model.generate(input_ids=ids, attention_mask=mask, pad_token_id=PAD,
                                    max_new_tokens=args.max_new_tokens, **how)
-        answers += tokenizer.batch_decode(drawn[:, longest:], skip_special_tokens=True)
-    return [answer.strip() for answer in answers]
+        for row in drawn[:, longest:].tolist():
+            text = tokenizer.decode(row, skip_special_tokens=True).strip()
+            answers.append(text if special & set(row) else None)    # such a token is its end
+    return answers
 
 
 shuffled = np.random.default_rng((args.seed, 2)).permutation(len(questions))
@@ -135,29 +139,32 @@ chats = {}
 for name, asked in (("answers", train_questions), ("held_out", eval_questions)):
     path = out / f"{name}.jsonl"        # a later start takes the answers that are there
     if not path.exists():
-        temperature = args.temperature if name == "answers" else 0.0
-        found = zip(asked, answers_of(teacher, asked, prompt, temperature))
+        found = zip(asked, answers_of(teacher, asked, prompt, args.temperature))
         turns = [[{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
                  for question, answer in found if answer]
+        print(f"{name}: {len(turns)} of {len(asked)} questions; the other answers were empty or "
+              f"longer than {args.max_new_tokens} tokens")
         write(path, "".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
     lines = [json.loads(line)["messages"] for line in open(path)]
     chats[name] = [(user["content"], assistant["content"]) for user, assistant in lines]
+    assert chats[name], f"{path} is empty; if answers were cut off, raise --max_new_tokens"
 
 # ---- 2. The student learns them, without the prompt
 
 rows = [labelled(question, answer) for question, answer in chats["answers"]]
 prompted = [labelled(question, answer, prompt) for question, answer in chats["answers"]]
-checkpoint = out / "student"
+checkpoints = [folder for folder in out.iterdir() if re.fullmatch(r"checkpoint-\d+", folder.name)]
+checkpoints.sort(key=lambda folder: int(folder.name.split("-")[1]))
 step = 0
-student = load(checkpoint if checkpoint.exists() else args.model_path).train()
+student = load(checkpoints[-1] if checkpoints else args.model_path).train()
 decay = {True: [], False: []}           # of matrices; not of norms and embeddings
 for name, parameter in student.named_parameters():
     decay[parameter.ndim > 1 and "embed" not in name].append(parameter)
 optimizer = torch.optim.AdamW([{"params": decay[True], "weight_decay": 0.01},
                                {"params": decay[False], "weight_decay": 0.0}],
                               betas=(0.9, 0.95), fused=True)
-if checkpoint.exists():
-    state = torch.load(checkpoint / "trainer_state.pt", map_location="cpu", weights_only=True)
+if checkpoints:
+    state = torch.load(checkpoints[-1] / "trainer_state.pt", map_location="cpu", weights_only=True)
     step = state["step"]
     optimizer.load_state_dict(state["optimizer"])
 
@@ -173,19 +180,17 @@ def loss_of(chosen):
 
 
 def save():
-    """student/: what from_pretrained loads, with the state beside it. The old one goes last."""
-    building, old = out / "student.building", out / "student.old"
-    student.save_pretrained(building)
+    """checkpoint-N, whole or not at all: written beside, synced, renamed; the one before goes."""
+    building, final = out / f"checkpoint-{step}.building", out / f"checkpoint-{step}"
+    shutil.rmtree(building, ignore_errors=True)
+    student.save_pretrained(building)       # what from_pretrained loads
     tokenizer.save_pretrained(building)
     torch.save({"step": step, "optimizer": optimizer.state_dict()}, building / "trainer_state.pt")
-    os.sync()
-    if checkpoint.exists():
-        os.rename(checkpoint, old)
-    os.rename(building, checkpoint)
-    for file in old.glob("*"):
-        file.unlink()
-    if old.exists():
-        old.rmdir()
+    os.sync()                               # on the disk before it has its name
+    os.rename(building, final)
+    checkpoints.append(final)
+    while len(checkpoints) > 1:
+        shutil.rmtree(checkpoints.pop(0))
 
 
 size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps

@@ -69,16 +69,18 @@ def read(path):
 
     The end token is repeated to the end of its block and trained there: a sampler fills blocks.
     """
-    tokens, is_target = [], []
+    tokens, is_target, n_long = [], [], 0
     for line in open(path):
         problem = json.loads(line)
         head = head_of(problem["question"])
         answer = tokenizer.encode(f" {problem['answer'].strip()}", add_special_tokens=False).ids
         ids = [*head, *answer, END]
         ids += [END] * (-len(ids) % args.block_size)
+        n_long += len(ids) > L
         if len(ids) <= L:
             tokens.append(ids + [-1] * (L - len(ids)))
             is_target.append([len(head) <= i < len(ids) for i in range(L)])
+    print(f"{path}: {len(tokens)} problems, {n_long} left out as longer than {L} tokens")
     return np.array(tokens), np.array(is_target)
 
 
@@ -266,6 +268,8 @@ if checkpoint.exists():
     for name, part in (("model", model), ("average", average), ("optimizer", optimizer)):
         part.load_state_dict(state[name])
     torch.set_rng_state(state["rng"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda_rng"])
 size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
 steps_per_epoch = math.ceil(len(tokens) / size / accumulation)
 while step < args.max_steps:
@@ -308,7 +312,9 @@ while step < args.max_steps:
     if saving:
         question = json.loads(open(args.eval_data_file).readline())["question"]
         print(f"sample: {question}\n{sample(average, question)}", flush=True)
-        state = {"step": step, "rng": torch.get_rng_state(), "model": model.state_dict(),
+        cuda_rng = torch.cuda.get_rng_state() if device.type == "cuda" else None
+        state = {"step": step, "rng": torch.get_rng_state(), "cuda_rng": cuda_rng,
+                 "model": model.state_dict(),
                  "average": average.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(state, out / "checkpoint.tmp")
         os.sync()                       # on the disk before it has its name

@@ -48,7 +48,6 @@ p.add_argument("--use_lora", action="store_true", help="adapters on a frozen bas
 p.add_argument("--lora_rank", type=int, default=16)
 p.add_argument("--bf16", action="store_true", help="autocast; a frozen base is stored in bfloat16")
 p.add_argument("--compile", action="store_true", help="torch.compile each decoder layer")
-p.add_argument("--num_workers", type=int, default=2, help="loader processes")
 p.add_argument("--logging_steps", type=int, default=10)
 p.add_argument("--save_steps", type=int, default=200, help="between validations and checkpoints")
 p.add_argument("--seed", type=int, default=42, help="of adapters, order and hold-out")
@@ -66,8 +65,7 @@ out = Path(args.output_dir)
 (out / "codes").mkdir(parents=True, exist_ok=True)
 
 
-def all_sum(tensor):
-    """Sum over ranks, in place."""
+def all_sum(tensor):        # over ranks, in place
     if world_size > 1:
         dist.all_reduce(tensor)
     return tensor
@@ -122,6 +120,7 @@ elif args.use_lora:
 # ---- Data: conversation -> pieces of text and clips -> tokens and rows of codes, with labels
 
 INSTRUCTION = re.compile(r"\s*please generate speech\b[^:]*:\s*", re.IGNORECASE)
+CONTROL = re.compile(r"<\|(?!scene_desc_(?:start|end)\|>)")     # in a text it would be a token
 path = Path(args.train_data_file)
 conversations = (list(map(json.loads, open(path))) if path.suffix == ".jsonl"
                  else json.load(open(path)))
@@ -136,13 +135,18 @@ def parts_of(content):
         else:       # without an offset, the duration is a note on the whole file
             length = item.get("duration") if item.get("offset") is not None else None
             parts.append((str(path.parent / item["audio_url"]), item.get("offset") or 0, length))
+    assert not any(CONTROL.search(part) for part in parts if isinstance(part, str)), parts
     return [part for part in parts if part]
 
 
 def pieces_of(conversation):
     """[(text or clip, trained)] by the model's chat template; the last spoken turn is trained."""
-    pieces, turns = [("<|begin_of_text|>", False)], []
-    for message in conversation["messages"]:
+    pieces, turns, messages = [("<|begin_of_text|>", False)], [], conversation["messages"]
+    roles = [message["role"] for message in messages]
+    assert set(roles) <= {"system", "user", "assistant"}, f"these roles are not read here: {roles}"
+    first = conversation.get("start_index")     # of what is trained
+    assert first is None or roles[first:].count("assistant") == 1, "start_index: several turns"
+    for message in messages:
         role, parts = message["role"], parts_of(message["content"])
         clips = [part for part in parts if isinstance(part, tuple)]
         if role == "user" and clips:            # a reference: it becomes turns of its own
@@ -173,11 +177,10 @@ codes_of = {}       # clip -> file of its codes: it is encoded once, by whicheve
 for clip in (piece for sample in pieces for piece, _ in sample if isinstance(piece, tuple)):
     key = f"{os.path.abspath(clip[0])} {clip[1:]} {os.stat(clip[0])[6:9]}"      # size and times
     codes_of[clip] = out / "codes" / (hashlib.sha256(key.encode()).hexdigest()[:32] + ".npy")
-missing = [clip for clip, file in codes_of.items() if not file.exists()]
-all_sum(torch.zeros(1))                 # every rank has looked before one writes
-if missing:
+share = [clip for clip in list(codes_of)[rank::world_size] if not codes_of[clip].exists()]
+if share:
     codec = HiggsAudioV2TokenizerModel.from_pretrained(args.audio_tokenizer_path).to(device).eval()
-for clip in missing[rank::world_size]:
+for clip in share:
     with soundfile.SoundFile(clip[0]) as file:
         file.seek(round(clip[1] * file.samplerate))
         frames = -1 if clip[2] is None else round(clip[2] * file.samplerate)
@@ -227,7 +230,7 @@ samples = [sample_of(sample) for sample in pieces]
 n_audio_targets = np.array([(sample["audio_labels"] != IGNORE).sum() for sample in samples])
 n_text_targets = np.array([(sample["text_labels"] != IGNORE).sum() for sample in samples])
 shuffled = np.random.default_rng((args.seed, 2)).permutation(len(samples))
-held_out = math.ceil(len(samples) * args.validation_split)
+held_out = max(1, round(len(samples) * args.validation_split)) if args.validation_split else 0
 train_ids, eval_ids = np.sort(shuffled[held_out:]), np.sort(shuffled[:held_out])
 size = args.per_device_train_batch_size
 batches_per_step = world_size * args.gradient_accumulation_steps
@@ -246,9 +249,8 @@ def load(numbers):
     """Sample numbers -> {name: (B, longest, ...)}; none give a sample that weighs nothing."""
     batch = {name: pad_sequence([torch.from_numpy(samples[i][name]) for i in numbers or [0]],
                                 batch_first=True, padding_value=IGNORE) for name in samples[0]}
-    if not numbers:
-        batch["text_labels"].fill_(IGNORE)
-        batch["audio_labels"].fill_(IGNORE)
+    for name in () if numbers else ("text_labels", "audio_labels"):
+        batch[name].fill_(IGNORE)
     return batch
 
 
@@ -307,7 +309,7 @@ for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, lambda number, frame: stop.append(number))
 mine = (batch for s in range(step, args.max_steps) for batch in batches_of(s)[rank::world_size])
 loader = iter(torch.utils.data.DataLoader(range(len(samples)), batch_sampler=mine, collate_fn=load,
-                                          num_workers=args.num_workers))
+                                          num_workers=2))
 stopping = False
 while step < args.max_steps and not stopping:
     numbers = np.concatenate(batches_of(step))      # all ranks': the loss divides by their targets
@@ -331,17 +333,15 @@ while step < args.max_steps and not stopping:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     step += 1
-
-    # a rank that was asked to stop stops all of them, at the same step
-    stopping = all_sum(torch.tensor(len(stop), device=device)).item() > 0
+    stopping = all_sum(torch.tensor(len(stop), device=device)).item() > 0    # all ranks alike
     saving, values = stopping or step == args.max_steps or step % args.save_steps == 0, {}
     if step % args.logging_steps == 0 or saving:
         values = {"train/loss": all_sum(total).item(), "train/grad_norm": norm.item(), "lr": lr}
     if len(eval_ids) and saving:
         values["eval/loss"] = evaluate()
     if values and rank == 0:
-        shown = " | ".join(f"{name} {value:.6g}" for name, value in values.items())
-        print(f"step {step:>6}/{args.max_steps} | {shown}", flush=True)
+        shown = (f"| {name} {value:.6g}" for name, value in values.items())
+        print(f"step {step:>6}/{args.max_steps}", *shown, flush=True)
         with open(out / "metrics.jsonl", "a") as log:
             log.write(json.dumps({"step": step, **values}) + "\n")
     if rank == 0 and saving:

@@ -54,7 +54,7 @@ def sources(args):
 
 
 def reading(args):
-    """What sources.Reading takes of the flags, by name."""
+    """What rows.Reading takes of the flags, by name."""
     return {"task_type": args.task_type, "ref_in_system": args.ref_audio_in_system_message,
             "data_format": args.data_format, "reference": args.reference, "reference_share": args.reference_share,
             "seed": args.seed, "normalize": args.normalize_text == "on"}

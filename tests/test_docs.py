@@ -217,7 +217,7 @@ def launcher_of(words):
 
 def all_flags():
     """Every flag of every script, those of the measurements included; each prints its --help."""
-    paths = [path for folder in (".", "speech", "diffusion", "distill", "distill/demo", "common", "bench")
+    paths = [path for folder in (".", "speech", "speech/demo", "diffusion", "distill", "distill/demo", "common", "bench")
              for path in (ROOT / folder).glob("*.py") if '\nif __name__ == "__main__":' in path.read_text()]
     flags, parsers = set(), [parser_of(path.relative_to(ROOT).as_posix()) for path in paths]
     while parsers:

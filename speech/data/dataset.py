@@ -241,7 +241,7 @@ class TableBuilder:
     def write(self, folder, cache_folder, shards, where, sources=(), left_out=None):
         """Make the table in `folder`; ends the builder. sources: of read_all. left_out: (n,) bool, of samples not used.
 
-        cache_folder: absolute, or relative to `folder`. shards, where: of speech.encode.ensure_codes; where is
+        cache_folder: absolute, or relative to `folder`. shards, where: of speech.data.encode.ensure_codes; where is
         (n_clips, 4) int64, in the order of `clips`. Samples with a clip of 0 frames, which has no codes, are not
         `audible`, nor are those left out.
         """
@@ -352,7 +352,7 @@ def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0,
              builder=None, noted=None):
     """Read and tokenise the training sources and the (optional) validation source: (TableBuilder, sources of Table).
 
-    train: [(path, weight)]. held_out: path or None. reading: sources.Reading. folder: of TableBuilder. processes: that
+    train: [(path, weight)]. held_out: path or None. reading: rows.Reading. folder: of TableBuilder. processes: that
     help this one with sources of many samples. Raises UserError with every sample that cannot be used, or when a source
     is empty. drop: checks (choices.CHECKS) whose samples are dropped and counted instead. output_dir: where all that
     cannot be used are listed, None: nowhere. builder: an empty TableBuilder to fill. noted: a list that takes what is

@@ -23,7 +23,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     layout: of choices.LAYOUTS. dtype: of choices.DTYPES, or None: as the files have it, but float32 where an adapter is
     folded in, since bf16 rounds away most of what a small update changed. shard_bytes: limit of one weight file.
     find_folds(model on the meta device) -> {weight name: fp32 tensor -> fp32 tensor}. codec: see weights.save_config.
-    trained: folder whose wording.FILE comes along, None: source's. Raises UserError, also when output_dir holds
+    trained: folder whose text_normalization.FILE comes along, None: source's. Raises UserError, also when output_dir holds
     something.
     """
     folder, config = weights.find_model(source)

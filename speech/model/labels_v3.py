@@ -140,7 +140,7 @@ def label_mask(frames, books=8, bos=False):
 
 
 def streams(sample, ids):
-    """([(name, [(text or Clip, labelled)])], [what was left out]) of a canonical Sample, for speech.table.
+    """([(name, [(text or Clip, labelled)])], [what was left out]) of a canonical Sample, for speech.data.dataset.
 
     One stream for each trained clip: its text, and as its reference the assistant's clip before it with that one's
     text. Raises BadSample for a text of several speakers, or a clip without text.

@@ -231,7 +231,7 @@ def draws(config, given):
 
 
 def sampling(config, max_seconds, **given):
-    """Settings for generate(): a GenerationConfig of the native class, or a higgs3.Sampling.
+    """Settings for generate(): a GenerationConfig of the native class, or a v3.Sampling.
 
     max_seconds: of speech. given: of draws. temperature 0: greedy, without the random draws of repetition-aware
     sampling. ras_window, ras_repeats: a code that stands so often among so many before it is drawn again from the

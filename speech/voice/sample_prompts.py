@@ -130,7 +130,7 @@ class Speaker:
 
 
 def judge(prompts, waves, judges, device):
-    """([facts of each prompt], {metric: float}) of what scores.Judges find in waves at speak.SAMPLE_RATE.
+    """([facts of each prompt], {metric: float}) of what scores.Judges find in waves at generate.SAMPLE_RATE.
 
     Likeness is to the voice to be cloned, else to the true recording.
     """

@@ -36,7 +36,7 @@ def on_cpu(monkeypatch):
 def few(bench):
     """World, flags, problems of several rows when packed."""
     args = bench.argparse.Namespace(size="nano", seed=42, micro_steps=2, plain_micro_steps=2)
-    return bench.parallel.World(device=torch.device("cpu")), args, bench.make_documents(6, 64, 42), list(range(6))
+    return bench.distributed.World(device=torch.device("cpu")), args, bench.make_documents(6, 64, 42), list(range(6))
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_disagreement_is_an_error_that_names_both(bench, other):
 
 
 def test_the_checked_batch_notices_a_wrong_mask(bench, monkeypatch):
-    world = bench.parallel.World(device=torch.device("cpu"))
+    world = bench.distributed.World(device=torch.device("cpu"))
     args, documents = bench.argparse.Namespace(size="nano", seed=42), bench.make_documents(16, 128, 42)
     right, attends = bench.loss_and_norm(world, args, documents, "sdpa", False), bench.dit.attends
     monkeypatch.setattr(bench.dit, "attends", lambda doc, *more: attends(doc.clip(max=0), *more))

@@ -249,14 +249,14 @@ def children():
 
 @pytest.mark.slow
 @pytest.mark.race
-@pytest.mark.parametrize("ending, status", [("return", 0), ("raise parallel.UserError('why')", 1)])
+@pytest.mark.parametrize("ending, status", [("return", 0), ("raise distributed.UserError('why')", 1)])
 def test_a_process_ends_at_once_with_batches_under_way(ending, status, tmp_path):
     """Loader processes ignore SIGTERM, so an end that does not tell them would wait for ever."""
     script = tmp_path / "script.py"
     script.write_text(f"""
 import sys
 sys.path[0] = {str(ROOT)!r}
-from common import loading, parallel
+from common import distributed, loading
 from tests.common import test_loading
 
 def main():

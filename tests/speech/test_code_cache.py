@@ -1,5 +1,6 @@
 """Where codes lie: shards, the index of them, their checksums, keys of files and codecs."""
 import contextlib
+import gc
 import os
 import random
 import resource
@@ -163,6 +164,8 @@ def test_shards_of_earlier_versions_are_used_unchecked(cache):
 def test_what_cannot_be_read_is_not_called_damaged(cache, left):
     """No more than `left` file descriptors: nothing that says anything about the file."""
     folder, _, clips, _ = cache
+    gc.collect()
+    gc.disable()        # a file of an earlier test that it closed in here would be one more descriptor
     limits, opened = resource.getrlimit(resource.RLIMIT_NOFILE), []
     highest = max(map(int, os.listdir("/proc/self/fd")))        # that earlier tests have left open
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 64, limits[1]))
@@ -182,6 +185,7 @@ def test_what_cannot_be_read_is_not_called_damaged(cache, left):
         for file in opened:
             os.close(file)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        gc.enable()
 
 
 @second_user.needs_root
