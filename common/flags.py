@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 from common import lifetime
-from common.text import counted, error_text, print_error, without_secrets
+from common.json_files import read_text
+from common.text import UserError, counted, error_text, print_error, without_secrets
 
 TRACKERS = ("tensorboard", "wandb", "trackio")                  # of --report_to
 MODES = ("all", "selective")                                    # of --gradient_checkpointing
@@ -24,10 +25,6 @@ SCHEDULERS = {"cosine": "cosine", "linear": "linear", "constant": "constant", "c
 CONFIG = "run.yaml"     # in OUTPUT_DIR
 OVERRIDE = re.compile(r"\+{0,2}[a-z]\w*(\.[a-z]\w*)+=[^/]*$")      # trainer.precision=bf16-mixed, as Hydra has it
 GIVE_WAY_S = 5      # seconds other ranks leave rank 0 to say what is wrong, before torchrun ends it because of them
-
-
-class UserError(Exception):
-    """A mistake in flags, files or data. Shown as text without a traceback; str() is what the user reads."""
 
 
 def need_package(name, purpose, install=None):
@@ -144,8 +141,6 @@ def config_words(parser, words):
         return []
     need(len(files) == 1, "--config is given twice")
     import yaml  # comes with transformers
-
-    from common.json_files import read_text  # which imports this file
 
     file, found, made = files[0], set(), []
     try:

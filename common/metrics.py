@@ -72,26 +72,52 @@ BOARD = {"Loss": {"loss": ["(train|eval)/(loss|nll)$"], "audio": ["(train|eval)/
 class MetricsLog:
     """Rank 0's record of a run. Make it on rank 0 only. report_to: some of flags.TRACKERS.
 
-    Lines of metrics.jsonl and TensorBoard points later than resumed_step (work lost in a crash) are dropped first, so
-    no step stands there twice. A metrics.jsonl with other lines than ours is moved aside whole, its good lines go on in
-    a new one. Every start adds a line to starts.jsonl: when, where, from which step, how configured.
+    Lines of metrics.jsonl and TensorBoard points later than resumed_step (work lost in a crash) are
+    dropped first, so no step stands there twice. A metrics.jsonl with other lines than ours is moved
+    aside whole, its good lines go on in a new one. Every start adds a line to starts.jsonl: when,
+    where, from which step, how configured.
     """
 
-    def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, project=None, eval_due=False):
-        """eval_due: resumed_step is validated again, so what a run that was killed then has said of it is dropped."""
+    def __init__(self, output_dir, logging_dir, report_to, config, resumed_step=0, project=None,
+                 eval_due=False):
+        """eval_due: resumed_step is validated again; what was logged of that already is dropped."""
         self.path = Path(output_dir) / "metrics.jsonl"
         rows, bad = read_rows(self.path)
         if bad:
             move_aside(self.path, f"is damaged ({bad})")
         if rows:
-            kept = [row for row in rows if row["step"] <= resumed_step and not (
-                eval_due and row["step"] == resumed_step and any(name.startswith("eval/") for name in row))]
+            kept = [row for row in rows if row["step"] <= resumed_step]
+            if eval_due:        # by a run that was killed before its next checkpoint
+                kept = [row for row in kept if row["step"] < resumed_step or not is_validation(row)]
             text = "".join(json.dumps(row) + "\n" for row in kept)
             write_atomically(self.path, lambda path: path.write_text(text))
         elif self.path.exists():        # nothing but the beginning of a line
             self.path.write_bytes(b"")
-        start = {"time": time.time(), "step": resumed_step, "ranks": int(os.environ.get("WORLD_SIZE", "1")),
-                 "host": socket.gethostname(), "config": config}
+        self._add_start(config, resumed_step)
+        self.file = open(self.path, "a", buffering=1)
+        self.board, self.runs = None, {}        # runs: {"wandb" or "trackio": (module, its run)}
+        if "tensorboard" in report_to:
+            self._open_board(logging_dir, config, resumed_step)
+        # a resumed run goes on in the same run there, a new one does not
+        name, run_id = Path(output_dir).resolve().name, Path(output_dir) / "wandb_id"
+        if set(report_to) & {"wandb", "trackio"} and not (resumed_step and run_id.exists()):
+            write_atomically(run_id, lambda path: path.write_text(uuid.uuid4().hex[:16]))
+        if "wandb" in report_to:
+            import wandb
+            self.runs["wandb"] = wandb, wandb.init(
+                project=project, dir=str(output_dir), config=config, resume="allow", name=name,
+                id=run_id.read_text())
+        if "trackio" in report_to:      # names are all it knows runs by
+            import trackio
+            self.runs["trackio"] = trackio, trackio.init(
+                project=project, name=f"{name}-{run_id.read_text()[:4]}", resume="allow",
+                config=json.loads(json.dumps(config, default=str)))
+
+    def _add_start(self, config, step):
+        """One more line of starts.jsonl."""
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        start = {"time": time.time(), "step": step, "ranks": ranks, "host": socket.gethostname(),
+                 "config": config}
         starts = self.path.with_name("starts.jsonl")
         if starts.exists() and not starts.is_file():
             move_aside(starts, "is not a file")
@@ -101,28 +127,13 @@ class MetricsLog:
             earlier += b"\n"
         text = earlier + json.dumps(start, default=str).encode() + b"\n"
         write_atomically(starts, lambda path: path.write_bytes(text))
-        self.file = open(self.path, "a", buffering=1)
-        self.board, self.runs = None, {}        # runs: {"wandb" or "trackio": (module, its run)}
-        if "tensorboard" in report_to:
-            self._open_board(logging_dir, config, resumed_step)
-        run_id = Path(output_dir) / "wandb_id"      # a resumed run goes on in the same run there, a new one does not
-        if set(report_to) & {"wandb", "trackio"} and not (resumed_step and run_id.exists()):
-            write_atomically(run_id, lambda path: path.write_text(uuid.uuid4().hex[:16]))
-        if "wandb" in report_to:
-            import wandb
-            self.runs["wandb"] = wandb, wandb.init(project=project, dir=str(output_dir), config=config, resume="allow",
-                                                   name=Path(output_dir).resolve().name, id=run_id.read_text())
-        if "trackio" in report_to:      # names are all it knows runs by
-            import trackio
-            self.runs["trackio"] = trackio, trackio.init(
-                project=project, name=f"{Path(output_dir).resolve().name}-{run_id.read_text()[:4]}",
-                config=json.loads(json.dumps(config, default=str)), resume="allow")
 
     def _open_board(self, folder, config, step):
         """Begin TensorBoard's files; points later than a step are hidden there."""
         from torch.utils.tensorboard import SummaryWriter
-        show = threading.excepthook     # a full disk, which add_scalar raises, its thread would print as well
-        threading.excepthook = lambda found: None if issubclass(found.exc_type, OSError) else show(found)
+        # a full disk, which add_scalar raises, its thread would print as well
+        show = threading.excepthook
+        threading.excepthook = lambda found: issubclass(found.exc_type, OSError) or show(found)
         charts = {group: {chart: ["Multiline", patterns] for chart, patterns in charts.items()}
                   for group, charts in BOARD.items()}
         with naming(folder):
@@ -144,15 +155,18 @@ class MetricsLog:
             run.log(values, step=step)
 
     def write_speech(self, step, name, wave, rate, picture):
-        """Sound (n,) float32 in -1..1 at `rate` Hz and its picture (H, W, 3) uint8, to all but metrics.jsonl."""
+        """Sound (n,) float32 in -1..1 at `rate` Hz and its picture (H, W, 3) uint8, to all but
+        metrics.jsonl.
+        """
         if self.board:
             with naming(self.board.log_dir):
                 if len(wave):       # TensorBoard cannot take silence of no length
-                    self.board.add_audio(name, torch.from_numpy(wave).clamp(-1, 1)[None], step, rate)
+                    sound = torch.from_numpy(wave).clamp(-1, 1)[None]
+                    self.board.add_audio(name, sound, step, rate)
                 self.board.add_image(f"{name}/mel", picture, step, dataformats="HWC")
                 self.board.flush()
         for module, run in self.runs.values():
-            samples = (wave.clip(-1, 1) * 32767).astype("int16")        # floats would be made as loud as can be
+            samples = (wave.clip(-1, 1) * 32767).astype("int16")        # floats would be made loud
             sound = {name: module.Audio(samples, sample_rate=rate)} if len(wave) else {}
             run.log({**sound, f"{name}/mel": module.Image(picture)}, step=step)
 
@@ -168,10 +182,17 @@ class MetricsLog:
             run.finish()
 
 
-def read_rows(path):
-    """(rows of a metrics.jsonl, what is wrong with it or ""). A last line that a kill cut off is no fault.
+def is_validation(row):
+    """Whether a row of metrics.jsonl is of a validation."""
+    return any(name.startswith("eval/") for name in row)
 
-    A row is a JSON object with an integer "step"; all there are come back, also those behind a line that is none.
+
+def read_rows(path):
+    """(rows of a metrics.jsonl, what is wrong with it or ""). A last line that a kill cut off is no
+    fault.
+
+    A row is a JSON object with an integer "step"; all there are come back, also those behind a line
+    that is not one.
     """
     path, rows, wrong = Path(path), [], []
     if not path.exists():
@@ -187,7 +208,7 @@ def read_rows(path):
             row = None
         if isinstance(row, dict) and type(row.get("step")) is int:
             rows.append(row)
-        elif line.strip() and number < len(lines):      # behind the last line feed: a line that was being written
+        elif line.strip() and number < len(lines):      # the last line may be half written
             wrong.append(number)
     return rows, f"{len(wrong)} lines are not metrics, line {wrong[0]} first" if wrong else ""
 
