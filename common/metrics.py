@@ -106,11 +106,11 @@ class MetricsLog:
             import wandb
             self.runs["wandb"] = wandb, wandb.init(
                 project=project, dir=str(output_dir), config=config, resume="allow", name=name,
-                id=run_id.read_text())
+                id=json_files.read_text(run_id))
         if "trackio" in report_to:      # names are all it knows runs by
             import trackio
             self.runs["trackio"] = trackio, trackio.init(
-                project=project, name=f"{name}-{run_id.read_text()[:4]}", resume="allow",
+                project=project, name=f"{name}-{json_files.read_text(run_id)[:4]}", resume="allow",
                 config=json.loads(json.dumps(config, default=str)))
 
     def _add_start(self, config, step):

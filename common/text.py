@@ -1,7 +1,8 @@
-"""Text of users' files as it may be printed: one line, bounded, no control characters, no passwords.
+"""What is printed of users' files, and why a process ends: bounded lines, no control characters, no
+passwords.
 
-A name in a data file may hold line feeds and terminal escapes, and be megabytes long: printed as it is, it could pass
-for a line of ours. Standard library only.
+A name in a data file may hold line feeds and terminal escapes, and be megabytes long: printed as it
+is, it could pass for a line of ours. Standard library only.
 """
 import contextlib
 import json
