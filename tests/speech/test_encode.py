@@ -390,9 +390,9 @@ FILLER = """
 import json, os, sys, time, torch
 sys.path.insert(0, {root!r})
 import transformers.models.higgs_audio_v2_tokenizer
-from common.parallel import World
-from speech import encode
-from speech.conversations import Clip
+from common.distributed import World
+from speech.data import encode
+from speech.data.conversations import Clip
 encode.SHARD_CLIPS = {shard_clips}
 open(sys.argv[1], "w").close()
 while not os.path.exists({go!r}):
