@@ -124,7 +124,7 @@ def one_clear_error():
     that names the rank. Ranks whose collectives break because of another one print nothing.
     """
     if not gc.isenabled():      # since flags.parse
-        gc.freeze()             # what was imported stays: no collection goes through it, no fork unshares its pages
+        gc.freeze()     # what was imported stays: no collection looks at it, forks share its pages
         gc.enable()
     rank = int(os.environ.get("RANK", "0"))
     try:
@@ -132,13 +132,14 @@ def one_clear_error():
     except UserError as error:
         stop(error)
     except KeyboardInterrupt:
-        first_to_fail(_world and _world.store)      # the others need not say that this rank is gone
+        first_to_fail(_world and _world.store)      # the others need not say that this one is gone
         leave(130)
     except Exception as error:
         _ignore_loaders()
         if lacking := what_is_lacking(error):
             stop(lacking)
-        broken = isinstance(error, dist.DistError) or any(word in str(error) for word in COLLECTIVE_ERRORS)
+        broken = isinstance(error, dist.DistError) or any(
+            word in str(error) for word in COLLECTIVE_ERRORS)
         if broken:      # a peer is gone: its own message, torchrun's or the watchdog's says more
             _give_way(2 * GRACE_S)
         if first_to_fail(_world and _world.store, store_gone=not broken):
@@ -153,25 +154,32 @@ def what_is_lacking(error):
     An error in a loader process comes with its text, but without its number.
     """
     text, number = str(error), getattr(error, "errno", None)
-    if number in (errno.EMFILE, errno.ENFILE) or "Too many open files" in text or "ancillary data" in text:
-        return (f"too many open files: a process may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} here "
-                "(ulimit -n); raise that, as with ulimit -n 4096, or give fewer --num_workers")
-    nameless = number == errno.ENOSPC and error.filename is None and not free_bytes(SHARED)     # a semaphore
-    full = "unable to allocate shared memory" in text       # torch < 2.13 names an older error behind it
+    words = ("Too many open files", "ancillary data")
+    if number in (errno.EMFILE, errno.ENFILE) or any(part in text for part in words):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return (f"too many open files: a process may have {limit} here (ulimit -n); raise that, as "
+                "with ulimit -n 4096, or give fewer --num_workers")
+    # a semaphore; torch < 2.13 names an older error behind what it cannot allocate
+    nameless = number == errno.ENOSPC and error.filename is None and not free_bytes(SHARED)
+    full = "unable to allocate shared memory" in text
     if nameless or full or "shared memory" in text and "No space left" in text:
-        return (f"{SHARED} is full: processes that load data hand it over there; make it larger, as with docker run "
-                "--shm-size=8g, or do without them (--num_workers 0, --preprocess_num_proc 0)")
+        return (f"{SHARED} is full: processes that load data hand it over there; make it larger, as "
+                "with docker run --shm-size=8g, or do without them (--num_workers 0, "
+                "--preprocess_num_proc 0)")
     if "AF_UNIX path too long" in text:         # which holds 107 letters
-        return f"{tempfile.gettempdir()}: too long a path for the sockets of processes; set TMPDIR to a shorter one"
-    name = getattr(error, "filename2", None) or getattr(error, "filename", None)    # of a renaming
+        return (f"{tempfile.gettempdir()}: too long a path for the sockets of processes; set TMPDIR "
+                "to a shorter one")
+    # of a renaming, the second name is the one that people know
+    name = getattr(error, "filename2", None) or getattr(error, "filename", None)
     file = name or "a file of this run"
     if number in FULL:
         return f"{file} cannot be written ({error.strerror})"
     if isinstance(error, PermissionError):      # says nothing about what is in the file
-        return f"{file}: {error.strerror}: this user may not read or write it; its owner can allow it (chmod)"
+        return (f"{file}: {error.strerror}: this user may not read or write it; its owner can allow "
+                "it (chmod)")
     if isinstance(error, IsADirectoryError):
         return f"{file} is a folder, not a file; move it away"
-    if number and name or number in (errno.EIO, errno.ESTALE):      # a disk or its server does not answer
+    if number and name or number in (errno.EIO, errno.ESTALE):      # the disk does not answer
         return f"{file} cannot be read or written ({error.strerror})"
     return None
 
@@ -211,7 +219,7 @@ def first_to_fail(store, store_gone=False):
 
 
 def stop(message):
-    """End this process with one line. Mostly all ranks come here alike: rank 0 prints, torchrun ends the others."""
+    """End this process with one line. Mostly all ranks come here alike: rank 0 prints it."""
     _ignore_loaders()
     if int(os.environ.get("RANK", "0")) != 0:
         _give_way()
@@ -256,7 +264,7 @@ def _give_way(seconds=GRACE_S):
         signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
-        with contextlib.suppress(Exception):        # torch's SIGCHLD handler raises here when a loader process ends
+        with contextlib.suppress(Exception):        # of torch, when a loader process ends meanwhile
             time.sleep(left)
 
 

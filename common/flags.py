@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 
 from common import lifetime
-from common.text import counted, error_text, print_error, without_secrets
+from common.json_files import read_text
+from common.text import UserError, counted, error_text, print_error, without_secrets
 
 TRACKERS = ("tensorboard", "wandb", "trackio")                  # of --report_to
 MODES = ("all", "selective")                                    # of --gradient_checkpointing
@@ -48,10 +49,6 @@ WITHOUT_EFFECT = {
     "--dataloader_pin_memory": ("--num_workers", TRUE),
     "--freeze_audio_tower": ("--freeze_llm", TRUE + FALSE),
     "--freeze_audio_encoder_proj": ("--freeze_llm", TRUE + FALSE)}
-
-
-class UserError(Exception):
-    """A mistake in flags, files or data, in words for the user. Shown without a traceback."""
 
 
 def need_package(name, purpose, install=None):
@@ -235,8 +232,6 @@ def config_words(parser, words):
         return []
     need(len(files) == 1, "--config is given twice")
     import yaml  # comes with transformers
-
-    from common.json_files import read_text  # which imports this file
 
     file, found, made = files[0], set(), []
     try:

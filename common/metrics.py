@@ -117,9 +117,9 @@ class MetricsLog:
         if bad:
             checkpoint.move_aside(self.path, f"is damaged ({bad})")
         if rows:
-            last = resumed_step - eval_due          # whose validations stay
-            kept = [row for row in rows if row["step"] <= resumed_step and (
-                row["step"] <= last or not any(name.startswith("eval/") for name in row))]
+            kept = [row for row in rows if row["step"] <= resumed_step]
+            if eval_due:        # by a run that was killed before its next checkpoint
+                kept = [row for row in kept if row["step"] < resumed_step or not is_validation(row)]
             text = "".join(json.dumps(row) + "\n" for row in kept)
             checkpoint.write_atomically(self.path, lambda path: path.write_text(text))
         elif self.path.exists():        # nothing but the beginning of a line
@@ -141,11 +141,11 @@ class MetricsLog:
             import wandb
             self.runs["wandb"] = wandb, wandb.init(
                 project=project, dir=str(output_dir), config=config, resume="allow", name=name,
-                id=run_id.read_text())
+                id=json_files.read_text(run_id))
         if "trackio" in online:     # names are all it knows runs by
             import trackio
             self.runs["trackio"] = trackio, trackio.init(
-                project=project, name=f"{name}-{run_id.read_text()[:4]}", resume="allow",
+                project=project, name=f"{name}-{json_files.read_text(run_id)[:4]}", resume="allow",
                 config=json.loads(json.dumps(config, default=str)))
 
     def write(self, step, values):
@@ -223,6 +223,11 @@ def tensorboard(logging_dir, resumed_step, config):
 
 # --------------------------------------------------------------------------------------------------
 # Read
+
+
+def is_validation(row):
+    """Whether a row of metrics.jsonl is of a validation."""
+    return any(name.startswith("eval/") for name in row)
 
 
 def read_rows(path):

@@ -47,24 +47,28 @@ def ranks(args):
 
 
 def start(args, check, cpu_too=False):
-    """(World, Watchdog) of this process. Signals are caught, output folders are proven writable, --output_dir is this
-    run's from here on, the marker that an earlier run left for its launcher is removed. cpu_too: see distributed.init.
-    Raises UserError.
+    """(World, Watchdog) of this process. Raises UserError.
 
-    check: plan.Checks; a dry run only looks at the folders, joins no other process, and has no Watchdog.
+    Signals are caught, output folders are proven writable, --output_dir is this run's from here on,
+    the marker that an earlier run left for its launcher is removed. check: plan.Checks; a dry run
+    only looks at the folders, joins no other process, and has no Watchdog. cpu_too: see
+    distributed.init.
     """
+    board = "tensorboard" in args.report_to
     if check.dry:
         check(plan.check_writable, args.output_dir, "--output_dir")
-        if "tensorboard" in args.report_to:
+        if board:
             check(plan.check_writable, args.logging_dir, "--logging_dir")
-        return distributed.World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu")), None
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        return distributed.World(device=torch.device(kind)), None
     watchdog.catch_signals()
-    world = distributed.init(args.collective_timeout, args.wait_timeout, args.auto or args.parallel != "ddp", cpu_too)
+    alone_too = args.auto or args.parallel != "ddp"
+    world = distributed.init(args.collective_timeout, args.wait_timeout, alone_too, cpu_too)
     watch = watchdog.Watchdog(world, args.collective_timeout)
     watch.moved("data preparation", args.wait_timeout)
     distributed.rank0_first(world, checkpoint.own_output, args.output_dir)
     distributed.rank0_first(world, watchdog.clear_marker, args.output_dir)
-    if "tensorboard" in args.report_to:
+    if board:
         distributed.rank0_first(world, checkpoint.prepare_output, args.logging_dir, "--logging_dir")
     return world, watch
 
@@ -160,17 +164,22 @@ class TrainState:
         return self.step == self.total_steps
 
     def restore(self, model, optimizer):
-        """Put back the checkpoint's moments and random states, if the run resumes; then open the log, on rank 0."""
+        """Put back the checkpoint's moments and random states, if the run resumes; then open the
+        log, on rank 0.
+        """
+        args, world = self.args, self.world
         if self.resume:
-            checkpoint.load_optimizer(self.resume, optim.state_tensors(optimizer, model.named_parameters()), self.world)
-            checkpoint.load_rng(self.resume, self.world.rank, self.world.device)
-        if self.world.is_main:      # its later lines are dropped, so not before the checkpoint has proven to fit
-            args = self.args
+            moments = optim.state_tensors(optimizer, model.named_parameters())
+            checkpoint.load_optimizer(self.resume, moments, world)
+            checkpoint.load_rng(self.resume, world.rank, world.device)
+        # its later lines are dropped, so not before the checkpoint has proven to fit
+        if world.is_main:
             board = Path(args.logging_dir) / Path(args.output_dir).resolve().name
-            checkpoint.write_atomically(Path(args.output_dir) / flags.CONFIG,
-                                        lambda path: flags.write_config(path, args.given, sys.argv[0]))
-            self.log = metrics.MetricsLog(args.output_dir, board, args.report_to, flags.stored(args), self.step,
-                                          args.wandb_project, self.eval_due)
+            checkpoint.write_atomically(
+                Path(args.output_dir) / flags.CONFIG,
+                lambda path: flags.write_config(path, args.given, sys.argv[0]))
+            self.log = metrics.MetricsLog(args.output_dir, board, args.report_to, flags.stored(args),
+                                          self.step, args.wandb_project, self.eval_due)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -309,12 +318,15 @@ class TrainState:
         return True
 
     def to_save(self, identity, **more):
-        """state.json of a checkpoint made now. Collective. identity: checkpoint.find_resume's; more: the script's."""
+        """state.json of a checkpoint made now. Collective. identity: checkpoint.find_resume's; more:
+        the script's.
+        """
         self.watch.moved(f"saving at step {self.step}", self.args.wait_timeout)
-        self.saved_step, self.saved_at, self.asked_to_save = self.step, time.monotonic(), False
-        self.flags.save = False
-        return {**self.at, "identity": identity, "validation": self.validation, "best_step": self.best_step,
-                "best_loss": self.best_loss, "best_tie": self.best_tie, "eval_due": self.eval_due,
+        self.saved_step, self.saved_at = self.step, time.monotonic()
+        self.asked_to_save, self.flags.save = False, False
+        return {**self.at, "identity": identity, "validation": self.validation,
+                "best_step": self.best_step, "best_loss": self.best_loss,
+                "best_tie": self.best_tie, "eval_due": self.eval_due,
                 **more, "skipped": self.flags.bad_total, "args": flags.stored(self.args),
                 "unlogged": distributed.all_sum(self.world, self.sums.clone()).tolist()}
 

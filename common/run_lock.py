@@ -1,7 +1,7 @@
-"""One process at a time owns a folder: an output folder, a code cache being filled, a label journal.
+"""One process at a time owns a folder: an output folder, a code cache in the making, a journal.
 
-The owner holds an exclusive flock on FOLDER/NAME.lock, which the kernel drops when the process ends,
-whatever ends it. The file says who that is, and stays. Standard library only.
+The owner holds an exclusive flock on FOLDER/NAME.lock, which the kernel drops when the process
+ends, whatever ends it. The file says who that is, and stays. Standard library only.
 """
 import contextlib
 import errno

@@ -29,12 +29,13 @@ FLOATS = ("F64", "F32", "F16", "BF16")      # what weights are; integers and flo
 
 
 def save(tensors, path, about=None, write=save_file):
-    """Write a safetensors file with the mode of any new file there; the library lets only its owner read it.
+    """Write a safetensors file with the mode of any new file there; the library's is its owner's.
 
     about: {str: str} for its header. write: safetensors' function for the kind of tensors.
     """
     open(path, "wb").close()
-    mode = os.stat(path).st_mode        # what umask and folder leave; to ask for the umask is to change it for a moment
+    # what umask and folder leave; to ask for the umask is to change it for a moment
+    mode = os.stat(path).st_mode
     try:
         write(tensors, path, about or {"format": "pt"})
     except SafetensorError as error:        # of a full disk, too, without the name of the file

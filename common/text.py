@@ -1,7 +1,8 @@
-"""Text of users' files as it may be printed: one line, bounded, no control characters, no passwords.
+"""What is printed of users' files, and why a process ends: bounded lines, no control characters, no
+passwords.
 
-A name in a data file may hold line feeds and terminal escapes, and be megabytes long: printed as it is, it could pass
-for a line of ours. Standard library only.
+A name in a data file may hold line feeds and terminal escapes, and be megabytes long: printed as it
+is, it could pass for a line of ours. Standard library only.
 """
 import contextlib
 import json
@@ -19,6 +20,10 @@ LINES = 60          # of an error
 HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
                     "\ud800-\udfff\U000e0000-\U000e007f]")
 PASSWORD = re.compile(r"(?<=://)[^/?#\s]*(?=@)")        # http://user:password@host
+
+
+class UserError(Exception):
+    """A mistake in flags, files or data. Shown as text without a traceback; str() is what is read."""
 
 
 SECRETS = re.compile(r"(?<=://)[^/?#\s]*@|(?<=[?&])[\w-]*(?:key|token|secret|password)[\w-]*=[^&#\s]*", re.IGNORECASE)

@@ -132,7 +132,7 @@ class Watchdog:
                 stuck, silent = time.monotonic() - max(since, self.woke), self._silence()
                 failed = self.store.check([FAILED])
                 self.answered = time.monotonic()
-                if leave is not None:           # beats go on until then: a rank without beats would be named
+                if leave is not None:       # beats go on until then, or this rank would be named
                     if time.monotonic() > leave:
                         os._exit(1)
                 elif stuck <= limit_s and silent <= self.limit_s:
@@ -145,34 +145,35 @@ class Watchdog:
                     self._judge(before, self._states(), stuck if stuck > limit_s else silent)
                     leave = time.monotonic() + GRACE_S      # time for the stacks of other ranks
                 time.sleep(self.beat_s)
-        except Exception as error:      # the store is gone: its host is, rank 0 or torchrun beside it
-            time.sleep(GRACE_S)         # torchrun, when it noticed too, ends this process meanwhile
+        except Exception as error:      # the store is gone: its host is, rank 0 or torchrun
+            time.sleep(GRACE_S)         # torchrun, when it noticed, ends this process meanwhile
             if _at_rest.is_set():
                 return
-            if self.world.local_rank == 0:      # on rank 0's own node that one, or torchrun, says why
-                asked = f", after {stop_requested()}" if stop_requested() else ""   # by torchrun, or by the user
-                print_error(f"error: rank 0 or its node is gone{asked}: the store of the run does not answer "
-                            f"({str(error).splitlines()[0]})")
+            if self.world.local_rank == 0:      # on rank 0's node that one, or torchrun, says why
+                asked = f", after {stop_requested()}" if stop_requested() else ""
+                print_error(f"error: rank 0 or its node is gone{asked}: the store of the run does "
+                            f"not answer ({str(error).splitlines()[0]})")
             os._exit(1)
 
     def _watch_store(self):
-        """A store whose host stands still answers no call, and no call to it ends: that takes another thread to see."""
+        """See, in a thread of its own, a store whose host stands still: no call to it ends."""
         while not _at_rest.is_set():
             before = time.monotonic()
             time.sleep(self.beat_s)
             now = time.monotonic()
-            if now - before > min(self.limit_s / 2, GRACE_S):       # this process did not run; the others may have
+            # this process did not run, while the others may have
+            if now - before > min(self.limit_s / 2, GRACE_S):
                 self.answered = self.woke = now
             silent = now - self.answered
             if silent > self.limit_s + GRACE_S:
-                if self.world.local_rank == 0 or self.world.rank == 1:      # one a node, as rank 0 cannot
-                    print_error(f"error: no answer from rank 0 for {silent:.0f} s: its process, which hosts the run's "
-                                "store, or torchrun, or its node stands still")
+                if self.world.local_rank == 0 or self.world.rank == 1:      # rank 0 itself cannot
+                    print_error(f"error: no answer from rank 0 for {silent:.0f} s: its process, "
+                                "which hosts the run's store, or torchrun, or its node stands still")
                     time.sleep(GRACE_S)         # the node's other ranks come here, too
                 os._exit(1)
 
     def _silence(self):
-        """Seconds without a beat of the next rank, whose beats this one listens for; 0 before its first."""
+        """Seconds without a beat of the next rank, which this one watches; 0 before its first."""
         key = f"watch/{(self.world.rank + 1) % self.world.size}"
         beat = self.store.get(key) if self.store.check([key]) else None
         if beat is None or beat != self.heard[0]:
@@ -188,15 +189,17 @@ class Watchdog:
         return {rank: json.loads(store.get(f"watch/{rank}")) for rank in ranks if store.check([f"watch/{rank}"])}
 
     def _judge(self, before, now, stuck):
-        """Name the ranks that hang: those whose thread does not beat, else those furthest behind, else none."""
+        """Name the ranks that hang: those that do not beat, else those furthest behind, else none."""
         silent = [rank for rank in now if rank in before and now[rank][0] == before[rank][0]]
         slowest = min(state[1] for state in now.values())
         behind = silent or [rank for rank in now if now[rank][1] == slowest]
         names = "; ".join(f"rank {rank} ({now[rank][3]}) in: {now[rank][2]}" for rank in behind)
         if len(behind) == len(now):
-            text = f"no rank moved for {stuck:.0f} s, all are in: {now[behind[0]][2]}; the network or a GPU hangs"
+            text = (f"no rank moved for {stuck:.0f} s, all are in: {now[behind[0]][2]}; the network "
+                    "or a GPU hangs")
         else:
-            text = f"{'no answer from' if silent else 'hangs:'} {names}; the other ranks have waited for {stuck:.0f} s"
+            text = (f"{'no answer from' if silent else 'hangs:'} {names}; the other ranks have "
+                    f"waited for {stuck:.0f} s")
         if first_to_fail(self.store):
             print_error(f"error: {text}")
         if self.world.rank in behind:

@@ -116,6 +116,15 @@ def test_line_cut_off_by_a_kill(tmp_path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
+def test_a_validation_that_is_due_again_stands_there_once(tmp_path):
+    """Its run was killed before the next checkpoint said that it is done."""
+    rows = [{"step": 1, "eval/loss": 3.0}, {"step": 2, "train/loss": 2.0}, {"step": 2, "eval/loss": 2.5}]
+    for eval_due, kept in ((False, 3), (True, 2)):
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        MetricsLog(tmp_path, tmp_path / "logs", "none", {}, 2, eval_due=eval_due).close()
+        assert read_metrics(tmp_path / "metrics.jsonl") == rows[:kept]
+
+
 @pytest.mark.parametrize("bad", [b"not json", b"\xff\xfe", b'[1, 2]', b'{"train/loss": 1.0}', b'{"step": "3"}',
                                  b"[" * 100_000, b'{"step": ' + b"9" * 5000 + b"}"])
 @pytest.mark.parametrize("place", ["first", "middle"])

@@ -27,7 +27,7 @@ from torch.distributed import TCPStore
 
 from common import checkpoint, metrics
 from tests.helpers.progress import PATIENCE_S, wait_until
-from tests.helpers.trainer import ROOT, mount, trainer_command
+from tests.helpers.trainer import ROOT, trainer_command
 
 pytestmark = [pytest.mark.race, pytest.mark.slow]
 
@@ -404,7 +404,6 @@ def test_kills_while_a_checkpoint_is_written_cost_no_bit(launch, whole, tmp_path
     ("ddp", "launcher", signal.SIGTERM, True),
     ("ddp", "all processes", signal.SIGTERM, False),        # loaders as well: Slurm, systemd and kill -PGID do that
     ("fsdp", "rank 1", signal.SIGUSR1, False),
-    ("lora", "rank 0", signal.SIGUSR1, False),
 ])
 def test_signal_saves_within_a_step_and_asks_for_requeue(launch, whole, tmp_path, kind, to, number, torchrun):
     out, (ranks, flags) = tmp_path / "out", KINDS[kind]
@@ -636,21 +635,6 @@ def test_ranks_end_with_their_torchrun(launch, speech, tmp_path, moment):
     assert set(errors_in(job)) == {"error: torchrun has ended; its ranks end with it"}, job.text()
 
 
-def test_killed_while_audio_is_encoded(launch, speech, tmp_path):
-    """Its decoders have more to hand over than a pipe holds; the next run needs what they hold."""
-    out, flags = tmp_path / "out", (*LORA, "--max_steps", 2, "--train_data_file", speech[0], "--code_cache",
-                                    tmp_path / "codes", "--preprocess_num_proc", 4)
-    job = launch(out, *flags)
-    job.wait_for(lambda: len(children(job.rank(0))) == 4)
-    with job.stand_still([0]):
-        time.sleep(1)
-        job.signal(signal.SIGKILL, [job.rank(0)])
-    assert job.wait() == [-signal.SIGKILL]
-    again = launch(out, *flags)
-    assert again.wait() == [0], again.text()
-    assert "another run" not in again.text() and encoded(again) and steps_of(out) == [2]
-
-
 def test_rank_whose_loader_hangs_is_named(launch, tmp_path):
     job = launch(tmp_path / "out", *KINDS["ddp"][1], "--max_steps", 10_000, *LIMIT, ranks=2)
     job.wait_for(lambda: job.seen(2))
@@ -777,46 +761,6 @@ def test_damaged_checkpoints_are_reported_and_passed_over(launch, whole, tmp_pat
     assert steps_of(out) == [30]
 
 
-def test_last_good_checkpoint_stays_beside_a_damaged_newer_one(launch, whole, tmp_path):
-    """One is kept. The good one goes only when a whole newer one has its name."""
-    out, flags = tmp_path / "out", (*KINDS["lora"][1], "--save_total_limit", 1)
-    job = launch(out, *flags, "--save_steps", 2, env={"SLOW_DISK_S": "0.4"})
-    job.wait_for(lambda: growing(out) == 6)
-    job.kill_all()
-    assert steps_of(out) == [4]
-    shutil.copytree(out / "checkpoint-4", out / "checkpoint-6")
-    flip_byte(out / "checkpoint-6" / "adapter_model.safetensors")
-    for step, kept in ((5, [4, 6]), (6, [5, 6])):       # the second time the damaged one is about to be replaced
-        mark_unfinished(out)
-        job = launch(out, *flags, "--save_steps", 1, env={"SLOW_DISK_S": "0.4"})
-        job.wait_for(lambda: growing(out) == step)      # noqa: B023
-        job.kill_all()
-        assert steps_of(out) == kept
-        assert "start      step 4," in job.text()
-    job = launch(out, *flags, "--save_steps", 10)
-    assert job.wait() == [0] and "start      step 5," in job.text()
-    assert steps_of(out) == [40]
-    assert_same_end(out, whole("lora"))
-
-
-def test_best_checkpoint_stays_over_a_kill(launch, tmp_path):
-    """A rate far too high that rises: the first validation is the best, and rotation after a resume must know it."""
-    out = tmp_path / "out"
-    flags = ("--learning_rate", 1, "--lr_scheduler", "constant", "--validation_split", 0.2,
-             "--warmup_steps", 7, "--max_steps", 4, "--eval_steps", 1, "--save_steps", 1, "--save_total_limit", 1)
-    job = launch(out, *flags, env={"SLOW_DISK_S": "0.1"})
-    job.wait_for(lambda: newest(out) >= 2)
-    job.kill_all()
-    resumed = launch(out, *flags)
-    assert resumed.wait() == [0], resumed.text()
-    rows = metrics.read_metrics(out / "metrics.jsonl")
-    losses = {row["step"]: row["eval/loss"] for row in rows if "eval/loss" in row}
-    best = min(losses, key=losses.get)
-    assert best == 1 and sorted(losses) == [1, 2, 3, 4]
-    assert steps_of(out) == [1, 4]
-    assert_all_whole(out)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Disks
 
@@ -886,19 +830,3 @@ def test_one_rank_that_cannot_write_its_share_stops_all(launch, whole, tmp_path)
     assert_clean_stop(job, out, "rank 1: ", "File too large")
     finish(launch, out, "fsdp")
     assert_same_end(out, whole("fsdp"))
-
-
-def test_output_that_becomes_read_only_stops_the_run(launch, whole, tmp_path):
-    """In the middle of a write, as file systems do after an error."""
-    out, (ranks, flags) = tmp_path / "out", KINDS["ddp"]
-    job = launch(out, *flags, "--save_steps", 3, ranks=ranks, env={"SLOW_DISK_S": "0.2"})
-    job.wait_for(lambda: newest(out) >= 3 and growing(out) >= 6)
-    try:
-        with job.stand_still(range(ranks)):     # a file opened between the two for writing makes the second one fail
-            mount("--bind", out, out)
-            mount("-o", "remount,bind,ro", out)
-        assert_clean_stop(job, out, "Read-only file system")
-    finally:
-        subprocess.run(["umount", "-l", out], capture_output=True)
-    finish(launch, out, "ddp")
-    assert_same_end(out, whole("ddp"))

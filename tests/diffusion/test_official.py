@@ -220,6 +220,12 @@ def test_a_pickle_runs_nothing(tmp_path, kind):
     assert not ran.exists()
 
 
+def test_a_pipe_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "weights.bin")
+    with pytest.raises(UserError, match="--init_from .*weights.bin: cannot be read .it is a pipe"):
+        official.read_pickle(tmp_path / "weights.bin")
+
+
 def spoil(path, change):
     save_file({**draw(1), **change}, path / "model.safetensors")
 

@@ -389,7 +389,6 @@ def test_the_judge_of_a_prompt(made, train, tmp_path, capsys):
     assert f"latency    a request alone: {alone_s[0]:.3g} s behind the prompt (" in shown
     assert metrics["base: seconds alone"] is None, "not asked: nobody is to answer so"
     with pytest.raises(SystemExit):
-        distributed._claimed.clear()
         evaluate_prompt.main([*given[:3], str(tmp_path / "again"), *given[4:], "--min_closed", "1"])
     assert "closed, less than --min_closed 1.0" in capsys.readouterr().err
 
@@ -407,7 +406,6 @@ def test_a_control_that_learned_as_well_and_a_judge_of_the_student(made, train, 
         evaluate_prompt.main([*given, "--output_dir", str(tmp_path / "judged")])
     assert "was not trained with --prompt_file; give that flag here" in capsys.readouterr().err
     given += ["--prompt_file", str(made / "system.txt"), "--prompt_role", "system"]
-    distributed._claimed.clear()
     with judging(lambda first, second: f"Verdict: {'first' if len(first) > len(second) else 'second'}") as (url, asked):
         evaluate_prompt.main([*given, "--output_dir", str(tmp_path / "judged"), "--base_url", url, "--model_name",
                               "judge"])

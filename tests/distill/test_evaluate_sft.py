@@ -117,7 +117,6 @@ def refusal(capsys, made, out, checkpoint, *flags):
         evaluate(made, out, checkpoint, *flags)
     error = capsys.readouterr().err.strip()
     assert left.value.code == 1 and error.startswith("error: ") and "\n" not in error, error
-    distributed._claimed.clear()
     return error
 
 

@@ -15,7 +15,6 @@ from importlib.util import find_spec
 
 import pytest
 
-from common import distributed
 from distill import create_data, evaluate_prompt
 from distill.demo import get_smollm2, langid_server, swap_answers
 from distill.labels import LANGUAGES
@@ -181,7 +180,6 @@ def test_swapped_answers_are_all_anothers(tmp_path, capsys):
         [f"{i}\u2028?", f"a{(i + 2) % 5}"] for i in range(5)] and rows[0]["line"] == 1
     (tmp_path / "one.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
     for path, words in (("one.jsonl", "has 1 conversations"), ("questions.txt", "No such file")):
-        distributed._claimed.clear()
         with pytest.raises(SystemExit):
             swap_answers.main([str(tmp_path / path), str(tmp_path / "x.jsonl")])
         assert words in capsys.readouterr().err

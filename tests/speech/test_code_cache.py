@@ -196,3 +196,9 @@ def test_a_second_user_is_told_what_it_may_not_read(cache):
         answer = second_user.ask(CacheIndex, folder)
     assert isinstance(answer, UserError) and str(answer) == \
         f"{shard}: cannot be read (Permission denied); its owner can allow it (chmod)"
+
+
+def test_a_pipe_among_the_shards_is_set_aside(cache):
+    os.mkfifo(cache[0] / "codes-abc.safetensors")
+    index = CacheIndex(cache[0])
+    assert list(index.damaged) == ["codes-abc.safetensors"] and index.shards == [cache[1].name]

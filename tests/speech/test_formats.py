@@ -585,3 +585,14 @@ def test_files_of_the_tools_themselves(tmp_path, write):
         assert {s.speaker for s in samples} == {"anna"}
         for sample, data in zip(samples, clips.values()):
             assert decode_audio(sample.turns[-1].clips[0].path, [(None, None)])[0] == hashlib.sha256(data).hexdigest()
+
+
+def test_members_of_a_tar_that_are_not_there_or_too_long(tmp_path):
+    """A place that somebody wrote by hand asks for 100 GB; a text of 65 MiB would end in the tokenizer."""
+    clips = waves(1)
+    (tmp_path / "a.wav").write_bytes(next(iter(clips.values())))
+    with pytest.raises(ValueError, match="the file ends before byte 0.99999999999"):
+        decode_audio(f"{tmp_path / 'a.wav'}::0+99999999999::x.wav", [(None, None)])
+    tar_of(tmp_path / "s.tar", {"a.wav": (tmp_path / "a.wav").read_bytes(), "a.txt": b"ha " * (65 * 2**20 // 3)})
+    _, samples, problems = read(tmp_path / "s.tar")
+    assert not samples and len(problems) == 1 and "a.txt is longer than 64 MiB" in problems[0]

@@ -446,7 +446,6 @@ def test_a_list_of_seed_tts_eval_is_read(tmp_path):
 def test_dry_run_counts_and_checks_the_prompts(tiny, short, tmp_path, capsys, monkeypatch):
     """A bad clip, a bad true recording and too long speech are told before the run; so is the memory it takes."""
     def dry(prompts, *more, status=0):
-        distributed._claimed.clear()
         command = trainer_command(tiny, tmp_path / "out", "--train_data_file", short, "--dry_run", 2, "--parallel",
                                   "fsdp", "--sample_prompts", prompts, *more)
         words = command[command.index(str(ROOT / "train_v2_ddp.py")) + 1:]
@@ -482,7 +481,6 @@ def test_dry_run_counts_and_checks_the_prompts(tiny, short, tmp_path, capsys, mo
 def refuse(tiny, tmp_path, capsys):
     """refuse(*flags): run generate_tts.py's main, which must end with status 1 and one line; returns the line."""
     def run(*flags):
-        distributed._claimed.clear()
         command = ["--model_path", tiny.model, "--audio_tokenizer_path", tiny.codec, "--output_dir", tmp_path / "out",
                    *flags]
         with pytest.raises(SystemExit) as end:
