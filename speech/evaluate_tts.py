@@ -181,7 +181,8 @@ def evaluate(folder, samples, judges, settings):
         if sample.ended_by:
             row["stop_rate"] = float(sample.ended_by == "eos")
         row["real_time_factor"] = sample.real_time_factor
-        like = (sample.voice,) if sample.voice else (sample.target, *sample.stretch) if sample.target else None
+        like = (sample.target, *sample.stretch) if sample.target else None
+        like = (sample.voice,) if sample.voice else like
         if judges.embed and like:
             for clip in {(sample.audio,), like} - voices.keys():
                 voices[clip] = voice_of(judges.embed, clip, notes)
@@ -274,8 +275,8 @@ def table(runs):
         for run, value in zip(runs[1:], values[1:]):
             pairs = paired(key, runs[0], run)
             wins = f"{sum(better(key, a, b) for a, b in pairs)} of {len(pairs)}"
-            gone = value is None or values[0] is None
-            line += f" {'-' * gone or number(value - values[0]):>12} {wins:>11}"
+            known = value is not None and values[0] is not None
+            line += f" {number(value - values[0]) if known else '-':>12} {wins:>11}"
         lines.append(line)
     return lines
 

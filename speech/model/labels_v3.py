@@ -48,7 +48,7 @@ class Ids:
     min_frames = MIN_FRAMES
 
     def forbidden(self, tokenizer):
-        """{id: token} of what no text may spell: every added token that is no control tag."""
+        """{id: token} of what no text may spell: every added token but control tags."""
         return {i: token for token, i in tokenizer.get_added_vocab().items() if not TAG.fullmatch(token)}
 
     def known_tags(self, tokenizer):
@@ -145,12 +145,15 @@ def streams(sample, ids):
     One stream for each trained clip: its text, and as its reference the assistant's clip before it with that one's
     text. Raises BadSample for a text of several speakers, or a clip without text.
     """
-    found, left_out, reference, asked = [], [], None, ""
+    found, left_out = [], []
+    reference, asked = None, ""
     for number, turn in enumerate(sample.turns):
         # a prompt has no place for what V2 puts into its system turn
         if turn.role == "system":
-            left_out += ["lose their scene's clip"] * bool(turn.clips)
-            left_out += ["lose their system or scene text"] * bool(turn.text.strip())
+            if turn.clips:
+                left_out.append("lose their scene's clip")
+            if turn.text.strip():
+                left_out.append("lose their system or scene text")
         elif turn.role == "user":
             asked = turn.text.strip()
         for place, (text, clip) in enumerate(said_by_clip(turn, asked) if turn.role == "assistant" else ()):
@@ -173,7 +176,8 @@ def streams(sample, ids):
             if reference and not turn.trained and number:
                 left_out.append("lose an earlier reference: the last one stays")
             reference = (text, clip)
-    left_out += ["are dropped: they train no clip"] * (not found)
+    if not found:
+        left_out.append("are dropped: they train no clip")
     return found, sorted(set(left_out))
 
 

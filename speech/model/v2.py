@@ -6,6 +6,7 @@ audio rows) so that each FFN of the dual-FFN layers works on a contiguous slice,
 supervised rows only, no host sync anywhere.
 """
 import inspect
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -118,6 +119,18 @@ def _attention_by_sample(q, k, v, seqlens):
     return torch.cat(out, dim=2)[0].transpose(0, 1)
 
 
+class Packed(NamedTuple):
+    """What all layers need of a batch: (S,) tensors but for cos, sin (S, D); n_text, longest are ints."""
+    n_text: int                 # rows of text, which stand first
+    order: torch.Tensor         # sequence position of each row
+    seq_index: torch.Tensor     # row of each sequence position
+    cos: torch.Tensor
+    sin: torch.Tensor
+    cu_seqlens: torch.Tensor    # (B + 1,) int32
+    longest: int
+    seqlens: torch.Tensor       # (B,) int64 on the CPU, where packed_attention goes sample by sample
+
+
 class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
     """The native layer with a second forward for packed batches; without `packed` it is the native one (generate)."""
 
@@ -125,19 +138,21 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
         """FSDP2 subclasses. transformers would wrap the forward once more, and torch.compile reach its limit sooner."""
 
     def forward(self, hidden_states, *args, packed=None, **kwargs):
-        """(S, H) -> (S, H) in modality order; packed is what PackedHiggs.hidden_states puts together."""
+        """(S, H) -> (S, H) in modality order. packed: a Packed."""
         if packed is None:
             return super().forward(hidden_states, *args, **kwargs)
-        n_text, order, seq_index, cos, sin, cu_seqlens, longest, seqlens = packed
-        attn, rows = self.self_attn, len(hidden_states)
-        text, audio = hidden_states.split([n_text, rows - n_text])
+        attn, rows, p = self.self_attn, len(hidden_states), packed
+        kinds = [p.n_text, rows - p.n_text]
+        text, audio = hidden_states.split(kinds)
         normed = torch.cat([self.input_layernorm(text), self.audio_input_layernorm(audio)])
-        normed = Permute.apply(normed, seq_index, order)        # before q, k, v, which together are wider
+        normed = Permute.apply(normed, p.seq_index, p.order)        # before q, k, v, which together are wider
         q, k, v = (project(normed).view(rows, -1, attn.head_dim) for project in (attn.q_proj, attn.k_proj, attn.v_proj))
-        q, k = modeling.apply_rotary_pos_emb(q, k, cos, sin)       # looked up there: fused.use changes it
-        out = packed_attention(q.to(v.dtype), k.to(v.dtype), v, cu_seqlens, longest, seqlens)
-        hidden_states = hidden_states + Permute.apply(attn.o_proj(out.reshape(rows, -1)), order, seq_index)
-        text, audio = hidden_states.split([n_text, rows - n_text])
+        q, k = modeling.apply_rotary_pos_emb(q, k, p.cos, p.sin)       # looked up there: fused.use changes it
+        out = packed_attention(q.to(v.dtype), k.to(v.dtype), v, p.cu_seqlens, p.longest,
+                               p.seqlens)
+        out = attn.o_proj(out.reshape(rows, -1))
+        hidden_states = hidden_states + Permute.apply(out, p.order, p.seq_index)
+        text, audio = hidden_states.split(kinds)
         text = text + self.mlp(self.post_attention_layernorm(text))
         audio = audio + self.audio_mlp(self.audio_post_attention_layernorm(audio))
         return torch.cat([text, audio])
@@ -178,7 +193,7 @@ class PackedHiggs(nn.Module):
         text = text.to(fused.stream_dtype(text))
         hidden = torch.cat([text, model.embed_audio_tokens(batch.audio_ids).to(text.dtype)])
         cos, sin = model.rotary_emb(hidden, batch.position_ids[None])
-        packed = (n_text, order, batch.seq_index, cos[0], sin[0], batch.cu_seqlens, batch.longest,
+        packed = Packed(n_text, order, batch.seq_index, cos[0], sin[0], batch.cu_seqlens, batch.longest,
                   None if hidden.is_cuda and torch.is_autocast_enabled("cuda") else torch.tensor(batch.seqlens))
         for layer in model.layers:
             hidden = self.call(layer, hidden, packed=packed) if self.training else layer(hidden, packed=packed)
