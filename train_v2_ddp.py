@@ -1,4 +1,5 @@
-"""Fine-tune Higgs-Audio V2 or Higgs TTS 3 (text to speech): LoRA or full, on one process or under DDP or FSDP2.
+"""Fine-tune Higgs-Audio V2 or Higgs TTS 3 (text to speech): LoRA or full, on one process or under
+DDP or FSDP2.
 
     torchrun --nproc_per_node=8 train_v2_ddp.py --model_path bosonai/higgs-audio-v2-generation-3B-base \
         --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --train_data_file train.json --output_dir ./out \
@@ -6,11 +7,13 @@
     python train_v2_ddp.py --model_path tiny/model --audio_tokenizer_path tiny/codec --train_data_file tiny/train.json
     bash launch/demo.sh     # makes a tiny model and speech first; needs no GPU and no download
 
-Loss: cross-entropy of the next row of codes, averaged over every trained code of the whole optimizer step (all ranks,
-all micro-steps, all 8 codebooks), plus --text_loss_weight times the same average over text targets. The counts come
-from the plan that all ranks share, so no rank has to ask another.
+Loss: cross-entropy of the next row of codes, averaged over every trained code of the whole
+optimizer step (all ranks, all micro-steps, all 8 codebooks), plus --text_loss_weight times the same
+average over text targets. The counts come from the plan that all ranks share, so no rank has to ask
+another.
 
-SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
+SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the
+launcher; exit status 0.
 """
 import os
 import sys
@@ -20,7 +23,7 @@ from common.flags import need
 from speech import data_flags
 from speech.choices import CHECKS, LORA_TARGETS, check_judges, judges
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Flags
 
 
@@ -93,7 +96,9 @@ def build_parser():
 
 
 def check_flags(args, world_size):
-    """Raise UserError for values and combinations that would fail, or do nothing, later; fill in what derives."""
+    """Raise UserError for values and combinations that would fail, or do nothing, later; fill in
+    what derives.
+    """
     flags.check_shared(args)
     flags.check_bad_samples(args, CHECKS)
     if args.dry_run is None:        # long before the imports are done

@@ -1,8 +1,10 @@
-"""Which tokens and codes of a conversation the model sees, and which of them are trained: the collator's rules.
+"""Which tokens and codes of a conversation the model sees, and which of them are trained: the
+collator's rules.
 
-They are those of boson-ai/higgs-audio's collator: a clip of T frames takes T + 9 rows, codebook k is delayed by k rows,
-its T codes and one end-of-stream are trained, begin-of-stream and the fill never. A trained assistant turn's text,
-<|audio_out_bos|>, <|audio_eos|> and <|eot_id|> are text targets.
+They are those of boson-ai/higgs-audio's collator: a clip of T frames takes T + 9 rows, codebook k
+is delayed by k rows, its T codes and one end-of-stream are trained, begin-of-stream and the fill
+never. A trained assistant turn's text, <|audio_out_bos|>, <|audio_eos|> and <|eot_id|> are text
+targets.
 """
 from dataclasses import dataclass
 
@@ -20,7 +22,8 @@ CONTROL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
 
 @dataclass
 class TokenIds:
-    """Ids the trainer needs, from the tokenizer and the model's config, and the layout that goes with them.
+    """Ids the trainer needs, from the tokenizer and the model's config, and the layout that goes
+    with them.
 
     labels_v3.Ids has the same methods for Higgs TTS 3.
     """
@@ -68,7 +71,9 @@ class TokenIds:
 
 
 def token_ids(tokenizer, config):
-    """TokenIds of a native Higgs config; raises UserError when tokenizer and model do not belong together."""
+    """TokenIds of a native Higgs config; raises UserError when tokenizer and model do not belong
+    together.
+    """
     for name in CONTROL_TOKENS:
         if tokenizer.convert_tokens_to_ids(name) in (None, tokenizer.unk_token_id):
             raise UserError(f"the tokenizer in --model_path has no token {name}: it is not Higgs-Audio's")
@@ -80,12 +85,14 @@ def token_ids(tokenizer, config):
                     config.audio_stream_bos_id, config.audio_stream_eos_id)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # From a conversation to rows
 
 
 def conversation_pieces(sample):
-    """[(text or Clip, labelled)] in the order of the token stream: the official template, turn by turn."""
+    """[(text or Clip, labelled)] in the order of the token stream: the official template, turn by
+    turn.
+    """
     # written out, not by the tokenizer's template: the pieces tell what is trained
     pieces = [("<|begin_of_text|>", False)]
     for number, turn in enumerate(sample.turns):
@@ -111,7 +118,9 @@ def conversation_pieces(sample):
 
 
 def delay_rows(codes, bos, eos):
-    """(T, K) codes -> (T + K + 1, K) model inputs: [BOS, codes, EOS] with codebook k shifted down by k rows."""
+    """(T, K) codes -> (T + K + 1, K) model inputs: [BOS, codes, EOS] with codebook k shifted down
+    by k rows.
+    """
     frames, books = codes.shape
     # filled with end-of-stream, so what follows a codebook's last code needs no writing
     rows = np.full((frames + books + 1, books), eos, np.int64)
@@ -123,7 +132,9 @@ def delay_rows(codes, bos, eos):
 
 
 def delay_labels(codes, eos):
-    """(T, K) codes -> (T + K + 1, K) labels aligned with delay_rows: T codes and one EOS per codebook, else -100."""
+    """(T, K) codes -> (T + K + 1, K) labels aligned with delay_rows: T codes and one EOS per
+    codebook, else -100.
+    """
     frames, books = codes.shape
     labels = np.full((frames + books + 1, books), IGNORE, np.int64)
     for k in range(books):
@@ -135,10 +146,11 @@ def delay_labels(codes, eos):
 
 
 def assemble(tokens, labelled, codes, ids):
-    """One sample as the model sees it: each of its clips takes the place of its <|AUDIO_OUT|>, in delayed rows.
+    """One sample as the model sees it: each of its clips takes the place of its <|AUDIO_OUT|>, in
+    delayed rows.
 
-    tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of input_ids (n,), is_audio
-    (n,), text_labels (n,), audio_ids (a, 8), audio_labels (a, 8).
+    tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of
+    input_ids (n,), is_audio (n,), text_labels (n,), audio_ids (a, 8), audio_labels (a, 8).
     """
     # in the table a clip is one token; here it takes as many rows as its codes
     places = np.flatnonzero(tokens == ids.audio)
@@ -164,13 +176,16 @@ def assemble(tokens, labelled, codes, ids):
 
 
 def audio_targets(sample):
-    """(R,) positions in a sample that predict a row of codes, (R, 8) that row, IGNORE where not trained.
+    """(R,) positions in a sample that predict a row of codes, (R, 8) that row, IGNORE where not
+    trained.
 
-    sample: of assemble, whose labels stand beside the rows they belong to, or of labels_v3.assemble.
+    sample: of assemble, whose labels stand beside the rows they belong to, or of
+    labels_v3.assemble.
     """
     if "audio_at" in sample:
         return sample["audio_at"], sample["audio_targets"]
-    # a row predicts the one behind it; row 0 of a clip is never a label, so none reaches into the next clip
+    # a row predicts the one behind it; row 0 of a clip is never a label, so none reaches into the
+    # next clip
     following = sample["audio_labels"][1:]
     trained = np.flatnonzero((following != IGNORE).any(axis=1))
     return np.flatnonzero(sample["is_audio"])[trained], following[trained]
@@ -178,10 +193,11 @@ def audio_targets(sample):
 
 @dataclass
 class PackedBatch:
-    """B samples of S tokens in all, A of them audio rows, on one flat axis. All tensors int64 unless said.
+    """B samples of S tokens in all, A of them audio rows, on one flat axis. All tensors int64
+    unless said.
 
-    The model keeps hidden states in modality order (text rows first, then audio rows), so that each FFN works on one
-    contiguous slice; attention permutes to sequence order and back.
+    The model keeps hidden states in modality order (text rows first, then audio rows), so that each
+    FFN works on one contiguous slice; attention permutes to sequence order and back.
     """
     input_ids: torch.Tensor         # (S,) sequence order; audio rows hold the placeholder ids of the native processor
     position_ids: torch.Tensor      # (S,) position within its sample

@@ -1,4 +1,5 @@
-"""Sequences of Higgs TTS 3: prompts, delay pattern, labels, and how a conversation becomes one of them.
+"""Sequences of Higgs TTS 3: prompts, delay pattern, labels, and how a conversation becomes one of
+them.
 
 A prompt has neither roles nor a system text:
 
@@ -6,10 +7,11 @@ A prompt has neither roles nor a system text:
     clone             <|tts|> <|ref_text|> text <|ref_audio|> rows <|text|> text <|audio|>
     clone, no text    <|tts|> <|ref_audio|> rows <|text|> text <|audio|>
 
-T frames of codes become T + 7 rows: codebook k holds k begin-of-codes (BOC), its T codes, 7 - k end-of-codes (EOC). The
-hidden state at <|audio|> predicts row 0, that of row r row r + 1; the last row is never an input. Trained are the codes
-and all EOC: a model that was not taught to fill the codebooks that have ended never stops, since nothing fills them for
-it when it speaks. The layout is what sglang-omni 0.1.9 and vllm-omni 0.30 serve.
+T frames of codes become T + 7 rows: codebook k holds k begin-of-codes (BOC), its T codes, 7 - k
+end-of-codes (EOC). The hidden state at <|audio|> predicts row 0, that of row r row r + 1; the last
+row is never an input. Trained are the codes and all EOC: a model that was not taught to fill the
+codebooks that have ended never stops, since nothing fills them for it when it speaks. The layout is
+what sglang-omni 0.1.9 and vllm-omni 0.30 serve.
 """
 import re
 from dataclasses import dataclass, replace
@@ -31,7 +33,8 @@ SPEAKER = re.compile(r"\[SPEAKER\d+\]\s*")
 
 @dataclass(frozen=True)
 class Ids:
-    """Special token ids and codes. ref_text is None for a tokenizer without it: a reference then has no transcript.
+    """Special token ids and codes. ref_text is None for a tokenizer without it: a reference then
+    has no transcript.
 
     The methods are those of labels.TokenIds, for this layout.
     """
@@ -76,16 +79,16 @@ class Ids:
         return assemble(tokens, labelled, codes, self)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Rows and prompts
 
 
 def prompt(ids, text_ids, ref_text_ids=None, ref_rows=None):
     """(input_ids (S,) int64, is_audio (S,) bool) of what stands before the rows to be spoken.
 
-    text_ids, ref_text_ids: tokens of the text to speak and of the reference's. ref_rows: (R, 8) delayed rows of the
-    reference; where is_audio they take the place of ids.pad, one a position. Raises UserError for a reference's text
-    without its audio, or a tokenizer that cannot mark it.
+    text_ids, ref_text_ids: tokens of the text to speak and of the reference's. ref_rows: (R, 8)
+    delayed rows of the reference; where is_audio they take the place of ids.pad, one a position.
+    Raises UserError for a reference's text without its audio, or a tokenizer that cannot mark it.
     """
     def listed(values):
         return torch.as_tensor(values).tolist()
@@ -109,7 +112,8 @@ def prompt(ids, text_ids, ref_text_ids=None, ref_rows=None):
 
 
 def delay(codes, bos=1024, eos=1025):
-    """(T, K) codes -> (T + K - 1, K) int64 rows: codebook k is k BOC, its T codes, K - 1 - k EOC."""
+    """(T, K) codes -> (T + K - 1, K) int64 rows: codebook k is k BOC, its T codes, K - 1 - k EOC.
+    """
     codes = torch.as_tensor(codes).long()
     frames, books = codes.shape
     rows = torch.full((frames + books - 1, books), eos)
@@ -121,7 +125,9 @@ def delay(codes, bos=1024, eos=1025):
 
 
 def undelay(rows):
-    """(T + K - 1, K) rows -> (T, K) codes, the inverse of delay; (0, K) for fewer rows than a frame takes."""
+    """(T + K - 1, K) rows -> (T, K) codes, the inverse of delay; (0, K) for fewer rows than a frame
+    takes.
+    """
     rows = torch.as_tensor(rows)
     books = rows.shape[1]
     frames = max(0, len(rows) - books + 1)      # speech that was cut off may have fewer rows than a frame
@@ -129,21 +135,25 @@ def undelay(rows):
 
 
 def label_mask(frames, books=8, bos=False):
-    """(T + 7, 8) bool, True where a cell of delay's rows is trained: codes and every EOC, and BOC where `bos`."""
-    # BOC is forced by the server while the delay builds up; EOC it never fills in, so they are learnt
+    """(T + 7, 8) bool, True where a cell of delay's rows is trained: codes and every EOC, and BOC
+    where `bos`.
+    """
+    # BOC is forced by the server while the delay builds up; EOC it never fills in, so they are
+    # learnt
     row, book = torch.arange(frames + books - 1)[:, None], torch.arange(books)
     return (row >= book) | bos
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # From a conversation to rows
 
 
 def streams(sample, ids):
-    """([(name, [(text or Clip, labelled)])], [what was left out]) of a canonical Sample, for speech.table.
+    """([(name, [(text or Clip, labelled)])], [what was left out]) of a canonical Sample, for
+    speech.table.
 
-    One stream for each trained clip: its text, and as its reference the assistant's clip before it with that one's
-    text. Raises BadSample for a text of several speakers, or a clip without text.
+    One stream for each trained clip: its text, and as its reference the assistant's clip before it
+    with that one's text. Raises BadSample for a text of several speakers, or a clip without text.
     """
     found, left_out = [], []
     reference, asked = None, ""
@@ -182,9 +192,11 @@ def streams(sample, ids):
 
 
 def said_by_clip(turn, asked):
-    """[(text, Clip)] of an assistant's turn. Of several clips each says what stands between it and the clip before.
+    """[(text, Clip)] of an assistant's turn. Of several clips each says what stands between it and
+    the clip before.
 
-    asked: the user's text before the turn, which the first clip says where no text stands before that.
+    asked: the user's text before the turn, which the first clip says where no text stands before
+    that.
     """
     if len(turn.clips) < 2:
         return [(turn.text.strip() or asked, clip) for clip in turn.clips]
@@ -201,7 +213,9 @@ def said_by_clip(turn, asked):
 
 
 def pieces(text, clip, reference, marks_text):
-    """[(text or Clip, labelled)] of a prompt and its clip. reference: (text, Clip) or None; marks_text: with text."""
+    """[(text or Clip, labelled)] of a prompt and its clip. reference: (text, Clip) or None;
+    marks_text: with text.
+    """
     stream = [(TOKENS["tts"], False)]
     # text of the reference only where the tokenizer can mark it
     if reference and reference[0] and marks_text:
@@ -213,10 +227,12 @@ def pieces(text, clip, reference, marks_text):
 
 
 def assemble(tokens, labelled, codes, ids):
-    """One sample as the model sees it: each of its clips takes the place of its AUDIO_PLACEHOLDER, in delayed rows.
+    """One sample as the model sees it: each of its clips takes the place of its AUDIO_PLACEHOLDER,
+    in delayed rows.
 
-    tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of input_ids (n,), is_audio
-    (n,), text_labels (n,), audio_ids (a, 8), audio_at (R,), audio_targets (R, 8); text is never a label.
+    tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of
+    input_ids (n,), is_audio (n,), text_labels (n,), audio_ids (a, 8), audio_at (R,), audio_targets
+    (R, 8); text is never a label.
     """
     places = np.flatnonzero(tokens == AUDIO_PLACEHOLDER)
     repeats, rows = np.ones(len(tokens), np.int64), []

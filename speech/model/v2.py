@@ -1,9 +1,10 @@
 """The native transformers Higgs-Audio V2 model on packed batches: forward and loss.
 
-Parameter names stay transformers' own, so hub checkpoints load, PEFT attaches and save_pretrained and generate work.
-What changes is the training forward: one flat axis for all samples, hidden states in modality order (text rows, then
-audio rows) so that each FFN of the dual-FFN layers works on a contiguous slice, variable-length attention, heads on
-supervised rows only, no host sync anywhere.
+Parameter names stay transformers' own, so hub checkpoints load, PEFT attaches and save_pretrained
+and generate work. What changes is the training forward: one flat axis for all samples, hidden
+states in modality order (text rows, then audio rows) so that each FFN of the dual-FFN layers works
+on a contiguous slice, variable-length attention, heads on supervised rows only, no host sync
+anywhere.
 """
 import inspect
 from typing import NamedTuple
@@ -28,17 +29,20 @@ LORA_TARGETS = "attention"      # the attention's four layers, where --lora_targ
 WHOLE_MODULES = ()      # modules that an adapter may hold as a whole
 DRAWS = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "ras_window": 7, "ras_repeats": 2}     # the released model's
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What speech/model/versions.py's module() promises, beside what is imported above and follows below
 
 
 def read_config(config_dict):
-    """HiggsAudioV2Config of a config.json dict: hidden_size, num_codebooks, codebook_size, ... Raises UserError."""
+    """HiggsAudioV2Config of a config.json dict: hidden_size, num_codebooks, codebook_size, ...
+    Raises UserError.
+    """
     return weights.native_config(config_dict)
 
 
 def text_setting(wanted):
-    """--normalize_text as "on" or "off"; on where nothing is wanted, as boson-ai's inference does."""
+    """--normalize_text as "on" or "off"; on where nothing is wanted, as boson-ai's inference does.
+    """
     return wanted or "on"
 
 
@@ -48,14 +52,17 @@ def own_codec(folder, config_dict, output_dir):
 
 
 def empty_model(config_dict, dtype, folder):
-    """The native model on the meta device: names, shapes and dtypes, no memory. Raises UserError."""
+    """The native model on the meta device: names, shapes and dtypes, no memory. Raises UserError.
+    """
     return weights.empty_model(read_config(config_dict), dtype, folder)
 
 
 def positions(config):
-    """Tokens that a prompt and its speech may have: what --max_length trains beyond config.json's 2,048 is spoken, too.
+    """Tokens that a prompt and its speech may have: what --max_length trains beyond config.json's
+    2,048 is spoken, too.
 
-    Positions are rotary, scaled for the 131,072 that the released checkpoint's own config.json says.
+    Positions are rotary, scaled for the 131,072 that the released checkpoint's own config.json
+    says.
     """
     return max(config.max_position_embeddings, 131072)
 
@@ -80,7 +87,7 @@ def weight_names(native):
     return dict(native.named_parameters())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Packed forward
 
 
@@ -98,10 +105,11 @@ class Permute(torch.autograd.Function):
 
 
 def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
-    """Causal attention inside each sample. q (S, heads, D), k and v (S, kv_heads, D) -> (S, heads, D).
+    """Causal attention inside each sample. q (S, heads, D), k and v (S, kv_heads, D) -> (S, heads,
+    D).
 
-    cu_seqlens (B + 1,) int32 on the device. CUDA in half precision: torch's variable-length flash attention. Elsewhere:
-    SDPA sample by sample, same result, by seqlens (B,) int64 on the CPU.
+    cu_seqlens (B + 1,) int32 on the device. CUDA in half precision: torch's variable-length flash
+    attention. Elsewhere: SDPA sample by sample, same result, by seqlens (B,) int64 on the CPU.
     """
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         gqa = {"enable_gqa": True} if VARLEN_GQA else {}
@@ -120,7 +128,9 @@ def _attention_by_sample(q, k, v, seqlens):
 
 
 class Packed(NamedTuple):
-    """What all layers need of a batch: (S,) tensors but for cos, sin (S, D); n_text, longest are ints."""
+    """What all layers need of a batch: (S,) tensors but for cos, sin (S, D); n_text, longest are
+    ints.
+    """
     n_text: int                 # rows of text, which stand first
     order: torch.Tensor         # sequence position of each row
     seq_index: torch.Tensor     # row of each sequence position
@@ -132,10 +142,14 @@ class Packed(NamedTuple):
 
 
 class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
-    """The native layer with a second forward for packed batches; without `packed` it is the native one (generate)."""
+    """The native layer with a second forward for packed batches; without `packed` it is the native
+    one (generate).
+    """
 
     def __init_subclass__(cls, **kwargs):
-        """FSDP2 subclasses. transformers would wrap the forward once more, and torch.compile reach its limit sooner."""
+        """FSDP2 subclasses. transformers would wrap the forward once more, and torch.compile reach
+        its limit sooner.
+        """
 
     def forward(self, hidden_states, *args, packed=None, **kwargs):
         """(S, H) -> (S, H) in modality order. packed: a Packed."""
@@ -159,7 +173,8 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
 
 
 class PackedHiggs(nn.Module):
-    """What DDP wraps: forward(batch) -> sums, not means, so that any split over ranks and micro-steps adds up.
+    """What DDP wraps: forward(batch) -> sums, not means, so that any split over ranks and
+    micro-steps adds up.
 
     net: the native model, or the PeftModel around it. recompute: of flags.MODES, or None.
     """
@@ -169,7 +184,8 @@ class PackedHiggs(nn.Module):
         self.call = recomputation.caller(recompute)
         recomputation.leave_products(net, recompute)
         self.net = net
-        # in a list, where torch does not look for modules: else its parameters would be registered twice
+        # in a list, where torch does not look for modules: else its parameters would be registered
+        # twice
         self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
         for layer in fused.use(self.base_model).model.layers:
             layer.__class__ = PackedDecoderLayer
@@ -202,9 +218,9 @@ class PackedHiggs(nn.Module):
     def forward(self, batch):
         """(audio (K,), text (), eos (5,)) of a labels.PackedBatch: fp32 sums over its targets.
 
-        audio: cross-entropy per codebook; text: cross-entropy. eos (detached): of the end-of-stream targets
-        cross-entropy, correct argmax and number; of codebook 0 alone, which ends speech, correct end-of-streams and
-        false ones (argmax is end-of-stream, the target a code).
+        audio: cross-entropy per codebook; text: cross-entropy. eos (detached): of the end-of-stream
+        targets cross-entropy, correct argmax and number; of codebook 0 alone, which ends speech,
+        correct end-of-streams and false ones (argmax is end-of-stream, the target a code).
         """
         config, base = self.base_model.config, self.base_model
         hidden = self.hidden_states(batch)
@@ -226,9 +242,9 @@ class PackedHiggs(nn.Module):
 def loss_report(sums, reduction, text_weight, prefix):
     """Numbers of loss.Sums.flat, summed over all ranks -> {metric name: float}.
 
-    Each codebook has one K-th of the audio and of the end-of-stream targets; there are as many ends of
-    one as clips. stop_recall: right ends of codebook 0 per clip; false_stop_rate: its false ends per
-    target that is a code.
+    Each codebook has one K-th of the audio and of the end-of-stream targets; there are as many ends
+    of one as clips. stop_recall: right ends of codebook 0 per clip; false_stop_rate: its false ends
+    per target that is a code.
     """
     sums = Sums.of(sums)
     audio, ends, n_audio, n_text = sums.audio, sums.ends, sums.audio_targets, sums.text_targets
@@ -244,9 +260,11 @@ def loss_report(sums, reduction, text_weight, prefix):
 
 
 def freeze_unreachable(model, text_loss_weight):
-    """Freeze what no loss can reach, so that neither weight decay nor optimizer state touches it; returns the names.
+    """Freeze what no loss can reach, so that neither weight decay nor optimizer state touches it;
+    returns the names.
 
-    Without a text loss these are the text head and the last layer's text FFN: audio is predicted from audio rows only.
+    Without a text loss these are the text head and the last layer's text FFN: audio is predicted
+    from audio rows only.
     """
     if text_loss_weight > 0:
         return []
