@@ -16,8 +16,9 @@ from common.distributed import UserError
 from speech.data.conversations import Clip
 
 IGNORE = -100           # a label that is not trained: torch's cross_entropy leaves it out
-CONTROL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
-                  "<|eom_id|>", "<|audio_bos|>", "<|audio_eos|>", "<|audio_out_bos|>", "<|AUDIO|>", "<|AUDIO_OUT|>")
+CONTROL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
+                  "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|audio_bos|>",
+                  "<|audio_eos|>", "<|audio_out_bos|>", "<|AUDIO|>", "<|AUDIO_OUT|>")
 
 
 @dataclass
@@ -76,10 +77,12 @@ def token_ids(tokenizer, config):
     """
     for name in CONTROL_TOKENS:
         if tokenizer.convert_tokens_to_ids(name) in (None, tokenizer.unk_token_id):
-            raise UserError(f"the tokenizer in --model_path has no token {name}: it is not Higgs-Audio's")
+            raise UserError(f"the tokenizer in --model_path has no token {name}: it is not "
+                            "Higgs-Audio's")
     audio = tokenizer.convert_tokens_to_ids("<|AUDIO_OUT|>")
     if audio != config.audio_token_id or len(tokenizer) > config.vocab_size:
-        raise UserError(f"tokenizer and model disagree: <|AUDIO_OUT|> is {audio} and {config.audio_token_id}, "
+        raise UserError("tokenizer and model disagree: "
+                        f"<|AUDIO_OUT|> is {audio} and {config.audio_token_id}, "
                         f"{len(tokenizer)} tokens and {config.vocab_size}")
     return TokenIds(audio, config.audio_delay_token_id, config.pad_token_id, config.num_codebooks,
                     config.audio_stream_bos_id, config.audio_stream_eos_id)
@@ -106,14 +109,16 @@ def conversation_pieces(sample):
                     pieces.append((text, turn.trained))
                 text = ""
                 # all three are targets: the model has to begin and to end speech by itself
-                pieces += [("<|audio_out_bos|>", turn.trained), (part, turn.trained), ("<|audio_eos|>", turn.trained)]
+                pieces += [(piece, turn.trained)
+                           for piece in ("<|audio_out_bos|>", part, "<|audio_eos|>")]
             else:
                 text += part
         if text:
             pieces.append((text, turn.trained))
         # a speaker who goes on ends with <|eom_id|>, end of message; all others end their turn
         followed = number + 1 < len(sample.turns) and sample.turns[number + 1].role == "assistant"
-        pieces.append(("<|eom_id|>" if turn.role == "assistant" and followed else "<|eot_id|>", turn.trained))
+        goes_on = turn.role == "assistant" and followed
+        pieces.append(("<|eom_id|>" if goes_on else "<|eot_id|>", turn.trained))
     return pieces
 
 
@@ -159,7 +164,8 @@ def assemble(tokens, labelled, codes, ids):
     for place, clip in zip(places, codes):
         rows.append(delay_rows(clip, ids.stream_bos, ids.stream_eos))
         # a reference is heard, but not trained
-        labels.append(delay_labels(clip, ids.stream_eos) if labelled[place] else np.full_like(rows[-1], IGNORE))
+        untrained = np.full_like(rows[-1], IGNORE)
+        labels.append(delay_labels(clip, ids.stream_eos) if labelled[place] else untrained)
         repeats[place] = len(rows[-1])
         placeholders.append(np.full(len(rows[-1]), ids.audio))
         # the native processor has another placeholder for the rows that wait for the last codebooks
@@ -172,7 +178,8 @@ def assemble(tokens, labelled, codes, ids):
     if placeholders:
         input_ids[is_audio] = np.concatenate(placeholders)
     return {"input_ids": input_ids, "is_audio": is_audio, "text_labels": text_labels,
-            "audio_ids": np.concatenate([empty, *rows]), "audio_labels": np.concatenate([empty, *labels])}
+            "audio_ids": np.concatenate([empty, *rows]),
+            "audio_labels": np.concatenate([empty, *labels])}
 
 
 def audio_targets(sample):
@@ -199,7 +206,7 @@ class PackedBatch:
     The model keeps hidden states in modality order (text rows first, then audio rows), so that each
     FFN works on one contiguous slice; attention permutes to sequence order and back.
     """
-    input_ids: torch.Tensor         # (S,) sequence order; audio rows hold the placeholder ids of the native processor
+    input_ids: torch.Tensor         # (S,) sequence order; audio rows hold native placeholders
     position_ids: torch.Tensor      # (S,) position within its sample
     cu_seqlens: torch.Tensor        # (B + 1,) int32 sample boundaries
     audio_ids: torch.Tensor         # (A, 8) delayed codes
@@ -210,10 +217,10 @@ class PackedBatch:
     audio_targets: torch.Tensor     # (R, 8) next row's codes, -100 where not trained
     text_rows: torch.Tensor         # (Q,) modality-order rows that predict text
     text_targets: torch.Tensor      # (Q,)
-    longest: int                    # longest sample, rounded up to 128 so that compiled code sees few values
-    seqlens: tuple                  # B python ints: sample lengths, for attention without a variable-length kernel
+    longest: int                    # longest sample, up to a multiple of 128
+    seqlens: tuple                  # B python ints: sample lengths, for attention sample by sample
     samples: tuple                  # sample numbers in the table, for naming them in errors
-    counts: dict                    # python ints: tokens, samples, padding, audio_targets, text_targets
+    counts: dict                    # ints: tokens, samples, padding, audio_targets, text_targets
 
     __reduce__ = loading.reduce
     to = loading.to

@@ -25,7 +25,7 @@ from speech.model.labels import IGNORE
 
 TOKENS = {"tts": "<|tts|>", "text": "<|text|>", "audio": "<|audio|>", "ref_audio": "<|ref_audio|>",
           "ref_text": "<|ref_text|>"}
-AUDIO_PLACEHOLDER = -100             # stands for a whole clip in a table's tokens, as in the released config.json
+AUDIO_PLACEHOLDER = -100    # stands for a whole clip in a table, as in the released config.json
 MIN_FRAMES = 8          # the servers look for the end from row 8 on: a shorter clip could not end
 TAG = re.compile(r"<\|[a-z_]+:[a-z_]+\|>")          # control tags, as <|emotion:elation|>
 SPEAKER = re.compile(r"\[SPEAKER\d+\]\s*")
@@ -43,7 +43,7 @@ class Ids:
     audio: int
     ref_audio: int
     ref_text: int | None = None
-    pad: int = 0                # fills the places of audio rows in input_ids, and padding; never looked at
+    pad: int = 0                # in the places of audio rows, and padding; not looked at
     num_codebooks: int = 8
     stream_bos: int = 1024      # BOC
     stream_eos: int = 1025      # EOC
@@ -52,7 +52,8 @@ class Ids:
 
     def forbidden(self, tokenizer):
         """{id: token} of what no text may spell: every added token but control tags."""
-        return {i: token for token, i in tokenizer.get_added_vocab().items() if not TAG.fullmatch(token)}
+        added = tokenizer.get_added_vocab().items()
+        return {i: token for token, i in added if not TAG.fullmatch(token)}
 
     def known_tags(self, tokenizer):
         """Control tags that the tokenizer has."""
@@ -93,9 +94,11 @@ def prompt(ids, text_ids, ref_text_ids=None, ref_rows=None):
     def listed(values):
         return torch.as_tensor(values).tolist()
     if ref_text_ids is not None and ref_rows is None:
-        raise UserError("a reference's text without its audio has no place in a prompt of Higgs TTS 3")
+        raise UserError("a reference's text without its audio has no place in a prompt of Higgs "
+                        "TTS 3")
     if ref_text_ids is not None and ids.ref_text is None:
-        raise UserError(f"this tokenizer has no {TOKENS['ref_text']}: give the reference's audio without its text")
+        raise UserError(f"this tokenizer has no {TOKENS['ref_text']}: give the reference's audio "
+                        "without its text")
     # task first, then whose voice, then what to say: <|audio|> at the end asks for row 0
     tokens = [ids.tts]
     if ref_text_ids is not None:
@@ -130,7 +133,8 @@ def undelay(rows):
     """
     rows = torch.as_tensor(rows)
     books = rows.shape[1]
-    frames = max(0, len(rows) - books + 1)      # speech that was cut off may have fewer rows than a frame
+    # speech that was cut off may have fewer rows than a frame
+    frames = max(0, len(rows) - books + 1)
     return torch.stack([rows[k:k + frames, k] for k in range(books)], dim=1)
 
 
@@ -166,9 +170,11 @@ def streams(sample, ids):
                 left_out.append("lose their system or scene text")
         elif turn.role == "user":
             asked = turn.text.strip()
-        for place, (text, clip) in enumerate(said_by_clip(turn, asked) if turn.role == "assistant" else ()):
+        spoken = said_by_clip(turn, asked) if turn.role == "assistant" else []
+        for place, (text, clip) in enumerate(spoken):
             if turn.trained and len(set(map(str.strip, SPEAKER.findall(text)))) > 1:
-                raise BadSample("has several speakers in one clip, which Higgs TTS 3 has no marks for")
+                raise BadSample("has several speakers in one clip, which Higgs TTS 3 has no marks "
+                                "for")
             # [SPEAKER0] would be read aloud: the model has never seen it
             if SPEAKER.search(text):
                 left_out.append("lose a speaker's mark")
@@ -208,7 +214,8 @@ def said_by_clip(turn, asked):
             found.append((words.strip() or ("" if found else asked), part))
             words = ""
     if words.strip() and turn.trained:
-        raise BadSample("has text behind the last of several clips in one message: put each text before its clip")
+        raise BadSample("has text behind the last of several clips in one message: put each text "
+                        "before its clip")
     return found
 
 
@@ -250,5 +257,6 @@ def assemble(tokens, labelled, codes, ids):
     input_ids = np.where(is_audio, ids.pad, np.repeat(tokens, repeats))
     empty = np.empty((0, ids.num_codebooks), np.int64)
     # targets stand at the places that predict them; V2's stand beside their own rows
-    return {"input_ids": input_ids, "is_audio": is_audio, "text_labels": np.full(len(input_ids), IGNORE),
+    return {"input_ids": input_ids, "is_audio": is_audio,
+            "text_labels": np.full(len(input_ids), IGNORE),
             "audio_ids": np.concatenate([empty, *rows]), "audio_at": at, "audio_targets": targets}

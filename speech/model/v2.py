@@ -16,18 +16,30 @@ from torch.nn.attention.varlen import varlen_attn
 
 from common import fused, recomputation
 from common.distributed import UserError
-from speech.model import weights  # first: it explains a torchaudio that breaks every transformers import
+from speech.model import weights  # first: explains a torchaudio that breaks transformers
 from speech.model.labels import IGNORE, token_ids  # noqa: F401  (of module())
-from speech.model.loss import Sums, decays, flops_per_pack, named, total_loss  # noqa: F401  (of module(), too)
-from speech.model.weights import load_tokenizer, reset_buffers, save_config, weight_parts  # noqa: F401  (of module())
+from speech.model.loss import (  # noqa: F401  (of module(), too)
+    Sums,
+    decays,
+    flops_per_pack,
+    named,
+    total_loss,
+)
+from speech.model.weights import (  # noqa: F401  (of module())
+    load_tokenizer,
+    reset_buffers,
+    save_config,
+    weight_parts,
+)
 
 from transformers.models.higgs_audio_v2 import modeling_higgs_audio_v2 as modeling  # isort: skip
 
 VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters      # torch >= 2.13
 LICENCE = None          # nothing to be said of it
-LORA_TARGETS = "attention"      # the attention's four layers, where --lora_target_modules says nothing
+LORA_TARGETS = "attention"      # its four layers, where --lora_target_modules says nothing
 WHOLE_MODULES = ()      # modules that an adapter may hold as a whole
-DRAWS = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "ras_window": 7, "ras_repeats": 2}     # the released model's
+# the released model's
+DRAWS = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "ras_window": 7, "ras_repeats": 2}
 
 # --------------------------------------------------------------------------------------------------
 # What speech/model/versions.py's module() promises, beside what is imported above and follows below
@@ -115,7 +127,8 @@ def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
         gqa = {"enable_gqa": True} if VARLEN_GQA else {}
         if not VARLEN_GQA:
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0), **gqa)
+        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0),
+                           **gqa)
     return _attention_by_sample(q, k, v, seqlens)
 
 
@@ -138,7 +151,7 @@ class Packed(NamedTuple):
     sin: torch.Tensor
     cu_seqlens: torch.Tensor    # (B + 1,) int32
     longest: int
-    seqlens: torch.Tensor       # (B,) int64 on the CPU, where packed_attention goes sample by sample
+    seqlens: torch.Tensor       # (B,) int64 on the CPU, for attention sample by sample
 
 
 class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
@@ -159,9 +172,12 @@ class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
         kinds = [p.n_text, rows - p.n_text]
         text, audio = hidden_states.split(kinds)
         normed = torch.cat([self.input_layernorm(text), self.audio_input_layernorm(audio)])
-        normed = Permute.apply(normed, p.seq_index, p.order)        # before q, k, v, which together are wider
-        q, k, v = (project(normed).view(rows, -1, attn.head_dim) for project in (attn.q_proj, attn.k_proj, attn.v_proj))
-        q, k = modeling.apply_rotary_pos_emb(q, k, p.cos, p.sin)       # looked up there: fused.use changes it
+        # before q, k, v, which together are wider
+        normed = Permute.apply(normed, p.seq_index, p.order)
+        q, k, v = (project(normed).view(rows, -1, attn.head_dim)
+                   for project in (attn.q_proj, attn.k_proj, attn.v_proj))
+        # looked up there: fused.use changes it
+        q, k = modeling.apply_rotary_pos_emb(q, k, p.cos, p.sin)
         out = packed_attention(q.to(v.dtype), k.to(v.dtype), v, p.cu_seqlens, p.longest,
                                p.seqlens)
         out = attn.o_proj(out.reshape(rows, -1))
@@ -209,10 +225,14 @@ class PackedHiggs(nn.Module):
         text = text.to(fused.stream_dtype(text))
         hidden = torch.cat([text, model.embed_audio_tokens(batch.audio_ids).to(text.dtype)])
         cos, sin = model.rotary_emb(hidden, batch.position_ids[None])
-        packed = Packed(n_text, order, batch.seq_index, cos[0], sin[0], batch.cu_seqlens, batch.longest,
-                  None if hidden.is_cuda and torch.is_autocast_enabled("cuda") else torch.tensor(batch.seqlens))
+        varlen = hidden.is_cuda and torch.is_autocast_enabled("cuda")
+        packed = Packed(n_text, order, batch.seq_index, cos[0], sin[0], batch.cu_seqlens,
+                        batch.longest, None if varlen else torch.tensor(batch.seqlens))
         for layer in model.layers:
-            hidden = self.call(layer, hidden, packed=packed) if self.training else layer(hidden, packed=packed)
+            if self.training:
+                hidden = self.call(layer, hidden, packed=packed)
+            else:
+                hidden = layer(hidden, packed=packed)
         return model.norm(hidden)
 
     def forward(self, batch):
@@ -225,17 +245,19 @@ class PackedHiggs(nn.Module):
         config, base = self.base_model.config, self.base_model
         hidden = self.hidden_states(batch)
         logits = base.audio_lm_head(hidden.index_select(0, batch.audio_rows)).float()
-        logits, targets = logits.view(-1, config.codebook_size), batch.audio_targets.view(-1)     # (R * K, C), (R * K,)
+        logits = logits.view(-1, config.codebook_size)      # (R * K, C)
+        targets = batch.audio_targets.view(-1)              # (R * K,)
         losses = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
         text_logits = base.text_lm_head(hidden.index_select(0, batch.text_rows)).float()
-        text = F.cross_entropy(text_logits, batch.text_targets, ignore_index=IGNORE, reduction="sum")
+        text = F.cross_entropy(text_logits, batch.text_targets, ignore_index=IGNORE,
+                               reduction="sum")
         with torch.no_grad():
             is_eos = targets == config.audio_stream_eos_id
             says_eos = logits.argmax(-1) == config.audio_stream_eos_id
             correct, false = ((says_eos & where).view(-1, config.num_codebooks)
                               for where in (is_eos, ~is_eos & (targets != IGNORE)))
-            eos = torch.stack([(losses.detach() * is_eos).sum(), correct.sum(), is_eos.sum(), correct[:, 0].sum(),
-                               false[:, 0].sum()]).float()
+            eos = torch.stack([(losses.detach() * is_eos).sum(), correct.sum(), is_eos.sum(),
+                               correct[:, 0].sum(), false[:, 0].sum()]).float()
         return losses.view(-1, config.num_codebooks).sum(0), text, eos
 
 
