@@ -1,5 +1,4 @@
-"""LoRA on Higgs-Audio V2: which layers get adapters, merging, export; the files are PEFT's own
-format.
+"""LoRA on Higgs-Audio V2: which layers get adapters, merging, export; the files are PEFT's own format.
 
     python lora.py merge --model_path BASE --adapter out/checkpoint-500 --output_dir merged     # a native checkpoint
     python lora.py export --model_path BASE --adapter out/checkpoint-500 --output_dir served    # the 2025 layout
@@ -76,8 +75,7 @@ from peft import LoraConfig  # isort: skip
 
 
 def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kinds):
-    """Wrap a native model in fp32 adapters; the base is frozen, but for the audio table of Higgs
-    TTS 3 with `table`.
+    """Wrap a native model in fp32 adapters; the base is frozen, but for the audio table of Higgs TTS 3 with `table`.
 
     targets: a name in LORA_TARGETS, or comma-separated module name endings. base_name: written into
     the adapter's config. kinds: use_rslora, use_dora of PEFT's LoraConfig. Raises UserError when a
@@ -102,11 +100,10 @@ def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kin
 
 
 def folds(model, adapter):
-    """{weight name: function that adds the adapter's update to that weight in fp32}; model: native,
-    on the meta device.
+    """{weight name: function that adds the adapter's update to that weight in fp32}; model: native, on the meta device.
 
-    Raises UserError when the adapter's files and the model do not fit together exactly:
-    PeftModel.from_pretrained would only warn about weights that are missing.
+    Raises UserError when the adapter's files and the model do not fit together exactly: PeftModel.from_pretrained would
+    only warn about weights that are missing.
     """
     net = adapters.add_saved(model, adapter, whole=(whole := versions.module(model.config).WHOLE_MODULES))
     stored = tensor_files.open_tensors([Path(adapter) / "adapter_model.safetensors"])
@@ -134,9 +131,7 @@ def folds(model, adapter):
 
 
 def merge(model_path, adapter, output_dir, dtype="float32", shard_bytes=5 * 10**9, layout="native", codec=None):
-    """Fold an adapter, or none, into its base in fp32 and write a plain checkpoint; see
-    speech/model/export.py.
-    """
+    """Fold an adapter, or none, into its base in fp32 and write a plain checkpoint; see speech/model/export.py."""
     from speech.model import export
     return export.export(model_path, output_dir, layout, dtype, shard_bytes,
                          (lambda model: folds(model, adapter)) if adapter else None, codec, adapter)

@@ -156,21 +156,12 @@ import torch
 from tqdm import tqdm
 
 import lora  # first: it explains a torchaudio that breaks every transformers import
-from common import (
-    adapters,
-    checkpoint,
-    distributed,
-    loading,
-    metrics,
-    optim,
-    run,
-    tensor_files,
-    watchdog,
-)
+from common import adapters, checkpoint, distributed, loading, metrics, optim, run, tensor_files
 from common.distributed import UserError
 from common.json_files import read_object
 from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.plan import Checks, start_text, steps_text
+from common.watchdog import stop_requested
 from data import make_loader, prepare_table
 from speech.data import text_normalization
 from speech.data.code_cache import FRAME_RATE
@@ -329,7 +320,7 @@ def evaluate(module, world, model, table, ids, held_out, writer, args):
         for i, batch in enumerate(loading.each(loader)):
             if i % 16 == 0:     # often enough for a prompt stop, seldom enough to cost nothing
                 writer.check()
-                stop = bool(watchdog.stop_requested())
+                stop = bool(stop_requested())
                 if stop if size == 1 else distributed.any_rank(world, stop).item():
                     return None
             with autocast(args.bf16, world.device):
@@ -373,7 +364,7 @@ def speak(world, model, speaker, state, args):
     model.eval()
     with distributed.gathered(model), autocast(args.bf16, world.device):
         values = distributed.rank0_first(world, lambda: speaker.speak_all(
-            model.base_model, state.step, state.log, watchdog.stop_requested))
+            model.base_model, state.step, state.log, stop_requested))
     model.train()
     return values
 

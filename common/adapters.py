@@ -1,6 +1,4 @@
-"""LoRA adapters in any model, plain or sharded: add, fill, save, load; the files are PEFT's own
-format.
-"""
+"""LoRA adapters in any model, plain or sharded: add, fill, save, load; the files are PEFT's own format."""
 import contextlib
 import copy
 import math
@@ -17,9 +15,8 @@ from common.distributed import UserError
 
 WHOLE = ".modules_to_save."             # in the names of modules that are trained as a whole
 MAGNITUDE = "lora_magnitude_vector"     # PEFT's name of DoRA's lengths
-# Fields of PEFT's LoraConfig that its layers compute with, or that matter in training alone. An
-# adapter that sets any other one (modules_to_save, bias, what a newer PEFT adds) would be computed
-# wrongly here, or in part.
+# Fields of PEFT's LoraConfig that its layers compute with, or that matter in training alone. An adapter that sets any
+# other one (modules_to_save, bias, what a newer PEFT adds) would be computed wrongly here, or in part.
 FIELDS = {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "use_dora", "rank_pattern",
           "alpha_pattern", "layers_to_transform", "layers_pattern", "init_lora_weights", "lora_dropout", "eva_config",
           "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
@@ -30,16 +27,13 @@ INITS = (True, False, None, "gaussian", "eva", "orthogonal")        # of adapter
 class AddingLinear(Linear):
     """PEFT's LoRA linear layer whose update is added by the matrix product that makes it.
 
-    PEFT's own forward writes the update, scales it and adds it: three more passes over memory as
-    wide as the output, which at rank 16 take longer than the products. Same numbers but for
-    rounding, same names and files.
+    PEFT's own forward writes the update, scales it and adds it: three more passes over memory as wide as the output,
+    which at rank 16 take longer than the products. Same numbers but for rounding, same names and files.
     """
     adds_in_place = True        # False copies the base's output first: recomputation may have kept it
 
     def forward(self, x, *args, **kwargs):
-        """x (..., in_features) -> (..., out_features); anything but plain training or inference is
-        PEFT's.
-        """
+        """x (..., in_features) -> (..., out_features); anything but plain training or inference is PEFT's."""
         if self.disable_adapters or self.merged or args or kwargs:
             return super().forward(x, *args, **kwargs)
         rows = x.flatten(0, -2)       # in-place addition to a view would copy the gradient
@@ -53,9 +47,9 @@ class AddingLinear(Linear):
 def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=False, dora=False, task="CAUSAL_LM"):
     """Wrap a model in fp32 adapters; the base is frozen. rslora, dora: of PEFT's LoraConfig.
 
-    layers: its decoder layers; only linear modules in them get adapters. targets: "all-linear" or
-    comma-separated module name endings. base_name: written into the adapter's config. task: of
-    PEFT's; None: not a transformers model. Raises UserError when a target matches nothing.
+    layers: its decoder layers; only linear modules in them get adapters. targets: "all-linear" or comma-separated
+    module name endings. base_name: written into the adapter's config. task: of PEFT's; None: not a transformers model.
+    Raises UserError when a target matches nothing.
     """
     linear = {name for layer in layers for name, module in layer.named_modules() if isinstance(module, torch.nn.Linear)}
     if targets == "all-linear":
@@ -89,11 +83,9 @@ def attach(model, config, base_name=None, autocast=True):
 
 
 def check_config(folder, refused=(), whole=()):
-    """Raise UserError unless a folder has the configuration of a LoRA adapter of which nothing but
-    FIELDS is set.
+    """Raise UserError unless a folder has the configuration of a LoRA adapter of which nothing but FIELDS is set.
 
-    refused: those of FIELDS that must not be set either. whole: modules that may be saved beside
-    the adapters.
+    refused: those of FIELDS that must not be set either. whole: modules that may be saved beside the adapters.
     """
     path = Path(folder) / "adapter_config.json"
     if not path.is_file():
@@ -114,11 +106,10 @@ def check_config(folder, refused=(), whole=()):
 
 
 def add_saved(model, folder, refused=(), whole=()):
-    """Wrap a model in the adapters of a PEFT folder, their weights not yet loaded. Raises
-    UserError.
+    """Wrap a model in the adapters of a PEFT folder, their weights not yet loaded. Raises UserError.
 
-    They are computed by PEFT's own forward: plain LoRA, rsLoRA, DoRA, ranks and scales by layer.
-    refused, whole: of check_config.
+    They are computed by PEFT's own forward: plain LoRA, rsLoRA, DoRA, ranks and scales by layer. refused,
+    whole: of check_config.
     """
     check_config(folder, refused, whole)
     try:
@@ -145,9 +136,8 @@ def adapter_weights(model):
 
 
 def init_adapters(model, seed):
-    """Fill new adapters: A as PEFT does (Kaiming uniform), B with zeros, DoRA's magnitudes with the
-    lengths of the base's rows, whole modules with the base's; that must be there already. The same
-    for any sharding of the same seed.
+    """Fill new adapters: A as PEFT does (Kaiming uniform), B with zeros, DoRA's magnitudes with the lengths of the
+    base's rows, whole modules with the base's; that must be there already. The same for any sharding of the same seed.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in adapter_weights(model).items():
@@ -172,8 +162,7 @@ def init_adapters(model, seed):
 def switched_off(model):
     """Within this context the model computes as its base. For a forward without gradients.
 
-    PEFT's own disable_adapter also changes requires_grad, which FSDP2 copies when it gathers a
-    layer.
+    PEFT's own disable_adapter also changes requires_grad, which FSDP2 copies when it gathers a layer.
     """
     layers = [(module, module._disable_adapters) for module in model.modules() if isinstance(module, BaseTunerLayer)]
     for layer, _ in layers:
@@ -186,18 +175,14 @@ def switched_off(model):
 
 
 def save_config(model, folder):
-    """adapter_config.json; beside adapter_weights in adapter_model.safetensors
-    PeftModel.from_pretrained loads it.
-    """
+    """adapter_config.json; beside adapter_weights in adapter_model.safetensors PeftModel.from_pretrained loads it."""
     config = copy.copy(model.peft_config["default"])
     config.inference_mode = True
     config.save_pretrained(folder)
 
 
 def load_adapters(model, folder):
-    """Copy a saved adapter into a freshly wrapped model, sharded or not; raises UserError when it
-    does not fit.
-    """
+    """Copy a saved adapter into a freshly wrapped model, sharded or not; raises UserError when it does not fit."""
     saved = json_files.read_object(Path(folder) / "adapter_config.json")
     ours = model.peft_config["default"]
     for key in ("r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "use_dora"):

@@ -1,14 +1,13 @@
-"""Speak with Higgs-Audio V2: a base model, a fine-tuned checkpoint, or a base with a trained
-adapter.
+"""Speak with Higgs-Audio V2: a base model, a fine-tuned checkpoint, or a base with a trained adapter.
 
     python speech/generate_tts.py --model_path bosonai/higgs-audio-v2-generation-3B-base --adapter out/checkpoint-500 \
         --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --text "Good morning." --output_dir spoken
     torchrun --nproc_per_node=8 speech/generate_tts.py ... --prompts prompts.json   # every GPU takes its share
 
-For each prompt: <name>.wav (24 kHz), <name>.png (mel spectrogram) and <name>.json with text, seed,
-frames, seconds, real_time_factor (seconds of computing per second of speech, of its whole batch)
-and ended_by: "eos" when the model stopped by itself, "length" when --max_seconds cut it off. The
-same seed and batch size give the same speech on any number of GPUs.
+For each prompt: <name>.wav (24 kHz), <name>.png (mel spectrogram) and <name>.json with text, seed, frames, seconds,
+real_time_factor (seconds of computing per second of speech, of its whole batch) and ended_by: "eos" when the model
+stopped by itself, "length" when --max_seconds cut it off. The same seed and batch size give the same speech on any
+number of GPUs.
 """
 import sys
 from pathlib import Path
@@ -103,8 +102,8 @@ from common import adapters  # isort: skip      # after weights, which explains 
 def read_texts(texts, prompts, normalize, *, reference_audio, reference_text, system, scene):
     """The Samples to speak; raises UserError. prompts: file to take instead of the texts, or None.
 
-    normalize: of generate.read_prompts. reference_audio, reference_text, system, scene: of
-    generate.text_prompts, for texts and lines.
+    normalize: of generate.read_prompts. reference_audio, reference_text, system, scene: of generate.text_prompts, for texts
+    and lines.
     """
     if prompts and prompts.lower().endswith(CHATML):
         return generate.read_prompts(prompts, normalize)
@@ -113,8 +112,8 @@ def read_texts(texts, prompts, normalize, *, reference_audio, reference_text, sy
 
 
 def earlier_results(output_dir, overwrite):
-    """Make the output folder, this run's from here on; files of an earlier run in it, which only
-    --overwrite allows. Raises UserError.
+    """Make the output folder, this run's from here on; files of an earlier run in it, which only --overwrite allows.
+    Raises UserError.
     """
     checkpoint.own_output(output_dir)
     old = [path for path in Path(output_dir).iterdir()
@@ -185,8 +184,7 @@ def base_dtype(name, device):
 
 
 def load_to_speak(folder, config, adapter, dtype, device):
-    """Native model for generate on the device, in eval mode; an adapter stays beside its frozen
-    base, in fp32.
+    """Native model for generate on the device, in eval mode; an adapter stays beside its frozen base, in fp32.
 
     config: the folder's config.json dict. adapter: PEFT folder or None. Raises UserError.
     """

@@ -1,9 +1,8 @@
 """Writes a checkpoint once more: native or in the 2025 layout, with an adapter folded in or not.
 
-The 2025 layout is the one boson-ai's own code serves. Higgs TTS 3 has one layout, with its codec
-and both copies of the tied tables inside, which sglang-omni and vllm-omni serve. Weights go from
-file to file tensor by tensor, so no more than one output file (and the largest tensor in fp32) is
-ever in memory. The folder appears whole or not at all.
+The 2025 layout is the one boson-ai's own code serves. Higgs TTS 3 has one layout, with its codec and both copies of the
+tied tables inside, which sglang-omni and vllm-omni serve. Weights go from file to file tensor by tensor, so no more
+than one output file (and the largest tensor in fp32) is ever in memory. The folder appears whole or not at all.
 """
 import json
 import math
@@ -19,14 +18,13 @@ from speech.model import versions, weights
 
 def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**9, find_folds=None, codec=None,
            trained=None):
-    """Write the checkpoint `source` (folder or hub name, either layout) into output_dir; returns
-    notes to print.
+    """Write the checkpoint `source` (folder or hub name, either layout) into output_dir; returns notes to print.
 
-    layout: of choices.LAYOUTS. dtype: of choices.DTYPES, or None: as the files have it, but float32
-    where an adapter is folded in, since bf16 rounds away most of what a small update changed.
-    shard_bytes: limit of one weight file. find_folds(model on the meta device) -> {weight name:
-    fp32 tensor -> fp32 tensor}. codec: see weights.save_config. trained: folder whose wording.FILE
-    comes along, None: source's. Raises UserError, also when output_dir holds something.
+    layout: of choices.LAYOUTS. dtype: of choices.DTYPES, or None: as the files have it, but float32 where an adapter is
+    folded in, since bf16 rounds away most of what a small update changed. shard_bytes: limit of one weight file.
+    find_folds(model on the meta device) -> {weight name: fp32 tensor -> fp32 tensor}. codec: see weights.save_config.
+    trained: folder whose wording.FILE comes along, None: source's. Raises UserError, also when output_dir holds
+    something.
     """
     folder, config = weights.find_model(source)
     model_module, third = versions.module(config), versions.is_third(config["model_type"])
@@ -77,9 +75,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
 
 
 def plan_files(sizes, limit):
-    """[{name: bytes}] of each file: in order, each up to `limit` bytes; a larger tensor gets a file
-    of its own.
-    """
+    """[{name: bytes}] of each file: in order, each up to `limit` bytes; a larger tensor gets a file of its own."""
     files = [{}]
     for name, size in sizes.items():
         if files[-1] and sum(files[-1].values()) + size > limit:
@@ -95,9 +91,7 @@ def read(parts, dtype, fold):
 
 
 def write_index(folder, files):
-    """The index that from_pretrained reads when there are several weight files; files: [{name:
-    bytes}].
-    """
+    """The index that from_pretrained reads when there are several weight files; files: [{name: bytes}]."""
     places = {name: tensor_files.file_name("model", number, len(files)) for number, file in enumerate(files)
               for name in file}
     total = sum(size for file in files for size in file.values())

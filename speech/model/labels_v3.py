@@ -138,14 +138,14 @@ def undelay(rows):
     return torch.stack([rows[k:k + frames, k] for k in range(books)], dim=1)
 
 
-def label_mask(frames, books=8, bos=False):
+def label_mask(frames, books=8):
     """(T + 7, 8) bool, True where a cell of delay's rows is trained: codes and every EOC, and BOC
     where `bos`.
     """
     # BOC is forced by the server while the delay builds up; EOC it never fills in, so they are
     # learnt
     row, book = torch.arange(frames + books - 1)[:, None], torch.arange(books)
-    return (row >= book) | bos
+    return row >= book
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,11 +1,9 @@
-"""Higgs TTS 3 (higgs-audio-v3-tts-4b, higgs-tts-3-4b): the model, its sequences, its loss and its
-step machine.
+"""Higgs TTS 3 (higgs-audio-v3-tts-4b, higgs-tts-3-4b): the model, its sequences, its loss and its step machine.
 
-The model is a plain Qwen3 body and one audio table of num_codebooks x codebook_size rows that is
-both the embedding and the head. labels_v3.py has the layout of its sequences.
+The model is a plain Qwen3 body and one audio table of num_codebooks x codebook_size rows that is both the embedding and
+the head. labels_v3.py has the layout of its sequences.
 
-The weights are for research and non-commercial use (Boson Higgs TTS 3 licence); none are part of
-this project.
+The weights are for research and non-commercial use (Boson Higgs TTS 3 licence); none are part of this project.
 """
 import shutil
 from dataclasses import dataclass
@@ -53,23 +51,19 @@ NORMED = {"g": "parametrizations.weight.original0", "v": "parametrizations.weigh
 OWN_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
              "merges.txt", "chat_template.jinja", "LICENSE", "NOTICE")      # of a folder, beside its weights
 
-# --------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # What speech/model/versions.py's module() promises, beside what is imported above and follows below
 
 
 def text_setting(wanted):
-    """--normalize_text as "on" or "off"; off where nothing is wanted, as the servers have it.
-    Raises UserError.
-    """
+    """--normalize_text as "on" or "off"; off where nothing is wanted, as the servers have it. Raises UserError."""
     if wanted == "on":
         raise UserError("--normalize_text on: Higgs TTS 3 is served texts as they are; leave it off")
     return "off"
 
 
 def own_codec(folder, config_dict, output_dir):
-    """The codec inside a model folder, unpacked in output_dir -> its folder there. Raises
-    UserError.
-    """
+    """The codec inside a model folder, unpacked in output_dir -> its folder there. Raises UserError."""
     return unpack_codec(folder, config_dict, Path(output_dir) / "codec")
 
 
@@ -103,8 +97,7 @@ def weight_names(native):
 
 
 def save_config(native, tokenizer, folder, source, codec=None):
-    """The files of a checkpoint beside its weights, as they stand in `source` -> {}: nothing is
-    made.
+    """The files of a checkpoint beside its weights, as they stand in `source` -> {}: nothing is made.
 
     source: the folder of the model that was trained from.
     """
@@ -114,13 +107,12 @@ def save_config(native, tokenizer, folder, source, codec=None):
     return {}
 
 
-# --------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # Ids and configuration
 
 
 def load_tokenizer(folder):
-    """The checkpoint's own tokenizer; Qwen3's has other tokens at the same ids. Raises UserError.
-    """
+    """The checkpoint's own tokenizer; Qwen3's has other tokens at the same ids. Raises UserError."""
     path = Path(folder) / "tokenizer.json"
     try:
         return PreTrainedTokenizerFast(tokenizer_file=str(path), clean_up_tokenization_spaces=False)
@@ -129,8 +121,7 @@ def load_tokenizer(folder):
 
 
 def token_ids(tokenizer, config):
-    """Ids by the tokens' names. Raises UserError where one is missing, or has no row in the model.
-    """
+    """Ids by the tokens' names. Raises UserError where one is missing, or has no row in the model."""
     vocabulary = tokenizer.get_vocab()
     found = {name: vocabulary.get(token) for name, token in TOKENS.items()}
     if missing := [TOKENS[name] for name, i in found.items() if i is None and name != "ref_text"]:
@@ -142,8 +133,7 @@ def token_ids(tokenizer, config):
 
 
 def read_config(config):
-    """Qwen3Config of a config.json dict, with num_codebooks, codebook_size and the two stream ids
-    of the audio table.
+    """Qwen3Config of a config.json dict, with num_codebooks, codebook_size and the two stream ids of the audio table.
 
     Raises UserError for another model type and for variants whose sequences would be others.
     """
@@ -172,14 +162,12 @@ def read_config(config):
     return native
 
 
-# --------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # Model
 
 
 class Higgs3(nn.Module):
-    """Qwen3 body and the audio table. Parameter names of the layers are the published ones; see
-    OURS for the tables.
-    """
+    """Qwen3 body and the audio table. Parameter names of the layers are the published ones; see OURS for the tables."""
 
     def __init__(self, config):
         """config: of read_config."""
@@ -201,8 +189,7 @@ class Higgs3(nn.Module):
 
 
 class PackedHiggs3(nn.Module):
-    """What DDP wraps: forward(batch) -> sums, not means, so that any split over ranks and
-    micro-steps adds up.
+    """What DDP wraps: forward(batch) -> sums, not means, so that any split over ranks and micro-steps adds up.
 
     net: a Higgs3, or the PeftModel around it. recompute: of flags.MODES, or None.
     """
@@ -210,8 +197,7 @@ class PackedHiggs3(nn.Module):
     def __init__(self, net, recompute=None):
         super().__init__()
         self.net = net
-        # in a list, where torch does not look for modules: else its parameters would be registered
-        # twice
+        # in a list, where torch does not look for modules: else its parameters would be registered twice
         self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
         recomputation.leave_products(net, recompute)
         fused.use(self.base_model)
@@ -240,12 +226,11 @@ class PackedHiggs3(nn.Module):
                          max_length_q=batch.longest).last_hidden_state[0]
 
     def forward(self, batch):
-        """(audio (K,), text (), eos (5,)) of a labels.PackedBatch: fp32 sums over its targets, as
-        PackedHiggs has them.
+        """(audio (K,), text (), eos (5,)) of a labels.PackedBatch: fp32 sums over its targets, as PackedHiggs has them.
 
-        text is 0: text is not trained. eos (detached): of the EOC targets cross-entropy, correct
-        argmax and number; of codebook 0, whose first EOC ends speech, how many of those first ones
-        are right, and how many codes are taken for EOC.
+        text is 0: text is not trained. eos (detached): of the EOC targets cross-entropy, correct argmax and number;
+        of codebook 0, whose first EOC ends speech, how many of those first ones are right, and how many codes are
+        taken for EOC.
         """
         config, books = self.base_model.config, self.base_model.config.num_codebooks
         places = torch.cat([batch.text_pos, batch.audio_pos]).index_select(0, batch.audio_rows)
@@ -282,13 +267,12 @@ def loss_report(sums, reduction, text_weight, prefix):
     return named(values, sums, prefix)
 
 
-# --------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # Files
 
 
 def empty_model(config_dict, dtype, folder=None):
-    """Higgs3 with its parameters on the meta device: names, shapes and dtypes, no memory;
-    reset_buffers is to follow.
+    """Higgs3 with its parameters on the meta device: names, shapes and dtypes, no memory; reset_buffers is to follow.
 
     config_dict: of config.json. folder: where that stands; nothing else is read there.
     """
@@ -310,8 +294,8 @@ def reset_buffers(model, device):
 def weight_parts(folder, config_dict=None):
     """{our name: [slice handle]} of a folder's model weights, the codec's aside. Raises UserError.
 
-    The files hold both tables twice, as embedding and as head; copies that differ are refused:
-    served, the model would be another than the one trained.
+    The files hold both tables twice, as embedding and as head; copies that differ are refused: served, the model would
+    be another than the one trained.
     """
     found = tensor_files.open_tensors(tensor_files.files_in(folder, "model"))
     if not found:
@@ -338,11 +322,10 @@ def published(named):
 
 
 def whole_files(tensors, folder, codec=None):
-    """{name in the files: (slice handles, dtype, fold)} of a folder as servers want it, from that
-    of our names.
+    """{name in the files: (slice handles, dtype, fold)} of a folder as servers want it, from that of our names.
 
-    Both heads beside their tables, and the codec: that of `codec`, a native folder, or the one
-    inside `folder`. Raises UserError without any: no server loads such a folder.
+    Both heads beside their tables, and the codec: that of `codec`, a native folder, or the one inside `folder`. Raises
+    UserError without any: no server loads such a folder.
     """
     tensors = published(tensors)
     for head, table in HEADS.items():
@@ -358,20 +341,16 @@ def whole_files(tensors, folder, codec=None):
 
 
 def codec_parts(folder):
-    """{codec's own name: slice handle} of the codec that a folder's weights contain; {} if none.
-    Raises UserError.
-    """
+    """{codec's own name: slice handle} of the codec that a folder's weights contain; {} if none. Raises UserError."""
     found = tensor_files.open_tensors(tensor_files.files_in(folder, "model"))
     return {name.removeprefix(CODEC): part for name, part in found.items() if name.startswith(CODEC)}
 
 
 def unpack_codec(folder, config_dict, into):
-    """Write the codec inside a checkpoint to the folder `into` as a native one in fp32, unless it
-    is there; -> into.
+    """Write the codec inside a checkpoint to the folder `into` as a native one in fp32, unless it is there; -> into.
 
-    Its configuration is that of the released tokenizer, which the servers ship, unless config.json
-    has another under "audio_tokenizer_config". Raises UserError unless every weight is there, and
-    where `into` is something else.
+    Its configuration is that of the released tokenizer, which the servers ship, unless config.json has another under
+    "audio_tokenizer_config". Raises UserError unless every weight is there, and where `into` is something else.
     """
     from transformers import HiggsAudioV2TokenizerConfig, HiggsAudioV2TokenizerModel
     into, parts = Path(into), codec_parts(folder)
@@ -413,9 +392,7 @@ def holds(folder, parts):
 
 
 def load(folder, dtype=torch.float32, device="cpu"):
-    """(Higgs3 in eval mode on the device, Ids) of a checkpoint folder. Raises UserError unless it
-    is exactly that.
-    """
+    """(Higgs3 in eval mode on the device, Ids) of a checkpoint folder. Raises UserError unless it is exactly that."""
     folder = Path(folder)
     model = empty_model(json_files.read_object(folder / "config.json"), dtype)
     ids, parts = token_ids(load_tokenizer(folder), model.config), weight_parts(folder)
@@ -426,17 +403,15 @@ def load(folder, dtype=torch.float32, device="cpu"):
     return model.eval(), ids
 
 
-# --------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # Speaking
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a code is drawn, by itself in each codebook; the defaults are those of sglang-omni's
-    speech endpoint.
+    """How a code is drawn, by itself in each codebook; the defaults are those of sglang-omni's speech endpoint.
 
-    temperature 0: the likeliest. top_k 0 and top_p 1: off. max_new_tokens: rows that a prompt may
-    take.
+    temperature 0: the likeliest. top_k 0 and top_p 1: off. max_new_tokens: rows that a prompt may take.
     """
     temperature: float = DRAWS["temperature"]
     top_p: float = DRAWS["top_p"]
@@ -446,9 +421,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class State:
-    """Where a stream stands: rows so far, up to num_codebooks; rows left after codebook 0's EOC,
-    None before it.
-    """
+    """Where a stream stands: rows so far, up to num_codebooks; rows left after codebook 0's EOC, None before it."""
     rows: int = 0
     left: int | None = None
 
@@ -473,9 +446,8 @@ def draw(logits, sampling, generator=None):
 def step(logits, state, sampling, generator=None):
     """(row (8,) int64, State, done): one row from logits (8, 1026); sglang-omni's machine.
 
-    state: State() at the start (or None). While the delay builds up, codebooks that have not begun
-    get BOC; the first EOC of codebook 0 after that lets K - 2 more rows follow, the last of which
-    is kept. Nothing else is forced.
+    state: State() at the start (or None). While the delay builds up, codebooks that have not begun get BOC; the first
+    EOC of codebook 0 after that lets K - 2 more rows follow, the last of which is kept. Nothing else is forced.
     """
     state = state or State()
     row = draw(logits, sampling, generator)
@@ -491,11 +463,9 @@ def step(logits, state, sampling, generator=None):
 
 @torch.no_grad()
 def forced_logits(model, prompt, ref_rows, rows):      # noqa: F811
-    """float32 (T + 7, 8, 1026) logits of every row, each from the prompt and the true rows before
-    it.
+    """float32 (T + 7, 8, 1026) logits of every row, each from the prompt and the true rows before it.
 
-    prompt: (input_ids, is_audio) of prompt(). ref_rows: (R, 8) or None. rows: (T + 7, 8) of
-    delay().
+    prompt: (input_ids, is_audio) of prompt(). ref_rows: (R, 8) or None. rows: (T + 7, 8) of delay().
     """
     input_ids, is_audio = (torch.as_tensor(values).to(model.audio_embedding.weight.device) for values in prompt)
     rows = torch.as_tensor(rows).to(input_ids.device)
@@ -520,8 +490,8 @@ def embed_prompt(model, input_ids, is_audio, ref_rows):
 def generate(model, prompts, sampling, seed, asked=lambda: False):
     """[(codes (T, 8) int64 on the CPU, ended_by "eos" | "length" | "time")] of a batch of prompts.
 
-    prompts: [(input_ids, is_audio, ref_rows or None)]. asked: asked once a row; True ends all. The
-    draws of a prompt depend on seed and its place in the batch, not on the other prompts.
+    prompts: [(input_ids, is_audio, ref_rows or None)]. asked: asked once a row; True ends all. The draws of a prompt
+    depend on seed and its place in the batch, not on the other prompts.
     """
     device, books = model.audio_embedding.weight.device, model.config.num_codebooks
     embedded = [embed_prompt(model, torch.as_tensor(i).to(device), torch.as_tensor(a).to(device), r)

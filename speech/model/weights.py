@@ -1,9 +1,8 @@
-"""Higgs-Audio V2 checkpoints: finding, checking, loading into any sharding, saving what
-from_pretrained reads.
+"""Higgs-Audio V2 checkpoints: finding, checking, loading into any sharding, saving what from_pretrained reads.
 
-A model starts empty on torch's meta device and takes its weights from the files row by row, so no
-process ever holds more than it trains. Native checkpoints and the original 2025 format are read;
-missing, unexpected or misshapen weights stop the run.
+A model starts empty on torch's meta device and takes its weights from the files row by row, so no process ever holds
+more than it trains. Native checkpoints and the original 2025 format are read; missing, unexpected or misshapen weights
+stop the run.
 """
 import json
 import shutil
@@ -40,8 +39,7 @@ EXTRA_FILES = ("processor_config.json", "preprocessor_config.json", "chat_templa
 
 
 def find_checkpoint(name, flag, model_types, advice):
-    """(local folder, its config.json as a dict) of a checkpoint given as a path or hub name. Raises
-    UserError.
+    """(local folder, its config.json as a dict) of a checkpoint given as a path or hub name. Raises UserError.
 
     advice: {model_type of some other checkpoint: what to tell the user who gave it}.
     """
@@ -75,9 +73,7 @@ def find_codec(name, flag="--audio_tokenizer_path"):
 
 
 def native_config(config):
-    """HiggsAudioV2Config of a config.json dict, native or 2025 format. Raises UserError for
-    variants never released.
-    """
+    """HiggsAudioV2Config of a config.json dict, native or 2025 format. Raises UserError for variants never released."""
     if config["model_type"] == "higgs_audio_v2":
         native = HiggsAudioV2Config.from_dict(config)
     else:
@@ -92,9 +88,8 @@ def native_config(config):
 def empty_model(config, dtype, folder=None):
     """Native model with its text head on the meta device: names, shapes and dtypes, no memory.
 
-    config: HiggsAudioV2Config. folder: takes over the generation_config.json there if it is a
-    native one. The 2025 format's ends at a token that speech never reaches and has no repetition
-    guard: generate would run to its limit.
+    config: HiggsAudioV2Config. folder: takes over the generation_config.json there if it is a native one. The 2025
+    format's ends at a token that speech never reaches and has no repetition guard: generate would run to its limit.
     """
     with torch.device("meta"):
         model = HiggsAudioV2ForConditionalGeneration(config, use_text_head=True).to(dtype)
@@ -108,18 +103,14 @@ def empty_model(config, dtype, folder=None):
 
 
 def released_generation(config):
-    """GenerationConfig with the released model's settings and this config's ids: sampling,
-    repetition guard, ending.
-    """
+    """GenerationConfig with the released model's settings and this config's ids: sampling, repetition guard, ending."""
     return GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id,
                             pad_token_id=config.pad_token_id, do_sample=True, temperature=1.0, top_k=50, top_p=0.95,
                             ras_win_len=7, ras_win_max_num_repeat=2, use_text_head=True)
 
 
 def weight_parts(folder, config):
-    """{native name: [slice handles]} of a native or 2025-format folder; config: its config.json
-    dict. UserError.
-    """
+    """{native name: [slice handles]} of a native or 2025-format folder; config: its config.json dict. UserError."""
     found = tensor_files.open_tensors(tensor_files.files_in(folder, "model"))
     if not found:
         raise UserError(f"{folder}: holds no weights (model.safetensors, or model-*-of-*.safetensors)")
@@ -130,9 +121,7 @@ def weight_parts(folder, config):
 
 
 def check_weights(model, parts, folder):
-    """Raise UserError unless the files hold exactly the model's weights. model: a native model,
-    bare of adapters.
-    """
+    """Raise UserError unless the files hold exactly the model's weights. model: a native model, bare of adapters."""
     wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
     if problem := tensor_files.compare(wanted, parts):
         hint = " (saved by a trainer that dropped the text head; copy it from the base model)" \
@@ -141,17 +130,13 @@ def check_weights(model, parts, folder):
 
 
 def load_weights(weights, parts, world=None):
-    """Fill {native name: tensor, plain or a shard} from weight_parts. world: as in
-    tensor_files.read_once.
-    """
+    """Fill {native name: tensor, plain or a shard} from weight_parts. world: as in tensor_files.read_once."""
     for name, tensor in weights.items():
         tensor_files.read_once(world, tensor.detach(), partial(tensor_files.read_into, tensor.detach(), parts[name]))
 
 
 def reset_buffers(model, device):
-    """Compute the buffers that no file holds on `device`: memory given to a model from the meta
-    device is unset.
-    """
+    """Compute the buffers that no file holds on `device`: memory given to a model from the meta device is unset."""
     inner, config = model.model, model.config
     inner.rotary_emb = type(inner.rotary_emb)(config).to(device)
     inner.embed_audio_tokens.audio_tokens_offsets = torch.arange(config.num_codebooks, device=device) \
@@ -162,9 +147,7 @@ def reset_buffers(model, device):
 
 
 def load_model(folder, config, dtype):
-    """Whole native model with its text head on the CPU. config: the folder's config.json dict.
-    Raises UserError.
-    """
+    """Whole native model with its text head on the CPU. config: the folder's config.json dict. Raises UserError."""
     model, parts = empty_model(native_config(config), dtype, folder), weight_parts(folder, config)
     check_weights(model, parts, folder)
     model.to_empty(device="cpu")
@@ -182,11 +165,9 @@ def load_tokenizer(folder):
 
 
 def save_config(model, tokenizer, folder, source, codec=None):
-    """The files of a native checkpoint beside its weights. -> {file that source did not have: what
-    was made of it}.
+    """The files of a native checkpoint beside its weights. -> {file that source did not have: what was made of it}.
 
-    codec: folder or hub name that the processor shall name as its codec; None: what source names,
-    else the hub's.
+    codec: folder or hub name that the processor shall name as its codec; None: what source names, else the hub's.
     """
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
@@ -208,9 +189,7 @@ def save_config(model, tokenizer, folder, source, codec=None):
 
 
 def save_processor(folder, tokenizer):
-    """Processor files for a base without any, as 2025-format ones are; the codec's name is still to
-    be put in.
-    """
+    """Processor files for a base without any, as 2025-format ones are; the codec's name is still to be put in."""
     extractor = DacFeatureExtractor(feature_size=1, sampling_rate=24000, hop_length=960)    # the released codec's
     extractor.save_pretrained(folder)
     template = Path(__file__).with_name("chat_template.jinja").read_text()

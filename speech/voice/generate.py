@@ -1,10 +1,9 @@
-"""Speak with Higgs-Audio V2: prompts as in training, transformers' own generate, codes -> waveform,
-picture, files.
+"""Speak with Higgs-Audio V2: prompts as in training, transformers' own generate, codes -> waveform, picture, files.
 
-A prompt takes the trainer's path from conversation to tokens (conversations.py, dataset.py,
-labels.py) and is cut off after the last <|audio_out_bos|>, so the model hears what it was trained
-on. Generation is the native class' with what it needs beyond its defaults: the end-of-stream id,
-repetition-aware sampling, room for the delay pattern, and a time limit.
+A prompt takes the trainer's path from conversation to tokens (conversations.py, dataset.py, labels.py) and is cut off
+after the last <|audio_out_bos|>, so the model hears what it was trained on. Generation is the native class' with what
+it needs beyond its defaults: the end-of-stream id, repetition-aware sampling, room for the delay pattern, and a time
+limit.
 """
 import io
 import json
@@ -47,7 +46,7 @@ MEL_BANDS, MEL_WINDOW, MEL_HOP = 80, 1024, 240      # 10 ms a column
 MEL_HERTZ = (500, 1000, 2000, 4000, 8000)           # marked in a picture
 UNDRAWN = re.compile("[\u0590-\u1dff\u2e80-\U0010ffff]")      # scripts that matplotlib's font would draw as boxes
 
-# --------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # Prompts
 
 
@@ -66,11 +65,10 @@ class Prompt:
 
 
 def read_prompts(path, normalize):
-    """Samples of a prompt file: ChatML (.json, .jsonl; with or without the target clip), a list of
-    Seed-TTS-eval (.lst), else one text a line.
+    """Samples of a prompt file: ChatML (.json, .jsonl; with or without the target clip), a list of Seed-TTS-eval
+    (.lst), else one text a line.
 
-    normalize: the texts to speak, by text_normalization.normalise. Raises UserError with every
-    prompt that cannot be used.
+    normalize: the texts to speak, by text_normalization.normalise. Raises UserError with every prompt that cannot be used.
     """
     path, problems = Path(path), []
     if path.suffix.lower() == ".lst":
@@ -95,8 +93,7 @@ def read_lines(path):
 
 
 def text_prompts(named_texts, normalize, reference_audio=None, reference_text=None, system=None, scene=None):
-    """[(name, text)] -> Samples: plain, or in the voice of one reference clip with its transcript.
-    Raises UserError.
+    """[(name, text)] -> Samples: plain, or in the voice of one reference clip with its transcript. Raises UserError.
 
     normalize: of read_prompts. system: of all of them; None: by each text, as in training.
     """
@@ -119,9 +116,8 @@ def text_prompts(named_texts, normalize, reference_audio=None, reference_text=No
 
 
 def list_prompts(path, normalize):
-    """Samples of a meta.lst of BytedanceSpeech/seed-tts-eval: `name|text of the
-    voice|voice.wav|text[|truth.wav]` a line; paths are relative to the list. normalize: of
-    read_prompts. Raises UserError.
+    """Samples of a meta.lst of BytedanceSpeech/seed-tts-eval: `name|text of the voice|voice.wav|text[|truth.wav]` a
+    line; paths are relative to the list. normalize: of read_prompts. Raises UserError.
     """
     paths, samples, problems = Paths(path.parent), [], []
     for where, line in read_lines(path):
@@ -145,8 +141,8 @@ def list_prompts(path, normalize):
 def prepare(samples, tokenizer, ids, codec, bandwidth, room, numbers=None):
     """Samples of canonical_prompt -> Prompts, their clips encoded. codec: as load_codec gives it.
 
-    room: tokens a prompt may have. numbers: which prompts these are, for their names (default: 0,
-    1, ...). Raises UserError with every prompt that is too long or whose audio is bad.
+    room: tokens a prompt may have. numbers: which prompts these are, for their names (default: 0, 1, ...). Raises
+    UserError with every prompt that is too long or whose audio is bad.
     """
     builder, problems, codes = TableBuilder(tokenizer, ids), [], {}
     for sample in samples:
@@ -206,9 +202,7 @@ def clip_seconds(clip):
 
 
 def prompt_batch(prompts, ids):
-    """Keyword arguments of generate: tokens padded on the left, code rows on the right, int64 on
-    the CPU.
-    """
+    """Keyword arguments of generate: tokens padded on the left, code rows on the right, int64 on the CPU."""
     width, rows = max(len(p.tokens) for p in prompts), max(len(p.audio_ids) for p in prompts)
     input_ids = np.full((len(prompts), width), ids.pad)
     audio_ids = np.full((len(prompts), rows, ids.num_codebooks), ids.stream_eos)
@@ -222,7 +216,7 @@ def prompt_batch(prompts, ids):
     return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
-# --------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # Generation
 
 
@@ -230,9 +224,7 @@ DRAW_FLAGS = ("temperature", "top_k", "top_p", "ras_window", "ras_repeats")
 
 
 def draws(config, given):
-    """{name of DRAW_FLAGS: value}: what is given, else the model's own default. Raises UserError.
-    None is not given.
-    """
+    """{name of DRAW_FLAGS: value}: what is given, else the model's own default. Raises UserError. None is not given."""
     given, own = {name: value for name, value in given.items() if value is not None}, versions.module(config).DRAWS
     need(given.keys() <= own.keys(), "--ras_window and --ras_repeats: not of Higgs TTS 3")
     return {**own, **given}
@@ -241,10 +233,9 @@ def draws(config, given):
 def sampling(config, max_seconds, **given):
     """Settings for generate(): a GenerationConfig of the native class, or a higgs3.Sampling.
 
-    max_seconds: of speech. given: of draws. temperature 0: greedy, without the random draws of
-    repetition-aware sampling. ras_window, ras_repeats: a code that stands so often among so many
-    before it is drawn again from the untempered distribution (0 = off). Raises UserError. Never
-    without an end-of-stream id: generation would not stop.
+    max_seconds: of speech. given: of draws. temperature 0: greedy, without the random draws of repetition-aware
+    sampling. ras_window, ras_repeats: a code that stands so often among so many before it is drawn again from the
+    untempered distribution (0 = off). Raises UserError. Never without an end-of-stream id: generation would not stop.
     """
     how = draws(config, given)
     if versions.is_third(config.model_type):
@@ -278,9 +269,8 @@ class Deadline(StoppingCriteria):
 def generate(native, prompts, ids, settings, seed, device, moment=float("inf"), asked=lambda: False):
     """[(codes (T, 8) int64, ended_by "eos" | "length" | "time")] of a batch of Prompts.
 
-    native: the model on the device, adapters inside, in eval mode. settings: from sampling(). The
-    draws depend on seed and batch alone, and leave torch's random state as it was. moment, asked:
-    as for Deadline.
+    native: the model on the device, adapters inside, in eval mode. settings: from sampling(). The draws depend
+    on seed and batch alone, and leave torch's random state as it was. moment, asked: as for Deadline.
     """
     if versions.is_third(native.config.model_type):
         inputs = [(p.tokens, p.is_audio, p.audio_ids) for p in prompts]
@@ -307,8 +297,8 @@ def generate(native, prompts, ids, settings, seed, device, moment=float("inf"), 
 def undelay(rows, ids, cut_by):
     """(R, 8) generated rows, the first all begin-of-stream -> (codes (T, 8), "eos" or cut_by).
 
-    The inverse of labels.delay_rows. Codebook 0's end-of-stream decides the length; a stray special
-    id inside becomes the nearest code, as in transformers' processor.
+    The inverse of labels.delay_rows. Codebook 0's end-of-stream decides the length; a stray special id inside becomes
+    the nearest code, as in transformers' processor.
     """
     ended = np.flatnonzero((rows == ids.stream_eos).all(axis=1))
     rows = rows[:ended[0]] if len(ended) else rows
@@ -328,7 +318,7 @@ def decode(codec, codes):
     return codec.decode(codes).audio_values[0, 0].float().cpu().numpy()
 
 
-# --------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # Pictures and files
 
 
@@ -341,17 +331,13 @@ def log_mel(wave):
 
 
 def mel_places(hertz):
-    """Where a frequency lies on log_mel's axis of bands: band i is drawn from i to i + 1, its peak
-    in the middle.
-    """
+    """Where a frequency lies on log_mel's axis of bands: band i is drawn from i to i + 1, its peak in the middle."""
     top = hertz_to_mel(SAMPLE_RATE / 2, mel_scale="slaney")
     return [hertz_to_mel(float(f), mel_scale="slaney") / top * (MEL_BANDS + 1) - 0.5 for f in hertz]
 
 
 def mel_picture(wave, title):
-    """(H, W, 3) uint8 picture of a waveform's mel spectrogram, made to be read when it is shown
-    half as large.
-    """
+    """(H, W, 3) uint8 picture of a waveform's mel spectrogram, made to be read when it is shown half as large."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     figure = Figure(figsize=(4.4, 2.5), dpi=160, layout="constrained")
@@ -393,11 +379,10 @@ def save_codes(path, codes):
 
 
 def write_sample(folder, name, wave, picture, about):
-    """Write <name>.wav (24 kHz, 16 bit), <name>.png and, when those stand, <name>.json; each
-    appears whole.
+    """Write <name>.wav (24 kHz, 16 bit), <name>.png and, when those stand, <name>.json; each appears whole.
 
-    The JSON file has `about` and "clipped": samples beyond full scale, which 16 bits cut off.
-    Raises UserError for a waveform that is not finite.
+    The JSON file has `about` and "clipped": samples beyond full scale, which 16 bits cut off. Raises UserError for a
+    waveform that is not finite.
     """
     import soundfile
     folder = Path(folder)

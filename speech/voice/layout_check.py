@@ -1,11 +1,9 @@
-"""Which layout of rows a Higgs TTS 3 checkpoint was made with: the losses of some real speech under
-four of them.
+"""Which layout of rows a Higgs TTS 3 checkpoint was made with: the losses of some real speech under four of them.
 
     python speech/evaluate_tts.py --check_layout --model_path bosonai/higgs-tts-3-4b FOLDER_OR_FILE_OF_SPEECH
 
-For the first who has the released weights: labels_v3.py has the layout from the source of two
-servers. Each layout is given to the model as its input and asked back from it; the true one has the
-lowest loss (guessing: 6.93).
+For the first who has the released weights: labels_v3.py has the layout from the source of two servers. Each layout is
+given to the model as its input and asked back from it; the true one has the lowest loss (guessing: 6.93).
 """
 import itertools
 import math
@@ -26,9 +24,7 @@ ROWS = 9        # of each clip that are judged: there the layouts differ, and th
 
 
 def layouts(codes, bos, eos):
-    """{layout: (rows given to the model, the first prediction that counts, rows asked for, mask)}
-    of (T, 8) codes.
-    """
+    """{layout: (rows given to the model, the first prediction that counts, rows asked for, mask)} of (T, 8) codes."""
     books = codes.shape[1]
     rows, mask = delay(codes, bos, eos), label_mask(len(codes), books)
     first = torch.cat([torch.full((1, books), bos), rows])
@@ -38,8 +34,8 @@ def layouts(codes, bos, eos):
 
 
 def losses(model, ids, samples):
-    """{layout: (n, 9)} over n samples [(text ids, (T, 8) codes)]: cross-entropy of each one's first
-    ROWS rows, mean of all labelled cells and of each codebook's.
+    """{layout: (n, 9)} over n samples [(text ids, (T, 8) codes)]: cross-entropy of each one's first ROWS rows, mean of
+    all labelled cells and of each codebook's.
     """
     found = {}
     for text, codes in samples:
@@ -53,11 +49,9 @@ def losses(model, ids, samples):
 
 
 def verdict(found, guessing):
-    """Line that says which layout of `losses` is lowest, and whether that is sure. guessing: the
-    loss of a guess.
+    """Line that says which layout of `losses` is lowest, and whether that is sure. guessing: the loss of a guess.
 
-    Sure is what is lower by three standard errors, clip by clip: layouts that share most inputs lie
-    close together.
+    Sure is what is lower by three standard errors, clip by clip: layouts that share most inputs lie close together.
     """
     best, second = sorted(found, key=lambda name: found[name][:, 0].mean())[:2]
     apart = (found[second] - found[best])[:, 0]
@@ -73,8 +67,7 @@ def verdict(found, guessing):
 
 
 def check(model_path, codec_path, source, n, device, scratch):
-    """Lines that say the losses of the first n samples of a source of speech under each layout.
-    Raises UserError.
+    """Lines that say the losses of the first n samples of a source of speech under each layout. Raises UserError.
 
     scratch: folder for the codec inside a checkpoint.
     """

@@ -1,10 +1,8 @@
-"""--sample_prompts: at every validation of a training run, hear a few prompts spoken by the model
-as it is.
+"""--sample_prompts: at every validation of a training run, hear a few prompts spoken by the model as it is.
 
-Rank 0 generates while the others wait; under FSDP2 the weights are gathered for that time. Speech
-goes to OUTPUT_DIR/samples/step-<N>/ and to TensorBoard or W&B, the stop rate, the length ratio and
-what judges find (scores.py) to metrics.jsonl. The draws are seeded apart, so a run with samples
-trains exactly as one without.
+Rank 0 generates while the others wait; under FSDP2 the weights are gathered for that time. Speech goes to
+OUTPUT_DIR/samples/step-<N>/ and to TensorBoard or W&B, the stop rate, the length ratio and what judges find (scores.py)
+to metrics.jsonl. The draws are seeded apart, so a run with samples trains exactly as one without.
 """
 import shutil
 import time
@@ -29,8 +27,7 @@ MAX_PROMPTS = 64    # a few are meant; generate_tts.py speaks any number
 
 
 def read(path, normalize):
-    """Samples of the file --sample_prompts; raises UserError, also when they are more than a few.
-    """
+    """Samples of the file --sample_prompts; raises UserError, also when they are more than a few."""
     samples = generate.read_prompts(path, normalize)
     if len(samples) > MAX_PROMPTS:
         raise UserError(f"--sample_prompts {path}: {len(samples)} prompts; each validation generates all of them, so "
@@ -39,8 +36,7 @@ def read(path, normalize):
 
 
 def load(path, normalize, seconds, judging, heard_by):
-    """(Prompts of --sample_prompts, GenerationConfig), checked and encoded before training starts.
-    Raises UserError.
+    """(Prompts of --sample_prompts, GenerationConfig), checked and encoded before training starts. Raises UserError.
 
     normalize: of generate.read_prompts. seconds: of speech that one prompt may give. judging: of
     scores.load_judges, by name; the judges are loaded here, so that a missing one is found now.
@@ -66,8 +62,7 @@ def forget_later(output_dir, step):
 
 @dataclass
 class Speaker:
-    """What speaks the prompts of a run. prompts, settings: of load. judging: of scores.load_judges,
-    by name.
+    """What speaks the prompts of a run. prompts, settings: of load. judging: of scores.load_judges, by name.
 
     seed: of the draws. time_limit: seconds that all prompts may take at one validation.
     """
@@ -82,14 +77,12 @@ class Speaker:
     time_limit: float
 
     def speak_all(self, native, step, log, asked):
-        """Speak, judge and record every prompt -> {metric: float}. On one rank, with whole weights
-        and in eval mode.
+        """Speak, judge and record every prompt -> {metric: float}. On one rank, with whole weights and in eval mode.
 
-        native: the native model, adapters inside. asked: a request to stop; then, or after
-        time_limit seconds, the prompts not yet spoken are left out, and the printed line tells so,
-        as it does when the GPU's memory does not suffice. Speech that the time limit cut off did
-        not stop by itself: it counts in the stop rate, but not in the length ratio, nor is it
-        judged.
+        native: the native model, adapters inside. asked: a request to stop; then, or after time_limit
+        seconds, the prompts not yet spoken are left out, and the printed line tells so, as it does when
+        the GPU's memory does not suffice. Speech that the time limit cut off did not stop by itself: it
+        counts in the stop rate, but not in the length ratio, nor is it judged.
         """
         end, start, spoken = time.monotonic() + self.time_limit, time.monotonic(), []
         try:
@@ -108,9 +101,7 @@ class Speaker:
         return self.record(step, log, asked, spoken, waves, time.monotonic() - start)
 
     def record(self, step, log, asked, spoken, waves, took):
-        """Judge, write and log what was spoken -> {metric: float}. spoken: of generate.generate;
-        took: seconds.
-        """
+        """Judge, write and log what was spoken -> {metric: float}. spoken: of generate.generate; took: seconds."""
         prompts, total = self.prompts, sum(len(codes) for codes, _ in spoken) / FRAME_RATE
         whole = [number for number, (_, ended_by) in enumerate(spoken) if ended_by != "time"]
         judges = scores.load_judges(**self.judging)
@@ -143,8 +134,7 @@ class Speaker:
 
 
 def judge(prompts, waves, judges, device):
-    """([facts of each prompt], {metric: float}) of what scores.Judges find in waves at
-    speak.SAMPLE_RATE.
+    """([facts of each prompt], {metric: float}) of what scores.Judges find in waves at speak.SAMPLE_RATE.
 
     Likeness is to the voice to be cloned, else to the true recording.
     """

@@ -1,8 +1,6 @@
-"""Audio files, spectrum and pitch: plain functions on numpy arrays, no trained model (scores.py has
-those).
+"""Audio files, spectrum and pitch: plain functions on numpy arrays, no trained model (scores.py has those).
 
-Waves are (n,) float32 mono at RATE. Frames are 10 ms apart and centred, so pitch and cepstra of a
-wave line up.
+Waves are (n,) float32 mono at RATE. Frames are 10 ms apart and centred, so pitch and cepstra of a wave line up.
 """
 import numpy as np
 
@@ -18,9 +16,7 @@ VOICE_HZ = 2000                 # pitch sees nothing above: hiss would look like
 
 
 def read_audio(path, offset=None, seconds=None):
-    """(n,) float32 mono at RATE: the file, or so many seconds of it from offset on. UserError names
-    the file.
-    """
+    """(n,) float32 mono at RATE: the file, or so many seconds of it from offset on. UserError names the file."""
     import soundfile
     try:
         wave, rate = soundfile.read(path, dtype="float32", always_2d=True)
@@ -41,22 +37,18 @@ def resample(wave, rate, wanted):
     return soxr.resample(wave, rate, wanted, quality="HQ")
 
 
-# --------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # Spectrum
 
 
 def frames(wave, size):
-    """(n,) -> (1 + n // HOP, size): stretches of `size` samples centred on every HOP-th sample,
-    zeros outside.
-    """
+    """(n,) -> (1 + n // HOP, size): stretches of `size` samples centred on every HOP-th sample, zeros outside."""
     padded = np.pad(wave, (size // 2, size - size // 2))
     return np.lib.stride_tricks.sliding_window_view(padded, size)[::HOP][:1 + len(wave) // HOP]
 
 
 def mel_filters(size):
-    """(MELS, size // 2 + 1) triangles, evenly spread up to TOP_HZ on the mel scale 2595 log10(1 + f
-    / 700).
-    """
+    """(MELS, size // 2 + 1) triangles, evenly spread up to TOP_HZ on the mel scale 2595 log10(1 + f / 700)."""
     edges = 700 * (10 ** (np.linspace(0, np.log10(1 + TOP_HZ / 700), MELS + 2)) - 1)
     hertz = np.fft.rfftfreq(size, 1 / RATE)
     rising = (hertz - edges[:-2, None]) / (edges[1:-1] - edges[:-2])[:, None]
@@ -72,19 +64,16 @@ def mel_energies(wave, size=1024):
 
 
 def cepstra(mel):
-    """(T, MELS) energies -> (T, CEPSTRA): cosine series of the log energies from coefficient 1 on;
-    0 is the level.
+    """(T, MELS) energies -> (T, CEPSTRA): cosine series of the log energies from coefficient 1 on; 0 is the level.
 
-    Scaled so that the distance below, over all coefficients, is the rms difference of two mel
-    spectra in dB.
+    Scaled so that the distance below, over all coefficients, is the rms difference of two mel spectra in dB.
     """
     basis = np.cos(np.pi * np.outer(np.arange(1, CEPSTRA + 1), np.arange(MELS) + 0.5) / MELS) / MELS
     return np.log(mel) @ basis.T
 
 
 def cepstral_distances(a, b):
-    """(T, D), (S, D) -> (T, S) mel-cepstral distances in dB: 10 / ln 10 * sqrt(2 * sum_d (a_d -
-    b_d)^2).
+    """(T, D), (S, D) -> (T, S) mel-cepstral distances in dB: 10 / ln 10 * sqrt(2 * sum_d (a_d - b_d)^2).
 
     Source: Kubichek, "Mel-cepstral distance measure for objective speech quality assessment", 1993.
     """
@@ -92,17 +81,16 @@ def cepstral_distances(a, b):
     return 10 / np.log(10) * np.sqrt(2 * np.clip(squares, 0, None))
 
 
-# --------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # Pitch
 
 
 def pitch(wave):
     """(n,) -> (T,) fundamental frequency in Hz, 0 where unvoiced.
 
-    Peak of the autocorrelation divided by the window's own, with the thresholds of Boersma,
-    "Accurate short-term analysis of the fundamental frequency", 1993: voiced from 0.45 on, silent
-    below 0.03 of the loudest frame, 0.01 per octave in favour of higher pitch. Frames are judged
-    one by one: no path through them is sought.
+    Peak of the autocorrelation divided by the window's own, with the thresholds of Boersma, "Accurate short-term
+    analysis of the fundamental frequency", 1993: voiced from 0.45 on, silent below 0.03 of the loudest frame, 0.01 per
+    octave in favour of higher pitch. Frames are judged one by one: no path through them is sought.
     """
     size = 3 * RATE // LOW_HZ
     cut = frames(wave, size)
