@@ -139,11 +139,8 @@ def undelay(rows):
 
 
 def label_mask(frames, books=8):
-    """(T + 7, 8) bool, True where a cell of delay's rows is trained: codes and every EOC, and BOC
-    where `bos`.
-    """
-    # BOC is forced by the server while the delay builds up; EOC it never fills in, so they are
-    # learnt
+    """(T + 7, 8) bool, True where a cell of delay's rows is trained: codes and every EOC."""
+    # the server forces BOC while the delay builds up; EOC it never fills in: they are learnt
     row, book = torch.arange(frames + books - 1)[:, None], torch.arange(books)
     return row >= book
 

@@ -1,5 +1,4 @@
 """Higgs TTS 3: sequences, packed model, loss and step machine against a padded reference written from the layout."""
-import inspect
 import json
 import math
 import shutil
@@ -71,15 +70,6 @@ def test_prompts_hold_the_published_tokens():
         v3.prompt(IDS, [50], [60])
     with pytest.raises(UserError, match=r"has no <\|ref_text\|>"):
         v3.prompt(v3.Ids(1, 2, 3, 4), [50], [60], rows)
-
-
-def test_signatures_that_other_code_builds_on():
-    names = {name: list(inspect.signature(getattr(v3, name)).parameters) for name in (
-        "load", "prompt", "delay", "undelay", "label_mask", "forced_logits", "step")}
-    assert {name: names[name][:4] for name in names} == {
-        "load": ["folder", "dtype", "device"], "prompt": ["ids", "text_ids", "ref_text_ids", "ref_rows"],
-        "delay": ["codes", "bos", "eos"], "undelay": ["rows"], "label_mask": ["frames", "books", "bos"],
-        "forced_logits": ["model", "prompt", "ref_rows", "rows"], "step": ["logits", "state", "sampling", "generator"]}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
