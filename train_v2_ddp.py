@@ -518,7 +518,7 @@ def train(args):
     validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
     resume, meta = checkpoint.find_resume(args.output_dir, args.resume, identity, world)
 
-    # -- order, number of steps: known to every rank without asking, so all make the same collecti
+    # -- order, number of steps: every rank knows them without asking; so all agree ---------------
     accumulation, at = args.gradient_accumulation_steps, run.position(meta)
     order = order_of(table.lengths[train_ids], args, args.max_tokens_per_batch)
     per_step = ranks * accumulation
