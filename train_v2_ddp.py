@@ -1,4 +1,5 @@
-"""Fine-tune Higgs-Audio V2 or Higgs TTS 3 (text to speech): LoRA or full, on one process or under DDP or FSDP2.
+"""Fine-tune Higgs-Audio V2 or Higgs TTS 3 (text to speech): LoRA or full, on one process or under
+DDP or FSDP2.
 
     torchrun --nproc_per_node=8 train_v2_ddp.py --model_path bosonai/higgs-audio-v2-generation-3B-base \
         --audio_tokenizer_path bosonai/higgs-audio-v2-tokenizer --train_data_file train.json --output_dir ./out \
@@ -6,11 +7,13 @@
     python train_v2_ddp.py --model_path tiny/model --audio_tokenizer_path tiny/codec --train_data_file tiny/train.json
     bash launch/demo.sh     # makes a tiny model and speech first; needs no GPU and no download
 
-Loss: cross-entropy of the next row of codes, averaged over every trained code of the whole optimizer step (all ranks,
-all micro-steps, all 8 codebooks), plus --text_loss_weight times the same average over text targets. The counts come
-from the plan that all ranks share, so no rank has to ask another.
+Loss: cross-entropy of the next row of codes, averaged over every trained code of the whole
+optimizer step (all ranks, all micro-steps, all 8 codebooks), plus --text_loss_weight times the same
+average over text targets. The counts come from the plan that all ranks share, so no rank has to ask
+another.
 
-SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher; exit status 0.
+SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the
+launcher; exit status 0.
 """
 import os
 import sys
@@ -21,7 +24,7 @@ from common.text import counted
 from speech import data_flags
 from speech.choices import CHECKS, LORA_TARGETS, check_judges, judges
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Flags
 
 
@@ -93,7 +96,9 @@ def build_parser():
 
 
 def check_flags(args, world_size):
-    """Raise UserError for values and combinations that would fail, or do nothing, later; fill in what derives."""
+    """Raise UserError for values and combinations that would fail, or do nothing, later; fill in
+    what derives.
+    """
     flags.check_shared(args)
     flags.check_bad_samples(args, CHECKS)
     if args.dry_run is None:        # long before the imports are done
@@ -151,21 +156,12 @@ import torch
 from tqdm import tqdm
 
 import lora  # first: it explains a torchaudio that breaks every transformers import
-from common import (
-    adapters,
-    checkpoint,
-    distributed,
-    loading,
-    metrics,
-    optim,
-    run,
-    tensor_files,
-    watchdog,
-)
+from common import adapters, checkpoint, distributed, loading, metrics, optim, run, tensor_files
 from common.distributed import UserError
 from common.json_files import read_object
 from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.plan import Checks, start_text, steps_text
+from common.watchdog import stop_requested
 from data import make_loader, prepare_table
 from speech.data import text_normalization
 from speech.data.code_cache import FRAME_RATE
@@ -324,7 +320,7 @@ def evaluate(module, world, model, table, ids, held_out, writer, args):
         for i, batch in enumerate(loading.each(loader)):
             if i % 16 == 0:     # often enough for a prompt stop, seldom enough to cost nothing
                 writer.check()
-                stop = bool(watchdog.stop_requested())
+                stop = bool(stop_requested())
                 if stop if size == 1 else distributed.any_rank(world, stop).item():
                     return None
             with autocast(args.bf16, world.device):
@@ -368,7 +364,7 @@ def speak(world, model, speaker, state, args):
     model.eval()
     with distributed.gathered(model), autocast(args.bf16, world.device):
         values = distributed.rank0_first(world, lambda: speaker.speak_all(
-            model.base_model, state.step, state.log, watchdog.stop_requested))
+            model.base_model, state.step, state.log, stop_requested))
     model.train()
     return values
 
@@ -522,7 +518,7 @@ def train(args):
     validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
     resume, meta = checkpoint.find_resume(args.output_dir, args.resume, identity, world)
 
-    # -- order, number of steps: known to every rank without asking, so all make the same collecti
+    # -- order, number of steps: every rank knows them without asking; so all agree ---------------
     accumulation, at = args.gradient_accumulation_steps, run.position(meta)
     order = order_of(table.lengths[train_ids], args, args.max_tokens_per_batch)
     per_step = ranks * accumulation

@@ -118,7 +118,7 @@ def add_saved(model, folder, refused=(), whole=()):
         config.init_lora_weights = True             # the weights come from the file
         return attach(model, config, autocast=False)
     except Exception as error:      # PEFT's checks raise a dozen kinds
-        raise UserError(f"{Path(folder) / 'adapter_config.json'}: is no LoRA configuration for this model "
+        raise UserError(f"{Path(folder) / 'adapter_config.json'}: is not a LoRA configuration for this model "
                         f"({repr(error)[:200]})")
 
 

@@ -8,8 +8,7 @@
 
 A folder holds what generate_tts.py writes: NAME.wav and NAME.json with "text", "ended_by" ("eos" or "length"), and
 maybe "reference_audio" (the voice to be cloned) and "target_audio" (the same text, truly spoken; all of the file, or
-"target_seconds" of it from "target_offset" on). Printed is a table; each folder gets evaluation.json and
-evaluation.png, the first one also comparison.png when there are several.
+"target_seconds" of it from "target_offset" on). Printed is a table; each folder gets evaluation.json.
 
     wer, cer             errors against "text" over its words or characters, all samples together, as heard by
                          --asr_model or --asr_command; texts are compared by whisper's rules (scores.normaliser), "text"
@@ -181,7 +180,8 @@ def evaluate(folder, samples, judges, settings):
         if sample.ended_by:
             row["stop_rate"] = float(sample.ended_by == "eos")
         row["real_time_factor"] = sample.real_time_factor
-        like = (sample.voice,) if sample.voice else (sample.target, *sample.stretch) if sample.target else None
+        like = (sample.target, *sample.stretch) if sample.target else None
+        like = (sample.voice,) if sample.voice else like
         if judges.embed and like:
             for clip in {(sample.audio,), like} - voices.keys():
                 voices[clip] = voice_of(judges.embed, clip, notes)
@@ -274,8 +274,8 @@ def table(runs):
         for run, value in zip(runs[1:], values[1:]):
             pairs = paired(key, runs[0], run)
             wins = f"{sum(better(key, a, b) for a, b in pairs)} of {len(pairs)}"
-            gone = value is None or values[0] is None
-            line += f" {'-' * gone or number(value - values[0]):>12} {wins:>11}"
+            known = value is not None and values[0] is not None
+            line += f" {number(value - values[0]) if known else '-':>12} {wins:>11}"
         lines.append(line)
     return lines
 
@@ -285,31 +285,6 @@ def paired(key, a, b):
     there = {row["name"]: row[key] for row in b["samples"]}
     return [(row[key], there[row["name"]]) for row in a["samples"]
             if row[key] is not None and there[row["name"]] is not None]
-
-
-def draw(path, runs):
-    """A panel for each metric that any run has: a dot per sample, a bar at the run's value, lines join same prompts."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    keys = [key for key in METRICS if any(run["metrics"][key] is not None for run in runs)]
-    figure, axes = plt.subplots(1, max(1, len(keys)), figsize=(2.2 * max(2, len(keys)), 4), squeeze=False)
-    for axis, key in zip(axes[0], keys):
-        for place, run in enumerate(runs):
-            values = [row[key] for row in run["samples"] if row[key] is not None]
-            axis.plot([place] * len(values), values, "o", alpha=0.4, color=f"C{place}")
-            if run["metrics"][key] is not None:
-                axis.hlines(run["metrics"][key], place - 0.3, place + 0.3, color=f"C{place}", linewidth=3)
-        for place in range(len(runs) - 1):
-            for pair in paired(key, runs[place], runs[place + 1]):
-                axis.plot([place, place + 1], pair, color="grey", alpha=0.3, linewidth=0.7)
-        axis.set(title=f"{key}\n({METRICS[key][0]})", xlim=(-0.6, len(runs) - 0.4))
-        axis.set_xticks(range(len(runs)), labels(runs), rotation=30, ha="right")
-        axis.title.set_fontsize(9)
-        axis.grid(alpha=0.3)
-    figure.tight_layout()
-    write_atomically(path, lambda file: figure.savefig(file, dpi=120, format="png"))
-    plt.close(figure)
 
 
 def pick_device(name):
@@ -332,7 +307,6 @@ def main(argv=None):
                 print(*layout_check.check(args.model_path, args.audio_tokenizer_path, args.folders[0], args.max_samples,
                                           args.device, scratch), sep="\n")
             return
-        flags.need_package("matplotlib", "the picture of the results")
         found = [read_samples(folder, args.reference_dir, bool(args.asr_model or args.asr_command))
                  for folder in args.folders]
         check_same_prompts(args.folders, found)
@@ -348,9 +322,6 @@ def main(argv=None):
         for folder, run in zip(args.folders, runs):
             text = json.dumps(run, indent=1, ensure_ascii=False)
             write_atomically(Path(folder) / "evaluation.json", lambda path, text=text: path.write_text(text + "\n"))
-            draw(Path(folder) / "evaluation.png", [run])
-        if len(runs) > 1:
-            draw(Path(args.folders[0]) / "comparison.png", runs)
         print(*table(runs), sep="\n")
         for note in [note for run in runs for note in run["settings"]["notes"]]:
             print(f"note: {note}")

@@ -124,23 +124,26 @@ def earlier_results(output_dir, overwrite):
     return old
 
 
-def prepare_share(world, samples, mine, batch_size, tokenizer, ids, codec, bandwidth, room):
-    """{batch number: Prompts} of this rank's batches; a bad prompt of any rank's raises UserError."""
+def prepare_share(world, samples, mine, batch_size, prepare):
+    """{batch number: Prompts} of this rank's batches; a bad prompt of any rank's raises UserError.
+
+    prepare(samples, their numbers) -> Prompts.
+    """
     share, problems = {}, []
     for batch in mine:
         numbers = range(len(samples))[batch * batch_size:(batch + 1) * batch_size]
         try:
-            share[batch] = generate.prepare([samples[i] for i in numbers], tokenizer, ids, codec, bandwidth, room, numbers)
+            share[batch] = prepare([samples[i] for i in numbers], numbers)
         except UserError as error:
             problems.append(str(error))
     distributed.all_ranks_ok(world, problems)
     return share
 
 
-def speak_batch(native, codec, ids, settings, prompts, seed, output_dir, with_codes, noted):
+def speak_batch(native, codec, ids, settings, prompts, seed, noted, args):
     """Generate, decode and write one batch of Prompts; returns what their JSON files say.
 
-    with_codes: write their codes as well. noted: {name: value} for the JSON files, beside what was spoken.
+    noted: {name: value} for the JSON files, beside what was spoken.
     """
     start = time.monotonic()
     try:
@@ -153,10 +156,10 @@ def speak_batch(native, codec, ids, settings, prompts, seed, output_dir, with_co
     total = sum(len(codes) for codes, _ in spoken) / FRAME_RATE
     for prompt, (codes, ended_by), wave in zip(prompts, spoken, waves):
         about = {**generate.record(prompt, codes, ended_by, seed, seconds / total if total else None), **noted}
-        if with_codes:
-            checkpoint.write_atomically(Path(output_dir) / f"{prompt.name}.npy",
+        if args.save_codes:
+            checkpoint.write_atomically(Path(args.output_dir) / f"{prompt.name}.npy",
                                         lambda path, codes=codes: generate.save_codes(path, codes))
-        generate.write_sample(output_dir, prompt.name, wave, generate.mel_picture(wave, prompt.text), about)
+        generate.write_sample(args.output_dir, prompt.name, wave, generate.mel_picture(wave, prompt.text), about)
         tqdm.write(record_line(about))
         records.append(about)
     return records
@@ -223,7 +226,9 @@ def main(argv=None):
         room = module.positions(config) - settings.max_new_tokens
         # batches are cut from the whole list, so that the number of ranks changes nothing in them
         mine = range(-(-len(samples) // args.batch_size))[world.rank::world.size]
-        share = prepare_share(world, samples, mine, args.batch_size, tokenizer, ids, codec, bandwidth, room)
+        share = prepare_share(
+            world, samples, mine, args.batch_size, lambda some, numbers: generate.prepare(
+                some, tokenizer, ids, codec, bandwidth, room, numbers))
         dtype = base_dtype(args.dtype, world.device)
         native = load_to_speak(folder, config_dict, args.adapter, dtype, world.device)
         if world.is_main:       # only now that nothing can be wrong any more
@@ -239,8 +244,8 @@ def main(argv=None):
         noted = {name: getattr(args, name) for name in SOUND} | draws | {"normalize_text": "on" if normalize else "off"}
         records = []
         for number in tqdm(mine, unit="batch", disable=None if world.is_main else True):
-            records += speak_batch(native, codec, ids, settings, share[number], args.seed + number, args.output_dir,
-                                   args.save_codes, noted)
+            records += speak_batch(native, codec, ids, settings, share[number], args.seed + number,
+                                   noted, args)
         records = [record for share in distributed.gather_objects(world, records) for record in share]
         if world.is_main:
             lengths = np.array([record["seconds"] for record in records])

@@ -271,9 +271,10 @@ def _turns(entry, paths):
     if isinstance(entry.get("scene"), str) and entry["scene"].strip():
         scenes.append([entry["scene"]])
     if not turns or turns[0].role != "system":
-        asked = [turn.text for turn in turns if turn.role == "user"]
-        heard = [turn for turn in turns if turn.role == "assistant" and turn.clips]
-        system, voices = system_parts("\n".join(asked), references=len(heard) > 1)
+        asked = [i for i, turn in enumerate(turns) if turn.role == "user"]
+        # a prompt may lack the last clip, so it is no sign of a reference
+        heard = any(turn.clips for turn in turns[:asked[-1]] if turn.role == "assistant") if asked else False
+        system, voices = system_parts("\n".join(turns[i].text for i in asked), references=heard)
         turns.insert(0, Turn("system", [system], None))
         scenes += [[voices]] if voices else []
     _add_scenes(turns[0], scenes)

@@ -103,12 +103,12 @@ def write(source, output_dir, repo_id, base=None, languages=()):
     source = Path(source)
     adapter = (source / "adapter_config.json").is_file()
     if not adapter and not (source / "config.json").is_file():
-        raise UserError(f"{source}: is no checkpoint: it has neither adapter_config.json nor config.json")
+        raise UserError(f"{source}: is not a checkpoint: it has neither adapter_config.json nor config.json")
     meta = checkpoint.load_meta(source) if (source / checkpoint.STATE_DIR).is_dir() else {}
     said = str(meta.get("args", {}).get("model_path", ""))
     if not base:
         if said.count("/") != 1 or said[0] in "./~" or Path(said).exists():
-            raise UserError(f"{source}: was trained from {said or 'what it does not say'}, which is no name on the "
+            raise UserError(f"{source}: was trained from {said or 'what it does not say'}, which is not a name on the "
                             "hub; give --base_model OWNER/NAME")
         base = said
     notes = [] if meta else [f"{source} has no {checkpoint.STATE_DIR}: the card says nothing of the run"]
@@ -129,7 +129,7 @@ def write(source, output_dir, repo_id, base=None, languages=()):
         third = is_third(source, adapter)
         card = text(repo_id, base, adapter, languages, facts(meta, source.parent), source, third)
         (building / "README.md").write_text(card, encoding="utf-8")
-    notes += [f"{v3.LICENCE}: read it before you publish"] * third
+    notes += ([f"{v3.LICENCE}: read it before you publish"] if third else [])
     return [f"{len(files) + 1} files, {size / 1e9:.3f} GB, {'adapter' if adapter else 'model'}", *notes]
 
 
@@ -168,13 +168,16 @@ def text(repo_id, base, adapter, languages, rows, source, third):
     family, licence = THIRD if third else V2, f"https://huggingface.co/{base}/blob/main/LICENSE"
     front = ["license: other", f"license_name: {family.licence}", f"license_link: {licence}", f"base_model: {base}",
              f"base_model_relation: {'adapter' if adapter else 'finetune'}", "pipeline_tag: text-to-speech"]
-    front += ["library_name: peft"] if adapter else [] if third else ["library_name: transformers"]
-    front += ["tags:", "- higgs-tts-3", *["- lora"] * adapter] if third else []
+    if adapter or not third:
+        front.append(f"library_name: {'peft' if adapter else 'transformers'}")
+    if third:
+        front += ["tags:", "- higgs-tts-3"] + (["- lora"] if adapter else [])
     if languages:
         front += ["language:", *(f"- {json.dumps(language)}" for language in languages)]
     how = "normalised as boson-ai's own inference does" if text_normalization.saved_setting(source) == "on" else "not normalised"
     if third:
-        use = ADAPTER_3 if adapter else SERVED_3 if v3.codec_parts(source) else CHECKPOINT_3
+        served = SERVED_3 if not adapter and v3.codec_parts(source) else CHECKPOINT_3
+        use = ADAPTER_3 if adapter else served
     else:
         use = PEFT_V2 if adapter else MODEL_V2
     return CARD.format(

@@ -1,8 +1,10 @@
-"""Which tokens and codes of a conversation the model sees, and which of them are trained: the collator's rules.
+"""Which tokens and codes of a conversation the model sees, and which of them are trained: the
+collator's rules.
 
-They are those of boson-ai/higgs-audio's collator: a clip of T frames takes T + 9 rows, codebook k is delayed by k rows,
-its T codes and one end-of-stream are trained, begin-of-stream and the fill never. A trained assistant turn's text,
-<|audio_out_bos|>, <|audio_eos|> and <|eot_id|> are text targets.
+They are those of boson-ai/higgs-audio's collator: a clip of T frames takes T + 9 rows, codebook k
+is delayed by k rows, its T codes and one end-of-stream are trained, begin-of-stream and the fill
+never. A trained assistant turn's text, <|audio_out_bos|>, <|audio_eos|> and <|eot_id|> are text
+targets.
 """
 from dataclasses import dataclass
 
@@ -14,13 +16,15 @@ from common.distributed import UserError
 from speech.data.conversations import Clip
 
 IGNORE = -100           # a label that is not trained: torch's cross_entropy leaves it out
-CONTROL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
-                  "<|eom_id|>", "<|audio_bos|>", "<|audio_eos|>", "<|audio_out_bos|>", "<|AUDIO|>", "<|AUDIO_OUT|>")
+CONTROL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
+                  "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|audio_bos|>",
+                  "<|audio_eos|>", "<|audio_out_bos|>", "<|AUDIO|>", "<|AUDIO_OUT|>")
 
 
 @dataclass
 class TokenIds:
-    """Ids the trainer needs, from the tokenizer and the model's config, and the layout that goes with them.
+    """Ids the trainer needs, from the tokenizer and the model's config, and the layout that goes
+    with them.
 
     labels_v3.Ids has the same methods for Higgs TTS 3.
     """
@@ -68,24 +72,30 @@ class TokenIds:
 
 
 def token_ids(tokenizer, config):
-    """TokenIds of a native Higgs config; raises UserError when tokenizer and model do not belong together."""
+    """TokenIds of a native Higgs config; raises UserError when tokenizer and model do not belong
+    together.
+    """
     for name in CONTROL_TOKENS:
         if tokenizer.convert_tokens_to_ids(name) in (None, tokenizer.unk_token_id):
-            raise UserError(f"the tokenizer in --model_path has no token {name}: it is not Higgs-Audio's")
+            raise UserError(f"the tokenizer in --model_path has no token {name}: it is not "
+                            "Higgs-Audio's")
     audio = tokenizer.convert_tokens_to_ids("<|AUDIO_OUT|>")
     if audio != config.audio_token_id or len(tokenizer) > config.vocab_size:
-        raise UserError(f"tokenizer and model disagree: <|AUDIO_OUT|> is {audio} and {config.audio_token_id}, "
+        raise UserError("tokenizer and model disagree: "
+                        f"<|AUDIO_OUT|> is {audio} and {config.audio_token_id}, "
                         f"{len(tokenizer)} tokens and {config.vocab_size}")
     return TokenIds(audio, config.audio_delay_token_id, config.pad_token_id, config.num_codebooks,
                     config.audio_stream_bos_id, config.audio_stream_eos_id)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # From a conversation to rows
 
 
 def conversation_pieces(sample):
-    """[(text or Clip, labelled)] in the order of the token stream: the official template, turn by turn."""
+    """[(text or Clip, labelled)] in the order of the token stream: the official template, turn by
+    turn.
+    """
     # written out, not by the tokenizer's template: the pieces tell what is trained
     pieces = [("<|begin_of_text|>", False)]
     for number, turn in enumerate(sample.turns):
@@ -99,19 +109,23 @@ def conversation_pieces(sample):
                     pieces.append((text, turn.trained))
                 text = ""
                 # all three are targets: the model has to begin and to end speech by itself
-                pieces += [("<|audio_out_bos|>", turn.trained), (part, turn.trained), ("<|audio_eos|>", turn.trained)]
+                pieces += [(piece, turn.trained)
+                           for piece in ("<|audio_out_bos|>", part, "<|audio_eos|>")]
             else:
                 text += part
         if text:
             pieces.append((text, turn.trained))
         # a speaker who goes on ends with <|eom_id|>, end of message; all others end their turn
         followed = number + 1 < len(sample.turns) and sample.turns[number + 1].role == "assistant"
-        pieces.append(("<|eom_id|>" if turn.role == "assistant" and followed else "<|eot_id|>", turn.trained))
+        goes_on = turn.role == "assistant" and followed
+        pieces.append(("<|eom_id|>" if goes_on else "<|eot_id|>", turn.trained))
     return pieces
 
 
 def delay_rows(codes, bos, eos):
-    """(T, K) codes -> (T + K + 1, K) model inputs: [BOS, codes, EOS] with codebook k shifted down by k rows."""
+    """(T, K) codes -> (T + K + 1, K) model inputs: [BOS, codes, EOS] with codebook k shifted down
+    by k rows.
+    """
     frames, books = codes.shape
     # filled with end-of-stream, so what follows a codebook's last code needs no writing
     rows = np.full((frames + books + 1, books), eos, np.int64)
@@ -123,7 +137,9 @@ def delay_rows(codes, bos, eos):
 
 
 def delay_labels(codes, eos):
-    """(T, K) codes -> (T + K + 1, K) labels aligned with delay_rows: T codes and one EOS per codebook, else -100."""
+    """(T, K) codes -> (T + K + 1, K) labels aligned with delay_rows: T codes and one EOS per
+    codebook, else -100.
+    """
     frames, books = codes.shape
     labels = np.full((frames + books + 1, books), IGNORE, np.int64)
     for k in range(books):
@@ -135,10 +151,11 @@ def delay_labels(codes, eos):
 
 
 def assemble(tokens, labelled, codes, ids):
-    """One sample as the model sees it: each of its clips takes the place of its <|AUDIO_OUT|>, in delayed rows.
+    """One sample as the model sees it: each of its clips takes the place of its <|AUDIO_OUT|>, in
+    delayed rows.
 
-    tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of input_ids (n,), is_audio
-    (n,), text_labels (n,), audio_ids (a, 8), audio_labels (a, 8).
+    tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of
+    input_ids (n,), is_audio (n,), text_labels (n,), audio_ids (a, 8), audio_labels (a, 8).
     """
     # in the table a clip is one token; here it takes as many rows as its codes
     places = np.flatnonzero(tokens == ids.audio)
@@ -147,7 +164,8 @@ def assemble(tokens, labelled, codes, ids):
     for place, clip in zip(places, codes):
         rows.append(delay_rows(clip, ids.stream_bos, ids.stream_eos))
         # a reference is heard, but not trained
-        labels.append(delay_labels(clip, ids.stream_eos) if labelled[place] else np.full_like(rows[-1], IGNORE))
+        untrained = np.full_like(rows[-1], IGNORE)
+        labels.append(delay_labels(clip, ids.stream_eos) if labelled[place] else untrained)
         repeats[place] = len(rows[-1])
         placeholders.append(np.full(len(rows[-1]), ids.audio))
         # the native processor has another placeholder for the rows that wait for the last codebooks
@@ -160,17 +178,21 @@ def assemble(tokens, labelled, codes, ids):
     if placeholders:
         input_ids[is_audio] = np.concatenate(placeholders)
     return {"input_ids": input_ids, "is_audio": is_audio, "text_labels": text_labels,
-            "audio_ids": np.concatenate([empty, *rows]), "audio_labels": np.concatenate([empty, *labels])}
+            "audio_ids": np.concatenate([empty, *rows]),
+            "audio_labels": np.concatenate([empty, *labels])}
 
 
 def audio_targets(sample):
-    """(R,) positions in a sample that predict a row of codes, (R, 8) that row, IGNORE where not trained.
+    """(R,) positions in a sample that predict a row of codes, (R, 8) that row, IGNORE where not
+    trained.
 
-    sample: of assemble, whose labels stand beside the rows they belong to, or of labels_v3.assemble.
+    sample: of assemble, whose labels stand beside the rows they belong to, or of
+    labels_v3.assemble.
     """
     if "audio_at" in sample:
         return sample["audio_at"], sample["audio_targets"]
-    # a row predicts the one behind it; row 0 of a clip is never a label, so none reaches into the next clip
+    # a row predicts the one behind it; row 0 of a clip is never a label, so none reaches into the
+    # next clip
     following = sample["audio_labels"][1:]
     trained = np.flatnonzero((following != IGNORE).any(axis=1))
     return np.flatnonzero(sample["is_audio"])[trained], following[trained]
@@ -178,12 +200,13 @@ def audio_targets(sample):
 
 @dataclass
 class PackedBatch:
-    """B samples of S tokens in all, A of them audio rows, on one flat axis. All tensors int64 unless said.
+    """B samples of S tokens in all, A of them audio rows, on one flat axis. All tensors int64
+    unless said.
 
-    The model keeps hidden states in modality order (text rows first, then audio rows), so that each FFN works on one
-    contiguous slice; attention permutes to sequence order and back.
+    The model keeps hidden states in modality order (text rows first, then audio rows), so that each
+    FFN works on one contiguous slice; attention permutes to sequence order and back.
     """
-    input_ids: torch.Tensor         # (S,) sequence order; audio rows hold the placeholder ids of the native processor
+    input_ids: torch.Tensor         # (S,) sequence order; audio rows hold native placeholders
     position_ids: torch.Tensor      # (S,) position within its sample
     cu_seqlens: torch.Tensor        # (B + 1,) int32 sample boundaries
     audio_ids: torch.Tensor         # (A, 8) delayed codes
@@ -194,10 +217,10 @@ class PackedBatch:
     audio_targets: torch.Tensor     # (R, 8) next row's codes, -100 where not trained
     text_rows: torch.Tensor         # (Q,) modality-order rows that predict text
     text_targets: torch.Tensor      # (Q,)
-    longest: int                    # longest sample, rounded up to 128 so that compiled code sees few values
-    seqlens: tuple                  # B python ints: sample lengths, for attention without a variable-length kernel
+    longest: int                    # longest sample, up to a multiple of 128
+    seqlens: tuple                  # B python ints: sample lengths, for attention sample by sample
     samples: tuple                  # sample numbers in the table, for naming them in errors
-    counts: dict                    # python ints: tokens, samples, padding, audio_targets, text_targets
+    counts: dict                    # ints: tokens, samples, padding, audio_targets, text_targets
 
     __reduce__ = loading.reduce
     to = loading.to

@@ -1,4 +1,5 @@
-"""Sequences of Higgs TTS 3: prompts, delay pattern, labels, and how a conversation becomes one of them.
+"""Sequences of Higgs TTS 3: prompts, delay pattern, labels, and how a conversation becomes one of
+them.
 
 A prompt has neither roles nor a system text:
 
@@ -6,10 +7,11 @@ A prompt has neither roles nor a system text:
     clone             <|tts|> <|ref_text|> text <|ref_audio|> rows <|text|> text <|audio|>
     clone, no text    <|tts|> <|ref_audio|> rows <|text|> text <|audio|>
 
-T frames of codes become T + 7 rows: codebook k holds k begin-of-codes (BOC), its T codes, 7 - k end-of-codes (EOC). The
-hidden state at <|audio|> predicts row 0, that of row r row r + 1; the last row is never an input. Trained are the codes
-and all EOC: a model that was not taught to fill the codebooks that have ended never stops, since nothing fills them for
-it when it speaks. The layout is what sglang-omni 0.1.9 and vllm-omni 0.30 serve.
+T frames of codes become T + 7 rows: codebook k holds k begin-of-codes (BOC), its T codes, 7 - k
+end-of-codes (EOC). The hidden state at <|audio|> predicts row 0, that of row r row r + 1; the last
+row is never an input. Trained are the codes and all EOC: a model that was not taught to fill the
+codebooks that have ended never stops, since nothing fills them for it when it speaks. The layout is
+what sglang-omni 0.1.9 and vllm-omni 0.30 serve.
 """
 import re
 from dataclasses import dataclass, replace
@@ -23,7 +25,7 @@ from speech.model.labels import IGNORE
 
 TOKENS = {"tts": "<|tts|>", "text": "<|text|>", "audio": "<|audio|>", "ref_audio": "<|ref_audio|>",
           "ref_text": "<|ref_text|>"}
-AUDIO_PLACEHOLDER = -100             # stands for a whole clip in a table's tokens, as in the released config.json
+AUDIO_PLACEHOLDER = -100    # stands for a whole clip in a table, as in the released config.json
 MIN_FRAMES = 8          # the servers look for the end from row 8 on: a shorter clip could not end
 TAG = re.compile(r"<\|[a-z_]+:[a-z_]+\|>")          # control tags, as <|emotion:elation|>
 SPEAKER = re.compile(r"\[SPEAKER\d+\]\s*")
@@ -31,7 +33,8 @@ SPEAKER = re.compile(r"\[SPEAKER\d+\]\s*")
 
 @dataclass(frozen=True)
 class Ids:
-    """Special token ids and codes. ref_text is None for a tokenizer without it: a reference then has no transcript.
+    """Special token ids and codes. ref_text is None for a tokenizer without it: a reference then
+    has no transcript.
 
     The methods are those of labels.TokenIds, for this layout.
     """
@@ -40,7 +43,7 @@ class Ids:
     audio: int
     ref_audio: int
     ref_text: int | None = None
-    pad: int = 0                # fills the places of audio rows in input_ids, and padding; never looked at
+    pad: int = 0                # in the places of audio rows, and padding; not looked at
     num_codebooks: int = 8
     stream_bos: int = 1024      # BOC
     stream_eos: int = 1025      # EOC
@@ -48,8 +51,9 @@ class Ids:
     min_frames = MIN_FRAMES
 
     def forbidden(self, tokenizer):
-        """{id: token} of what no text may spell: every added token that is no control tag."""
-        return {i: token for token, i in tokenizer.get_added_vocab().items() if not TAG.fullmatch(token)}
+        """{id: token} of what no text may spell: every added token but control tags."""
+        added = tokenizer.get_added_vocab().items()
+        return {i: token for token, i in added if not TAG.fullmatch(token)}
 
     def known_tags(self, tokenizer):
         """Control tags that the tokenizer has."""
@@ -76,23 +80,25 @@ class Ids:
         return assemble(tokens, labelled, codes, self)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Rows and prompts
 
 
 def prompt(ids, text_ids, ref_text_ids=None, ref_rows=None):
     """(input_ids (S,) int64, is_audio (S,) bool) of what stands before the rows to be spoken.
 
-    text_ids, ref_text_ids: tokens of the text to speak and of the reference's. ref_rows: (R, 8) delayed rows of the
-    reference; where is_audio they take the place of ids.pad, one a position. Raises UserError for a reference's text
-    without its audio, or a tokenizer that cannot mark it.
+    text_ids, ref_text_ids: tokens of the text to speak and of the reference's. ref_rows: (R, 8)
+    delayed rows of the reference; where is_audio they take the place of ids.pad, one a position.
+    Raises UserError for a reference's text without its audio, or a tokenizer that cannot mark it.
     """
     def listed(values):
         return torch.as_tensor(values).tolist()
     if ref_text_ids is not None and ref_rows is None:
-        raise UserError("a reference's text without its audio has no place in a prompt of Higgs TTS 3")
+        raise UserError("a reference's text without its audio has no place in a prompt of Higgs "
+                        "TTS 3")
     if ref_text_ids is not None and ids.ref_text is None:
-        raise UserError(f"this tokenizer has no {TOKENS['ref_text']}: give the reference's audio without its text")
+        raise UserError(f"this tokenizer has no {TOKENS['ref_text']}: give the reference's audio "
+                        "without its text")
     # task first, then whose voice, then what to say: <|audio|> at the end asks for row 0
     tokens = [ids.tts]
     if ref_text_ids is not None:
@@ -109,7 +115,8 @@ def prompt(ids, text_ids, ref_text_ids=None, ref_rows=None):
 
 
 def delay(codes, bos=1024, eos=1025):
-    """(T, K) codes -> (T + K - 1, K) int64 rows: codebook k is k BOC, its T codes, K - 1 - k EOC."""
+    """(T, K) codes -> (T + K - 1, K) int64 rows: codebook k is k BOC, its T codes, K - 1 - k EOC.
+    """
     codes = torch.as_tensor(codes).long()
     frames, books = codes.shape
     rows = torch.full((frames + books - 1, books), eos)
@@ -121,41 +128,50 @@ def delay(codes, bos=1024, eos=1025):
 
 
 def undelay(rows):
-    """(T + K - 1, K) rows -> (T, K) codes, the inverse of delay; (0, K) for fewer rows than a frame takes."""
+    """(T + K - 1, K) rows -> (T, K) codes, the inverse of delay; (0, K) for fewer rows than a frame
+    takes.
+    """
     rows = torch.as_tensor(rows)
     books = rows.shape[1]
-    frames = max(0, len(rows) - books + 1)      # speech that was cut off may have fewer rows than a frame
+    # speech that was cut off may have fewer rows than a frame
+    frames = max(0, len(rows) - books + 1)
     return torch.stack([rows[k:k + frames, k] for k in range(books)], dim=1)
 
 
-def label_mask(frames, books=8, bos=False):
-    """(T + 7, 8) bool, True where a cell of delay's rows is trained: codes and every EOC, and BOC where `bos`."""
-    # BOC is forced by the server while the delay builds up; EOC it never fills in, so they are learnt
+def label_mask(frames, books=8):
+    """(T + 7, 8) bool, True where a cell of delay's rows is trained: codes and every EOC."""
+    # the server forces BOC while the delay builds up; EOC it never fills in: they are learnt
     row, book = torch.arange(frames + books - 1)[:, None], torch.arange(books)
-    return (row >= book) | bos
+    return row >= book
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # From a conversation to rows
 
 
 def streams(sample, ids):
-    """([(name, [(text or Clip, labelled)])], [what was left out]) of a canonical Sample, for speech.data.dataset.
+    """([(name, [(text or Clip, labelled)])], [what was left out]) of a canonical Sample, for
+    speech.data.dataset.
 
-    One stream for each trained clip: its text, and as its reference the assistant's clip before it with that one's
-    text. Raises BadSample for a text of several speakers, or a clip without text.
+    One stream for each trained clip: its text, and as its reference the assistant's clip before it
+    with that one's text. Raises BadSample for a text of several speakers, or a clip without text.
     """
-    found, left_out, reference, asked = [], [], None, ""
+    found, left_out = [], []
+    reference, asked = None, ""
     for number, turn in enumerate(sample.turns):
         # a prompt has no place for what V2 puts into its system turn
         if turn.role == "system":
-            left_out += ["lose their scene's clip"] * bool(turn.clips)
-            left_out += ["lose their system or scene text"] * bool(turn.text.strip())
+            if turn.clips:
+                left_out.append("lose their scene's clip")
+            if turn.text.strip():
+                left_out.append("lose their system or scene text")
         elif turn.role == "user":
             asked = turn.text.strip()
-        for place, (text, clip) in enumerate(said_by_clip(turn, asked) if turn.role == "assistant" else ()):
+        spoken = said_by_clip(turn, asked) if turn.role == "assistant" else []
+        for place, (text, clip) in enumerate(spoken):
             if turn.trained and len(set(map(str.strip, SPEAKER.findall(text)))) > 1:
-                raise BadSample("has several speakers in one clip, which Higgs TTS 3 has no marks for")
+                raise BadSample("has several speakers in one clip, which Higgs TTS 3 has no marks "
+                                "for")
             # [SPEAKER0] would be read aloud: the model has never seen it
             if SPEAKER.search(text):
                 left_out.append("lose a speaker's mark")
@@ -173,14 +189,17 @@ def streams(sample, ids):
             if reference and not turn.trained and number:
                 left_out.append("lose an earlier reference: the last one stays")
             reference = (text, clip)
-    left_out += ["are dropped: they train no clip"] * (not found)
+    if not found:
+        left_out.append("are dropped: they train no clip")
     return found, sorted(set(left_out))
 
 
 def said_by_clip(turn, asked):
-    """[(text, Clip)] of an assistant's turn. Of several clips each says what stands between it and the clip before.
+    """[(text, Clip)] of an assistant's turn. Of several clips each says what stands between it and
+    the clip before.
 
-    asked: the user's text before the turn, which the first clip says where no text stands before that.
+    asked: the user's text before the turn, which the first clip says where no text stands before
+    that.
     """
     if len(turn.clips) < 2:
         return [(turn.text.strip() or asked, clip) for clip in turn.clips]
@@ -192,12 +211,15 @@ def said_by_clip(turn, asked):
             found.append((words.strip() or ("" if found else asked), part))
             words = ""
     if words.strip() and turn.trained:
-        raise BadSample("has text behind the last of several clips in one message: put each text before its clip")
+        raise BadSample("has text behind the last of several clips in one message: put each text "
+                        "before its clip")
     return found
 
 
 def pieces(text, clip, reference, marks_text):
-    """[(text or Clip, labelled)] of a prompt and its clip. reference: (text, Clip) or None; marks_text: with text."""
+    """[(text or Clip, labelled)] of a prompt and its clip. reference: (text, Clip) or None;
+    marks_text: with text.
+    """
     stream = [(TOKENS["tts"], False)]
     # text of the reference only where the tokenizer can mark it
     if reference and reference[0] and marks_text:
@@ -209,10 +231,12 @@ def pieces(text, clip, reference, marks_text):
 
 
 def assemble(tokens, labelled, codes, ids):
-    """One sample as the model sees it: each of its clips takes the place of its AUDIO_PLACEHOLDER, in delayed rows.
+    """One sample as the model sees it: each of its clips takes the place of its AUDIO_PLACEHOLDER,
+    in delayed rows.
 
-    tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of input_ids (n,), is_audio
-    (n,), text_labels (n,), audio_ids (a, 8), audio_at (R,), audio_targets (R, 8); text is never a label.
+    tokens (t,) int64, labelled (t,) bool, codes: one (T, 8) array per clip. Returns a dict of
+    input_ids (n,), is_audio (n,), text_labels (n,), audio_ids (a, 8), audio_at (R,), audio_targets
+    (R, 8); text is never a label.
     """
     places = np.flatnonzero(tokens == AUDIO_PLACEHOLDER)
     repeats, rows = np.ones(len(tokens), np.int64), []
@@ -230,5 +254,6 @@ def assemble(tokens, labelled, codes, ids):
     input_ids = np.where(is_audio, ids.pad, np.repeat(tokens, repeats))
     empty = np.empty((0, ids.num_codebooks), np.int64)
     # targets stand at the places that predict them; V2's stand beside their own rows
-    return {"input_ids": input_ids, "is_audio": is_audio, "text_labels": np.full(len(input_ids), IGNORE),
+    return {"input_ids": input_ids, "is_audio": is_audio,
+            "text_labels": np.full(len(input_ids), IGNORE),
             "audio_ids": np.concatenate([empty, *rows]), "audio_at": at, "audio_targets": targets}

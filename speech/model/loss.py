@@ -5,10 +5,11 @@ import torch
 
 
 class Ends(NamedTuple):
-    """Sums over the end-of-stream targets: cross-entropy, how many argmax gets right, how many there are.
+    """Sums over the end-of-stream targets: cross-entropy, how many argmax gets right, how many
+    there are.
 
-    stops, false_stops: of codebook 0 alone, which ends speech: ends that argmax gets right, and codes
-    that argmax takes for an end.
+    stops, false_stops: of codebook 0 alone, which ends speech: ends that argmax gets right, and
+    codes that argmax takes for an end.
     """
     loss: float
     correct: float
@@ -18,7 +19,9 @@ class Ends(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over the targets of batches. Tensors on the device where they add up, floats in a report."""
+    """Sums over the targets of batches. Tensors on the device where they add up, floats in a
+    report.
+    """
     audio: torch.Tensor     # (K,) cross-entropy of each codebook
     text: torch.Tensor      # () cross-entropy
     ends: Ends              # (5,)
@@ -56,24 +59,28 @@ def total_loss(audio, n_audio, text, n_text, reduction, text_weight):
 
 
 def named(values, sums, prefix):
-    """{"prefix/name": value} of a report; NaN where no target was counted, since every step was skipped."""
+    """{"prefix/name": value} of a report; NaN where no target was counted, since every step was
+    skipped.
+    """
     if sums.audio_targets + sums.text_targets == 0:
         values = dict.fromkeys(values, float("nan"))
     return {f"{prefix}/{name}": value for name, value in values.items()}
 
 
 def decays(name, parameter):
-    """Weight decay shrinks matrices, but neither norms nor embeddings, of which a batch has few rows."""
+    """Weight decay shrinks matrices, but neither norms nor embeddings, of which a batch has few
+    rows.
+    """
     return parameter.ndim > 1 and "embed" not in name
 
 
 def flops_per_pack(config, tokens, audio_targets, text_targets, pairs, lora):
     """Model FLOPs of forward and backward on one pack; each row runs one of V2's two FFNs.
 
-    A matrix with N weights costs 2N per row forward, 2N for the input gradient and, when it is trained,
-    2N for its own gradient: 4N per row under LoRA, 6N in full. pairs: sum over samples of n (n + 1) / 2
-    attended (query, key) pairs, each 4 * heads * head_dim forward and twice that backward. Recomputation
-    and adapters are not counted.
+    A matrix with N weights costs 2N per row forward, 2N for the input gradient and, when it is
+    trained, 2N for its own gradient: 4N per row under LoRA, 6N in full. pairs: sum over samples of
+    n (n + 1) / 2 attended (query, key) pairs, each 4 * heads * head_dim forward and twice that
+    backward. Recomputation and adapters are not counted.
     """
     h, d = config.hidden_size, config.head_dim
     heads, kv = config.num_attention_heads, config.num_key_value_heads

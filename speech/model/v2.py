@@ -1,11 +1,13 @@
 """The native transformers Higgs-Audio V2 model on packed batches: forward and loss.
 
-Parameter names stay transformers' own, so hub checkpoints load, PEFT attaches and save_pretrained and generate work.
-What changes is the training forward: one flat axis for all samples, hidden states in modality order (text rows, then
-audio rows) so that each FFN of the dual-FFN layers works on a contiguous slice, variable-length attention, heads on
-supervised rows only, no host sync anywhere.
+Parameter names stay transformers' own, so hub checkpoints load, PEFT attaches and save_pretrained
+and generate work. What changes is the training forward: one flat axis for all samples, hidden
+states in modality order (text rows, then audio rows) so that each FFN of the dual-FFN layers works
+on a contiguous slice, variable-length attention, heads on supervised rows only, no host sync
+anywhere.
 """
 import inspect
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,30 +16,45 @@ from torch.nn.attention.varlen import varlen_attn
 
 from common import fused, recomputation
 from common.distributed import UserError
-from speech.model import weights  # first: it explains a torchaudio that breaks every transformers import
+from speech.model import weights  # first: explains a torchaudio that breaks transformers
 from speech.model.labels import IGNORE, token_ids  # noqa: F401  (of module())
-from speech.model.loss import Sums, decays, flops_per_pack, named, total_loss  # noqa: F401  (of module(), too)
-from speech.model.weights import load_tokenizer, reset_buffers, save_config, weight_parts  # noqa: F401  (of module())
+from speech.model.loss import (  # noqa: F401  (of module(), too)
+    Sums,
+    decays,
+    flops_per_pack,
+    named,
+    total_loss,
+)
+from speech.model.weights import (  # noqa: F401  (of module())
+    load_tokenizer,
+    reset_buffers,
+    save_config,
+    weight_parts,
+)
 
 from transformers.models.higgs_audio_v2 import modeling_higgs_audio_v2 as modeling  # isort: skip
 
 VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters      # torch >= 2.13
 LICENCE = None          # nothing to be said of it
-LORA_TARGETS = "attention"      # the attention's four layers, where --lora_target_modules says nothing
+LORA_TARGETS = "attention"      # its four layers, where --lora_target_modules says nothing
 WHOLE_MODULES = ()      # modules that an adapter may hold as a whole
-DRAWS = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "ras_window": 7, "ras_repeats": 2}     # the released model's
+# the released model's
+DRAWS = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "ras_window": 7, "ras_repeats": 2}
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What speech/model/versions.py's module() promises, beside what is imported above and follows below
 
 
 def read_config(config_dict):
-    """HiggsAudioV2Config of a config.json dict: hidden_size, num_codebooks, codebook_size, ... Raises UserError."""
+    """HiggsAudioV2Config of a config.json dict: hidden_size, num_codebooks, codebook_size, ...
+    Raises UserError.
+    """
     return weights.native_config(config_dict)
 
 
 def text_setting(wanted):
-    """--normalize_text as "on" or "off"; on where nothing is wanted, as boson-ai's inference does."""
+    """--normalize_text as "on" or "off"; on where nothing is wanted, as boson-ai's inference does.
+    """
     return wanted or "on"
 
 
@@ -47,14 +64,17 @@ def own_codec(folder, config_dict, output_dir):
 
 
 def empty_model(config_dict, dtype, folder):
-    """The native model on the meta device: names, shapes and dtypes, no memory. Raises UserError."""
+    """The native model on the meta device: names, shapes and dtypes, no memory. Raises UserError.
+    """
     return weights.empty_model(read_config(config_dict), dtype, folder)
 
 
 def positions(config):
-    """Tokens that a prompt and its speech may have: what --max_length trains beyond config.json's 2,048 is spoken, too.
+    """Tokens that a prompt and its speech may have: what --max_length trains beyond config.json's
+    2,048 is spoken, too.
 
-    Positions are rotary, scaled for the 131,072 that the released checkpoint's own config.json says.
+    Positions are rotary, scaled for the 131,072 that the released checkpoint's own config.json
+    says.
     """
     return max(config.max_position_embeddings, 131072)
 
@@ -79,7 +99,7 @@ def weight_names(native):
     return dict(native.named_parameters())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Packed forward
 
 
@@ -97,16 +117,18 @@ class Permute(torch.autograd.Function):
 
 
 def packed_attention(q, k, v, cu_seqlens, longest, seqlens):
-    """Causal attention inside each sample. q (S, heads, D), k and v (S, kv_heads, D) -> (S, heads, D).
+    """Causal attention inside each sample. q (S, heads, D), k and v (S, kv_heads, D) -> (S, heads,
+    D).
 
-    cu_seqlens (B + 1,) int32 on the device. CUDA in half precision: torch's variable-length flash attention. Elsewhere:
-    SDPA sample by sample, same result, by seqlens (B,) int64 on the CPU.
+    cu_seqlens (B + 1,) int32 on the device. CUDA in half precision: torch's variable-length flash
+    attention. Elsewhere: SDPA sample by sample, same result, by seqlens (B,) int64 on the CPU.
     """
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         gqa = {"enable_gqa": True} if VARLEN_GQA else {}
         if not VARLEN_GQA:
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0), **gqa)
+        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0),
+                           **gqa)
     return _attention_by_sample(q, k, v, seqlens)
 
 
@@ -118,33 +140,57 @@ def _attention_by_sample(q, k, v, seqlens):
     return torch.cat(out, dim=2)[0].transpose(0, 1)
 
 
+class Packed(NamedTuple):
+    """What all layers need of a batch: (S,) tensors but for cos, sin (S, D); n_text, longest are
+    ints.
+    """
+    n_text: int                 # rows of text, which stand first
+    order: torch.Tensor         # sequence position of each row
+    seq_index: torch.Tensor     # row of each sequence position
+    cos: torch.Tensor
+    sin: torch.Tensor
+    cu_seqlens: torch.Tensor    # (B + 1,) int32
+    longest: int
+    seqlens: torch.Tensor       # (B,) int64 on the CPU, for attention sample by sample
+
+
 class PackedDecoderLayer(modeling.HiggsAudioV2DecoderLayer):
-    """The native layer with a second forward for packed batches; without `packed` it is the native one (generate)."""
+    """The native layer with a second forward for packed batches; without `packed` it is the native
+    one (generate).
+    """
 
     def __init_subclass__(cls, **kwargs):
-        """FSDP2 subclasses. transformers would wrap the forward once more, and torch.compile reach its limit sooner."""
+        """FSDP2 subclasses. transformers would wrap the forward once more, and torch.compile reach
+        its limit sooner.
+        """
 
     def forward(self, hidden_states, *args, packed=None, **kwargs):
-        """(S, H) -> (S, H) in modality order; packed is what PackedHiggs.hidden_states puts together."""
+        """(S, H) -> (S, H) in modality order. packed: a Packed."""
         if packed is None:
             return super().forward(hidden_states, *args, **kwargs)
-        n_text, order, seq_index, cos, sin, cu_seqlens, longest, seqlens = packed
-        attn, rows = self.self_attn, len(hidden_states)
-        text, audio = hidden_states.split([n_text, rows - n_text])
+        attn, rows, p = self.self_attn, len(hidden_states), packed
+        kinds = [p.n_text, rows - p.n_text]
+        text, audio = hidden_states.split(kinds)
         normed = torch.cat([self.input_layernorm(text), self.audio_input_layernorm(audio)])
-        normed = Permute.apply(normed, seq_index, order)        # before q, k, v, which together are wider
-        q, k, v = (project(normed).view(rows, -1, attn.head_dim) for project in (attn.q_proj, attn.k_proj, attn.v_proj))
-        q, k = modeling.apply_rotary_pos_emb(q, k, cos, sin)       # looked up there: fused.use changes it
-        out = packed_attention(q.to(v.dtype), k.to(v.dtype), v, cu_seqlens, longest, seqlens)
-        hidden_states = hidden_states + Permute.apply(attn.o_proj(out.reshape(rows, -1)), order, seq_index)
-        text, audio = hidden_states.split([n_text, rows - n_text])
+        # before q, k, v, which together are wider
+        normed = Permute.apply(normed, p.seq_index, p.order)
+        q, k, v = (project(normed).view(rows, -1, attn.head_dim)
+                   for project in (attn.q_proj, attn.k_proj, attn.v_proj))
+        # looked up there: fused.use changes it
+        q, k = modeling.apply_rotary_pos_emb(q, k, p.cos, p.sin)
+        out = packed_attention(q.to(v.dtype), k.to(v.dtype), v, p.cu_seqlens, p.longest,
+                               p.seqlens)
+        out = attn.o_proj(out.reshape(rows, -1))
+        hidden_states = hidden_states + Permute.apply(out, p.order, p.seq_index)
+        text, audio = hidden_states.split(kinds)
         text = text + self.mlp(self.post_attention_layernorm(text))
         audio = audio + self.audio_mlp(self.audio_post_attention_layernorm(audio))
         return torch.cat([text, audio])
 
 
 class PackedHiggs(nn.Module):
-    """What DDP wraps: forward(batch) -> sums, not means, so that any split over ranks and micro-steps adds up.
+    """What DDP wraps: forward(batch) -> sums, not means, so that any split over ranks and
+    micro-steps adds up.
 
     net: the native model, or the PeftModel around it. recompute: of flags.MODES, or None.
     """
@@ -154,7 +200,8 @@ class PackedHiggs(nn.Module):
         self.call = recomputation.caller(recompute)
         recomputation.leave_products(net, recompute)
         self.net = net
-        # in a list, where torch does not look for modules: else its parameters would be registered twice
+        # in a list, where torch does not look for modules: else its parameters would be registered
+        # twice
         self._base = [net.get_base_model() if hasattr(net, "get_base_model") else net]
         for layer in fused.use(self.base_model).model.layers:
             layer.__class__ = PackedDecoderLayer
@@ -178,42 +225,48 @@ class PackedHiggs(nn.Module):
         text = text.to(fused.stream_dtype(text))
         hidden = torch.cat([text, model.embed_audio_tokens(batch.audio_ids).to(text.dtype)])
         cos, sin = model.rotary_emb(hidden, batch.position_ids[None])
-        packed = (n_text, order, batch.seq_index, cos[0], sin[0], batch.cu_seqlens, batch.longest,
-                  None if hidden.is_cuda and torch.is_autocast_enabled("cuda") else torch.tensor(batch.seqlens))
+        varlen = hidden.is_cuda and torch.is_autocast_enabled("cuda")
+        packed = Packed(n_text, order, batch.seq_index, cos[0], sin[0], batch.cu_seqlens,
+                        batch.longest, None if varlen else torch.tensor(batch.seqlens))
         for layer in model.layers:
-            hidden = self.call(layer, hidden, packed=packed) if self.training else layer(hidden, packed=packed)
+            if self.training:
+                hidden = self.call(layer, hidden, packed=packed)
+            else:
+                hidden = layer(hidden, packed=packed)
         return model.norm(hidden)
 
     def forward(self, batch):
         """(audio (K,), text (), eos (5,)) of a labels.PackedBatch: fp32 sums over its targets.
 
-        audio: cross-entropy per codebook; text: cross-entropy. eos (detached): of the end-of-stream targets
-        cross-entropy, correct argmax and number; of codebook 0 alone, which ends speech, correct end-of-streams and
-        false ones (argmax is end-of-stream, the target a code).
+        audio: cross-entropy per codebook; text: cross-entropy. eos (detached): of the end-of-stream
+        targets cross-entropy, correct argmax and number; of codebook 0 alone, which ends speech,
+        correct end-of-streams and false ones (argmax is end-of-stream, the target a code).
         """
         config, base = self.base_model.config, self.base_model
         hidden = self.hidden_states(batch)
         logits = base.audio_lm_head(hidden.index_select(0, batch.audio_rows)).float()
-        logits, targets = logits.view(-1, config.codebook_size), batch.audio_targets.view(-1)     # (R * K, C), (R * K,)
+        logits = logits.view(-1, config.codebook_size)      # (R * K, C)
+        targets = batch.audio_targets.view(-1)              # (R * K,)
         losses = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
         text_logits = base.text_lm_head(hidden.index_select(0, batch.text_rows)).float()
-        text = F.cross_entropy(text_logits, batch.text_targets, ignore_index=IGNORE, reduction="sum")
+        text = F.cross_entropy(text_logits, batch.text_targets, ignore_index=IGNORE,
+                               reduction="sum")
         with torch.no_grad():
             is_eos = targets == config.audio_stream_eos_id
             says_eos = logits.argmax(-1) == config.audio_stream_eos_id
             correct, false = ((says_eos & where).view(-1, config.num_codebooks)
                               for where in (is_eos, ~is_eos & (targets != IGNORE)))
-            eos = torch.stack([(losses.detach() * is_eos).sum(), correct.sum(), is_eos.sum(), correct[:, 0].sum(),
-                               false[:, 0].sum()]).float()
+            eos = torch.stack([(losses.detach() * is_eos).sum(), correct.sum(), is_eos.sum(),
+                               correct[:, 0].sum(), false[:, 0].sum()]).float()
         return losses.view(-1, config.num_codebooks).sum(0), text, eos
 
 
 def loss_report(sums, reduction, text_weight, prefix):
     """Numbers of loss.Sums.flat, summed over all ranks -> {metric name: float}.
 
-    Each codebook has one K-th of the audio and of the end-of-stream targets; there are as many ends of
-    one as clips. stop_recall: right ends of codebook 0 per clip; false_stop_rate: its false ends per
-    target that is a code.
+    Each codebook has one K-th of the audio and of the end-of-stream targets; there are as many ends
+    of one as clips. stop_recall: right ends of codebook 0 per clip; false_stop_rate: its false ends
+    per target that is a code.
     """
     sums = Sums.of(sums)
     audio, ends, n_audio, n_text = sums.audio, sums.ends, sums.audio_targets, sums.text_targets
@@ -229,9 +282,11 @@ def loss_report(sums, reduction, text_weight, prefix):
 
 
 def freeze_unreachable(model, text_loss_weight):
-    """Freeze what no loss can reach, so that neither weight decay nor optimizer state touches it; returns the names.
+    """Freeze what no loss can reach, so that neither weight decay nor optimizer state touches it;
+    returns the names.
 
-    Without a text loss these are the text head and the last layer's text FFN: audio is predicted from audio rows only.
+    Without a text loss these are the text head and the last layer's text FFN: audio is predicted
+    from audio rows only.
     """
     if text_loss_weight > 0:
         return []

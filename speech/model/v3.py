@@ -502,7 +502,8 @@ def generate(model, prompts, sampling, seed, asked=lambda: False):
     mask = (torch.arange(width, device=device) >= width - lengths[:, None]).long()
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     generators = [torch.Generator().manual_seed(seed * 1_000_003 + i) for i in range(n)]
-    states, spoken, ended, cache = [State()] * n, [[] for _ in range(n)], [None] * n, DynamicCache()
+    states, cache = [State()] * n, DynamicCache()
+    spoken, ended = [[] for _ in range(n)], [None] * n
     kept = model.body.config._attn_implementation
     model.body.set_attn_implementation("sdpa")          # the packed attention keeps no cache
     try:

@@ -1,15 +1,18 @@
-"""Higgs-Audio V2 or Higgs TTS 3: chosen once, by the model_type in config.json; only the chosen one is imported.
+"""Higgs-Audio V2 or Higgs TTS 3: chosen once, by the model_type in config.json; only the chosen one
+is imported.
 
-v2.py and v3.py have the same functions: read_config, load_tokenizer, token_ids, text_setting, own_codec, empty_model,
-weight_parts, reset_buffers, layers, tied_heads, packed, freeze_unreachable, loss_report, weight_names, save_config; and
-the constants LICENCE, LORA_TARGETS, WHOLE_MODULES, DRAWS.
+v2.py and v3.py have the same functions: read_config, load_tokenizer, token_ids, text_setting,
+own_codec, empty_model, weight_parts, reset_buffers, layers, tied_heads, packed, freeze_unreachable,
+loss_report, weight_names, save_config; and the constants LICENCE, LORA_TARGETS, WHOLE_MODULES,
+DRAWS.
 """
 from common import distributed
 from speech.model import weights
 
 
 def is_third(model_type):
-    """Whether a model_type, of config.json or of a config of read_config, is that of Higgs TTS 3."""
+    """Whether a model_type, of config.json or of a config of read_config, is that of Higgs TTS 3.
+    """
     return model_type in ("higgs_multimodal_qwen3", "qwen3")
 
 
@@ -25,8 +28,8 @@ def module(config):
 def find_files(world, model_path, codec_path, output_dir, check=lambda work, *args: work(*args)):
     """(model folder, its config.json as a dict, codec folder). Raises UserError. Collective.
 
-    codec_path None: the codec inside the checkpoint, unpacked in output_dir. check: plan.Checks, of whose dry run each
-    result may be None.
+    codec_path None: the codec inside the checkpoint, unpacked in output_dir. check: plan.Checks, of
+    whose dry run each result may be None.
     """
     for find, path in ((weights.find_model, model_path), (weights.find_codec, codec_path)):
         if path:

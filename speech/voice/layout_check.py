@@ -20,7 +20,9 @@ from speech.model.labels_v3 import delay, label_mask, prompt
 
 OURS = "as trained here"
 GUESS = 0.5     # nats below guessing that weights must come to know anything
-ROWS = 9        # of each clip that are judged: there the layouts differ, and the rest of a long clip would hide it
+# rows of each clip that are judged: layouts differ most in the first ones. Of a half-trained tiny model the
+# true layout is lower by 2.9 standard errors over 24 clips with 9 rows, by 6.3 with 30
+ROWS = 30
 
 
 def layouts(codes, bos, eos):

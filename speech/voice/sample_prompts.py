@@ -42,7 +42,8 @@ def load(path, normalize, seconds, judging, heard_by):
     scores.load_judges, by name; the judges are loaded here, so that a missing one is found now.
     heard_by: (tokenizer, ids, config, codec folder, device) of the model that will speak them.
     """
-    tokenizer, ids, config, codec_dir, device = heard_by
+    tokenizer, ids, config = heard_by[:3]
+    codec_dir, device = heard_by[3:]
     samples = read(path, normalize)
     need_package("matplotlib", "--sample_prompts draws spectrograms")
     scores.load_judges(**judging)
@@ -103,7 +104,8 @@ class Speaker:
         """Judge, write and log what was spoken -> {metric: float}. spoken: of generate.generate; took: seconds."""
         prompts, total = self.prompts, sum(len(codes) for codes, _ in spoken) / FRAME_RATE
         whole = [number for number, (_, ended_by) in enumerate(spoken) if ended_by != "time"]
-        found, values = judge([prompts[i] for i in whole], [waves[i] for i in whole], scores.load_judges(**self.judging), self.device)
+        judges = scores.load_judges(**self.judging)
+        found, values = judge([prompts[i] for i in whole], [waves[i] for i in whole], judges, self.device)
         facts, ratios = dict(zip(whole, found)), []
         for number, (prompt, (codes, ended_by), wave) in enumerate(zip(prompts, spoken, waves)):
             about = generate.record(prompt, codes, ended_by, self.seed + number // BATCH, took / total if total else None)
@@ -114,7 +116,9 @@ class Speaker:
             if about["target_seconds"] and ended_by != "time":
                 ratios.append(about["seconds"] / about["target_seconds"])
         ends = [ended_by for _, ended_by in spoken]
-        why = "" if len(whole) == len(prompts) else " (asked to stop)" if asked() else " (--sample_time_limit)"
+        why = ""
+        if len(whole) < len(prompts):
+            why = " (asked to stop)" if asked() else " (--sample_time_limit)"
         if total:
             values["eval/real_time_factor"] = took / total
         if ends and not asked():

@@ -175,7 +175,7 @@ def load_model(flag, path, class_name, unused=()):
                         f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]})")
     missing = sorted(name for name in info["missing_keys"] if not name.startswith(tuple(unused)))
     if missing:     # transformers would go on with random ones
-        raise UserError(f"{flag} {path}: is no such model, {len(missing)} weights are missing, first {missing[0]}")
+        raise UserError(f"{flag} {path}: is not such a model: {len(missing)} weights are missing, first {missing[0]}")
     return model.eval(), extractor
 
 

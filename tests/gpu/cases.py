@@ -56,7 +56,7 @@ def keep(ctx, rows, index, inverse):
 total_loss, attention_masks, permute = v2.total_loss, dit.attention_masks, v2.Permute.forward
 # {name: (case, (owner, attribute, faulty value))}
 FAULTS = {
-    "a value is read in each step": ("speech, lora, ddp", (v2, "total_loss", item)),
+    "a value is read in each step": ("speech, lora, ddp", (rehearsal.train_v2_ddp, "total_loss", item)),
     "a mask stays on the CPU": ("blocks, ddp", (dit, "attention_masks", mask)),
     "adapters add with kernels of their own": ("speech, lora, ddp", (adapters.AddingLinear, "forward", Linear.forward)),
     "an activation is kept twice": ("speech, lora, ddp", (v2.Permute, "forward", staticmethod(keep))),

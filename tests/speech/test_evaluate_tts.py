@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 
-import matplotlib.image
 import numpy as np
 import pytest
 import soundfile
@@ -220,7 +219,6 @@ def test_copies_of_the_targets_are_perfect(waves, targets, speaker, tmp_path, ca
     assert [line.split()[0] for line in lines] == ["metric", "speaker_similarity", "length_ratio", "stop_rate",
                                                    "real_time_factor"]
     assert lines[-2].split() == ["stop_rate", "share", "0.7500", "4", "0001", "0.0000"]
-    assert matplotlib.image.imread(folder / "evaluation.png").std() > 0.05
 
 
 @pytest.mark.slow
@@ -356,12 +354,6 @@ def test_two_folders_side_by_side(waves, targets, tmp_path, capsys):
     assert rows["stop_rate"].split()[1:] == ["share", "0.2000", "1.0000", "0.8000", "4", "of", "5"]
     assert rows["length_ratio"].split()[-3:] == ["2", "of", "5"]
     assert len({len(line) for line in rows.values()}) == 1      # aligned
-    second = np.array([255, 127, 14]) / 255     # the colour of a second run
-
-    def shows(path):
-        return (np.abs(matplotlib.image.imread(path)[..., :3] - second).max(-1) < 0.01).any()
-    assert shows(a / "comparison.png") and not shows(a / "evaluation.png") and not shows(b / "evaluation.png")
-    assert (b / "evaluation.png").is_file() and not (b / "comparison.png").exists()
 
 
 def test_folders_are_named_as_briefly_as_tells_them_apart():

@@ -330,6 +330,12 @@ def test_dialogue_has_bosons_scene_and_speaker_lines(folder):
     spoken_later = text_prompts([("x", "[SPEAKER0] Hi.\n[SPEAKER1] Ho.")], False, scene="Audio is recorded from a room.")
     assert spoken_later[0].turns[0].text == two.turns[0].text
     assert read(chat)[1][0].turns[0].text.split() == two.turns[0].text.split()
+    turns = [{"role": "user", "content": "Said."}, {"role": "assistant", "content": {"type": "audio", "audio_url": "b.wav"}},
+             {"role": "user", "content": "[SPEAKER0] Hi.\n[SPEAKER1] Ho."},
+             {"role": "assistant", "content": {"type": "audio", "audio_url": "a.wav"}}]
+    trained, whole, bare = (list(read_samples(lines(folder / "c.jsonl", {"messages": messages}), [], prompts)) for
+                            messages, prompts in ((turns, False), (turns, True), (turns[:3], True)))
+    assert {sample.turns[0].text for sample, in (trained, whole, bare)} == {"Generate audio following instruction."}
     cloned, = text_prompts([("x", "[SPEAKER0] Hi.\n[SPEAKER1] Ho.")], False, str(folder / "a.wav"), "Said.")
     assert cloned.turns[0].text == "Generate audio following instruction."      # boson's way, where a clip gives the voice
 

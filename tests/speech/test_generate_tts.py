@@ -499,7 +499,7 @@ def refuse(tiny, tmp_path, capsys):
     (("--text", "a", "--temperature", -1), "--temperature is -1"),
     (("--text", "a", "--top_p", 0), "--top_p is 0.0"),
     (("--text", "a", "--max_seconds", 0), "--max_seconds is 0.0"),
-    (("--text", "a", "--max_seconds", 300), "--text 'a': 52 tokens"),
+    (("--text", "a", "--max_seconds", 6000), "--text 'a': 52 tokens"),
     (("--text", "a", "--batch_size", 0), "--batch_size is 0"),
     (("--text", "a", "--seed", 10**20), "--seed is 1000"),
     (("--text", "a <|eot_id|>"), "text contains the control token <|eot_id|>"),

@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT, trainer_command
 
-LINES = 10_850          # of all files together
+LINES = 10_900          # of all files together
 # LoRA on ChatML whose audio is in the cache: no other format, no TTS 3, no judge, no plan of memory
 FILES = {"train_v2_ddp.py", "data.py", "lora.py"} | {f"speech/{name}.py" for name in (
     "__init__", "choices", "data_flags", "data/__init__", "data/code_cache", "data/columns", "data/containers",

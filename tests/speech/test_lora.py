@@ -1,7 +1,5 @@
 """Adapters: which layers get them, their precision, and that plain PEFT and transformers read what we write."""
 import json
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -17,8 +15,6 @@ from common.distributed import UserError, World
 from data import collate
 from speech.model import v2
 from tests.helpers import spoken
-from tests.helpers.progress import PATIENCE_S
-from tests.helpers.trainer import ROOT
 
 ATTENTION = {f"self_attn.{p}_proj" for p in "qkvo"}
 AUDIO = {f"audio_mlp.{p}_proj" for p in ("gate", "up", "down")}
@@ -286,31 +282,6 @@ def test_adapter_file_that_does_not_fit_is_refused(tiny, saved, tmp_path, what):
 # Merging
 
 
-def merge_command(*flags):
-    return subprocess.run([sys.executable, str(ROOT / "lora.py"), "merge", *map(str, flags)], text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=PATIENCE_S)
-
-
-@pytest.mark.slow
-def test_merged_checkpoint_equals_adapter_on_base(tiny, data, saved, tmp_path):
-    folder, net = saved
-    done = merge_command("--model_path", tiny.model, "--adapter", folder, "--output_dir", tmp_path / "merged")
-    assert done.returncode == 0, done.stdout
-    merged, info = HiggsAudioV2ForConditionalGeneration.from_pretrained(tmp_path / "merged", use_text_head=True,
-                                                                       output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert_same_outputs(merged.eval(), net, data)
-    assert (outputs(base(tiny), data)[0] - outputs(merged, data)[0]).abs().max() > 0.05
-    files = {p.name for p in (tmp_path / "merged").iterdir()}
-    assert files >= {"tokenizer.json", "generation_config.json", "processor_config.json", "chat_template.jinja"}
-    assert not any("adapter" in name for name in files)
-    state = load_file(tmp_path / "merged" / "model.safetensors")
-    original = load_file(tiny.model / "model.safetensors")
-    assert state.keys() == original.keys() and "text_lm_head.weight" in state
-    changed = {n.split(".", 3)[-1].removesuffix(".weight") for n in state if not torch.equal(state[n], original[n])}
-    assert changed == ATTENTION | AUDIO
-
-
 def test_merging_what_does_not_fit_stops_before_writing(tiny, saved, tmp_path):
     """PEFT's own loading only warns about missing adapter weights: the merge would be silently half done."""
     for what in ("missing", "unexpected", "shape"):
@@ -327,10 +298,3 @@ def test_adapter_given_as_the_base_is_named(saved, tmp_path):
         lora.merge(str(tmp_path), str(tmp_path), str(tmp_path / "merged"))
     assert str(error.value).startswith(f"--model_path {tmp_path}: is an adapter; give the base as --model_path and "
                                        "this folder as --adapter")
-
-
-@pytest.mark.slow
-def test_merging_a_folder_without_adapter_is_one_clear_line(tiny, tmp_path):
-    done = merge_command("--model_path", tiny.model, "--adapter", tmp_path, "--output_dir", tmp_path / "merged")
-    assert done.returncode == 1 and "Traceback" not in done.stdout
-    assert done.stdout.strip().splitlines()[-1].startswith(f"error: --adapter {tmp_path}: ")

@@ -3,7 +3,6 @@
 Most are forked from a process that has done the imports (pool.py); one alone and some under torchrun start like a
 user's. Runs that several tests look at are trained once, by name (SHARED).
 """
-import contextlib
 import ctypes
 import functools
 import json
@@ -320,15 +319,6 @@ class Job:
     def pids(self):
         return list(self.environments())
 
-    def rank(self, rank):
-        """Pid of a rank: a child of the launcher, while its loaders are its own children."""
-        for pid, environment in self.environments().items():
-            with contextlib.suppress(OSError):      # of a process that has ended meanwhile
-                parent = int(re.search(r"PPid:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
-                if parent == self.process.pid and f"RANK={rank}" in environment:
-                    return pid
-        raise AssertionError(f"no rank {rank} is running")
-
     def wait_for(self, ready):
         wait_until(ready, f"progress in {self.log.name}", lambda: self.process.poll() is None, self.output)
 
@@ -342,21 +332,6 @@ class Job:
     def output(self):
         self.log.seek(0)
         return self.log.read()
-
-
-@pytest.mark.slow
-@pytest.mark.race
-def test_killed_rank_ends_the_run(tiny, tmp_path):
-    output_dir = tmp_path / "out"
-    job = Job(tiny, output_dir, "--use_lora", "--disable_eval", "--max_steps", 100_000, ranks=2)
-    try:
-        job.wait_for(lambda: (output_dir / "metrics.jsonl").exists()
-                     and len((output_dir / "metrics.jsonl").read_text().splitlines()) > 2)
-        job.kill([job.rank(1)])
-        assert job.process.wait(timeout=PATIENCE_S) != 0
-        wait_until(lambda: not job.pids(), "end of every process")
-    finally:
-        job.kill(job.pids())
 
 
 class Opens:

@@ -1,5 +1,4 @@
 """Higgs TTS 3: sequences, packed model, loss and step machine against a padded reference written from the layout."""
-import inspect
 import json
 import math
 import shutil
@@ -47,7 +46,6 @@ def test_delay_and_labels_are_the_golden_picture():
     assert v3.delay(codes).tolist() == rows and v3.undelay(rows).tolist() == codes.tolist()
     trained = [[row[k] for k in range(4) if v3.label_mask(3, 4)[r, k]] for r, row in enumerate(rows)]
     assert trained == [[10], [11, 20], [12, 21, 30], [e, 22, 31, 40], [e, e, 32, 41], [e, e, e, 42]]
-    assert v3.label_mask(3, 4, bos=True).all()
 
 
 @pytest.mark.parametrize("frames", [1, 8, 50])
@@ -72,15 +70,6 @@ def test_prompts_hold_the_published_tokens():
         v3.prompt(IDS, [50], [60])
     with pytest.raises(UserError, match=r"has no <\|ref_text\|>"):
         v3.prompt(v3.Ids(1, 2, 3, 4), [50], [60], rows)
-
-
-def test_signatures_that_other_code_builds_on():
-    names = {name: list(inspect.signature(getattr(v3, name)).parameters) for name in (
-        "load", "prompt", "delay", "undelay", "label_mask", "forced_logits", "step")}
-    assert {name: names[name][:4] for name in names} == {
-        "load": ["folder", "dtype", "device"], "prompt": ["ids", "text_ids", "ref_text_ids", "ref_rows"],
-        "delay": ["codes", "bos", "eos"], "undelay": ["rows"], "label_mask": ["frames", "books", "bos"],
-        "forced_logits": ["model", "prompt", "ref_rows", "rows"], "step": ["logits", "state", "sampling", "generator"]}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -304,11 +293,11 @@ def test_what_is_learnt_is_spoken_and_stops_by_itself(loaded, change):
     if change in (None, shifted):       # the layout that was learnt has the lowest loss
         found = layout_check.losses(model, ids, [([60 + i], codes) for i, codes in enumerate(clips)])
         assert found[layout_check.OURS].shape == (2, 9)
-        said, guess = layout_check.verdict(found, 6.93), torch.full((2, 9), 6.9)
+        said = layout_check.verdict(found, 6.93)
         assert said.startswith("lowest: a row of BOC first, as V2" if change else f"lowest: {layout_check.OURS}")
         assert said.endswith("report these lines" if change else "the layout that is trained here")
-        assert "no better than guessing" in layout_check.verdict({**found, said: guess, layout_check.OURS: guess,
-                                                                  "a row of BOC first, as V2": guess}, 6.93)
+        random = {name: torch.full((2, 9), 6.9) for name in found}
+        assert "no better than guessing" in layout_check.verdict(random, 6.93)
     spoken = v3.generate(model, prompts, v3.Sampling(0, max_new_tokens=60), 0)
     right = all(torch.equal(codes, clip) and how == "eos" for (codes, how), clip in zip(spoken, clips))
     assert right == (change is None)
