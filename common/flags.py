@@ -563,8 +563,8 @@ def check_loading(args, parser):
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     limit = max(usable_cpus() // ranks, parser.get_default("num_workers"))
     if args.num_workers > limit and getattr(args, "dry_run", None) is None:
-        notice(f"--num_workers {args.num_workers}: {ranks} ranks on {usable_cpus()} CPUs get "
-               f"{limit} each")
+        who = "1 rank" if ranks == 1 else f"{ranks} ranks"
+        notice(f"--num_workers {args.num_workers}: {who} on {usable_cpus()} CPUs, so {limit} each")
         args.num_workers = limit
 
 
