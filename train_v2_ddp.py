@@ -118,8 +118,8 @@ def check_flags(args, world_size):
         need(args.sample_prompts or getattr(args, flag) == {"sample_seconds": 10, "sample_time_limit": 120}[flag],
              f"--{flag} needs --sample_prompts")
     check_judges(args, bool(args.sample_prompts))
-    need(not args.sample_prompts or args.sample_time_limit < args.wait_timeout, f"--sample_time_limit {args.sample_time_limit:g} must be below "
-         f"--wait_timeout {args.wait_timeout}")
+    need(not args.sample_prompts or args.sample_time_limit < args.wait_timeout,
+         f"--sample_time_limit {args.sample_time_limit:g} must be below --wait_timeout {args.wait_timeout}")
     flags.check_lora(args, build_parser())
     flags.check_loading(args, build_parser())
     need(args.use_lora or not args.train_audio_table, "--train_audio_table needs --use_lora; without it all is trained")

@@ -30,7 +30,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from bench import measure
-from common import checkpoint, json_files, metrics, report, report_files, run
+from common import checkpoint, json_files, metrics, report, run
 from common.flags import UserError
 from common.text import HIDDEN, error_text
 from distill import chat, held_out, journal, teacher
@@ -164,7 +164,7 @@ def manifest(folder, data):
     checkpoint.newest_whole(folder, said.append)
     for line in said:
         check_said(error_text(line), folder / "checkpoint-3")
-    report_files.read_checkpoints(folder)
+    report.read_checkpoints(folder)
 
 
 def state(folder, data):
@@ -175,7 +175,7 @@ def state(folder, data):
     files = {"trainer_state/state.json": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
     (folder / "checkpoint-3" / "manifest.json").write_text(json.dumps({"step": 3, "files": files}))
     (folder / "metrics.jsonl").write_text('{"step": 3, "train/loss": 1.0}\n')
-    report.page([report_files.read_run(folder)], [], [])
+    report.page([report.read_run(folder)], [], [])
     resume, meta = checkpoint.find_resume(folder, "auto", {"seed": 1})
     assert resume is None or run.position(meta)["step"] == meta["step"]
 
@@ -186,19 +186,19 @@ def log(folder, data):
     rows, wrong = metrics.read_rows(path)
     check_said(wrong)
     "".join(json.dumps(row) for row in rows)
-    report.page([report_files.read_run(folder)], [], []).encode("utf-8", "replace")
+    report.page([report.read_run(folder)], [], []).encode("utf-8", "replace")
 
 
 def starts(folder, data):
     (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.0, "train/epoch": 0.5}\n')
     (folder / "starts.jsonl").write_bytes(data)
-    found = report_files.read_run(folder)
+    found = report.read_run(folder)
     report.page([found, found], [], []).encode("utf-8", "replace")
 
 
 def evaluation(folder, data):
     (folder / "evaluation.json").write_bytes(data)
-    report.evaluation_tables([report_files.read_evaluation(folder / "evaluation.json")])
+    report.evaluation_tables([report.read_evaluation(folder / "evaluation.json")])
 
 
 def adapter(folder, data):

@@ -558,8 +558,8 @@ def check_loading(args, parser):
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     limit = max(usable_cpus() // ranks, parser.get_default("num_workers"))
     if args.num_workers > limit and getattr(args, "dry_run", None) is None:
-        notice(f"--num_workers {args.num_workers}: {counted(ranks, 'rank')} on {usable_cpus()} CPUs "
-               f"get {limit} each")
+        notice(f"--num_workers {args.num_workers}: {counted(ranks, 'rank')} on {usable_cpus()} "
+               f"CPUs, so {limit} each")
         args.num_workers = limit
 
 

@@ -30,7 +30,9 @@ SECRETS = re.compile(r"(?<=://)[^/?#\s]*@|(?<=[?&])[\w-]*(?:key|token|secret|pas
 
 
 def without_secrets(value):
-    """A flag's value as it may be stored: URLs lose names, passwords and keys; lists as well, all else stays."""
+    """A value of JSON as it may be stored: URLs in it lose names, passwords and keys."""
+    if isinstance(value, dict):
+        return {name: without_secrets(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [without_secrets(part) for part in value]
     return SECRETS.sub("", value) if isinstance(value, str) and "://" in value else value

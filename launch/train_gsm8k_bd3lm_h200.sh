@@ -84,7 +84,7 @@ for argument in "$@"; do
     lr_scheduler.num_warmup_steps=*) words+=(--warmup_steps "$value") ;;
     block_size=*) words+=(--block_size "$value") ;;
     seed=*) words+=(--seed "$value") ;;
-    [a-z]*.[a-z]*=*) die "$argument: not one of the overrides that are known here; give the flag ($TRAINER --help)" ;;
+    [a-z]*.[a-z]*=*) die "$argument: not one of the overrides that are known here; give the flag ($TRAINER --help all)" ;;
     *) words+=("$argument") ;;
     esac
 done

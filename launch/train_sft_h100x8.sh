@@ -70,7 +70,7 @@ for argument in "$@"; do
     optim.lr=*) words+=(--learning_rate "$value") ;;
     trainer.total_epochs=*) words+=(--num_train_epochs "$value") ;;
     trainer.default_local_dir=*) words+=(--output_dir "$value") ;;
-    [a-z]*.[a-z]*=*) die "$argument: not one of the overrides that are known here; give the flag ($TRAINER --help)" ;;
+    [a-z]*.[a-z]*=*) die "$argument: not one of the overrides that are known here; give the flag ($TRAINER --help all)" ;;
     *) words+=("$argument") ;;
     esac
 done

@@ -57,6 +57,7 @@ def test_known_launch_line_parses():
         args = train_v2_ddp.build_parser().parse_args(
             [spelling if word == "--disable_evaluation" else word for word in line])
         assert {name: getattr(args, name) for name in expected} == expected
+        args.wait_timeout = 60      # shorter than the default of --sample_time_limit, which is not used
         train_v2_ddp.check_flags(args, world_size=8)        # no combination in it is refused
 
 
@@ -170,7 +171,7 @@ def test_loader_processes_of_a_node_are_its_cpus_at_most(monkeypatch, capsys):
         args = parse("--dataloader_num_workers", str(given))
         train_v2_ddp.check_flags(args, world_size=8)
         assert args.num_workers == taken
-        assert ("8 ranks on 128 CPUs get 16 each" in capsys.readouterr().out) == (given == 32)
+        assert ("8 ranks on 128 CPUs, so 16 each" in capsys.readouterr().out) == (given == 32)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

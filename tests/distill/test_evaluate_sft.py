@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import distributed, report_files
+from common import distributed, report
 from distill import evaluate_sft, held_out, student, teacher
 from distill.labels import make_parser
 from tests.helpers import chats
@@ -276,7 +276,7 @@ def test_agreement_accuracy_and_the_teacher_stand_apart(whole):
     assert share in agreement and f"{100 * found['teacher']['share']:.1f}%" in accuracy
     tables = (out / "evaluation.txt").read_text()
     assert "truth \\ student" in tables and "teacher \\ base + prompt" in tables
-    assert report_files.read_evaluation(out / "evaluation.json")["metrics"]["student: accuracy"] is not None
+    assert report.read_evaluation(out / "evaluation.json")["metrics"]["student: accuracy"] is not None
 
 
 @pytest.mark.parametrize("batch_size", [1, 16])
