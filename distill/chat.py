@@ -80,7 +80,7 @@ def read_chunks(path, size, first=0, step=1):
             try:
                 record = line if rows else json_files.loads(line)
                 check = "invalid"
-                record = with_tools(of_sharegpt(record))
+                record = as_messages(record)
                 check_messages(record)
                 group_key(record)
             except ValueError as error:
@@ -90,6 +90,23 @@ def read_chunks(path, size, first=0, step=1):
         yield records, problems
         for _ in itertools.islice(lines, (step - 1) * size):
             pass
+
+
+def records_at(path, numbers):
+    """Yield (line number, record) of these lines of read_records' file, which could be used."""
+    for number, line in enumerate(itertools.chain.from_iterable(lines_of(name, 1) for name in files_of(path)), 1):
+        if number in numbers:
+            yield number, as_messages(line if isinstance(line, dict) else json_files.loads(line))
+
+
+def as_messages(record):
+    """The record with the messages and tools that templates want, whichever known form it has."""
+    return with_tools(of_sharegpt(record))
+
+
+def question(messages):
+    """The text of the last user message, "" without one."""
+    return next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
 
 
 @functools.cache

@@ -1,10 +1,12 @@
-"""How well labels fit labels: shares with their error, precision and recall, confusion; the same as text and pictures.
+"""How well labels fit labels: shares with their error, precision and recall, confusion; the same as text.
 
 wanted: the right label of each line. given: the label in the answer, or None where the answer holds none; None is never
 right and has the last column of the confusion matrix. systems: {column: {"parsed", "agreement", "accuracy",
 "no_label", "most_confused", "speed", ...}} as evaluate_sft.judge returns them.
 """
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 
@@ -193,26 +195,9 @@ def detail_lines(systems, labels, truth):
     return lines
 
 
-def draw(path, name, system, labels):
-    """Confusion matrices as a picture: counts, shaded by their share of the row; a panel each for teacher and truth."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    panels = [(key, what) for key, what in (("agreement", "teacher"), ("accuracy", "truth")) if system[key]]
-    size = 2 + 0.35 * len(labels)
-    figure, axes = plt.subplots(1, len(panels), figsize=(size * len(panels), size), squeeze=False)
-    for axis, (key, what) in zip(axes[0], panels):
-        matrix = np.array(system[key]["confusion"])
-        shares = matrix / np.maximum(1, matrix.sum(1, keepdims=True))
-        axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-        for i, j in zip(*np.nonzero(matrix)):
-            axis.text(j, i, matrix[i, j], ha="center", va="center", fontsize=7,
-                      color="white" if shares[i, j] > 0.5 else "black")
-        axis.axvline(len(labels) - 0.5, color="grey", linewidth=0.7)
-        axis.set(title=f"{name} against the {what}: {cell(system[key])}", xlabel=name, ylabel=what)
-        axis.set_xticks(range(len(labels) + 1), [*labels, none_name(labels)], rotation=90)
-        axis.set_yticks(range(len(labels)), labels)
-        axis.title.set_fontsize(8)
-    figure.tight_layout()
-    checkpoint.write_atomically(path, lambda file: figure.savefig(file, dpi=120, format="png"))
-    plt.close(figure)
+def write(output_dir, report, lines):
+    """evaluation.json with a report (JSON-able) and evaluation.txt with lines, each whole or not at all."""
+    for name, text in (("evaluation.json", json.dumps(report, indent=1, ensure_ascii=False)),
+                       ("evaluation.txt", "\n".join(lines))):
+        checkpoint.write_atomically(Path(output_dir) / name, lambda path, text=text: path.write_text(
+            text + "\n", encoding="utf-8"))

@@ -193,7 +193,7 @@ from common import checkpoint, distributed, loading, metrics, optim, run, tensor
 from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.plan import Checks, room_of, setup_of, start_text, steps_text
 from distill import chat, packed_lm, weights
-from distill.dataset import make_loader, prepare_table, samples_line, split_samples
+from distill.dataset import Reading, make_loader, prepare_table, samples_line, split_samples, write_held_out
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Model: empty, loaded, saved
@@ -398,9 +398,11 @@ def train(args):
     model, parts = check(empty_model, config and folder, **kind) or (None, None)
     paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
     # rank 0 tokenises into a table on disk that all ranks map
-    table, n_train, ends = check(prepare_table, world, check.folder(args.output_dir), paths, encoder, limit,
-                                 args.too_long, teacher=teacher, processes=args.preprocess_num_proc, drop=args.drop_bad,
-                                 list_in=None if check.dry else args.output_dir, prompt=prompt) or (None,) * 3
+    reading = None
+    if encoder and limit is not None:
+        reading = Reading(encoder, limit, args.too_long, teacher, prompt, args.drop_bad, args.preprocess_num_proc)
+    table, n_train, ends = check(prepare_table, world, check.folder(args.output_dir), paths, reading,
+                                 list_in=None if check.dry else args.output_dir) or (None,) * 3
     train_ids, eval_ids = check(split_samples, table, n_train, args.group_size, args.validation_split,
                                 args.seed) or (None, None)
     check.settle()
@@ -432,6 +434,8 @@ def train(args):
         print_plan(check, model, table, train_ids, eval_ids, order, (steps_per_epoch, total_steps), at, resume,
                    **for_plan(args, ranks, often))
         return check.finish()
+
+    held_out = distributed.rank0_first(world, write_held_out, args.output_dir, table, train_ids, eval_ids, prompt)
 
     # -- model, optimizer, resume -------------------------------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)
@@ -530,7 +534,7 @@ def train(args):
                         state.log.write(state.step, values)
                     better = state.better(values["eval/loss"])
             if (better or saving or stopping) and state.saved_step != state.step:
-                save_checkpoint(world, state.writer, model, tokenizer, optimizer, state.to_save(identity))
+                save_checkpoint(world, state.writer, model, tokenizer, optimizer, state.to_save(identity, held_out=held_out))
     state.finish(stopping)
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common import adapters, distributed
 from common.distributed import UserError
 from distill import chat, evaluate_prompt, packed_lm, rollouts, weights
-from distill.dataset import ChatSamples, ChatTable, collate, write_table
+from distill.dataset import ChatSamples, ChatTable, Reading, collate, write_table
 from distill.divergence import divergence
 from distill.teacher import read_prompt, with_prompt
 from tests.helpers import chats
@@ -128,7 +128,7 @@ def made(tmp_path_factory):
 
 def prompted_table(made, folder, student, role, turns="all"):
     encoder = chat.Encoder(chat.load_tokenizer(made / student), turns)
-    write_table(folder, [made / "chats.jsonl"], encoder, 512, "stop", prompt=read_prompt(made / f"{role}.txt", role))
+    write_table(folder, [made / "chats.jsonl"], Reading(encoder, 512, prompt=read_prompt(made / f"{role}.txt", role)))
     return ChatTable(folder)
 
 
@@ -216,8 +216,8 @@ def test_the_model_behind_no_prompt_is_no_other(made, tmp_path):
     """Teacher and student with the same words and adapters that do nothing: no divergence, no gradient."""
     (tmp_path / "user.txt").write_text("{text}")
     encoder = chat.Encoder(chat.load_tokenizer(made / "qwen"), "last")
-    write_table(tmp_path / "table", [made / "chats.jsonl"], encoder, 512, "stop", prompt=read_prompt(
-        tmp_path / "user.txt"))
+    write_table(tmp_path / "table", [made / "chats.jsonl"], Reading(encoder, 512, prompt=read_prompt(
+        tmp_path / "user.txt")))
     table = ChatTable(tmp_path / "table")
     for kind in (("forward", 0.5, 0), ("reverse", 0.5, 3), ("js", 0.5, 0)):
         model, parts = packed_lm.build_empty(made / "qwen", torch.float32, (4, 4, 0.0, "all-linear", "x"), None,
@@ -234,11 +234,11 @@ def test_prompts_that_cannot_teach(made, tmp_path):
     chats.write(tmp_path / "chats.jsonl", [[{"role": "system", "content": "x"}, *chats.ask("y", "en")]])
     encoder = chat.Encoder(chat.load_tokenizer(made / "qwen"))
     with pytest.raises(UserError, match="chats.jsonl:1: has a system message of its own beside --prompt_role system"):
-        write_table(tmp_path / "t", [tmp_path / "chats.jsonl"], encoder, 512, "stop",
-                    prompt=read_prompt(made / "system.txt", "system"))
+        write_table(tmp_path / "t", [tmp_path / "chats.jsonl"], Reading(encoder, 512,
+                    prompt=read_prompt(made / "system.txt", "system")))
     with pytest.raises(UserError, match=r"tokens, more than 60"):
-        write_table(tmp_path / "t", [made / "chats.jsonl"], encoder, 60, "stop",
-                    prompt=read_prompt(made / "system.txt", "system"))
+        write_table(tmp_path / "t", [made / "chats.jsonl"], Reading(encoder, 60,
+                    prompt=read_prompt(made / "system.txt", "system")))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

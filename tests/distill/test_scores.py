@@ -2,7 +2,6 @@
 import math
 import random
 
-import matplotlib.image
 import numpy as np
 import pytest
 
@@ -65,22 +64,6 @@ def test_no_lines_have_no_share():
     assert scores.wilson(0, 150)[0] == 0 and scores.wilson(150, 150)[1] == 1      # no rounding left over
     assert scores.proportion(0, 0) == {"right": 0, "n": 0, "share": None, "low": None, "high": None}
     assert scores.cell(scores.proportion(0, 0)) == "-" and scores.cell(None) == "-"
-
-
-@pytest.mark.parametrize("given, dark", [(["a", "b"], (0, 1)), (["b", "a"], (1, 0)), ([None, None], (2, 2))])
-def test_the_picture_shows_the_matrix(tmp_path, given, dark):
-    """Dark blue is where the counts are: a row of cells each for a and b, columns a, b, none."""
-    score = scores.score(["a", "b"] * 2, given * 2, ("a", "b"))
-    scores.draw(tmp_path / "x.png", "student", {"agreement": score, "accuracy": None}, ("a", "b"))
-    picture = matplotlib.image.imread(tmp_path / "x.png")[..., :3]
-    blue = np.abs(picture - np.array(matplotlib.colormaps["Blues"](1.0)[:3])).max(-1) < 0.02
-    pale = np.abs(picture - np.array(matplotlib.colormaps["Blues"](0.0)[:3])).max(-1) < 0.004
-    rows, columns = np.nonzero(blue | pale)
-    top, height, left, width = rows.min(), np.ptp(rows) + 1, columns.min(), np.ptp(columns) + 1
-    for row in range(2):
-        cells = [blue[top + row * height // 2:top + (row + 1) * height // 2,
-                      left + column * width // 3:left + (column + 1) * width // 3].mean() for column in range(3)]
-        assert np.argmax(cells) == dark[row] and max(cells) > 0.8 and sorted(cells)[1] < 0.05
 
 
 def test_a_95_percent_interval_is_so_wide():
