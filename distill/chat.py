@@ -1,8 +1,9 @@
 """Chat JSONL -> token ids and which of them are trained, proven against the chat template.
 
 One JSON object a line: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}, or
-ShareGPT's {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}; .parquet: such rows. A data set
-is one file, or the files that a folder, a pattern or the hub has of it.
+ShareGPT's {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}, TRL's prompt and completion, or
+alpaca's instruction, input and output; .parquet: such rows. A data set is one file, or the files that a folder, a
+pattern or the hub has of it.
 Only assistant turns are trained. Where one begins is not guessed from markers but proven with the tokenizer's own
 template: the ids of the prompt (all messages before it, with the generation prompt) must be the first ids of the whole
 conversation. Then the model is trained on exactly the answer that it has to write behind exactly the prompt that
@@ -29,7 +30,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 KNOWN = {"role", "content", "reasoning_content"}        # keys of a message, and those that some roles have beside them
 KEYS = {"assistant": {"tool_calls", "weight"}, "tool": {"tool_call_id", "name"}}
 KINDS = (".parquet", ".jsonl")                          # of a data set's files in a folder or on the hub
-SHAREGPT = {"human": "user", "gpt": "assistant"}        # its names of roles, beside ROLES
+SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}        # its names of roles, beside ROLES
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -100,8 +101,58 @@ def records_at(path, numbers):
 
 
 def as_messages(record):
-    """The record with the messages and tools that templates want, whichever known form it has."""
-    return with_tools(of_sharegpt(record))
+    """The record with the messages and tools that templates want, whichever known form it has. ValueError.
+
+    What follows the last answer is left out: nothing there is trained.
+    """
+    if isinstance(record, dict) and "messages" not in record:
+        record = of_sharegpt(record) | of_pair(record)
+    record = with_tools(record)
+    if isinstance(record, dict) and isinstance(record.get("messages"), list):
+        messages = [with_text(message) for message in record["messages"]]
+        roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+        if "assistant" in roles and roles[-1] in ROLES:
+            messages = messages[:len(roles) - roles[::-1].index("assistant")]
+        record = record | {"messages": messages}
+    return record
+
+
+def of_pair(record):
+    """{"messages"} of TRL's "prompt" and "completion", texts or lists of messages, or of alpaca's "instruction",
+    "input", "output", "system" and "history"; else {}.
+    """
+    if "prompt" in record and "completion" in record:
+        sides = [[{"role": role, "content": side}] if isinstance(side, str) else side for role, side in
+                 (("user", record["prompt"]), ("assistant", record["completion"]))]
+        if not all(isinstance(side, list) for side in sides):
+            raise ValueError('its "prompt" and "completion" are neither texts nor lists of messages')
+        return {"messages": sides[0] + sides[1]}
+    if "instruction" not in record or "output" not in record:
+        return {}
+    parts = [record["instruction"], record.get("input")]
+    if not all(isinstance(part, str) for part in (parts[0], parts[1] or "", record["output"])):
+        raise ValueError('its "instruction", "input" or "output" is not text')
+    asked = "\n\n".join(part for part in parts if part)
+    messages = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+    for pair in record.get("history") or []:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError('its "history" is not a list of [question, answer]')
+        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return {"messages": [*messages, {"role": "user", "content": asked},
+                         {"role": "assistant", "content": record["output"]}]}
+
+
+def with_text(message):
+    """A message whose content is a list of OpenAI's parts with one text instead. ValueError for other parts."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    texts = []
+    for part in message["content"]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"has content of the type {kind}; only text is trained")
+        texts.append(part["text"])
+    return message | {"content": "".join(texts)}
 
 
 def question(messages):
@@ -162,8 +213,11 @@ def table_rows(path, kind, size):
 
 
 def of_sharegpt(record):
-    """The record with "messages" made of ShareGPT's "conversations" and "system", where it has those; else itself."""
-    if not isinstance(record, dict) or "messages" in record or not isinstance(record.get("conversations"), list):
+    """The record with "messages" made of ShareGPT's "conversations" and "system", where it has those; else itself.
+
+    A turn from function_call is an answer that is one tool call, one from observation what the tool says.
+    """
+    if not isinstance(record.get("conversations"), list):
         return record
     turns = [{"from": "system", "value": record["system"]}] if record.get("system") else []
     messages = []
@@ -171,8 +225,11 @@ def of_sharegpt(record):
         if not isinstance(turn, dict) or turn.keys() - {"weight"} != {"from", "value"}:
             raise ValueError(f'turn {number} of its "conversations" is not {{"from": ..., "value": ...}}')
         role = turn["from"] if isinstance(turn["from"], str) else None
-        weight = {"weight": turn["weight"]} if "weight" in turn else {}
-        messages.append({"role": SHAREGPT.get(role, role), "content": turn["value"], **weight})
+        message = {"role": SHAREGPT.get(role, role), "content": turn["value"]}
+        if role == "function_call":
+            call = json_files.loads(turn["value"]) if isinstance(turn["value"], str) else turn["value"]
+            message |= {"content": "", "tool_calls": [{"type": "function", "function": call}]}
+        messages.append(message | ({"weight": turn["weight"]} if "weight" in turn else {}))
     return record | {"messages": messages}
 
 
@@ -220,7 +277,8 @@ def check_messages(record):
     """The messages of one record; ValueError says what is wrong with them and what to do."""
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
-        raise ValueError('has no list "messages"; a line is {"messages": [{"role": ..., "content": ...}, ...]}')
+        raise ValueError('has no list "messages"; a line is {"messages": [{"role": ..., "content": ...}, ...]}, or has '
+                         '"conversations", "prompt" and "completion", or "instruction" and "output"')
     check_tools(record)
     for number, message in enumerate(messages):
         where = f"message {number + 1}"
@@ -234,8 +292,8 @@ def check_messages(record):
             raise ValueError(f"{where} is an empty answer; drop the line")
         known = KNOWN | KEYS.get(message["role"], set())
         if other := message.keys() - known:
-            raise ValueError(f"{where} has {', '.join(sorted(other))}, which cannot be trained; known are "
-                             f"{', '.join(sorted(known))}")
+            raise ValueError(f"{where} has {', '.join(sorted(other))}, which no chat template is sure to write; "
+                             f"remove it, known are {', '.join(sorted(known))}")
         if not isinstance(message.get("reasoning_content") or "", str):
             raise ValueError(f"{where}: its reasoning_content is not text")
         calls = message.get("tool_calls") or []
@@ -295,8 +353,6 @@ class Encoder:
 
     def _render_all(self, asked):
         """[(text of the prompt, of prompt and answer)] of [(messages, place of an answer)]; None: ask one by one."""
-        if any(i == 0 for _, i in asked):       # transformers refuses nothing as a prompt, but not among others
-            return None
         try:
             return list(zip(self.render([messages[:i] for messages, i in asked], True),
                             self.render([messages[:i + 1] for messages, i in asked], False))) if asked else []
@@ -350,6 +406,9 @@ class Encoder:
             raise ValueError(f"its tools contain the control token {found[0]}; remove it")
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         answers = [i for i in answers[0 if self.turns == "all" else -1:] if messages[i].get("weight", 1)]
+        if 0 in answers:
+            raise ValueError("begins with an answer, so nothing is asked before it; put a message there, give it the "
+                             "weight 0, or drop the line")
         if not answers:
             raise ValueError("has no answer to train that is not of weight 0; drop the line")
         return answers

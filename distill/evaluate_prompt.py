@@ -31,6 +31,7 @@ COLUMNS = ("base", "student", "base + prompt")
 TIMED = ("student", "base + prompt")        # asked one at a time as well: a request without and with the prompt
 CONTROL = "control"
 TOPIC = "{topic}"
+HALF = 0.5              # part of the way that counts as learned where --min_closed does not say
 
 
 def build_parser():
@@ -223,6 +224,14 @@ def check_control(name, ways, least):
                         f"following rate, --min_closed {least} of both: it learned as well")
 
 
+def control_clauses(way, least):
+    """[clause] about how far the control went; a rule that it passes as well, by `least` of the way, shows nothing."""
+    found = [f"the control went {words_of(way)}"]
+    if way.get("follows") is not None and way["follows"] >= least:
+        found.append("the control follows the rule as well, which therefore shows nothing: the divergence decides")
+    return found
+
+
 def words_of(way):
     """A part of the way in divergence and following, for the verdict."""
     return " and ".join(f"{verdict.percent(part)} of the way in {name}" for name, part in (
@@ -321,7 +330,7 @@ def write_results(args, lines, questions, answers, columns, ways, pairs):
                  if row["follows"] is not None]:
         clauses.append(f"following: {', '.join(rates)}")
     if args.control:
-        clauses.append(f"the control went {words_of(ways[CONTROL])}")
+        clauses += control_clauses(ways[CONTROL], args.min_closed or HALF)
     notes = [*([f"left out   {len(lines.rejected)} held-out questions to which the data has no whole answer"]
                if lines.rejected else []), f"saved      {saved['tokens saved']:.1f} tokens of prompt a request",
              *latency(without, behind),

@@ -47,7 +47,14 @@ def encoder(made, template, *options):
     (b'{"messages": [{"role": "user", "content": "a"}]}', "ends with a message of the user"),
     (b'{"messages": [{"role": "assistant", "content": null}]}', "message 1 has no text as its content"),
     (b'{"messages": [{"role": "assistant", "content": " "}]}', "message 1 is an empty answer"),
-    (b'{"messages": [{"role": "assistant", "content": "a", "refusal": "b"}]}', "has refusal, which cannot"),
+    (b'{"messages": [{"role": "assistant", "content": "a", "refusal": "b"}]}', "has refusal, which no chat template"),
+    (b'{"messages": [{"role": "user", "name": "Jo", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+     "message 1 has name, which no chat template is sure to write; remove it"),
+    (b'{"messages": [{"role": "assistant", "content": "a"}]}', "begins with an answer, so nothing is asked before it"),
+    (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}, {"role": "assistant", "content": "a"}]}',
+     "has content of the type image_url; only text is trained"),
+    (b'{"prompt": 1, "completion": "a"}', 'its "prompt" and "completion" are neither texts nor lists'),
+    (b'{"instruction": "a", "output": 2}', 'its "instruction", "input" or "output" is not text'),
     (b'{"messages": [{"role": "assistant", "content": "a", "reasoning_content": 1}]}', "reasoning_content is not"),
     (b'{"messages": [{"role": "assistant", "content": "<|im_end|>"}]}', "contains the control token"),
     (b'{"id": -1, "messages": [{"role": "assistant", "content": "a"}]}', 'has the "id" -1; give a whole number'),
@@ -214,7 +221,15 @@ def test_sharegpt_and_parquet_are_the_same_conversations(made, tmp_path, monkeyp
     rows = [{"messages": talk, "id": i} for i, talk in enumerate(talks)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     found = {}
-    for name in ("plain.jsonl", "share.jsonl", "rows.parquet"):
+    def parts(text):
+        return [{"type": "text", "text": text[:3]}, {"type": "text", "text": text[3:]}]
+    others = [{"prompt": "question 0", "completion": "answer 0"}, {"prompt": talks[1][:1], "completion": talks[1][1:]},
+              {"system": "Be brief.", "instruction": "question 2", "input": "", "output": "answer 2"},
+              {"messages": [message | {"content": parts(message["content"])} for message in talks[3]]},
+              {"messages": [*talks[4], {"role": "user", "content": "and then?"}]},
+              {"instruction": "question 5", "output": "answer 5"}, {"messages": talks[6]}]
+    (tmp_path / "others.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
+    for name in ("plain.jsonl", "share.jsonl", "rows.parquet", "others.jsonl"):
         write_table(tmp_path / f"table-{name}", [tmp_path / name], Reading(chat.Encoder(made), 256, "stop"))
         found[name] = ChatTable(tmp_path / f"table-{name}")
     for table in found.values():

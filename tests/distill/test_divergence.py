@@ -428,6 +428,10 @@ def test_a_control_that_learned_as_well_and_a_judge_of_the_student(made, train, 
     evaluate_prompt.check_control("c", ways | {"follows": None}, 0.5)
     with pytest.raises(UserError, match="closed 0.700 of the divergence and 0.600 of the following rate"):
         evaluate_prompt.check_control("c", ways, 0.5)
+    for follows, clauses in ((0.4, 1), (0.5, 2), (None, 1)):
+        found = evaluate_prompt.control_clauses(ways | {"follows": follows}, 0.5)
+        assert len(found) == clauses and found[0].startswith("the control went 70 % of the way in divergence")
+    assert "shows nothing: the divergence decides" in evaluate_prompt.control_clauses(ways, 0.5)[1]
     rule = evaluate_prompt.follows_rule("^{topic}", None, r"Is (\S+)")
     assert rule("Is C++ it?", "C++ is") and not rule("Is C++ it?", "Java is") and not rule("Is Java it?", "C++ is")
     with pytest.raises(UserError, match="--topic .* is not in the question 'Is it'"):
