@@ -133,13 +133,13 @@ def likelihoods(model, samples, batch_size, columns=COLUMNS):
             if column == "base + prompt":       # the teacher's own likelihood of the same answers
                 batch = collate([(i, ids[own:], trained[own:]) for i, ids, trained, own in part]).to(device)
                 with adapters.switched_off(model):
-                    nll, _ = plain(batch)
+                    nll = plain(batch).loss
                 row = (0.0, nll.item(), batch.counts["targets"])
             else:
                 batch = collate(part, prompted=True).to(device)
                 with adapters.switched_off(model) if column == "base" else contextlib.nullcontext():
-                    apart, _, nll, _, n = packed(batch)
-                row = (apart.item(), nll.item(), n.item())
+                    parts = packed(batch)
+                row = (parts.divergence.item(), parts.ce.item(), parts.targets.item())
             sums += torch.tensor(row, dtype=torch.float64)
         found[column] = {"kl": (sums[0] / sums[2]).item(), "nll": (sums[1] / sums[2]).item()}
     config._attn_implementation = own

@@ -6,8 +6,8 @@ names a folder with them.
 The reference knows nothing of prefixes: it searches the rendered text for answers and maps places to tokens with the
 tokenizer's own offsets.
 """
-import json
 import importlib.util
+import json
 import os
 import re
 from pathlib import Path

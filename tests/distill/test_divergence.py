@@ -5,6 +5,7 @@ answers.
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -184,7 +185,7 @@ def test_packed_self_distillation_is_the_dense_one(made, tmp_path, student, role
     passes = []
     weights.decoder_layers(model.native)[0].register_forward_pre_hook(
         lambda layer, _: passes.append((layer.training, torch.is_grad_enabled())))
-    loss, right, ce, apart, n = model(batch)
+    loss, right, n, ce, apart, taught = model(batch)
     assert passes == [(False, False), (True, True)], "the teacher has no dropout and keeps nothing"
     loss.backward()
     assert torch.equal(state, torch.get_rng_state()) and model.net.training
@@ -200,7 +201,7 @@ def test_packed_self_distillation_is_the_dense_one(made, tmp_path, student, role
     wanted = sum(dense(s.double(), t.double(), *kind) for s, t, _ in rows)
     total = 0.3 * wanted_ce + 0.7 * wanted
     total.backward()
-    assert n == len(rows) == int(table.targets[chosen].sum())
+    assert n == taught == len(rows) == int(table.targets[chosen].sum())
     assert (loss.item(), ce.item(), apart.item()) == pytest.approx((total.item(), wanted_ce.item(), wanted.item()),
                                                                    rel=1e-4)
     assert wanted.item() > 0.01 * n.item(), "prompt and adapter matter"
@@ -330,14 +331,17 @@ def test_drawn_answers_are_draws(made, tmp_path):
     random_adapter(tmp_path, model)
     world, ends = distributed.World(device=torch.device("cpu")), [2]
     batches = [collate([ChatSamples(table)[n] for n in part], prompted=True) for part in ((0, 1, 2, 3), (4, 5))]
-    options = {"tokens": 5, "ends": ends, "seed": 1, "bf16": False}
-    (first, second), targets = rollouts.own_answers(world, model, table, batches, share=1.0, step=7, **options)
+
+    def own_answers(batches, share, step):
+        args = SimpleNamespace(on_policy=share, max_new_tokens=5, seed=1, bf16=False)
+        return rollouts.own_answers(args, world, model, table, batches, ends, step)
+    (first, second), targets = own_answers(batches, 1.0, 7)
     assert targets == first.counts["targets"] + second.counts["targets"] and first.samples == (0, 1, 2, 3)
-    same, _ = rollouts.own_answers(world, model, table, batches[1:], share=1.0, step=7, **options)
+    same, _ = own_answers(batches[1:], 1.0, 7)
     assert torch.equal(same[0].input_ids, second.input_ids), "a draw depends on run, step and sample alone"
-    other, _ = rollouts.own_answers(world, model, table, batches[1:], share=1.0, step=8, **options)
+    other, _ = own_answers(batches[1:], 1.0, 8)
     assert not torch.equal(other[0].input_ids, second.input_ids)
-    kept, n = rollouts.own_answers(world, model, table, batches, share=0.0, step=7, **options)
+    kept, n = own_answers(batches, 0.0, 7)
     assert torch.equal(kept[0].input_ids, batches[0].input_ids) and n == table.targets[:6].sum()
     assert model.native.config._attn_implementation != "sdpa"
 
