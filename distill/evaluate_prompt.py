@@ -3,16 +3,13 @@ r"""Judge a student of train_sft.py by answers it has not seen: how much of a pr
     python distill/evaluate_prompt.py --checkpoint out/checkpoint-48 --output_dir out/evaluation
     python distill/evaluate_prompt.py --checkpoint out/checkpoint-48 --output_dir out/evaluation \
         --follows '^Ahoy' --min_closed 0.5 --control swapped/checkpoint-48
-    python distill/evaluate_prompt.py --checkpoint out/checkpoint-48 --output_dir out/evaluation \
-        --base_url http://localhost:8000/v1 --model_name JUDGE
 
 Three columns: "base" is the model without prompt and adapters, "student" has the adapters, "base + prompt" is their
 teacher. On the answers that the run held out, of OUTPUT_DIR/held_out.jsonl: the divergence KL(teacher, column) and the
 negative log-likelihood, per token. Then all three answer the held-out questions, greedily: how many answers follow the
-rule --follows, how many are the teacher's very words and how much of the wording is the same (ROUGE-L, judge.py), how
-many end by themselves; tokens of each, and for student and teacher the seconds of a request alone. With --base_url a
-judge compares the student's answers with those of the other two. With --control another run's adapters, which should
-not have learned, are a fourth column.
+rule --follows, how many are the teacher's very words and how much of the wording is the same (ROUGE-L, scores.py), how
+many end by themselves; tokens of each, and for student and teacher the seconds of a request alone. With --control
+another run's adapters, which should not have learned, are a fourth column.
 
 "closed" is the part of the way from base to base + prompt that the student went, 1 being all of it. Written:
 evaluation.json with all answers side by side, which common/report.py shows, and evaluation.txt.
@@ -51,12 +48,6 @@ def build_parser():
                         "with --control also when the control went so far in both")
     p.add_argument("--control", metavar="FOLDER", help="checkpoint of a run that held out the same questions")
     evaluated(p, max_new_tokens=128)
-    g = p.add_argument_group("judge")
-    g.add_argument("--base_url", help="of a server whose model compares answers, e.g. http://localhost:8000/v1; key in "
-                                      "OPENAI_API_KEY")
-    g.add_argument("--model_name", help="the server's name for it")
-    g.add_argument("--max_tokens", type=int, default=1024, help="tokens an answer of it may have, thoughts included")
-    g.add_argument("--concurrency", type=int, default=64, help="requests under way at once")
     return p
 
 
@@ -64,7 +55,6 @@ def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later."""
     flags.at_least_one(args, "max_new_tokens", "batch_size")
     flags.share(args, "min_closed")
-    flags.at_least_one(args, "max_tokens", "concurrency")
     need(not (args.follows and args.follows_language), "give one of --follows and --follows_language")
     for flag, pattern in (("follows", (args.follows or "").replace(TOPIC, "x")), ("topic", args.topic or "()")):
         try:
@@ -73,7 +63,6 @@ def check_flags(args, world_size):
             raise UserError(f"--{flag} {pattern!r}: is not a regular expression ({error})")
         need(flag == "follows" or groups == 1, f"--topic {pattern!r}: has {groups} groups; the topic is in one: (...)")
     need((TOPIC in (args.follows or "")) == bool(args.topic), f"--topic and {TOPIC} in --follows belong together")
-    need(bool(args.base_url) == bool(args.model_name), "--base_url and --model_name, the judge, belong together")
     need(args.prompt_file or args.prompt_role == "user", "--prompt_role needs --prompt_file")
     need(not args.control or args.follows or args.follows_language, "--control needs --follows or --follows_language")
 
@@ -89,10 +78,9 @@ import torch
 
 from common import adapters, checkpoint, distributed, document_attention, verdict
 from distill import chat, held_out, packed_lm, scores, student, weights
-from distill import judge as judging
 from distill.choices import THINKING
 from distill.dataset import ChatSamples, ChatTable, Reading, build_table, collate
-from distill.teacher import PLACE, Prompt, Sampling, open_server, read_prompt, with_prompt
+from distill.teacher import Prompt, read_prompt, with_prompt
 
 
 def follows_rule(pattern, language, topic=None):
@@ -176,7 +164,7 @@ def judge(answers, likely, rule, questions):
         columns[name] = likely[name] | {
             "follows": scores.proportion(sum(map(rule, questions, texts)), len(texts))["share"] if rule else None,
             "exact": scores.proportion(sum(map(str.__eq__, texts, theirs)), len(texts))["share"],
-            "overlap": math.fsum(map(judging.overlap, texts, theirs)) / len(texts),
+            "overlap": math.fsum(map(scores.overlap, texts, theirs)) / len(texts),
             "ended": scores.proportion(sum(answer.finish_reason == "stop" for answer in given), len(given))["share"],
             "tokens in": speed["tokens_in"], "tokens out": speed["tokens_out"],
             "seconds alone": speed["seconds_per_line_alone"]}
@@ -184,19 +172,6 @@ def judge(answers, likely, rule, questions):
                    for measure in ("kl", "nll", *(["follows"] if rule else []))}
             for name in columns if not name.startswith("base")}
     return columns, ways
-
-
-def judged_pairs(args, prompt, questions, answers):
-    """{other column: {outcome: count} and "score"} of the student's answers by the judge that the flags name."""
-    ask = open_server(args.model_name, Sampling(args.max_tokens), args.base_url, args.concurrency)
-    instruction, texts = PLACE.join(part for part in prompt[1:] if part), {
-        name: [answer.text.strip() for answer in given] for name, (given, _) in answers.items()}
-    found = {}
-    for other in ("base", "base + prompt"):
-        print(f"judging    student and {other}: {len(questions):,} pairs, both orders")
-        outcomes = judging.compare(ask, instruction, questions, texts["student"], texts[other])
-        found[other] = {each: outcomes.count(each) for each in judging.OUTCOMES} | {"score": judging.score(outcomes)}
-    return found
 
 
 def table_lines(columns):
@@ -300,8 +275,7 @@ def main(argv=None):
         if args.control:
             for found, more in zip((likely, answers), judge_control(args, device, dtype, samples, lines, prompt)):
                 found |= more
-        pairs = judged_pairs(args, prompt, questions, answers) if args.base_url else {}
-        write_results(args, lines, questions, answers, *judge(answers, likely, rule, questions), pairs)
+        write_results(args, lines, questions, answers, *judge(answers, likely, rule, questions))
 
 
 def latency(without, behind):
@@ -313,7 +287,7 @@ def latency(without, behind):
     return [f"latency    a request alone: {', '.join(parts)}; medians of {student.LATENCY_LINES} or all"]
 
 
-def write_results(args, lines, questions, answers, columns, ways, pairs):
+def write_results(args, lines, questions, answers, columns, ways):
     """evaluation.json and evaluation.txt; prints the latter. Raises UserError for less than --min_closed."""
     without, behind = (columns[name] for name in TIMED)
     saved = {what: None if None in (behind[name], without[name]) else behind[name] - without[name]
@@ -321,7 +295,6 @@ def write_results(args, lines, questions, answers, columns, ways, pairs):
     metrics = {f"{name}: {measure}": value for name, row in columns.items() for measure, value in row.items()}
     metrics |= {f"{'' if name == 'student' else name + ' '}closed: {measure}": value
                 for name, way in ways.items() for measure, value in way.items()} | saved
-    metrics |= {f"judge, against {other}: {what}": value for other, row in pairs.items() for what, value in row.items()}
     rows = [{"id": number, "question": text, "held out": label,
              **{name: found[i].text for name, (found, _) in answers.items()}}
             for i, (number, text, label) in enumerate(zip(lines.ids, questions, lines.labels))]
@@ -333,9 +306,7 @@ def write_results(args, lines, questions, answers, columns, ways, pairs):
         clauses += control_clauses(ways[CONTROL], args.min_closed or HALF)
     notes = [*([f"left out   {len(lines.rejected)} held-out questions to which the data has no whole answer"]
                if lines.rejected else []), f"saved      {saved['tokens saved']:.1f} tokens of prompt a request",
-             *latency(without, behind),
-             *(f"judge      student against {other}: {', '.join(f'{row[each]} {each}' for each in judging.OUTCOMES)}"
-               for other, row in pairs.items()), verdict.line(clauses)]
+             *latency(without, behind), verdict.line(clauses)]
     report = {"name": str(args.output_dir), "metrics": metrics, "settings": flags.stored(args), "data": lines.about,
               "verdict": "; ".join(clauses), "samples": rows}
     shown = [*table_lines(columns), *notes]

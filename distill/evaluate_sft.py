@@ -367,8 +367,6 @@ def main(argv=None):
             draw_lines(lines, args.limit, args.seed)
         if prompt:
             check_single(lines, "--prompt_file")
-        if args.engine == "vllm":
-            check_single(lines, "--engine vllm")
         checkpoint.own_output(args.output_dir)
         print_lines(args, lines)
         systems, columns = {}, {}

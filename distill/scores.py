@@ -6,6 +6,7 @@ right and has the last column of the confusion matrix. systems: {column: {"parse
 """
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from common import checkpoint
 from common.text import NAME, printable
 
+WORD = re.compile(r"\w+|[^\w\s]")
 Z95 = 1.959963984540054     # of a normal distribution 95 % lie within so many standard deviations
 
 
@@ -83,6 +85,23 @@ def score(wanted, given, labels):
     rows = by_label(matrix, labels)
     return proportion(int(np.trace(matrix)), len(wanted)) | {"macro_f1": macro_f1(rows), "labels": rows,
                                                              "confusion": matrix.tolist()}
+
+
+def overlap(text, reference):
+    """ROUGE-L of two texts, 0 to 1: F1 of their longest common subsequence of words, case and white space aside.
+
+    C.-Y. Lin, ROUGE: a package for automatic evaluation of summaries (2004). Two empty texts have 1.
+    """
+    ours, theirs = (WORD.findall(each.lower()) for each in (text, reference))
+    if not ours or not theirs:
+        return float(ours == theirs)
+    row = [0] * (len(theirs) + 1)
+    for word in ours:
+        above = row
+        row = [0]
+        for place, other in enumerate(theirs):
+            row.append(above[place] + 1 if word == other else max(above[place + 1], row[-1]))
+    return 2 * row[-1] / (len(ours) + len(theirs))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

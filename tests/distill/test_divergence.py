@@ -21,7 +21,6 @@ from distill.dataset import ChatSamples, ChatTable, Reading, collate, write_tabl
 from distill.divergence import divergence
 from distill.teacher import read_prompt, with_prompt
 from tests.helpers import chats
-from tests.helpers.judge_server import judging
 from tests.helpers.lora_server import LoraServer
 from tests.helpers.pool import Pool
 
@@ -399,9 +398,8 @@ def test_the_judge_of_a_prompt(made, train, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_control_that_learned_as_well_and_a_judge_of_the_student(made, train, tmp_path, capsys):
-    """Answers alone were learned; the run as its own control; the rule names the question's first word; a judge that
-    prefers longer answers."""
+def test_a_control_that_learned_as_well(made, train, tmp_path, capsys):
+    """Answers alone were learned; the run as its own control; the rule names the question's first word."""
     train(1, tmp_path / "run", "--parallel", "ddp", "--per_device_train_batch_size", 4, "--max_steps", 2,
           "--save_steps", 0, prompted=False)
     run = str(tmp_path / "run" / "checkpoint-2")
@@ -412,9 +410,7 @@ def test_a_control_that_learned_as_well_and_a_judge_of_the_student(made, train, 
     assert "was not trained with --prompt_file; give that flag here" in capsys.readouterr().err
     given += ["--prompt_file", str(made / "system.txt"), "--prompt_role", "system"]
     distributed._claimed.clear()
-    with judging(lambda first, second: f"Verdict: {'first' if len(first) > len(second) else 'second'}") as (url, asked):
-        evaluate_prompt.main([*given, "--output_dir", str(tmp_path / "judged"), "--base_url", url, "--model_name",
-                              "judge"])
+    evaluate_prompt.main([*given, "--output_dir", str(tmp_path / "judged")])
     report = json.loads((tmp_path / "judged" / "evaluation.json").read_text())
     metrics, rows = report["metrics"], report["samples"]
     for measure in ("kl", "nll", "follows", "exact", "overlap", "tokens in", "tokens out"):
@@ -422,10 +418,6 @@ def test_a_control_that_learned_as_well_and_a_judge_of_the_student(made, train, 
     assert "; following: base " in report["verdict"] and "; the control went " in report["verdict"]
     follow = [row["question"].split()[0] in row["student"] or "e" in row["student"] for row in rows]
     assert metrics["student: follows"] == pytest.approx(np.mean(follow))
-    longer = [len(row["student"].strip()) - len(row["base"].strip()) for row in rows]
-    assert metrics["judge, against base: won"] == sum(more > 0 for more in longer)
-    assert metrics["judge, against base: lost"] == sum(more < 0 for more in longer)
-    assert len(asked) == 4 * len(rows) and all("brown fox jumps" in text for text in asked)
 
     ways = {"kl": 0.7, "nll": 0.1, "follows": 0.6}
     evaluate_prompt.check_control("c", ways | {"follows": 0.4}, 0.5)
@@ -444,7 +436,7 @@ def test_a_control_that_learned_as_well_and_a_judge_of_the_student(made, train, 
 
 @pytest.mark.parametrize("flags_given, message", [
     (["--topic", "x"], "has 0 groups"), (["--topic", "(x)"], "{topic} in --follows belong together"),
-    (["--follows", "("], "is not a regular expression"), (["--model_name", "x"], "belong together"),
+    (["--follows", "("], "is not a regular expression"),
     (["--control", "x"], "--control needs --follows")])
 def test_flags_of_the_judge_that_would_do_nothing(flags_given, message, capsys):
     with pytest.raises(SystemExit):

@@ -1,4 +1,5 @@
 """Scores of labels: by hand, by brute force, by the definition of the interval; the picture of a confusion matrix."""
+import itertools
 import math
 import random
 
@@ -68,3 +69,19 @@ def test_no_lines_have_no_share():
 
 def test_a_95_percent_interval_is_so_wide():
     assert math.isclose(scores.Z95, 1.959964, abs_tol=1e-6)
+
+
+@pytest.mark.parametrize("text, reference, wanted", [
+    ("Rain: water that falls.", "Rain: water that falls.", 1), ("rain  WATER", "Rain water", 1), ("", "", 1),
+    ("", "x", 0), ("a b", "c d", 0), ("a b c d", "b d", 2 * 2 / 6), ("the cat sat", "sat the cat", 2 * 2 / 6)])
+def test_overlap_of_known_texts(text, reference, wanted):
+    assert scores.overlap(text, reference) == scores.overlap(reference, text) == pytest.approx(wanted)
+
+
+def test_overlap_is_that_of_the_longest_common_subsequence():
+    def parts(words):
+        return {part for n in range(len(words) + 1) for part in itertools.combinations(words, n)}
+    texts = ["a b a c", "b a c a b", "c c a", "b"]
+    for one, other in itertools.product(texts, texts):
+        common = max(map(len, parts(one.split()) & parts(other.split())))
+        assert scores.overlap(one, other) == pytest.approx(2 * common / len(one.split() + other.split()))
