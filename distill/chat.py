@@ -13,7 +13,6 @@ A template for which neither holds is refused. A turn ends with its special toke
 behind it is not trained. A record's "tools" go to the template, as do tool calls; an answer of "weight" 0 is context.
 """
 import functools
-import glob
 import itertools
 import json
 import re
@@ -29,8 +28,6 @@ from common.problems import problem
 ROLES = ("system", "developer", "user", "assistant", "tool")
 KNOWN = {"role", "content", "reasoning_content"}        # keys of a message, and those that some roles have beside them
 KEYS = {"assistant": {"tool_calls", "weight"}, "tool": {"tool_call_id", "name"}}
-KINDS = (".parquet", ".jsonl")                          # of a data set's files in a folder or on the hub
-SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}        # its names of roles, beside ROLES
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -106,53 +103,19 @@ def as_messages(record):
     What follows the last answer is left out: nothing there is trained.
     """
     if isinstance(record, dict) and "messages" not in record:
-        record = of_sharegpt(record) | of_pair(record)
+        from distill import forms
+        record = forms.of_sharegpt(record) | forms.of_pair(record)
     record = with_tools(record)
     if isinstance(record, dict) and isinstance(record.get("messages"), list):
-        messages = [with_text(message) for message in record["messages"]]
+        messages = record["messages"]
+        if any(isinstance(message, dict) and isinstance(message.get("content"), list) for message in messages):
+            from distill import forms
+            messages = [forms.with_text(message) for message in messages]
         roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
         if "assistant" in roles and roles[-1] in ROLES:
             messages = messages[:len(roles) - roles[::-1].index("assistant")]
         record = record | {"messages": messages}
     return record
-
-
-def of_pair(record):
-    """{"messages"} of TRL's "prompt" and "completion", texts or lists of messages, or of alpaca's "instruction",
-    "input", "output", "system" and "history"; else {}.
-    """
-    if "prompt" in record and "completion" in record:
-        sides = [[{"role": role, "content": side}] if isinstance(side, str) else side for role, side in
-                 (("user", record["prompt"]), ("assistant", record["completion"]))]
-        if not all(isinstance(side, list) for side in sides):
-            raise ValueError('its "prompt" and "completion" are neither texts nor lists of messages')
-        return {"messages": sides[0] + sides[1]}
-    if "instruction" not in record or "output" not in record:
-        return {}
-    parts = [record["instruction"], record.get("input")]
-    if not all(isinstance(part, str) for part in (parts[0], parts[1] or "", record["output"])):
-        raise ValueError('its "instruction", "input" or "output" is not text')
-    asked = "\n\n".join(part for part in parts if part)
-    messages = [{"role": "system", "content": record["system"]}] if record.get("system") else []
-    for pair in record.get("history") or []:
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise ValueError('its "history" is not a list of [question, answer]')
-        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    return {"messages": [*messages, {"role": "user", "content": asked},
-                         {"role": "assistant", "content": record["output"]}]}
-
-
-def with_text(message):
-    """A message whose content is a list of OpenAI's parts with one text instead. ValueError for other parts."""
-    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
-        return message
-    texts = []
-    for part in message["content"]:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"has content of the type {kind}; only text is trained")
-        texts.append(part["text"])
-    return message | {"content": "".join(texts)}
 
 
 def question(messages):
@@ -168,20 +131,8 @@ def files_of(path):
     name, path = str(path), Path(path)
     if path.is_file():
         return [name]
-    from common import hub
-    if path.is_dir():
-        if saved := hub.saved_shards(path):
-            return [str(file) for file in saved]
-        for place in (path, path / "data"):
-            if found := sorted(str(file) for file in place.glob("*") if file.suffix in KINDS):
-                hub.one_set(path, found, str)
-                return found
-        raise UserError(f"{path}: has no files ending in {' or '.join(KINDS)}, nor has its data/")
-    if not path.exists() and (found := sorted(glob.glob(name))):
-        return found
-    if not path.exists() and hub.may_be(name):
-        return [hub.download(shard) for shard in hub.find_shards(name, KINDS)]
-    return [name]
+    from distill.forms import find_files
+    return find_files(name)
 
 
 def lines_of(path, size):
@@ -189,48 +140,13 @@ def lines_of(path, size):
     try:
         with json_files.open_file(path) as file:
             kind = Path(path).suffix
-            yield from table_rows(path, kind, size) if kind in (".parquet", ".arrow") else json_files.lines(file, path)
+            if kind not in (".parquet", ".arrow"):
+                yield from json_files.lines(file, path)
+                return
+        from distill.forms import table_rows
+        yield from table_rows(path, kind, size)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})")
-
-
-def table_rows(path, kind, size):
-    """Yield the rows of a parquet or arrow file as dicts without fields of null; UserError. size: of lines_of."""
-    import pyarrow
-    import pyarrow.parquet
-
-    def without_null(value):
-        if isinstance(value, dict):
-            return {name: without_null(part) for name, part in value.items() if part is not None}
-        return [without_null(part) for part in value] if isinstance(value, list) else value
-    try:
-        whole = kind == ".parquet"
-        with pyarrow.parquet.ParquetFile(path) if whole else pyarrow.ipc.open_stream(pyarrow.memory_map(path)) as file:
-            for batch in file.iter_batches(batch_size=size) if whole else file:
-                yield from map(without_null, batch.to_pylist())
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: cannot be read as {kind[1:]} ({str(error).splitlines()[0]})")
-
-
-def of_sharegpt(record):
-    """The record with "messages" made of ShareGPT's "conversations" and "system", where it has those; else itself.
-
-    A turn from function_call is an answer that is one tool call, one from observation what the tool says.
-    """
-    if not isinstance(record.get("conversations"), list):
-        return record
-    turns = [{"from": "system", "value": record["system"]}] if record.get("system") else []
-    messages = []
-    for number, turn in enumerate([*turns, *record["conversations"]], 1):
-        if not isinstance(turn, dict) or turn.keys() - {"weight"} != {"from", "value"}:
-            raise ValueError(f'turn {number} of its "conversations" is not {{"from": ..., "value": ...}}')
-        role = turn["from"] if isinstance(turn["from"], str) else None
-        message = {"role": SHAREGPT.get(role, role), "content": turn["value"]}
-        if role == "function_call":
-            call = json_files.loads(turn["value"]) if isinstance(turn["value"], str) else turn["value"]
-            message |= {"content": "", "tool_calls": [{"type": "function", "function": call}]}
-        messages.append(message | ({"weight": turn["weight"]} if "weight" in turn else {}))
-    return record | {"messages": messages}
 
 
 def with_tools(record):

@@ -35,31 +35,6 @@ HELD_OUT = "held_out.jsonl"
 # Sample table
 
 
-def behind_prompt(prompt, encoder, chats, tools, results):
-    """[(ids, mask, tokens of the student)] or ValueErrors: encoder.encode's results, each followed by its teacher's.
-
-    The teacher's has the prompt, and the very tokens of the student's answers.
-    """
-    from distill.teacher import with_prompt
-    prompted, found = [], []
-    for messages in chats:
-        try:
-            prompted.append([*with_prompt(prompt, messages[:-1]), messages[-1]])
-        except ValueError as error:
-            prompted.append(error)
-    chosen = [i for i, messages in enumerate(prompted) if isinstance(messages, list)]
-    taught = iter(encoder.encode([prompted[i] for i in chosen], [tools[i] for i in chosen]))
-    for messages, result in zip(prompted, results):
-        theirs = next(taught) if isinstance(messages, list) else messages
-        if wrong := [one for one in (result, theirs) if isinstance(one, ValueError)]:
-            found.append(wrong[0])
-        elif [t for t, m in zip(*result) if m] != [t for t, m in zip(*theirs) if m]:
-            found.append(ValueError("the answer has other tokens behind the prompt"))
-        else:
-            found.append((result[0] + theirs[0], result[1] + theirs[1], len(result[0])))
-    return found
-
-
 class Reading(NamedTuple):
     """How files become a table."""
     encoder: object             # chat.Encoder
@@ -83,6 +58,7 @@ def encode_chunk(records, path, reading, problems):
     chats, tools = ([record.get(name) for _, record in records] for name in ("messages", "tools"))
     results = encoder.encode(chats, tools)
     if prompt:
+        from distill.teacher import behind_prompt
         results = behind_prompt(prompt, encoder, chats, tools, results)
     for (line, record), result in zip(records, results):
         check = "template"

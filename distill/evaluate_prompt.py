@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ sta
 
 from common import flags
 from common.flags import UserError, need
-from distill.choices import evaluated
+from distill.teacher import Prompt, evaluated, read_prompt, with_prompt
 
 COLUMNS = ("base", "student", "base + prompt")
 TIMED = ("student", "base + prompt")        # asked one at a time as well: a request without and with the prompt
@@ -80,7 +80,6 @@ from common import adapters, checkpoint, distributed, document_attention, verdic
 from distill import chat, held_out, packed_lm, scores, student, weights
 from distill.choices import THINKING
 from distill.dataset import ChatSamples, ChatTable, Reading, build_table, collate
-from distill.teacher import Prompt, read_prompt, with_prompt
 
 
 def follows_rule(pattern, language, topic=None):

@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ sta
 
 from common import flags
 from common.flags import UserError, need
-from distill.choices import GROUP, THINKING, evaluated
+from distill.choices import GROUP, THINKING
 from distill.labels import PARSERS, Parser, make_parser, read_label
-from distill.teacher import PLACE, read_prompt, with_prompt
+from distill.teacher import PLACE, evaluated, read_prompt, with_prompt
 
 MANY = 60                   # different labels; beyond them this is no classification
 CONFUSED = 10               # pairs of labels, with EXAMPLES texts each
