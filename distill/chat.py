@@ -1,8 +1,9 @@
 """Chat JSONL -> token ids and which of them are trained, proven against the chat template.
 
 One JSON object a line: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}, or
-ShareGPT's {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}; .parquet: such rows. A data set
-is one file, or the files that a folder, a pattern or the hub has of it.
+ShareGPT's {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}, TRL's prompt and completion, or
+alpaca's instruction, input and output; .parquet: such rows. A data set is one file, or the files that a folder, a
+pattern or the hub has of it.
 Only assistant turns are trained. Where one begins is not guessed from markers but proven with the tokenizer's own
 template: the ids of the prompt (all messages before it, with the generation prompt) must be the first ids of the whole
 conversation. Then the model is trained on exactly the answer that it has to write behind exactly the prompt that
@@ -12,7 +13,6 @@ A template for which neither holds is refused. A turn ends with its special toke
 behind it is not trained. A record's "tools" go to the template, as do tool calls; an answer of "weight" 0 is context.
 """
 import functools
-import glob
 import itertools
 import json
 import re
@@ -28,8 +28,6 @@ from common.problems import problem
 ROLES = ("system", "developer", "user", "assistant", "tool")
 KNOWN = {"role", "content", "reasoning_content"}        # keys of a message, and those that some roles have beside them
 KEYS = {"assistant": {"tool_calls", "weight"}, "tool": {"tool_call_id", "name"}}
-KINDS = (".parquet", ".jsonl")                          # of a data set's files in a folder or on the hub
-SHAREGPT = {"human": "user", "gpt": "assistant"}        # its names of roles, beside ROLES
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -80,7 +78,7 @@ def read_chunks(path, size, first=0, step=1):
             try:
                 record = line if rows else json_files.loads(line)
                 check = "invalid"
-                record = with_tools(of_sharegpt(record))
+                record = as_messages(record)
                 check_messages(record)
                 group_key(record)
             except ValueError as error:
@@ -92,6 +90,39 @@ def read_chunks(path, size, first=0, step=1):
             pass
 
 
+def records_at(path, numbers):
+    """Yield (line number, record) of these lines of read_records' file, which could be used."""
+    for number, line in enumerate(itertools.chain.from_iterable(lines_of(name, 1) for name in files_of(path)), 1):
+        if number in numbers:
+            yield number, as_messages(line if isinstance(line, dict) else json_files.loads(line))
+
+
+def as_messages(record):
+    """The record with the messages and tools that templates want, whichever known form it has. ValueError.
+
+    What follows the last answer is left out: nothing there is trained.
+    """
+    if isinstance(record, dict) and "messages" not in record:
+        from distill import forms
+        record = forms.of_sharegpt(record) | forms.of_pair(record)
+    record = with_tools(record)
+    if isinstance(record, dict) and isinstance(record.get("messages"), list):
+        messages = record["messages"]
+        if any(isinstance(message, dict) and isinstance(message.get("content"), list) for message in messages):
+            from distill import forms
+            messages = [forms.with_text(message) for message in messages]
+        roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+        if "assistant" in roles and roles[-1] in ROLES:
+            messages = messages[:len(roles) - roles[::-1].index("assistant")]
+        record = record | {"messages": messages}
+    return record
+
+
+def question(messages):
+    """The text of the last user message, "" without one."""
+    return next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
+
+
 @functools.cache
 def files_of(path):
     """[paths] of what holds a data set's lines: a file itself, or the files of a pattern, of a folder (as save_to_disk
@@ -100,20 +131,8 @@ def files_of(path):
     name, path = str(path), Path(path)
     if path.is_file():
         return [name]
-    from common import hub
-    if path.is_dir():
-        if saved := hub.saved_shards(path):
-            return [str(file) for file in saved]
-        for place in (path, path / "data"):
-            if found := sorted(str(file) for file in place.glob("*") if file.suffix in KINDS):
-                hub.one_set(path, found, str)
-                return found
-        raise UserError(f"{path}: has no files ending in {' or '.join(KINDS)}, nor has its data/")
-    if not path.exists() and (found := sorted(glob.glob(name))):
-        return found
-    if not path.exists() and hub.may_be(name):
-        return [hub.download(shard) for shard in hub.find_shards(name, KINDS)]
-    return [name]
+    from distill.forms import find_files
+    return find_files(name)
 
 
 def lines_of(path, size):
@@ -121,42 +140,13 @@ def lines_of(path, size):
     try:
         with json_files.open_file(path) as file:
             kind = Path(path).suffix
-            yield from table_rows(path, kind, size) if kind in (".parquet", ".arrow") else json_files.lines(file, path)
+            if kind not in (".parquet", ".arrow"):
+                yield from json_files.lines(file, path)
+                return
+        from distill.forms import table_rows
+        yield from table_rows(path, kind, size)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})")
-
-
-def table_rows(path, kind, size):
-    """Yield the rows of a parquet or arrow file as dicts without fields of null; UserError. size: of lines_of."""
-    import pyarrow
-    import pyarrow.parquet
-
-    def without_null(value):
-        if isinstance(value, dict):
-            return {name: without_null(part) for name, part in value.items() if part is not None}
-        return [without_null(part) for part in value] if isinstance(value, list) else value
-    try:
-        whole = kind == ".parquet"
-        with pyarrow.parquet.ParquetFile(path) if whole else pyarrow.ipc.open_stream(pyarrow.memory_map(path)) as file:
-            for batch in file.iter_batches(batch_size=size) if whole else file:
-                yield from map(without_null, batch.to_pylist())
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: cannot be read as {kind[1:]} ({str(error).splitlines()[0]})")
-
-
-def of_sharegpt(record):
-    """The record with "messages" made of ShareGPT's "conversations" and "system", where it has those; else itself."""
-    if not isinstance(record, dict) or "messages" in record or not isinstance(record.get("conversations"), list):
-        return record
-    turns = [{"from": "system", "value": record["system"]}] if record.get("system") else []
-    messages = []
-    for number, turn in enumerate([*turns, *record["conversations"]], 1):
-        if not isinstance(turn, dict) or turn.keys() - {"weight"} != {"from", "value"}:
-            raise ValueError(f'turn {number} of its "conversations" is not {{"from": ..., "value": ...}}')
-        role = turn["from"] if isinstance(turn["from"], str) else None
-        weight = {"weight": turn["weight"]} if "weight" in turn else {}
-        messages.append({"role": SHAREGPT.get(role, role), "content": turn["value"], **weight})
-    return record | {"messages": messages}
 
 
 def with_tools(record):
@@ -203,7 +193,8 @@ def check_messages(record):
     """The messages of one record; ValueError says what is wrong with them and what to do."""
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
-        raise ValueError('has no list "messages"; a line is {"messages": [{"role": ..., "content": ...}, ...]}')
+        raise ValueError('has no list "messages"; a line is {"messages": [{"role": ..., "content": ...}, ...]}, or has '
+                         '"conversations", "prompt" and "completion", or "instruction" and "output"')
     check_tools(record)
     for number, message in enumerate(messages):
         where = f"message {number + 1}"
@@ -217,8 +208,8 @@ def check_messages(record):
             raise ValueError(f"{where} is an empty answer; drop the line")
         known = KNOWN | KEYS.get(message["role"], set())
         if other := message.keys() - known:
-            raise ValueError(f"{where} has {', '.join(sorted(other))}, which cannot be trained; known are "
-                             f"{', '.join(sorted(known))}")
+            raise ValueError(f"{where} has {', '.join(sorted(other))}, which no chat template is sure to write; "
+                             f"remove it, known are {', '.join(sorted(known))}")
         if not isinstance(message.get("reasoning_content") or "", str):
             raise ValueError(f"{where}: its reasoning_content is not text")
         calls = message.get("tool_calls") or []
@@ -278,8 +269,6 @@ class Encoder:
 
     def _render_all(self, asked):
         """[(text of the prompt, of prompt and answer)] of [(messages, place of an answer)]; None: ask one by one."""
-        if any(i == 0 for _, i in asked):       # transformers refuses nothing as a prompt, but not among others
-            return None
         try:
             return list(zip(self.render([messages[:i] for messages, i in asked], True),
                             self.render([messages[:i + 1] for messages, i in asked], False))) if asked else []
@@ -333,6 +322,9 @@ class Encoder:
             raise ValueError(f"its tools contain the control token {found[0]}; remove it")
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         answers = [i for i in answers[0 if self.turns == "all" else -1:] if messages[i].get("weight", 1)]
+        if 0 in answers:
+            raise ValueError("begins with an answer, so nothing is asked before it; put a message there, give it the "
+                             "weight 0, or drop the line")
         if not answers:
             raise ValueError("has no answer to train that is not of weight 0; drop the line")
         return answers

@@ -371,7 +371,8 @@ def report(output_file, stats):
         print(f"notice     {stats['without_logprobs']:,} labels have no log-probabilities: by constraint, or their "
               "tokens do not end where the label ends")
     if stats["rejected"]:
-        print(f"notice     {stats['rejected']:,} lines without a label: {rejected_path(output_file)}")
+        why = ", ".join(f"{n:,} {printable(why, 60)}" for why, n in list(stats["reasons"].items())[:3])
+        print(f"notice     {stats['rejected']:,} lines without a label ({why}): {rejected_path(output_file)}")
 
 
 def leave_on_signals():

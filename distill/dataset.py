@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,52 +23,42 @@ from common.distributed import UserError
 from common.indexing import Column, parallel_map_ordered
 from common.problems import Problems, problem
 from common.watchdog import init_loader
-from distill.chat import cut, group_key, read_chunks
+from distill.chat import cut, group_key, question, read_chunks, records_at
 from distill.choices import LINES
 
 PAD_LENGTH = 128        # padding comes in documents this short: attention costs the square of a document's length
 CHUNK = 1024            # lines tokenised together
+HELD_OUT = "held_out.jsonl"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sample table
 
 
-def behind_prompt(prompt, encoder, chats, tools, results):
-    """[(ids, mask, tokens of the student)] or ValueErrors: encoder.encode's results, each followed by its teacher's.
-
-    The teacher's has the prompt, and the very tokens of the student's answers.
-    """
-    from distill.teacher import with_prompt
-    prompted, found = [], []
-    for messages in chats:
-        try:
-            prompted.append([*with_prompt(prompt, messages[:-1]), messages[-1]])
-        except ValueError as error:
-            prompted.append(error)
-    chosen = [i for i, messages in enumerate(prompted) if isinstance(messages, list)]
-    taught = iter(encoder.encode([prompted[i] for i in chosen], [tools[i] for i in chosen]))
-    for messages, result in zip(prompted, results):
-        theirs = next(taught) if isinstance(messages, list) else messages
-        if wrong := [one for one in (result, theirs) if isinstance(one, ValueError)]:
-            found.append(wrong[0])
-        elif [t for t, m in zip(*result) if m] != [t for t, m in zip(*theirs) if m]:
-            found.append(ValueError("the answer has other tokens behind the prompt"))
-        else:
-            found.append((result[0] + theirs[0], result[1] + theirs[1], len(result[0])))
-    return found
+class Reading(NamedTuple):
+    """How files become a table."""
+    encoder: object             # chat.Encoder
+    limit: int                  # tokens that a sample may have
+    policy: str = "stop"        # of choices.TOO_LONG, for longer ones
+    teacher: object = None      # a new topk.Alternatives, for a table with the teacher's
+    prompt: tuple = None        # teacher.Prompt: each sample is then followed by the same behind it
+    drop: tuple = ()            # of choices.CHECKS: samples that fail are dropped
+    processes: int = 0          # that tokenise large files beside this one
 
 
-def encode_chunk(records, path, encoder, limit, policy, problems, teacher=None, prompt=None):
+def encode_chunk(records, path, reading, problems):
     """[(line, record)] -> {column of the table: array; "ends": Counter; "long", "dropped": counts}.
 
     Runs in several processes at once. A Problem for each record that cannot be used goes to the list `problems`.
     """
-    kept, lines, keys, own, count, ends = [], [], [], [], Counter(), encoder.ends
+    encoder, limit, policy, teacher, prompt, *_ = reading
+    kept, lines, keys, own, asked = [], [], [], [], []
+    count, ends = Counter(), encoder.ends
     encoder.ends = Counter()
     chats, tools = ([record.get(name) for _, record in records] for name in ("messages", "tools"))
     results = encoder.encode(chats, tools)
     if prompt:
+        from distill.teacher import behind_prompt
         results = behind_prompt(prompt, encoder, chats, tools, results)
     for (line, record), result in zip(records, results):
         check = "template"
@@ -95,29 +86,36 @@ def encode_chunk(records, path, encoder, limit, policy, problems, teacher=None, 
         own.append(len(part[0]) if mine is None else mine)
         lines.append(line)
         keys.append(-1 if key is None else key)
+        asked.append(question_hash(record["messages"]))
     ends, encoder.ends = encoder.ends, ends
     lengths = np.array([len(ids) for ids, _ in kept], np.int64)
-    tokens, trained = (np.fromiter(itertools.chain.from_iterable(column), kind, lengths.sum()) for column, kind in (
-        ((ids for ids, _ in kept), np.int32), ((mask for _, mask in kept), bool)))
+    tokens, trained = (np.fromiter(itertools.chain.from_iterable(column), kind, lengths.sum())
+                       for column, kind in (((ids for ids, _ in kept), np.int32),
+                                            ((mask for _, mask in kept), bool)))
     # nothing predicts a sample's first token
     targets = np.array([sum(mask[:mine]) - mask[0] for (_, mask), mine in zip(kept, own)], np.int64)
-    return {"tokens": tokens, "trained": trained, "lengths": lengths, "targets": targets, "ends": ends, **count,
-            "lines": np.array(lines, np.int64), "keys": np.array(keys, np.int64), "own": np.array(own, np.int64)}
+    numbers = {"lines": lines, "keys": keys, "own": own, "asked": asked}
+    return {"tokens": tokens, "trained": trained, "lengths": lengths, "targets": targets, "ends": ends,
+            **count, **{name: np.array(values, np.int64) for name, values in numbers.items()}}
 
 
-def write_table(folder, paths, encoder, limit, policy, teacher=None, processes=0, drop=(), output_dir=None,
-                prompt=None):
-    """Tokenise files into a table in `folder` -> {"samples": [of each file], "long": [...], "dropped": [...]} and
-    "bad": how many each check of `drop` (choices.CHECKS) dropped, as text.
+def question_hash(messages):
+    """A number for the text of the last user message, white space aside; 0 without one."""
+    words = question(messages).split()
+    return int.from_bytes(hashlib.sha256(" ".join(words).encode()).digest()[:7]) if words else 0
 
-    long: samples above `limit` tokens; dropped: samples left out of the table. teacher: a new topk.Alternatives
-    for a table with the teacher's; the samples are then read by this process alone. processes: how many tokenise
-    beside this one, for large files. prompt: teacher.Prompt; each sample is then followed by the same behind it, and
-    its tokens are those of both.
+
+def write_table(folder, paths, reading, output_dir=None):
+    """Tokenise files into a table in `folder` -> {"samples": [of each file], "long": [...], "dropped": [...]}
+    and "bad": how many samples each check of reading.drop dropped, as text.
+
+    long: samples above the limit; dropped: samples left out of the table. With a teacher this process alone
+    reads. With a prompt a sample's tokens are those of both.
     Raises UserError with every sample that cannot be used and that is not dropped, and leaves no new folder then.
     output_dir: where all of them are listed, None: nowhere.
     """
-    drop = {*drop, *(["too_long"] if policy == "drop" else [])}
+    encoder, teacher = reading.encoder, reading.teacher
+    drop = {*reading.drop, *(["too_long"] if reading.policy == "drop" else [])}
     folder, found = Path(folder), {"samples": [], "long": [], "dropped": []}
     problems = Problems(drop, output_dir)
     new = not folder.exists()
@@ -126,14 +124,14 @@ def write_table(folder, paths, encoder, limit, policy, teacher=None, processes=0
         columns = {name: Column(folder / f"{name}.npy", kind) for name, kind in (
             ("tokens", np.int32), ("trained", bool), ("lengths", np.int64), ("targets", np.int64),
             ("lines", np.int64), ("keys", np.int64), ("sources", np.int64), ("offsets", np.int64),
-            *([("own", np.int64)] if prompt else []))}
+            ("asked", np.int64), *([("own", np.int64)] if reading.prompt else []))}
         columns["offsets"].append([0])
         for source, path in enumerate(paths):
             before, count = len(columns["lengths"]), Counter()
 
             def chunks(first, step, path=path):
                 for records, wrong in read_chunks(path, CHUNK, first, step):
-                    yield encode_chunk(records, path, encoder, limit, policy, wrong, teacher, prompt), wrong
+                    yield encode_chunk(records, path, reading, wrong), wrong
 
             def take(part, source=source, count=count):
                 chunk, wrong = part
@@ -145,18 +143,18 @@ def write_table(folder, paths, encoder, limit, policy, teacher=None, processes=0
                 for name in columns.keys() - {"offsets", "sources"}:
                     columns[name].append(chunk[name])
 
-            parallel_map_ordered(chunks, 0 if teacher else processes, take)
+            parallel_map_ordered(chunks, 0 if teacher else reading.processes, take)
             samples = len(columns["lengths"]) - before
             if not samples and not problems.stopping:
                 problems.settle()
-                raise UserError(f"{path}: holds no conversations"
-                                + (f" of at most {limit} tokens" if count["dropped"] else
-                                   " that can be used" if problems.counts else ""))
+                why = " that can be used" if problems.counts else ""
+                if count["dropped"]:
+                    why = f" of at most {reading.limit} tokens"
+                raise UserError(f"{path}: holds no conversations{why}")
             for name, value in (("samples", samples), ("long", count["long"]), ("dropped", count["dropped"])):
                 found[name].append(value)
-        hint = "\nfix: shorten them, raise --max_length, or choose another --too_long" \
-            if problems.counts["too_long"] else ""
-        found["bad"] = problems.settle(hint)
+        hint = "\nfix: shorten them, raise --max_length, or choose another --too_long"
+        found["bad"] = problems.settle(hint if problems.counts["too_long"] else "")
         first, lines = 0, columns["lines"].array()
         for path, samples in zip(paths, found["samples"]):
             check_duplicates(columns["keys"].array()[first:first + samples],
@@ -177,7 +175,8 @@ def write_table(folder, paths, encoder, limit, policy, teacher=None, processes=0
 
 class ChatTable:
     """Memory-mapped samples. tokens (n_tokens,) int32; trained (n_tokens,) bool; offsets (n + 1,); of each sample:
-    lengths (tokens), targets (trained tokens), lines (in the file, from 1), keys (the record's id or -1), sources.
+    lengths (tokens), targets (trained tokens), lines (in the file, from 1), keys (the record's id or -1), sources,
+    asked (question_hash).
 
     With a teacher, for each of T taught tokens: teacher_places (T,) in its sample, teacher_ids (T, K) int32, likeliest
     first, teacher_logprobs (T, K) float32, -inf where there are fewer; teacher_offsets (n + 1,) of samples.
@@ -278,39 +277,65 @@ def split_samples(table, n_train, group_size, share, seed):
     return split_groups(group_numbers(table.keys, table.lines, group_size), share, seed)
 
 
-def build_table(folder, paths, encoder, limit, policy, teacher=None, processes=0, drop=(), output_dir=None,
-                prompt=None):
+def write_held_out(output_dir, table, train, held_out, prompt=None):
+    """Write OUTPUT_DIR/held_out.jsonl, by which evaluations judge -> {"hash" of it, "trained": how many
+    lines, "prompt": the teacher's or None}, for the checkpoint.
+
+    The samples `held_out` (numbers) as records {"id", "messages", ...}: the id is their own, or their line from 0
+    where not all have one; "trained_as" names a sample of `train` with the same question. hash "": there are none.
+    """
+    about = {"hash": "", "trained": len(train), "prompt": prompt and list(prompt)}
+    if not len(held_out):
+        return about
+    own_ids = (table.keys[held_out] >= 0).all()
+    twins = {int(table.asked[i]): table.name(i) for i in reversed(train) if table.asked[i]}
+    records = {}
+    for source in np.unique(table.sources[held_out]).tolist():
+        lines = {int(table.lines[i]) for i in held_out if table.sources[i] == source}
+        records |= {(source, line): record for line, record in records_at(table.paths[source], lines)}
+    rows = []
+    for i in held_out.tolist():
+        record = records[int(table.sources[i]), int(table.lines[i])]
+        row = {"id": int(table.keys[i] if own_ids else table.lines[i] - 1), "messages": record["messages"]}
+        if record.get("tools"):
+            row["tools"] = record["tools"]
+        if twin := twins.get(int(table.asked[i])):
+            row["trained_as"] = twin
+        rows.append(json.dumps(row, ensure_ascii=False) + "\n")
+    data = "".join(rows).encode()
+    checkpoint.write_atomically(Path(output_dir) / HELD_OUT, lambda path: path.write_bytes(data))
+    return about | {"hash": hashlib.sha256(data).hexdigest()}
+
+
+def build_table(folder, paths, reading, output_dir=None):
     """write_table -> (number of samples of the first file, summary to print, sorted ids that trained turns end with).
 
     paths: the training file and, where there is one, the validation file. The others: of write_table.
     """
-    start = time.monotonic()
-    found = write_table(folder, paths, encoder, limit, policy, teacher, processes, drop, output_dir, prompt)
+    start, policy = time.monotonic(), reading.policy
+    found = write_table(folder, paths, reading, output_dir)
     words = {"cut_left": "cut on the left", "cut_right": "cut on the right"}
     about = f"data       read in {time.monotonic() - start:.1f} s"
     if sum(found["long"]) and policy in words:
-        about += f"; {sum(found['long'])} samples are longer than {limit} tokens: {words[policy]}"
+        about += f"; {sum(found['long'])} samples are longer than {reading.limit} tokens: {words[policy]}"
     if gone := sum(found["dropped"]) - sum(found["long"]) * (policy == "drop"):
         about += f"; {gone} left out, as the cut left nothing to train"
     if found["bad"]:
         about += f"\ndata       dropped: {found['bad']}"
-    if teacher:
-        about += f"\n{teacher.about()}"
-    return found["samples"][0], about, sorted(encoder.ends)
+    if reading.teacher:
+        about += f"\n{reading.teacher.about()}"
+    return found["samples"][0], about, sorted(reading.encoder.ends)
 
 
-def prepare_table(world, output_dir, paths, encoder, limit, policy, teacher=None, processes=0, drop=(),
-                  list_in=None, prompt=None):
+def prepare_table(world, output_dir, paths, reading, list_in=None):
     """build_table on rank 0 in a folder of output_dir, mapped by every rank -> (ChatTable, n_train, turn ends).
 
-    Deletes the table of an earlier run there. The summary is printed. drop, prompt: of write_table; list_in: its
-    output_dir.
+    Deletes the table of an earlier run there. The summary is printed. list_in: output_dir of write_table.
     """
     def build():
         checkpoint.remove_named(output_dir, checkpoint.TABLE)       # a running job keeps what it has mapped
         folder = checkpoint.new_table(output_dir)
-        n_train, about, ends = build_table(folder, paths, encoder, limit, policy, teacher, processes, drop, list_in,
-                                          prompt)
+        n_train, about, ends = build_table(folder, paths, reading, list_in)
         print(about, flush=True)
         return folder, n_train, ends
 

@@ -3,16 +3,13 @@ r"""Judge a student of train_sft.py by answers it has not seen: how much of a pr
     python distill/evaluate_prompt.py --checkpoint out/checkpoint-48 --output_dir out/evaluation
     python distill/evaluate_prompt.py --checkpoint out/checkpoint-48 --output_dir out/evaluation \
         --follows '^Ahoy' --min_closed 0.5 --control swapped/checkpoint-48
-    python distill/evaluate_prompt.py --checkpoint out/checkpoint-48 --output_dir out/evaluation \
-        --base_url http://localhost:8000/v1 --model_name JUDGE
 
 Three columns: "base" is the model without prompt and adapters, "student" has the adapters, "base + prompt" is their
-teacher. On the answers that the run held out (held_out.py proves which): the divergence KL(teacher, column) and the
+teacher. On the answers that the run held out, of OUTPUT_DIR/held_out.jsonl: the divergence KL(teacher, column) and the
 negative log-likelihood, per token. Then all three answer the held-out questions, greedily: how many answers follow the
-rule --follows, how many are the teacher's very words and how much of the wording is the same (ROUGE-L, judge.py), how
-many end by themselves; tokens of each, and for student and teacher the seconds of a request alone. With --base_url a
-judge compares the student's answers with those of the other two. With --control another run's adapters, which should
-not have learned, are a fourth column.
+rule --follows, how many are the teacher's very words and how much of the wording is the same (ROUGE-L, scores.py), how
+many end by themselves; tokens of each, and for student and teacher the seconds of a request alone. With --control
+another run's adapters, which should not have learned, are a fourth column.
 
 "closed" is the part of the way from base to base + prompt that the student went, 1 being all of it. Written:
 evaluation.json with all answers side by side, which common/report.py shows, and evaluation.txt.
@@ -25,22 +22,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ sta
 
 from common import flags
 from common.flags import UserError, need
+from distill.teacher import Prompt, evaluated, read_prompt, with_prompt
 
 COLUMNS = ("base", "student", "base + prompt")
 TIMED = ("student", "base + prompt")        # asked one at a time as well: a request without and with the prompt
 CONTROL = "control"
 TOPIC = "{topic}"
+HALF = 0.5              # part of the way that counts as learned where --min_closed does not say
 
 
 def build_parser():
     p = flags.Parser("Judge a student that has learned a prompt.")
     p.add_argument("--checkpoint", required=True, metavar="FOLDER", help="of train_sft.py --use_lora")
-    p.add_argument("--model_path", help="base model the run started from (default: what the run's flags say)")
-    p.add_argument("--data_file", metavar="ANSWERS", help="what the run trained on (default: what the run's flags say)")
     p.add_argument("--prompt_file", help="the teacher's prompt, for a run that learned answers alone (default: run's)")
     p.add_argument("--prompt_role", choices=("user", "system"), default="user",
                    help="with --prompt_file: around the last user message, or in a system message of its own")
-    p.add_argument("--output_dir", required=True, help="everything written goes here")
+    flags.switch(p, "--drop_leaked", help="leave out questions that were trained as well, instead of stopping")
     p.add_argument("--follows", metavar="PATTERN", help="regular expression found in answers that follow the prompt")
     p.add_argument("--follows_language", metavar="CODE",
                    help="or the language (ISO 639-1) that it is in, told by py3langid")
@@ -50,17 +47,7 @@ def build_parser():
                    help="share, 0 to 1: exit status 1 when less of the way was gone, in divergence or in following; "
                         "with --control also when the control went so far in both")
     p.add_argument("--control", metavar="FOLDER", help="checkpoint of a run that held out the same questions")
-    p.add_argument("--max_new_tokens", type=int, default=128, help="tokens an answer may have")
-    p.add_argument("--batch_size", type=int, default=16, help="answers scored, and generated, together")
-    p.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
-                   help="to compute in; auto: bfloat16 on a GPU that has it, else float32")
-    p.add_argument("--device", help="where the model runs (default: the GPU if there is one)")
-    g = p.add_argument_group("judge")
-    g.add_argument("--base_url", help="of a server whose model compares answers, e.g. http://localhost:8000/v1; key in "
-                                      "OPENAI_API_KEY")
-    g.add_argument("--model_name", help="the server's name for it")
-    g.add_argument("--max_tokens", type=int, default=1024, help="tokens an answer of it may have, thoughts included")
-    g.add_argument("--concurrency", type=int, default=64, help="requests under way at once")
+    evaluated(p, max_new_tokens=128)
     return p
 
 
@@ -68,7 +55,6 @@ def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later."""
     flags.at_least_one(args, "max_new_tokens", "batch_size")
     flags.share(args, "min_closed")
-    flags.at_least_one(args, "max_tokens", "concurrency")
     need(not (args.follows and args.follows_language), "give one of --follows and --follows_language")
     for flag, pattern in (("follows", (args.follows or "").replace(TOPIC, "x")), ("topic", args.topic or "()")):
         try:
@@ -77,7 +63,6 @@ def check_flags(args, world_size):
             raise UserError(f"--{flag} {pattern!r}: is not a regular expression ({error})")
         need(flag == "follows" or groups == 1, f"--topic {pattern!r}: has {groups} groups; the topic is in one: (...)")
     need((TOPIC in (args.follows or "")) == bool(args.topic), f"--topic and {TOPIC} in --follows belong together")
-    need(bool(args.base_url) == bool(args.model_name), "--base_url and --model_name, the judge, belong together")
     need(args.prompt_file or args.prompt_role == "user", "--prompt_role needs --prompt_file")
     need(not args.control or args.follows or args.follows_language, "--control needs --follows or --follows_language")
 
@@ -86,7 +71,6 @@ def check_flags(args, world_size):
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import contextlib
-import json
 import math
 import tempfile
 
@@ -94,9 +78,8 @@ import torch
 
 from common import adapters, checkpoint, distributed, document_attention, metrics
 from distill import chat, held_out, packed_lm, scores, student, weights
-from distill import judge as judging
-from distill.dataset import ChatSamples, collate
-from distill.teacher import PLACE, Sampling, open_server, read_prompt, with_prompt
+from distill.choices import THINKING
+from distill.dataset import ChatSamples, ChatTable, Reading, build_table, collate
 
 
 def follows_rule(pattern, language, topic=None):
@@ -137,30 +120,33 @@ def likelihoods(model, samples, batch_size, columns=COLUMNS):
             if column == "base + prompt":       # the teacher's own likelihood of the same answers
                 batch = collate([(i, ids[own:], trained[own:]) for i, ids, trained, own in part]).to(device)
                 with adapters.switched_off(model):
-                    nll, _ = plain(batch)
+                    nll = plain(batch).loss
                 row = (0.0, nll.item(), batch.counts["targets"])
             else:
                 batch = collate(part, prompted=True).to(device)
                 with adapters.switched_off(model) if column == "base" else contextlib.nullcontext():
-                    apart, _, nll, _, n = packed(batch)
-                row = (apart.item(), nll.item(), n.item())
+                    parts = packed(batch)
+                row = (parts.divergence.item(), parts.ce.item(), parts.targets.item())
             sums += torch.tensor(row, dtype=torch.float64)
         found[column] = {"kl": (sums[0] / sums[2]).item(), "nll": (sums[1] / sums[2]).item()}
     config._attn_implementation = own
     return found
 
 
-def answer_all(model, tokenizer, lines, prompt, max_new_tokens, batch_size, columns=COLUMNS):
+def answer_all(args, model, tokenizer, lines, prompt, columns=COLUMNS):
     """{column: ([Answer], speed)} of student.ask_all. model: PeftModel; lines: held_out.Lines.
 
     columns: of likelihoods.
     """
-    ask, found = student.open_transformers(model, tokenizer, lines.ends, lines.thinking), {}
+    draw, found = student.greedy(lines.about["enable_thinking"]), {}
+    answers = student.open_transformers(model, tokenizer, lines.ends, draw, args.batch_size)
     for column in columns:
-        chats = lines.chats if column != "base + prompt" else [with_prompt(prompt, asked) for asked in lines.chats]
+        chats = lines.chats
+        if column == "base + prompt":
+            chats = [with_prompt(prompt, asked) for asked in chats]
         print(f"asking     {column}: {len(chats):,} questions")
         with adapters.switched_off(model) if column.startswith("base") else contextlib.nullcontext():
-            found[column] = student.ask_all(ask, chats, max_new_tokens, batch_size, timed=column in TIMED)
+            found[column] = student.ask_all(answers, draw, chats, args.max_new_tokens, timed=column in TIMED)
     return found
 
 
@@ -177,7 +163,7 @@ def judge(answers, likely, rule, questions):
         columns[name] = likely[name] | {
             "follows": scores.proportion(sum(map(rule, questions, texts)), len(texts))["share"] if rule else None,
             "exact": scores.proportion(sum(map(str.__eq__, texts, theirs)), len(texts))["share"],
-            "overlap": math.fsum(map(judging.overlap, texts, theirs)) / len(texts),
+            "overlap": math.fsum(map(scores.overlap, texts, theirs)) / len(texts),
             "ended": scores.proportion(sum(answer.finish_reason == "stop" for answer in given), len(given))["share"],
             "tokens in": speed["tokens_in"], "tokens out": speed["tokens_out"],
             "seconds alone": speed["seconds_per_line_alone"]}
@@ -185,19 +171,6 @@ def judge(answers, likely, rule, questions):
                    for measure in ("kl", "nll", *(["follows"] if rule else []))}
             for name in columns if not name.startswith("base")}
     return columns, ways
-
-
-def judged_pairs(args, prompt, questions, answers):
-    """{other column: {outcome: count} and "score"} of the student's answers by the judge that the flags name."""
-    ask = open_server(args.model_name, Sampling(args.max_tokens), args.base_url, args.concurrency)
-    instruction, texts = PLACE.join(part for part in prompt[1:] if part), {
-        name: [answer.text.strip() for answer in given] for name, (given, _) in answers.items()}
-    found = {}
-    for other in ("base", "base + prompt"):
-        print(f"judging    student and {other}: {len(questions):,} pairs, both orders")
-        outcomes = judging.compare(ask, instruction, questions, texts["student"], texts[other])
-        found[other] = {each: outcomes.count(each) for each in judging.OUTCOMES} | {"score": judging.score(outcomes)}
-    return found
 
 
 def table_lines(columns):
@@ -225,6 +198,14 @@ def check_control(name, ways, least):
                         f"following rate, --min_closed {least} of both: it learned as well")
 
 
+def control_clauses(way, least):
+    """[clause] about how far the control went; a rule that it passes as well, by `least` of the way, shows nothing."""
+    found = [f"the control went {words_of(way)}"]
+    if way.get("follows") is not None and way["follows"] >= least:
+        found.append("the control follows the rule as well, which therefore shows nothing: the divergence decides")
+    return found
+
+
 def words_of(way):
     """A part of the way in divergence and following, for the verdict."""
     return " and ".join(f"{metrics.percent(part)} of the way in {name}" for name, part in (
@@ -234,10 +215,10 @@ def words_of(way):
 def open_run(args, name):
     """(checkpoint folder, its state, its run's flags, folder of its base, its tokenizer) of a run with adapters."""
     folder, adapter, meta = held_out.open_checkpoint(name)
-    data_file = args.data_file if name == args.checkpoint else None
-    run = held_out.run_flags(name, meta, data_file, None if meta else data_file)
-    if not adapter:
-        raise UserError(f"--checkpoint {folder}: has no adapters, evaluate_sft.py judges labels")
+    if not adapter or not meta:
+        raise UserError(f"--checkpoint {folder}: has no adapters, or no {checkpoint.STATE_DIR}; evaluate_sft.py "
+                        "judges labels")
+    run = held_out.run_flags(name, meta)
     if name == args.checkpoint and bool(run.prompt_file) == bool(args.prompt_file):
         raise UserError(f"--prompt_file {args.prompt_file}: {folder} learned {run.prompt_file}; drop the flag"
                         if run.prompt_file else f"--checkpoint {folder}: was not trained with --prompt_file; give that "
@@ -247,15 +228,26 @@ def open_run(args, name):
     return folder, meta, run, base, chat.load_tokenizer(folder)
 
 
+def prompted_samples(run, base, tokenizer, lines, prompt):
+    """The lines' samples of ChatSamples, each followed by the same answer behind the teacher's prompt."""
+    turns = "last" if prompt.role == "user" else run.train_turns
+    encoder = chat.Encoder(tokenizer, turns, THINKING[run.enable_thinking])
+    limit = weights.length_limit(weights.load_config(base), run.max_length, run.max_tokens_per_batch)
+    with tempfile.TemporaryDirectory() as scratch:
+        build_table(scratch, [lines.path], Reading(encoder, limit, run.too_long, prompt=prompt, drop=run.drop_bad))
+        table = ChatTable(scratch)
+        return [ChatSamples(table)[i] for i in range(len(table)) if table.keys[i] in set(lines.ids)]
+
+
 def judge_control(args, device, dtype, samples, lines, prompt):
     """(likelihoods, answers) of the column of --control. Raises UserError unless it held out the same questions."""
     folder, meta, run, base, tokenizer = open_run(args, args.control)
-    theirs = held_out.read_lines(args.control, run, meta, base, tokenizer)
+    theirs = held_out.read_lines(args.control, run, meta, tokenizer, drop_leaked=args.drop_leaked)
     if (theirs.ids, theirs.chats) != (lines.ids, lines.chats):
         raise UserError(f"--control {folder}: held out other questions than {args.checkpoint}")
     model = student.load_model(base, folder, dtype, device)
     return (likelihoods(model, samples, args.batch_size, (CONTROL,)),
-            answer_all(model, tokenizer, lines, prompt, args.max_new_tokens, args.batch_size, (CONTROL,)))
+            answer_all(args, model, tokenizer, lines, prompt, (CONTROL,)))
 
 
 def main(argv=None):
@@ -266,27 +258,23 @@ def main(argv=None):
         device, dtype = student.pick_device(args.device, args.dtype)
         device, dtype = torch.device(device), getattr(torch, dtype)
         folder, meta, run, base, tokenizer = open_run(args, args.checkpoint)
-        lines = held_out.read_lines(args.checkpoint, run, meta, base, tokenizer)
-        questions = [held_out.question(asked) for asked in lines.chats]
-        if args.prompt_file:        # then the fingerprints of lines without it, which were just compared, are no more
-            run.prompt_file, run.prompt_role, meta = args.prompt_file, args.prompt_role, None
-            if args.prompt_role == "user":
-                run.train_turns = "last"
-        prompt = read_prompt(run.prompt_file, run.prompt_role)
-        with tempfile.TemporaryDirectory() as scratch:
-            table, _, numbers, *_ = held_out.read_table(scratch, args.checkpoint, run, meta, base, tokenizer)
-            samples = [ChatSamples(table)[int(i)] for i in numbers]
+        lines = held_out.read_lines(args.checkpoint, run, meta, tokenizer, drop_leaked=args.drop_leaked)
+        questions = [chat.question(asked) for asked in lines.chats]
+        if args.prompt_file:
+            prompt = read_prompt(args.prompt_file, args.prompt_role)
+        else:       # as the run read it, whatever has become of the file
+            prompt = Prompt(*meta["held_out"]["prompt"])
+        samples = prompted_samples(run, base, tokenizer, lines, prompt)
         checkpoint.own_output(args.output_dir)
         print(f"data       {lines.about['training_lines']:,} answers trained, {len(samples):,} to judge")
         model = student.load_model(base, folder, dtype, device)
         packed_lm.check_model(model.get_base_model())
         likely = likelihoods(model, samples, args.batch_size)
-        answers = answer_all(model, tokenizer, lines, prompt, args.max_new_tokens, args.batch_size)
+        answers = answer_all(args, model, tokenizer, lines, prompt)
         if args.control:
             for found, more in zip((likely, answers), judge_control(args, device, dtype, samples, lines, prompt)):
                 found |= more
-        pairs = judged_pairs(args, prompt, questions, answers) if args.base_url else {}
-        write_results(args, lines, questions, answers, *judge(answers, likely, rule, questions), pairs)
+        write_results(args, lines, questions, answers, *judge(answers, likely, rule, questions))
 
 
 def latency(without, behind):
@@ -298,7 +286,7 @@ def latency(without, behind):
     return [f"latency    a request alone: {', '.join(parts)}; medians of {student.LATENCY_LINES} or all"]
 
 
-def write_results(args, lines, questions, answers, columns, ways, pairs):
+def write_results(args, lines, questions, answers, columns, ways):
     """evaluation.json and evaluation.txt; prints the latter. Raises UserError for less than --min_closed."""
     without, behind = (columns[name] for name in TIMED)
     saved = {what: None if None in (behind[name], without[name]) else behind[name] - without[name]
@@ -306,7 +294,6 @@ def write_results(args, lines, questions, answers, columns, ways, pairs):
     figures = {f"{name}: {measure}": value for name, row in columns.items() for measure, value in row.items()}
     figures |= {f"{'' if name == 'student' else name + ' '}closed: {measure}": value
                 for name, way in ways.items() for measure, value in way.items()} | saved
-    figures |= {f"judge, against {other}: {what}": value for other, row in pairs.items() for what, value in row.items()}
     rows = [{"id": number, "question": text, "held out": label,
              **{name: found[i].text for name, (found, _) in answers.items()}}
             for i, (number, text, label) in enumerate(zip(lines.ids, questions, lines.labels))]
@@ -315,20 +302,16 @@ def write_results(args, lines, questions, answers, columns, ways, pairs):
                  if row["follows"] is not None]:
         clauses.append(f"following: {', '.join(rates)}")
     if args.control:
-        clauses.append(f"the control went {words_of(ways[CONTROL])}")
+        clauses += control_clauses(ways[CONTROL], args.min_closed or HALF)
     notes = [*([f"left out   {len(lines.rejected)} held-out questions to which the data has no whole answer"]
                if lines.rejected else []), f"saved      {saved['tokens saved']:.1f} tokens of prompt a request",
-             *latency(without, behind),
-             *(f"judge      student against {other}: {', '.join(f'{row[each]} {each}' for each in judging.OUTCOMES)}"
-               for other, row in pairs.items()), metrics.verdict_line(clauses)]
+             *latency(without, behind), metrics.verdict_line(clauses)]
     report = {"name": str(args.output_dir), "metrics": figures, "settings": flags.stored(args), "data": lines.about,
               "verdict": "; ".join(clauses), "samples": rows}
-    shown, out = "\n".join([*table_lines(columns), *notes]), Path(args.output_dir)
-    for name, text in (("evaluation.json", json.dumps(report, indent=1, ensure_ascii=False)),
-                       ("evaluation.txt", shown)):
-        checkpoint.write_atomically(out / name, lambda path, text=text: path.write_text(text + "\n", encoding="utf-8"))
-    print(shown)
-    print(f"done       {out}/evaluation.json, evaluation.txt")
+    shown = [*table_lines(columns), *notes]
+    scores.write(args.output_dir, report, shown)
+    print(*shown, sep="\n")
+    print(f"done       {args.output_dir}/evaluation.json, evaluation.txt")
     if args.min_closed:
         check_closed(args.checkpoint, ways["student"], args.min_closed)
     if args.control and args.min_closed:

@@ -1,21 +1,21 @@
 r"""Judge a student of train_sft.py by lines it has not seen: against its teacher, and against the truth.
 
-    python distill/evaluate_sft.py --checkpoint out/checkpoint-48 --data_file labels.jsonl --output_dir out/evaluation \
+    python distill/evaluate_sft.py --checkpoint out/checkpoint-48 --output_dir out/evaluation \
         --truth_file truth.jsonl --prompt_file distill/prompts/language_id.txt
     python distill/evaluate_sft.py --checkpoint out/checkpoint-24 --checkpoint out/checkpoint-48 ...     # side by side
     python distill/evaluate_sft.py --checkpoint merged --model_path BASE --data_file seen.jsonl \
         --eval_data_file unseen.jsonl
 
 The student answers the lines that its run held out, greedily and as it was trained (its chat template, no long prompt).
-So does the base model before training, with --prompt_file once more behind the teacher's prompt. held_out.py proves
-which lines those are. Two numbers, never mixed:
+So does the base model before training, with --prompt_file once more behind the teacher's prompt. The lines are those of
+OUTPUT_DIR/held_out.jsonl, which train_sft.py writes (held_out.py). Two numbers, never mixed:
 
     agreement    with the teacher's label: how well the student copies. A student can be better than its teacher
     accuracy     against --truth_file, which no teacher made; the teacher's own accuracy on these lines stands beside it
 
 An answer counts if the model ended by itself and the answer is a label, or has one in the form that --parser reads; any
 other is wrong in both and stands in the column "none". Written: evaluation.json with every answer, evaluation.txt with
-all tables, confusion-NAME.png. Exit status 1 when the first checkpoint is below --min_agreement or --min_gain.
+all tables. Exit status 1 when the first checkpoint is below --min_agreement or --min_gain.
 """
 import argparse
 import sys
@@ -27,13 +27,14 @@ from common import flags
 from common.flags import UserError, need
 from distill.choices import GROUP, THINKING
 from distill.labels import PARSERS, Parser, make_parser, read_label
-from distill.teacher import PLACE, read_prompt, with_prompt
+from distill.teacher import PLACE, evaluated, read_prompt, with_prompt
 
 MANY = 60                   # different labels; beyond them this is no classification
 CONFUSED = 10               # pairs of labels, with EXAMPLES texts each
 EXAMPLES = 3
 BASE = ("base", "base + prompt")        # columns of the model before training
-VLLM_FLAGS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager")
+ENGINE_FLAGS = {"transformers": ("dtype", "device", "batch_size"), "server": ("base_url", "model_name", "concurrency"),
+                "vllm": ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager")}
 
 
 def build_parser():
@@ -41,13 +42,13 @@ def build_parser():
     g = p.add_argument_group("models")
     g.add_argument("--checkpoint", action="append", required=True, metavar="FOLDER",
                    help="of train_sft.py, adapter or whole model; several are compared")
-    g.add_argument("--model_path", help="base model the run started from (default: what the run's flags say)")
     g.add_argument("--base", action=argparse.BooleanOptionalAction, default=True,
                    help="ask the base model, before training, as well")
     g.add_argument("--enable_thinking", choices=tuple(THINKING),
                    help="as the student was trained; only for a checkpoint that does not say it")
     g = p.add_argument_group("data")
-    g.add_argument("--data_file", metavar="LABELS", help="what the run trained on (default: what the run's flags say)")
+    g.add_argument("--data_file", metavar="LABELS",
+                   help="with --eval_data_file: all that the student has seen (default: what the run's flags say)")
     g.add_argument("--eval_data_file", metavar="LABELS",
                    help="judge by these lines instead of those that the run held out")
     g.add_argument("--group_size", type=int, metavar="N",
@@ -59,7 +60,6 @@ def build_parser():
     g.add_argument("--seed", type=int, default=0, help="of the draw of --limit")
     g.add_argument("--truth_file", help='JSONL {"id": line, "label": label or null}, or a label a line')
     g.add_argument("--prompt_file", help=f"the teacher's prompt with {PLACE} once: the base is asked with it as well")
-    g.add_argument("--output_dir", required=True, help="everything written goes here")
     g.add_argument("--min_agreement", type=float, default=0.0,
                    help="share, 0 to 1: exit status 1 when the first checkpoint agrees less with the teacher")
     g.add_argument("--min_gain", type=float, default=0.0,
@@ -69,15 +69,17 @@ def build_parser():
     g.add_argument("--parser", choices=PARSERS, default="language",
                    help="what a label is: the language line, --pattern, or the whole answer")
     g.add_argument("--pattern", help="--parser regex: form of the label's line, the label in its one group")
-    g.add_argument("--labels", help="allowed labels, comma between them; default: those of the data, or the 13 codes")
-    g.add_argument("--max_new_tokens", type=int, default=10, help="tokens an answer may have")
+    g.add_argument("--labels", help="allowed labels, comma between them; default: those of the lines, or the 13 codes")
     g.add_argument("--prompt_max_new_tokens", type=int, default=256,
                    help="tokens an answer behind --prompt_file may have: its label comes last")
-    g.add_argument("--engine", choices=("transformers", "vllm"), default="transformers", help="what generates")
-    g.add_argument("--batch_size", type=int, default=16, help="lines generated together (vllm decides that itself)")
-    g.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
-                   help="to compute in; auto: bfloat16 on a GPU that has it, else float32 (vllm: its own choice)")
-    g.add_argument("--device", help="where the models run (default: the GPU if there is one)")
+    g.add_argument("--engine", choices=tuple(ENGINE_FLAGS), default="transformers",
+                   help="what generates; server: one with OpenAI's /chat/completions that has the models")
+    evaluated(g, max_new_tokens=10)
+    g = p.add_argument_group("engine server")
+    g.add_argument("--base_url", help="of the server, e.g. http://localhost:8000/v1; key in OPENAI_API_KEY")
+    g.add_argument("--model_name", nargs="+", metavar="NAME",
+                   help="the server's names: of the base, unless --no-base, then of each --checkpoint")
+    g.add_argument("--concurrency", type=int, default=64, help="requests under way at once")
     g = p.add_argument_group("engine vllm")
     g.add_argument("--tensor_parallel_size", type=int, default=1, help="GPUs that share each layer")
     g.add_argument("--gpu_memory_utilization", type=float, default=0.9, help="share of each GPU's memory, 0 to 1")
@@ -88,7 +90,8 @@ def build_parser():
 
 def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later."""
-    flags.at_least_one(args, "max_new_tokens", "prompt_max_new_tokens", "batch_size", "tensor_parallel_size")
+    flags.at_least_one(args, "max_new_tokens", "prompt_max_new_tokens", "batch_size", "tensor_parallel_size",
+                       "concurrency")
     flags.zero_or_more(args, "limit", "seed", "max_model_len", "group_size")
     flags.share(args, "min_agreement", "min_gain")
     need(args.base or not args.min_gain, "--min_gain compares with the base model: drop it, or --no-base")
@@ -100,9 +103,14 @@ def check_flags(args, world_size):
     defaults = build_parser()
     need(args.prompt_file or args.prompt_max_new_tokens == defaults.get_default("prompt_max_new_tokens"),
          "--prompt_max_new_tokens needs --prompt_file")
-    other = VLLM_FLAGS if args.engine == "transformers" else ("dtype", "device", "batch_size")
-    for flag in other:
-        need(getattr(args, flag) == defaults.get_default(flag), f"--{flag} is not for the engine {args.engine}")
+    for engine, names in ENGINE_FLAGS.items():
+        for flag in names if engine != args.engine else ():
+            need(getattr(args, flag) == defaults.get_default(flag), f"--{flag} is not for the engine {args.engine}")
+    need(args.engine != "server" or args.base_url, "--engine server needs --base_url")
+    wanted = len(args.checkpoint) + args.base
+    need(args.engine != "server" or len(args.model_name or ()) == wanted,
+         f"--model_name: give {wanted} names that the server knows: of the base, unless --no-base, then of each "
+         "--checkpoint")
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
@@ -110,29 +118,27 @@ ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else N
 
 import dataclasses
 import gc
-import json
-import re
 import signal
 import tempfile
 from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from common import checkpoint, distributed, metrics
-from distill import chat, held_out, scores, student, weights
-from distill.student import ask_all
+from distill import chat, held_out, scores, student, teacher, weights
 
 
 def pick_labels(parser, lines):
-    """Tuple of the labels there are; raises UserError when the data has others, or too many to be classes."""
-    labels = parser.labels or tuple(lines.all_labels)
+    """Tuple of the labels there are; raises UserError when the lines have others, or too many to be classes."""
+    labels = parser.labels or tuple(sorted(set(lines.labels)))
     for number, label in zip(lines.ids, lines.labels):
         if label not in labels:
-            raise UserError(f"{lines.about['files'][-1]}: id {number} is labelled {label[:40]!r}, which is not one of "
+            raise UserError(f"{lines.path}: id {number} is labelled {label[:40]!r}, which is not one of "
                             f"{', '.join(labels)}; see --parser and --labels")
     if len(labels) > MANY:
-        raise UserError(f"{lines.about['files'][-1]}: has {len(labels)} different labels; this is for at most {MANY}")
+        raise UserError(f"{lines.path}: has {len(labels)} different labels; this is for at most {MANY}")
     return labels
 
 
@@ -156,33 +162,42 @@ def why_not(answer, found):
 # Asking
 
 
-def open_model(folder, adapter, tokenizer, lines, scratch, *, dtype, device, vllm):
-    """student's ask for a model folder with an adapter folder or None on top.
-
-    vllm: options of teacher.open_vllm, or None: transformers, in dtype (a name of torch's) on the device.
-    """
-    if vllm:
-        return student.open_vllm(folder, adapter, tokenizer, lines.ends, lines.thinking, scratch, **vllm)
-    model = student.load_model(folder, adapter, getattr(torch, dtype), torch.device(device))
-    return student.open_transformers(model, tokenizer, lines.ends, lines.thinking)
+class Model(NamedTuple):
+    """What one column asks."""
+    name: str               # of the column
+    folder: Path            # with the weights
+    adapter: Path           # folder of an adapter on top, or None
+    tokenizer: object
+    served: str             # the server's name for it, or None
 
 
-def ask_models(models, lines, prompt, output_dir, *, max_new_tokens, prompt_max_new_tokens, batch_size, **engine):
-    """{column: ([Answer], speed)}. models: [(column, model folder, adapter or None, tokenizer)], the base first.
+def open_engine(args, model, lines, draw, scratch):
+    """`answers` of teacher.py for a Model by --engine. draw: Sampling. scratch: an empty folder for vLLM."""
+    if args.engine == "server":
+        return teacher.open_server(model.served, draw, args.base_url, args.concurrency)
+    if args.engine == "vllm":
+        folder = student.vllm_folder(model.folder, model.adapter, model.tokenizer, lines.ends, scratch)
+        options = {name: getattr(args, name) for name in (*ENGINE_FLAGS["vllm"], "seed")}
+        return teacher.open_vllm(folder, draw, **options)
+    dtype, device = getattr(torch, args.dtype), torch.device(args.device)
+    net = student.load_model(model.folder, model.adapter, dtype, device)
+    return student.open_transformers(net, model.tokenizer, lines.ends, draw, args.batch_size)
 
-    output_dir: where vLLM gets its scratch folder. engine: options of open_model.
-    """
+
+def ask_models(args, models, lines, prompt):
+    """{column: ([Answer], speed)}. models: [Model], the base first. prompt: the teacher's for the base, or None."""
     found = {}
-    for name, folder, adapter, tokenizer in models:
-        with tempfile.TemporaryDirectory(dir=output_dir, prefix=".serve-") as scratch:
-            ask = open_model(folder, adapter, tokenizer, lines, scratch, **engine)
-            print(f"asking     {name}: {len(lines.ids):,} lines")
-            found[name] = ask_all(ask, lines.chats, max_new_tokens, batch_size)
-            if name == "base" and prompt:
+    for model in models:
+        draw = student.greedy(lines.about["enable_thinking"])
+        with tempfile.TemporaryDirectory(dir=args.output_dir, prefix=".serve-") as scratch:
+            answers = open_engine(args, model, lines, draw, scratch)
+            print(f"asking     {model.name}: {len(lines.ids):,} lines")
+            found[model.name] = student.ask_all(answers, draw, lines.chats, args.max_new_tokens)
+            if model.name == "base" and prompt:
                 print(f"asking     base + prompt: {len(lines.ids):,} lines")
-                found["base + prompt"] = ask_all(ask, [with_prompt(prompt, messages) for messages in lines.chats],
-                                                 prompt_max_new_tokens, batch_size)
-            del ask         # its memory, and vLLM's processes, make room for the next
+                chats = [with_prompt(prompt, messages) for messages in lines.chats]
+                found["base + prompt"] = student.ask_all(answers, draw, chats, args.prompt_max_new_tokens)
+            del answers         # its memory, and vLLM's processes, make room for the next
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -226,7 +241,7 @@ def against_truth(labels, lines, truth, given):
 
 def texts_of(lines):
     """The user's last message of each line."""
-    return [held_out.question(messages) for messages in lines.chats]
+    return [chat.question(messages) for messages in lines.chats]
 
 
 def sample_rows(lines, truth, columns):
@@ -295,17 +310,15 @@ def check_single(lines, flag):
 # Main
 
 
-def open_students(names, *, model_path, with_base, data_file, eval_data_file, enable_thinking):
-    """(models for ask_models, run: held_out.run_flags of the checkpoints `names`, state of the first one or None).
-
-    with_base: whether their base model comes first. model_path: that model, or None: as the run's flags say.
-    """
+def open_students(args):
+    """([Model] of base and checkpoints, run: held_out.run_flags of the checkpoints, state of the first or None)."""
+    names = args.checkpoint
     opened = [held_out.open_checkpoint(name) for name in names]
     metas = [meta for _, _, meta in opened]
     held_out.check_same_split(names, metas)
-    run = held_out.run_flags(names[0], metas[0], data_file, eval_data_file, enable_thinking)
-    base = model_path or run.model_path
-    if with_base or any(adapter for _, adapter, _ in opened):
+    run = held_out.run_flags(names[0], metas[0], args.eval_data_file, args.data_file, args.enable_thinking)
+    base = args.model_path or run.model_path
+    if args.base or any(adapter for _, adapter, _ in opened):
         if not base:
             raise UserError(f"--checkpoint {names[0]}: does not say what it was trained from; give "
                             "--model_path" + ("" if opened[0][1] else ", or --no-base"))
@@ -313,10 +326,25 @@ def open_students(names, *, model_path, with_base, data_file, eval_data_file, en
         for name, meta in zip(names, metas):
             held_out.check_base(name, base, meta)
     tokenizers = [chat.load_tokenizer(folder) for folder, _, _ in opened]
-    models = [("base", base, None, tokenizers[0])] if with_base else []
+    served = iter(args.model_name or [None] * (len(names) + 1))
+    models = [Model("base", base, None, tokenizers[0], next(served))] if args.base else []
     for name, (folder, adapter, _), tokenizer in zip(student_names(names), opened, tokenizers):
-        models.append((name, base if adapter else folder, folder if adapter else None, tokenizer))
+        models.append(Model(name, base if adapter else folder, folder if adapter else None, tokenizer, next(served)))
     return models, run, metas[0]
+
+
+def print_lines(args, lines):
+    """What is judged, and how."""
+    about = lines.about
+    groups = f", groups of {about['group_size']}" if about["group_size"] else ""
+    print(f"data       {about['training_lines']:,} trained, {about['held_out_lines']:,} to judge "
+          f"({about['split']}{groups})")
+    for note in lines.notes:
+        print(note)
+    if args.data_file and not args.eval_data_file:
+        print(f"notice     --data_file is not read: {lines.path} has the lines that the run held out")
+    print(f"engine     {args.engine}"
+          + (f", {args.device}, {args.dtype}" if args.engine == "transformers" else ""))
 
 
 def main(argv=None):
@@ -326,15 +354,11 @@ def main(argv=None):
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # on an exit vLLM ends its own processes
         if args.engine == "transformers":
             args.device, args.dtype = student.pick_device(args.device, args.dtype)
-        flags.need_package("matplotlib", "the picture of the results")
         # everything is read and checked before the first question
         parser = make_parser(args.parser, args.pattern, tuple(args.labels.split(",")) if args.labels else None)
         prompt = read_prompt(args.prompt_file) if args.prompt_file else None
-        models, run, meta = open_students(
-            args.checkpoint, model_path=args.model_path, with_base=args.base, data_file=args.data_file,
-            eval_data_file=args.eval_data_file, enable_thinking=args.enable_thinking)
-        _, folder, _, tokenizer = models[1 if args.base else 0]     # of the first checkpoint
-        lines = held_out.read_lines(args.checkpoint[0], run, meta, folder, tokenizer, args.eval_data_file,
+        models, run, meta = open_students(args)
+        lines = held_out.read_lines(args.checkpoint[0], run, meta, models[args.base].tokenizer, args.eval_data_file,
                                     args.group_size, args.drop_leaked)
         labels = pick_labels(parser, lines)
         parser = dataclasses.replace(parser, labels=labels)
@@ -343,54 +367,40 @@ def main(argv=None):
             draw_lines(lines, args.limit, args.seed)
         if prompt:
             check_single(lines, "--prompt_file")
-        if args.engine == "vllm":
-            check_single(lines, "--engine vllm")
         checkpoint.own_output(args.output_dir)
-        about = lines.about
-        print(f"data       {about['training_lines']:,} trained, {about['held_out_lines']:,} to judge "
-              f"({about['split']}" + (f", groups of {about['group_size']}" if about["group_size"] else "")
-              + f"; proven by fingerprint: {about['proven_by_fingerprint']})")
-        for note in lines.notes:
-            print(note)
-        print(f"engine     {args.engine}" + (f", {args.device}, {args.dtype}" if args.engine == "transformers" else ""))
-
-        vllm = {name: getattr(args, name) for name in (*VLLM_FLAGS, "seed")} if args.engine == "vllm" else None
-        answers = ask_models(models, lines, prompt, args.output_dir, max_new_tokens=args.max_new_tokens,
-                             prompt_max_new_tokens=args.prompt_max_new_tokens, batch_size=args.batch_size,
-                             dtype=args.dtype, device=args.device, vllm=vllm)
+        print_lines(args, lines)
         systems, columns = {}, {}
-        for name, (column, speed) in answers.items():
-            systems[name], found = judge(parser, lines, truth, column, speed)
-            columns[name] = column, found
-        teacher = against_truth(labels, lines, truth, lines.labels)
-        figures = {f"{name}: {key}": system[key]["share"] for name, system in systems.items()
-                   for key in ("agreement", "accuracy", "parsed") if system[key]}
-        report = {"name": str(args.output_dir), "metrics": figures | ({"teacher: accuracy": teacher["share"]} if teacher
-                                                                      else {}),
-                  "labels": labels, "teacher": teacher, "systems": systems,
-                  "data": about | {"evaluated_lines": len(lines.ids), "rejected_lines": len(lines.rejected),
-                                   "rejected_lines_with_truth": sum(bool((truth or {}).get(i))
-                                                                    for i in lines.rejected)},
-                  "settings": flags.stored(args), "samples": sample_rows(lines, truth, columns)}
-        how = "vLLM" if args.engine == "vllm" else f"batches of {args.batch_size}"
-        table, notes = scores.side_by_side(systems, teacher, how), scores.make_notes(report)
-        notes.append(metrics.verdict_line(clauses(student_names(args.checkpoint)[0], systems, len(lines.ids))))
-        out = Path(args.output_dir)
-        text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
-        tables = "\n".join([*table, *notes, *scores.detail_lines(systems, labels, truth)]) + "\n"
-        checkpoint.write_atomically(out / "evaluation.json", lambda path: path.write_text(text, encoding="utf-8"))
-        checkpoint.write_atomically(out / "evaluation.txt", lambda path: path.write_text(tables, encoding="utf-8"))
-        for name, system in systems.items():
-            scores.draw(out / f"confusion-{re.sub(r'[^A-Za-z0-9]+', '-', name)}.png", name, system, labels)
-        first = systems[student_names(args.checkpoint)[0]]
-        print(*table, *notes, sep="\n")
-        if first["most_confused"]:
-            print(f"most confused by {args.checkpoint[0]}: {'truth' if truth else 'teacher'} -> answer, lines, one of "
-                  "them")
-            print(*scores.confused_lines(first["most_confused"][:5]), sep="\n")
-        print(f"done       {out}/evaluation.json, evaluation.txt, confusion-*.png")
-        check_learned(args.checkpoint[0], first["agreement"], [system["agreement"] for name, system in systems.items()
-                                                               if name in BASE], args.min_agreement, args.min_gain)
+        for name, (answers, speed) in ask_models(args, models, lines, prompt).items():
+            systems[name], found = judge(parser, lines, truth, answers, speed)
+            columns[name] = answers, found
+        report(args, lines, truth, labels, systems, columns)
+
+
+def report(args, lines, truth, labels, systems, columns):
+    """Write evaluation.json and evaluation.txt, print its tables; UserError for a checkpoint that did not learn."""
+    known_teacher = against_truth(labels, lines, truth, lines.labels)
+    figures = {f"{name}: {key}": system[key]["share"] for name, system in systems.items()
+               for key in ("agreement", "accuracy", "parsed") if system[key]}
+    if known_teacher:
+        figures["teacher: accuracy"] = known_teacher["share"]
+    rejected = {"rejected_lines": len(lines.rejected),
+                "rejected_lines_with_truth": sum(bool((truth or {}).get(i)) for i in lines.rejected)}
+    found = {"name": str(args.output_dir), "metrics": figures, "labels": labels, "teacher": known_teacher,
+             "systems": systems, "data": lines.about | {"evaluated_lines": len(lines.ids)} | rejected,
+             "settings": flags.stored(args), "samples": sample_rows(lines, truth, columns)}
+    how = f"batches of {args.batch_size}" if args.engine == "transformers" else args.engine
+    table, notes = scores.side_by_side(systems, known_teacher, how), scores.make_notes(found)
+    name = student_names(args.checkpoint)[0]
+    notes.append(metrics.verdict_line(clauses(name, systems, len(lines.ids))))
+    scores.write(args.output_dir, found, [*table, *notes, *scores.detail_lines(systems, labels, truth)])
+    print(*table, *notes, sep="\n")
+    first = systems[name]
+    if first["most_confused"]:
+        print(f"most confused by {args.checkpoint[0]}: {'truth' if truth else 'teacher'} -> answer, lines, one of them")
+        print(*scores.confused_lines(first["most_confused"][:5]), sep="\n")
+    print(f"done       {args.output_dir}/evaluation.json, evaluation.txt")
+    check_learned(args.checkpoint[0], first["agreement"], [system["agreement"] for name, system in systems.items()
+                                                           if name in BASE], args.min_agreement, args.min_gain)
 
 
 if __name__ == "__main__":

@@ -153,6 +153,7 @@ def statistics(records):
     return {
         "lines": len(rows), "labelled": sum(counts.values()), "rejected": len(rows) - sum(counts.values()),
         "labels": dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))),
+        "reasons": dict(Counter(row["answers"][-1]["why"] for row in rows if row["label"] is None).most_common()),
         "parse_rate": parsed_free / free if free else None,         # of the answers that nothing constrained
         "retries": sum(len(row["answers"]) - 1 for row in rows),
         "labelled_by_constraint": sum(row["by_constraint"] for row in rows),

@@ -9,6 +9,7 @@ so inside the wrapped forward, where FSDP2 has gathered its weight once.
 """
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -88,6 +89,20 @@ def chunked_loss(hidden, weight, bias, targets, chunk, teacher=(), share=0.0, pr
     return linear_loss(sums, hidden, weight, bias, chunk, targets, *teacher)
 
 
+class Sums(NamedTuple):
+    """What a batch adds up: 0-d fp32 tensors, or python numbers when they are summed over batches and ranks."""
+    loss: object                # what is trained
+    right: object               # targets that were the likeliest token
+    targets: object             # trained tokens
+    ce: object = None           # with a teacher: cross-entropies of all targets
+    divergence: object = None   # of those that have a teacher
+    taught: object = None       # how many these are
+
+    def stacked(self):
+        """(3,) or (6,) fp32 of those that there are, without gradients: what is added up for the log."""
+        return torch.stack([value.detach() for value in self if value is not None])
+
+
 class PackedLM(nn.Module):
     """What DDP and FSDP2 wrap: forward(batch) -> sums, not means, so that any split over ranks and micro-steps adds up.
 
@@ -99,7 +114,7 @@ class PackedLM(nn.Module):
     def __init__(self, net, recompute=None, logits=LOGITS, share=0.0, prompted=None):
         super().__init__()
         self.net, self.share, self.prompted, self.lora = net, share, prompted, hasattr(net, "peft_config")
-        self.sums = 5 if share else 2       # how many forward returns
+        self.sums = 6 if share else 3       # how many of Sums forward gives
         self._native = [net.get_base_model() if self.lora else net]     # in a list, torch does not register it again
         recomputation.leave_products(net, recompute)
         fused.use(self.native)
@@ -116,10 +131,7 @@ class PackedLM(nn.Module):
         return self._native[0]
 
     def forward(self, batch: PackedChats):
-        """(loss (), right ()) in fp32: cross-entropies of the trained tokens, and how many were the likeliest.
-
-        With a share of divergence the sums of topk.mixed_loss, right guesses in second place.
-        """
+        """Sums of the batch; without a share of divergence the first three, and the loss is the cross-entropy."""
         teacher = ()
         if self.prompted:
             teacher = (self.taught(batch),)
@@ -127,7 +139,11 @@ class PackedLM(nn.Module):
             teacher = batch.teacher_ids, batch.teacher_logprobs
         rows = self.hidden(batch.input_ids, batch.position_ids, batch.cu_seqlens, batch.longest, batch.rows)
         head = self.native.get_output_embeddings()
-        return chunked_loss(rows, head.weight, head.bias, batch.targets, self.chunk, teacher, self.share, self.prompted)
+        loss, right, *taught = chunked_loss(rows, head.weight, head.bias, batch.targets, self.chunk, teacher,
+                                            self.share, self.prompted)
+        # filled on the device: a tensor made of a python number would wait for the GPU
+        targets = torch.full_like(right, len(batch.targets))
+        return Sums(loss, right, targets, *taught)
 
     def hidden(self, ids, positions, cu_seqlens, longest, rows):
         """(R, H) what the head reads in `rows` of a pack; all as in PackedChats."""
@@ -196,14 +212,17 @@ def check_resume(model, folder):
         weights.check_weights(model.native, weights.weight_parts(folder, model.native), folder)
 
 
-def loss_report(sums, targets, prefix):
-    """PackedLM's sums over all ranks and the number of targets -> {metric name: float}.
+def loss_report(sums, prefix):
+    """Sums of python numbers, over all ranks -> {metric name: float}.
 
     nan when every step was skipped: no loss to claim. ce_loss is over all trained tokens, kl_loss over taught ones.
     """
-    values = dict(zip(("loss", "accuracy", "ce_loss", "kl_loss"), sums))
-    counts = {name: targets for name in values} | {"kl_loss": sums[-1]}
-    return {f"{prefix}/{name}": value / counts[name] if counts[name] else math.nan for name, value in values.items()}
+    def mean(total, count):
+        return total / count if count else math.nan
+    found = {"loss": mean(sums.loss, sums.targets), "accuracy": mean(sums.right, sums.targets)}
+    if sums.taught is not None:
+        found |= {"ce_loss": mean(sums.ce, sums.targets), "kl_loss": mean(sums.divergence, sums.taught)}
+    return {f"{prefix}/{name}": value for name, value in found.items()}
 
 
 def decays(name, parameter):

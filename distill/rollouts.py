@@ -3,8 +3,6 @@
 Each draw has a seed of (run, step, sample), so a resumed run draws the same answers from the same weights. Generation
 is transformers' own, each rank for itself: under FSDP2 the weights are gathered for that time.
 """
-import contextlib
-
 import numpy as np
 import torch
 
@@ -25,34 +23,36 @@ def last_answer(trained):
     return int(places[gaps[-1] + 1] if len(gaps) else places[0])
 
 
-def own_answers(world, model, table, batches, *, share, tokens, ends, seed, step, bf16, sampler=None):
+def own_answers(args, world, model, table, batches, ends, step, sampler=None):
     """(PackedChats of the same samples with the student's answers in a share of them, targets of all ranks).
 
-    batches: this rank's of the step. share: chance of a sample, 0 to 1. tokens: an answer may have; one that is cut off
-    there is trained as far as it goes. ends: ids that end an answer. sampler: served.Sampler of a server that draws, or
-    None. On every rank at once.
+    args: its on_policy, the chance of a sample, max_new_tokens of an answer (one that is cut off there is trained as
+    far as it goes), seed and bf16. batches: this rank's of the step. ends: ids that end an answer. sampler:
+    served.Sampler of a server that draws, or None. On every rank at once.
     """
     samples, made = ChatSamples(table), []
     rows = [[samples[i] for i in batch.samples] for batch in batches]
     chosen = [(b, r) for b, found in enumerate(rows) for r, sample in enumerate(found)
-              if draw_of(seed, step, sample[0]).random() < share]
+              if draw_of(args.seed, step, sample[0]).random() < args.on_policy]
     prompts = []        # of student and teacher
     for b, r in chosen:
         _, ids, trained, own = rows[b][r]
         prompts.append((ids[:own][:last_answer(trained[:own])], ids[own:][:last_answer(trained[own:])]))
     limit = getattr(model.native.config, "max_position_embeddings", None) or 1 << 30
-    seeds = [int(draw_of(seed, step, rows[b][r][0]).integers(2**31)) for b, r in chosen]
-    together = max(1, *map(len, rows))
+    tokens = args.max_new_tokens
+    seeds = [int(draw_of(args.seed, step, rows[b][r][0]).integers(2**31)) for b, r in chosen]
     if sampler:
         sampler.refresh(model, step)
-        made = sampler.draw([own for own, _ in prompts], seeds,
-                            [min(tokens, limit - max(map(len, pair))) for pair in prompts], ends)
-    with distributed.gathered(model) if not sampler else contextlib.nullcontext():
-        for start in range(0, 0 if sampler else len(chosen), together):
-            part = slice(start, start + together)
-            room = limit - max(len(ids) for pair in prompts[part] for ids in pair)
-            made += draw(model.native, [own for own, _ in prompts[part]], seeds[part],
-                         min(tokens, room), ends, bf16)
+        room = [min(tokens, limit - max(map(len, pair))) for pair in prompts]
+        made = sampler.draw([own for own, _ in prompts], seeds, room, ends)
+    else:
+        together = max(1, *map(len, rows))
+        with distributed.gathered(model):
+            for start in range(0, len(chosen), together):
+                part = slice(start, start + together)
+                room = limit - max(len(ids) for pair in prompts[part] for ids in pair)
+                made += draw(model.native, [own for own, _ in prompts[part]], seeds[part], min(tokens, room),
+                             ends, args.bf16)
     for (b, r), (own, behind), answer in zip(chosen, prompts, made):
         ids = np.concatenate([own, answer, behind, answer])
         trained = np.zeros(len(ids), bool)

@@ -1,16 +1,20 @@
-"""How well labels fit labels: shares with their error, precision and recall, confusion; the same as text and pictures.
+"""How well labels fit labels: shares with their error, precision and recall, confusion; the same as text.
 
 wanted: the right label of each line. given: the label in the answer, or None where the answer holds none; None is never
 right and has the last column of the confusion matrix. systems: {column: {"parsed", "agreement", "accuracy",
 "no_label", "most_confused", "speed", ...}} as evaluate_sft.judge returns them.
 """
+import json
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 
 from common import checkpoint
 from common.text import NAME, printable
 
+WORD = re.compile(r"\w+|[^\w\s]")
 Z95 = 1.959963984540054     # of a normal distribution 95 % lie within so many standard deviations
 
 
@@ -81,6 +85,23 @@ def score(wanted, given, labels):
     rows = by_label(matrix, labels)
     return proportion(int(np.trace(matrix)), len(wanted)) | {"macro_f1": macro_f1(rows), "labels": rows,
                                                              "confusion": matrix.tolist()}
+
+
+def overlap(text, reference):
+    """ROUGE-L of two texts, 0 to 1: F1 of their longest common subsequence of words, case and white space aside.
+
+    C.-Y. Lin, ROUGE: a package for automatic evaluation of summaries (2004). Two empty texts have 1.
+    """
+    ours, theirs = (WORD.findall(each.lower()) for each in (text, reference))
+    if not ours or not theirs:
+        return float(ours == theirs)
+    row = [0] * (len(theirs) + 1)
+    for word in ours:
+        above = row
+        row = [0]
+        for place, other in enumerate(theirs):
+            row.append(above[place] + 1 if word == other else max(above[place + 1], row[-1]))
+    return 2 * row[-1] / (len(ours) + len(theirs))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -193,26 +214,9 @@ def detail_lines(systems, labels, truth):
     return lines
 
 
-def draw(path, name, system, labels):
-    """Confusion matrices as a picture: counts, shaded by their share of the row; a panel each for teacher and truth."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    panels = [(key, what) for key, what in (("agreement", "teacher"), ("accuracy", "truth")) if system[key]]
-    size = 2 + 0.35 * len(labels)
-    figure, axes = plt.subplots(1, len(panels), figsize=(size * len(panels), size), squeeze=False)
-    for axis, (key, what) in zip(axes[0], panels):
-        matrix = np.array(system[key]["confusion"])
-        shares = matrix / np.maximum(1, matrix.sum(1, keepdims=True))
-        axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-        for i, j in zip(*np.nonzero(matrix)):
-            axis.text(j, i, matrix[i, j], ha="center", va="center", fontsize=7,
-                      color="white" if shares[i, j] > 0.5 else "black")
-        axis.axvline(len(labels) - 0.5, color="grey", linewidth=0.7)
-        axis.set(title=f"{name} against the {what}: {cell(system[key])}", xlabel=name, ylabel=what)
-        axis.set_xticks(range(len(labels) + 1), [*labels, none_name(labels)], rotation=90)
-        axis.set_yticks(range(len(labels)), labels)
-        axis.title.set_fontsize(8)
-    figure.tight_layout()
-    checkpoint.write_atomically(path, lambda file: figure.savefig(file, dpi=120, format="png"))
-    plt.close(figure)
+def write(output_dir, report, lines):
+    """evaluation.json with a report (JSON-able) and evaluation.txt with lines, each whole or not at all."""
+    for name, text in (("evaluation.json", json.dumps(report, indent=1, ensure_ascii=False)),
+                       ("evaluation.txt", "\n".join(lines))):
+        checkpoint.write_atomically(Path(output_dir) / name, lambda path, text=text: path.write_text(
+            text + "\n", encoding="utf-8"))

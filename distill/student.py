@@ -1,8 +1,7 @@
-"""Generation for the evaluation: ask = open_transformers(...) or open_vllm(...), then ask(chats, ...).
+"""Students for the evaluations: loaded, and asked greedily by the engines of their teachers (teacher.py).
 
-ask returns a teacher.Answer for each conversation, in order: greedy, from the ids that training saw before an answer.
-Of a model's generation_config only the ids that end an answer are used, no sampling settings and no penalties. Under
-transformers an adapter stays an adapter; for vLLM it is merged into a copy of the base in float32.
+They are asked from the ids that training saw before an answer. Of a model's generation_config only the ids that end an
+answer are used. Under transformers an adapter stays an adapter; for vLLM it is merged into a copy in float32.
 """
 import os
 import statistics
@@ -60,96 +59,48 @@ def end_ids(model, ends):
     return sorted(known if isinstance(known, list) else [known])
 
 
-def ask_all(ask, chats, max_new_tokens, batch_size, timed=True):
+def greedy(enable_thinking):
+    """Sampling of the likeliest answers, asked as --enable_thinking says that the student was trained."""
+    thinking = {"template": "default", "true": "on", "false": "off"}[enable_thinking]
+    return teacher.Sampling(1, thinking=thinking)
+
+
+def ask_all(answers, draw, chats, max_new_tokens, timed=True):
     """([Answer], speed): one line to warm up, if timed some one at a time, then all together.
 
+    answers: of an engine of teacher.py, opened with the Sampling `draw`, whose max_tokens is set.
     In this order: vLLM would have cached a line that it has answered before, not only the prompt that all share.
     """
+    draw.max_tokens = max_new_tokens
     if timed:
-        ask(chats[-1:], max_new_tokens, 1)
+        teacher.ask(answers, chats[-1:])
     alone = []
     for messages in chats[:LATENCY_LINES if timed else 0]:
         start = time.perf_counter()
-        answer, = ask([messages], max_new_tokens, 1)
+        answer, = teacher.ask(answers, [messages])
         if answer.finish_reason != "too_long":
             alone.append(time.perf_counter() - start)
     start = time.perf_counter()
-    answers = ask(chats, max_new_tokens, batch_size)
+    found = teacher.ask(answers, chats)
     seconds = time.perf_counter() - start
-    fitting = sum(answer.finish_reason != "too_long" for answer in answers)
-    return answers, {"seconds": seconds, "lines_per_second": fitting / seconds,
-                     "seconds_per_line_alone": statistics.median(alone) if alone else None,
-                     "tokens_in": statistics.fmean(a.prompt_tokens for a in answers),
-                     "tokens_out": statistics.fmean(a.completion_tokens for a in answers)}
+    fitting = sum(answer.finish_reason != "too_long" for answer in found)
+    return found, {"seconds": seconds, "lines_per_second": fitting / seconds,
+                   "seconds_per_line_alone": statistics.median(alone) if alone else None,
+                   "tokens_in": statistics.fmean(a.prompt_tokens for a in found),
+                   "tokens_out": statistics.fmean(a.completion_tokens for a in found)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# transformers
-
-
-def open_transformers(model, tokenizer, ends, thinking):
-    """ask(chats, max_new_tokens, batch_size) -> [Answer]. thinking: what the template gets beside the messages."""
+def open_transformers(model, tokenizer, ends, draw, batch_size):
+    """`answers` of teacher.py by a model of load_model. ends: ids that answers end with. draw: Sampling."""
     native = model.get_base_model() if hasattr(model, "get_base_model") else model
-    stops = end_ids(native, ends)
-    native.generation_config = GenerationConfig(eos_token_id=stops, pad_token_id=stops[0])  # else it is merged in
-    limit = getattr(native.config, "max_position_embeddings", None) or 1 << 30
-    begin = teacher.opens_thought(tokenizer, thinking)
-
-    def ask(chats, max_new_tokens, batch_size):
-        texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **thinking)
-                 for chat in chats]
-        prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        found = {i: teacher.Answer("", "too_long", len(ids)) for i, ids in enumerate(prompts)
-                 if len(ids) + max_new_tokens > limit}
-        order = sorted((i for i in range(len(prompts)) if i not in found), key=lambda i: len(prompts[i]))
-        for start in range(0, len(order), batch_size):      # like lengths together: less padding
-            chosen = order[start:start + batch_size]
-            found |= zip(chosen, generate([prompts[i] for i in chosen], max_new_tokens))
-        return [found[i] for i in range(len(prompts))]
-
-    @torch.inference_mode()
-    def generate(prompts, max_new_tokens):
-        width = max(map(len, prompts))
-        ids = torch.full((len(prompts), width), stops[0])
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):              # on the left, so that all answers begin at one place
-            ids[row, width - len(prompt):] = torch.tensor(prompt)
-            mask[row, width - len(prompt):] = 1
-        out = model.generate(input_ids=ids.to(native.device), attention_mask=mask.to(native.device), do_sample=False,
-                             max_new_tokens=max_new_tokens)
-        answers = []
-        for prompt, new in zip(prompts, out[:, width:].tolist()):
-            stop = next((i for i, token in enumerate(new) if token in stops), None)
-            answers.append(teacher.Answer(begin + tokenizer.decode(new[:stop], skip_special_tokens=False),
-                                          "length" if stop is None else "stop", len(prompt),
-                                          len(new) if stop is None else stop + 1))
-        return answers
-    return ask
+    return teacher.answers_of(native, tokenizer, draw, end_ids(native, ends), batch_size=batch_size)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# vLLM
-
-
-def open_vllm(folder, adapter, tokenizer, ends, thinking, scratch, **engine):
-    """As open_transformers, by the engine that create_data.py uses. engine: of teacher.open_vllm.
+def vllm_folder(folder, adapter, tokenizer, ends, scratch):
+    """A folder for vLLM: the model with the run's template and ends, the adapter merged in. Big files are links.
 
     scratch: empty folder on a disk with room for a model.
     """
-    served = prepare_folder(folder, adapter, tokenizer, ends, Path(scratch))
-    draw = teacher.Sampling(0, thinking={None: "default", True: "on", False: "off"}[thinking.get("enable_thinking")])
-    answers = teacher.open_vllm(str(served), draw, **engine)
-
-    def ask(chats, max_new_tokens, batch_size):
-        draw.max_tokens = max_new_tokens
-        requests = [teacher.Request(i, chat, 0) for i, chat in enumerate(chats)]        # greedy: no draws
-        found = {request.id: answer for request, answer in answers(teacher.taker(requests))}
-        return [found[i] for i in range(len(chats))]
-    return ask
-
-
-def prepare_folder(folder, adapter, tokenizer, ends, scratch):
-    """A folder for vLLM: the model with the run's template and ends, the adapter merged in. Big files are links."""
     if adapter:
         model = load_model(folder, adapter, torch.float32, torch.device("cpu")).merge_and_unload()
     else:
@@ -161,6 +112,6 @@ def prepare_folder(folder, adapter, tokenizer, ends, scratch):
         model.generation_config.save_pretrained(scratch)
         for path in Path(folder).resolve().iterdir():
             if path.name == "config.json" or ".safetensors" in path.name:
-                os.symlink(path, scratch / path.name)
+                os.symlink(path, Path(scratch) / path.name)
     tokenizer.save_pretrained(scratch)
-    return scratch
+    return str(scratch)

@@ -134,6 +134,41 @@ def with_prompt(prompt, messages):
     return [*messages[:-1], {**messages[-1], "content": prompt.before + messages[-1]["content"] + prompt.after}]
 
 
+def behind_prompt(prompt, encoder, chats, tools, results):
+    """[(ids, mask, tokens of the student)] or ValueErrors: encoder.encode's results, each followed by its teacher's.
+
+    The teacher's has the prompt, and the very tokens of the student's answers.
+    """
+    prompted, found = [], []
+    for messages in chats:
+        try:
+            prompted.append([*with_prompt(prompt, messages[:-1]), messages[-1]])
+        except ValueError as error:
+            prompted.append(error)
+    chosen = [i for i, messages in enumerate(prompted) if isinstance(messages, list)]
+    taught = iter(encoder.encode([prompted[i] for i in chosen], [tools[i] for i in chosen]))
+    for messages, result in zip(prompted, results):
+        theirs = next(taught) if isinstance(messages, list) else messages
+        if wrong := [one for one in (result, theirs) if isinstance(one, ValueError)]:
+            found.append(wrong[0])
+        elif [t for t, m in zip(*result) if m] != [t for t, m in zip(*theirs) if m]:
+            found.append(ValueError("the answer has other tokens behind the prompt"))
+        else:
+            found.append((result[0] + theirs[0], result[1] + theirs[1], len(result[0])))
+    return found
+
+
+def evaluated(p, max_new_tokens):
+    """Flags of both evaluations; max_new_tokens: a default."""
+    p.add_argument("--model_path", help="base model the run started from (default: what the run's flags say)")
+    p.add_argument("--output_dir", required=True, help="everything written goes here")
+    p.add_argument("--max_new_tokens", type=int, default=max_new_tokens, help="tokens an answer may have")
+    p.add_argument("--batch_size", type=int, default=16, help="answers generated together by transformers")
+    p.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
+                   help="to compute in; auto: bfloat16 on a GPU that has it, else float32 (vllm: its own choice)")
+    p.add_argument("--device", help="where the models run (default: the GPU if there is one)")
+
+
 def taker(requests):
     """take of a list of requests, for `answers`."""
     waiting = deque(requests)

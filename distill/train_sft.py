@@ -187,6 +187,7 @@ def check_distillation(args):
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
 import functools
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -195,46 +196,59 @@ from common import checkpoint, distributed, loading, metrics, optim, run, tensor
 from common.packing import PackOrder, pack_order, rank_packs, run_length
 from common.plan import Checks, room_of, setup_of, start_text, steps_text
 from distill import chat, packed_lm, weights
-from distill.dataset import make_loader, prepare_table, samples_line, split_samples
+from distill.dataset import Reading, make_loader, prepare_table, samples_line, split_samples, write_held_out
+from distill.packed_lm import Sums
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Model: empty, loaded, saved
 
 
-def empty_model(folder, *, bf16, lora, **options):
-    """packed_lm.build_empty, with its lora and other options: a frozen base in bfloat16 with bf16, else fp32."""
-    return packed_lm.build_empty(folder, torch.bfloat16 if bf16 and lora else torch.float32, lora, **options)
+def empty_model(folder, args):
+    """(PackedLM on the meta device, parts) of packed_lm.build_empty, as the flags want it.
+
+    A frozen base is stored in bfloat16 with --bf16, what is trained in fp32.
+    """
+    lora = None
+    if args.use_lora:
+        lora = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules, args.model_path,
+                args.use_rslora, args.use_dora)
+    dtype = torch.bfloat16 if args.bf16 and args.use_lora else torch.float32
+    share = args.distill_weight if args.distill_topk or args.prompt_file else 0.0
+    prompted = (args.divergence, args.js_beta, args.distill_topk) if args.prompt_file else None
+    return packed_lm.build_empty(folder, dtype, lora, args.gradient_checkpointing, share, prompted)
 
 
-def load_model(world, model, parts, resume, *, seed, fp8, sharding, compiled):
+def load_model(args, world, model, parts, resume, sharding):
     """Load empty_model's model -> what to call in training: itself under FSDP2, or DDP around it.
 
-    resume: checkpoint folder, or None: then adapters are drawn by the seed. fp8: the layers' products in float8.
-    sharding, compiled: of packed_lm.load.
+    resume: checkpoint folder, or None: then adapters are drawn by the seed. sharding: of packed_lm.load.
     """
-    packed_lm.load(model, parts, world, sharding=sharding, compiled=compiled)
+    packed_lm.load(model, parts, world, sharding=sharding, compiled=args.compile)
     if model.lora:
         from common import adapters
         if resume:
             adapters.load_adapters(model.net, resume)
         else:
-            adapters.init_adapters(model.net, seed)
-    if fp8:
+            adapters.init_adapters(model.net, args.seed)
+    if args.float8:
         from common import float8
         float8.convert(weights.decoder_layers(model.native))
     model.train()
     return model if sharding else distributed.wrap_ddp(model, world)
 
 
-def run_identity(folder, table, train, *, lora, tokens_per_pack, samples_per_pack, seed):
+def run_identity(args, folder, table, train_ids):
     """What a checkpoint must share with the run that resumes it, {name: value}; JSON-able.
 
-    folder: the base model's. train: ids of the samples trained. lora: whether only adapters are trained.
+    folder: the base model's. train_ids: the samples trained.
     """
-    pack = f"{tokens_per_pack} tokens" if tokens_per_pack else f"{samples_per_pack} samples"
-    return {"set of trained weights": "lora" if lora else "full",
-            "base model": weights.fingerprint_weights(folder), "training data": table.fingerprint(train),
-            "teacher": table.teacher_fingerprint(train), "pack": pack, "seed": seed}
+    pack = f"{args.per_device_train_batch_size} samples"
+    if args.max_tokens_per_batch:
+        pack = f"{args.max_tokens_per_batch} tokens"
+    return {"set of trained weights": "lora" if args.use_lora else "full",
+            "base model": weights.fingerprint_weights(folder),
+            "training data": table.fingerprint(train_ids),
+            "teacher": table.teacher_fingerprint(train_ids), "pack": pack, "seed": args.seed}
 
 
 def save_checkpoint(world, writer, model, tokenizer, optimizer, meta):
@@ -274,26 +288,29 @@ def autocast(bf16, device):
 
 
 @torch.no_grad()
-def evaluate(world, model, table, held_out, batch_size, num_workers, bf16, check):
+def evaluate(args, world, model, table, eval_ids, check):
     """Exact token-weighted validation loss and accuracy {eval/...: float}; all ranks take a share.
 
     Now and then calls check(), which may raise, and looks for a request to stop: then it returns None, on all ranks.
     """
-    order = PackOrder(table.lengths[held_out], samples_per_pack=batch_size, shuffle=False)
-    packs = [[int(held_out[i]) for i in pack] for pack in rank_packs(order, world.rank, world.size, 1, epochs=1)]
+    order = PackOrder(table.lengths[eval_ids], samples_per_pack=args.per_device_eval_batch_size,
+                      shuffle=False)
+    packs = [[int(eval_ids[i]) for i in pack]
+             for pack in rank_packs(order, world.rank, world.size, 1, epochs=1)]
     sums = torch.zeros(model.sums, dtype=torch.float64, device=world.device)
     model.eval()
-    loader = make_loader(table, packs, num_workers=min(1, num_workers), prefetch_factor=2)
+    loader = make_loader(table, packs, num_workers=min(1, args.num_workers), prefetch_factor=2)
     for i, batch in enumerate(loading.each(loader)):
         if i % 16 == 0:
             check()
             if distributed.any_rank(world, watchdog.stop_requested()).item():
                 model.train()
                 return None
-        with autocast(bf16, world.device):
-            sums += torch.stack(model(batch.to(world.device))).double()
+        with autocast(args.bf16, world.device):
+            sums += model(batch.to(world.device)).stacked().double()
     model.train()
-    return packed_lm.loss_report(distributed.all_sum(world, sums).tolist(), int(table.targets[held_out].sum()), "eval")
+    sums = Sums(*distributed.all_sum(world, sums).tolist())
+    return packed_lm.loss_report(sums, "eval")
 
 
 def step_work(table, window, matrix_weights, config, use_lora):
@@ -322,44 +339,103 @@ def console_line(step, total_steps, v):
             f"eta {metrics.duration((total_steps - step) * v['train/step_seconds'])}")
 
 
-def print_start(world, model, table, train_ids, eval_ids, *more, kind, bf16):
-    """What is about to run, before the first step. more: lines; kind: of --parallel."""
-    where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-    n, n_trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))
-    print(f"device     {world.size} x {where}, torch {torch.__version__}, {kind}, "
-          f"{'bf16' if bf16 else 'fp32'}\n"
-          f"model      {n / 1e6:,.1f} M parameters, {n_trained / 1e6:,.3f} M trainable "
-          f"({'LoRA' if model.lora else 'full'})", *packed_lm.mixture_text(model),
-          samples_line(table, train_ids, eval_ids), *more, sep="\n")
+def print_start(args, world, model, lines):
+    """What is about to run, before the first step. lines: more of it."""
+    where = "CPU"
+    if world.device.type == "cuda":
+        where = torch.cuda.get_device_name(world.device)
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    every, trained = sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
+    print(f"device     {world.size} x {where}, torch {torch.__version__}, {args.parallel}, "
+          f"{'bf16' if args.bf16 else 'fp32'}\n"
+          f"model      {every / 1e6:,.1f} M parameters, {trained / 1e6:,.3f} M trainable "
+          f"({'LoRA' if model.lora else 'full'})", *packed_lm.mixture_text(model), *lines, sep="\n")
 
 
-def teaching_of(args):
-    """What PackedLM needs of the flags: a divergence's share in the loss, and which one from a prompted teacher."""
-    return {"share": args.distill_weight if args.distill_topk or args.prompt_file else 0.0,
-            "prompted": (args.divergence, args.js_beta, args.distill_topk) if args.prompt_file else None}
+def note_ends(args, tokenizer, ends):
+    """Say at which ids answers end although the base model's generation_config does not stop there."""
+    if ends:
+        names = ", ".join(tokenizer.convert_ids_to_tokens(ends))
+        remedy = "pass it to generate with this adapter" if args.use_lora else "the saved one will"
+        print(f"note       answers end with {names}, at which the base model's generation_config does not stop; "
+              f"{remedy}")
 
 
-def choose(args, world, ranks, model, table, train_ids):
+# ---------------------------------------------------------------------------------------------------------------------
+# Set-up
+
+
+class Inputs(NamedTuple):
+    """What a run starts from."""
+    folder: Path            # of the base model
+    tokenizer: object
+    model: object           # of empty_model
+    parts: dict
+    table: object           # dataset.ChatTable
+    ends: list              # ids that answers end with
+    train_ids: object       # sample numbers of the table, int64
+    eval_ids: object
+    prompt: tuple           # teacher.Prompt or None
+
+
+def read_inputs(args, world, check):
+    """Inputs of the run. check: plan.Checks; a dry run names all problems, any other ends at the first."""
+    check(distributed.check_bf16, world.device, args.bf16)
+    if args.float8:
+        from common import float8
+        check(float8.check_device, world.device, args.float8)
+    check(distributed.rank0_first, world, weights.find_model, args.model_path)  # one downloads for all
+    folder = check(weights.find_model, args.model_path)
+    config = check(weights.load_config, folder)
+    tokenizer = check(chat.load_tokenizer, folder, template=args.chat_template)
+    check(weights.check_vocabulary, tokenizer, config)
+    encoder = check(chat.Encoder, tokenizer, args.train_turns, thinking=THINKING[args.enable_thinking])
+    prompt = teacher = None
+    if args.prompt_file:
+        from distill.teacher import read_prompt
+        prompt = check(read_prompt, args.prompt_file, args.prompt_role)
+    elif args.distill_topk:
+        from distill.topk import Alternatives
+        teacher = check(Alternatives, tokenizer, args.distill_topk)
+    limit = check(weights.length_limit, config, args.max_length, args.max_tokens_per_batch)
+    made = check(empty_model, config and folder, args)
+    paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
+    reading = None
+    if encoder and limit:
+        reading = Reading(encoder, limit, args.too_long, teacher, prompt, args.drop_bad,
+                          args.preprocess_num_proc)
+    # rank 0 tokenises into a table on disk that all ranks map
+    read = check(prepare_table, world, check.folder(args.output_dir), paths, reading,
+                 list_in=None if check.dry else args.output_dir)
+    split = read and check(split_samples, *read[:2], args.group_size, args.validation_split, args.seed)
+    check.settle()
+    (model, parts), (table, _, ends), (train_ids, eval_ids) = made, read, split
+    return Inputs(folder, tokenizer, model, parts, table, ends, train_ids, eval_ids, prompt)
+
+
+def choose(args, world, ranks, inputs):
     """--auto: set the flags that are open by the memory plan; returns whether the model has to be built anew."""
     from common import auto
     from distill.plan import peaks
-    lengths = table.lengths[train_ids]
+    lengths = inputs.table.lengths[inputs.train_ids]
 
     @functools.cache
     def order_of(budget):
         return pack_order(lengths, tokens_per_pack=budget, samples_per_pack=args.per_device_train_batch_size,
                           seed=args.seed)
-    peak_of = peaks(model, lengths, table.targets[train_ids])
+    peak_of = peaks(inputs.model, lengths, inputs.table.targets[inputs.train_ids])
     setups = auto.by_tokens(args, setup_of(args, ranks), lengths, lambda budget: order_of(budget).packs_per_epoch,
                             args.global_batch_size)
     return auto.decide(args, world, setups, lambda setup: peak_of(setup, order_of(setup.budget)),
                        lambda setup: len(lengths) / order_of(setup.budget).packs_per_epoch)
 
 
-def for_plan(args, ranks, often):
-    """What print_plan needs of the flags, by name. ranks: how many processes train. often: of run.intervals."""
-    return {"setup": setup_of(args, ranks), "room": room_of(args), "often": often, "epochs": args.num_train_epochs,
-            "peak_lr": args.learning_rate}
+def open_sampler(args, world):
+    """What draws the answers of --on_policy instead of this process, or None."""
+    if not args.base_url:
+        return None
+    from distill import served
+    return served.opened(world, args.base_url, args.output_dir, args.refresh_steps, args.request_timeout)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -372,169 +448,146 @@ def main(argv=None):
 
 
 def train(args):
-    # -- ranks, data, empty model: a run ends at the first mistake, a dry run names them all -------------------------
+    # -- data, empty model -------------------------------------------------------------------------
     ranks, check = run.ranks(args), Checks(args.dry_run is not None)
     world, watch = run.start(args, check, cpu_too=args.cpu_offload)
-    device, main_rank = world.device, world.is_main
-    check(distributed.check_bf16, device, args.bf16)
-    if args.float8:
-        from common import float8
-        check(float8.check_device, device, args.float8)
-    check(distributed.rank0_first, world, weights.find_model, args.model_path)       # downloads before the others look
-    folder = check(weights.find_model, args.model_path)
-    config, tokenizer = check(weights.load_config, folder), check(chat.load_tokenizer, folder,
-                                                                  template=args.chat_template)
-    check(weights.check_vocabulary, tokenizer, config)
-    encoder = check(chat.Encoder, tokenizer, args.train_turns, thinking=THINKING[args.enable_thinking])
-    prompt = teacher = None
-    if args.prompt_file:
-        from distill.teacher import read_prompt
-        prompt = check(read_prompt, args.prompt_file, args.prompt_role)
-    elif args.distill_topk:
-        from distill.topk import Alternatives
-        teacher = check(Alternatives, tokenizer, args.distill_topk)
-    limit = check(weights.length_limit, config, args.max_length, args.max_tokens_per_batch)
-    lora = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules,
-            args.model_path, args.use_rslora, args.use_dora) if args.use_lora else None
-    kind = {"lora": lora, "bf16": args.bf16, "recompute": args.gradient_checkpointing, **teaching_of(args)}
-    model, parts = check(empty_model, config and folder, **kind) or (None, None)
-    paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
-    # rank 0 tokenises into a table on disk that all ranks map
-    table, n_train, ends = check(prepare_table, world, check.folder(args.output_dir), paths, encoder, limit,
-                                 args.too_long, teacher=teacher, processes=args.preprocess_num_proc, drop=args.drop_bad,
-                                 list_in=None if check.dry else args.output_dir, prompt=prompt) or (None,) * 3
-    train_ids, eval_ids = check(split_samples, table, n_train, args.group_size, args.validation_split,
-                                args.seed) or (None, None)
-    check.settle()
+    device = world.device
+    inputs = read_inputs(args, world, check)
     if args.tf32:
         torch.set_float32_matmul_precision("high")
-    if args.auto and choose(args, world, ranks, model, table, train_ids):
-        model, parts = empty_model(folder, **kind | {"recompute": args.gradient_checkpointing})
-    # a checkpoint of a run with another identity is refused; validation losses on other data do not compare
-    identity = run_identity(
-        folder, table, train_ids, lora=args.use_lora, tokens_per_pack=args.max_tokens_per_batch,
-        samples_per_pack=args.per_device_train_batch_size, seed=args.seed) if main_rank else None
-    validation = table.fingerprint(eval_ids)
+    model, parts = inputs.model, inputs.parts
+    if args.auto and choose(args, world, ranks, inputs):
+        model, parts = empty_model(inputs.folder, args)
+    table, train_ids, eval_ids = inputs.table, inputs.train_ids, inputs.eval_ids
+    # a checkpoint of a run with another identity is refused; only rank 0 reads the files for it
+    identity = run_identity(args, inputs.folder, table, train_ids) if world.is_main else None
+    validation = table.fingerprint(eval_ids)        # losses on other data do not compare
     resume, meta = checkpoint.find_resume(args.output_dir, args.resume, identity, world)
 
-    # -- order, number of steps: known to every rank without asking, so all make the same number of collectives -------
+    # -- order, number of steps: known to every rank, so all make the same number of collectives -----
     accumulation, at = args.gradient_accumulation_steps, run.position(meta)
     order = pack_order(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
                        samples_per_pack=args.per_device_train_batch_size, seed=args.seed)
-    per_step, pad_to = ranks * accumulation, 0 if args.prompt_file else args.max_tokens_per_batch
-    steps_per_epoch, total_steps = run_length(order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps,
-                                              at)
-    peak_lr, warmup = args.learning_rate, round(args.warmup_ratio * total_steps)
+    packs_per_step = ranks * accumulation
+    # static shapes, unless each sample stands there twice
+    pad_to = 0 if args.prompt_file else args.max_tokens_per_batch
+    lengths = run_length(order.packs_per_epoch, packs_per_step, args.num_train_epochs, args.max_steps, at)
+    steps_per_epoch, total_steps = lengths
+    warmup = round(args.warmup_ratio * total_steps)
     often = run.intervals(args, total_steps, meta, len(eval_ids) > 0)
-
     if check.dry:
+        from distill.plan import print_plan
         if resume:
             packed_lm.check_resume(model, resume)
-        from distill.plan import print_plan
-        print_plan(check, model, table, train_ids, eval_ids, order, (steps_per_epoch, total_steps), at, resume,
-                   **for_plan(args, ranks, often))
+        print_plan(check, model, table, train_ids, eval_ids, order, lengths, at, resume,
+                   setup=setup_of(args, ranks), room=room_of(args), often=often,
+                   epochs=args.num_train_epochs, peak_lr=args.learning_rate)
         return check.finish()
+    held_out = distributed.rank0_first(world, write_held_out, args.output_dir, table, train_ids, eval_ids,
+                                       inputs.prompt)
 
-    # -- model, optimizer, resume -------------------------------------------------------------------------------------
+    # -- model, optimizer, resume --------------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)
-    if resume and not args.use_lora:        # a full checkpoint replaces the base; adapters are loaded on top of it
-        model, parts = empty_model(resume, **kind | {"recompute": args.gradient_checkpointing})
-    wrapped = load_model(world, model, parts, resume, seed=args.seed, fp8=args.float8, compiled=args.compile,
-                         sharding=run.sharding(args, ranks))
-    unknown_ends = weights.stop_at(model.native, ends)      # so that generate stops where trained answers end
+    if resume and not args.use_lora:
+        # a full checkpoint replaces the base; adapters are loaded on top of it
+        model, parts = empty_model(resume, args)
+    wrapped = load_model(args, world, model, parts, resume, run.sharding(args, ranks))
+    new_ends = weights.stop_at(model.native, inputs.ends)   # generate stops where trained answers end
     trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay,
+    optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
                                   (0.9, args.adam_beta2), packed_lm.decays)
-    distributed.seed_everything(args.seed, world.rank)     # other dropout on every rank
-    # log values of a step: the model's sums of losses and right guesses; targets, on rank 0
+    distributed.seed_everything(args.seed, world.rank)      # other dropout on every rank
     state = run.TrainState(world, watch, args, order, total_steps, (resume, meta),
-                           run.Facts(model.sums + 1, validation, table.name))
+                           run.Facts(model.sums, validation, table.name))
     state.restore(model, optimizer)
     epochs = sys.maxsize if args.max_steps else args.num_train_epochs
     packs = ([int(train_ids[i]) for i in pack] for pack in
              rank_packs(order, world.rank, world.size, accumulation, epochs, at["epoch"], at["first"]))
-    batches = loading.ahead(make_loader(table, packs, num_workers=args.num_workers, pad_id=ends[0],
-                                        prefetch_factor=4, pad_to=pad_to), device)
-    sampler = None
-    if args.base_url:
-        from distill import served
-        sampler = served.opened(world, args.base_url, args.output_dir, args.refresh_steps,
-                                args.request_timeout)
-    if args.on_policy:
-        from distill import rollouts
+    loader = make_loader(table, packs, num_workers=args.num_workers, pad_id=inputs.ends[0],
+                         prefetch_factor=4, pad_to=pad_to)
+    batches = loading.ahead(loader, device)
+    sampler = open_sampler(args, world)
     matrix_weights = packed_lm.layer_weights(model.native)
-    if main_rank:
-        print_start(world, model, table, train_ids, eval_ids,
-                    steps_text(total_steps, steps_per_epoch, ranks, accumulation,
-                               f"peak lr {peak_lr:.2e}, warm-up {warmup}"), often, start_text(state.step, resume),
-                    kind=args.parallel, bf16=args.bf16)
-        if unknown_ends:
-            names = ", ".join(tokenizer.convert_ids_to_tokens(unknown_ends))
-            print(f"note       answers end with {names}, at which the base model's generation_config does not stop"
-                  + ("; pass it to generate with this adapter" if args.use_lora else "; the saved one will"))
+    if world.is_main:
+        peak = f"peak lr {args.learning_rate:.2e}, warm-up {warmup}"
+        print_start(args, world, model, [
+            samples_line(table, train_ids, eval_ids),
+            steps_text(total_steps, steps_per_epoch, ranks, accumulation, peak), often,
+            start_text(state.step, resume)])
+        note_ends(args, inputs.tokenizer, new_ends)
 
-    # -- loop: validation and checkpoint of the steps so far, then the next step --------------------------------------
+    # -- loop: validate and save what the steps so far have made, then take the next step -------------
     stopping, saving = False, False
-    state.eval_due = state.eval_due and bool(len(eval_ids))      # a validation that a signal has broken off
+    state.eval_due = state.eval_due and bool(len(eval_ids))     # one that a signal has broken off
     while True:
-        with state.pause():       # throughput is about training steps
+        with state.pause():         # throughput is about training steps
             better = False
             if state.eval_due and not stopping:
                 watch.moved(f"validation at step {state.step}", args.wait_timeout)
-                values = evaluate(world, model, table, eval_ids, args.per_device_eval_batch_size, args.num_workers,
-                                  args.bf16, state.writer.check)
+                values = evaluate(args, world, model, table, eval_ids, state.writer.check)
                 if values is None:              # asked to stop meanwhile: the next start validates first
                     stopping = True
                 else:
                     state.eval_due = False
-                    if main_rank:
+                    if world.is_main:
                         tqdm.write(f"eval   step {state.step:>6} | loss {values['eval/loss']:7.4f} "
                                    f"acc {values['eval/accuracy'] * 100:5.1f}%")
                         state.log.write(state.step, values)
                     better = state.better(values["eval/loss"])
+            # the best one is kept whatever --save_steps says; no step is saved twice
             if (better or saving or stopping) and state.saved_step != state.step:
-                save_checkpoint(world, state.writer, model, tokenizer, optimizer, state.to_save(identity))
+                meta = state.to_save(identity, held_out=held_out)
+                save_checkpoint(world, state.writer, model, inputs.tokenizer, optimizer, meta)
         if state.step >= total_steps or stopping:
             break
 
-        window = train_ids[state.window()]        # samples of this step, all ranks: the loss divides by their targets
+        # samples of this step on all ranks, from the order that every rank knows: nobody has to ask how many
+        # targets the loss is divided by
+        window = train_ids[state.window()]
         work = step_work(table, window, matrix_weights, model.native.config, args.use_lora)
-        sums = torch.zeros_like(state.sums)
         drawn = None
-        if args.on_policy:      # before the first loss, as all are divided by the tokens of all answers of the step
-            drawn, work["targets"] = rollouts.own_answers(
-                world, model, table, [state.next(batches) for _ in range(accumulation)], share=args.on_policy,
-                tokens=args.max_new_tokens, ends=ends, seed=args.seed, step=state.step, bf16=args.bf16, sampler=sampler)
+        if args.on_policy:
+            from distill import rollouts
+            # before the first loss: all are divided by the tokens of all answers of the step
+            given = [state.next(batches) for _ in range(accumulation)]
+            drawn, work["targets"] = rollouts.own_answers(args, world, model, table, given, inputs.ends,
+                                                          state.step, sampler)
+
+        # -- forward, loss, backward -----------------------------------------------------------------
+        sums = torch.zeros_like(state.sums)
         for micro in range(accumulation):
             batch = drawn[micro] if drawn else state.next(batches)
             mine = list(batch.samples)
-            # a batch that differs from the plan would divide the loss by another count than the other ranks'
-            assert drawn or batch.counts["targets"] == table.targets[mine].sum(), "loader and plan disagree"
+            # a batch that is not the plan's would divide the loss by another count than the other ranks'
+            assert drawn or batch.counts["targets"] == table.targets[mine].sum(), "not the planned batch"
             assert pad_to in (0, len(batch.input_ids)), "the pack is not filled to its budget"
-            with distributed.gradient_sync(wrapped, micro == accumulation - 1):    # ranks exchange gradients once per step
+            # ranks exchange gradients once per step, behind the last micro-step
+            with distributed.gradient_sync(wrapped, micro == accumulation - 1):
                 with autocast(args.bf16, device):
-                    loss, *others = wrapped(batch)          # sums over this batch's targets
-                # DDP and FSDP2 average gradients over ranks; the loss is a mean over the targets of all of them
-                (loss * (world.size / work["targets"])).backward()
-            sums[:-1] += torch.stack([loss.detach(), *others])
-            state.note_loss(loss, mine)
-        if main_rank:       # a python number: a tensor made of it would wait for the GPU
-            sums[-1] += work["targets"]
-        factor = optim.lr_factor(state.step, total_steps, warmup, args.lr_scheduler, args.min_lr_ratio)
-        state.update(optimizer, trainable, peak_lr * factor, sums)
+                    found = wrapped(batch)          # Sums over this batch's targets, not means
+                # DDP and FSDP2 average gradients over ranks: world.size makes a sum of the average; the loss is
+                # a mean over the targets of all ranks and micro-steps
+                (found.loss * (world.size / work["targets"])).backward()
+            sums += found.stacked()
+            # without a host sync: a loss that is not finite is named when the flags of this step have arrived
+            state.note_loss(found.loss, mine)
 
-        # what comes now is the same on every rank; a request to stop counts one step late, so no step waits for it
+        # -- step: clipped, skipped on every rank where the gradient is not finite ---------------------
+        factor = optim.lr_factor(state.step, total_steps, warmup, args.lr_scheduler, args.min_lr_ratio)
+        state.update(optimizer, trainable, args.learning_rate * factor, sums)
+        # what comes now is the same on every rank; a request to stop counts one step late, so no step waits
         state.eval_due, saving = bool(len(eval_ids) and state.due(args.eval_steps)), state.save_due()
         stopping = state.stop_asked(state.eval_due or saving) and (state.eval_due or not state.last)
 
-        # -- log ------------------------------------------------------------------------------------------------------
-        empty = max(0, state.at["first"] - order.packs_per_epoch)         # packs of one token of padding
-        state.count(per_step * pad_to or work["tokens"] + empty, work)
+        # -- log -------------------------------------------------------------------------------------
+        empty = max(0, state.at["first"] - order.packs_per_epoch)   # packs of one token of padding
+        state.count(packs_per_step * pad_to or work["tokens"] + empty, work)
         if state.due(args.logging_steps):
-            *model_sums, targets = distributed.all_sum(world, state.sums).tolist()
-            if main_rank:
-                state.log_step(packed_lm.loss_report(model_sums, targets, "train"),
-                         lambda v: console_line(state.step, total_steps, v))
+            # the only sums over ranks that logging needs: every rank calls it, rank 0 writes
+            total = Sums(*distributed.all_sum(world, state.sums).tolist())
+            if world.is_main:
+                state.log_step(packed_lm.loss_report(total, "train"),
+                               lambda values: console_line(state.step, total_steps, values))
             state.sums.zero_()
             state.begin_line()
     state.finish(stopping)

@@ -150,7 +150,7 @@ fi
 learned=$OUT/evaluation/learned gates="$MIN_AGREEMENT $MIN_GAIN"
 if [ ! "$learned" -nt "$last" ] || [ "$(cat "$learned")" != "$gates" ]; then
     stage evaluation env OMP_NUM_THREADS="$all_threads" python distill/evaluate_sft.py --checkpoint "$last" \
-        --model_path "$STUDENT" --data_file "$OUT/labels.jsonl" --output_dir "$OUT/evaluation" \
+        --model_path "$STUDENT" --output_dir "$OUT/evaluation" \
         --min_agreement "$MIN_AGREEMENT" --min_gain "$MIN_GAIN" \
         ${TRUTH:+--truth_file "$TRUTH"} --prompt_file "$PROMPT" --prompt_max_new_tokens "$ANSWER_TOKENS"
     echo "$gates" >"$learned"

@@ -26,7 +26,7 @@ BATCH=${BATCH:-8}                       # samples an optimizer step; a multiple 
 STEPS=${STEPS:-24}                      # optimizer steps
 LEARNING_RATE=${LEARNING_RATE:-1e-3}    # of the adapters
 HELD_OUT=${HELD_OUT:-0.29}              # share of groups the student never trains on
-ANSWER_TOKENS=${ANSWER_TOKENS:-32}      # tokens an answer may have
+ANSWER_TOKENS=${ANSWER_TOKENS:-}        # tokens an answer may have; default: 32, with a PROMPT of your own 128
 MIN_CLOSED=${MIN_CLOSED:-0.5}           # part of the way, 0 to 1: the student has to go so far, the control must not
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -44,6 +44,7 @@ for name in INPUT TRUTH TEACHER TEACHER_NAME TEACHER_FLAGS TOKENS SAVE_STEPS MIN
 done
 number() { [[ ${!1} =~ ^[1-9][0-9]*$ ]] || die "$1=${!1}: a number from 1 on"; }
 share() { [[ ${!1} =~ ^(0|1|0?\.[0-9]+|1\.0+|0\.0*)$ ]] || die "$1=${!1}: a share from 0 to 1"; }
+if [ -z "$ANSWER_TOKENS" ]; then ANSWER_TOKENS=$([ -n "$PROMPT" ] && echo 128 || echo 32); fi
 for name in GROUP_SIZE BATCH STEPS ANSWER_TOKENS ${RANKS:+RANKS}; do number "$name"; done
 for name in HELD_OUT MIN_CLOSED; do share "$name"; done
 for name in QUESTIONS PROMPT; do
@@ -117,4 +118,10 @@ awk -F '\t' '!($1 in sum) { names[n++] = $1 }
               { sum[$1] += $2; cpu[$1] += $3 }
               END { for (i = 0; i < n; i++) text = text ", " names[i] " " sum[names[i]] " (" cpu[names[i]] ")"
                     print "seconds    " substr(text, 3) "; in brackets those of the CPUs" }' "$OUT/stages.tsv"
-echo "done       the student learned the prompt, the control did not; $OUT/training/report.html"
+cut=$(grep -c 'cut off at --max_tokens' "$OUT/answers.rejected.jsonl" || true)
+if [ "$cut" != 0 ]; then
+    echo "notice     $cut of $(wc -l <"$QUESTIONS") questions are not trained: their answers had no end after" \
+        "ANSWER_TOKENS=$ANSWER_TOKENS tokens; more tokens with another OUT keep them"
+fi
+# the verdict says what was measured, of student, rule and control
+echo "done       $(sed -n 's/^verdict *//p' "$OUT/training/evaluation/evaluation.txt"); $OUT/training/report.html"

@@ -123,7 +123,8 @@ def chat_lines(n):
 
 def chat_table_of(paths, folder, processes, limit=60, policy="cut_left"):
     encoder = chat.Encoder(chats.tokenizer())
-    found = chat_table.write_table(folder, paths, encoder, limit, policy, processes=processes)
+    found = chat_table.write_table(folder, paths, chat_table.Reading(
+        encoder, limit, policy, processes=processes))
     return {path.name: path.read_bytes() for path in folder.iterdir()}, found, encoder.ends
 
 
@@ -139,7 +140,7 @@ def test_several_processes_make_the_chats_of_one(tmp_path, policy, small_chunks)
     for path, n in zip(paths, (50, 21)):
         path.write_text(chat_lines(n))
     one, found, ends = chat_table_of(paths, tmp_path / "table", 0, policy=policy)
-    assert sum(found["long"]) and sum(found["samples"]) + sum(found["dropped"]) == 71 and len(one) == 9
+    assert sum(found["long"]) and sum(found["samples"]) + sum(found["dropped"]) == 71 and len(one) == 10
     assert ends == {chats.tokenizer().convert_tokens_to_ids("<|im_end|>"): 71 + 13 + 6}     # all answers
     for processes in (1, 2):
         many, again, its_ends = chat_table_of(paths, tmp_path / f"table{processes}", processes, policy=policy)
@@ -195,15 +196,16 @@ def test_a_chat_takes_no_memory(tmp_path, monkeypatch):
     path = tmp_path / "train.jsonl"
     path.write_text(chat_lines(500))
     tokenizer = chats.tokenizer()
-    made = chat_table.encode_chunk(list(next(chat.read_chunks(path, 10_000))[0]), path, chat.Encoder(tokenizer), 100,
-                                   "stop", [])
+    made = chat_table.encode_chunk(list(next(chat.read_chunks(path, 10_000))[0]), path,
+                                   chat_table.Reading(chat.Encoder(tokenizer), 100), [])
     chunks = itertools.count()          # each with ids of its own
     monkeypatch.setattr(chat_table, "encode_chunk", lambda *_: made | {"keys": made["keys"] + 10_000 * next(chunks)})
     path.write_text("\n" * 1024 * 100)
 
     def measure():
         tracemalloc.start()
-        found = chat_table.write_table(tmp_path / "table", [path], chat.Encoder(tokenizer), 100, "stop")
+        found = chat_table.write_table(tmp_path / "table", [path], chat_table.Reading(
+            chat.Encoder(tokenizer), 100))
         return found, tracemalloc.get_traced_memory()[1]
     found, peak = in_a_fork(measure)
     assert found["samples"] == [50_000] and peak < 4 * 2**20

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from distill import chat
-from distill.dataset import ChatTable, split_groups, write_table
+from distill.dataset import ChatTable, Reading, split_groups, write_table
 from tests.helpers import chats
 from tests.helpers.students import HELD_OUT, SEED
 
@@ -30,7 +30,7 @@ def data(made, tmp_path_factory):
     def table(student):
         folder = tmp_path_factory.mktemp("table")
         encoder = chat.Encoder(chat.load_tokenizer(made / student))
-        write_table(folder, [made / "chats.jsonl"], encoder, 256, "stop")
+        write_table(folder, [made / "chats.jsonl"], Reading(encoder, 256, "stop"))
         table = ChatTable(folder)
         return table, *split_groups(np.arange(24), HELD_OUT, SEED)
     return table

@@ -10,6 +10,7 @@ from common.packing import PackOrder, rank_packs
 from distill import chat
 from distill.dataset import (
     ChatTable,
+    Reading,
     build_table,
     collate,
     group_numbers,
@@ -46,7 +47,14 @@ def encoder(made, template, *options):
     (b'{"messages": [{"role": "user", "content": "a"}]}', "ends with a message of the user"),
     (b'{"messages": [{"role": "assistant", "content": null}]}', "message 1 has no text as its content"),
     (b'{"messages": [{"role": "assistant", "content": " "}]}', "message 1 is an empty answer"),
-    (b'{"messages": [{"role": "assistant", "content": "a", "refusal": "b"}]}', "has refusal, which cannot"),
+    (b'{"messages": [{"role": "assistant", "content": "a", "refusal": "b"}]}', "has refusal, which no chat template"),
+    (b'{"messages": [{"role": "user", "name": "Jo", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+     "message 1 has name, which no chat template is sure to write; remove it"),
+    (b'{"messages": [{"role": "assistant", "content": "a"}]}', "begins with an answer, so nothing is asked before it"),
+    (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}, {"role": "assistant", "content": "a"}]}',
+     "has content of the type image_url; only text is trained"),
+    (b'{"prompt": 1, "completion": "a"}', 'its "prompt" and "completion" are neither texts nor lists'),
+    (b'{"instruction": "a", "output": 2}', 'its "instruction", "input" or "output" is not text'),
     (b'{"messages": [{"role": "assistant", "content": "a", "reasoning_content": 1}]}', "reasoning_content is not"),
     (b'{"messages": [{"role": "assistant", "content": "<|im_end|>"}]}', "contains the control token"),
     (b'{"id": -1, "messages": [{"role": "assistant", "content": "a"}]}', 'has the "id" -1; give a whole number'),
@@ -56,7 +64,7 @@ def test_bad_lines_are_named(made, tmp_path, line, part):
     path = chats.write(tmp_path / "chats.jsonl", [SINGLE, SINGLE])
     path.write_bytes(path.read_bytes() + b"\n" + line + b"\n")
     with pytest.raises(UserError) as wrong:
-        write_table(tmp_path / "table", [path], encoder(made, QWEN), 100, "stop")
+        write_table(tmp_path / "table", [path], Reading(encoder(made, QWEN), 100, "stop"))
     assert str(wrong.value).startswith(f"{path}:4: ") and part in str(wrong.value)
     assert "\n" not in str(wrong.value) and not (tmp_path / "table").exists()
 
@@ -65,17 +73,17 @@ def test_all_bad_lines_at_once_and_empty_files(made, tmp_path):
     path = tmp_path / "chats.jsonl"
     path.write_text("{\n" * 30)
     with pytest.raises(UserError, match=r"30 problems:(.|\n)*chats.jsonl:20(.|\n)*and 10 more"):
-        write_table(tmp_path / "table", [path], encoder(made, QWEN), 100, "stop")
+        write_table(tmp_path / "table", [path], Reading(encoder(made, QWEN), 100, "stop"))
     path.write_text("\n\n")
     with pytest.raises(UserError, match="holds no conversations"):
-        write_table(tmp_path / "table", [path], encoder(made, QWEN), 100, "stop")
+        write_table(tmp_path / "table", [path], Reading(encoder(made, QWEN), 100, "stop"))
     with pytest.raises(UserError, match="nothing.jsonl: cannot be read"):
-        write_table(tmp_path / "table", [tmp_path / "nothing.jsonl"], encoder(made, QWEN), 100, "stop")
+        write_table(tmp_path / "table", [tmp_path / "nothing.jsonl"], Reading(encoder(made, QWEN), 100, "stop"))
 
 
 def make_table(made, folder, conversations, limit=256, policy="stop", **more):
     path = chats.write(folder / "chats.jsonl", conversations, **more)
-    found = write_table(folder / "table", [path], encoder(made, QWEN), limit, policy)
+    found = write_table(folder / "table", [path], Reading(encoder(made, QWEN), limit, policy))
     return ChatTable(folder / "table"), found
 
 
@@ -124,8 +132,8 @@ def test_too_long_samples(made, tmp_path):
 def test_dropped_as_too_long_is_said_once(made, tmp_path):
     """And every such sample is listed with its length; --drop_bad too_long and --too_long drop are the same."""
     chats.write(tmp_path / "a.jsonl", [ask("a", "en"), *[ask("the quick brown fox " * 9, "de")] * 3])
-    _, about, _ = build_table(tmp_path / "table", [tmp_path / "a.jsonl"], encoder(made, QWEN), 30, "drop",
-                              output_dir=tmp_path)
+    _, about, _ = build_table(tmp_path / "table", [tmp_path / "a.jsonl"], Reading(encoder(made, QWEN), 30, "drop"),
+                              tmp_path)
     assert about.splitlines()[1:] == [f"data       dropped: 3 too_long; see {tmp_path / 'problems.jsonl'}"]
     assert about.splitlines()[0].endswith(" s")      # how long it took, and no second count
     rows = [json.loads(line) for line in (tmp_path / "problems.jsonl").read_text().splitlines()]
@@ -187,11 +195,11 @@ def test_a_batch_moves_whole():
 def test_prepared_table(made, tmp_path, capsys):
     train = chats.write(tmp_path / "train.jsonl", chats.conversations(8))
     held = chats.write(tmp_path / "held.jsonl", chats.conversations(3))
-    found, n_train, ends = prepare_table(World(), tmp_path, [train], encoder(made, QWEN), 200, "stop", processes=2)
+    found, n_train, ends = prepare_table(World(), tmp_path, [train], Reading(encoder(made, QWEN), 200, "stop", processes=2))
     ours, theirs = split_samples(found, n_train, 2, 0.25, 1)
     assert len(ours) == 6 and len(theirs) == 2 and theirs[0] // 2 == theirs[1] // 2
     assert ends == [made.convert_tokens_to_ids("<|im_end|>")]
-    found, n_train, _ = prepare_table(World(), tmp_path, [train, held], encoder(made, QWEN), 200, "stop")
+    found, n_train, _ = prepare_table(World(), tmp_path, [train, held], Reading(encoder(made, QWEN), 200, "stop"))
     ours, theirs = split_samples(found, n_train, 2, 0.25, 1)
     assert (len(ours), len(theirs), found.name(theirs[0])) == (8, 3, f"{held}:1")
     assert len(list(tmp_path.glob("table-*"))) == 1, "an old table is not left behind"
@@ -213,8 +221,16 @@ def test_sharegpt_and_parquet_are_the_same_conversations(made, tmp_path, monkeyp
     rows = [{"messages": talk, "id": i} for i, talk in enumerate(talks)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     found = {}
-    for name in ("plain.jsonl", "share.jsonl", "rows.parquet"):
-        write_table(tmp_path / f"table-{name}", [tmp_path / name], chat.Encoder(made), 256, "stop")
+    def parts(text):
+        return [{"type": "text", "text": text[:3]}, {"type": "text", "text": text[3:]}]
+    others = [{"prompt": "question 0", "completion": "answer 0"}, {"prompt": talks[1][:1], "completion": talks[1][1:]},
+              {"system": "Be brief.", "instruction": "question 2", "input": "", "output": "answer 2"},
+              {"messages": [message | {"content": parts(message["content"])} for message in talks[3]]},
+              {"messages": [*talks[4], {"role": "user", "content": "and then?"}]},
+              {"instruction": "question 5", "output": "answer 5"}, {"messages": talks[6]}]
+    (tmp_path / "others.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
+    for name in ("plain.jsonl", "share.jsonl", "rows.parquet", "others.jsonl"):
+        write_table(tmp_path / f"table-{name}", [tmp_path / name], Reading(chat.Encoder(made), 256, "stop"))
         found[name] = ChatTable(tmp_path / f"table-{name}")
     for table in found.values():
         assert table.tokens.tolist() == found["plain.jsonl"].tokens.tolist() and len(table) == 7
@@ -255,4 +271,4 @@ def test_sharegpt_and_parquet_are_the_same_conversations(made, tmp_path, monkeyp
             list(chat.read_records(path, []))
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing")
     with pytest.raises(UserError, match="bad.parquet: cannot be read as parquet"):
-        write_table(tmp_path / "bad", [tmp_path / "bad.parquet"], chat.Encoder(made), 256, "stop")
+        write_table(tmp_path / "bad", [tmp_path / "bad.parquet"], Reading(chat.Encoder(made), 256, "stop"))

@@ -1,8 +1,8 @@
 """Scores of labels: by hand, by brute force, by the definition of the interval; the picture of a confusion matrix."""
+import itertools
 import math
 import random
 
-import matplotlib.image
 import numpy as np
 import pytest
 
@@ -67,21 +67,21 @@ def test_no_lines_have_no_share():
     assert scores.cell(scores.proportion(0, 0)) == "-" and scores.cell(None) == "-"
 
 
-@pytest.mark.parametrize("given, dark", [(["a", "b"], (0, 1)), (["b", "a"], (1, 0)), ([None, None], (2, 2))])
-def test_the_picture_shows_the_matrix(tmp_path, given, dark):
-    """Dark blue is where the counts are: a row of cells each for a and b, columns a, b, none."""
-    score = scores.score(["a", "b"] * 2, given * 2, ("a", "b"))
-    scores.draw(tmp_path / "x.png", "student", {"agreement": score, "accuracy": None}, ("a", "b"))
-    picture = matplotlib.image.imread(tmp_path / "x.png")[..., :3]
-    blue = np.abs(picture - np.array(matplotlib.colormaps["Blues"](1.0)[:3])).max(-1) < 0.02
-    pale = np.abs(picture - np.array(matplotlib.colormaps["Blues"](0.0)[:3])).max(-1) < 0.004
-    rows, columns = np.nonzero(blue | pale)
-    top, height, left, width = rows.min(), np.ptp(rows) + 1, columns.min(), np.ptp(columns) + 1
-    for row in range(2):
-        cells = [blue[top + row * height // 2:top + (row + 1) * height // 2,
-                      left + column * width // 3:left + (column + 1) * width // 3].mean() for column in range(3)]
-        assert np.argmax(cells) == dark[row] and max(cells) > 0.8 and sorted(cells)[1] < 0.05
-
-
 def test_a_95_percent_interval_is_so_wide():
     assert math.isclose(scores.Z95, 1.959964, abs_tol=1e-6)
+
+
+@pytest.mark.parametrize("text, reference, wanted", [
+    ("Rain: water that falls.", "Rain: water that falls.", 1), ("rain  WATER", "Rain water", 1), ("", "", 1),
+    ("", "x", 0), ("a b", "c d", 0), ("a b c d", "b d", 2 * 2 / 6), ("the cat sat", "sat the cat", 2 * 2 / 6)])
+def test_overlap_of_known_texts(text, reference, wanted):
+    assert scores.overlap(text, reference) == scores.overlap(reference, text) == pytest.approx(wanted)
+
+
+def test_overlap_is_that_of_the_longest_common_subsequence():
+    def parts(words):
+        return {part for n in range(len(words) + 1) for part in itertools.combinations(words, n)}
+    texts = ["a b a c", "b a c a b", "c c a", "b"]
+    for one, other in itertools.product(texts, texts):
+        common = max(map(len, parts(one.split()) & parts(other.split())))
+        assert scores.overlap(one, other) == pytest.approx(2 * common / len(one.split() + other.split()))

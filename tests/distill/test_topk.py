@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from common.distributed import UserError
 from distill import chat, create_data, packed_lm, topk
-from distill.dataset import ChatTable, make_loader, write_table
+from distill.dataset import ChatTable, Reading, make_loader, write_table
 from tests.helpers import chats, tiny_teacher
 from tests.helpers.chats import LLAMA, QWEN, ask
 from tests.helpers.pool import Pool
@@ -36,7 +36,7 @@ def table_of(folder, tokenizer, records, k, template=QWEN, limit=256, policy="st
     folder.mkdir(exist_ok=True)
     (folder / "chats.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     teacher = topk.Alternatives(tokenizer, k)
-    write_table(folder / "table", [folder / "chats.jsonl"], chat.Encoder(tokenizer), limit, policy, teacher)
+    write_table(folder / "table", [folder / "chats.jsonl"], Reading(chat.Encoder(tokenizer), limit, policy, teacher))
     return ChatTable(folder / "table"), teacher
 
 

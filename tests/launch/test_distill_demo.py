@@ -348,6 +348,13 @@ def test_the_prompt_story_with_a_student_that_did_not_learn(tmp_path):
     report = json.loads((tmp_path / "out" / "training" / "evaluation" / "evaluation.json").read_text())
     assert {"base: kl", "student: kl", "control: kl", "base + prompt: follows"} <= report["metrics"].keys()
     assert report["metrics"]["tokens saved"] == len("system\nBe short.\n") + 2     # a token is a byte
+    # the last line is what was measured, the one before it what became of answers that were cut off
+    status, said = run_demo(tmp_path, **settings, MIN_CLOSED="0")
+    notice, done = said.splitlines()[-2:]
+    verdict = json.loads((tmp_path / "out" / "training" / "evaluation" / "evaluation.json").read_text())["verdict"]
+    assert status == 0 and done.startswith(f"done       {verdict}; ") and "the control went" in done, said[-3000:]
+    lost = len((tmp_path / "out" / "answers.rejected.jsonl").read_text().splitlines())
+    assert lost and notice.startswith(f"notice     {lost} of 12 questions are not trained: ") and "TOKENS=12" in notice
 
 
 @pytest.mark.slow
