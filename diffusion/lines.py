@@ -65,8 +65,10 @@ def log_validation(args, state, values, answers, regions):
     tqdm.write(eval_line(state.step, values, regions))
 
 
-def print_start(args, job, device, ranks, setup):
-    """What is about to run, before the first step. job: the trainer's Job. setup: plan.Setup."""
+def print_start(args, job, device, ranks, shards):
+    """What is about to run, before the first step. job: the trainer's Job. shards: GPUs that the state is
+    sharded over.
+    """
     rows, eval_rows, table = job.rows, job.eval_rows, job.table
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     with torch.device("meta"):
@@ -78,7 +80,7 @@ def print_start(args, job, device, ranks, setup):
     held_out = sum(len(m) for m in eval_rows.members) if eval_rows else 0
     dropped = f", {rows.documents.dropped} dropped" if rows.documents.dropped else ""
     # fp32 weights, gradients, two moments, average
-    state = (20 * trained + base) / (setup.shards if setup.fsdp else 1)
+    state = (20 * trained + base) / shards
     lengths = np.concatenate([rows.documents.tokens[m] for m in rows.members])
     print(f"device     {ranks} x {where}, torch {torch.__version__}, {'bf16 autocast' if args.bf16 else 'fp32'}\n"
           f"model      {job.name}, {size:,} parameters{kind}; weights, gradients, optimizer and average "
