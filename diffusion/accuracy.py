@@ -71,7 +71,11 @@ def whole_model(model):
     parameters = dict(model.named_parameters())
     if not any(isinstance(p, DTensor) for p in parameters.values()):
         return model
-    copy = weights.empty_like(model)
+    device = weights.local(next(model.parameters())).device
+    with torch.device("meta"):
+        copy = weights.module_of(model.config).Model(model.config)
+    copy = copy.to_empty(device=device).eval()
+    copy.tie()
     for name, parameter in copy.named_parameters():
         parameter.copy_(tensor_files.whole(parameters[name]))
     return copy

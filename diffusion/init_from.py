@@ -178,8 +178,8 @@ def check_size(path, tensors, head_size, config):
     """Raise UserError when weights are not those of a network of this Config, rows aside."""
     network = weights.module_of(config)
     if network is dit and "condition_in.bias" in tensors:
-        hidden, cond, layers = tensors["embed.weight"].shape[1], len(tensors["condition_in.bias"]), dit.count_layers(
-            tensors)
+        hidden, layers = tensors["embed.weight"].shape[1], official.count_layers(tensors)
+        cond = len(tensors["condition_in.bias"])
         heads = hidden // head_size if head_size else config.heads
         if (hidden, layers, heads, cond) != (config.hidden_size, config.layers, config.heads, config.cond_size):
             fits = [name for name, size in SIZES.items() if size == (hidden, layers, heads, cond)]

@@ -467,7 +467,7 @@ def test_files_that_are_named_exist():
 
 def test_public_functions_of_block_diffusion():
     names = re.findall(r"^\| `(diffusion\.\w+)\.(\w+)` \|", TEXTS["docs/diffusion.md"], re.MULTILINE)
-    assert set(names) == {("diffusion.dit", "load_official_state_dict"), ("diffusion.dit", "attention_masks"),
+    assert set(names) == {("diffusion.official", "load_official_state_dict"), ("diffusion.dit", "attention_masks"),
                           ("diffusion.noise", "diffuse"), ("diffusion.sampler", "generate")}
     for module, function in names:
         assert callable(getattr(importlib.import_module(module), function))
