@@ -271,8 +271,8 @@ def shelf(tiny, pool, tmp_path_factory):
     for name in ("chats.jsonl", "answers.jsonl"):
         chats.write(root / name, [chats.ask(f"What is {i}?", "a number") for i in range(24)])
     (root / "system.txt").write_text("You are a teacher.")
-    from diffusion import make_problems
-    make_problems.write_demo(root / "problems", n_train=40, n_test=4)
+    from diffusion import demo_problems, make_problems
+    demo_problems.write_demo(root / "problems", n_train=40, n_test=4)
     for file in ("train.jsonl", "test.jsonl", "train_hdp.json", "test_hdp.json"):
         shutil.copy(root / "problems" / file, root)
     make_problems.main(["lines", "--input", str(root / "train.jsonl"), "--output", str(root / "lines_gsm8k.txt")])

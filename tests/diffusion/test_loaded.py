@@ -26,6 +26,7 @@ ROWS = {"diffusion/train_bd3lm.py": (
     "hub|report|adapters|export).py")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ROWS)
 def test_a_plain_run_loads_what_it_uses(script, tmp_path):
     most_files, most_lines, flags, others = ROWS[script]
