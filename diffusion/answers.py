@@ -104,7 +104,7 @@ class Solver(NamedTuple):
 
 
 def load_solver(args, how):
-    """(checkpoint folder, Solver) that a script's flags name (choices.checkpoint_flags,
+    """(checkpoint folder, Solver) that a script's flags name (model_flags.checkpoint_flags,
     answer_flags). how: Sampling. Raises UserError.
     """
     if args.device == "cuda" and not torch.cuda.is_available():

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import flags
 from common.flags import need
-from diffusion.choices import answer_flags, checkpoint_flags
+from diffusion.model_flags import answer_flags, checkpoint_flags
 
 # --------------------------------------------------------------------------------------------------
 # Flags
