@@ -1,4 +1,6 @@
-"""Questions to answers: what the sampler is given, the regions it writes one after the other, their text, scores."""
+"""Questions to answers: what the sampler is given, the regions it writes one after the other,
+their text, scores.
+"""
 import re
 from typing import NamedTuple
 
@@ -12,13 +14,16 @@ from diffusion.blocks import head_of, pieces
 from diffusion.choices import EXECUTION, PLAN, Layout
 from diffusion.problems import load_tokenizer
 
-NUMBER = re.compile(r"(?:(?<![\d)$%])-\$?)?\d[\d,]*(?:\.\d+)?")       # in a text; -$5 is one, the minus of 5-$3 no sign
+# in a text; -$5 is one, the minus of 5-$3 no sign
+NUMBER = re.compile(r"(?:(?<![\d)$%])-\$?)?\d[\d,]*(?:\.\d+)?")
 
 
 def question_state(problem, tokens, layout):
-    """What is given before the first generated region: (context, (pinned ids, their first position)).
+    """What is given before the first generated region: (context, (pinned ids, their first
+    position)).
 
-    context: (3, n) int64 ids, position, block of clean tokens. Raises UserError when the question is too long.
+    context: (3, n) int64 ids, position, block of clean tokens. Raises UserError when the question
+    is too long.
     """
     if token := tokens.smuggled(problem.question):
         raise UserError(f"{problem.name}: its text holds the special token {token}; remove it")
@@ -27,7 +32,8 @@ def question_state(problem, tokens, layout):
         return text_state(problem.name, text, tokens, layout)
     ids = tokens.encode(text)
     if len(ids) > layout.question_budget:
-        raise UserError(f"{problem.name}: its question has {len(ids)} tokens, more than --question_budget "
+        raise UserError(f"{problem.name}: its question has {len(ids)} tokens, more than "
+                        f"--question_budget "
                         f"{layout.question_budget}")
     at = np.arange(len(ids))
     block = at // layout.block_size if layout.flat else np.zeros(len(at), np.int64)
@@ -35,10 +41,13 @@ def question_state(problem, tokens, layout):
 
 
 def text_state(name, text, tokens, layout):
-    """question_state of a gsm8k prompt as it stands. name: for the UserError of one that leaves no room."""
+    """question_state of a gsm8k prompt as it stands. name: for the UserError of one that leaves
+    no room.
+    """
     head = np.array(head_of(tokens.encode(text), tokens, layout))
     if len(head) >= layout.max_length:
-        raise UserError(f"{name}: its question has {len(head)} tokens, no room in --max_length {layout.max_length}")
+        raise UserError(f"{name}: its question has {len(head)} tokens, no room in --max_length "
+                        f"{layout.max_length}")
     whole = len(head) - len(head) % layout.block_size
     at = np.arange(whole)
     return np.stack([head[:whole], at, at // layout.block_size]), (head[whole:].tolist(), whole)
@@ -53,7 +62,9 @@ def room(first_position, region, layout):
 
 
 def finish_region(ids, pinned, end):
-    """Generated ids -> (list in which only end tokens follow the first generated one, whether there was one)."""
+    """Generated ids -> (list in which only end tokens follow the first generated one, whether
+    there was one).
+    """
     for i in range(pinned, len(ids)):
         if ids[i] == end:
             return [*ids[:i], *[end] * (len(ids) - i)], True
@@ -61,7 +72,9 @@ def finish_region(ids, pinned, end):
 
 
 def execution_state(context, plan, tokens, layout):
-    """question_state for the second region: the context with the finished plan (ids from finish_region) behind it."""
+    """question_state for the second region: the context with the finished plan (ids from
+    finish_region) behind it.
+    """
     at = np.arange(len(plan))
     block = context[2].max(initial=-1) + 1 + at // layout.region_block(PLAN)
     return (np.concatenate([context, [plan, layout.start(PLAN) + at, block]], axis=1),
@@ -69,7 +82,9 @@ def execution_state(context, plan, tokens, layout):
 
 
 def region_text(ids, pinned, tokens):
-    """Text of a region up to its end token, without the pinned ids; hdp's <|answer|> becomes GSM8K's ####."""
+    """Text of a region up to its end token, without the pinned ids; hdp's <|answer|> becomes
+    GSM8K's ####.
+    """
     body = list(ids[pinned:])
     if tokens.end in body:
         body = body[:body.index(tokens.end)]
@@ -89,8 +104,8 @@ class Solver(NamedTuple):
 
 
 def load_solver(args, how):
-    """(checkpoint folder, Solver) that a script's flags name (choices.checkpoint_flags, answer_flags). how: Sampling.
-    Raises UserError.
+    """(checkpoint folder, Solver) that a script's flags name (model_flags.checkpoint_flags,
+    answer_flags). how: Sampling. Raises UserError.
     """
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no GPU here")
@@ -103,11 +118,12 @@ def load_solver(args, how):
 
 
 def answer_batch(solver, states, seed, show=None):
-    """A Solver's answers to problems with these question_state states -> list of dicts. seed: of what is drawn.
+    """A Solver's answers to problems with these question_state states -> list of dicts. seed: of
+    what is drawn.
 
-    show(number, "plan" or "text", the text so far): called behind every block. The dicts hold text, hdp's also plan;
-    forwards, the network passes; tokens, generated ones up to and with the end token; ended, whether the end token came
-    in every region.
+    show(number, "plan" or "text", the text so far): called behind every block. The dicts hold text,
+    hdp's also plan; forwards, the network passes; tokens, generated ones up to and with the end
+    token; ended, whether the end token came in every region.
     """
     tokens, layout, device = solver.tokens, solver.layout, solver.model.embed.weight.device
     generator = torch.Generator(device).manual_seed(seed)
@@ -116,9 +132,13 @@ def answer_batch(solver, states, seed, show=None):
         name = "plan" if layout.system == "hdp" and region == PLAN else "text"
         skip = [len(ids) for _, (ids, _) in states]
         rooms = [room(first, region, layout) for _, (_, first) in states]
-        progress = show and (lambda i, ids, name=name, skip=skip: show(i, name, region_text(ids, skip[i], tokens)))
+
+        def progress(i, ids, name=name, skip=skip):
+            if show:
+                show(i, name, region_text(ids, skip[i], tokens))
         with torch.autocast(device.type, torch.bfloat16, enabled=solver.bf16):
-            written = sampler.generate(solver.model, states, rooms, layout.region_block(region), tokens.end,
+            written = sampler.generate(solver.model, states, rooms, layout.region_block(region),
+                                       tokens.end,
                                        solver.how, generator, progress)
         finished = [finish_region(w.ids, given, tokens.end)[0] for w, given in zip(written, skip)]
         for answer, w, ids, given in zip(answers, written, finished, skip):
@@ -136,8 +156,8 @@ def answer_batch(solver, states, seed, show=None):
 def score(text, answer):
     """(strict, flexible) of a generated text against the final number.
 
-    strict is openai/grade-school-math's rule: the number right behind `#### `, commas removed, must be the same text.
-    flexible: the last number anywhere has the same value.
+    strict is openai/grade-school-math's rule: the number right behind `#### `, commas removed, must
+    be the same text. flexible: the last number anywhere has the same value.
     """
     gold = answer.replace(",", "")
     marked = re.search(r"#### (-?[0-9.,]+)", text)

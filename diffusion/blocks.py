@@ -231,6 +231,12 @@ def split_validation(n, share, seed):
 # Documents -> rows -> batches
 
 
+def padding(shape, pad):
+    """{name: array of this shape} of a row or a batch without any token."""
+    nothing = {"ids": pad, "position": 0, "doc": -1, "block": 0, "target": False, "region": 0, "group": -1}
+    return {name: np.full(shape, value) for name, value in nothing.items()}
+
+
 class Rows(Dataset):
     """Fixed-length rows of whole documents; item r is a dict of (L,) int64 arrays: a row before it meets its batch."""
 
@@ -260,9 +266,7 @@ class Rows(Dataset):
 
     def __getitem__(self, r):
         d, length = self.documents, self.length
-        row = {"ids": np.full(length, d.pad), "position": np.zeros(length, np.int64), "doc": np.full(length, -1),
-               "block": np.zeros(length, np.int64), "target": np.zeros(length, bool),
-               "region": np.zeros(length, np.int64), "group": np.full(length, -1)}
+        row = padding(length, d.pad)
         at = groups = 0
         for number, document in enumerate(self.members[r]):
             a, b = d.offsets[document:document + 2]
@@ -340,10 +344,7 @@ def prepare_rows(world, layout, tokens, args, output_dir=None):
 
 def collate(rows, batch_rows, length, noisy_length, pad):
     """List of row dicts -> Blocks of batch_rows rows, topped up with empty ones."""
-    shape = (batch_rows, length)
-    joined = {"ids": np.full(shape, pad), "position": np.zeros(shape, np.int64), "doc": np.full(shape, -1),
-              "block": np.zeros(shape, np.int64), "target": np.zeros(shape, bool),
-              "region": np.zeros(shape, np.int64), "group": np.full(shape, -1)}
+    joined = padding((batch_rows, length), pad)
     noisy, groups = np.full((batch_rows, noisy_length), -1), 0
     for r, row in enumerate(rows):
         for key, array in joined.items():

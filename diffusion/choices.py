@@ -1,11 +1,10 @@
 """Values of the block diffusion scripts' flags, and what derives from flags. Standard library only: flags are parsed
 before torch is imported.
 """
-import argparse
 import math
 from dataclasses import dataclass
 
-from common.flags import need, switch
+from common.flags import need
 
 SYSTEMS = ("gsm8k", "hdp")
 CHECKS = ("invalid", "control_token", "too_long")        # of problems, for --drop_bad
@@ -24,26 +23,6 @@ PRESETS = {"conservative": (64, 4, 4e-4, 5000, 50_000), "recommended": (128, 4, 
 
 QUESTION, PLAN, EXECUTION, FILL = 0, 1, 2, 3        # regions; gsm8k's answer is PLAN, FILL is what follows an end token
 FULL = (1e-3, 1.0)          # the range of t of the bound itself; an end of a range that equals its end is not enforced
-
-
-def checkpoint_flags(parser):
-    """Flags of the scripts that take a trained model."""
-    parser.add_argument("--checkpoint", required=True, help="checkpoint folder, or the trainer's OUTPUT_DIR")
-    parser.add_argument("--pick", choices=("best", "newest"), default="best",
-                        help="of an OUTPUT_DIR: the best checkpoint by --best_by, or the newest one")
-    parser.add_argument("--ema", action=argparse.BooleanOptionalAction, default=True, help="take the averaged weights")
-
-
-def answer_flags(parser, order):
-    """Flags of the scripts that let a model answer. order: the default of --order."""
-    parser.add_argument("--batch_size", type=int, default=64, help="problems answered side by side")
-    parser.add_argument("--order", choices=ORDERS, default=order,
-                        help="which masked tokens a pass fills: one at random, the surest ones, or all that are sure "
-                             "enough")
-    parser.add_argument("--threshold", type=float, default=0.9,
-                        help="confidence: probability a token must have, 0 to 1")
-    switch(parser, "--bf16", help="bfloat16 compute")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ class Decoder(nn.Module):
         self._masks = None, None        # layout, its masks: rows of one layout share them
         self.register_parameter("mask_row", None)
         if config.lora:
-            self.adapted = [adapt(self, **config.lora)]     # in a list, torch does not register it again
+            self.adapted = [adapt(self, config.lora)]     # in a list, torch does not register it again
             recomputation.leave_products(self, recompute)
 
     def tie(self):
@@ -240,16 +240,18 @@ Model = Decoder
 # Adapters
 
 
-def adapt(model, rank, alpha, dropout, targets, rslora, dora, dtype, base, identity):
-    """Freeze a Decoder in `dtype` (a name), give it LoRA adapters and the mask's row as a parameter -> PEFT's wrapper.
+def adapt(model, lora):
+    """Freeze a Decoder, give it LoRA adapters and the mask's row as a parameter -> PEFT's wrapper.
 
-    Others: of adapters.add_lora; base and identity, of Config.lora, are not used. UserError when no layer is a target.
+    lora: of Config: dtype, the name of that of frozen weights, and arguments of adapters.add_lora by name. UserError
+    when no layer is a target.
     """
     from common import adapters  # here: PEFT takes seconds to import
-    wrapper = adapters.add_lora(model, model.layers, rank, alpha, dropout, targets, base, rslora, dora, task=None)
+    how = [lora[name] for name in ("rank", "alpha", "dropout", "targets", "base", "rslora", "dora")]
+    wrapper = adapters.add_lora(model, model.layers, *how, task=None)
     for parameter in model.parameters():
         if not parameter.requires_grad:
-            parameter.data = parameter.data.to(getattr(torch, dtype))
+            parameter.data = parameter.data.to(getattr(torch, lora["dtype"]))
     model.mask_row = nn.Parameter(torch.zeros(model.config.hidden_size))
     return wrapper
 

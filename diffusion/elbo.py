@@ -1,7 +1,7 @@
 """Validation of block diffusion: the likelihood bound with its sampling error.
 
-Every rank takes equally many batches, the last ones perhaps of padding only. A batch gets the same noise at every
-validation and on any number of ranks, so bounds of different steps and runs compare.
+Every rank takes equally many batches, the last ones perhaps of padding only. A batch gets the same
+noise at every validation and on any number of ranks, so bounds of different steps and runs compare.
 """
 import math
 from typing import NamedTuple
@@ -14,7 +14,8 @@ from common.packing import PackOrder, rank_packs
 from diffusion import blocks, noise
 from diffusion.choices import bound_range
 
-REGIONS = {"gsm8k": ("question", "answer", "execution", "fill"), "hdp": ("question", "plan", "execution", "fill")}
+REGIONS = {"gsm8k": ("question", "answer", "execution", "fill"),
+           "hdp": ("question", "plan", "execution", "fill")}
 PLACES = 32         # block numbers reported one by one; the last stands for all later ones
 
 
@@ -29,15 +30,18 @@ class Eval(NamedTuple):
 
 
 def share_of_batches(world, rows, batch_rows, most=None):
-    """Yield (number, Blocks) of this rank's part of the first `most` batches of rows (blocks.Rows), in order.
+    """Yield (number, Blocks) of this rank's part of the first `most` batches of rows (blocks.Rows),
+    in order.
 
     Every rank gets equally many; the last ones may hold padding only.
     """
     order = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, shuffle=False)
     most = min(most or order.packs_per_epoch, order.packs_per_epoch)
     packs = [pack if i * world.size + world.rank < most else []
-             for i, pack in enumerate(rank_packs(order, world.rank, world.size, 1, epochs=1)) if i * world.size < most]
-    loader = blocks.make_loader(rows, packs, batch_rows, rows.noisy_length, num_workers=0, prefetch_factor=None)
+             for i, pack in enumerate(rank_packs(order, world.rank, world.size, 1, epochs=1))
+             if i * world.size < most]
+    loader = blocks.make_loader(rows, packs, batch_rows, rows.noisy_length, num_workers=0,
+                                prefetch_factor=None)
     for number, batch in enumerate(loader):
         yield number * world.size + world.rank, batch
 
@@ -57,20 +61,23 @@ def weighted_losses(model, inputs, device, bf16):
 
 @torch.no_grad()
 def bound(world, model, how, check):
-    """Bound on the negative log-likelihood of an Eval's rows -> {"eval/...": float}, or None when asked to stop.
+    """Bound on the negative log-likelihood of an Eval's rows -> {"eval/...": float}, or None when
+    asked to stop.
 
     check(): called before every batch; may raise.
 
-    eval/loss: nats per target. eval/nll: the same sum per token of text (targets without fill); eval/stderr: its
-    standard error. eval/nll_REGION, eval/nll_block_NN: nats per target of one region or block number.
-    Noise is loglinear whatever schedule is trained on. The bound is the same under every schedule, but under the others
-    more of it comes from levels below FULL, which are never drawn. The standard error is that of the noise alone,
-    from how the draws of each block differ; low levels are rare and weigh much (1/t), so with few blocks it is rough.
+    eval/loss: nats per target. eval/nll: the same sum per token of text (targets without fill);
+    eval/stderr: its standard error. eval/nll_REGION, eval/nll_block_NN: nats per target of one
+    region or block number. Noise is loglinear whatever schedule is trained on. The bound is the
+    same under every schedule, but under the others more of it comes from levels below FULL, which
+    are never drawn. The standard error is that of the noise alone, from how the draws of each block
+    differ; low levels are rare and weigh much (1/t), so with few blocks it is rough.
     """
     rows, repeats, device = how.rows, how.repeats, world.device
     layout = rows.documents.layout
     sums = torch.zeros(repeats, 4 * PLACES, dtype=torch.float64, device=device)
-    variance = torch.zeros((), dtype=torch.float64, device=device)        # of the mean of the repeats' sums
+    # of the mean of the repeats' sums
+    variance = torch.zeros((), dtype=torch.float64, device=device)
     for number, batch in share_of_batches(world, rows, how.batch_rows):
         check()
         if asked_to_stop(world):
@@ -78,7 +85,8 @@ def bound(world, model, how, check):
         cell = (batch.region * PLACES + batch.block.clamp(max=PLACES - 1)).flatten()
         of_block = torch.zeros(repeats, batch.n_groups, dtype=torch.float64, device=device)
         for repeat in range(repeats):
-            draws = noise.draw(how.seed, "validation", (number, repeat), batch.n_groups, *batch.doc.shape)
+            draws = noise.draw(how.seed, "validation", (number, repeat), batch.n_groups,
+                               *batch.doc.shape)
             inputs = noise.diffuse(batch, draws, how.mask_id, bound_range(layout))
             losses = weighted_losses(model, inputs, device, how.bf16)
             sums[repeat].index_add_(0, cell[inputs.places].to(device), losses)
@@ -100,13 +108,14 @@ def target_counts(rows):
 
 
 def report(sums, variance, counts, regions):
-    """Sums of losses (repeats, 4 * PLACES), variance of their mean over repeats, and numbers of targets (4 * PLACES,)
-    -> {"eval/...": float}.
+    """Sums of losses (repeats, 4 * PLACES), variance of their mean over repeats, and numbers of
+    targets (4 * PLACES,) -> {"eval/...": float}.
     """
     per_cell, counts = sums.mean(0).reshape(4, PLACES), counts.reshape(4, PLACES)
     text = max(1, counts[:blocks.FILL].sum())
     nll = per_cell.sum() / text
-    values = {"loss": per_cell.sum() / max(1, counts.sum()), "nll": nll, "bits_per_token": nll / math.log(2),
+    values = {"loss": per_cell.sum() / max(1, counts.sum()), "nll": nll,
+              "bits_per_token": nll / math.log(2),
               "perplexity": math.exp(min(700.0, nll))}
     if len(sums) > 1:
         values["stderr"] = math.sqrt(variance) / text
@@ -120,9 +129,11 @@ def report(sums, variance, counts, regions):
 
 
 def improved(best, values):
-    """Whether a validation has a better bound or accuracy than any before; `best`, {name: value}, takes them over.
+    """Whether a validation has a better bound or accuracy than any before; `best`, {name: value},
+    takes them over.
 
-    Bounds rise while answers still get better, when a model becomes too sure of itself; so either counts.
+    Bounds rise while answers still get better, when a model becomes too sure of itself; so either
+    counts.
     """
     news = {"nll": values["eval/nll"]}
     if "eval/accuracy" in values:

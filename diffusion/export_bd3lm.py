@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
 from common import flags
-from diffusion.choices import checkpoint_flags
+from diffusion.model_flags import checkpoint_flags
 
 
 def build_parser():
@@ -29,12 +29,8 @@ def build_parser():
     return p
 
 
-def check_flags(args, world_size):
-    """Nothing derives."""
-
-
 # parsed before torch is imported: --help and a mistake in a flag answer at once
-ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+ARGS = flags.parse(build_parser()) if __name__ == "__main__" else None
 
 import json
 
@@ -105,7 +101,7 @@ def export(folder, ema, output):
 
 
 def main(argv=None):
-    args = ARGS or flags.parse(build_parser(), check_flags, argv)
+    args = ARGS or flags.parse(build_parser(), None, argv)
     with distributed.one_clear_error():
         folder = weights.find_checkpoint(args.checkpoint, args.pick)
         state = export(folder, args.ema, Path(args.output_dir))

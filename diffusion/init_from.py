@@ -1,8 +1,9 @@
-"""What a run starts from (--init_from): published DiT weights, a checkpoint of ours, or a causal language model.
+"""What a run starts from (--init_from): published DiT weights, a checkpoint of ours, or a causal
+language model.
 
-Every kind becomes tensors under our names whose rows are those of the run's vocabulary: markers that
-the source knows keep their rows, new ones get the mean row of the tokenizer's own tokens and a little
-noise. A source that was trained on a prompt form and an end token of its own passes them on.
+Every kind becomes tensors under our names whose rows are those of the run's vocabulary: markers
+that the source knows keep their rows, new ones get the mean row of the tokenizer's own tokens and a
+little noise. A source that was trained on a prompt form and an end token of its own passes them on.
 """
 import dataclasses
 from pathlib import Path
@@ -31,7 +32,9 @@ class Start(NamedTuple):
 
 
 def find(name):
-    """The file or folder of --init_from, a checkpoint of ours found in an OUTPUT_DIR, or downloaded. UserError."""
+    """The file or folder of --init_from, a checkpoint of ours found in an OUTPUT_DIR, or
+    downloaded. UserError.
+    """
     path = Path(name)
     if path.is_file():
         return path
@@ -49,7 +52,8 @@ def is_causal(path):
     """Whether a path of find() is a language model that predicts the next token."""
     if path.is_file() or is_ours(path):
         return False
-    return json_files.read_object(path / "config.json").get("model_type") not in ("bd3lm", "mdlm", None)
+    kind = json_files.read_object(path / "config.json").get("model_type")
+    return kind not in ("bd3lm", "mdlm", None)
 
 
 def own_tokenizer(path):
@@ -65,20 +69,22 @@ def config_for(path, model_size, tokens, dropout):
         about = json_files.read_object(path / "config.json")["model"]
         if "kv_heads" in about:
             size = max(tokens.vocab_size, about["vocab_size"])
-            return decoder.Config(**about | {"vocab_size": size, "mask_id": tokens.mask, "dropout": dropout,
-                                             "lora": None})
+            ours = {"vocab_size": size, "mask_id": tokens.mask, "dropout": dropout, "lora": None}
+            return decoder.Config(**about | ours)
     return dit.config_of(model_size, tokens.vocab_size, tokens.mask, dropout)
 
 
 def with_chat(layout, folder):
-    """A Layout with questions in the chat template of a tokenizer folder and answers that end as its turns do.
+    """A Layout with questions in the chat template of a tokenizer folder and answers that end as
+    its turns do.
 
     Thinking, where a template knows it, is off. Raises UserError when there is no template.
     """
     from transformers import AutoTokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        prompt = tokenizer.apply_chat_template([{"role": "user", "content": "{question}"}], tokenize=False,
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": "{question}"}],
+                                               tokenize=False,
                                                add_generation_prompt=True, enable_thinking=False)
     except Exception as error:      # a dozen kinds: no files, no template, a template that fails
         raise UserError(f"--chat: {folder} has no chat template that can be used "
@@ -89,8 +95,8 @@ def with_chat(layout, folder):
 
 
 def with_form(layout, path):
-    """A gsm8k Layout with the prompt form and the end token that a path of find() was trained on; layout.end_token,
-    where it is given, stays.
+    """A gsm8k Layout with the prompt form and the end token that a path of find() was trained
+    on; layout.end_token, where it is given, stays.
     """
     if layout.system != "gsm8k" or path.is_file():
         return layout
@@ -102,14 +108,16 @@ def with_form(layout, path):
 
 def chat_files(folder):
     """{name: bytes} of the CHAT_FILES that a tokenizer folder has."""
-    return {name: (Path(folder) / name).read_bytes() for name in CHAT_FILES if (Path(folder) / name).is_file()}
+    return {name: (Path(folder) / name).read_bytes() for name in CHAT_FILES
+            if (Path(folder) / name).is_file()}
 
 
 def read(path, config, tokens, ema=True, seed=0):
-    """Start of a path of find(): published, a checkpoint of ours whatever its blocks and system, or a language model.
+    """Start of a path of find(): published, a checkpoint of ours whatever its blocks and system, or
+    a language model.
 
-    Raises UserError when it does not fit. config: of config_for. tokens: problems.Tokens. ema: the averaged weights,
-    of those that have them. seed: of rows without a source.
+    Raises UserError when it does not fit. config: of config_for. tokens: problems.Tokens. ema: the
+    averaged weights, of those that have them. seed: of rows without a source.
     """
     which, note, source = "averaged" if ema else "last", "", {}
     if is_ours(path):
@@ -123,18 +131,23 @@ def read(path, config, tokens, ema=True, seed=0):
         markers = {name: own.pop(name) for name in MARKERS["hdp"] if name in own}
     else:
         tensors, head_size, note = official.read(path, ema)
-        own, markers = {}, {"<|mask|>": len(tensors["embed.weight"]) - 1}       # behind GPT-2's own tokens
+        # behind GPT-2's own tokens
+        own, markers = {}, {"<|mask|>": len(tensors["embed.weight"]) - 1}
         if markers["<|mask|>"] != len(plain(tokens)):
-            raise UserError(f"--init_from {path}: has rows of {markers['<|mask|>']} tokens and a mask, "
-                            f"--tokenizer has {len(plain(tokens))} tokens; give the one it was trained with")
+            raise UserError(f"--init_from {path}: has rows of {markers['<|mask|>']} tokens and a "
+                            f"mask, --tokenizer has {len(plain(tokens))} tokens; give the one it "
+                            f"was trained with")
     if own and own != plain(tokens):
-        raise UserError(f"--init_from {path}: its tokenizer is not that of --tokenizer, so ids would mean other words; "
-                        "drop --tokenizer")
+        raise UserError(f"--init_from {path}: its tokenizer is not that of --tokenizer, so ids "
+                        f"would mean other words; drop --tokenizer")
     check_size(path, tensors, head_size, config)
     tensor_files.check_finite(tensors, path)
     tensors, new = fit_vocabulary(tensors, markers, tokens, config.vocab_size, seed)
-    files = [path] if path.is_file() else [f for f in sorted(path.iterdir()) if f.suffix in (".safetensors", ".bin")]
-    words = "; ".join(filter(None, (f"{which} weights of {path}", note, new and f"new rows for {', '.join(new)}")))
+    files = [path] if path.is_file() else [f for f in sorted(path.iterdir())
+                                           if f.suffix in (".safetensors", ".bin")]
+    words = "; ".join(filter(None,
+                             (f"{which} weights of {path}", note,
+                              new and f"new rows for {', '.join(new)}")))
     return Start(tensors, tensor_files.fingerprint_files(files), words, source)
 
 
@@ -152,14 +165,17 @@ def with_lora(config, path, bf16, name, adapters):
     path: of find(), name: as the user gave it. adapters: other arguments of decoder.adapt, by name.
     """
     if not is_causal(path):
-        raise UserError("--use_lora needs --init_from of a language model; other weights are trained whole")
+        raise UserError("--use_lora needs --init_from of a language model; other weights are "
+                        "trained whole")
     base = {"base": name, "identity": tensor_files.fingerprint_files(decoder.weight_files(path))}
-    return dataclasses.replace(config, lora=adapters | base | {"dtype": "bfloat16" if bf16 else "float32"})
+    return dataclasses.replace(config,
+                               lora=adapters | base | {"dtype": "bfloat16" if bf16 else "float32"})
 
 
 def fill(model, given, seed, resumed):
-    """Put a Start's weights into a network and begin its adapters. resumed: a checkpoint follows, which has
-    all that is trained; of adapters that is not the language model below them.
+    """Put a Start's weights into a network and begin its adapters. resumed: a checkpoint
+    follows, which has all that is trained; of adapters that is not the language model below
+    them.
     """
     lora = getattr(model.config, "lora", None)
     if lora or not resumed:
@@ -171,32 +187,38 @@ def fill(model, given, seed, resumed):
 
 def plain(tokens):
     """{text: id} of a tokenizer's own tokens, without the markers behind them."""
-    return {text: number for text, number in tokens.tokenizer.get_vocab().items() if text not in tokens.markers}
+    return {text: number for text, number in tokens.tokenizer.get_vocab().items()
+            if text not in tokens.markers}
 
 
 def check_size(path, tensors, head_size, config):
     """Raise UserError when weights are not those of a network of this Config, rows aside."""
     network = weights.module_of(config)
     if network is dit and "condition_in.bias" in tensors:
-        hidden, cond, layers = tensors["embed.weight"].shape[1], len(tensors["condition_in.bias"]), dit.count_layers(
-            tensors)
+        hidden, layers = tensors["embed.weight"].shape[1], official.count_layers(tensors)
+        cond = len(tensors["condition_in.bias"])
         heads = hidden // head_size if head_size else config.heads
-        if (hidden, layers, heads, cond) != (config.hidden_size, config.layers, config.heads, config.cond_size):
+        if (hidden, layers, heads, cond) != (config.hidden_size, config.layers, config.heads,
+                                             config.cond_size):
             fits = [name for name, size in SIZES.items() if size == (hidden, layers, heads, cond)]
-            raise UserError(f"--init_from {path}: has {layers} layers of {hidden}, {heads} heads, {cond} of "
-                            "conditioning; " + (f"give --model_size {fits[0]}" if fits else "no --model_size is so"))
+            raise UserError(f"--init_from {path}: has {layers} layers of {hidden}, {heads} heads, "
+                            f"{cond} of conditioning; "
+                            + (f"give --model_size {fits[0]}" if fits else "no --model_size is so"))
     with torch.device("meta"):
         wanted = dict(network.Model(config).named_parameters())
     if wrong := sorted(wanted.keys() ^ tensors.keys()):
-        raise UserError(f"--init_from {path}: {len(wrong)} names are missing or unknown, first {', '.join(wrong[:5])}")
+        raise UserError(f"--init_from {path}: {len(wrong)} names are missing or unknown, first "
+                        f"{', '.join(wrong[:5])}")
     if wrong := [name for name, tensor in wanted.items()
                  if tensors[name].shape[name in ROWS:] != tensor.shape[name in ROWS:]]:
-        raise UserError(f"--init_from {path}: {wrong[0]} is {tuple(tensors[wrong[0]].shape)} instead of "
-                        f"{tuple(wanted[wrong[0]].shape)}")
+        raise UserError(f"--init_from {path}: {wrong[0]} is {tuple(tensors[wrong[0]].shape)} "
+                        f"instead of {tuple(wanted[wrong[0]].shape)}")
 
 
 def fit_vocabulary(tensors, markers, tokens, size, seed):
-    """(tensors of `size` rows for `tokens`, names of markers that are new). markers: {name: row} of the tensors."""
+    """(tensors of `size` rows for `tokens`, names of markers that are new). markers: {name: row}
+    of the tensors.
+    """
     count, generator = len(plain(tokens)), torch.Generator().manual_seed(seed)
     new = [name for name in tokens.markers if name not in markers]
 
@@ -208,7 +230,10 @@ def fit_vocabulary(tensors, markers, tokens, size, seed):
             if name in markers:
                 fitted[number] = rows[markers[name]]
             else:
-                noise = 0.02 * own.std(0) * torch.randn(rows.shape[1:], generator=generator) if rows.ndim > 1 else 0
+                noise = 0       # a bias is one number a token
+                if rows.ndim > 1:
+                    noise = 0.02 * own.std(0) * torch.randn(rows.shape[1:], generator=generator)
                 fitted[number] = own.mean(0) + noise
         return fitted
-    return {name: fit(tensor.detach()) if name in ROWS else tensor.detach() for name, tensor in tensors.items()}, new
+    return {name: fit(tensor.detach()) if name in ROWS else tensor.detach()
+            for name, tensor in tensors.items()}, new

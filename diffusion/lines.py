@@ -1,4 +1,6 @@
-"""What a block diffusion run says of itself: its start, a line of training, a line of validation."""
+"""What a block diffusion run says of itself: its start, a line of training, a line of
+validation.
+"""
 import math
 from typing import NamedTuple
 
@@ -28,12 +30,15 @@ def step_sums(numbers):
 
 def loss_report(numbers, regions):
     """Numbers of step_sums, of all ranks -> {name: value}."""
-    losses, targets, (cross_entropy,), (masked,) = (part.tolist() for part in step_sums(numbers.cpu()))
+    losses, targets, (cross_entropy,), (masked,) = (part.tolist()
+                                                    for part in step_sums(numbers.cpu()))
     if not sum(targets):        # every step was skipped: no loss to claim
         return {"train/loss": math.nan, "train/masked_loss": math.nan, "train/masked": math.nan}
-    values = {"train/loss": sum(losses) / sum(targets), "train/masked_loss": cross_entropy / max(1, masked),
+    values = {"train/loss": sum(losses) / sum(targets),
+              "train/masked_loss": cross_entropy / max(1, masked),
               "train/masked": masked / sum(targets)}
-    return values | {f"train/loss_{name}": loss / n for name, loss, n in zip(regions, losses, targets) if n}
+    return values | {f"train/loss_{name}": loss / n
+                     for name, loss, n in zip(regions, losses, targets) if n}
 
 
 def console_line(step, total_steps, v):
@@ -42,22 +47,29 @@ def console_line(step, total_steps, v):
     return (f"step {step:>6}/{total_steps} | loss {v['train/loss']:7.4f} | "
             f"masked {v['train/masked'] * 100:4.1f}% ce {v['train/masked_loss']:7.4f} | "
             f"lr {v['train/learning_rate']:.2e} | grad_norm {v['train/grad_norm']:7.3f} | "
-            f"{v['train/throughput']:>9,.0f} tok/s | wait {v['train/data_wait_seconds']:4.1f} s{mfu} | "
+            f"{v['train/throughput']:>9,.0f} tok/s | wait {v['train/data_wait_seconds']:4.1f} "
+            f"s{mfu} | "
             f"eta {metrics.duration((total_steps - step) * v['train/step_seconds'])}")
 
 
 def eval_line(step, v, regions):
     """The bound of a validation in one line."""
     error = f" +- {v['eval/stderr']:.4f}" if "eval/stderr" in v else ""
-    parts = " ".join(f"{name} {v[f'eval/nll_{name}']:.4f}" for name in regions if f"eval/nll_{name}" in v)
+    parts = " ".join(f"{name} {v[f'eval/nll_{name}']:.4f}" for name in regions
+                     if f"eval/nll_{name}" in v)
     if "eval/accuracy" in v:
-        parts += f" | right {v['eval/accuracy']:.1%}, by the last number {v['eval/accuracy_flexible']:.1%}"
-    return (f"eval   step {step:>6} | nll <= {v['eval/nll']:.4f}{error} nats/token | {v['eval/bits_per_token']:.4f} "
-            f"bits/token | perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} | {parts}")
+        parts += (f" | right {v['eval/accuracy']:.1%}, by the last number "
+                  f"{v['eval/accuracy_flexible']:.1%}")
+    return (f"eval   step {step:>6} | nll <= {v['eval/nll']:.4f}{error} nats/token | "
+            f"{v['eval/bits_per_token']:.4f} "
+            f"bits/token | perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} "
+            f"| {parts}")
 
 
 def log_validation(args, state, values, answers, regions):
-    """Log and print a validation, on rank 0; answers go to a file for the report. state: run.TrainState."""
+    """Log and print a validation, on rank 0; answers go to a file for the report. state:
+    run.TrainState.
+    """
     state.log.write(state.step, values)
     if answers:
         from diffusion import accuracy
@@ -65,8 +77,10 @@ def log_validation(args, state, values, answers, regions):
     tqdm.write(eval_line(state.step, values, regions))
 
 
-def print_start(args, job, device, ranks, setup):
-    """What is about to run, before the first step. job: the trainer's Job. setup: plan.Setup."""
+def print_start(args, job, device, ranks, shards):
+    """What is about to run, before the first step. job: the trainer's Job. shards: GPUs that the
+    state is sharded over.
+    """
     rows, eval_rows, table = job.rows, job.eval_rows, job.table
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     with torch.device("meta"):
@@ -78,13 +92,17 @@ def print_start(args, job, device, ranks, setup):
     held_out = sum(len(m) for m in eval_rows.members) if eval_rows else 0
     dropped = f", {rows.documents.dropped} dropped" if rows.documents.dropped else ""
     # fp32 weights, gradients, two moments, average
-    state = (20 * trained + base) / (setup.shards if setup.fsdp else 1)
+    state = (20 * trained + base) / shards
     lengths = np.concatenate([rows.documents.tokens[m] for m in rows.members])
-    print(f"device     {ranks} x {where}, torch {torch.__version__}, {'bf16 autocast' if args.bf16 else 'fp32'}\n"
-          f"model      {job.name}, {size:,} parameters{kind}; weights, gradients, optimizer and average "
+    print(f"device     {ranks} x {where}, torch {torch.__version__}, "
+          f"{'bf16 autocast' if args.bf16 else 'fp32'}\n"
+          f"model      {job.name}, {size:,} parameters{kind}; weights, gradients, optimizer and "
+          f"average "
           f"{plan.size(state)} a GPU\n"
-          f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; tokens mean "
+          f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; tokens "
+          f"mean "
           f"{lengths.mean():.0f} max {lengths.max()}\n"
           f"rows       {len(rows)} of {rows.length} clean and {rows.noisy_length} noisy tokens, "
-          f"{table['clean'].sum() / (len(rows) * rows.length) * 100:.1f}% of the clean ones filled, "
+          f"{table['clean'].sum() / (len(rows) * rows.length) * 100:.1f}% of the clean ones "
+          f"filled, "
           f"{table['samples'].mean():.2f} problems each")

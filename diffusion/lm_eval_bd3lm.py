@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
 
 from common import flags
-from diffusion.choices import answer_flags, checkpoint_flags
+from diffusion.model_flags import answer_flags, checkpoint_flags
 
 
 def build_parser():

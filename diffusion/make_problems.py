@@ -1,6 +1,5 @@
-r"""Problems and plans without a download: arithmetic word problems with their own tokenizer, and plans made by rule.
+r"""Plans for GSM8K's problems, made by rule or by a teacher.
 
-    python diffusion/make_problems.py demo FOLDER [--problems 2000] [--test 200]  # train and test files, tokenizer.json
     python diffusion/make_problems.py plans --input train.jsonl --output train_hdp.json
 
 `plans` turns GSM8K into the HDP form {id, question, plan, execution, answer, plan_source: "rule"}. Its plans come from
@@ -22,14 +21,9 @@ from common import flags
 
 
 def build_parser():
-    p = flags.Parser("Demo problems and rule-based plans for block diffusion.")
-    p.usage = "%(prog)s {demo,lines,plans} [--flag value ...]"
+    p = flags.Parser("Plans for the problems of GSM8K.")
+    p.usage = "%(prog)s {lines,plans} [--flag value ...]"
     commands = p.add_subparsers(dest="command", required=True, prog=p.prog)
-    demo = commands.add_parser("demo", help="write arithmetic word problems for both systems and a tokenizer")
-    demo.add_argument("folder", help="where the five files go")
-    demo.add_argument("--problems", type=int, default=2000, help="training problems")
-    demo.add_argument("--test", type=int, default=200, help="test problems")
-    demo.add_argument("--seed", type=int, default=0, help="of the problems")
     lines = commands.add_parser("lines", help="GSM8K -> one line a problem for create_data.py, to get plans")
     plans = commands.add_parser("plans", help="GSM8K -> HDP JSON with plans by rule, or those of a teacher")
     for command, what in ((lines, "text file to write"), (plans, "JSON file to write")):
@@ -41,21 +35,15 @@ def build_parser():
 
 
 # parsed before anything else is imported: --help and a mistake in a flag answer at once
-def check_flags(args, world_size):
-    """Raise UserError for counts that make no data."""
-    flags.at_least_one(args, "problems", "test")
-    flags.zero_or_more(args, "seed")
-
-
-ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
+ARGS = flags.parse(build_parser()) if __name__ == "__main__" else None
 
 import json
 import re
 
 from common import checkpoint, distributed, json_files
 from common.distributed import UserError
-from diffusion.demo_problems import write_demo, write_text
-from diffusion.problems import CALCULATOR, load_tokenizer, read_problems
+from diffusion.demo_problems import write_text
+from diffusion.problems import CALCULATOR, read_problems
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Plans by rule
@@ -152,7 +140,7 @@ def read_teacher(path, problems):
             known = 0 <= line < len(problems) and asked == teacher_line(problems[line])
             plans[line] = " ".join(said.split())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"--teacher {path} line {number}: is no record of create_data.py ({error})")
+            raise UserError(f"--teacher {path} line {number}: is not a record of create_data.py ({error})")
         if not known:
             raise UserError(f"--teacher {path} line {number}: was not made from the lines of these problems")
     if without := [problem.name for number, problem in enumerate(problems) if number not in plans]:
@@ -202,14 +190,9 @@ def quality(entries):
 
 
 def main(argv=None):
-    args = ARGS or flags.parse(build_parser(), check_flags, argv)
+    args = ARGS or flags.parse(build_parser(), None, argv)
     with distributed.one_clear_error():
-        if args.command == "demo":
-            write_demo(args.folder, args.problems, args.test, args.seed)
-            tokens = load_tokenizer(args.folder, "gsm8k")
-            print(f"{args.folder}: {args.problems} training and {args.test} test problems, "
-                  f"{tokens.vocab_size - 1} token ids")
-        elif args.command == "lines":
+        if args.command == "lines":
             texts = [teacher_line(problem) for problem in read_problems(args.input, args.split, "gsm8k")]
             checkpoint.prepare_output(Path(args.output).resolve().parent, "--output")
             write_text(Path(args.output), "".join(text + "\n" for text in texts))

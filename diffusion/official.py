@@ -8,6 +8,7 @@ Block size is no weight: any published file starts a model of any block size. No
 """
 import json
 import pickle
+import re
 import types
 import zipfile
 from pathlib import Path
@@ -31,6 +32,67 @@ class Published(NamedTuple):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Names
+
+PREFIX = re.compile(r"^(?:module\.|backbone\.|_orig_mod\.)+|_orig_mod\.")      # of DDP, a wrapper, torch.compile
+BUFFERS = ("rotary_emb.inv_freq", "sampling_eps_min", "sampling_eps_max")
+# the same parameter in the official code (models/dit.py) and here, in the order of its named_parameters()
+FIRST = (("vocab_embed.embedding", "embed.weight"),
+         ("sigma_map.mlp.0.weight", "condition_in.weight"), ("sigma_map.mlp.0.bias", "condition_in.bias"),
+         ("sigma_map.mlp.2.weight", "condition_out.weight"), ("sigma_map.mlp.2.bias", "condition_out.bias"))
+LAYER = (("norm1.weight", "norm_attention.weight"), ("attn_qkv.weight", "qkv.weight"),
+         ("attn_out.weight", "out.weight"), ("norm2.weight", "norm_mlp.weight"),
+         ("mlp.0.weight", "up.weight"), ("mlp.0.bias", "up.bias"),
+         ("mlp.2.weight", "down.weight"), ("mlp.2.bias", "down.bias"),
+         ("adaLN_modulation.weight", "modulation.weight"), ("adaLN_modulation.bias", "modulation.bias"))
+LAST = (("output_layer.norm_final.weight", "norm.weight"),
+        ("output_layer.linear.weight", "head.weight"), ("output_layer.linear.bias", "head.bias"),
+        ("output_layer.adaLN_modulation.weight", "modulation.weight"),
+        ("output_layer.adaLN_modulation.bias", "modulation.bias"))
+
+
+def count_layers(tensors):
+    """Layers of a DiT, from our names of its parameters."""
+    return 1 + max((int(name.split(".")[1]) for name in tensors if name.startswith("layers.")), default=-1)
+
+
+def official_names(layers):
+    """[(official name without prefixes, our name)] of a DiT of so many layers, in the order of its parameters."""
+    between = [(f"blocks.{i}.{theirs}", f"layers.{i}.{ours}") for i in range(layers) for theirs, ours in LAYER]
+    return [*FIRST, *between, *LAST]
+
+
+def from_official(state):
+    """({our name: tensor}, size of an attention head or 0) of a state dict with the official names.
+
+    Prefixes are stripped; buffers, which some files have, are checked and left out. Raises KeyError, naming what is
+    missing, unknown or not ours.
+    """
+    plain = {PREFIX.sub("", name): tensor for name, tensor in state.items()}
+    pairs = official_names(1 + max((int(name.split(".")[1]) for name in plain if re.match(r"blocks\.\d+\.", name)),
+                                   default=-1))
+    if wrong := sorted({theirs for theirs, _ in pairs} ^ (plain.keys() - set(BUFFERS))):
+        raise KeyError(f"{len(wrong)} names are missing or unknown, first {', '.join(wrong[:5])}")
+    if odd := [name for name, tensor in plain.items() if not isinstance(tensor, torch.Tensor)]:
+        raise KeyError(f"{min(odd)} is not a tensor")
+    frequency = plain.get("rotary_emb.inv_freq", torch.empty(0))
+    ours = dit.THETA ** (-torch.arange(len(frequency), dtype=torch.float64) / max(1, len(frequency)))
+    if not torch.allclose(frequency.double(), ours, rtol=1e-5):
+        raise KeyError(f"rotary_emb.inv_freq is not that of base {dit.THETA:g}")
+    return {ours: plain[theirs] for theirs, ours in pairs}, 2 * len(frequency)
+
+
+def load_official_state_dict(model, state):
+    """Load a state dict with the official names, with or without prefixes, into a DiT. Raises KeyError naming what is
+    missing, unknown, or of another shape.
+    """
+    tensors, own = from_official(state)[0], model.state_dict()
+    if wrong := sorted(tensors.keys() ^ own.keys()) or [name for name in own if tensors[name].shape != own[name].shape]:
+        raise KeyError(f"missing, unknown or of another shape: {wrong}")
+    model.load_state_dict(tensors)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Reading
 
 
@@ -51,13 +113,13 @@ def read(path, ema=True):
     else:
         held, note = read_pickle(path / "pytorch_model.bin" if path.is_dir() else path)
     try:
-        tensors, head_size = dit.from_official(held.get("state_dict", held))
+        tensors, head_size = from_official(held.get("state_dict", held))
     except KeyError as error:
-        raise UserError(f"{path}: is no DiT of BD3-LM or MDLM: {error.args[0]}")
+        raise UserError(f"{path}: is not a DiT of BD3-LM or MDLM: {error.args[0]}")
     if "state_dict" not in held and not ema:
         raise UserError(f"{path}: holds one set of weights, the averaged ones; drop --no-init_ema")
     if "state_dict" in held and ema:
-        shadow, pairs = (held.get("ema") or {}).get("shadow_params"), dit.official_names(dit.count_layers(tensors))
+        shadow, pairs = (held.get("ema") or {}).get("shadow_params"), official_names(count_layers(tensors))
         if not shadow:
             raise UserError(f"{path}: holds no averaged weights; --no-init_ema takes the last ones")
         if [tuple(tensor.shape) for tensor in shadow] != [tuple(tensors[ours].shape) for _, ours in pairs]:
@@ -147,7 +209,7 @@ def state_dict(tensors, heads, t_range):
     """{official name: tensor} of their class for Hugging Face. tensors: {our name: tensor}; t_range: trained on."""
     size = tensors["embed.weight"].shape[1] // heads
     frequency = 1.0 / (10_000 ** (torch.arange(0, size, 2).float() / size))      # as they write it, to the last bit
-    state = {f"backbone.{theirs}": tensors[ours] for theirs, ours in dit.official_names(dit.count_layers(tensors))}
+    state = {f"backbone.{theirs}": tensors[ours] for theirs, ours in official_names(count_layers(tensors))}
     state |= {"backbone.rotary_emb.inv_freq": frequency}
     return state | {f"sampling_eps_{end}": torch.tensor(float(t)) for end, t in zip(("min", "max"), t_range)}
 

@@ -86,15 +86,15 @@ def parse_problem(name, entry, system, strip_calculator):
 def read_entries(path, split):
     """Yield (name, JSON value) of the problems of a file, folder or hub dataset; UserError when it cannot be read."""
     file = Path(path)
-    if not file.exists():
-        if "/" not in str(path) or not HUB_NAME.fullmatch(str(path)):
-            raise UserError(f"{path}: no such file or folder")
-        file = download_dataset(path)
-    if file.is_dir():
-        file = find_split(file, split)
-    if isinstance(file, list):      # parquet or arrow
-        yield from ((f"{file[0].parent} {split} sample {i}", entry) for i, entry in enumerate(arrow_entries(file)))
-        return
+    if not file.exists() and ("/" not in str(path) or not HUB_NAME.fullmatch(str(path))):
+        raise UserError(f"{path}: no such file or folder")
+    if not file.is_file():
+        from diffusion import folders
+        file = folders.find_split(file if file.exists() else folders.download(path), split)
+        if isinstance(file, list):      # parquet or arrow
+            for i, entry in enumerate(folders.arrow_entries(file)):
+                yield f"{file[0].parent} {split} sample {i}", entry
+            return
     text = json_files.read_text(file)
     if not text.strip():
         raise UserError(f"{file}: is empty")
@@ -106,47 +106,6 @@ def read_entries(path, split):
     for number, line in enumerate(text.split("\n"), 1):     # splitlines() would also cut at characters inside strings
         if line.strip():
             yield f"{file} line {number}", json_files.parse(line, file, number)
-
-
-def find_split(folder, split):
-    """The JSONL or JSON file of a split in a dataset folder, or its list of parquet or arrow files."""
-    for name in (f"{split}.jsonl", f"{split}.json"):
-        if (folder / name).is_file():
-            return folder / name
-    for pattern in (f"main/{split}-*.parquet", f"{split}-*.parquet", f"data/{split}-*.parquet", f"{split}/*.arrow"):
-        if files := sorted(folder.glob(pattern)):
-            return files
-    raise UserError(f"{folder}: has no {split}.jsonl, {split}.json, {split}-*.parquet (also in main/ or data/) or "
-                    f"{split}/*.arrow")
-
-
-def arrow_entries(files):
-    """Yield the rows of parquet files, or of the arrow files that datasets' save_to_disk writes, as dicts."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(f"{files[0]}: pip install pyarrow to read it, or give JSONL")
-    for file in files:
-        try:
-            if file.suffix == ".parquet":
-                table = pyarrow.parquet.read_table(file)
-            else:
-                with pyarrow.memory_map(str(file)) as source:
-                    table = pyarrow.ipc.open_stream(source).read_all()
-        except (OSError, pyarrow.ArrowException) as error:
-            raise UserError(f"{file}: cannot be read ({error})")
-        yield from table.to_pylist()
-
-
-def download_dataset(name):
-    """Folder of a hub dataset (openai/gsm8k), downloaded or from the cache; UserError when it cannot be had."""
-    from huggingface_hub import snapshot_download
-    try:
-        return Path(snapshot_download(str(name), repo_type="dataset", allow_patterns=["*.json*", "*.parquet"]))
-    except Exception as error:      # a dozen kinds: no network, no such name, not allowed
-        raise UserError(f"{name}: no such file or folder, and no dataset that could be downloaded "
-                        f"({type(error).__name__}); give a path, or a hub name when online")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,27 +1,30 @@
-"""Answer GSM8K or HDP problems with a block-diffusion model: texts, exact match, network passes, tokens per second.
+"""Answer GSM8K or HDP problems with a block-diffusion model: texts, exact match, network passes,
+tokens per second.
 
     python diffusion/sample_bd3lm.py --checkpoint out --test_file test.jsonl
     python diffusion/sample_bd3lm.py --checkpoint out/checkpoint-5000 --test_file test.jsonl \
         --order confidence --threshold 0.9
-    python diffusion/sample_bd3lm.py --checkpoint out --question "Ben has 3 boxes of 6 pens. How many pens has he?"
-    python diffusion/sample_bd3lm.py --checkpoint out --interactive         # asks for questions, until an empty one
+    python diffusion/sample_bd3lm.py --checkpoint out --question "Ben has 3 boxes of 6 pens. ..."
+    python diffusion/sample_bd3lm.py --checkpoint out --interactive      # until an empty question
 
-Everything is conditioned on the question. gsm8k: the answer block by block until <|endoftext|>. hdp: first the plan
-until its end token, then, behind the finished plan, the execution with <|answer|>. Strict exact match takes the number
-behind #### (hdp: behind <|answer|>) and compares texts as openai/grade-school-math does; flexible takes the last number
-in the text and compares values. NFE is the mean number of network passes a problem needed.
+Everything is conditioned on the question. gsm8k: the answer block by block until <|endoftext|>.
+hdp: first the plan until its end token, then, behind the finished plan, the execution with
+<|answer|>. Strict exact match takes the number behind #### (hdp: behind <|answer|>) and compares
+texts as openai/grade-school-math does; flexible takes the last number in the text and compares
+values. NFE is the mean number of network passes a problem needed.
 """
 import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
+# common/ stands beside this folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import flags
 from common.flags import need
-from diffusion.choices import answer_flags, checkpoint_flags
+from diffusion.model_flags import answer_flags, checkpoint_flags
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Flags
 
 
@@ -30,25 +33,34 @@ def build_parser():
     checkpoint_flags(p)
     answer_flags(p, "first_hitting")
     p.add_argument("--test_file",
-                   help="problems in the form the model was trained on: JSONL, JSON, dataset folder, or hub name")
-    p.add_argument("--question", nargs="+", metavar="TEXT", help="questions to answer, printed block by block")
+                   help="problems in the form the model was trained on: JSONL, JSON, dataset "
+                        "folder, or hub name")
+    p.add_argument("--question", nargs="+", metavar="TEXT",
+                   help="questions to answer, printed block by block")
     p.add_argument("--question_file",
-                   help='questions without answers: a text file of lines, or JSON objects with "question"')
+                   help='questions without answers: a text file of lines, or JSON objects with '
+                        '"question"')
     flags.switch(p, "--interactive", help="read questions from the terminal, until an empty line")
     p.add_argument("--split", default="test", help="split of a dataset folder or hub name")
-    p.add_argument("--limit", type=int, default=0, help="answer only the first so many problems, 0 = all")
+    p.add_argument("--limit", type=int, default=0,
+                   help="answer only the first so many problems, 0 = all")
     flags.switch(p, "--drop_too_long",
                  help="count problems whose question does not fit as wrong instead of stopping")
     p.add_argument("--tokens_per_step", type=int, default=1, help="top_k: tokens a pass")
-    p.add_argument("--temperature", type=float, default=0.0, help="0 = the likeliest token, 1 = as the model says")
-    p.add_argument("--top_p", type=float, default=1.0, help="nucleus: draw from the likeliest tokens up to this share")
+    p.add_argument("--temperature", type=float, default=0.0,
+                   help="0 = the likeliest token, 1 = as the model says")
+    p.add_argument("--top_p", type=float, default=1.0,
+                   help="nucleus: draw from the likeliest tokens up to this share")
     p.add_argument("--use_cache", action=argparse.BooleanOptionalAction, default=True,
-                   help="keep keys and values of finished blocks; no-: compute them again in every pass")
+                   help="keep keys and values of finished blocks; no-: compute them again in "
+                        "every pass")
     p.add_argument("--seed", type=int, default=0, help="of order and temperature")
     p.add_argument("--min_accuracy", type=float, default=0.0, metavar="SHARE",
-                   help="exit status 1 unless this share of the problems is answered right, strictly; 0 to 1")
+                   help="exit status 1 unless this share of the problems is answered right, "
+                        "strictly; 0 to 1")
     p.add_argument("--show", type=int, default=3, help="answers to print")
-    p.add_argument("--output", help="JSON file for all answers of a file (default: beside the checkpoint)")
+    p.add_argument("--output",
+                   help="JSON file for all answers of a file (default: beside the checkpoint)")
     return p
 
 
@@ -57,16 +69,24 @@ def check_flags(args, world_size):
     flags.at_least_one(args, "batch_size", "tokens_per_step")
     flags.zero_or_more(args, "limit", "show", "seed", "temperature")
     flags.share(args, "min_accuracy")
-    need(not args.min_accuracy or args.test_file, "--min_accuracy needs --test_file, problems with answers")
+    need(not args.min_accuracy or args.test_file,
+         "--min_accuracy needs --test_file, problems with answers")
     for flag in ("top_p", "threshold"):
-        need(0 < getattr(args, flag) <= 1, f"--{flag} is {getattr(args, flag)}; it must be above 0, up to 1")
-    need(args.top_p == 1 or args.temperature > 0, "--top_p does nothing at --temperature 0; set --temperature 1")
-    need(args.tokens_per_step == 1 or args.order == "top_k", "--tokens_per_step needs --order top_k")
-    need(args.threshold == 0.9 or args.order == "confidence", "--threshold needs --order confidence")
+        need(0 < getattr(args, flag) <= 1,
+             f"--{flag} is {getattr(args, flag)}; it must be above 0, up to 1")
+    need(args.top_p == 1 or args.temperature > 0,
+         "--top_p does nothing at --temperature 0; set --temperature 1")
+    need(args.tokens_per_step == 1 or args.order == "top_k",
+         "--tokens_per_step needs --order top_k")
+    need(args.threshold == 0.9 or args.order == "confidence",
+         "--threshold needs --order confidence")
     given = [args.test_file, args.question, args.question_file, args.interactive]
-    need(sum(map(bool, given)) == 1, "give one of --test_file, --question, --question_file and --interactive")
-    need(not args.output or args.test_file or args.question_file, "--output needs --test_file or --question_file")
-    need(not args.output or not Path(args.output).is_dir(), f"--output {args.output} is a folder; give a file")
+    need(sum(map(bool, given)) == 1,
+         "give one of --test_file, --question, --question_file and --interactive")
+    need(not args.output or args.test_file or args.question_file,
+         "--output needs --test_file or --question_file")
+    need(not args.output or not Path(args.output).is_dir(),
+         f"--output {args.output} is a folder; give a file")
 
 
 # parsed before torch is imported: --help and a mistake in a flag answer at once
@@ -87,23 +107,28 @@ from diffusion.answers import answer_batch, load_solver, question_state, score
 from diffusion.problems import Problem, read_entries, read_problems
 from diffusion.sampler import Sampling
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Answers
 
 
 def read_questions(path):
-    """List of Problems without answers: JSONL or JSON objects with "question", or a text file with one in each line."""
+    """List of Problems without answers: JSONL or JSON objects with "question", or a text file
+    with one in each line.
+    """
     text, found, wrong = json_files.read_text(Path(path)), [], []
     if text.lstrip()[:1] in ("{", "["):
         entries = [(name, entry.get("question") if isinstance(entry, dict) else None)
                    for name, entry in read_entries(path, "")]
     else:
-        entries = [(f"{path} line {n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+        entries = [(f"{path} line {n}", line) for n, line in enumerate(text.split("\n"), 1)
+                   if line.strip()]
     for name, question in entries:
-        if isinstance(question, str) and question.strip() and not json_files.HALF_CHARACTER.search(question):
+        good = isinstance(question, str) and question.strip()
+        if good and not json_files.HALF_CHARACTER.search(question):
             found.append(Problem(name, question.strip(), "", ""))
         else:
-            wrong.append(bad_problem(name, "invalid", "has no 'question' (a text that is not empty)", path))
+            wrong.append(bad_problem(name, "invalid",
+                                     "has no 'question' (a text that is not empty)", path))
     settle(wrong)
     if not found:
         raise UserError(f"{path}: holds no questions")
@@ -111,7 +136,9 @@ def read_questions(path):
 
 
 def usable_states(problems, solver, drop_too_long):
-    """[question_state or None] of all problems: None where the question is too long and that is allowed."""
+    """[question_state or None] of all problems: None where the question is too long and that is
+    allowed.
+    """
     states, wrong = [], []
     for problem in problems:
         try:
@@ -126,13 +153,18 @@ def usable_states(problems, solver, drop_too_long):
 
 
 def answer_all(solver, problems, args):
-    """(list of dicts, one per problem, in order; seconds the model took). args: the script's flags."""
+    """(list of dicts, one per problem, in order; seconds the model took). args: the script's
+    flags.
+    """
     states = usable_states(problems, solver, args.drop_too_long)
     empty = {"text": "", "forwards": 0, "tokens": 0, "ended": False}
-    answers = [{"name": p.name, "question": p.question, "answer": p.answer, **empty} for p in problems]
+    answers = [{"name": p.name, "question": p.question, "answer": p.answer, **empty}
+               for p in problems]
     todo = [i for i, state in enumerate(states) if state is not None]
-    todo.sort(key=lambda i: states[i][0].shape[1])      # questions of like length side by side: less padding
-    seconds, batches = 0.0, [todo[a:a + args.batch_size] for a in range(0, len(todo), args.batch_size)]
+    # questions of like length side by side: less padding
+    todo.sort(key=lambda i: states[i][0].shape[1])
+    seconds, batches = 0.0, [todo[a:a + args.batch_size]
+                             for a in range(0, len(todo), args.batch_size)]
     for number, batch in enumerate(batches, 1):
         began = time.monotonic()
         written = answer_batch(solver, [states[i] for i in batch], args.seed + 1_000_003 * number)
@@ -150,7 +182,9 @@ def answer_all(solver, problems, args):
 
 
 def answer_aloud(solver, question, seed):
-    """Answer one question and print it block by block as it is written. Raises UserError when it cannot be asked."""
+    """Answer one question and print it block by block as it is written. Raises UserError when it
+    cannot be asked.
+    """
     state = question_state(Problem("the question", question, "", ""), solver.tokens, solver.layout)
     began, printed = time.monotonic(), {}
 
@@ -162,12 +196,15 @@ def answer_aloud(solver, question, seed):
         print(f"\n{'':11}".join(map(printable, lines)), end="", flush=True)
         printed[part] = text
     answer, = answer_batch(solver, [state], seed, show)
-    print(f"\nspeed      {answer['forwards']} passes, {answer['tokens']} tokens, {time.monotonic() - began:.1f} s"
+    print(f"\nspeed      {answer['forwards']} passes, {answer['tokens']} tokens, "
+          f"{time.monotonic() - began:.1f} s"
           + ("" if answer["ended"] else "; did not end by itself"))
 
 
 def converse(answer):
-    """Read questions from the terminal and answer(question) each, until an empty line or the end of the input."""
+    """Read questions from the terminal and answer(question) each, until an empty line or the end
+    of the input.
+    """
     while question := input("question   " if sys.stdin.isatty() else "").strip():
         try:
             answer(question)
@@ -184,7 +221,8 @@ def summarise(answers, seconds):
         total[rule] = sum(a[rule] for a in answers) / n
     for rule in scores:
         total[f"{rule}_stderr"] = math.sqrt(total[rule] * (1 - total[rule]) / n)
-    return total | {"nfe": sum(a["forwards"] for a in answers) / n, "tokens": written, "seconds": seconds,
+    return total | {"nfe": sum(a["forwards"] for a in answers) / n, "tokens": written,
+                    "seconds": seconds,
                     "tokens_per_forward": written / max(1, sum(a["forwards"] for a in answers)),
                     "tokens_per_second": written / max(seconds, 1e-9)}
 
@@ -192,7 +230,8 @@ def summarise(answers, seconds):
 def print_answer(answer):
     scored = ""
     if "strict" in answer:
-        word = "right" if answer["strict"] else "right by the last number" if answer["flexible"] else "wrong"
+        word = "right by the last number" if answer["flexible"] else "wrong"
+        word = "right" if answer["strict"] else word
         scored = f": {word}, the answer is {answer['answer']}"
     print(f"-- {answer['name']}{scored}\n"
           f"   question  {printable(answer['question'], LINE)}")
@@ -202,22 +241,31 @@ def print_answer(answer):
 
 
 def print_summary(total, output, least=0.0):
-    """The last lines. total: of summarise; output: the file that holds the answers; least: share to be right."""
+    """The last lines. total: of summarise; output: the file that holds the answers; least: share
+    to be right.
+    """
     if total["too_long"]:
         print(f"too long   {total['too_long']} questions do not fit and count as wrong")
     found = []
     if "strict" in total:       # the problems came with answers
-        rates = [f"{rule} {total[rule]:.2%} +- {total[f'{rule}_stderr']:.2%}" for rule in ("strict", "flexible")]
-        print(f"accuracy   {', '.join(rates)} of {total['problems']} problems; {total['ended']:.1%} ended by "
+        rates = [f"{rule} {total[rule]:.2%} +- {total[f'{rule}_stderr']:.2%}"
+                 for rule in ("strict", "flexible")]
+        print(f"accuracy   {', '.join(rates)} of {total['problems']} problems; "
+              f"{total['ended']:.1%} ended by "
               "themselves")
-        failed = [f"FAILED: not {metrics.percent(least)} of the answers are right"] if total["strict"] < least else []
-        found = [*failed, f"{metrics.percent(total['strict'])} of {total['problems']} problems were answered right"]
+        failed = []
+        if total["strict"] < least:
+            failed = [f"FAILED: not {metrics.percent(least)} of the answers are right"]
+        found = [*failed,
+                 f"{metrics.percent(total['strict'])} of {total['problems']} problems were "
+                 f"answered right"]
     print(f"speed      NFE {total['nfe']:.1f}, {total['tokens_per_forward']:.2f} tokens a pass, "
           f"{total['tokens_per_second']:,.1f} tok/s, {total['seconds']:.1f} s\nanswers    {output}")
-    print(metrics.verdict_line([*found, f"{metrics.percent(total['ended'])} of the answers ended by themselves"]))
+    print(metrics.verdict_line([*found,
+                        f"{metrics.percent(total['ended'])} of the answers ended by themselves"]))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Main
 
 
@@ -225,13 +273,16 @@ def main(argv=None):
     args = ARGS or flags.parse(build_parser(), check_flags, argv)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     with distributed.one_clear_error():
-        sampling = Sampling(args.order, args.tokens_per_step, args.threshold, args.temperature, args.top_p,
+        sampling = Sampling(args.order, args.tokens_per_step, args.threshold, args.temperature,
+                            args.top_p,
                             args.use_cache)
         folder, solver = load_solver(args, sampling)
         layout = solver.layout
-        how = {"first_hitting": "one random token a pass", "top_k": f"the {args.tokens_per_step} surest tokens a pass",
+        how = {"first_hitting": "one random token a pass",
+               "top_k": f"the {args.tokens_per_step} surest tokens a pass",
                "confidence": f"all tokens from probability {args.threshold:g} on"}[args.order]
-        print(f"model      {folder}, {'averaged' if args.ema else 'last'} weights, {layout.system}, on "
+        print(f"model      {folder}, {'averaged' if args.ema else 'last'} weights, "
+              f"{layout.system}, on "
               f"{solver.model.embed.weight.device}\n"
               f"sampling   {how}; temperature {args.temperature:g}, top_p {args.top_p:g}")
         if args.interactive:
@@ -242,7 +293,8 @@ def main(argv=None):
                 answer_aloud(solver, question, args.seed)
             return
         source = args.test_file or args.question_file
-        problems = read_problems(source, args.split, layout.system, layout.strip_calculator) if args.test_file else \
+        problems = read_problems(source, args.split, layout.system,
+                                 layout.strip_calculator) if args.test_file else \
             read_questions(source)
         problems = problems[:args.limit or len(problems)]
         ending = f"-{Path(source).stem}" if args.question_file else ""
@@ -251,9 +303,11 @@ def main(argv=None):
         print(f"problems   {len(problems)} from {source}")
         answers, seconds = answer_all(solver, problems, args)
         total = summarise(answers, seconds)
-        result = json.dumps({"checkpoint": str(folder), "settings": flags.stored(args), "summary": total, "answers": answers},
+        result = json.dumps({"checkpoint": str(folder), "settings": flags.stored(args),
+                             "summary": total, "answers": answers},
                             indent=1, ensure_ascii=False)
-        checkpoint.write_atomically(output, lambda path: path.write_text(result + "\n", encoding="utf-8"))
+        checkpoint.write_atomically(output,
+                                    lambda path: path.write_text(result + "\n", encoding="utf-8"))
         for answer in answers[:args.show]:
             print_answer(answer)
         print_summary(total, output, args.min_accuracy)

@@ -1,7 +1,9 @@
-"""Blockwise sampling: one block after the other is unmasked behind the cached keys and values of clean tokens.
+"""Blockwise sampling: one block after the other is unmasked behind the cached keys and values of
+clean tokens.
 
-Many problems at a time, each with its own context; those that reach their end token leave the batch. Orders of
-unmasking: one random token a pass (first hitting, as BD3-LM samples), the k surest, or all that are sure enough.
+Many problems at a time, each with its own context; those that reach their end token leave the
+batch. Orders of unmasking: one random token a pass (first hitting, as BD3-LM samples), the k
+surest, or all that are sure enough.
 """
 from typing import NamedTuple
 
@@ -11,27 +13,37 @@ import torch
 
 class Generated(NamedTuple):
     """What generate wrote for one problem."""
-    ids: list           # whole blocks, pinned ids first; the last one holds the end token, or uses up the room
-    forwards: int       # network passes until its last token was there (NFE); passes that fill the cache not counted
+    # whole blocks, pinned ids first; the last one holds the end token, or uses up the room
+    ids: list
+    # network passes until its last token was there (NFE); passes that fill the cache not counted
+    forwards: int
     ended: bool         # whether the end token came
 
 
 class Sampling(NamedTuple):
     """How blocks are filled."""
-    order: str = "first_hitting"    # a pass fills a random token; "top_k": the surest; "confidence": all sure ones
+    # a pass fills a random token; "top_k": the surest; "confidence": all sure ones
+    order: str = "first_hitting"
     tokens_per_step: int = 1        # top_k: tokens a pass
-    threshold: float = 0.9          # confidence: probability that a token must have; the surest is always taken
+    # confidence: probability that a token must have; the surest is always taken
+    threshold: float = 0.9
     temperature: float = 1.0        # 0: the likeliest token
-    top_p: float = 1.0              # draw from the fewest likeliest tokens that together reach this probability
+    # draw from the fewest likeliest tokens that together reach this probability
+    top_p: float = 1.0
     use_cache: bool = True          # False: compute the context again for every pass
 
 
 def prefill(model, tokens, position, block, known):
-    """Cache [(keys, values)] of clean context. tokens, position, block (B, P) ints; known (B, P) bool, no padding."""
+    """Cache [(keys, values)] of clean context. tokens, position, block (B, P) ints; known (B, P)
+    bool, no padding.
+    """
     device, config = tokens.device, model.config
     kind = device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.embed.weight.dtype
-    empty = torch.zeros(len(tokens), config.kv_heads, 0, config.head_size, device=device, dtype=dtype)
+    dtype = model.embed.weight.dtype
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    empty = torch.zeros(len(tokens), config.kv_heads, 0, config.head_size, device=device,
+                        dtype=dtype)
     past = [(empty, empty)] * config.layers
     if not tokens.shape[1]:
         return past
@@ -41,7 +53,8 @@ def prefill(model, tokens, position, block, known):
 
 
 def pick(logits, how, generator):
-    """Draw one token from each row of logits (n, V) -> (ids (n,), probability of each under the logits (n,)).
+    """Draw one token from each row of logits (n, V) -> (ids (n,), probability of each under the
+    logits (n,)).
 
     how: Sampling. generator: on the device of the logits, or None.
     """
@@ -60,38 +73,48 @@ def pick(logits, how, generator):
 
 
 def unmask(model, hidden, tokens, masked, how, generator):
-    """One step: put tokens at some of the masked positions, at least at one in each row that has any; in place.
+    """One step: put tokens at some of the masked positions, at least at one in each row that has
+    any; in place.
 
     hidden (B, T, H), tokens (B, T), masked (B, T) bool.
     """
     if how.order == "first_hitting":
-        chance = torch.rand(tokens.shape, generator=generator, device=tokens.device).masked_fill(~masked, -1)
+        chance = torch.rand(tokens.shape, generator=generator,
+                            device=tokens.device).masked_fill(~masked, -1)
         chosen = masked & (chance == chance.amax(1, keepdim=True))
         tokens[chosen] = pick(model.logits(hidden[chosen]), how, generator)[0]
     else:
-        proposed, sure = tokens.clone(), torch.full(tokens.shape, -1.0, dtype=torch.float64, device=tokens.device)
+        proposed, sure = tokens.clone(), torch.full(tokens.shape, -1.0, dtype=torch.float64,
+                                                    device=tokens.device)
         proposed[masked], sure[masked] = pick(model.logits(hidden[masked]), how, generator)
         rank = sure.argsort(1, descending=True).argsort(1)
-        chosen = rank < how.tokens_per_step if how.order == "top_k" else (rank < 1) | (sure >= how.threshold)
+        if how.order == "top_k":
+            chosen = rank < how.tokens_per_step
+        else:
+            chosen = (rank < 1) | (sure >= how.threshold)
         chosen &= masked
         tokens[chosen] = proposed[chosen]
     masked &= ~chosen
 
 
 def keep(rows, tensors, past):
-    """(tensors, past) with these rows of the batch alone. rows: list of row numbers; past: [(keys, values)]."""
+    """(tensors, past) with these rows of the batch alone. rows: list of row numbers; past:
+    [(keys, values)].
+    """
     rows = torch.tensor(rows, dtype=torch.int64, device=tensors[0].device)
     return [t[rows] for t in tensors], [(k[rows], v[rows]) for k, v in past]
 
 
 @torch.no_grad()
 def generate(model, states, rooms, block_size, end, how=Sampling(), generator=None, progress=None):
-    """Generate blocks for every problem until `end` comes or its room is used up -> list of Generated.
+    """Generate blocks for every problem until `end` comes or its room is used up -> list of
+    Generated.
 
-    model: DiT in eval mode. states: (context, (pinned, first)) of each problem. context: (3, n) ints, ids, positions
-    and block numbers of clean tokens. pinned: ids that the first block begins with, fewer than block_size; first: its
-    position. rooms: blocks each may have. generator: on the model's device. progress(number, ids): called behind every
-    block of a problem with all ids it has so far.
+    model: DiT in eval mode. states: (context, (pinned, first)) of each problem. context: (3, n)
+    ints, ids, positions and block numbers of clean tokens. pinned: ids that the first block begins
+    with, fewer than block_size; first: its position. rooms: blocks each may have. generator: on the
+    model's device. progress(number, ids): called behind every block of a problem with all ids it
+    has so far.
     """
     contexts, pinned = zip(*states)
     device, config = model.embed.weight.device, model.config
@@ -113,11 +136,13 @@ def generate(model, states, rooms, block_size, end, how=Sampling(), generator=No
         new = torch.full((len(active), block_size), config.mask_id, device=device)
         if done == 0:
             for row, i in enumerate(active):
-                new[row, :len(pinned[i][0])] = torch.tensor(pinned[i][0], dtype=torch.int64, device=device)
+                new[row, :len(pinned[i][0])] = torch.tensor(pinned[i][0], dtype=torch.int64,
+                                                            device=device)
         masked = new == config.mask_id
         given = ~masked
         at = starts[rows, None] + done * block_size + torch.arange(block_size, device=device)
-        seen = torch.cat([known, torch.ones_like(masked)], 1)[:, None, None].expand(-1, -1, block_size, -1)
+        seen = torch.cat([known, torch.ones_like(masked)], 1)
+        seen = seen[:, None, None].expand(-1, -1, block_size, -1)
         while masked.any():
             for row, waits in enumerate(masked.any(1).tolist()):
                 forwards[active[row]] += waits
@@ -135,9 +160,11 @@ def generate(model, states, rooms, block_size, end, how=Sampling(), generator=No
                 progress(i, written[i])
             if not stop[row] and done < rooms[i]:
                 left.append(row)
-        if left and how.use_cache:      # the finished block once more, now clean, for its keys and values
+        # the finished block once more, now clean, for its keys and values
+        if left and how.use_cache:
             own = model.extend(new, at, seen, past)[1]
-            past = [(torch.cat([k, new_k], 2), torch.cat([v, new_v], 2)) for (k, v), (new_k, new_v) in zip(past, own)]
+            past = [(torch.cat([k, new_k], 2), torch.cat([v, new_v], 2))
+                    for (k, v), (new_k, new_v) in zip(past, own)]
         tokens, position = torch.cat([tokens, new], 1), torch.cat([position, at], 1)
         block = torch.cat([block, (following[rows, None] + done - 1).expand_as(new)], 1)
         known = torch.cat([known, torch.ones_like(given)], 1)

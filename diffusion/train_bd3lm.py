@@ -1,20 +1,20 @@
-"""Block diffusion: BD3-LM (question -> answer) and HDP (question -> plan -> execution), DDP or FSDP2.
+"""Block diffusion: BD3-LM (question -> answer) and HDP (question -> plan -> execution).
 
-    python diffusion/train_bd3lm.py --train_data_file train.jsonl --tokenizer gpt2 --output_dir ./out --bf16
-    python diffusion/train_bd3lm.py --system hdp --train_data_file train_hdp.json --tokenizer gpt2 ...
-    python diffusion/train_bd3lm.py --demo --model_size nano --max_steps 300 ...   # offline: problems of its own
+    python diffusion/train_bd3lm.py --train_data_file train.jsonl --tokenizer gpt2 --output_dir out
+    python diffusion/train_bd3lm.py --system hdp --train_data_file train_hdp.json ...
+    python diffusion/train_bd3lm.py --demo --model_size nano --max_steps 300 ...    # offline
 
 Loss: a bound on the negative log-likelihood (noise.py), averaged over every target of the whole
-optimizer step, all ranks and micro-steps. The counts come from the plan that all ranks share, and so
-does the noise, which is drawn for the whole step: any split of a step over ranks and micro-steps trains
-the same model (dropout aside).
+optimizer step, all ranks and micro-steps. The counts come from the plan that all ranks share, and
+so does the noise, which is drawn for the whole step: any split of a step over ranks and
+micro-steps trains the same model (dropout aside).
 
-Validation, early stopping and samples use the averaged weights. 50,000 steps of 512 problems are 3,400
-passes over GSM8K's 7,473, and of 512 packed rows, three problems each, 10,000: such a run memorises, so
-watch eval/nll and keep --early_stop_patience on.
+Validation, early stopping and samples use the averaged weights. 50,000 steps of 512 problems are
+3,400 passes over GSM8K's 7,473, and of 512 packed rows, three problems each, 10,000: such a run
+memorises, so watch eval/nll and keep --early_stop_patience on.
 
-SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the launcher;
-exit status 0.
+SIGTERM or SIGUSR1: the step is finished, a checkpoint saved, OUTPUT_DIR/requeue left for the
+launcher; exit status 0.
 """
 import argparse
 import dataclasses
@@ -22,7 +22,8 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # common/ stands beside this folder
+# common/ stands beside this folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import flags, run_lock
 from common.flags import need
@@ -41,7 +42,7 @@ from diffusion.choices import (
     check_range,
 )
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Flags
 
 
@@ -50,7 +51,8 @@ def default_workers():
     return min(16, max(1, flags.usable_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-OFTEN = {"eval_steps": 500, "save_steps": 2000}      # steps between validations and checkpoints, by default
+# steps between validations and checkpoints, by default
+OFTEN = {"eval_steps": 500, "save_steps": 2000}
 
 
 def build_parser():
@@ -65,124 +67,163 @@ def build_parser():
                    help="JSONL or JSON file, dataset folder (its train split) or hub name")
     g.add_argument("--eval_data_file",
                    help="the same (test split) for validation; else --validation_split is held out")
-    g.add_argument("--validation_split", type=float, default=0.05, help="share of problems held out, 0 = no validation")
+    g.add_argument("--validation_split", type=float, default=0.05,
+                   help="share of problems held out, 0 = no validation")
     g.add_argument("--tokenizer",
-                   help="tokenizer.json, folder with it or with GPT-2's files, hub name (default: that of --init_from "
-                        "where it is a language model, the demo's own with --demo, else gpt2)")
-    flags.switch(g, "--chat", help="gsm8k: questions in the tokenizer's chat template, answers end as its turns do")
+                   help="tokenizer.json, folder with it or with GPT-2's files, hub name (default: "
+                        "that of --init_from where it has one, the demo's own with --demo, else "
+                        "gpt2)")
+    flags.switch(g, "--chat",
+                 help="gsm8k: questions in the tokenizer's chat template, answers end as its turns")
     g.add_argument("--end_token", default="", metavar="TOKEN",
-                   help="gsm8k: token of the tokenizer that ends an answer, where it has no <|endoftext|>")
+                   help="gsm8k: token that ends an answer where there is no <|endoftext|>")
     g.add_argument("--demo", nargs="?", type=int, const=2000, metavar="PROBLEMS",
-                   help="make so many arithmetic problems and a small tokenizer in OUTPUT_DIR/demo and train on them; "
-                        "the flag alone: 2000")
+                   help="make so many arithmetic problems and a small tokenizer in OUTPUT_DIR/demo "
+                        "and train on them; the flag alone: 2000")
     g.add_argument("--hdp_layout", choices=("hierarchical", "flat"), default="hierarchical",
                    help="hdp: flat is the source's padded form, for comparison")
-    g.add_argument("--block_size", type=int, default=16, help="tokens of a block; 1 is autoregressive")
-    g.add_argument("--plan_block_size", type=int, default=0, help="hdp: tokens of a plan block, 0 = --block_size")
-    g.add_argument("--execution_block_size", type=int, default=0, help="hdp: of an execution block, 0 = --block_size")
+    g.add_argument("--block_size", type=int, default=16,
+                   help="tokens of a block; 1 is autoregressive")
+    g.add_argument("--plan_block_size", type=int, default=0,
+                   help="hdp: tokens of a plan block, 0 = --block_size")
+    g.add_argument("--execution_block_size", type=int, default=0,
+                   help="hdp: of an execution block, 0 = --block_size")
     g.add_argument("--max_length", type=int, default=512, help="gsm8k: tokens a problem may have")
-    g.add_argument("--question_budget", type=int, default=128, help="hdp: tokens a question may have")
-    g.add_argument("--plan_budget", type=int, default=128, help="hdp: tokens a plan may have, markers included")
-    g.add_argument("--execution_budget", type=int, default=256, help="hdp: tokens an execution may have, with answer")
+    g.add_argument("--question_budget", type=int, default=128,
+                   help="hdp: tokens a question may have")
+    g.add_argument("--plan_budget", type=int, default=128,
+                   help="hdp: tokens a plan may have, markers included")
+    g.add_argument("--execution_budget", type=int, default=256,
+                   help="hdp: tokens an execution may have, with answer")
     flags.bad_samples(g, CHECKS)
     flags.switch(g, "--strip_calculator", help="remove GSM8K's <<48/2=24>> marks")
     flags.switch(g, "--loss_on_question", help="noise and train the question, too")
     g.add_argument("--pack", action=argparse.BooleanOptionalAction, default=True,
                    help="several problems in a row instead of padding; same loss")
-    g.add_argument("--row_length", type=int, default=0, help="clean tokens of a row, 0 = the longest problem allowed")
+    g.add_argument("--row_length", type=int, default=0,
+                   help="clean tokens of a row, 0 = the longest problem allowed")
     flags.loading(g, num_workers=default_workers())
 
     g = p.add_argument_group("model and noise")
-    g.add_argument("--model_size", choices=tuple(SIZES), default="small", help="nano is for demos and tests")
+    g.add_argument("--model_size", choices=tuple(SIZES), default="small",
+                   help="nano is for demos and tests")
     g.add_argument("--init_from", metavar="WEIGHTS",
-                   help="start from published BD3-LM or MDLM weights (hub name kuleshov-group/bd3lm-owt-block_size16, "
-                        "folder, Lightning .ckpt), a checkpoint of this trainer, whatever its block size, or a causal "
-                        "language model shaped like Llama or Qwen3 (folder, hub name Qwen/Qwen3-0.6B)")
+                   help="start from published BD3-LM or MDLM weights (hub name "
+                        "kuleshov-group/bd3lm-owt-block_size16, folder, Lightning .ckpt), a "
+                        "checkpoint or export of ours, whatever its block size, whose prompt form "
+                        "is kept, or a causal language model shaped like Llama or Qwen3 (folder, "
+                        "hub name Qwen/Qwen3-0.6B)")
     g.add_argument("--init_ema", action=argparse.BooleanOptionalAction, default=True,
                    help="of --init_from take the averaged weights; no-: the last ones")
-    g.add_argument("--dropout", type=float, default=0.1, help="on the output of attention and MLP, 0 to 1")
-    g.add_argument("--noise_schedule", choices=SCHEDULES, default="loglinear", help="masked share as t grows")
+    g.add_argument("--dropout", type=float, default=0.1,
+                   help="on the output of attention and MLP, 0 to 1")
+    g.add_argument("--noise_schedule", choices=SCHEDULES, default="loglinear",
+                   help="masked share as t grows")
     g.add_argument("--t_range", type=float, nargs=2, metavar=("LOW", "HIGH"),
-                   help="noise levels trained on; a clipped range also clips the masked share of every block (default: "
-                        f"{FULL[0]:g} to 1; 1 where all blocks are single tokens: autoregressive)")
+                   help="noise levels trained on; a clipped range also clips the masked share of "
+                        f"every block (default: {FULL[0]:g} to 1; 1 where all blocks are single "
+                        "tokens: autoregressive)")
     g.add_argument("--clip_search_widths", type=float, nargs="*", default=(), metavar="WIDTH",
-                   help="after each validation train on the range of such a width whose loss varies least")
-    g.add_argument("--clip_search_batches", type=int, default=4, help="validation batches that search may use")
-    g.add_argument("--loss_weighting", choices=("elbo", "ce"), default="elbo", help="the bound's weights, or all 1")
+                   help="after each validation train on the range of such a width whose loss "
+                        "varies least")
+    g.add_argument("--clip_search_batches", type=int, default=4,
+                   help="validation batches that search may use")
+    g.add_argument("--loss_weighting", choices=("elbo", "ce"), default="elbo",
+                   help="the bound's weights, or all 1")
     flags.switch(g, "--official_t_order", help="strata of t in order of blocks, not permuted")
-    g.add_argument("--ema_decay", type=float, default=0.9999, help="of the averaged weights, after its warm-up")
+    g.add_argument("--ema_decay", type=float, default=0.9999,
+                   help="of the averaged weights, after its warm-up")
     flags.lora(g, rank=32, alpha=32, dropout=0.0, targets="all-linear",
                targets_help="all-linear or name endings; the mask's row is trained as well")
 
     g = p.add_argument_group("batch and length of the run")
     g.add_argument("--batch_preset", choices=tuple(PRESETS),
-                   help="defaults of the next two, and of rate, warm-up and steps (default: recommended; finetune with "
-                        "--init_from): "
-                   + "; ".join(f"{name} {b} x {a}, {lr:g}" for name, (b, a, lr, _, _) in PRESETS.items()))
+                   help="defaults of the next two, and of rate, warm-up and steps (default: "
+                        "recommended; finetune with --init_from): "
+                   + "; ".join(f"{name} {problems} x {steps}, {lr:g}"
+                               for name, (problems, steps, lr, _, _) in PRESETS.items()))
     g.add_argument("--per_device_train_batch_size", type=int,
-                   help="rows per micro-step and rank (default: as many as hold --problems_per_batch on average)")
-    g.add_argument("--problems_per_batch", type=int, help="problems per micro-step and rank (default: preset's)")
-    g.add_argument("--gradient_accumulation_steps", type=int, help="micro-steps per optimizer step (default: preset's)")
-    g.add_argument("--global_batch_size", type=int, default=0, help="with --auto: problems per optimizer step, of all "
-                   "ranks (default: the two numbers of the preset multiplied)")
-    g.add_argument("--per_device_eval_batch_size", type=int, default=32, help="rows per validation batch")
+                   help="rows per micro-step and rank (default: as many as hold "
+                        "--problems_per_batch on average)")
+    g.add_argument("--problems_per_batch", type=int,
+                   help="problems per micro-step and rank (default: preset's)")
+    g.add_argument("--gradient_accumulation_steps", type=int,
+                   help="micro-steps per optimizer step (default: preset's)")
+    g.add_argument("--global_batch_size", type=int, default=0,
+                   help="with --auto: problems per optimizer step, of all ranks (default: the two "
+                        "numbers of the preset multiplied)")
+    g.add_argument("--per_device_eval_batch_size", type=int, default=32,
+                   help="rows per validation batch")
     g.add_argument("--max_steps", type=int, help="optimizer steps (default: preset's)")
 
     g = flags.optimisation(p, learning_rate=None,
-                           learning_rate_help="peak learning rate (default: preset's; 10 times that with --use_lora)",
-                           lr_scheduler="constant", min_lr_ratio=0.0, weight_decay=0.0, adam_beta2=0.999,
-                           decayed="matrices, not of the embedding")
-    g.add_argument("--warmup_steps", type=int, help="optimizer steps of linear warm-up (default: preset's)")
+                           learning_rate_help="peak learning rate (default: preset's; 10 times "
+                                              "that with --use_lora)",
+                           lr_scheduler="constant", min_lr_ratio=0.0, weight_decay=0.0,
+                           adam_beta2=0.999, decayed="matrices, not of the embedding")
+    g.add_argument("--warmup_steps", type=int,
+                   help="optimizer steps of linear warm-up (default: preset's)")
     g.add_argument("--scale_lr_from_batch", type=int, default=0, metavar="N",
                    help="multiply the rate by sqrt(problems per optimizer step / N), 0 = off")
 
     g = flags.speed(p, parallel="ddp", bf16_help="bfloat16 compute, float32 weights")
     g.add_argument("--attn_backend", choices=("flex", "sdpa"),
-                   help="block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU); flex is dense in "
-                        "rows of fewer than 128 noisy copies")
+                   help="block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU); flex "
+                        "is dense in rows of fewer than 128 noisy copies")
 
     g = flags.logging(p, logging_steps=50, save_total_limit=3, **OFTEN)
-    g.add_argument("--eval_repeats", type=int, default=4, help="draws of the noise in a validation, for its error bar")
+    g.add_argument("--eval_repeats", type=int, default=4,
+                   help="draws of the noise in a validation, for its error bar")
     g.add_argument("--eval_accuracy", type=int, default=0, metavar="PROBLEMS",
                    help="answer so many held-out problems in every validation, 0 = none")
     g.add_argument("--best_by", choices=("bound", "accuracy"), default="bound",
-                   help="what makes a checkpoint the best one; accuracy: strict, of --eval_accuracy")
+                   help="what makes a checkpoint the best one; accuracy: strict, of "
+                        "--eval_accuracy, the better bound of equal ones")
     g.add_argument("--early_stop_patience", type=int, default=10,
-                   help="stop after this many validations without a better bound or accuracy, 0 = never")
+                   help="stop after so many validations without a better bound or accuracy, "
+                        "0 = never")
     return flags.accept_old(p)
 
 
 def layout_of(args):
     """The Layout that the flags name."""
-    return Layout(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Layout) if hasattr(args, f.name)})
+    names = [field.name for field in dataclasses.fields(Layout)]
+    return Layout(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 
 
 def check_flags(args, world_size):
-    """Raise UserError for values and combinations that would fail, or do nothing, later; fill in what derives."""
+    """Raise UserError for values that would fail, or do nothing, later; fill in what derives."""
     need(not (args.per_device_train_batch_size and args.problems_per_batch),
          "give one of --per_device_train_batch_size, rows, and --problems_per_batch")
-    names = ("problems_per_batch", "gradient_accumulation_steps", "learning_rate", "warmup_steps", "max_steps")
+    names = ("problems_per_batch", "gradient_accumulation_steps", "learning_rate", "warmup_steps",
+             "max_steps")
     args.batch_preset = args.batch_preset or ("finetune" if args.init_from else "recommended")
-    for flag, value in zip(names, PRESETS[args.batch_preset]):      # problems become rows when the data is known
+    # problems become rows when the data is known
+    for flag, value in zip(names, PRESETS[args.batch_preset]):
         if getattr(args, flag) is None:
             setattr(args, flag, value * 10 if flag == "learning_rate" and args.use_lora else value)
-    need(args.auto or not args.global_batch_size, "--global_batch_size needs --auto; or give --problems_per_batch")
-    for flag in ("problems_per_batch", "per_device_train_batch_size", "gradient_accumulation_steps"):
+    need(args.auto or not args.global_batch_size,
+         "--global_batch_size needs --auto; or give --problems_per_batch")
+    for flag in (*names[:2], "per_device_train_batch_size"):
         need(not args.global_batch_size or flag not in flags.named(args),
              f"give one of --global_batch_size and --{flag}")
-    args.global_batch_size = args.global_batch_size or args.problems_per_batch * args.gradient_accumulation_steps
+    if not args.global_batch_size:
+        args.global_batch_size = args.problems_per_batch * args.gradient_accumulation_steps
     flags.check_shared(args)
     flags.check_bad_samples(args, CHECKS)
     flags.check_loading(args, build_parser())
     flags.check_parallel(args, world_size)
     if args.dry_run is None:        # long before the imports are done
         run_lock.check_free(args.output_dir)
-    need((args.demo is not None) != bool(args.train_data_file), "give one of --train_data_file and --demo")
+    need((args.demo is not None) != bool(args.train_data_file),
+         "give one of --train_data_file and --demo")
     need(args.init_ema or args.init_from, "--no-init_ema needs --init_from")
     flags.check_lora(args, build_parser())
     need(not args.use_lora or (args.init_from and args.system == "gsm8k"),
-         "--use_lora needs --init_from of a language model, and --system gsm8k: of new tokens it learns the mask only")
-    need(not args.chat or args.system == "gsm8k", "--chat needs --system gsm8k: plans have a form of their own")
+         "--use_lora needs --init_from of a language model, and --system gsm8k: of new tokens it "
+         "learns the mask only")
+    need(not args.chat or args.system == "gsm8k",
+         "--chat needs --system gsm8k: plans have a form of their own")
     need(not args.end_token or (args.system == "gsm8k" and not args.chat),
          "--end_token needs --system gsm8k, and no --chat, whose answers end as its turns do")
     need(args.demo is None or not args.eval_data_file,
@@ -197,8 +238,10 @@ def check_flags(args, world_size):
          f"--clip_search_widths {args.clip_search_widths}: widths must lie between 0 and 1")
     need(not args.clip_search_widths or args.eval_data_file or args.demo or args.validation_split,
          "--clip_search_widths needs validation data")
-    need(args.hdp_layout == "hierarchical" or args.system == "hdp", "--hdp_layout flat needs --system hdp")
-    need(args.hdp_layout == "hierarchical" or not args.pack, "--hdp_layout flat pads each problem: add --no-pack")
+    need(args.hdp_layout == "hierarchical" or args.system == "hdp",
+         "--hdp_layout flat needs --system hdp")
+    need(args.hdp_layout == "hierarchical" or not args.pack,
+         "--hdp_layout flat pads each problem: add --no-pack")
     layout = layout_of(args)
     layout.check()
     args.t_range = tuple(args.t_range or bound_range(layout))
@@ -223,7 +266,7 @@ from common.packing import PackOrder, rank_packs
 from diffusion import blocks, dit, elbo, lines, noise, weights
 from diffusion.problems import load_tokenizer
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What a run is made of
 
 
@@ -249,12 +292,13 @@ class Network(NamedTuple):
 
 
 def prepare(args, check, world):
-    """The Job that the flags name. check: plan.Checks, which a dry run lets go on after a mistake. UserError."""
+    """The Job that the flags name. Raises UserError. check: plan.Checks."""
     layout, path, files, made = layout_of(args), None, {}, "gpt2"
     if args.demo is not None:
         from diffusion import demo_problems
+        folder = Path(check.folder(args.output_dir)) / "demo"
         args.train_data_file, args.eval_data_file, made = distributed.rank0_first(
-            world, demo_problems.prepare, Path(check.folder(args.output_dir)) / "demo", args.system, args.demo)
+            world, demo_problems.prepare, folder, args.system, args.demo)
     if args.init_from or args.chat:
         from diffusion import init_from
     if args.init_from:          # on rank 0 first: one download for all
@@ -266,7 +310,8 @@ def prepare(args, check, world):
         layout = init_from.with_form(layout, path)
     if args.init_from or args.chat:
         files = init_from.chat_files(tokenizer)
-    tokens = check(distributed.rank0_first, world, load_tokenizer, tokenizer, args.system, layout.end_token)
+    tokens = check(distributed.rank0_first, world, load_tokenizer, tokenizer, args.system,
+                   layout.end_token)
     rows, eval_rows = check(blocks.prepare_rows, world, layout, tokens, args,
                             output_dir=None if check.dry else args.output_dir) or (None, None)
     config = given = None
@@ -283,7 +328,8 @@ def prepare(args, check, world):
         from diffusion import accuracy
         asked = accuracy.choose(eval_rows, args.eval_accuracy, tokens, args.seed)
     name = path.name if path and init_from.is_causal(path) else args.model_size
-    return Job(layout, tokens, rows, eval_rows, blocks.row_table(rows), asked, config, given, name, files)
+    return Job(layout, tokens, rows, eval_rows, blocks.row_table(rows), asked, config, given, name,
+               files)
 
 
 def adapters_of(args):
@@ -303,7 +349,7 @@ def setup_of(args, ranks):
 
 
 def set_batch(args, world, ranks, job):
-    """Turn problems into rows of a micro-step; with --auto set the open flags by the memory plan."""
+    """Turn problems into rows of a micro-step; --auto: set the open flags by the memory plan."""
     problems = job.table["samples"].mean()      # of a packed row
     if not args.per_device_train_batch_size:
         args.per_device_train_batch_size = max(1, round(args.problems_per_batch / problems))
@@ -322,8 +368,9 @@ def identity_of(args, job):
     """What a checkpoint must share with the run that goes on from it, by name."""
     return {"seed": args.seed, "model": [args.model_size, job.tokens.vocab_size],
             "batch": [args.per_device_train_batch_size, job.rows.length],
-            "adapters": adapters_of(args), "start": job.given.identity if job.given else "",
-            "training data": job.rows.fingerprint(), **dataclasses.asdict(job.layout)}
+            "adapters": adapters_of(args), **dataclasses.asdict(job.layout),
+            "training data": job.rows.fingerprint(),
+            "start": job.given.identity if job.given else ""}
 
 
 def validation_of(args, job):
@@ -331,20 +378,23 @@ def validation_of(args, job):
     if not job.eval_rows:
         return None
     answers = [len(job.asked), args.best_by] if job.asked else []
-    return [job.eval_rows.fingerprint(), args.eval_repeats, args.per_device_eval_batch_size, *answers]
+    return [job.eval_rows.fingerprint(), args.eval_repeats, args.per_device_eval_batch_size,
+            *answers]
 
 
 def build_network(args, world, ranks, job, resume):
-    """Network on this rank's device, new or from the checkpoint `resume`. UserError when it cannot train there."""
+    """Network on this rank's device, new or from the checkpoint `resume`. Raises UserError."""
     device = world.device
     backend = args.attn_backend or ("flex" if device.type == "cuda" else "sdpa")
     if backend == "flex" and device.type == "cpu":
-        raise UserError("--attn_backend flex trains on CUDA only: torch has no backward for it on a CPU; "
-                        "drop the flag")
+        raise UserError("--attn_backend flex trains on CUDA only: torch has no backward for it on "
+                        "a CPU; drop the flag")
     distributed.seed_everything(args.seed)      # equal weights on all ranks
-    model = weights.module_of(job.config).Model(job.config, backend, args.gradient_checkpointing).to(device)
+    module = weights.module_of(job.config)
+    model = module.Model(job.config, backend, args.gradient_checkpointing).to(device)
     if args.compile:
-        distributed.compile_layers(model.layers, dynamic=False)    # FlexAttention of unknown lengths is slow
+        # FlexAttention of unknown lengths is slow
+        distributed.compile_layers(model.layers, dynamic=False)
     sharding = run.sharding(args, ranks)
     if sharding:
         distributed.shard(model, model.layers, world, **sharding)
@@ -360,15 +410,15 @@ def build_network(args, world, ranks, job, resume):
     return Network(model, model if sharding else distributed.wrap_ddp(model, world), average)
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Validation, checkpoints, work of a step
 
 
 def resume_validation(args, job, meta, validation):
-    """(noise range, validations since the best one, best values so far, whether a validation is due) of a run.
+    """(noise range, validations since the best one, best values so far, whether one is due).
 
-    meta: of the checkpoint, or None. Weights that were given are validated first. Bounds on other data
-    or by other noise (`validation`) do not compare.
+    meta: of the checkpoint, or None. Weights that were given are validated first. Bounds on other
+    data or by other noise (`validation`) do not compare.
     """
     if not meta:
         return args.t_range, 0, {}, bool(job.given and validation)
@@ -379,13 +429,14 @@ def resume_validation(args, job, meta, validation):
 
 
 def validate(args, state, job, network, t_range):
-    """(values, noise range to train on from here, answers to show), by the averaged weights; None: asked to stop.
+    """(values, noise range to train on from here, answers to show); None: asked to stop.
 
-    values: of elbo.bound, and of accuracy.accuracy. t_range: the range so far, which stays unless it is searched.
+    By the averaged weights. values: of elbo.bound, and of accuracy.accuracy. t_range: the range so
+    far, which stays unless it is searched.
     """
     model, world, check = network.model, state.world, state.writer.check
-    how = elbo.Eval(job.eval_rows, job.tokens.mask, args.per_device_eval_batch_size, args.eval_repeats,
-                    args.seed, args.bf16)
+    how = elbo.Eval(job.eval_rows, job.tokens.mask, args.per_device_eval_batch_size,
+                    args.eval_repeats, args.seed, args.bf16)
     answers = []
     distributed.reshard(model)
     network.average.swap()
@@ -415,8 +466,9 @@ def save_checkpoint(state, job, network, optimizer, meta):
     files |= tensor_files.stage(world, "ema", network.average.shadow)
     files |= tensor_files.stage(world, f"{checkpoint.STATE_DIR}/optimizer", moments)
     if world.is_main:
-        about = {"model": dataclasses.asdict(model.config), "layout": dataclasses.asdict(job.layout),
-                 "step": meta["step"], "source": job.given.source if job.given else {}}
+        about = {"model": dataclasses.asdict(model.config), "step": meta["step"],
+                 "layout": dataclasses.asdict(job.layout),
+                 "source": job.given.source if job.given else {}}
         files[f"{checkpoint.STATE_DIR}/rng.pt"] = checkpoint.pickled(states)
         files["config.json"] = lambda path: path.write_text(json.dumps(about, indent=1))
         files["tokenizer.json"] = lambda path: job.tokens.tokenizer.save(str(path))
@@ -426,16 +478,16 @@ def save_checkpoint(state, job, network, optimizer, meta):
 
 
 def step_work(config, table, window, masked_share):
-    """Totals over the rows of one optimizer step, from the plan: useful work of all ranks, python numbers.
+    """{name: total over the rows of one optimizer step}: work of all ranks, from the plan.
 
-    table: blocks.row_table. masked_share: of the targets, on average; only masked ones reach the head.
+    table: blocks.row_table. masked_share: of the targets; only masked ones reach the head.
     """
     work = {name: int(values[window].sum()) for name, values in table.items()}
     return work | {"flops": weights.module_of(config).flops(
         config, work["noisy"] + work["clean"], work["targets"] * masked_share, work["pairs"])}
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Main
 
 
@@ -445,7 +497,7 @@ def main(argv=None):
 
 
 def train(args):
-    # -- ranks, data ----------------------------------------------------------------------------------
+    # -- ranks, data -------------------------------------------------------------------------------
     ranks, check = run.ranks(args), plan.Checks(args.dry_run is not None)
     world, watch = run.start(args, check)
     check(distributed.check_bf16, world.device, args.bf16)
@@ -456,7 +508,7 @@ def train(args):
     identity, validation = identity_of(args, job), validation_of(args, job)
     resume, meta = checkpoint.find_resume(args.output_dir, args.resume, identity, world)
 
-    # -- order, number of steps: every rank knows them without asking, so all make the same collectives
+    # -- order, number of steps: known to every rank without asking, so that collectives match -----
     order = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, seed=args.seed)
     at, per_step, total_steps = run.position(meta), ranks * accumulation, args.max_steps
     step_rows = per_step * batch_rows
@@ -464,11 +516,12 @@ def train(args):
     peak_lr = optim.sqrt_lr(args.learning_rate, problems, args.scale_lr_from_batch or problems)
     often = run.intervals(args, total_steps, meta, bool(job.eval_rows), **OFTEN)
     if world.is_main:
-        start = plan.start_text(at["step"], resume, job.given.words if job.given else "new weights")
-        lines.print_start(args, job, world.device, ranks, setup_of(args, ranks))
-        print(f"steps      {total_steps} = {total_steps * per_step / order.packs_per_epoch:,.1f} epochs; a step is "
-              f"{step_rows} rows ({problems:,.0f} problems) = {counted(ranks, 'rank')} x {accumulation} micro-steps x "
-              f"{batch_rows}; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\n{often}\n{start}")
+        setup, epochs = setup_of(args, ranks), total_steps * per_step / order.packs_per_epoch
+        lines.print_start(args, job, world.device, ranks, setup.shards if setup.fsdp else 1)
+        print(f"steps      {total_steps} = {epochs:,.1f} epochs; a step is {step_rows} rows "
+              f"({problems:,.0f} problems) = {counted(ranks, 'rank')} x {accumulation} micro-steps "
+              f"x {batch_rows}; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\n{often}")
+        print(plan.start_text(at["step"], resume, job.given.words if job.given else "new weights"))
     if check.dry:
         from diffusion.plan import print_plan
         print_plan(check, job.config, table, rows, job.eval_rows, order,
@@ -477,7 +530,7 @@ def train(args):
                    eval_batch_size=args.per_device_eval_batch_size)
         return check.finish()
 
-    # -- model, optimizer, resume ---------------------------------------------------------------------
+    # -- model, optimizer, resume ------------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)
     if args.tf32:
         torch.set_float32_matmul_precision("high")
@@ -492,22 +545,24 @@ def train(args):
     if meta:
         network.average.updates.fill_(meta["averaged"])
     t_range, stale, best, eval_due = resume_validation(args, job, meta, validation)
-    packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, at["epoch"], at["first"])
+    packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, at["epoch"],
+                       at["first"])
     batches = loading.ahead(blocks.make_loader(
         rows, packs, batch_rows, rows.noisy_length, num_workers=args.num_workers, prefetch_factor=4))
 
-    # -- loop: validation and checkpoint of the steps so far, then the next step ------------------------
-    stopping, saving = False, eval_due          # saved again, so that the validation is not done twice
+    # -- loop: validation and checkpoint of the steps so far, then the next step -------------------
+    stopping, saving = False, eval_due      # saved again, so that it is not validated twice
     while True:
-        # validate: averaged weights, on every rank
+        # validate: by the averaged weights, on every rank
         better = False
         with state.pause():
             if eval_due and not stopping:
                 watch.moved(f"validation at step {state.step}", args.wait_timeout)
                 found = validate(args, state, job, network, t_range)
-                stopping = found is None        # asked to stop meanwhile: the next start validates first
+                stopping = found is None    # asked to stop: the next start validates first
             if eval_due and not stopping:
-                (values, t_range, answers), eval_due, state.saved_step = found, False, None
+                values, t_range, answers = found
+                eval_due, state.saved_step = False, None
                 nll, wrong = values["eval/nll"], 1 - values.get("eval/accuracy", 1)
                 # of equally many right answers, none at first, the better bound decides
                 better = state.better(nll) if args.best_by == "bound" else state.better(wrong, nll)
@@ -518,16 +573,16 @@ def train(args):
 
             # save: a better one, one that is due, or the last; not what is saved already
             if (better or saving or stopping or enough) and state.saved_step != state.step:
-                meta = state.to_save(identity, eval_due=eval_due, stale=stale, best=best, t_range=t_range,
-                                     averaged=float(network.average.updates))
+                meta = state.to_save(identity, eval_due=eval_due, stale=stale, best=best,
+                                     t_range=t_range, averaged=float(network.average.updates))
                 save_checkpoint(state, job, network, optimizer, meta)
         if state.step >= total_steps or stopping or enough:
             break
 
-        # the step's rows, of all ranks: the loss divides by their targets, so that any split is the same loss
+        # rows of the step, of all ranks: the loss divides by their targets, however they are split
         window = state.window()
         work = step_work(job.config, table, window, noise.mean_rate(t_range, args.noise_schedule))
-        # noise is drawn for the whole step and then cut, so that it does not depend on ranks and micro-steps
+        # noise is drawn for the whole step and then cut: it is the same on any number of ranks
         draws = noise.draw(args.seed, "train", state.step, work["groups"], step_rows, rows.length,
                            not args.official_t_order)
         first_groups = np.concatenate([[0], np.cumsum(table["groups"][window])])
@@ -535,21 +590,23 @@ def train(args):
         sums = lines.step_sums(numbers)
         for micro in range(accumulation):
             batch = state.next(batches)
-            # which of the step's rows this rank's micro-step has; the epoch's last step may have fewer
+            # rows that this rank has in this micro-step; an epoch's last step may have fewer
             first = (micro * world.size + world.rank) * batch_rows
             mine = window[first:first + batch_rows]
-            # a batch that differs from the plan would divide the loss by another count than the other ranks'
+            # else this rank's loss would be divided by another count than the others'
             assert batch.n_targets == table["targets"][mine].sum(), "loader and plan disagree"
-            part = draws.part(first, batch_rows, first_groups[min(first, len(window))], batch.n_groups)
-            inputs = noise.diffuse(batch, part, job.tokens.mask, t_range, args.noise_schedule, args.loss_weighting)
+            part = draws.part(first, batch_rows, first_groups[min(first, len(window))],
+                              batch.n_groups)
+            inputs = noise.diffuse(batch, part, job.tokens.mask, t_range, args.noise_schedule,
+                                   args.loss_weighting)
             region = noise.send(batch.region.flatten()[inputs.places], world.device)
             inputs = inputs.to(world.device)
 
-            # forward: cross-entropy of each masked token, from noisy copies of blocks behind clean ones
-            with distributed.gradient_sync(network.wrapped, micro == accumulation - 1):    # ranks exchange once a step
+            # forward: cross-entropy of each masked token; ranks exchange gradients once a step
+            with distributed.gradient_sync(network.wrapped, micro == accumulation - 1):
                 with torch.autocast(world.device.type, torch.bfloat16, enabled=args.bf16):
                     losses = network.wrapped(inputs)
-                # loss: weighted so that the sum bounds the likelihood; this rank's part of the step's mean
+                # loss: weighted so that it bounds the likelihood; a part of the step's mean
                 weighted = losses * inputs.weights
                 loss = weighted.sum() / work["targets"]
                 # backward: gradients are averaged over ranks, the loss is a mean over all of them
@@ -560,15 +617,16 @@ def train(args):
             sums.masked.add_(len(inputs.rows))
             state.note_loss(loss, [document for row in mine for document in rows.members[row]])
         if world.is_main:               # the plan knows those of all ranks
-            for i in range(4):          # python numbers: a tensor made of them would wait for the GPU
+            for i in range(4):          # one by one: a tensor made of them would wait for the GPU
                 sums.targets[i] += work[f"targets_{i}"]
 
         # step: clip, AdamW, average; a step whose gradient is not finite changes nothing
-        factor = optim.lr_factor(state.step, total_steps, args.warmup_steps, args.lr_scheduler, args.min_lr_ratio)
+        factor = optim.lr_factor(state.step, total_steps, args.warmup_steps, args.lr_scheduler,
+                                 args.min_lr_ratio)
         skipped = state.update(optimizer, parameters, peak_lr * factor, numbers)
         network.average.update(skipped)
 
-        # what comes now is the same on every rank; a request to stop counts one step late, so no step waits for it
+        # the same on every rank; a request to stop counts one step late, so no step waits for it
         eval_due, saving = bool(job.eval_rows) and state.due(args.eval_steps), state.save_due()
         stopping = state.stop_asked(eval_due or saving) and (eval_due or not state.last)
 
@@ -583,7 +641,8 @@ def train(args):
             state.begin_line()
     early = ""
     if enough and state.step < total_steps:
-        early = f" (no better {'bound or accuracy' if job.asked else 'bound'} in {stale} validations)"
+        what = "bound or accuracy" if job.asked else "bound"
+        early = f" (no better {what} in {stale} validations)"
     best_words = {"bound": "bound {:.4f} nats/token", "accuracy": "{:.2%} wrong"}[args.best_by]
     state.finish(stopping, early, best_words)
 

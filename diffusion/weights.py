@@ -82,16 +82,6 @@ def load_checkpoint(folder, ema=True, backend="sdpa"):
     return model.eval(), config
 
 
-def empty_like(model):
-    """A network like this one, whole, in eval mode and on the same device; its weights are unset."""
-    device = local(next(model.parameters())).device
-    with torch.device("meta"):
-        copy = module_of(model.config).Model(model.config)
-    copy = copy.to_empty(device=device).eval()
-    copy.tie()
-    return copy
-
-
 def load_weights(tensors, folder, stem, world=None):
     """Fill {name: tensor}, plain or sharded, from <stem>.safetensors (one file or several) of a checkpoint folder.
 

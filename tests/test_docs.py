@@ -271,8 +271,8 @@ def shelf(tiny, pool, tmp_path_factory):
     for name in ("chats.jsonl", "answers.jsonl"):
         chats.write(root / name, [chats.ask(f"What is {i}?", "a number") for i in range(24)])
     (root / "system.txt").write_text("You are a teacher.")
-    from diffusion import make_problems
-    make_problems.write_demo(root / "problems", n_train=40, n_test=4)
+    from diffusion import demo_problems, make_problems
+    demo_problems.write_demo(root / "problems", n_train=40, n_test=4)
     for file in ("train.jsonl", "test.jsonl", "train_hdp.json", "test_hdp.json"):
         shutil.copy(root / "problems" / file, root)
     make_problems.main(["lines", "--input", str(root / "train.jsonl"), "--output", str(root / "lines_gsm8k.txt")])
@@ -467,7 +467,7 @@ def test_files_that_are_named_exist():
 
 def test_public_functions_of_block_diffusion():
     names = re.findall(r"^\| `(diffusion\.\w+)\.(\w+)` \|", TEXTS["docs/diffusion.md"], re.MULTILINE)
-    assert set(names) == {("diffusion.dit", "load_official_state_dict"), ("diffusion.dit", "attention_masks"),
+    assert set(names) == {("diffusion.official", "load_official_state_dict"), ("diffusion.dit", "attention_masks"),
                           ("diffusion.noise", "diffuse"), ("diffusion.sampler", "generate")}
     for module, function in names:
         assert callable(getattr(importlib.import_module(module), function))

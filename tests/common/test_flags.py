@@ -272,8 +272,6 @@ def actions(parser):
     ("speech/demo/make_tiny.py out --clips -1", "--clips is -1; it must be at least 2 a speaker"),
     ("speech/demo/make_tiny.py out --clips 3 --speakers 2", "--clips is 3; it must be at least 2 a speaker, 4"),
     ("speech/demo/make_tiny.py out --speakers 0", "--speakers is 0"), ("speech/demo/make_tiny.py out --seed -1", "--seed is -1"),
-    ("diffusion/make_problems.py demo out --problems -3", "--problems is -3"),
-    ("diffusion/make_problems.py demo out --test 0", "--test is 0"),
     ("common/report.py out --sample_count -1", "--sample_count is -1"),
 ])
 def test_counts_that_make_nothing_are_one_line(words, said, tmp_path):

@@ -142,12 +142,12 @@ def test_loss_and_gradients_are_the_official_ones(for_gpus, monkeypatch):
     theirs = reference(state, noisy, clean, 16)[rows].index_fill(1, torch.tensor(V - 1), -torch.inf)
     theirs = F.cross_entropy(theirs, clean[rows], reduction="none")
     model = dit.DiT(dit.config_of("nano", V, V - 1, dropout=0.0)).train()
-    dit.load_official_state_dict(model, {name: tensor for name, tensor in state.items() if name not in EPS})
+    official.load_official_state_dict(model, {name: tensor for name, tensor in state.items() if name not in EPS})
     ours = model(inputs_of(noisy, clean, 16, rows))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     ours.sum().backward()
     theirs.sum().backward()
-    for (official_name, name) in dit.official_names(LAYERS):
+    for (official_name, name) in official.official_names(LAYERS):
         grad, wanted = model.get_parameter(name).grad, state[f"backbone.{official_name}"].grad
         assert (grad - wanted).norm() <= 1e-4 * wanted.norm(), name      # sums in other orders: 8e-6 was seen
 
@@ -170,12 +170,12 @@ def test_every_form_gives_the_published_model(files, demo, form, ema, seed):
 
 
 def test_names_are_those_of_the_published_class():
-    assert [f"backbone.{theirs}" for theirs, _ in dit.official_names(12)] == TABLE["parameters"]
+    assert [f"backbone.{theirs}" for theirs, _ in official.official_names(12)] == TABLE["parameters"]
     with torch.device("meta"):
         model = dit.DiT(dit.config_of("small", 50258, 50257))
     ours = official.state_dict(dict(model.named_parameters()), 12, (1e-3, 1))
     assert {name: [str(t.dtype).removeprefix("torch."), *t.shape] for name, t in ours.items()} == TABLE["tensors"]
-    assert {name for name, _ in model.named_parameters()} == {ours for _, ours in dit.official_names(12)}
+    assert {name for name, _ in model.named_parameters()} == {ours for _, ours in official.official_names(12)}
 
 
 def test_markers_of_plans_get_rows_and_nothing_else_changes(files, demo):
@@ -215,7 +215,7 @@ def test_a_pickle_runs_nothing(tmp_path, kind):
     assert torch.equal(held["state_dict"]["backbone.vocab_embed.embedding"], state["backbone.vocab_embed.embedding"])
     torch.save({"state_dict": state | {"backbone.output_layer.linear.bias": trap},
                 "ema": ema}, path)
-    with pytest.raises(UserError, match="output_layer.linear.bias is no tensor"):
+    with pytest.raises(UserError, match="output_layer.linear.bias is not a tensor"):
         official.read(path)
     assert not ran.exists()
 

@@ -1,8 +1,9 @@
 """What other projects may import from block diffusion, as docs/diffusion.md lists it."""
 import inspect
 
-from diffusion.dit import attention_masks, load_official_state_dict
+from diffusion.dit import attention_masks
 from diffusion.noise import diffuse
+from diffusion.official import load_official_state_dict
 from diffusion.sampler import generate
 
 

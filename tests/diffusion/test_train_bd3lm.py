@@ -3,7 +3,6 @@ answers learnt by heart, early stops, bad flags and losses that are not finite.
 
 A run is trained once, when first asked for, by ranks that stay (pool.py).
 """
-import dataclasses
 import json
 import math
 import os
@@ -34,8 +33,8 @@ COMMON = {"model_size": "nano", "dropout": 0, "block_size": 8, "max_length": 96,
           "save_total_limit": 0, "report_to": "none"}
 HDP = "--system hdp --question_budget 48 --plan_budget 32 --execution_budget 64"
 SEARCH = "--clip_search_widths 0.5 --clip_search_batches 2"
-SPLITS = ("ddp 1x4", "ddp 1x2x2 --gradient_checkpointing", "ddp 2x2 --num_workers 1", "ddp 2x1x2", "fsdp 1x4",
-          "fsdp 2x2", "fsdp 2x1x2 --gradient_checkpointing selective")
+SPLITS = ("ddp 1x4", "ddp 1x2x2 --gradient_checkpointing", "ddp 2x2 --num_workers 1",
+          "fsdp 2x1x2 --gradient_checkpointing selective")
 
 
 @pytest.fixture(scope="module")
@@ -249,14 +248,6 @@ def test_the_average_in_a_checkpoint_follows_its_formula(shared):
         for name, tensor in tensors(folder, "ema").items():
             torch.testing.assert_close(tensor, average[name], rtol=1e-5, atol=1e-7)
     assert step == 4
-
-
-def test_a_log_line_fits_a_terminal():
-    """Of the longest guide run on eight GPUs, with numbers as wide as they get."""
-    values = {"train/mfu": 0.612, "train/loss": 10.8254, "train/masked": 0.501, "train/masked_loss": 10.8254,
-              "train/learning_rate": 7e-4, "train/grad_norm": 123.456, "train/throughput": 9_999_999.0,
-              "train/data_wait_seconds": 12.34, "train/step_seconds": 10.0}
-    assert len(train_bd3lm.lines.console_line(50_000, 500_000, values)) <= 160
 
 
 def test_flags_are_noted_as_values(shared):
@@ -494,10 +485,9 @@ def test_a_dry_run_finds_what_is_too_large_and_what_is_wrong(pool, demo, tmp_pat
 BAD = {
     "--demo 8": "give one of --train_data_file and --demo",
     "--block_size 7": "--max_length 96 is not a multiple of --block_size 7",
-    "--block_size 0": "--block_size is 0; it must be at least 1",
     "--block_size 4 --t_range 0.3 0.45": "no number of masked tokens out of 4",
     "--block_size 4 --t_range 0.001 0.2": "no number of masked tokens out of 4",
-    "--t_range 0.8 0.3": "lower end first",
+    "--t_range 0.8 0.3": "lower end first", "--end_token </s> --chat": "--end_token needs --system gsm8k, and no --chat",
     "--plan_block_size 4": "--plan_block_size needs --system hdp",
     f"{HDP} --plan_block_size 5": "--plan_budget 32 is not a multiple of --plan_block_size 5",
     "--hdp_layout flat": "--hdp_layout flat needs --system hdp",
@@ -590,8 +580,3 @@ def test_other_budgets_are_another_run(pool, demo, shared):
     run = complete(pool, demo, output, *flags.split(), "--question_budget", 64, "--row_length", 144, "--dry_run",
                    ok=False)
     assert run.status == 1 and "was made with another question_budget (48, this run 64)" in run.output
-    layout, tokens = blocks.Layout("hdp", block_size=8, plan_budget=32), problems.load_tokenizer(demo, "hdp")
-    found = problems.read_problems(demo / "test_hdp.json", "test", "hdp")
-    prints = [blocks.make_documents(found, tokens, dataclasses.replace(layout, question_budget=budget)).fingerprint()
-              for budget in (48, 64)]
-    assert prints[0] != prints[1]       # other positions
