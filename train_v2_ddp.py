@@ -142,7 +142,6 @@ def check_flags(args, world_size):
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
-import functools
 import math
 from pathlib import Path
 
@@ -151,18 +150,17 @@ import torch
 from tqdm import tqdm
 
 import lora  # first: it explains a torchaudio that breaks every transformers import
-from common import adapters, auto, checkpoint, distributed, float8, loading, metrics, optim, run, tensor_files, watchdog
+from common import adapters, checkpoint, distributed, float8, loading, metrics, optim, run, tensor_files, watchdog
 from common.distributed import UserError
 from common.json_files import read_object
 from common.packing import PackOrder, pack_order, rank_packs, run_length
-from common.plan import Checks, check_writable, room_of, setup_of, start_text, steps_text
+from common.problems import collect
 from data import make_loader, prepare_table
 from speech.data import text_normalization
 from speech.data.code_cache import FRAME_RATE
 from speech.data.dataset import data_facts, samples_line, split_samples, usable_samples
 from speech.data.rows import Reading
 from speech.model import v2, versions, weights
-from speech.plan import peaks, print_plan
 from speech.voice import sample_prompts
 
 AUDIO_WEIGHTS = ("embed_audio_tokens", "audio_lm_head", "audio_embedding")     # what --freeze_llm trains, by name
@@ -386,13 +384,14 @@ def for_identity(args):
             "by_length": args.group_by_length, "seed": args.seed, "normalize_text": args.normalize_text}
 
 
-def for_table(args, check):
-    """What prepare_table takes of the flags, by name. A dry run writes into a temporary folder and encodes nothing."""
+def for_table(args, work_dir):
+    """What prepare_table takes of the flags, by name. A dry run encodes nothing. work_dir: of run.work_folder."""
+    dry = args.dry_run is not None
     train, held_out = data_flags.sources(args)
-    return {"train": train, "held_out": held_out, "output_dir": check.folder(args.output_dir), "encode": not check.dry,
+    return {"train": train, "held_out": held_out, "output_dir": work_dir, "encode": not dry,
             "cache_dir": code_cache(args), "reading": Reading(**data_flags.reading(args)),
             "processes": args.preprocess_num_proc, "wait_limit_s": args.wait_timeout, "drop": args.drop_bad,
-            "list_in": None if check.dry else args.output_dir}
+            "list_in": None if dry else args.output_dir}
 
 
 def for_judges(args):
@@ -411,29 +410,6 @@ def code_cache(args):
     return args.code_cache or Path(args.output_dir) / "codes"
 
 
-def choose(args, world, ranks, model, table, ids, train_ids, eval_ids):
-    """--auto: set the flags that are open by the memory plan; returns whether the model has to be built anew."""
-    lengths = table.lengths[train_ids]
-
-    @functools.cache
-    def order_of(budget):
-        return pack_order(lengths, tokens_per_pack=budget, samples_per_pack=args.per_device_train_batch_size,
-                          seed=args.seed, group_by_length=args.group_by_length)
-    peak_of = peaks(model, table, ids, train_ids, eval_ids, eval_batch_size=args.per_device_eval_batch_size,
-                    speaks=bool(args.sample_prompts))
-    setups = auto.by_tokens(args, setup_of(args, ranks), lengths, lambda budget: order_of(budget).packs_per_epoch,
-                            args.global_batch_size)
-    return auto.decide(args, world, setups, lambda setup: peak_of(setup, order_of(setup.budget)),
-                       lambda setup: len(lengths) / order_of(setup.budget).packs_per_epoch)
-
-
-def for_plan(args, ranks, often):
-    """What print_plan takes of the flags, by name. ranks: how many processes train. often: of run.intervals."""
-    return {"setup": setup_of(args, ranks), "room": room_of(args), "eval_batch_size": args.per_device_eval_batch_size,
-            "warmup_steps": args.warmup_steps, "often": often, "speaks": bool(args.sample_prompts),
-            "code_cache": code_cache(args)}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Main
 
@@ -444,34 +420,35 @@ def main(argv=None):
 
 
 def train(args):
-    # -- ranks, data, empty model: a run ends at the first mistake, a dry run names them all -------------------------
-    ranks, check = run.ranks(args), Checks(args.dry_run is not None)
-    world, watch = run.start(args, check, cpu_too=args.cpu_offload)
+    # -- ranks, data, empty model -----------------------------------------------------------------------------------
+    ranks, dry, work_dir = run.ranks(args), args.dry_run is not None, run.work_folder(args)
+    world, watch = run.start(args, cpu_too=args.cpu_offload or args.auto)
     device, main_rank = world.device, world.is_main
-    check(distributed.check_bf16, device, args.bf16)
-    check(float8.check_device, device, args.float8)
-    if check.dry:       # a run finds out when it encodes
-        check(check_writable, code_cache(args), "--code_cache")
-    folder, config_dict, codec_dir = versions.find_files(world, args.model_path, args.audio_tokenizer_path,
-                                                       check.folder(args.output_dir), check)
-    args.normalize_text = check(versions.text_setting, config_dict, args.normalize_text or "")
+    folder, config_dict, codec_dir = versions.find_files(world, args.model_path, args.audio_tokenizer_path, work_dir)
+    args.normalize_text = versions.text_setting(config_dict, args.normalize_text or "")
     if args.use_lora:
-        args.lora_target_modules = check(versions.lora_targets, config_dict, args.lora_target_modules or "")
-    config, tokenizer = check(versions.read_config, config_dict), check(versions.load_tokenizer, folder, config_dict)
-    ids = check(versions.token_ids, tokenizer, config)
-    model, native, parts = check(empty_trained_model, folder, config_dict, **for_model(args)) or (None,) * 3
-    table = check(prepare_table, world, tokenizer, ids, codec_dir, **for_table(args, check))
-    prompts, settings = check(distributed.rank0_first, world, sample_prompts.load, for_prompts(args), tokenizer, ids,
-                              config, codec_dir, device) or (None, None)
-    check.settle()
+        args.lora_target_modules = versions.lora_targets(config_dict, args.lora_target_modules or "")
+    config, tokenizer = versions.read_config(config_dict), versions.load_tokenizer(folder, config_dict)
+    ids = versions.token_ids(tokenizer, config)
+    # a run ends at the first mistake, a dry run names them all
+    *_, (model, native, parts), table, (prompts, settings) = collect(
+        dry, lambda: run.check_folders(args), lambda: distributed.check_bf16(device, args.bf16),
+        lambda: float8.check_device(device, args.float8),
+        lambda: empty_trained_model(folder, config_dict, **for_model(args)),
+        lambda: prepare_table(world, tokenizer, ids, codec_dir, **for_table(args, work_dir)),
+        lambda: distributed.rank0_first(world, sample_prompts.load, for_prompts(args), tokenizer, ids, config,
+                                        codec_dir, device))
     all_train, all_eval = split_samples(table, 0 if args.disable_eval else args.validation_split, args.seed)
     train_ids, eval_ids = usable_samples(
         table, all_train, all_eval, max_length=args.max_length or config.max_position_embeddings,
         max_tokens=args.max_tokens_per_batch, drop="too_long" in args.drop_bad, say=main_rank,
-        output_dir=args.output_dir if main_rank and not check.dry else None)
+        output_dir=args.output_dir if main_rank and not dry else None)
     if args.tf32:       # only now: codes in the cache must not depend on it
         torch.set_float32_matmul_precision("high")
-    if args.auto and choose(args, world, ranks, model, table, ids, train_ids, eval_ids):
+    if args.auto or dry:
+        from speech import plan
+        data = plan.Data(table, ids, train_ids, eval_ids, prompts, settings)
+    if args.auto and plan.choose(args, world, ranks, model, data):
         model, native, parts = empty_trained_model(folder, config_dict, **for_model(args))
     identity = run_identity(folder, table, train_ids, **for_identity(args)) if main_rank else None
     validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
@@ -489,11 +466,13 @@ def train(args):
     peak_lr = args.learning_rate if not args.scale_lr_from_batch else optim.sqrt_lr(
         args.learning_rate, per_step * args.per_device_train_batch_size, args.scale_lr_from_batch)
 
-    if check.dry:
+    if dry:
         check_resume(model, native, resume)
-        print_plan(check, model, table, ids, train_ids, eval_ids, order, (steps_per_epoch, total_steps), at, resume,
-                   **for_plan(args, ranks, often))
-        return check.finish()
+        warmup = f"warm-up {args.warmup_steps} steps, {args.warmup_steps / max(1, total_steps) * 100:.0f}% of the run"
+        lines = [run.steps_text(total_steps, steps_per_epoch, ranks, accumulation, warmup), often,
+                 run.start_text(at["step"], resume)]
+        plan.print_plan(args, ranks, model, data, order, lines, total_steps - at["step"], code_cache(args))
+        return print("dry run ok")
 
     # -- model, optimizer, resume -------------------------------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)
@@ -515,9 +494,9 @@ def train(args):
                                         prefetch_factor=args.prefetch_factor, pad_to=args.max_tokens_per_batch), device)
     if main_rank:
         sample_prompts.forget_later(args.output_dir, state.step)
-        print_start(world, model, table, train_ids, eval_ids, args.bf16, steps_text(
+        print_start(world, model, table, train_ids, eval_ids, args.bf16, run.steps_text(
             total_steps, steps_per_epoch, ranks, accumulation, f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}"),
-            often, start_text(state.step, resume))
+            often, run.start_text(state.step, resume))
 
     # -- loop ---------------------------------------------------------------------------------------------------------
     stopping = False

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import data
 import train_v2_ddp
 from bench import fake_cuda
-from common import checkpoint, distributed, flags, fused, loading, memory, plan, run, tensor_files, watchdog
+from common import checkpoint, distributed, flags, fused, loading, plan, run, tensor_files, watchdog
 from diffusion import choices, demo_problems, dit, noise, train_bd3lm
 from distill import train_sft
 from distill import weights as chat_weights
@@ -293,7 +293,7 @@ def pairs_of(batch):
 def written(ledger, files):
     """Write the files of tensor_files.stage, as far as to reading the copies -> their bytes in pinned memory."""
     read = []
-    with memory.swapped((tensor_files, "save", lambda tensors, path: read.extend(map(ledger.read, tensors.values())))):
+    with plan.swapped((tensor_files, "save", lambda tensors, path: read.extend(map(ledger.read, tensors.values())))):
         for name, write in files.items():
             if name.endswith(".safetensors"):
                 write(Path(name))
@@ -315,8 +315,8 @@ def rehearse(trainer, folder, words, layers=2, ranks=1, planned=True):
     def parse(*more):
         return flags.parse(script.build_parser(), script.check_flags, [*words, *more])
 
-    def print_room(check, setup, room, table, parts, stages, checkpoint_size, *_):
-        seen["planned"], seen["checkpoint"] = max(stages.values()) - parts["fixed"], sum(checkpoint_size)
+    def print_room(args, setup, found, pack, saved, *_):
+        seen["planned"], seen["checkpoint"] = found.peak - found.parts["fixed"], sum(saved)
 
     def init(*_, **__):
         return distributed.World(size=ranks, device=device)
@@ -362,11 +362,11 @@ def rehearse(trainer, folder, words, layers=2, ranks=1, planned=True):
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
         return real_load(world, model, *rest, **options)
-    real_window, real_count, real_load = run.Run.window, run.Run.count, getattr(script, "load_model", None)
+    real_window, real_count, real_load = run.TrainState.window, run.TrainState.count, getattr(script, "load_model", None)
     device = torch.device("cuda", 0)
     changes = [
-        (watchdog.Watchdog, "moved", moved), (run.Run, "window", window), (run.Run, "count", count),
-        (run.Run, "save_due", lambda now: now.step == 1),
+        (watchdog.Watchdog, "moved", moved), (run.TrainState, "window", window), (run.TrainState, "count", count),
+        (run.TrainState, "save_due", lambda now: now.step == 1),
         (plan, "print_room", print_room), (loading, "ahead", ahead), (tensor_files, "read_into", lambda *_: None),
         (distributed, "init", init), (distributed, "rank0_first", lambda world, work, *args: work(*args)),
         (distributed, "init_device_mesh", really(distributed.init_device_mesh)), (noise, "diffuse", really(noise.diffuse)),
@@ -376,7 +376,7 @@ def rehearse(trainer, folder, words, layers=2, ranks=1, planned=True):
         (dit, "Model", on_gpu), (dit, "config_of", config_of), (dit, "sparse_attention", sparse_attention)]
     if real_load:
         changes.append((script, "load_model", load_model))
-    with memory.swapped(*changes), contextlib.redirect_stdout(io.StringIO()), contextlib.ExitStack() as stack:
+    with plan.swapped(*changes), contextlib.redirect_stdout(io.StringIO()), contextlib.ExitStack() as stack:
         if planned:
             script.train(parse("--dry_run", str(ranks)))
         args = parse()

@@ -9,6 +9,7 @@ NAME = 80           # characters of a name or label
 WHAT = 500          # of what is wrong with one sample
 LINE = 2000         # of a line of an error, which may list paths or names of weights
 LINES = 60          # of an error
+GIB = 2**30
 
 # control characters, line and paragraph separators, marks that turn the direction of text, halves of characters
 HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
@@ -44,3 +45,8 @@ def error_text(message, lines=LINES):
     left_out = [f"[... {len(rest) - lines:,} lines ...]"] if len(rest) > lines else []
     rest = [printable(line, LINE) for line in rest[:lines] + left_out]
     return "\n".join([printable(first, LINE), *(line if line.startswith("  ") else f"  {line}" for line in rest)])
+
+
+def size(n):
+    """Bytes as text."""
+    return f"{n / GIB:,.2f} GiB" if n >= GIB / 10 else f"{n / 2**20:,.2f} MiB"

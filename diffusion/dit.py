@@ -432,9 +432,6 @@ def load_official_state_dict(model, state):
     model.load_state_dict(tensors)
 
 
-OWN_CASTS = {"freed": ("out.weight", "down.weight"), "never": ("modulation.", "condition_")}      # memory.cast_bytes
-
-
 def decays(name, parameter):
     """Weight decay shrinks matrices, not norms and biases, and not the embedding: rows a batch lacks would shrink."""
     return parameter.ndim > 1 and name != "embed.weight"

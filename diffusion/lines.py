@@ -4,7 +4,8 @@ import math
 import numpy as np
 import torch
 
-from common import metrics, plan
+from common import metrics
+from common.text import size as gib
 from diffusion import weights
 
 
@@ -54,7 +55,7 @@ def print_start(device, ranks, config, rows, eval_rows, table, more, *, size_nam
     lengths = np.concatenate([rows.documents.tokens[m] for m in rows.members])
     print(f"device     {ranks} x {where}, torch {torch.__version__}, {'bf16 autocast' if bf16 else 'fp32'}\n"
           f"model      {size_name}, {size:,} parameters{kind}; weights, gradients, optimizer and average "
-          f"{plan.size(state)} a GPU\n"
+          f"{gib(state)} a GPU\n"
           f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; tokens mean "
           f"{lengths.mean():.0f} max {lengths.max()}\n"
           f"rows       {len(rows)} of {rows.length} clean and {rows.noisy_length} noisy tokens, "

@@ -207,11 +207,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import auto, checkpoint, distributed, loading, optim, plan, run, tensor_files
+from common import checkpoint, distributed, loading, optim, run, tensor_files
 from common.distributed import UserError
 from common.packing import PackOrder, rank_packs
+from common.problems import collect
 from diffusion import accuracy, blocks, decoder, demo_problems, elbo, init_from, lines, noise, weights
-from diffusion.plan import peaks, print_plan
 from diffusion.problems import load_tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -341,37 +341,6 @@ def step_work(config, table, window, masked_share):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Flags by name, for what takes no args
-
-
-def setup_of(args, ranks):
-    """plan.Setup of the flags. ranks: how many processes train."""
-    return plan.Setup(
-        ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
-        accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size,
-        shard_size=args.shard_size)
-
-
-def set_batch(args, world, ranks, config, rows, eval_rows, table):
-    """Turn problems into rows of a micro-step; with --auto set the flags that are open by the memory plan."""
-    problems = table["samples"].mean()      # of a packed row
-    if not args.per_device_train_batch_size:
-        args.per_device_train_batch_size = max(1, round(args.problems_per_batch / problems))
-    if args.auto:
-        peak_of = peaks(config, table, rows, eval_rows, noise.mean_rate(args.t_range, args.noise_schedule),
-                        backend=args.attn_backend, eval_batch_size=args.per_device_eval_batch_size)
-        setups = auto.by_rows(args, setup_of(args, ranks), args.global_batch_size / problems,
-                              rows.length + rows.noisy_length)
-        auto.decide(args, world, setups, peak_of, lambda setup: setup.batch_size * problems, "rows")
-
-
-def for_plan(args, ranks):
-    """What print_plan needs of the flags, by name. ranks: how many processes train."""
-    return {"setup": setup_of(args, ranks), "room": plan.room_of(args), "backend": args.attn_backend,
-            "eval_batch_size": args.per_device_eval_batch_size}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Main
 
 
@@ -382,28 +351,36 @@ def main(argv=None):
 
 def train(args):
     # -- ranks, data --------------------------------------------------------------------------------------------------
-    layout, ranks, check = layout_of(args), run.ranks(args), plan.Checks(args.dry_run is not None)
-    world, watch = run.start(args, check)
+    layout, ranks, dry = layout_of(args), run.ranks(args), args.dry_run is not None
+    work_dir = run.work_folder(args)
+    world, watch = run.start(args)
     device, main_rank = world.device, world.is_main
     if args.demo is not None:
         args.train_data_file, args.eval_data_file, made = distributed.rank0_first(
-            world, demo_problems.prepare, Path(check.folder(args.output_dir)) / "demo", args.system, args.demo)
-    # a run ends at the first mistake, a dry run names them all
-    check(distributed.check_bf16, device, args.bf16)
-    path = args.init_from and check(distributed.rank0_first, world, init_from.find, args.init_from)    # one download for all
+            world, demo_problems.prepare, Path(work_dir) / "demo", args.system, args.demo)
+    # one download for all
+    path = args.init_from and distributed.rank0_first(world, init_from.find, args.init_from)
     tokenizer = args.tokenizer or (path if init_from.is_causal(path) else "gpt2" if args.demo is None else made)
-    layout = (check(init_from.with_chat, layout, tokenizer) if args.chat else None) or layout
-    tokens = check(distributed.rank0_first, world, load_tokenizer, tokenizer, args.system, layout.end_token)
-    rows, eval_rows = check(
-        blocks.prepare_rows, world, layout, tokens, args.train_data_file, eval_data=args.eval_data_file,
-        validation_split=args.validation_split, row_length=args.row_length, pack=args.pack,
-        drop=args.drop_bad, output_dir=None if check.dry else args.output_dir, seed=args.seed) or (None, None)
-    config = tokens and init_from.config_for(path, args.model_size, tokens, args.dropout)
-    given = tokens and path and check(init_from.read, path, config, tokens, args.init_ema, args.seed)
-    check.settle()
+    if args.chat:
+        layout = init_from.with_chat(layout, tokenizer)
+    tokens = distributed.rank0_first(world, load_tokenizer, tokenizer, args.system, layout.end_token)
+    config = init_from.config_for(path, args.model_size, tokens, args.dropout)
+    # a run ends at the first mistake, a dry run names them all
+    *_, (rows, eval_rows), given = collect(
+        dry, lambda: run.check_folders(args), lambda: distributed.check_bf16(device, args.bf16),
+        lambda: blocks.prepare_rows(
+            world, layout, tokens, args.train_data_file, eval_data=args.eval_data_file,
+            validation_split=args.validation_split, row_length=args.row_length, pack=args.pack,
+            drop=args.drop_bad, output_dir=None if dry else args.output_dir, seed=args.seed),
+        lambda: path and init_from.read(path, config, tokens, args.init_ema, args.seed))
     config = init_from.with_lora(config, path, args.bf16, args.init_from, lora_of(args))
     table, regions = blocks.row_table(rows), elbo.REGIONS[args.system]
-    set_batch(args, world, ranks, config, rows, eval_rows, table)
+    if not args.per_device_train_batch_size:        # problems become rows
+        args.per_device_train_batch_size = max(1, round(args.problems_per_batch / table["samples"].mean()))
+    if args.auto or dry:
+        from diffusion import plan
+    if args.auto:
+        plan.choose(args, world, ranks, config, rows, eval_rows, table)
     batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     identity = identity_of(layout, rows, given, seed=args.seed, model=[args.model_size, tokens.vocab_size],
                            batch=[batch_rows, rows.length], adapters=lora_of(args))
@@ -418,19 +395,19 @@ def train(args):
     step_rows = per_step * batch_rows
     step_problems, epochs = step_rows * table["samples"].mean(), total_steps * per_step / order.packs_per_epoch
     peak_lr = optim.sqrt_lr(args.learning_rate, step_problems, args.scale_lr_from_batch or step_problems)
-    often, setup = run.intervals(args, total_steps, meta, bool(eval_rows), **OFTEN), setup_of(args, ranks)
+    often = run.intervals(args, total_steps, meta, bool(eval_rows), **OFTEN)
+    shards = {"ddp": 1, "fsdp": ranks, "hsdp": args.shard_size or flags.local_ranks(ranks)}[args.parallel]
     if main_rank:
         lines.print_start(device, ranks, config, rows, eval_rows, table,
                     f"steps      {total_steps} = {epochs:,.1f} epochs; a step is {step_rows} rows "
                     f"({step_problems:,.0f} problems) = {ranks} ranks x {accumulation} micro-steps x "
                     f"{batch_rows}; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\n{often}\n"
-                    f"{plan.start_text(at['step'], resume, given.words if given else 'new weights')}",
+                    f"{run.start_text(at['step'], resume, given.words if given else 'new weights')}",
                     size_name=path.name if init_from.is_causal(path) else args.model_size,
-                    shards=setup.shards if setup.fsdp else 1, bf16=args.bf16)
-    if check.dry:
-        print_plan(check, config, table, rows, eval_rows, order, noise.mean_rate(args.t_range, args.noise_schedule),
-                   total_steps - at["step"], **for_plan(args, ranks))
-        return check.finish()
+                    shards=shards, bf16=args.bf16)
+    if dry:
+        plan.print_plan(args, ranks, config, rows, eval_rows, table, order, total_steps - at["step"])
+        return print("dry run ok")
 
     # -- model, optimizer, resume -------------------------------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)

@@ -271,6 +271,13 @@ def split_groups(groups, share, seed):
     return everyone[~out], everyone[out]
 
 
+def samples_line(table, train_ids, eval_ids):
+    """How many samples, how long, how much of them is trained."""
+    lengths, targets = table.lengths[train_ids], table.targets[train_ids]
+    return (f"samples    {len(train_ids)} to train, {len(eval_ids)} to validate; tokens mean {lengths.mean():.1f} "
+            f"max {lengths.max()}; {targets.mean():.1f} of them trained")
+
+
 def split_samples(table, n_train, group_size, share, seed):
     """(train, held out) sample numbers. Samples from n_train on came from a validation file; else split_groups."""
     if len(table) > n_train:

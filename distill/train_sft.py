@@ -184,17 +184,14 @@ def check_distillation(args):
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
-import functools
-
 import torch
 from tqdm import tqdm
 
-from common import adapters, auto, checkpoint, distributed, float8, loading, metrics, optim, run, tensor_files, watchdog
+from common import adapters, checkpoint, distributed, float8, loading, metrics, optim, run, tensor_files, watchdog
 from common.packing import PackOrder, pack_order, rank_packs, run_length
-from common.plan import Checks, room_of, setup_of, start_text, steps_text
+from common.problems import collect
 from distill import chat, packed_lm, rollouts, served, topk, weights
-from distill.dataset import make_loader, prepare_table, split_samples
-from distill.plan import peaks, print_plan, samples_line
+from distill.dataset import make_loader, prepare_table, samples_line, split_samples
 from distill.teacher import read_prompt
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -334,27 +331,6 @@ def teaching_of(args):
             "prompted": (args.divergence, args.js_beta, args.distill_topk) if args.prompt_file else None}
 
 
-def choose(args, world, ranks, model, table, train_ids):
-    """--auto: set the flags that are open by the memory plan; returns whether the model has to be built anew."""
-    lengths = table.lengths[train_ids]
-
-    @functools.cache
-    def order_of(budget):
-        return pack_order(lengths, tokens_per_pack=budget, samples_per_pack=args.per_device_train_batch_size,
-                          seed=args.seed)
-    peak_of = peaks(model, lengths, table.targets[train_ids])
-    setups = auto.by_tokens(args, setup_of(args, ranks), lengths, lambda budget: order_of(budget).packs_per_epoch,
-                            args.global_batch_size)
-    return auto.decide(args, world, setups, lambda setup: peak_of(setup, order_of(setup.budget)),
-                       lambda setup: len(lengths) / order_of(setup.budget).packs_per_epoch)
-
-
-def for_plan(args, ranks, often):
-    """What print_plan needs of the flags, by name. ranks: how many processes train. often: of run.intervals."""
-    return {"setup": setup_of(args, ranks), "room": room_of(args), "often": often, "epochs": args.num_train_epochs,
-            "peak_lr": args.learning_rate}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Main
 
@@ -365,36 +341,37 @@ def main(argv=None):
 
 
 def train(args):
-    # -- ranks, data, empty model: a run ends at the first mistake, a dry run names them all -------------------------
-    ranks, check = run.ranks(args), Checks(args.dry_run is not None)
-    world, watch = run.start(args, check, cpu_too=args.cpu_offload)
+    # -- ranks, data, empty model -----------------------------------------------------------------------------------
+    ranks, dry, work_dir = run.ranks(args), args.dry_run is not None, run.work_folder(args)
+    world, watch = run.start(args, cpu_too=args.cpu_offload or args.auto)
     device, main_rank = world.device, world.is_main
-    check(distributed.check_bf16, device, args.bf16)
-    check(float8.check_device, device, args.float8)
-    check(distributed.rank0_first, world, weights.find_model, args.model_path)       # downloads before the others look
-    folder = check(weights.find_model, args.model_path)
-    config, tokenizer = check(weights.load_config, folder), check(chat.load_tokenizer, folder,
-                                                                  template=args.chat_template)
-    check(weights.check_vocabulary, tokenizer, config)
-    encoder = check(chat.Encoder, tokenizer, args.train_turns, thinking=THINKING[args.enable_thinking])
-    prompt = check(read_prompt, args.prompt_file, args.prompt_role) if args.prompt_file else None
-    teacher = check(topk.Alternatives, tokenizer, args.distill_topk) if args.distill_topk and not prompt else None
-    limit = check(weights.length_limit, config, args.max_length, args.max_tokens_per_batch)
+    distributed.rank0_first(world, weights.find_model, args.model_path)     # downloads before the others look
+    folder = weights.find_model(args.model_path)
+    config, tokenizer = weights.load_config(folder), chat.load_tokenizer(folder, template=args.chat_template)
+    weights.check_vocabulary(tokenizer, config)
+    encoder = chat.Encoder(tokenizer, args.train_turns, thinking=THINKING[args.enable_thinking])
+    prompt = read_prompt(args.prompt_file, args.prompt_role) if args.prompt_file else None
+    teacher = topk.Alternatives(tokenizer, args.distill_topk) if args.distill_topk and not prompt else None
+    limit = weights.length_limit(config, args.max_length, args.max_tokens_per_batch)
     lora = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules,
             args.model_path, args.use_rslora, args.use_dora) if args.use_lora else None
     kind = {"lora": lora, "bf16": args.bf16, "recompute": args.gradient_checkpointing, **teaching_of(args)}
-    model, parts = check(empty_model, config and folder, **kind) or (None, None)
     paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
-    # rank 0 tokenises into a table on disk that all ranks map
-    table, n_train, ends = check(prepare_table, world, check.folder(args.output_dir), paths, encoder, limit,
-                                 args.too_long, teacher=teacher, processes=args.preprocess_num_proc, drop=args.drop_bad,
-                                 list_in=None if check.dry else args.output_dir, prompt=prompt) or (None,) * 3
-    train_ids, eval_ids = check(split_samples, table, n_train, args.group_size, args.validation_split,
-                                args.seed) or (None, None)
-    check.settle()
+
+    def read_data():        # rank 0 tokenises into a table on disk that all ranks map
+        table, n_train, ends = prepare_table(
+            world, work_dir, paths, encoder, limit, args.too_long, teacher=teacher, prompt=prompt, drop=args.drop_bad,
+            processes=args.preprocess_num_proc, list_in=None if dry else args.output_dir)
+        return table, ends, *split_samples(table, n_train, args.group_size, args.validation_split, args.seed)
+    # a run ends at the first mistake, a dry run names them all
+    *_, (model, parts), (table, ends, train_ids, eval_ids) = collect(
+        dry, lambda: run.check_folders(args), lambda: distributed.check_bf16(device, args.bf16),
+        lambda: float8.check_device(device, args.float8), lambda: empty_model(folder, **kind), read_data)
     if args.tf32:
         torch.set_float32_matmul_precision("high")
-    if args.auto and choose(args, world, ranks, model, table, train_ids):
+    if args.auto or dry:
+        from distill import plan
+    if args.auto and plan.choose(args, world, ranks, model, table.lengths[train_ids], table.targets[train_ids]):
         model, parts = empty_model(folder, **kind | {"recompute": args.gradient_checkpointing})
     # a checkpoint of a run with another identity is refused; validation losses on other data do not compare
     identity = run_identity(
@@ -413,12 +390,14 @@ def train(args):
     peak_lr, warmup = args.learning_rate, round(args.warmup_ratio * total_steps)
     often = run.intervals(args, total_steps, meta, len(eval_ids) > 0)
 
-    if check.dry:
+    if dry:
         if resume:
             packed_lm.check_resume(model, resume)
-        print_plan(check, model, table, train_ids, eval_ids, order, (steps_per_epoch, total_steps), at, resume,
-                   **for_plan(args, ranks, often))
-        return check.finish()
+        lines = [run.steps_text(total_steps, steps_per_epoch, ranks, accumulation, f"peak lr {peak_lr:.2e}"), often,
+                 run.start_text(at["step"], resume)]
+        left = total_steps - at["step"]
+        plan.print_plan(args, ranks, model, table, (train_ids, eval_ids), order, lines, left)
+        return print("dry run ok")
 
     # -- model, optimizer, resume -------------------------------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)
@@ -443,8 +422,8 @@ def train(args):
     matrix_weights = packed_lm.layer_weights(model.native)
     if main_rank:
         print_start(world, model, table, train_ids, eval_ids,
-                    steps_text(total_steps, steps_per_epoch, ranks, accumulation,
-                               f"peak lr {peak_lr:.2e}, warm-up {warmup}"), often, start_text(state.step, resume),
+                    run.steps_text(total_steps, steps_per_epoch, ranks, accumulation,
+                                   f"peak lr {peak_lr:.2e}, warm-up {warmup}"), often, run.start_text(state.step, resume),
                     kind=args.parallel, bf16=args.bf16)
         if unknown_ends:
             names = ", ".join(tokenizer.convert_ids_to_tokens(unknown_ends))

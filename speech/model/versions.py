@@ -12,21 +12,20 @@ def is_third(config_dict):
     return config_dict["model_type"] == v3.MODEL_TYPE
 
 
-def find_files(world, model_path, codec_path, output_dir, check=lambda work, *args: work(*args)):
+def find_files(world, model_path, codec_path, output_dir):
     """(model folder, its config.json as a dict, codec folder). Raises UserError. Collective.
 
-    codec_path None: the codec inside the checkpoint, unpacked in output_dir. check: plan.Checks, of whose dry run each
-    result may be None.
+    codec_path None: the codec inside the checkpoint, unpacked in output_dir.
     """
     for find, path in ((weights.find_model, model_path), (weights.find_codec, codec_path)):
         if path:
-            check(distributed.rank0_first, world, find, path)      # hub names are downloaded before the others look
-    folder, config = check(weights.find_model, model_path) or (None, None)
-    if config and is_third(config) and world.is_main:
+            distributed.rank0_first(world, find, path)      # hub names are downloaded before the others look
+    folder, config = weights.find_model(model_path)
+    if is_third(config) and world.is_main:
         print(f"licence    {v3.LICENCE}", flush=True)
     if codec_path:
-        return folder, config, (check(weights.find_codec, codec_path) or (None, None))[0]
-    return folder, config, check(distributed.rank0_first, world, own_codec, folder, config, output_dir)
+        return folder, config, weights.find_codec(codec_path)[0]
+    return folder, config, distributed.rank0_first(world, own_codec, folder, config, output_dir)
 
 
 def read_config(config_dict):
