@@ -47,7 +47,7 @@ MARGIN = "5 % of it left for fragmentation"
 FIXED = 1.0 * GIB       # CUDA context and workspaces: about this much on current GPUs
 FIXED_NCCL = 1.0 * GIB  # NCCL's buffers and channels beside it: a guess
 INDENT = "\n           "
-STAGES = "the heads", "a layer's backward", "the embedding's backward"
+STAGES = "the heads", "a layer's backward", "the embedding's backward", "the last reduction"
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def run_layers(step, setup, pack, count, train, gpu):
         if train:
             follow(live, layers)
         if setup.fsdp:
-            reduce_gradients(trained, layers, setup)
+            reduce_gradients(live, trained, layers, setup)
         with live, swapped(*(*gpu_kernels(live), *step.kernels) if gpu else ()):
             with torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16), \
                     torch.set_grad_enabled(train):
@@ -270,10 +270,10 @@ def follow(live, layers):
         lambda _, given, named: enter(STAGES[2], (given, named)), with_kwargs=True)
 
 
-def reduce_gradients(trained, layers, setup):
+def reduce_gradients(live, trained, layers, setup):
     """Have gradients go as under FSDP2: when a unit has all of its own they are summed in fp32,
-    until the next unit has; then there are shards. With accumulation those are whole, with offload
-    on the host: counted elsewhere.
+    until the next unit has; then there are shards. The root, all outside the layers, comes last.
+    With accumulation there are no shards yet, with offload they are on the host: counted elsewhere.
     """
     unit_of = {p: number for number, layer in enumerate(layers) for p in layer.parameters()}
     missing, waiting = Counter(unit_of.get(p) for p in trained), {}
@@ -285,10 +285,12 @@ def reduce_gradients(trained, layers, setup):
         parameter.grad = None
         missing[unit] -= 1
         if missing[unit] == 0:
-            values = sum(gradient.numel() for gradient in waiting[unit])
+            if unit is None:
+                live.stage = STAGES[3]
+            values = sum(gradient.numel() for gradient in waiting.pop(unit))
+            reducing.clear()
             of_each = parameter.element_size() + 4
-            reducing[:] = [torch.empty(values * of_each, dtype=torch.uint8)]
-            del waiting[unit]
+            reducing.append(torch.empty(values * of_each, dtype=torch.uint8))
             if setup.fresh and not setup.offload:
                 shards.append(torch.empty(-(-values // setup.shards)))
     for parameter in trained:
@@ -332,7 +334,7 @@ def memory(step, setup, pack, held_out=None):
         root, value = values_of(model) - sum(layers), 2 if setup.bf16 else 4
         work = root + sum(sorted(layers)[-3 if len(layers) > 2 else -1:])
         kept = [values_of(model)] * 3 if setup.reshard is False else [root, work, root]
-        gathered = dict(zip(gathered, (value * n for n in (*kept, 2 * (root + layers[0])))))
+        gathered = dict(zip(gathered, (value * n for n in (*kept, 0, 2 * (root + layers[0])))))
     made = step_bytes(step, setup, pack) | {"the first layer": 0}
     stages = {stage: standing + gathered[stage] + of for stage, of in made.items()}
     if held_out:

@@ -97,11 +97,8 @@ def real():
 
 @pytest.mark.slow
 def test_full_fine_tuning_of_3b_fits_eight_gpus(real):
-    """Packs of 8192 tokens, checkpointing: a row is a layer's input 28 times, the last norm's, and a few numbers."""
+    """Packs of 8192 tokens, checkpointing: room in 80 GB, which DDP has not."""
     step, setup = speech_plan.step_of(v2.PackedHiggs(real)), Setup(8, "fsdp", recompute="all")
-    few, many = (step_bytes(step, setup, (2048, audio, 512, 0))["the heads"] for audio in (4096, 6144))
-    arithmetic = 28 * 2 * 3072 + 2 * 3072 + 4 + 2 * 2 * 128
-    assert arithmetic < (many - few) / 2048 < arithmetic + 8 * 8 + 150
     pack = 2048, 6144, 6144, 512
     assert 12 * GIB < plan.memory(step, setup, pack).peak < 30e9
     assert plan.memory(step, replace(setup, accumulation=2), pack).peak < 60e9
