@@ -160,7 +160,7 @@ from common import adapters, checkpoint, distributed, loading, metrics, optim, r
 from common.distributed import UserError
 from common.json_files import read_object
 from common.packing import PackOrder, pack_order, rank_packs, run_length
-from common.plan import Checks, start_text, steps_text
+from common.problems import collect
 from common.watchdog import stop_requested
 from data import make_loader, prepare_table
 from speech.data import text_normalization
@@ -426,7 +426,7 @@ def print_sample(table, tokenizer, batch):
 
 
 # ------------------------------------------------------------------------------------------------
-# Data, plan
+# Data
 
 
 def code_cache(args):
@@ -434,39 +434,22 @@ def code_cache(args):
     return args.code_cache or Path(args.output_dir) / "codes"
 
 
-def read_data(args, check, tokenizer, ids, codec_dir, world):
-    """The Table of the user's files. A dry run encodes nothing and leaves nothing behind."""
+def read_data(args, tokenizer, ids, codec_dir, work_dir, world):
+    """The Table of the user's files, made in work_dir. A dry run encodes nothing."""
+    dry = args.dry_run is not None
     train, held_out = data_flags.sources(args)
     return prepare_table(
-        world, tokenizer, ids, codec_dir, train=train, held_out=held_out,
-        output_dir=check.folder(args.output_dir), cache_dir=code_cache(args),
-        reading=Reading(**data_flags.reading(args)), processes=args.preprocess_num_proc,
-        wait_limit_s=args.wait_timeout, encode=not check.dry, drop=args.drop_bad,
-        list_in=None if check.dry else args.output_dir)
+        world, tokenizer, ids, codec_dir, train=train, held_out=held_out, output_dir=work_dir,
+        cache_dir=code_cache(args), reading=Reading(**data_flags.reading(args)),
+        processes=args.preprocess_num_proc, wait_limit_s=args.wait_timeout, encode=not dry,
+        drop=args.drop_bad, list_in=None if dry else args.output_dir)
 
 
-def order_of(lengths, args, budget):
-    """PackOrder of training samples of these lengths. budget: tokens of a pack, or 0."""
-    return pack_order(lengths, tokens_per_pack=budget,
-                      samples_per_pack=args.per_device_train_batch_size, seed=args.seed,
-                      group_by_length=args.group_by_length)
-
-
-def choose(args, world, ranks, model, table, ids, train_ids, eval_ids):
-    """--auto: set the flags that are open by the memory plan -> whether to build the model anew."""
-    import functools
-
-    from common import auto
-    from common.plan import setup_of
-    from speech.plan import peaks
-    lengths = table.lengths[train_ids]
-    order = functools.cache(lambda budget: order_of(lengths, args, budget))
-    peak_of = peaks(model, table, ids, train_ids, eval_ids, speaks=bool(args.sample_prompts),
-                    eval_batch_size=args.per_device_eval_batch_size)
-    setups = auto.by_tokens(args, setup_of(args, ranks), lengths,
-                            lambda budget: order(budget).packs_per_epoch, args.global_batch_size)
-    return auto.decide(args, world, setups, lambda setup: peak_of(setup, order(setup.budget)),
-                       lambda setup: len(lengths) / order(setup.budget).packs_per_epoch)
+def check_float8(args, device):
+    """UserError where --float8 cannot run."""
+    if args.float8:
+        from common import float8
+        float8.check_device(device, True)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -479,40 +462,37 @@ def main(argv=None):
 
 
 def train(args):
-    # -- ranks, data, empty model: a run ends at the first mistake, a dry run names them all -----
-    ranks, check = run.ranks(args), Checks(args.dry_run is not None)
-    world, watch = run.start(args, check, cpu_too=args.cpu_offload)
+    # -- ranks, data, empty model --------------------------------------------------------------
+    ranks, dry, work_dir = run.ranks(args), args.dry_run is not None, run.work_folder(args)
+    world, watch = run.start(args, cpu_too=args.cpu_offload or args.auto)
     device, main_rank = world.device, world.is_main
-    check(distributed.check_bf16, device, args.bf16)
-    if args.float8:
-        from common import float8
-        check(float8.check_device, device, True)
-    if check.dry:       # a run finds out when it encodes
-        from common.plan import check_writable
-        check(check_writable, code_cache(args), "--code_cache")
     folder, config_dict, codec_dir = versions.find_files(
-        world, args.model_path, args.audio_tokenizer_path, check.folder(args.output_dir), check)
-    if config_dict is None:     # of a dry run; nothing else can be looked at without a model
-        check.settle()
+        world, args.model_path, args.audio_tokenizer_path, work_dir)
     module = versions.module(config_dict)
-    args.normalize_text = check(module.text_setting, args.normalize_text or "")
+    args.normalize_text = module.text_setting(args.normalize_text or "")
     if args.use_lora:
         args.lora_target_modules = args.lora_target_modules or module.LORA_TARGETS
-    config, tokenizer = check(module.read_config, config_dict), check(module.load_tokenizer, folder)
-    ids = check(module.token_ids, tokenizer, config)
-    model, parts = check(empty_trained_model, module, folder, config_dict, args) or (None, None)
-    table = check(read_data, args, check, tokenizer, ids, codec_dir, world)
-    speaker = check(load_prompts, args, tokenizer, ids, config, codec_dir, world)
-    check.settle()
+    config, tokenizer = module.read_config(config_dict), module.load_tokenizer(folder)
+    ids = module.token_ids(tokenizer, config)
+    # a run ends at the first mistake, a dry run names them all
+    *_, (model, parts), table, speaker = collect(
+        dry, lambda: run.check_folders(args), lambda: distributed.check_bf16(device, args.bf16),
+        lambda: check_float8(args, device),
+        lambda: empty_trained_model(module, folder, config_dict, args),
+        lambda: read_data(args, tokenizer, ids, codec_dir, work_dir, world),
+        lambda: load_prompts(args, tokenizer, ids, config, codec_dir, world))
     held_out = 0 if args.disable_eval else args.validation_split
     all_train, all_eval = split_samples(table, held_out, args.seed)
     train_ids, eval_ids = usable_samples(
         table, all_train, all_eval, max_length=args.max_length or config.max_position_embeddings,
         max_tokens=args.max_tokens_per_batch, drop="too_long" in args.drop_bad, say=main_rank,
-        output_dir=args.output_dir if main_rank and not check.dry else None)
+        output_dir=args.output_dir if main_rank and not dry else None)
     if args.tf32:       # only now: codes in the cache must not depend on it
         torch.set_float32_matmul_precision("high")
-    if args.auto and choose(args, world, ranks, model, table, ids, train_ids, eval_ids):
+    if args.auto or dry:
+        from speech import plan
+        data = plan.Data(table, ids, train_ids, eval_ids, speaker)
+    if args.auto and plan.choose(args, world, ranks, model, data):
         model, parts = empty_trained_model(module, folder, config_dict, args)
     identity = run_identity(folder, table, train_ids, args) if main_rank else None
     validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
@@ -520,7 +500,9 @@ def train(args):
 
     # -- order, number of steps: every rank knows them without asking; so all agree ---------------
     accumulation, at = args.gradient_accumulation_steps, run.position(meta)
-    order = order_of(table.lengths[train_ids], args, args.max_tokens_per_batch)
+    order = pack_order(table.lengths[train_ids], tokens_per_pack=args.max_tokens_per_batch,
+                       samples_per_pack=args.per_device_train_batch_size, seed=args.seed,
+                       group_by_length=args.group_by_length)
     per_step = ranks * accumulation
     steps_per_epoch, total_steps = run_length(
         order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps, at)
@@ -531,16 +513,15 @@ def train(args):
         samples = per_step * args.per_device_train_batch_size
         peak_lr = optim.sqrt_lr(args.learning_rate, samples, args.scale_lr_from_batch)
 
-    if check.dry:
-        from common.plan import room_of, setup_of
-        from speech.plan import print_plan
+    if dry:
         check_resume(module, model, resume)
-        print_plan(check, model, table, ids, train_ids, eval_ids, order,
-                   (steps_per_epoch, total_steps), at, resume, setup=setup_of(args, ranks),
-                   room=room_of(args), often=often,
-                   eval_batch_size=args.per_device_eval_batch_size, warmup_steps=args.warmup_steps,
-                   speaks=bool(speaker), code_cache=code_cache(args))
-        return check.finish()
+        share = args.warmup_steps / max(1, total_steps)
+        about = f"warm-up {args.warmup_steps} steps, {share * 100:.0f}% of the run"
+        lines = [run.steps_text(total_steps, steps_per_epoch, ranks, accumulation, about), often,
+                 run.start_text(at["step"], resume)]
+        plan.print_plan(args, ranks, model, data, order, lines, total_steps - at["step"],
+                        code_cache(args))
+        return print("dry run ok")
 
     # -- model, optimizer, resume ----------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)
@@ -570,8 +551,8 @@ def train(args):
             sample_prompts.forget_later(args.output_dir, state.step)
         about = f"peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}"
         print_start(world, model, table, train_ids, eval_ids, args.bf16,
-                    steps_text(total_steps, steps_per_epoch, ranks, accumulation, about), often,
-                    start_text(state.step, resume))
+                    run.steps_text(total_steps, steps_per_epoch, ranks, accumulation, about),
+                    often, run.start_text(state.step, resume))
 
     # -- loop: validation and checkpoint of the steps so far, then the next step -----------------
     stopping, saving = False, False

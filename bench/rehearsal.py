@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import data
 import train_v2_ddp
 from bench import fake_cuda
-from common import checkpoint, distributed, flags, fused, loading, memory, plan, run, tensor_files, watchdog
+from common import checkpoint, distributed, flags, fused, loading, plan, run, tensor_files, watchdog
 from diffusion import choices, demo_problems, dit, noise, train_bd3lm
 from distill import train_sft
 from distill import weights as chat_weights
@@ -295,7 +295,7 @@ def pairs_of(batch):
 def written(ledger, files):
     """Write the files of tensor_files.stage, as far as to reading the copies -> their bytes in pinned memory."""
     read = []
-    with memory.swapped((tensor_files, "save", lambda tensors, path: read.extend(map(ledger.read, tensors.values())))):
+    with plan.swapped((tensor_files, "save", lambda tensors, path: read.extend(map(ledger.read, tensors.values())))):
         for name, write in files.items():
             if name.endswith(".safetensors"):
                 write(Path(name))
@@ -317,8 +317,8 @@ def rehearse(trainer, folder, words, layers=2, ranks=1, planned=True):
     def parse(*more):
         return flags.parse(script.build_parser(), script.check_flags, [*words, *more])
 
-    def print_room(check, setup, room, table, parts, stages, checkpoint_size, *_):
-        seen["planned"], seen["checkpoint"] = max(stages.values()) - parts["fixed"], sum(checkpoint_size)
+    def print_room(args, setup, found, pack, saved, *_):
+        seen["planned"], seen["checkpoint"] = found.peak - found.parts["fixed"], sum(saved)
 
     def init(*_, **__):
         return distributed.World(size=ranks, device=device)
@@ -378,7 +378,7 @@ def rehearse(trainer, folder, words, layers=2, ranks=1, planned=True):
         (dit, "Model", on_gpu), (dit, "config_of", config_of), (dit, "sparse_attention", sparse_attention)]
     if real_load:
         changes.append((script, "load_model", load_model))
-    with memory.swapped(*changes), contextlib.redirect_stdout(io.StringIO()), contextlib.ExitStack() as stack:
+    with plan.swapped(*changes), contextlib.redirect_stdout(io.StringIO()), contextlib.ExitStack() as stack:
         if planned:
             script.train(parse("--dry_run", str(ranks)))
         args = parse()

@@ -79,7 +79,7 @@ def main(argv=None):
         raise SystemExit(f"error: {why}")
     fake_cuda.start()
     from bench import measure, rehearsal
-    from common.memory import GIB
+    from common.text import GIB
     report = measure.new_report("the fastest that a step could be on an H200, by count of its kernels",
                                 torch.device("cpu"), measure.command("roofline", argv))
     report["assumed"] = {name: getattr(args, name) for name in ("matmul_tflops", "attention_tflops", "memory_tbs",

@@ -1,130 +1,436 @@
-"""What a run would be and take, worked out and printed before it is one: lengths, packing, memory and disk against
-what there is, and problems.
+"""What --dry_run prints and --auto chooses by: a run's packs, its memory and disk.
 
-Plain numbers and arrays in, lines of text and lists of problems out; nothing is allocated, written or loaded here.
+Memory of one GPU, for W weight values of which T are trained, sharded over N GPUs (1 under DDP):
+
+    weights      stored dtype x W / N
+    gradients    4 T / N, and under FSDP2 4 T whole between the micro-steps of a step
+    optimizer    8 T / N (Adam, fp32)
+    average      4 T / N, where there is one
+    copies       FSDP2 gathers the root unit, a layer at work, the next one and a buffer
+    activations  no formula: step_bytes runs the step on tensors that have shapes but no memory, and
+                 counts what is alive: logits, casts of weights, gradients as they come included
+    fixed        CUDA context, cuBLAS, NCCL: a guess
+
+--cpu_offload keeps shards, gradients and moments on the host. Fragmentation is not modelled.
 """
+import contextlib
+import copy
+import functools
 import os
 import re
 import shutil
 import tempfile
-from dataclasses import dataclass
+import weakref
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Callable, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from common import checkpoint, recomputation, tensor_files
-from common.distributed import UserError, problem_text
-from common.flags import local_ranks
-from common.memory import GIB
-from common.text import counted
+from common import checkpoint, document_attention, fused, recomputation, tensor_files
+from common.distributed import UserError, rank0_first
+from common.flags import local_ranks, named, need
+from common.packing import pack_order
+from common.problems import collect
+from common.text import GIB, counted, size
 
-USABLE = 0.95               # of a GPU's memory, as long as no estimate has been compared with a GPU
+USABLE = 0.95           # of a GPU's memory, as long as no estimate has been compared with a GPU
 MARGIN = "5 % of it left for fragmentation"
+FIXED = 1.0 * GIB       # CUDA context and workspaces: about this much on current GPUs
+FIXED_NCCL = 1.0 * GIB  # NCCL's buffers and channels beside it: a guess
 INDENT = "\n           "
+STAGES = "the heads", "a layer's backward", "the embedding's backward", "the last reduction"
 
 
 @dataclass(frozen=True)
 class Setup:
     """How a run computes, as its flags say; None where the trainer has no such flag."""
     ranks: int
-    parallel: str               # ddp, fsdp or hsdp
-    bf16: bool
-    recompute: str | None       # of flags.MODES, or None
-    accumulation: int           # micro-steps of an optimizer step
-    batch_size: int             # samples or rows of a micro-step, without a budget
-    budget: int = 0             # tokens that every pack is filled to, 0: none
+    parallel: str = "ddp"           # ddp, fsdp or hsdp
+    bf16: bool = True
+    recompute: str | None = None    # of flags.MODES, or None
+    accumulation: int = 1           # micro-steps of an optimizer step
+    batch_size: int = 1             # samples or rows of a micro-step, without a budget
+    budget: int = 0                 # tokens that every pack is filled to, 0: none
     reshard: bool | None = None     # fsdp: a layer is freed after its forward
     offload: bool | None = None     # fsdp: shards and moments are in host memory
     adapters: bool | None = None    # only they are trained
-    shard_size: int = 0         # hsdp: GPUs that weights are sharded over, 0: those of a node
+    shard_size: int = 0             # hsdp: GPUs that weights are sharded over, 0: those of a node
 
     @property
     def fsdp(self):
-        """Whether weights are sharded."""
         return self.parallel != "ddp"
 
     @property
     def shards(self):
-        """GPUs that weights are sharded over, where they are; else all."""
-        return self.shard_size or local_ranks(self.ranks) if self.parallel == "hsdp" else self.ranks
+        if self.parallel == "hsdp":
+            return self.shard_size or local_ranks(self.ranks)
+        return self.ranks if self.fsdp else 1
 
-
-@dataclass(frozen=True)
-class Limits:
-    """What a run has to fit into, and the checkpoints that it leaves there, as its flags say."""
-    output_dir: str
-    save_steps: int             # optimizer steps between checkpoints, 0: at the end
-    eval_steps: int             # and between validations
-    save_total_limit: int       # newest checkpoints kept, 0: all
-    save_minutes: float = 0     # after which a checkpoint comes as well, 0: never
-    gpu_memory: float | None = None         # GiB of one GPU, None: what it has here
-    host_memory: float | None = None        # GiB of a node, None: what is free here
+    @property
+    def fresh(self):
+        """Whether gradients come while activations go; else they stand, in DDP's buckets or from
+        the micro-step before.
+        """
+        return self.accumulation == 1 and (self.fsdp or self.ranks == 1)
 
 
 def setup_of(args, ranks):
-    """Setup of the parsed flags of a trainer with token budgets and adapters. ranks: how many processes train."""
-    return Setup(
-        ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
-        accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size,
-        budget=args.max_tokens_per_batch, reshard=args.reshard_after_forward, offload=args.cpu_offload,
-        adapters=args.use_lora, shard_size=args.shard_size)
+    """Setup of a trainer's parsed flags. ranks: how many processes train."""
+    found = {field: getattr(args, flag) for flag, field in FLAGS.items() if hasattr(args, flag)}
+    return Setup(ranks, bf16=args.bf16, reshard=getattr(args, "reshard_after_forward", None),
+                 adapters=args.use_lora, shard_size=args.shard_size, **found)
 
 
-def room_of(args):
-    """Limits of a trainer's parsed flags."""
-    return Limits(
-        output_dir=args.output_dir, save_steps=args.save_steps, eval_steps=args.eval_steps,
-        save_total_limit=args.save_total_limit, save_minutes=args.save_minutes, gpu_memory=args.gpu_memory,
-        host_memory=args.host_memory)
+# --------------------------------------------------------------------------------------------------
+# A step on tensors without memory
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Problems
+class Step(NamedTuple):
+    """What a trainer computes in a micro-step."""
+    model: nn.Module        # what training calls, on any device, meta as well
+    layers: Callable        # (model) -> those that recomputation and FSDP2 take
+    loss: Callable          # (model, *pack) -> its loss of a pack, whose size some numbers say
+    kernels: tuple = ()     # (module, name, function) of what a GPU computes otherwise than the CPU
+    average: bool = False   # trained weights have an average
 
 
-class Checks:
-    """Calls functions that may raise UserError. A run ends at the first one; a dry run notes them all and goes on.
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that operators make in this context: now, and most in each stage."""
 
-    check(work, ...) -> what work(...) returns; in a dry run None where it fails, and where a positional argument is
-    None, since what made that has failed already.
+    def __init__(self, known):
+        """known: tensors that do not count."""
+        super().__init__()
+        self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+        self.now, self.stage, self.peaks, self.in_kernel = 0, STAGES[0], Counter(), False
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        if not self.in_kernel:
+            self.note(out)
+        return out
+
+    def note(self, made):
+        """Count what is new, until it is gone."""
+        for tensor in tree_leaves(made):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.gone, storage._cdata)
+        self.peaks[self.stage] = max(self.peaks[self.stage], self.now)
+
+    def gone(self, key):
+        self.now -= self.sizes.pop(key)
+
+    def kernel(self, function, *args):
+        """fused.kernel: one kernel of the GPU, of which only the results are tensors."""
+        self.in_kernel = True
+        out = function(*args)
+        self.in_kernel = False
+        self.note(out)
+        return out
+
+
+class Kept(torch.autograd.Function):
+    """A GPU's kernel without its work; its backward pass needs its inputs and a number a row."""
+
+    @staticmethod
+    def forward(ctx, x, *others):
+        """x (..., D) -> like x. Attention, whose others have as many axes, keeps that as well."""
+        out = torch.empty_like(x)
+        ctx.given = 1 + len(others)
+        ctx.save_for_backward(x, *others, x.new_empty(x.shape[:-1], dtype=torch.float32),
+                              out if others[0].ndim == x.ndim else None)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return tuple(torch.empty_like(t) for t in ctx.saved_tensors[:ctx.given])
+
+
+def varlen(q, k, v, *_):
+    """torch's attention of packed documents, which works without memory.
+
+    q (S, heads, D), k, v (S, kv_heads, D).
     """
-
-    def __init__(self, dry):
-        self.dry, self.problems = dry, []
-        self.scratch = tempfile.TemporaryDirectory() if dry else None
-
-    def __call__(self, work, *args, **options):
-        if not self.dry:
-            return work(*args, **options)
-        try:
-            return None if any(value is None for value in args) else work(*args, **options)
-        except UserError as error:
-            self.problems.append(str(error))
-
-    def folder(self, path):
-        """Where to write what belongs into `path`: a dry run has a temporary folder for it, and writes nowhere else."""
-        return self.scratch.name if self.dry else path
-
-    def settle(self):
-        """Raise UserError with all problems so far, if there are any."""
-        if self.problems:
-            raise UserError(all_problems(list(dict.fromkeys(self.problems))))
-
-    def finish(self):
-        """The end of a dry run."""
-        self.settle()
-        print("dry run ok")
+    grouped = {"enable_gqa": True} if document_attention.VARLEN_GQA else {}
+    if not grouped:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    ends = q.new_empty(2, dtype=torch.int32)
+    return varlen_attn(q, k, v, ends, ends, len(q), len(q), window_size=(-1, 0), **grouped)
 
 
-def all_problems(texts):
-    """Several UserErrors' texts as one; those that are lists themselves (distributed.problem_text) are taken apart."""
-    if len(texts) == 1:
-        return texts[0]
-    lines = []
-    for first, *rest in map(str.splitlines, texts):
-        lines += [line.strip() for line in rest] if first.endswith(" problems:") else ["\n    ".join([first, *rest])]
-    return problem_text(lines)
+def dropout(x, p=0.5, training=True, inplace=False):
+    """F.dropout of a GPU, which keeps a byte a value and not a factor."""
+    return torch.native_dropout(x, p, training)[0] if p and training else x
+
+
+def gpu_kernels(live):
+    """(module, name, function) of what a GPU computes otherwise than the CPU, in all trainers."""
+    return ((fused, "wanted", lambda x: True), (fused, "kernel", live.kernel),
+            (fused, "rms_norm", lambda x, weight, _: Kept.apply(x, weight.to(x.dtype))),
+            (F, "dropout", dropout),
+            (F, "grouped_mm", lambda rows, weights, **_: rows @ weights[0]),    # bf16 alone on CPUs
+            (document_attention, "_attention_by_document", varlen))
+
+
+@contextlib.contextmanager
+def swapped(*changes):
+    """Within this context attributes have other values. changes: (owner, name, value)."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    try:
+        for change in changes:
+            setattr(*change)
+        yield
+    finally:
+        for change in before:
+            setattr(*change)
+
+
+@functools.cache
+def step_bytes(step, setup, pack, train=True, gpu=True):
+    """{stage of STAGES: most bytes of tensors} that a micro-step makes of one pack, or, without
+    `train`, a validation batch. gpu=False: with the kernels of the CPU.
+
+    All layers but the last are alike: of many, 2 and then 4 are run.
+    """
+    count = len(step.layers(step.model))
+    if count <= 4:
+        return run_layers(step, setup, pack, count, train, gpu)
+    two, four = (run_layers(step, setup, pack, few, train, gpu) for few in (2, 4))
+    return {stage: four[stage] + (four[stage] - two[stage]) / 2 * (count - 4) for stage in four}
+
+
+def run_layers(step, setup, pack, count, train, gpu):
+    """step_bytes of a model that has lost all but `count` of its layers."""
+    dropped = step.layers(step.model)[count - 1:-1]
+    model = copy.deepcopy(step.model, {id(layer): layer for layer in dropped})
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            left = [part for part in module if not any(part is layer for layer in dropped)]
+            module._modules = {str(number): part for number, part in enumerate(left)}
+    layers = step.layers(model)
+    recomputation.set_mode(model, layers, setup.recompute)
+    model.train(train)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        give_shapes(model, torch.bfloat16 if setup.bf16 and setup.fsdp else None)
+        trained = [p for p in model.parameters() if p.requires_grad] if train else []
+        standing = [] if setup.fresh or setup.fsdp else [torch.empty_like(p) for p in trained]
+        for parameter, gradient in zip(trained, standing):
+            parameter.grad = gradient
+        live = LiveBytes([*model.parameters(), *model.buffers(), *standing])
+        if train:
+            follow(live, layers)
+        if setup.fsdp:
+            reduce_gradients(live, trained, layers, setup)
+        with live, swapped(*(*gpu_kernels(live), *step.kernels) if gpu else ()):
+            with torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16), \
+                    torch.set_grad_enabled(train):
+                loss = step.loss(model, *pack)
+            if train:
+                loss.backward()
+    return dict(live.peaks)
+
+
+def give_shapes(model, dtype):
+    """Replace a module's tensors by new ones of their shapes; parameters by such of a dtype, or
+    None: of their own.
+    """
+    made = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and p not in made:
+                tensor = torch.empty(p.shape, dtype=dtype or p.dtype)
+                made[p] = nn.Parameter(tensor, p.requires_grad)
+            module._parameters[name] = made.get(p)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def follow(live, layers):
+    """Change the stage where gradients come to the last layer, and where they leave the first."""
+    def enter(stage, tensors):
+        def begin(_):
+            live.stage = stage
+        tensor = next(leaf for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
+        if tensor.requires_grad:
+            tensor.register_hook(begin)
+    layers[-1].register_forward_hook(lambda _, given, out: enter(STAGES[1], out))
+    layers[0].register_forward_pre_hook(
+        lambda _, given, named: enter(STAGES[2], (given, named)), with_kwargs=True)
+
+
+def reduce_gradients(live, trained, layers, setup):
+    """Have gradients go as under FSDP2: when a unit has all of its own they are summed in fp32,
+    until the next unit has; then there are shards. The root, all outside the layers, comes last.
+    With accumulation there are no shards yet, with offload they are on the host: counted elsewhere.
+    """
+    unit_of = {p: number for number, layer in enumerate(layers) for p in layer.parameters()}
+    missing, waiting = Counter(unit_of.get(p) for p in trained), {}
+    reducing, shards = [], []
+
+    def arrived(parameter):
+        unit = unit_of.get(parameter)
+        waiting.setdefault(unit, []).append(parameter.grad)
+        parameter.grad = None
+        missing[unit] -= 1
+        if missing[unit] == 0:
+            if unit is None:
+                live.stage = STAGES[3]
+            values = sum(gradient.numel() for gradient in waiting.pop(unit))
+            reducing.clear()
+            of_each = parameter.element_size() + 4
+            reducing.append(torch.empty(values * of_each, dtype=torch.uint8))
+            if setup.fresh and not setup.offload:
+                shards.append(torch.empty(-(-values // setup.shards)))
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(arrived)
+
+
+# --------------------------------------------------------------------------------------------------
+# Memory of one GPU
+
+
+class Memory(NamedTuple):
+    """Of one GPU with its worst pack, in bytes."""
+    parts: dict         # {part: bytes}, which come and go
+    stages: dict        # {stage of a run: what is there}
+    host: float         # what one rank offloads
+
+    @property
+    def peak(self):
+        return max(self.stages.values())
+
+
+def memory(step, setup, pack, held_out=None):
+    """Memory with a pack, and with one of the validation, each the worst."""
+    def values_of(module):
+        return sum(p.numel() for p in module.parameters())
+    model, layers = step.model, [values_of(layer) for layer in step.layers(step.model)]
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    parts = {"weights": sum(p.nbytes for p in model.parameters()), "gradients": 4 * trained,
+             "optimizer": 8 * trained, "average": 4 * trained * step.average}
+    parts = {name: of / setup.shards for name, of in parts.items()}
+    host = sum(parts.values()) if setup.offload else 0
+    if setup.offload:
+        parts = dict.fromkeys(parts, 0)
+    if setup.fsdp and setup.accumulation > 1:
+        parts["gradients"] += 4 * trained
+    parts["fixed"] = FIXED + FIXED_NCCL * (setup.ranks > 1 or setup.fsdp)
+    standing = sum(parts.values()) - parts["gradients"] * setup.fresh
+
+    gathered = dict.fromkeys((*STAGES, "the first layer"), 0)
+    if setup.fsdp:
+        root, value = values_of(model) - sum(layers), 2 if setup.bf16 else 4
+        work = root + sum(sorted(layers)[-3 if len(layers) > 2 else -1:])
+        kept = [values_of(model)] * 3 if setup.reshard is False else [root, work, root]
+        gathered = dict(zip(gathered, (value * n for n in (*kept, 0, 2 * (root + layers[0])))))
+    made = step_bytes(step, setup, pack) | {"the first layer": 0}
+    stages = {stage: standing + gathered[stage] + of for stage, of in made.items()}
+    if held_out:
+        alone = replace(setup, recompute=None, accumulation=1, batch_size=1, budget=0)
+        work = step_bytes(step, alone, held_out, train=False)[STAGES[0]]
+        stages["validation"] = standing + gathered[STAGES[0]] + work
+    parts |= {"copies": gathered[STAGES[1]], "activations": max(made.values())}
+    return Memory(parts, stages, host)
+
+
+def memory_text(setup, found, pack):
+    """The table of one GPU's memory. pack: how large the worst one is."""
+    worst = f"worst pack, {pack}{recomputation.NOTES[setup.recompute]}"
+    notes = {"weights": "a shard" if setup.fsdp else "whole on every GPU",
+             "gradients": "fp32", "optimizer": "two fp32 moments", "average": "fp32",
+             "copies": "gathered layers", "activations": f"{worst}; logits, casts, gradients too",
+             "fixed": "CUDA context and libraries: a guess",
+             "peak estimate": f"reached in {max(found.stages, key=found.stages.get)}; "
+                              "parts come and go"}
+    rows = found.parts | {"peak estimate": found.peak}
+    return INDENT.join(f"{name:<13}  {rows[name] / GIB:9.2f} GiB  {note}"
+                       for name, note in notes.items() if rows[name])
+
+
+def gpu_memory(gib=None):
+    """Bytes of one GPU: --gpu_memory, or what the GPU here has, or 80 GiB."""
+    if gib:
+        return gib * GIB
+    there = torch.cuda.is_available()
+    return torch.cuda.get_device_properties(0).total_memory if there else 80 * GIB
+
+
+def refuse(what, helps):
+    """Raise UserError. helps: {text: whether it would help}."""
+    left = ", ".join(text for text, use in helps.items() if use)
+    raise UserError(f"{what}; what helps: {left or 'shorter samples'}")
+
+
+def check_memory(found, limit, setup):
+    """Raise UserError when a Memory leaves no margin below a limit in bytes."""
+    if found.peak <= USABLE * limit:
+        return
+    smaller = "max_tokens_per_batch" if setup.budget else "per_device_train_batch_size"
+    activations = {"--gradient_checkpointing": not setup.recompute,
+                   "--gradient_checkpointing all": setup.recompute == "selective",
+                   f"a smaller --{smaller}": setup.budget or setup.batch_size > 1}
+    alone = found.peak - found.parts["activations"]         # what no pack changes
+    refuse(f"memory: about {size(found.peak)} needed on each GPU, which has {size(limit)}, "
+           f"{MARGIN}", (activations if alone <= USABLE * limit else {}) | {
+               "--bf16": not setup.bf16,
+               "--parallel fsdp": not setup.fsdp and setup.ranks > 1,
+               "--gradient_accumulation_steps 1": setup.fsdp and setup.accumulation > 1,
+               "--reshard_after_forward": setup.fsdp and setup.reshard is False,
+               "--cpu_offload": setup.fsdp and setup.offload is False,
+               "--parallel fsdp --cpu_offload": not setup.fsdp and setup.offload is False,
+               "--use_lora": setup.adapters is False})
+
+
+# --------------------------------------------------------------------------------------------------
+# Host and disk
+
+
+def host_memory(meminfo="/proc/meminfo"):
+    """Bytes of host memory that are free here, or what Slurm gives the job, if that is less."""
+    free = 1024 * int(re.search(r"MemAvailable: +(\d+) kB", Path(meminfo).read_text())[1])
+    given = 2**20 * int(os.environ.get("SLURM_MEM_PER_NODE", 0))    # 0: all that the node has
+    return min(free, given or free)
+
+
+def checkpoint_bytes(model, trained_only, average=False):
+    """(weights, moments) bytes of a checkpoint. trained_only: adapters. average: saved as well."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    weights = sum(p.nbytes for p in (trained if trained_only else model.parameters()))
+    return weights * (1 + average), 8 * sum(p.numel() for p in trained)
+
+
+def staged_bytes(setup, weights, moments):
+    """Bytes that a save copies on the node of rank 0, which copies most; of checkpoint_bytes.
+
+    Under DDP rank 0 copies all that is saved, else each writer its own, but rank 0 all adapters.
+    """
+    writers = tensor_files.writers(setup.ranks)
+    here = sum(rank < local_ranks(setup.ranks) for rank in writers) / len(writers)
+    here = here if setup.fsdp else 1
+    return weights * (1 if setup.adapters else here) + moments * here
+
+
+def check_host(needed, limit, setup):
+    """Raise UserError when a node needs more host memory than a limit, both in bytes."""
+    if needed > limit:
+        refuse(f"host memory: about {size(needed)} needed by the {local_ranks(setup.ranks)} ranks "
+               f"of a node, which has {size(limit)}",
+               {"a node or Slurm job with more (--host_memory GIB plans for another machine)": True,
+                "no --cpu_offload": setup.offload, "more nodes": setup.fsdp,
+                "--parallel fsdp on several nodes": not setup.fsdp,
+                "--use_lora": setup.adapters is False})
 
 
 def existing_folder(path):
@@ -136,7 +442,7 @@ def existing_folder(path):
 
 
 def check_writable(path, flag):
-    """Raise UserError unless a folder is there and can be written, or can be made. Leaves nothing behind."""
+    """Raise UserError unless a folder is there and can be written, or can be made."""
     try:
         with tempfile.TemporaryFile(dir=existing_folder(path)):
             pass
@@ -151,210 +457,231 @@ def free_disk(path):
 
 def check_disk(path, needed, what):
     """Raise UserError when the disk of `path` has fewer than `needed` bytes free."""
-    if needed > free_disk(path):
-        raise UserError(f"{path}: {what} need {size(needed)}, its disk has {size(free_disk(path))} free")
+    free = free_disk(path)
+    if needed > free:
+        raise UserError(f"{path}: {what} need {size(needed)}, its disk has {size(free)} free")
 
 
 def folder_bytes(path):
     """Bytes of all files below a folder."""
-    return sum(os.path.getsize(os.path.join(place, name)) for place, _, names in os.walk(path) for name in names)
+    return sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
 
 
-def checkpoints_at_once(steps, save_steps, eval_steps, limit, timed=False):
-    """Most checkpoints that stand on disk together in a run of `steps` optimizer steps, one being written included.
-
-    limit: --save_total_limit. eval_steps: None without validation, which saves the best. timed: more may come at any
-    step; without a limit they are not counted.
+def checkpoints_at_once(args, steps, validates):
+    """Most checkpoints that stand on disk together in a run of `steps` steps, with the one being
+    written. --save_minutes may save at any step; without --save_total_limit that is not counted.
     """
-    saves = steps + 1 if timed and limit else 1 + sum(steps // every for every in (save_steps, eval_steps) if every)
-    return min(saves, limit + 1 + (eval_steps is not None)) if limit else saves
+    limit, intervals = args.save_total_limit, [args.save_steps]
+    if validates:
+        intervals.append(args.eval_steps)
+    saves = 1 + sum(steps // interval for interval in intervals if interval)
+    if limit and args.save_minutes:
+        saves = steps + 1
+    return min(saves, limit + 1 + validates) if limit else saves
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Lengths and packing
+def print_room(args, setup, found, pack, saved, steps, validates):
+    """Print what a run takes of GPU, host and disk; UserError with all that it will not fit into.
 
-
-def histogram(lengths, bins=8, width=40):
-    """Lines of an aligned histogram of lengths (n,) in tokens; bins are equally wide and end on round numbers."""
-    low, high = int(lengths.min()), int(lengths.max())
-    step = max(1, -(-(high - low + 1) // bins))
-    unit = 10 ** max(0, len(str(step)) - 1)
-    step = -(-step // unit) * unit                          # one leading digit
-    edges = np.arange(low // step * step, high + step + 1, step)
-    counts, _ = np.histogram(lengths, edges)
-    digits, count_digits = len(f"{edges[-1]:,}"), len(f"{counts.max():,}")
-    return [f"{a:>{digits},} - {b - 1:<{digits},} {n:>{count_digits},} {'#' * -(-width * n // counts.max())}".rstrip()
-            for a, b, n in zip(edges, edges[1:], counts) if a <= high]
-
-
-def packing_report(tokens, ranks, accumulation=1, budget=0):
-    """How full and how even an epoch's packs are -> {"useful", "balance"}: shares, 1 is best.
-
-    tokens: (n,) of each pack in order; every `ranks` neighbours run side by side. useful: tokens over slots, where a
-    pack has `budget` slots, or, when that is 0, as many as tokens, but one at least: empty packs fill the last step.
-    balance: mean over max of the ranks' tokens, averaged over the micro-steps: what waiting for the slowest leaves.
+    found: Memory; pack: how large the worst one is. saved: of checkpoint_bytes. steps: to go.
     """
-    per_step = ranks * accumulation
-    packs = np.zeros(-(-len(tokens) // per_step) * per_step, np.int64)
-    packs[:len(tokens)] = tokens
-    slots = len(packs) * budget or np.maximum(packs, 1).sum()
-    side_by_side = np.maximum(packs, budget or 1).reshape(-1, ranks)
-    return {"useful": tokens.sum() / slots, "balance": (side_by_side.mean(1) / side_by_side.max(1)).mean()}
-
-
-def pack_sums(plan, values):
-    """Sum of values (n_samples,) over each pack of a packing.EpochPlan -> (n_packs,) int64."""
-    sums = np.concatenate([[0], np.cumsum(values[plan.samples], dtype=np.int64)])
-    return sums[plan.offsets[1:]] - sums[plan.offsets[:-1]]
-
-
-def epoch_sums(order, epochs, values):
-    """pack_sums of some epochs of a packing.PackOrder, one behind the other."""
-    return np.concatenate([pack_sums(order.epoch(epoch), values) for epoch in epochs])
-
-
-def lengths_text(lengths):
-    """How long samples are. lengths: (n,) tokens."""
-    return (f"lengths    {lengths.sum():,} tokens an epoch; tokens a sample and how many samples have them:{INDENT}"
-            + INDENT.join(histogram(np.asarray(lengths))))
-
-
-def packs_text(setup, order, lengths, about):
-    """How many packs an epoch has, how full and how even they are. about: what an average one holds."""
-    report = packing_report(pack_sums(order.epoch(0), lengths), setup.ranks, setup.accumulation, setup.budget)
-    return (f"packs      {order.packs_per_epoch:,} an epoch; {about}{INDENT}"
-            f"{report['useful'] * 100:.1f}% of slots hold tokens; balance of the ranks (mean over max of their slots) "
-            f"{report['balance'] * 100:.0f}%")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory and disk, against what there is
-
-
-def host_memory(meminfo="/proc/meminfo"):
-    """Bytes of host memory that are free on this machine, or what Slurm gives the job, if that is less."""
-    free = 1024 * int(re.search(r"MemAvailable: +(\d+) kB", Path(meminfo).read_text())[1])
-    given = 2**20 * int(os.environ.get("SLURM_MEM_PER_NODE", 0))        # 0: all that the node has
-    return min(free, given or free)
-
-
-def gpu_memory(gib=None):
-    """Bytes of one GPU: --gpu_memory, or what the GPU here has, or 80 GiB."""
-    if gib:
-        return gib * GIB
-    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 * GIB
-
-
-def check_memory(peak, limit, helps):
-    """Raise UserError when a peak leaves no margin below a limit, both in bytes. helps: {flag: whether it would}."""
-    if peak <= USABLE * limit:
-        return
-    left = ", ".join(flag for flag, use in helps.items() if use) or "shorter samples"
-    raise UserError(f"memory: about {size(peak)} needed on each GPU, which has {size(limit)}, "
-                    f"{MARGIN}; what helps: {left}")
-
-
-def helps(setup):
-    """check_memory's {flag: whether it would help} for a Setup; a flag that the trainer lacks would not."""
-    return {"--gradient_checkpointing": not setup.recompute,
-            "--gradient_checkpointing all": setup.recompute == "selective", "--bf16": not setup.bf16,
-            "a smaller --max_tokens_per_batch": setup.budget > 0,
-            "a smaller --per_device_train_batch_size": not setup.budget and setup.batch_size > 1,
-            "--parallel fsdp": setup.parallel != "fsdp",
-            "--gradient_accumulation_steps 1": setup.fsdp and setup.accumulation > 1,
-            "--reshard_after_forward": setup.reshard is False, "--cpu_offload": setup.fsdp and setup.offload is False,
-            "--use_lora": setup.adapters is False}
-
-
-def host_parts(parallel, ranks, offloaded, weights, moments, adapters=False):
-    """(bytes offloaded, bytes a save stages, ranks) of the node of rank 0, which stages most; see tensor_files.stage.
-
-    offloaded: bytes of each rank; weights, moments: of a checkpoint; adapters: the weights are those. Under DDP rank 0
-    copies all that is saved, under FSDP2 and HSDP each writer what it owns, but rank 0 all adapters.
-    """
-    local, writers = local_ranks(ranks), tensor_files.writers(ranks)
-    share = sum(rank < local for rank in writers) / len(writers) if parallel != "ddp" else 1
-    return offloaded * local, weights * (1 if adapters else share) + moments * share, local
-
-
-def check_host(needed, limit, local, parallel, offload=False, adapters=None):
-    """Raise UserError when a node needs more host memory than a limit, both in bytes, naming what helps.
-
-    local: ranks of a node. offload, adapters: --cpu_offload and --use_lora; None: there is no such flag.
-    """
-    if needed <= limit:
-        return
-    fsdp = parallel != "ddp"
-    found = {"a node or Slurm job with more (--host_memory GIB plans for another machine)": True,
-             "no --cpu_offload": offload, "more nodes": fsdp, "--parallel fsdp on several nodes": not fsdp,
-             "--use_lora": adapters is False}
-    raise UserError(f"host memory: about {size(needed)} needed by the {counted(local, 'rank')} of a node, which has "
-                    f"{size(limit)}; what helps: {', '.join(text for text, use in found.items() if use)}")
-
-
-def size(n):
-    """Bytes as text."""
-    return f"{n / GIB:,.2f} GiB" if n >= GIB / 10 else f"{n / 2**20:,.2f} MiB"
-
-
-def memory_text(setup, parts, stages, pack, logits="worst pack, at their peak"):
-    """The table of one GPU's memory. parts, stages: of memory.worst_pack. pack: how large the worst one is."""
-    fsdp = setup.fsdp
-    where = "on the host" if parts["host"] else "a shard" if fsdp else "whole on every GPU"
-    spread = ", not sharded between micro-steps" * (fsdp and setup.accumulation > 1)
-    notes = {"weights": where, "gradients": f"fp32{spread}", "optimizer": "two fp32 moments",
-             "average": "averaged weights in fp32",
-             "copies": f"gathered in {'bf16' if setup.bf16 else 'fp32'}" if fsdp else "bf16 casts of fp32 weights",
-             "reduction": "gradients being summed over the GPUs",
-             "activations": f"worst pack, {pack}{recomputation.NOTES[setup.recompute]}", "logits": logits,
-             "fixed": "CUDA context and libraries: a guess", "peak estimate":
-             f"reached in {max(stages, key=stages.get)}; parts come and go"}
-    found = parts | {"copies": parts["copies"] + parts["forward copies"],
-                     "reduction": max(parts["reduction"], parts["last reduction"]),
-                     "peak estimate": max(stages.values())}
-    return INDENT.join(f"{name:<13}  {found[name] / GIB:9.2f} GiB  {note}" for name, note in notes.items()
-                       if found[name])
-
-
-def print_room(check, setup, room, table, parts, stages, checkpoint_size, steps, validates):
-    """Print what a run takes of GPU, host and disk; what it will not fit into is a problem of `check`.
-
-    setup, room: Setup, Limits. table: of memory_text. checkpoint_size: of memory.checkpoint_bytes. steps: still to go.
-    """
-    offloaded, staged, local = host_parts(setup.parallel, setup.ranks, parts["host"], *checkpoint_size, setup.adapters)
-    limit, host_limit = gpu_memory(room.gpu_memory), room.host_memory * GIB if room.host_memory else host_memory()
-    one, have = sum(checkpoint_size), sum(folder_bytes(path) for _, path in checkpoint.checkpoints(room.output_dir))
-    most = checkpoints_at_once(max(0, steps), room.save_steps, room.eval_steps if validates else None,
-                               room.save_total_limit, room.save_minutes > 0)
-    print(f"memory     estimate for one GPU; it has {size(limit)}, {MARGIN}{INDENT}{table}\n"
-          f"host       {size(offloaded + staged)} for the {counted(local, 'rank')} of a node: {size(offloaded)} offloaded, "
-          f"{size(staged)} copied by a save; it has {size(host_limit)}\n"
+    local, one = local_ranks(setup.ranks), sum(saved)
+    offloaded, staged = found.host * local, staged_bytes(setup, *saved)
+    limit = gpu_memory(args.gpu_memory)
+    host_limit = args.host_memory * GIB if args.host_memory else host_memory()
+    most = checkpoints_at_once(args, max(0, steps), validates)
+    have = sum(folder_bytes(path) for _, path in checkpoint.checkpoints(args.output_dir))
+    print(f"memory     estimate for one GPU; it has {size(limit)}, {MARGIN}{INDENT}"
+          f"{memory_text(setup, found, pack)}\n"
+          f"host       {size(offloaded + staged)} for the {counted(local, 'rank')} of a "
+          f"node: {size(offloaded)} offloaded, {size(staged)} copied by a save; it has "
+          f"{size(host_limit)}\n"
           f"disk       {size(one)} a checkpoint, at most {most} at once: {size(one * most)}; "
-          f"{size(free_disk(room.output_dir))} free for --output_dir")
-    check(check_memory, max(stages.values()), limit, helps(setup))
-    check(check_host, offloaded + staged, host_limit, local, setup.parallel, offload=setup.offload,
-          adapters=setup.adapters)
-    check(check_disk, room.output_dir, one * most - have, f"{most} checkpoints")
+          f"{size(free_disk(args.output_dir))} free for --output_dir")
+    collect(True, lambda: check_memory(found, limit, setup),
+            lambda: check_host(offloaded + staged, host_limit, setup),
+            lambda: check_disk(args.output_dir, one * most - have, f"{most} checkpoints"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The printed plan
+# --------------------------------------------------------------------------------------------------
+# Model and packs
 
 
-def head_text(setup, units):
-    """What runs where, and the model. units: of memory.unit_sizes."""
-    values, _, trained = (sum(column) for column in zip(*units))
-    return (f"plan       {counted(setup.ranks, 'GPU')}, {setup.parallel}, {'bf16' if setup.bf16 else 'fp32'}\n"
-            f"model      {values / 1e6:,.1f} M parameters, {trained / 1e6:,.3f} M trainable "
+def head_text(setup, model):
+    """What runs where, and the model."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    precision = "bf16" if setup.bf16 else "fp32"
+    return (f"plan       {counted(setup.ranks, 'GPU')}, {setup.parallel}, {precision}\n"
+            f"model      {sum(n for n, _ in sizes) / 1e6:,.1f} M parameters, "
+            f"{sum(n for n, trained in sizes if trained) / 1e6:,.3f} M trainable "
             f"({'LoRA' if setup.adapters else 'full'}); the weight files have them all")
 
 
-def steps_text(total, per_epoch, ranks, accumulation, about):
-    """The length of the run in optimizer steps."""
-    return (f"steps      {total} ({per_epoch} an epoch), {ranks * accumulation} packs a step = "
-            f"{counted(ranks, 'rank')} x {accumulation} micro-steps; {about}")
+def epoch_sums(order, epochs, values):
+    """Sums (packs,) int64 of values (n_samples,) over each pack of some epochs of a PackOrder."""
+    found = []
+    for plan in map(order.epoch, epochs):
+        sums = np.concatenate([[0], np.cumsum(values[plan.samples], dtype=np.int64)])
+        found.append(sums[plan.offsets[1:]] - sums[plan.offsets[:-1]])
+    return np.concatenate(found)
 
 
-def start_text(step, resume, new="base model"):
-    """Where the run starts. resume: checkpoint folder or None."""
-    return f"start      step {step}, {f'resumed from {resume}' if resume else new}"
+def packs_text(setup, order, lengths, about):
+    """How long samples are, how many packs an epoch has, how full and how even they are.
+
+    lengths: (n,) tokens of the samples. about: what an average pack holds. Every `ranks` packs run
+    side by side. One of fewer tokens than the budget is filled up to it; packs of one empty slot
+    fill the last step.
+    """
+    low, middle, high = np.quantile(lengths, (0.05, 0.5, 0.95)).round().astype(int)
+    tokens, per_step = epoch_sums(order, [0], lengths), setup.ranks * setup.accumulation
+    slots = np.full(-(-len(tokens) // per_step) * per_step, setup.budget or 1)
+    slots[:len(tokens)] = np.maximum(tokens, setup.budget)
+    side_by_side = slots.reshape(-1, setup.ranks)
+    balance = (side_by_side.mean(1) / side_by_side.max(1)).mean()
+    return (f"lengths    {lengths.sum():,} tokens an epoch; of a sample {lengths.min():,} at "
+            f"least, {middle:,} in the middle, {low:,} to {high:,} for nine of ten, "
+            f"{lengths.max():,} at most\n"
+            f"packs      {order.packs_per_epoch:,} an epoch; {about}{INDENT}"
+            f"{tokens.sum() / slots.sum() * 100:.1f}% of slots hold tokens; balance of the ranks "
+            f"(mean over max of their slots) {balance * 100:.0f}%")
+
+
+# --------------------------------------------------------------------------------------------------
+# --auto: rank 0 tries setups from the fastest on and takes the first that fits. What a flag names
+# stays. A run that resumes takes the choice of its checkpoint, whatever memory there is now.
+
+FLAGS = {"parallel": "parallel", "max_tokens_per_batch": "budget",
+         "per_device_train_batch_size": "batch_size", "gradient_checkpointing": "recompute",
+         "gradient_accumulation_steps": "accumulation",
+         "cpu_offload": "offload"}      # {flag: of Setup}
+BUDGETS = (16384, 8192, 4096, 2048, 1024)       # tokens of a pack
+LARGE = 4096        # tokens of a micro-step that keep the GPU, not the host, busy
+EPOCH_STEPS = 10    # optimizer steps that an epoch has at least, where no flag says their size
+MODES = {None: "no recomputation", "selective": "cheap parts recomputed",
+         "all": "layers recomputed"}    # from the fastest on
+
+
+def ways(args, setup):
+    """Setups with other recomputation and sharding, from the fastest on, where flags leave them."""
+    modes = [None, "all"] if args.compile else MODES
+    if "gradient_checkpointing" in named(args):
+        modes = [setup.recompute]
+    group = setup.shard_size or local_ranks(setup.ranks)
+    nodes = setup.ranks > group and setup.ranks % group == 0    # sharding inside each comes first
+    kinds = ["ddp", "hsdp", "fsdp"] if nodes else ["ddp", "fsdp"]
+    if "parallel" in named(args) or setup.ranks == 1 or getattr(args, "float8", False):
+        kinds = [setup.parallel]
+    return [replace(setup, recompute=mode, parallel=kind) for mode in modes for kind in kinds]
+
+
+def by_tokens(args, setup, lengths, order_of):
+    """Setups with packs of tokens, the fastest first; at last with the state on the host.
+
+    lengths: (n,) tokens of the samples. order_of(budget): PackOrder. A step has --global_batch_size
+    samples, or an epoch at least EPOCH_STEPS steps.
+    """
+    samples, counted = args.global_batch_size, "gradient_accumulation_steps" in named(args)
+    step = samples * lengths.mean() if samples else lengths.sum() / EPOCH_STEPS
+    each = step / (setup.ranks * (setup.accumulation if counted else 1))
+    longest = int(lengths.max())
+    room = [budget for budget in BUDGETS if budget >= longest] or [-(-longest // 1024) * 1024]
+    budgets = [budget for budget in room if budget <= each] or room[-1:]
+    if named(args) & {"max_tokens_per_batch", "per_device_train_batch_size"}:
+        budgets = [setup.budget]
+    large = [budget for budget in budgets if budget >= LARGE] or budgets[:1]
+    tried = [replace(way, budget=budget) for way in ways(args, setup) for budget in large]
+    tried += [replace(tried[-1], budget=budget) for budget in budgets if budget not in large]
+    fixed = named(args) & {"parallel", "cpu_offload"} or getattr(args, "float8", False)
+    if setup.offload is False and not fixed:
+        tried.append(replace(tried[-1], parallel="fsdp", offload=True))
+    for way in tried:
+        if samples and way.budget and not counted:
+            packs = order_of(way.budget).packs_per_epoch * samples / len(lengths)
+            way = replace(way, accumulation=max(1, round(packs / setup.ranks)))
+        yield way
+
+
+def by_rows(args, setup, rows, row_tokens):
+    """Setups with micro-steps of rows of one length, the fastest first: as few as fit.
+
+    rows: of an optimizer step, of all ranks; row_tokens: that a row is computed on.
+    """
+    splits, flags = [], {"per_device_train_batch_size", "problems_per_batch",
+                         "gradient_accumulation_steps"}
+    if named(args) & flags:
+        splits = [(setup.batch_size, setup.accumulation)]
+    while not named(args) & flags:
+        accumulation = 2 ** len(splits)
+        splits.append((max(1, round(rows / setup.ranks / accumulation)), accumulation))
+        if splits[-1][0] == 1 or splits[-1][0] * row_tokens <= LARGE:
+            break
+    return [replace(way, batch_size=batch_size, accumulation=accumulation)
+            for way in ways(args, setup) for batch_size, accumulation in splits]
+
+
+def choose_packs(args, world, ranks, lengths, memory_of):
+    """decide() with packs of tokens. lengths: (n,) of the samples. memory_of(setup, PackOrder)."""
+    @functools.cache
+    def order_of(budget):
+        return pack_order(lengths, tokens_per_pack=budget, seed=args.seed,
+                          samples_per_pack=args.per_device_train_batch_size,
+                          group_by_length=getattr(args, "group_by_length", False))
+    setups = by_tokens(args, setup_of(args, ranks), lengths, order_of)
+    return decide(args, world, setups, lambda setup: memory_of(setup, order_of(setup.budget)),
+                  lambda setup: len(lengths) / order_of(setup.budget).packs_per_epoch)
+
+
+def decide(args, world, setups, memory_of, samples_of):
+    """Set the flags FLAGS that are open, the same on every rank -> whether any has changed.
+
+    setups: the fastest first. memory_of(setup): Memory; samples_of(setup): of an average micro-step
+    of a rank. Raises UserError when none fits; a dry run goes on with the last one, and finds that
+    later.
+    """
+    before = {flag: getattr(args, flag) for flag in FLAGS if hasattr(args, flag)}
+    chosen, lines = rank0_first(world, choice, args, iter(setups), memory_of, samples_of)
+    for flag, value in chosen.items():
+        setattr(args, flag, value)
+    if world.is_main:
+        print(f"auto       {INDENT.join(lines)}")
+    return any(getattr(args, flag) != value for flag, value in before.items())
+
+
+def choice(args, setups, memory_of, samples_of):
+    """({flag: value}, lines of text) of decide."""
+    if earlier := checkpoint.last_args(args.output_dir, args.resume):
+        return earlier_choice(args, next(setups).ranks, earlier)
+    limit, lines = gpu_memory(args.gpu_memory), []
+    for setup in setups:
+        found = memory_of(setup)
+        fits = found.peak <= USABLE * limit
+        pack = f"{setup.budget:,} tokens" if setup.budget else f"batches of {setup.batch_size:,}"
+        where = ", offloaded" if setup.offload else ""
+        lines.append(f"{setup.parallel:<5}{pack:>15}  {MODES[setup.recompute] + where:<28} "
+                     f"{found.peak / GIB:8.2f} GiB  {'taken' if fits else 'too much'}")
+        if fits:
+            break
+    if args.dry_run is None:
+        check_memory(found, limit, setup)
+    packs = setup.ranks * setup.accumulation
+    lines = [f"{'the first' if fits else 'none'} that fits one GPU's {size(limit)}, {MARGIN}, from "
+             "the fastest on:", *lines,
+             f"a step: {setup.ranks} ranks x {setup.accumulation} micro-steps, about "
+             f"{packs * samples_of(setup):,.0f} samples"]
+    chosen = {flag: getattr(setup, field) for flag, field in FLAGS.items() if hasattr(args, flag)}
+    return chosen | {"packs_per_step": packs}, lines
+
+
+def earlier_choice(args, ranks, earlier):
+    """choice of the run whose flags `earlier` are."""
+    chosen = {flag: earlier[flag] for flag in FLAGS if hasattr(args, flag) and flag in earlier
+              and flag not in named(args)}
+    packs = earlier.get("packs_per_step")
+    if packs and "gradient_accumulation_steps" not in named(args):
+        need(packs % ranks == 0,
+             f"--auto: this run has {packs} packs a step, which {ranks} ranks cannot share out; "
+             "take another number of ranks, or give --gradient_accumulation_steps")
+        chosen |= {"gradient_accumulation_steps": packs // ranks, "packs_per_step": packs}
+    return chosen, ["as the run that is resumed began: " + ", ".join(
+        f"--{flag} {chosen[flag] or 'off'}" for flag in FLAGS if chosen.get(flag) is not None)]

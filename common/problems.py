@@ -91,3 +91,27 @@ def settle(problems, drop=(), folder=None, hint="", more=False):
     found = Problems(drop, folder, more)
     found.add(problems)
     return found.settle(hint)
+
+
+def collect(dry, *works):
+    """[what work() returns for each of works, none of which needs another's].
+
+    A run ends at the first UserError; a dry run does all the work, and then raises one UserError with all problems.
+    """
+    if not dry:
+        return [work() for work in works]
+    results, problems = [], []
+    for work in works:
+        try:
+            results.append(work())
+        except UserError as error:
+            problems.append(str(error))
+    if len(problems) > 1:       # those that are lists themselves are taken apart
+        lines = []
+        for first, *rest in map(str.splitlines, dict.fromkeys(problems)):
+            listed = [line.strip() for line in rest]
+            lines += listed if first.endswith(" problems:") else ["\n    ".join([first, *rest])]
+        problems = [problem_text(lines)]
+    if problems:
+        raise UserError(problems[0])
+    return results

@@ -41,6 +41,19 @@ def leave_products(model, mode):
             module.adds_in_place = False
 
 
+def set_mode(model, layers, mode):
+    """Have a model's layers be called as `mode` of flags.MODES wants it; None: plainly. layers: of transformers, or
+    the model calls them by model.call.
+    """
+    leave_products(model, mode)
+    if hasattr(model, "call"):
+        model.call = caller(mode)
+        return
+    for layer in layers:        # transformers' own switch
+        layer.gradient_checkpointing = bool(mode)
+        layer._gradient_checkpointing_func = caller(mode)
+
+
 def caller(mode):
     """A function of (layer, its arguments) that calls the layer as `mode` of flags.MODES wants it; None: plainly."""
     if not mode:

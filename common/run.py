@@ -4,21 +4,27 @@ A TrainState is a record of what a loop would otherwise keep in twenty local var
 functions on it. It never calls the script: batches, forward, loss, backward, validation and what a
 checkpoint holds are written out there.
 """
+import atexit
 import contextlib
 import math
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, distributed, flags, metrics, optim, plan, watchdog
+from common import checkpoint, distributed, flags, metrics, optim, watchdog
 from common.distributed import UserError
+from common.problems import collect
+from common.text import counted
 
 SAVE_MINUTES = 30           # a checkpoint at least so often, where --save_steps is not given
 INTERVALS = {"save_steps": lambda total: max(1, total // 10), "eval_steps": lambda total: max(1, total // 5),
@@ -46,19 +52,14 @@ def ranks(args):
     return args.dry_run or int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def start(args, check, cpu_too=False):
+def start(args, cpu_too=False):
     """(World, Watchdog) of this process. Raises UserError.
 
     Signals are caught, output folders are proven writable, --output_dir is this run's from here on,
-    the marker that an earlier run left for its launcher is removed. check: plan.Checks; a dry run
-    only looks at the folders, joins no other process, and has no Watchdog. cpu_too: see
-    distributed.init.
+    the marker that an earlier run left for its launcher is removed. A dry run touches no folder,
+    joins no other process, and has no Watchdog. cpu_too: see distributed.init.
     """
-    board = "tensorboard" in args.report_to
-    if check.dry:
-        check(plan.check_writable, args.output_dir, "--output_dir")
-        if board:
-            check(plan.check_writable, args.logging_dir, "--logging_dir")
+    if args.dry_run is not None:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         return distributed.World(device=torch.device(kind)), None
     watchdog.catch_signals()
@@ -68,9 +69,42 @@ def start(args, check, cpu_too=False):
     watch.moved("data preparation", args.wait_timeout)
     distributed.rank0_first(world, checkpoint.own_output, args.output_dir)
     distributed.rank0_first(world, watchdog.clear_marker, args.output_dir)
-    if board:
+    if "tensorboard" in args.report_to:
         distributed.rank0_first(world, checkpoint.prepare_output, args.logging_dir, "--logging_dir")
     return world, watch
+
+
+def work_folder(args):
+    """Where to write what belongs into --output_dir; a dry run has a temporary folder."""
+    if args.dry_run is None:
+        return args.output_dir
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def check_folders(args):
+    """UserError when a dry run finds a folder that the run could not write; a run finds out itself.
+    """
+    if args.dry_run is None:
+        return
+    from common import plan
+    folders = {flag: getattr(args, flag, None) for flag in ("output_dir", "code_cache")}
+    if "tensorboard" in args.report_to:
+        folders["logging_dir"] = args.logging_dir
+    collect(True, *(partial(plan.check_writable, path, f"--{flag}")
+                    for flag, path in folders.items() if path))
+
+
+def steps_text(total, per_epoch, ranks, accumulation, about):
+    """The length of the run in optimizer steps."""
+    return (f"steps      {total} ({per_epoch} an epoch), {ranks * accumulation} packs a step = "
+            f"{counted(ranks, 'rank')} x {accumulation} micro-steps; {about}")
+
+
+def start_text(step, resume, new="base model"):
+    """Where the run starts. resume: checkpoint folder or None."""
+    return f"start      step {step}, {f'resumed from {resume}' if resume else new}"
 
 
 def sharding(args, size):

@@ -15,6 +15,7 @@ NAME = 80           # characters of a name or label
 WHAT = 500          # of what is wrong with one sample
 LINE = 2000         # of a line of an error, which may list paths or names of weights
 LINES = 60          # of an error
+GIB = 2**30
 
 # control characters, line and paragraph separators, marks that turn the direction of text, halves of characters
 HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
@@ -75,3 +76,8 @@ def print_error(text, short=""):
             with open(f"{path}.new", "w") as file:
                 json.dump({"message": {"message": short or text, "extraInfo": about}}, file)
             os.replace(f"{path}.new", path)
+
+
+def size(n):
+    """Bytes as text."""
+    return f"{n / GIB:,.2f} GiB" if n >= GIB / 10 else f"{n / 2**20:,.2f} MiB"

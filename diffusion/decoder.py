@@ -303,9 +303,6 @@ def merged(model):
 # Work
 
 
-OWN_CASTS = {}
-
-
 def decays(name, parameter):
     """As dit.decays; a tied table is an embedding."""
     return parameter.ndim > 1 and "embed_tokens" not in name

@@ -369,9 +369,6 @@ Model = DiT
 # ---------------------------------------------------------------------------------------------------------------------
 # Work
 
-OWN_CASTS = {"freed": ("out.weight", "down.weight"), "never": ("modulation.", "condition_")}      # memory.cast_bytes
-
-
 def decays(name, parameter):
     """Weight decay shrinks matrices, not norms and biases, and not the embedding: rows a batch lacks would shrink."""
     return parameter.ndim > 1 and name != "embed.weight"

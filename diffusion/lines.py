@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import metrics, plan
+from common import metrics
+from common.text import size as gib
 from diffusion import weights
 
 
@@ -97,8 +98,7 @@ def print_start(args, job, device, ranks, shards):
     print(f"device     {ranks} x {where}, torch {torch.__version__}, "
           f"{'bf16 autocast' if args.bf16 else 'fp32'}\n"
           f"model      {job.name}, {size:,} parameters{kind}; weights, gradients, optimizer and "
-          f"average "
-          f"{plan.size(state)} a GPU\n"
+          f"average {gib(state)} a GPU\n"
           f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; tokens "
           f"mean "
           f"{lengths.mean():.0f} max {lengths.max()}\n"

@@ -260,9 +260,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from common import checkpoint, distributed, loading, optim, plan, run, tensor_files
+from common import checkpoint, distributed, loading, optim, run, tensor_files
 from common.distributed import UserError
 from common.packing import PackOrder, rank_packs
+from common.problems import collect
 from diffusion import blocks, dit, elbo, lines, noise, weights
 from diffusion.problems import load_tokenizer
 
@@ -291,36 +292,35 @@ class Network(NamedTuple):
     average: weights.Average
 
 
-def prepare(args, check, world):
-    """The Job that the flags name. Raises UserError. check: plan.Checks."""
+def prepare(args, world):
+    """The Job that the flags name. Raises UserError; a dry run's names all mistakes."""
     layout, path, files, made = layout_of(args), None, {}, "gpt2"
+    dry = args.dry_run is not None
     if args.demo is not None:
         from diffusion import demo_problems
-        folder = Path(check.folder(args.output_dir)) / "demo"
+        folder = Path(run.work_folder(args)) / "demo"
         args.train_data_file, args.eval_data_file, made = distributed.rank0_first(
             world, demo_problems.prepare, folder, args.system, args.demo)
     if args.init_from or args.chat:
         from diffusion import init_from
     if args.init_from:          # on rank 0 first: one download for all
-        path = check(distributed.rank0_first, world, init_from.find, args.init_from)
+        path = distributed.rank0_first(world, init_from.find, args.init_from)
     tokenizer = args.tokenizer or (path and init_from.own_tokenizer(path)) or made
     if args.chat:
-        layout = check(init_from.with_chat, layout, tokenizer) or layout
+        layout = init_from.with_chat(layout, tokenizer)
     elif path:
         layout = init_from.with_form(layout, path)
     if args.init_from or args.chat:
         files = init_from.chat_files(tokenizer)
-    tokens = check(distributed.rank0_first, world, load_tokenizer, tokenizer, args.system,
-                   layout.end_token)
-    rows, eval_rows = check(blocks.prepare_rows, world, layout, tokens, args,
-                            output_dir=None if check.dry else args.output_dir) or (None, None)
-    config = given = None
-    if tokens and path:
+    tokens = distributed.rank0_first(world, load_tokenizer, tokenizer, args.system, layout.end_token)
+    config = dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout)
+    if path:
         config = init_from.config_for(path, args.model_size, tokens, args.dropout)
-        given = check(init_from.read, path, config, tokens, args.init_ema, args.seed)
-    elif tokens:
-        config = dit.config_of(args.model_size, tokens.vocab_size, tokens.mask, args.dropout)
-    check.settle()
+    *_, (rows, eval_rows), given = collect(
+        dry, lambda: run.check_folders(args),
+        lambda: distributed.check_bf16(world.device, args.bf16),
+        lambda: blocks.prepare_rows(world, layout, tokens, args, None if dry else args.output_dir),
+        lambda: path and init_from.read(path, config, tokens, args.init_ema, args.seed))
     if args.use_lora:
         config = init_from.with_lora(config, path, args.bf16, args.init_from, adapters_of(args))
     asked = []
@@ -338,30 +338,6 @@ def adapters_of(args):
         return {}
     return {"rank": args.lora_rank, "alpha": args.lora_alpha, "dropout": args.lora_dropout,
             "targets": args.lora_target_modules, "rslora": args.use_rslora, "dora": args.use_dora}
-
-
-def setup_of(args, ranks):
-    """plan.Setup of the flags. ranks: how many processes train."""
-    return plan.Setup(
-        ranks=ranks, parallel=args.parallel, bf16=args.bf16, recompute=args.gradient_checkpointing,
-        accumulation=args.gradient_accumulation_steps, batch_size=args.per_device_train_batch_size,
-        shard_size=args.shard_size)
-
-
-def set_batch(args, world, ranks, job):
-    """Turn problems into rows of a micro-step; --auto: set the open flags by the memory plan."""
-    problems = job.table["samples"].mean()      # of a packed row
-    if not args.per_device_train_batch_size:
-        args.per_device_train_batch_size = max(1, round(args.problems_per_batch / problems))
-    if args.auto:
-        from common import auto
-        from diffusion.plan import peaks
-        peak_of = peaks(job.config, job.table, job.rows, job.eval_rows,
-                        noise.mean_rate(args.t_range, args.noise_schedule),
-                        backend=args.attn_backend, eval_batch_size=args.per_device_eval_batch_size)
-        setups = auto.by_rows(args, setup_of(args, ranks), args.global_batch_size / problems,
-                              job.rows.length + job.rows.noisy_length)
-        auto.decide(args, world, setups, peak_of, lambda setup: setup.batch_size * problems, "rows")
 
 
 def identity_of(args, job):
@@ -498,11 +474,16 @@ def main(argv=None):
 
 def train(args):
     # -- ranks, data -------------------------------------------------------------------------------
-    ranks, check = run.ranks(args), plan.Checks(args.dry_run is not None)
-    world, watch = run.start(args, check)
-    check(distributed.check_bf16, world.device, args.bf16)
-    job = prepare(args, check, world)
-    set_batch(args, world, ranks, job)
+    ranks, dry = run.ranks(args), args.dry_run is not None
+    world, watch = run.start(args)
+    job = prepare(args, world)
+    if not args.per_device_train_batch_size:        # problems become rows
+        problems = job.table["samples"].mean()
+        args.per_device_train_batch_size = max(1, round(args.problems_per_batch / problems))
+    if args.auto or dry:
+        from diffusion import plan
+    if args.auto:
+        plan.choose(args, world, ranks, job.config, job.rows, job.eval_rows, job.table)
     batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     rows, table, regions = job.rows, job.table, elbo.REGIONS[args.system]
     identity, validation = identity_of(args, job), validation_of(args, job)
@@ -516,19 +497,18 @@ def train(args):
     peak_lr = optim.sqrt_lr(args.learning_rate, problems, args.scale_lr_from_batch or problems)
     often = run.intervals(args, total_steps, meta, bool(job.eval_rows), **OFTEN)
     if world.is_main:
-        setup, epochs = setup_of(args, ranks), total_steps * per_step / order.packs_per_epoch
-        lines.print_start(args, job, world.device, ranks, setup.shards if setup.fsdp else 1)
+        epochs = total_steps * per_step / order.packs_per_epoch
+        node = args.shard_size or flags.local_ranks(ranks)
+        shards = {"ddp": 1, "fsdp": ranks, "hsdp": node}[args.parallel]
+        lines.print_start(args, job, world.device, ranks, shards)
         print(f"steps      {total_steps} = {epochs:,.1f} epochs; a step is {step_rows} rows "
               f"({problems:,.0f} problems) = {counted(ranks, 'rank')} x {accumulation} micro-steps "
               f"x {batch_rows}; peak lr {peak_lr:.2e}, warm-up {args.warmup_steps}\n{often}")
-        print(plan.start_text(at["step"], resume, job.given.words if job.given else "new weights"))
-    if check.dry:
-        from diffusion.plan import print_plan
-        print_plan(check, job.config, table, rows, job.eval_rows, order,
-                   noise.mean_rate(args.t_range, args.noise_schedule), total_steps - at["step"],
-                   setup=setup_of(args, ranks), room=plan.room_of(args), backend=args.attn_backend,
-                   eval_batch_size=args.per_device_eval_batch_size)
-        return check.finish()
+        print(run.start_text(at["step"], resume, job.given.words if job.given else "new weights"))
+    if dry:
+        plan.print_plan(args, ranks, job.config, rows, job.eval_rows, table, order,
+                        total_steps - at["step"])
+        return print("dry run ok")
 
     # -- model, optimizer, resume ------------------------------------------------------------------
     watch.moved("loading the model", args.wait_timeout)

@@ -186,7 +186,6 @@ def check_distillation(args):
 # parsed before torch is imported: --help and a mistake in a flag answer at once
 ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else None
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -194,7 +193,7 @@ from tqdm import tqdm
 
 from common import checkpoint, distributed, loading, metrics, optim, run, tensor_files, watchdog
 from common.packing import PackOrder, pack_order, rank_packs, run_length
-from common.plan import Checks, room_of, setup_of, start_text, steps_text
+from common.problems import collect
 from distill import chat, packed_lm, weights
 from distill.dataset import Reading, make_loader, prepare_table, samples_line, split_samples, write_held_out
 from distill.packed_lm import Sums
@@ -378,56 +377,46 @@ class Inputs(NamedTuple):
     prompt: tuple           # teacher.Prompt or None
 
 
-def read_inputs(args, world, check):
-    """Inputs of the run. check: plan.Checks; a dry run names all problems, any other ends at the first."""
-    check(distributed.check_bf16, world.device, args.bf16)
-    if args.float8:
-        from common import float8
-        check(float8.check_device, world.device, args.float8)
-    check(distributed.rank0_first, world, weights.find_model, args.model_path)  # one downloads for all
-    folder = check(weights.find_model, args.model_path)
-    config = check(weights.load_config, folder)
-    tokenizer = check(chat.load_tokenizer, folder, template=args.chat_template)
-    check(weights.check_vocabulary, tokenizer, config)
-    encoder = check(chat.Encoder, tokenizer, args.train_turns, thinking=THINKING[args.enable_thinking])
+def read_inputs(args, world):
+    """Inputs of the run. Raises UserError; a dry run's names all mistakes."""
+    dry, work_dir = args.dry_run is not None, run.work_folder(args)
+    distributed.rank0_first(world, weights.find_model, args.model_path)     # one downloads for all
+    folder = weights.find_model(args.model_path)
+    config = weights.load_config(folder)
+    tokenizer = chat.load_tokenizer(folder, template=args.chat_template)
+    weights.check_vocabulary(tokenizer, config)
+    encoder = chat.Encoder(tokenizer, args.train_turns, thinking=THINKING[args.enable_thinking])
     prompt = teacher = None
     if args.prompt_file:
         from distill.teacher import read_prompt
-        prompt = check(read_prompt, args.prompt_file, args.prompt_role)
+        prompt = read_prompt(args.prompt_file, args.prompt_role)
     elif args.distill_topk:
         from distill.topk import Alternatives
-        teacher = check(Alternatives, tokenizer, args.distill_topk)
-    limit = check(weights.length_limit, config, args.max_length, args.max_tokens_per_batch)
-    made = check(empty_model, config and folder, args)
+        teacher = Alternatives(tokenizer, args.distill_topk)
+    limit = weights.length_limit(config, args.max_length, args.max_tokens_per_batch)
+    reading = Reading(encoder, limit, args.too_long, teacher, prompt, args.drop_bad,
+                      args.preprocess_num_proc)
     paths = [path for path in (args.train_data_file, args.eval_data_file) if path]
-    reading = None
-    if encoder and limit:
-        reading = Reading(encoder, limit, args.too_long, teacher, prompt, args.drop_bad,
-                          args.preprocess_num_proc)
-    # rank 0 tokenises into a table on disk that all ranks map
-    read = check(prepare_table, world, check.folder(args.output_dir), paths, reading,
-                 list_in=None if check.dry else args.output_dir)
-    split = read and check(split_samples, *read[:2], args.group_size, args.validation_split, args.seed)
-    check.settle()
-    (model, parts), (table, _, ends), (train_ids, eval_ids) = made, read, split
+
+    def read_data():
+        # rank 0 tokenises into a table on disk that all ranks map
+        table, n_train, ends = prepare_table(world, work_dir, paths, reading,
+                                             list_in=None if dry else args.output_dir)
+        return table, ends, *split_samples(table, n_train, args.group_size, args.validation_split,
+                                           args.seed)
+
+    *_, (model, parts), (table, ends, train_ids, eval_ids) = collect(
+        dry, lambda: run.check_folders(args),
+        lambda: distributed.check_bf16(world.device, args.bf16),
+        lambda: check_float8(args, world.device), lambda: empty_model(folder, args), read_data)
     return Inputs(folder, tokenizer, model, parts, table, ends, train_ids, eval_ids, prompt)
 
 
-def choose(args, world, ranks, inputs):
-    """--auto: set the flags that are open by the memory plan; returns whether the model has to be built anew."""
-    from common import auto
-    from distill.plan import peaks
-    lengths = inputs.table.lengths[inputs.train_ids]
-
-    @functools.cache
-    def order_of(budget):
-        return pack_order(lengths, tokens_per_pack=budget, samples_per_pack=args.per_device_train_batch_size,
-                          seed=args.seed)
-    peak_of = peaks(inputs.model, lengths, inputs.table.targets[inputs.train_ids])
-    setups = auto.by_tokens(args, setup_of(args, ranks), lengths, lambda budget: order_of(budget).packs_per_epoch,
-                            args.global_batch_size)
-    return auto.decide(args, world, setups, lambda setup: peak_of(setup, order_of(setup.budget)),
-                       lambda setup: len(lengths) / order_of(setup.budget).packs_per_epoch)
+def check_float8(args, device):
+    """UserError where --float8 cannot run."""
+    if args.float8:
+        from common import float8
+        float8.check_device(device, True)
 
 
 def open_sampler(args, world):
@@ -449,16 +438,19 @@ def main(argv=None):
 
 def train(args):
     # -- data, empty model -------------------------------------------------------------------------
-    ranks, check = run.ranks(args), Checks(args.dry_run is not None)
-    world, watch = run.start(args, check, cpu_too=args.cpu_offload)
+    ranks, dry = run.ranks(args), args.dry_run is not None
+    world, watch = run.start(args, cpu_too=args.cpu_offload or args.auto)
     device = world.device
-    inputs = read_inputs(args, world, check)
+    inputs = read_inputs(args, world)
     if args.tf32:
         torch.set_float32_matmul_precision("high")
-    model, parts = inputs.model, inputs.parts
-    if args.auto and choose(args, world, ranks, inputs):
+    model, parts, table = inputs.model, inputs.parts, inputs.table
+    train_ids, eval_ids = inputs.train_ids, inputs.eval_ids
+    if args.auto or dry:
+        from distill import plan
+    if args.auto and plan.choose(args, world, ranks, model, table.lengths[train_ids],
+                                 table.targets[train_ids]):
         model, parts = empty_model(inputs.folder, args)
-    table, train_ids, eval_ids = inputs.table, inputs.train_ids, inputs.eval_ids
     # a checkpoint of a run with another identity is refused; only rank 0 reads the files for it
     identity = run_identity(args, inputs.folder, table, train_ids) if world.is_main else None
     validation = table.fingerprint(eval_ids)        # losses on other data do not compare
@@ -475,14 +467,15 @@ def train(args):
     steps_per_epoch, total_steps = lengths
     warmup = round(args.warmup_ratio * total_steps)
     often = run.intervals(args, total_steps, meta, len(eval_ids) > 0)
-    if check.dry:
-        from distill.plan import print_plan
+    if dry:
         if resume:
             packed_lm.check_resume(model, resume)
-        print_plan(check, model, table, train_ids, eval_ids, order, lengths, at, resume,
-                   setup=setup_of(args, ranks), room=room_of(args), often=often,
-                   epochs=args.num_train_epochs, peak_lr=args.learning_rate)
-        return check.finish()
+        about = f"peak lr {args.learning_rate:.2e}"
+        lines = [run.steps_text(total_steps, steps_per_epoch, ranks, accumulation, about), often,
+                 run.start_text(at["step"], resume)]
+        plan.print_plan(args, ranks, model, table, (train_ids, eval_ids), order, lines,
+                        total_steps - at["step"])
+        return print("dry run ok")
     held_out = distributed.rank0_first(world, write_held_out, args.output_dir, table, train_ids, eval_ids,
                                        inputs.prompt)
 
@@ -512,8 +505,8 @@ def train(args):
         peak = f"peak lr {args.learning_rate:.2e}, warm-up {warmup}"
         print_start(args, world, model, [
             samples_line(table, train_ids, eval_ids),
-            steps_text(total_steps, steps_per_epoch, ranks, accumulation, peak), often,
-            start_text(state.step, resume)])
+            run.steps_text(total_steps, steps_per_epoch, ranks, accumulation, peak), often,
+            run.start_text(state.step, resume)])
         note_ends(args, inputs.tokenizer, new_ends)
 
     # -- loop: validate and save what the steps so far have made, then take the next step -------------

@@ -90,7 +90,6 @@ import torch
 
 from common import checkpoint, distributed, watchdog
 from common.distributed import UserError
-from common.plan import Checks
 from common.problems import LIST, settle
 from speech.data import checks, prepared
 from speech.data.code_cache import FRAME_RATE, measures_of
@@ -214,7 +213,7 @@ def main(argv=None):
         world = distributed.init(600, args.wait_timeout, device=None if args.device == "auto" else args.device)
         distributed.rank0_first(world, checkpoint.own_output, args.output_dir)
         folder, config_dict, codec_dir = versions.find_files(world, args.model_path, args.audio_tokenizer_path,
-                                                           args.output_dir, Checks(False))
+                                                           args.output_dir)
         args.normalize_text = versions.module(config_dict).text_setting(args.normalize_text or "")
         module = versions.module(config_dict)
         tokenizer = module.load_tokenizer(folder)

@@ -25,23 +25,21 @@ def module(config):
     return v2
 
 
-def find_files(world, model_path, codec_path, output_dir, check=lambda work, *args: work(*args)):
+def find_files(world, model_path, codec_path, output_dir):
     """(model folder, its config.json as a dict, codec folder). Raises UserError. Collective.
 
-    codec_path None: the codec inside the checkpoint, unpacked in output_dir. check: plan.Checks, of
-    whose dry run each result may be None.
+    codec_path None: the codec inside the checkpoint, unpacked in output_dir.
     """
     for find, path in ((weights.find_model, model_path), (weights.find_codec, codec_path)):
-        if path:
-            check(distributed.rank0_first, world, find, path)      # hub names are downloaded before the others look
-    folder, config = check(weights.find_model, model_path) or (None, None)
-    if config and world.is_main and module(config).LICENCE:
+        if path:        # hub names are downloaded before the others look
+            distributed.rank0_first(world, find, path)
+    folder, config = weights.find_model(model_path)
+    if world.is_main and module(config).LICENCE:
         print(f"licence    {module(config).LICENCE}", flush=True)
     if codec_path:
-        return folder, config, (check(weights.find_codec, codec_path) or (None, None))[0]
-    if not config:
-        return folder, config, None
-    return folder, config, check(distributed.rank0_first, world, module(config).own_codec, folder, config, output_dir)
+        return folder, config, weights.find_codec(codec_path)[0]
+    own_codec = module(config).own_codec
+    return folder, config, distributed.rank0_first(world, own_codec, folder, config, output_dir)
 
 
 def layers(native):

@@ -1,68 +1,221 @@
-"""Lengths, packing, memory and disk of a plan: the arithmetic and what is refused."""
+"""A plan's packs, disk and memory, what is refused and what is advised; --auto, and that a resumed run keeps its choice."""
+import json
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
+import transformers
 
-from common import plan
-from common.distributed import UserError
-from common.memory import GIB
+from common import adapters, document_attention, plan
+from common.distributed import World
+from common.flags import Parser, UserError, parse
 from common.packing import PackOrder
+from common.plan import GIB, Memory, Setup
+from distill import packed_lm, train_sft, weights
+from distill import plan as chat_plan
+from tests.helpers import chats
+from tests.helpers.trainer import ROOT
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Histogram, packing, disk
+# Packs, disk, host
 
 
-def test_histogram_counts_everything_once():
-    for lengths in ([5], [7, 7, 7], [1, 1000], range(190, 317), np.random.default_rng(0).lognormal(5, 1, 999)):
-        lines = plan.histogram(np.array(lengths).astype(np.int64))
-        assert 1 <= len(lines) <= 10
-        low, high = (int(line.split()[at].replace(",", "")) for line, at in ((lines[0], 0), (lines[-1], 2)))
-        assert low <= int(min(lengths)) and high >= int(max(lengths))
-        assert sum(int(line.split()[3].replace(",", "")) for line in lines) == len(lengths)
-        assert len({line.index(" - ") for line in lines}) == 1 and max(line.count("#") for line in lines) == 40
-
-
-def test_packing_report():
-    even = plan.packing_report(np.array([100, 100, 100, 100]), 2)
-    assert even == {"useful": 1.0, "balance": 1.0}
-    uneven = plan.packing_report(np.array([100, 50, 80]), 2)        # the fourth pack is an empty one of one slot
-    assert uneven["useful"] == 230 / 231 and uneven["balance"] == pytest.approx((0.75 + 81 / 160) / 2)
-    padded = plan.packing_report(np.array([100, 50, 80]), 2, budget=128)
-    assert padded == {"useful": 230 / 512, "balance": 1.0}
-    assert plan.packing_report(np.array([100, 50, 80]), 2, 3, budget=128)["useful"] == 230 / (6 * 128)
-
-
-def test_pack_sums():
-    order = PackOrder(np.arange(1, 8), samples_per_pack=3, seed=1)
-    epoch = order.epoch(0)
-    sums = [sum(epoch.pack(p) + 1) for p in range(3)]
-    assert plan.pack_sums(epoch, np.arange(1, 8)).tolist() == sums
-    assert plan.epoch_sums(order, [0, 0], np.arange(1, 8)).tolist() == [*sums, *sums]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory and disk
-
-
-def test_a_margin_of_the_gpu_stays_free():
-    plan.check_memory(75.9 * GIB, 80 * GIB, {})
-    with pytest.raises(UserError, match="about 76.10 GiB needed on each GPU, which has 80.00 GiB, 5 % of it left"):
-        plan.check_memory(76.1 * GIB, 80 * GIB, {})
+def test_packs():
+    """Sums over packs; how full they are, and how even ranks are loaded, where an empty pack of a slot fills up."""
+    order, lengths = PackOrder(np.arange(1, 8), samples_per_pack=3, seed=1), np.arange(1, 8)
+    sums = [sum(order.epoch(0).pack(p) + 1) for p in range(3)]
+    assert plan.epoch_sums(order, [0, 0], lengths).tolist() == [*sums, *sums]
+    even = np.maximum([*sums, 0], 1).reshape(2, 2)
+    balance = (even.mean(1) / even.max(1)).mean()
+    said = plan.packs_text(Setup(2), order, lengths, "")
+    assert f"{28 / 29 * 100:.1f}% of slots" in said and f"{balance * 100:.0f}%" in said.splitlines()[-1]
+    said = plan.packs_text(Setup(2, accumulation=3, budget=32), order, lengths, "")
+    assert f"{28 / (6 * 32) * 100:.1f}% of slots" in said and said.endswith("100%")
+    assert "28 tokens an epoch; of a sample 1 at least, 4 in the middle" in said and "7 at most" in said
 
 
 def test_checkpoints_at_once():
     """The newest, the best and the one being written; no more than there will be."""
-    assert plan.checkpoints_at_once(100, 10, None, 3) == 4 and plan.checkpoints_at_once(100, 10, 20, 3) == 5
-    assert plan.checkpoints_at_once(100, 10, None, 0) == 11 and plan.checkpoints_at_once(100, 10, 50, 0) == 13
-    assert plan.checkpoints_at_once(100, 50, None, 3, timed=True) == 4      # more may come than by steps
-    assert plan.checkpoints_at_once(10, 0, 0, 3) == 1 and plan.checkpoints_at_once(10, 10, 0, 3) == 2
+    def most(steps, save, evaluate, limit, minutes=0):
+        args = Namespace(save_steps=save, eval_steps=evaluate, save_total_limit=limit, save_minutes=minutes)
+        return plan.checkpoints_at_once(args, steps, evaluate is not None)
+    assert most(100, 10, None, 3) == 4 and most(100, 10, 20, 3) == 5
+    assert most(100, 10, None, 0) == 11 and most(100, 10, 50, 0) == 13
+    assert most(100, 50, None, 3, minutes=30) == 4      # more may come than by steps
+    assert most(10, 0, 0, 3) == 1 and most(10, 10, 0, 3) == 2
 
 
-def test_host_memory_that_there_is(tmp_path, monkeypatch):
+def test_host_memory(tmp_path, monkeypatch):
+    """What there is, and what a save copies: all on rank 0's node (DDP), or what its ranks own (FSDP2)."""
     (tmp_path / "meminfo").write_text("MemTotal: 9000000 kB\nMemFree:  100 kB\nMemAvailable:    4194304 kB\n")
-    for given, said in (({}, 4), ({"SLURM_MEM_PER_NODE": "2048"}, 2), ({"SLURM_MEM_PER_NODE": "8192"}, 4),
-                        ({"SLURM_MEM_PER_NODE": "0"}, 4)):
+    for given, said in (({}, 4), ({"SLURM_MEM_PER_NODE": "2048"}, 2), ({"SLURM_MEM_PER_NODE": "0"}, 4)):
         monkeypatch.delenv("SLURM_MEM_PER_NODE", raising=False)
         for name, value in given.items():
             monkeypatch.setenv(name, value)
         assert plan.host_memory(tmp_path / "meminfo") == said * GIB
-    assert plan.host_memory() > 0
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    full, sharded = Setup(16, adapters=False), Setup(16, "fsdp", adapters=False)
+    assert plan.staged_bytes(full, 4, 8) == 12 == plan.staged_bytes(replace(sharded, ranks=2), 4, 8)
+    assert plan.staged_bytes(sharded, 4, 8) == 6 and plan.staged_bytes(replace(sharded, adapters=True), 4, 8) == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert plan.staged_bytes(sharded, 4, 8) == 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory of a model as large as Qwen3-4B
+
+SIZES = {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}
+LENGTHS = np.random.default_rng(0).integers(200, 2000, 20_000)
+ALONE = World(device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def students():
+    """{LoRA: the empty PackedLM}."""
+    found = {}
+    for lora in (False, True):
+        native = net = weights.empty_model(transformers.Qwen3Config(**SIZES),
+                                           torch.bfloat16 if lora else torch.float32,
+                                           attention=document_attention.ATTENTION)
+        if lora:
+            net = adapters.add_lora(native, weights.decoder_layers(native), 32, 32, 0.0, "all-linear", "base")
+        found[lora] = packed_lm.PackedLM(net, None)
+    return found
+
+
+@pytest.mark.slow
+def test_parts_of_the_memory(students):
+    """16 bytes a value, over 8 GPUs two; offloaded none; gradients once more where accumulation goes between."""
+    step, pack, values = chat_plan.step_of(students[False]), (4096, 2048), 4_022_468_096
+    alone = plan.memory(step, Setup(1, recompute="all"), pack)
+    assert [alone.parts[name] / values for name in ("weights", "gradients", "optimizer")] == [4, 4, 8]
+    assert alone.parts["copies"] == 0 and alone.parts["fixed"] == GIB
+    sharded = plan.memory(step, Setup(8, "fsdp", recompute="all"), pack)
+    assert sum(sharded.parts[name] for name in ("weights", "gradients", "optimizer")) == 2 * values
+    root, layer = 151936 * 2560 + 2560, (values - 151936 * 2560 - 2560) // 36
+    assert sharded.parts["copies"] == 2 * (root + 3 * layer) and sharded.parts["fixed"] == 2 * GIB
+    kept = plan.memory(step, Setup(8, "fsdp", recompute="all", reshard=False), pack)
+    assert kept.parts["copies"] == 2 * values
+    away = plan.memory(step, Setup(8, "fsdp", recompute="all", offload=True), pack)
+    assert away.parts["weights"] == away.parts["optimizer"] == 0 and away.host == 2 * values
+    more = plan.memory(step, Setup(8, "fsdp", recompute="all", accumulation=2), pack)
+    assert more.parts["gradients"] == 4.5 * values and more.peak - sharded.peak > 3.9 * values
+    in_buckets = plan.memory(step, Setup(2, recompute="all"), pack)        # of DDP, all the time
+    assert in_buckets.peak > alone.peak + GIB
+
+
+def chosen(tmp_path, model, gpus, gib, *words):
+    """(flags as --auto sets them, which a dry run then prints)."""
+    args = parse(train_sft.build_parser(), train_sft.check_flags, [
+        "--model_path", "m", "--train_data_file", "d", "--output_dir", str(tmp_path), "--bf16", "--auto", "--dry_run",
+        str(gpus), "--gpu_memory", str(gib), "--report_to", "none", "--global_batch_size", "1024", *words])
+    chat_plan.choose(args, ALONE, gpus, model, LENGTHS, LENGTHS // 2)
+    return (args.parallel, args.max_tokens_per_batch, args.gradient_checkpointing, args.gradient_accumulation_steps,
+            args.cpu_offload)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus, gib, words, wanted", [
+    (1, 24, (), ("fsdp", 2048, "all", 559, True)),      # the state alone is 60 GiB: on the host
+    (1, 80, (), ("ddp", 16384, "all", 69, False)),
+    (8, 80, (), ("fsdp", 8192, None, 17, False)), (8, 141, (), ("ddp", 8192, None, 17, False)),
+    (1, 24, ("--use_lora",), ("ddp", 4096, "selective", 276, False)),
+    (8, 80, ("--gradient_checkpointing", "all"), ("ddp", 16384, "all", 9, False))], ids=str)
+def test_choices_for_a_model_of_4b(students, tmp_path, capsys, gpus, gib, words, wanted):
+    assert chosen(tmp_path, students["--use_lora" in words], gpus, gib, *words) == wanted
+    said = capsys.readouterr().out.splitlines()
+    assert re.match(rf"auto       the first that fits one GPU's {gib}.00 GiB, ", said[0])
+    tried = [re.search(r"^ {11}(?:ddp|fsdp) .* ([\d.]+) GiB  (taken|too much)$", line) for line in said]
+    found = [match.groups() for match in tried if match]
+    fits = [float(peak) <= 0.95 * gib for peak, _ in found]
+    assert not any(fits[:-1]) and [how == "taken" for _, how in found] == fits
+
+
+@pytest.mark.parametrize("setup, activations, helps", [
+    (Setup(1, adapters=False, offload=False, budget=4096), 0.05, "--parallel fsdp --cpu_offload, --use_lora"),
+    (Setup(1, adapters=False, offload=False, budget=4096), 20, "--gradient_checkpointing, a smaller "
+     "--max_tokens_per_batch, --parallel fsdp --cpu_offload, --use_lora"),
+    (Setup(8, adapters=True, offload=False), 0.05, "--parallel fsdp, --parallel fsdp --cpu_offload"),
+    (Setup(8, "fsdp", adapters=True, offload=False, accumulation=2), 0.05, "--gradient_accumulation_steps 1, "
+     "--cpu_offload"), (Setup(1), 20, "--gradient_checkpointing")], ids=str)
+def test_advice_on_memory_names_what_helps(setup, activations, helps):
+    """On one GPU sharding does not, and no pack where the state is too large. A margin of the GPU stays free."""
+    found = Memory({"activations": activations * GIB}, {"the heads": 22.9 * GIB}, 0)
+    with pytest.raises(UserError) as told:
+        plan.check_memory(found, 24 * GIB, setup)
+    assert str(told.value) == ("memory: about 22.90 GiB needed on each GPU, which has 24.00 GiB, 5 % of it left for "
+                               f"fragmentation; what helps: {helps}")
+    plan.check_memory(found, 24.2 * GIB, setup)
+
+
+def test_a_run_that_fits_nowhere_is_refused_before_it_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "gpu_memory", lambda gib: 24 * GIB)
+    args = parse(Parser(), None, [])
+    vars(args).update(auto=True, dry_run=None, gpu_memory=None, output_dir=str(tmp_path), resume="auto")
+    with pytest.raises(UserError, match="memory: about 30.00 GiB needed on each GPU, which has 24.00 GiB"):
+        plan.decide(args, ALONE, [Setup(1)], lambda setup: Memory({"activations": 0}, {"": 30 * GIB}, 0), None)
+
+
+def test_a_longer_sample_makes_larger_packs():
+    args = parse(train_sft.build_parser(), train_sft.check_flags, [
+        "--model_path", "m", "--train_data_file", "d", "--auto", "--dry_run", "8", "--report_to", "none"])
+    for longest, budget in ((900, 1024), (1025, 2048), (16384, 16384), (16385, 17408)):
+        setups = plan.by_tokens(args, plan.setup_of(args, 8), np.array([10] * 1000 + [longest]),
+                                lambda budget: Namespace(packs_per_epoch=10))
+        assert {setup.budget for setup in setups} == {budget}
+
+
+def test_rows_of_block_diffusion_are_split_over_any_number_of_ranks():
+    """As few micro-steps as fit, none of fewer than 4,096 tokens; never less than a row."""
+    args = parse(Parser(), None, [])
+    args.compile = True
+
+    def split(ranks, tokens=1024):
+        found = plan.by_rows(args, Setup(ranks, accumulation=4, batch_size=43), 171, tokens)
+        return list(dict.fromkeys((one.batch_size, one.accumulation) for one in found))
+    assert split(1) == [(171, 1), (86, 2), (43, 4), (21, 8), (11, 16), (5, 32), (3, 64)]
+    assert split(8) == [(21, 1), (11, 2), (5, 4), (3, 8)] and split(64) == [(3, 1)] and split(512) == [(1, 1)]
+
+
+@pytest.mark.slow
+def test_scripts_load_no_plan():
+    """Unless --dry_run or --auto asks for one."""
+    scripts = "train_v2_ddp, distill.train_sft, diffusion.train_bd3lm"
+    code = f"import sys, {scripts}; print([name for name in sys.modules if name.endswith('.plan')])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.slow
+def test_a_resumed_run_keeps_its_choice(tmp_path, capfd):
+    """Though there is less memory now, and with as many packs a step on another number of ranks."""
+    chats.student(tmp_path / "student")
+    chats.write(tmp_path / "chats.jsonl", chats.conversations(64))
+
+    def run(*words):
+        line = ["--model_path", tmp_path / "student", "--train_data_file", tmp_path / "chats.jsonl", "--output_dir",
+                tmp_path / "out", "--auto", "--num_workers", "0", "--report_to", "none", "--global_batch_size", 64,
+                *words]
+        train_sft.main([str(word) for word in line])
+        return capfd.readouterr().out
+    said = run("--max_steps", 1, "--gpu_memory", 80)
+    assert re.search(r"ddp +2,048 tokens .*taken", said)
+    state = json.loads((tmp_path / "out" / "checkpoint-1" / "trainer_state" / "state.json").read_text())
+    flags = {name: state["args"][name] for name in (*plan.FLAGS, "packs_per_step")}
+    assert flags == {"parallel": "ddp", "max_tokens_per_batch": 2048, "per_device_train_batch_size": 16,
+                     "gradient_checkpointing": None, "gradient_accumulation_steps": 2, "packs_per_step": 2,
+                     "cpu_offload": False}
+    assert state["identity"]["pack"] == "2048 tokens"
+    said = run("--max_steps", 2, "--gpu_memory", 1)
+    assert "as the run that is resumed began: --parallel ddp, --max_tokens_per_batch 2048" in said
+    assert "done       step 2" in said
+    assert "2 packs a step = 2 ranks x 1 micro-steps" in run("--dry_run", 2, "--gpu_memory", 80)
+    with pytest.raises(SystemExit):
+        run("--dry_run", 3)
+    assert "this run has 2 packs a step, which 3 ranks cannot share out" in capfd.readouterr().err

@@ -8,7 +8,8 @@ from common import recomputation
 from diffusion import dit
 from tests.distill.test_plan import batch_of, built
 from tests.helpers import block_rows
-from tests.speech.test_plan import LiveBytes, pack_of, small_model
+from tests.helpers.live_bytes import LiveBytes
+from tests.helpers.small_speech import pack_of, small_model
 
 
 class Executed(LiveBytes):

@@ -15,7 +15,7 @@ from peft.tuners.lora import Linear
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from bench import fake_cuda, rehearsal
-from common import adapters, distributed, memory, tensor_files
+from common import adapters, distributed, plan, tensor_files
 from diffusion import dit
 from speech.model import v2
 
@@ -87,7 +87,7 @@ STAGING = {
 def staged(change):
     """What is found wrong with tensor_files.stage of two tensors that training changes before and after."""
     device = torch.device("cuda", 0)
-    with memory.swapped(change), fake_cuda.rehearsal() as ledger:
+    with plan.swapped(change), fake_cuda.rehearsal() as ledger:
         ledger.begin()
         named = {"weight": torch.zeros(1000, 10, device=device), "step": torch.zeros((), device=device)}
         files = tensor_files.stage(distributed.World(device=device), "model", named)
@@ -103,7 +103,7 @@ def counts(case, folder, planned=True):
     rows = step.ledger.rows
     return {"launches": sum(row.launches for row in rows),
             "elementwise_gb": round(sum(row.size for row in rows if row.kind == "elementwise") / 1e9, 3),
-            "peak_gib": round(step.peak / memory.GIB, 3), "planned_gib": round(step.planned / memory.GIB, 3),
+            "peak_gib": round(step.peak / plan.GIB, 3), "planned_gib": round(step.planned / plan.GIB, 3),
             "waits": dict(step.ledger.syncs), "save": {
                 "waits": step.waits, "hazards": dict(step.ledger.hazards), "bytes": step.saved, "ranks": ranks,
                 "planned": step.checkpoint}}
@@ -118,7 +118,7 @@ def main():
         for case in CASES:
             print(json.dumps({"case": case, **counts(case, folder)}), file=sys.__stdout__, flush=True)
         for fault, (case, change) in FAULTS.items():
-            with memory.swapped(change):
+            with plan.swapped(change):
                 try:
                     found = counts(case, folder, planned=False)
                 except Exception as error:

@@ -2,6 +2,7 @@
 import weakref
 
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -27,3 +28,24 @@ class LiveBytes(TorchDispatchMode):
 
     def gone(self, key):
         self.now -= self.sizes.pop(key)
+
+
+def by_lengths(lengths):
+    """Attention of packed documents that are known to be so long: the same on tensors with and without memory."""
+    def attention(q, k, v, *_):
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        parts = zip(*(t.transpose(0, 1)[None].split(lengths, dim=2) for t in (q, k, v)))
+        out = [F.scaled_dot_product_attention(*part, is_causal=True) for part in parts]
+        return torch.cat(out, dim=2)[0].transpose(0, 1)
+    return attention
+
+
+def real_peak(model, batch, loss, bf16):
+    """Most bytes alive in a step of loss(model, batch), beside weights and batch."""
+    fields = batch if isinstance(batch, tuple) else vars(batch).values()
+    known = [*model.parameters(), *model.buffers(), *(v for v in fields if isinstance(v, torch.Tensor))]
+    with LiveBytes(known) as found:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            value = loss(model, batch)
+        value.backward()
+    return found.peak

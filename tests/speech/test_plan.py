@@ -4,6 +4,8 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,76 +16,57 @@ from safetensors.torch import load_file, save_file
 from transformers import HiggsAudioV2Config
 
 import lora
-import train_v2_ddp
-from common import memory, plan
+from common import document_attention, plan
 from common.distributed import UserError
+from common.plan import GIB, Setup, step_bytes
 from data import collate
 from speech import plan as speech_plan
 from speech.data.dataset import split_validation
 from speech.data.decode import codec_frames, decode_audio, header_frames, wave_samples
 from speech.data.encode import check_encoder, codec_config, encode_clip, load_codec
-from speech.model import labels_v3, v2, v3, versions
+from speech.model import labels_v3, v2, v3
 from speech.model.weights import empty_model
-from tests.helpers.live_bytes import LiveBytes
+from tests.helpers.live_bytes import by_lengths, real_peak
 from tests.helpers.small_speech import pack_of, small_model
 from tests.helpers.trainer import trainer_command
 from tests.speech import test_bad_input
 from tests.speech.test_bad_input import complains, copy_of, written
 
-GIB = 2**30
 LORA = ("--use_lora", "--lora_rank", 4, "--lora_alpha", 8)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Activations: the formula against what a real step leaves alive
+# Memory of a step: what is counted against what a real one has alive
 
 
-def measured_step(model, batch, bf16):
-    """(bytes alive at the end of the forward pass, peak bytes of forward and backward) beside weights and batch."""
-    known = [*model.parameters(), *model.buffers(), *(v for v in vars(batch).values() if isinstance(v, torch.Tensor))]
-    with LiveBytes(known) as memory:
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            audio, text, _ = model(batch)
-            kept = memory.now
-        (audio.sum() + text).backward()
-    return kept, memory.peak
+def check_step(empty, model, batch, setup, text_rows):
+    """The counted peak is the real one, within 3 %."""
+    pack = len(batch.text_pos), len(batch.audio_pos), len(batch.audio_rows), text_rows
+    found = step_bytes(speech_plan.step_of(empty), setup, pack, gpu=False)
 
-
-def activations(model, text, audio, bf16, recompute, sharded=False, gpu=False):
-    """(bytes kept of so many rows of each kind, bytes that a layer at work adds), as the dry run counts them."""
-    kept, layer = memory.kept_bytes(speech_plan.row_bytes(model, bf16, sharded, gpu),
-                                    len(model.base_model.model.layers), recompute)
-    return kept @ (text, audio), layer @ (text, audio)
-
-
-STEPS = [(targets, bf16, recompute) for targets in ("", "attention", "attention+audio_mlp", "all-linear")
-         for bf16 in (False, True) for recompute in (None, "all")]
-STEPS += [("", False, "selective"), ("all-linear", False, "selective"), ("all-linear", True, "selective")]
+    def loss(model, batch):
+        audio, text, _ = model(batch)
+        return audio.sum() + text
+    assert max(found.values()) == pytest.approx(real_peak(model, batch, loss, setup.bf16), rel=0.03)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("targets, bf16, recompute", STEPS)
-def test_activation_bytes_are_what_a_step_keeps(targets, bf16, recompute):
-    config, model = small_model(targets, torch.bfloat16 if targets and bf16 else torch.float32, recompute)
-    batch = pack_of(4, 40, 90, 30)
-    kept, peak = measured_step(model, batch, bf16)
-    layers, one = activations(model, len(batch.text_pos), len(batch.audio_pos), bf16, recompute)
-    logits, logit_peak = speech_plan.logit_bytes(config, len(batch.audio_rows), len(batch.text_rows))
-    casts = memory.cast_bytes(model, model.base_model.model.layers, recompute) if bf16 else (0, 0)
-    assert layers == pytest.approx(kept - logits - sum(casts), rel=0.08)
-    assert layers + logits + sum(casts) == pytest.approx(kept, rel=0.04)
-    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    # the whole step; gradients come while activations go
-    parts = memory.memory_parts([(0, 0, 0)], casts=casts) | {"fixed": 0}
-    estimate = max(memory.peak_stages(parts, layers, one, logit_peak, recompute).values())
-    assert estimate * 0.9 < peak < (estimate + gradients) * 1.03
+@pytest.mark.parametrize("targets, bf16, recompute, sharded", [
+    ("", False, None, False), ("", True, "all", False), ("attention", True, None, True),
+    ("attention", True, "selective", False),
+    ("all-linear", False, "selective", False), ("all-linear", True, None, False)])
+def test_what_is_counted_is_what_a_real_step_has_alive(targets, bf16, recompute, sharded, monkeypatch):
+    """Sharded weights: in bfloat16 as FSDP2 computes on them. Of six layers four are run."""
+    monkeypatch.setattr(v2, "_attention_by_sample", by_lengths([130] * 4))
+    dtype = torch.bfloat16 if targets and bf16 else torch.float32
+    empty, model = (small_model(targets, dtype, recompute)[1] for _ in range(2))
+    batch, setup = pack_of(4, 40, 90, 30), Setup(1, "fsdp" if sharded else "ddp", bf16, recompute)
+    check_step(empty, model.to(torch.bfloat16) if sharded else model, batch, setup, len(batch.text_rows))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("targets, bf16, recompute, table", [
-    ("", False, None, False), ("all-linear", False, None, True), ("all-linear", True, None, True),
-    ("all-linear", True, "all", False), ("", True, "all", False)])
-def test_activation_bytes_of_higgs_tts_3(targets, bf16, recompute, table):
+@pytest.mark.parametrize("targets, bf16, recompute, table", [("all-linear", True, None, True), ("", False, "all", False)])
+def test_what_is_counted_of_higgs_tts_3(targets, bf16, recompute, table, monkeypatch):
     audio = {"encoder_type": "discrete", "use_delay_pattern": True, "tie_word_embeddings": True, "num_codebooks": 8,
              "vocab_size": 1026}
     text = {"vocab_size": 600, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 6, "head_dim": 16,
@@ -91,55 +74,13 @@ def test_activation_bytes_of_higgs_tts_3(targets, bf16, recompute, table):
     config = v3.read_config({"model_type": v3.MODEL_TYPE, "audio_encoder_config": audio, "text_config": text})
     native = v3.Higgs3(config).to(torch.bfloat16 if targets and bf16 else torch.float32)
     ids = labels_v3.Ids(*range(1, 6))
-    model = v3.PackedHiggs3(lora.add_lora(native, 8, 16, 0.1, targets, "base", table=table) if targets else native,
-                                recompute).train()
+    net = lora.add_lora(native, 8, 16, 0.1, targets, "base", table=table) if targets else native
+    model = v3.PackedHiggs3(net, recompute).train()
     tokens = np.array([ids.tts, ids.text, *range(10, 50), ids.audio, labels_v3.AUDIO_PLACEHOLDER])
-    codes = [np.random.default_rng(0).integers(0, 1024, (30, 8))]
-    batch = collate([{"number": i, **ids.assemble(tokens, tokens == labels_v3.AUDIO_PLACEHOLDER, codes)} for i in range(4)], ids)
-    kept, peak = measured_step(model, batch, bf16)
-    layers_kept, one = memory.kept_bytes(speech_plan.row_bytes(model, bf16, False, False), 6, recompute)
-    rows = len(batch.text_pos), len(batch.audio_pos)
-    logits, logit_peak = speech_plan.logit_bytes(config, len(batch.audio_rows), 0)
-    casts = memory.cast_bytes(model, native.body.layers, recompute, versions.tied_heads(native)) if bf16 else (0, 0)
-    assert layers_kept @ rows + logits + sum(casts) == pytest.approx(kept, rel=0.06)
-    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    parts = memory.memory_parts([(0, 0, 0)], casts=casts) | {"fixed": 0}
-    estimate = max(memory.peak_stages(parts, layers_kept @ rows, one @ rows, logit_peak, recompute).values())
-    assert estimate * 0.9 < peak < (estimate + gradients) * 1.03
-
-
-@pytest.mark.parametrize("recompute", [None, "all", "selective"])
-def test_activation_bytes_of_weights_in_bf16(recompute):
-    """What FSDP2 computes on: all weights in bf16, the residual stream with them, and nothing for autocast to cast."""
-    config, model = small_model("", torch.float32, recompute)
-    rows = 4 * 40, 4 * 90
-    expected = activations(model, *rows, True, recompute, sharded=True)
-    kept, _ = measured_step(model.to(torch.bfloat16), pack_of(4, 40, 90, 30), True)
-    assert expected[0] == pytest.approx(kept - speech_plan.logit_bytes(config, 120, 120)[0], rel=0.08)
-
-
-def test_without_dropout_adapters_share_their_input():
-    batch = pack_of(4, 40, 90, 5)
-    config, model = small_model("all-linear", torch.bfloat16, False, dropout=0.0)
-    kept, _ = measured_step(model, batch, True)
-    layers, _ = activations(model, 160, 360, True, None)
-    kept -= speech_plan.logit_bytes(config, 20, 20)[0] + sum(memory.cast_bytes(model, [], None))
-    assert layers == pytest.approx(kept, rel=0.05)
-
-
-@pytest.mark.slow
-def test_logit_bytes_are_the_peak_of_many_targets():
-    config, model = small_model("attention", torch.float32, True)
-    for targets in (30, 89):
-        batch = pack_of(2, 90, 90, targets)
-        _, peak = measured_step(model, batch, False)
-        kept, _ = activations(model, 180, 180, False, "all")
-        assert kept + speech_plan.logit_bytes(config, len(batch.audio_rows), len(batch.text_rows))[1] == \
-            pytest.approx(peak, rel=0.03)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The 3B model, without one
+    trained, codes = tokens == labels_v3.AUDIO_PLACEHOLDER, [np.random.default_rng(0).integers(0, 1024, (30, 8))]
+    batch = collate([{"number": i, **ids.assemble(tokens, trained, codes)} for i in range(4)], ids)
+    monkeypatch.setattr(document_attention, "_attention_by_document", by_lengths(list(batch.seqlens)))
+    check_step(model, model, batch, Setup(1, bf16=bf16, recompute=recompute), 0)
 
 
 REAL = {"vocab_size": 128256, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
@@ -154,107 +95,26 @@ def real():
     return empty_model(HiggsAudioV2Config(**REAL), torch.float32)
 
 
-def units_of(model):
-    return memory.unit_sizes(model, model.model.layers)
-
-
-def test_sizes_of_the_real_model(real):
-    units = units_of(real)
-    assert len(units) == 29 and [sum(column) for column in zip(*units)][0] == sum(p.numel() for p in real.parameters())
-    # 394.0 M text embedding and as much text head, 25.2 M audio embedding and head each, in the root
-    assert units[0][0] == 2 * 128256 * 3072 + 2 * 8208 * 3072 + 3072
-    assert sum(unit[0] for unit in units) / 1e9 == pytest.approx(5.771, abs=0.001)
-    assert all(stored == 4 * values and trained == values for values, stored, trained in units)
-
-
 @pytest.mark.slow
 def test_full_fine_tuning_of_3b_fits_eight_gpus(real):
-    """16 bytes a value (fp32 weights, gradients, two moments) over 8 GPUs; packs of 8192 tokens, checkpointing."""
-    parts = memory.memory_parts(units_of(real), world=8, sharded=True, compute=2)
-    state = parts["weights"] + parts["gradients"] + parts["optimizer"]
-    assert state == pytest.approx(16 * 5.771e9 / 8, rel=1e-3) and state / GIB == pytest.approx(10.75, abs=0.01)
-    root, layer = 2 * 128256 * 3072 + 2 * 8208 * 3072 + 3072, 176_173_056
-    assert parts["copies"] == 2 * (root + 3 * layer)
-    assert parts["reduction"] == 6 * layer + 2 * root and parts["last reduction"] == 6 * root
-    assert parts["host"] == 0
-    tokens = 8192
-    kept, one = activations(v2.PackedHiggs(real, "all"), 2048, tokens - 2048, True, "all", sharded=True, gpu=True)
-    # a row: 28 times a layer's bf16 input; at the end the norm's input and 1 / rms; cos and sin; and what is worth a
-    # few numbers: ids, places, the two orders
-    arithmetic = 28 * 2 * 3072 + 2 * 3072 + 4 + 2 * 2 * 128
-    assert arithmetic < kept / tokens < arithmetic + 150
-    logits = speech_plan.logit_bytes(real.config, tokens - 2048, 512)[1]
-    stages = memory.peak_stages(parts, kept, one, logits, True)
-    assert 12 * GIB < max(stages.values()) < 30e9                       # room in 80 GB
-    # gradients of a whole window of micro-steps unsharded: 4 bytes a value more on every GPU, still inside
-    more = memory.memory_parts(units_of(real), world=8, sharded=True, compute=2, accumulation=2)
-    assert more["gradients"] - parts["gradients"] == pytest.approx(4 * 5.771e9, rel=1e-3)
-    assert max(memory.peak_stages(more, kept, one, logits, True).values()) < 60e9
-    # in DDP every GPU has it all: 16 bytes a value are 86 GiB, too much
-    alone = memory.memory_parts(units_of(real), world=8, casts=memory.cast_bytes(real, real.model.layers, None))
-    assert alone["weights"] + alone["gradients"] + alone["optimizer"] == pytest.approx(16 * 5.771e9, rel=1e-3)
-    assert alone["reduction"] == 0 and alone["copies"] == 2 * sum(
-        p.numel() for n, p in real.named_parameters() if p.ndim == 2 and "embed" not in n)
+    """Packs of 8192 tokens, checkpointing: room in 80 GB, which DDP has not."""
+    step, setup = speech_plan.step_of(v2.PackedHiggs(real)), Setup(8, "fsdp", recompute="all")
+    pack = 2048, 6144, 6144, 512
+    assert 12 * GIB < plan.memory(step, setup, pack).peak < 30e9
+    assert plan.memory(step, replace(setup, accumulation=2), pack).peak < 60e9
+    assert plan.memory(step, Setup(8, recompute="all"), pack).peak > 86 * GIB       # whole on every GPU
 
 
-def test_offload_moves_state_to_the_host_and_reshard_frees_layers(real):
-    units = units_of(real)
-    kept = memory.memory_parts(units, world=8, sharded=True, compute=2, reshard=False)
-    assert kept["copies"] == 2 * sum(unit[0] for unit in units)
-    away = memory.memory_parts(units, world=8, sharded=True, compute=2, offload=True)
-    assert away["weights"] == away["gradients"] == away["optimizer"] == 0
-    assert away["host"] == 2 * sum(unit[0] for unit in units)           # 16 bytes over 8 GPUs
-
-
-def test_libraries_take_more_with_several_gpus(real):
-    units = units_of(real)
-    assert memory.memory_parts(units)["fixed"] == GIB
-    for many in (dict(world=2), dict(sharded=True), dict(world=8, sharded=True)):
-        parts = memory.memory_parts(units, **many)
-        assert parts["fixed"] == 2 * GIB
-        last = max(parts["last reduction"], parts["ends"])
-        late = parts["late"] if last else 0         # when the reduction's input goes, the root's shards come
-        assert memory.peak_stages(parts, 0, 0, 0, False)["the last reduction"] - last + late == sum(
-            parts[name] for name in ("weights", "gradients", "optimizer")) + 2 * GIB
-
-
-def test_gradients_come_while_activations_go(real):
-    """But DDP's buckets stand all the time, and with accumulation the gradients of the micro-step before."""
-    units, of_all = units_of(real), 4 * sum(unit[2] for unit in units_of(real))
-    for given, fresh in ((dict(), of_all), (dict(world=8, sharded=True), of_all / 8), (dict(world=2), 0),
-                         (dict(accumulation=2), 0), (dict(world=8, sharded=True, accumulation=2), 0)):
-        parts = memory.memory_parts(units, **given)
-        assert parts["fresh"] == fresh
-        stages = memory.peak_stages(parts, 3 * GIB, 0, 0, None)
-        assert stages["a layer's backward"] - stages["the heads"] == pytest.approx(
-            max(3 * GIB, fresh - parts["late"]) - 3 * GIB + parts["reduction"] + parts["copies"]
-            - parts["copies at the heads"])
-
-
-def parsed(*given):
-    """The trainer's flags."""
-    return train_v2_ddp.build_parser().parse_args(["--model_path", "m", "--audio_tokenizer_path", "c", *given])
-
-
-def host_parts(args, native, ranks, offloaded):
-    size = memory.checkpoint_bytes(native, args.use_lora)
-    return plan.host_parts(args.parallel, ranks, offloaded, *size, args.use_lora)
-
-
-def test_host_memory_of_a_node(real, monkeypatch):
-    """fp32 weights and two moments, 12 bytes a value: whole on rank 0's node (DDP) or what its ranks own (FSDP2)."""
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    n = sum(p.numel() for p in real.parameters())
-    fsdp, adapters = parsed("--parallel", "fsdp"), small_model("attention", torch.float32, False)[1].base_model
-    trained = sum(p.numel() for p in adapters.parameters() if p.requires_grad)
-    assert host_parts(parsed(), real, 16, 0) == (0, 12 * n, 8)
-    assert host_parts(fsdp, real, 16, 5 * GIB) == (40 * GIB, 6 * n, 8)
-    assert host_parts(fsdp, real, 2, 5 * GIB) == (10 * GIB, 12 * n, 2)
-    assert host_parts(parsed("--use_lora"), adapters, 16, 0) == (0, 12 * trained, 8)
-    lora_fsdp = parsed("--use_lora", "--parallel", "fsdp")
-    assert host_parts(lora_fsdp, adapters, 16, 0) == (0, 4 * trained + 4 * trained, 8)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert host_parts(fsdp, real, 16, GIB) == (4 * GIB, 3 * n, 4)
+def test_speaking_takes_what_it_can_use(real):
+    """Rows of the longest prompt and of --sample_seconds, for as many prompts as are spoken together."""
+    prompts = [SimpleNamespace(tokens=np.zeros(n)) for n in (40, 60)]
+    data = SimpleNamespace(prompts=prompts, settings=SimpleNamespace(max_new_tokens=257))
+    row = 2 * 8 * 128 * 28 * 2
+    assert speech_plan.speaking_bytes(real, Setup(1, bf16=False), data) == 2 * (60 + 257) * 2 * row
+    whole = 2 * sum(p.numel() for p in real.parameters())
+    data.prompts = prompts * 20
+    for setup in (Setup(8, "fsdp"), Setup(1)):      # gathered, or autocast's copies of weights in fp32
+        assert speech_plan.speaking_bytes(real, setup, data) == 8 * (60 + 257) * row + whole
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -435,8 +295,7 @@ def test_too_little_host_memory(run, huge):
 @pytest.mark.slow
 def test_full_fine_tuning_of_3b_in_ddp_is_refused(run, huge):
     complains(run("--model_path", huge, "--bf16", "--dry_run", 8, "--host_memory", 65), "memory: about ", "80.00 GiB",
-              "what helps: --gradient_checkpointing, a smaller --per_device_train_batch_size, --parallel fsdp, "
-              "--use_lora")
+              "what helps: --parallel fsdp, --parallel fsdp --cpu_offload, --use_lora")
     lora = run("--model_path", huge, "--bf16", "--use_lora", "--dry_run", 8)
     assert lora.status == 0 and "9.175 M trainable" in lora.output, lora.output
     weights = number(r"weights +([\d.]+) GiB", lora.output)
@@ -526,8 +385,7 @@ def test_codec_of_another_kind(run, tiny, tmp_path):
 @pytest.mark.slow
 def test_memory_and_disk(run):
     message = complains(run("--gpu_memory", 1.01), "memory: about 1.", "each GPU, which has 1.01 GiB, 5 % of it left "
-                        "for fragmentation; what helps: --gradient_checkpointing, --bf16, a smaller "
-                        "--per_device_train_batch_size, --parallel fsdp, --use_lora")
+                        "for fragmentation; what helps: --bf16, --parallel fsdp --cpu_offload, --use_lora")
     assert len(message) == 1
     message = complains(run("--gpu_memory", 1.01, "--parallel", "fsdp", "--gradient_checkpointing", "--bf16",
                             "--per_device_train_batch_size", 1, "--use_lora"), "what helps: --cpu_offload")
