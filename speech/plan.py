@@ -72,17 +72,16 @@ def step_of(model):
     return plan.Step(model, layers_of, loss, ((v2, "_attention_by_sample", plan.varlen),))
 
 
-def speaking_bytes(native, setup, data):
+def speaking_bytes(native, setup, speaker):
     """What a batch of sample prompts takes: keys, values, and whole weights to compute on."""
     from speech.voice.sample_prompts import BATCH
-    prompts, settings = data.speaker.prompts, data.speaker.settings
     config, value = native.config, 2 if setup.bf16 else 4
-    rows = max(len(prompt.tokens) for prompt in prompts) + settings.max_new_tokens
+    rows = max(len(prompt.tokens) for prompt in speaker.prompts) + speaker.settings.max_new_tokens
     row = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers * value
     # whoever has shards of them; under DDP autocast's copies of those in fp32
     whole = sum(p.numel() for p in native.parameters()
                 if setup.fsdp or p.dtype == torch.float32 and setup.bf16) * value
-    return min(len(prompts), BATCH) * rows * row + whole
+    return min(len(speaker.prompts), BATCH) * rows * row + whole
 
 
 def memory(args, model, setup, data, order, epochs=range(1)):
@@ -96,7 +95,7 @@ def memory(args, model, setup, data, order, epochs=range(1)):
     found = plan.memory(step_of(model), setup, worst(packs), held_out)
     if data.speaker:
         state = sum(found.parts[name] for name in ("weights", "gradients", "optimizer", "fixed"))
-        found.stages["speaking samples"] = state + speaking_bytes(model.base_model, setup, data)
+        found.stages["speaking samples"] = state + speaking_bytes(model.base_model, setup, data.speaker)
     return found, packs
 
 

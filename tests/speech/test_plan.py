@@ -108,13 +108,13 @@ def test_full_fine_tuning_of_3b_fits_eight_gpus(real):
 def test_speaking_takes_what_it_can_use(real):
     """Rows of the longest prompt and of --sample_seconds, for as many prompts as are spoken together."""
     prompts = [SimpleNamespace(tokens=np.zeros(n)) for n in (40, 60)]
-    data = SimpleNamespace(prompts=prompts, settings=SimpleNamespace(max_new_tokens=257))
+    speaker = SimpleNamespace(prompts=prompts, settings=SimpleNamespace(max_new_tokens=257))
     row = 2 * 8 * 128 * 28 * 2
-    assert speech_plan.speaking_bytes(real, Setup(1, bf16=False), data) == 2 * (60 + 257) * 2 * row
+    assert speech_plan.speaking_bytes(real, Setup(1, bf16=False), speaker) == 2 * (60 + 257) * 2 * row
     whole = 2 * sum(p.numel() for p in real.parameters())
-    data.prompts = prompts * 20
+    speaker.prompts = prompts * 20
     for setup in (Setup(8, "fsdp"), Setup(1)):      # gathered, or autocast's copies of weights in fp32
-        assert speech_plan.speaking_bytes(real, setup, data) == 8 * (60 + 257) * row + whole
+        assert speech_plan.speaking_bytes(real, setup, speaker) == 8 * (60 + 257) * row + whole
 
 
 # ---------------------------------------------------------------------------------------------------------------------
