@@ -95,7 +95,8 @@ def memory(args, model, setup, data, order, epochs=range(1)):
     found = plan.memory(step_of(model), setup, worst(packs), held_out)
     if data.speaker:
         state = sum(found.parts[name] for name in ("weights", "gradients", "optimizer", "fixed"))
-        found.stages["speaking samples"] = state + speaking_bytes(model.base_model, setup, data.speaker)
+        speaking = speaking_bytes(model.base_model, setup, data.speaker)
+        found.stages["speaking samples"] = state + speaking
     return found, packs
 
 

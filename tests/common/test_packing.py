@@ -235,7 +235,9 @@ def test_packs_by_length_are_even_on_any_number_of_ranks(each):
     """Mean over max of the tokens of what runs side by side, averaged over the steps."""
     lengths = speech_lengths(150_000 * each)
     tokens = plan.epoch_sums(PackOrder(lengths, samples_per_pack=each, seed=3, group_by_length=True), [0], lengths)
-    assert [plan.packing_report(tokens, ranks)["balance"] > 0.95 for ranks in (2, 8, 64, 512)] == [True] * 4
+    for ranks in (2, 8, 64, 512):
+        side_by_side = tokens[:len(tokens) // ranks * ranks].reshape(-1, ranks)
+        assert (side_by_side.mean(1) / side_by_side.max(1)).mean() > 0.95, ranks
 
 
 def test_grouping_by_length_lowers_the_spread_inside_packs():
