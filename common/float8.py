@@ -10,6 +10,7 @@ the weight again in every step, so it is not used.
 import torch
 from torch import nn
 
+from common import fused
 from common.distributed import UserError
 
 FLOAT8 = torch.float8_e4m3fn
@@ -23,13 +24,25 @@ def check_device(device, wanted):
                         "GPUs have; drop the flag")
 
 
-def rounded(rows):
-    """rows (n, width) -> (the same in float8, each divided by its scale so that its largest value fits; (n, 1) scales).
-
-    Scales are float32; a row of zeros has a tiny one.
-    """
+def rounded_kernel(rows):
     scales = rows.abs().amax(dim=-1, keepdim=True).float().clamp(min=1e-12) / torch.finfo(FLOAT8).max
     return (rows / scales).to(FLOAT8), scales
+
+
+@torch.library.custom_op("flat_trainers::rounded", mutates_args=())
+def rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows (n, width) -> (the same in float8, each divided by its scale so that its largest value
+    fits; (n, 1) scales). Scales are float32; a row of zeros has a tiny one.
+
+    An operator of its own: fused with what stands before it in a compiled layer, whose packs have
+    other numbers of rows, Inductor cannot split its loops (CantSplit; pytorch issue 183696).
+    """
+    return fused.kernel(rounded_kernel, rows)
+
+
+@rounded.register_fake
+def _(rows):
+    return torch.empty_like(rows, dtype=FLOAT8), rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32)
 
 
 def product(rows, weight, scales):

@@ -18,6 +18,7 @@ from torch.utils._triton import has_triton
 
 SWIGLU = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"     # of transformers' MLPs
 ROTARY = "apply_rotary_pos_emb"         # of transformers' modules
+RECOMPILE = 32      # shapes a function is compiled for; beyond it dynamo runs it eagerly, in silence
 
 
 def wanted(x):
@@ -27,7 +28,10 @@ def wanted(x):
 
 @functools.cache
 def _compiled(function):
-    return torch.compile(function, dynamic=True)
+    # a size is symbolic once it has changed; were all of them, Triton could not prove that rows are
+    # aligned, and would read 2 bytes at a time instead of 16 (tests/gpu/test_kernels.py)
+    torch._dynamo.config.recompile_limit = max(RECOMPILE, torch._dynamo.config.recompile_limit)
+    return torch.compile(function)
 
 
 def kernel(function, *args):
