@@ -101,8 +101,8 @@ def layers(name, *, lora=True, float8=False):
         distributed.compile_layers(found)
         for n_text, longest in ((2501, 900), (2377, 850), (2600, 1000)):
             order, cos = tensor(8192, dtype=torch.int64), tensor(8192, HEAD)
-            packed = (n_text, order, torch.empty_like(order), cos, torch.empty_like(cos),
-                      tensor(14, dtype=torch.int32), longest, None)
+            packed = v2.Packed(n_text, order, torch.empty_like(order), cos, torch.empty_like(cos),
+                               tensor(14, dtype=torch.int32), longest, None)
             hidden = tensor(8192, 3072).requires_grad_()
             try:
                 with torch.autocast("cuda", BF16):

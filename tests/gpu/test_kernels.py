@@ -1,0 +1,77 @@
+"""What torch.compile makes of the trainers' functions and layers for sm_90, on no GPU (compiled.py).
+
+Needs triton, whose compiler needs no GPU: installed, or in the folder that TRITON names.
+"""
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bench import fake_cuda
+from tests.helpers.trainer import ROOT
+
+# bytes that the fused kernels of one layer move, forward and backward, in GB: never more than this
+LAYER_GB = {"lora": 3.0, "lora, float8": 3.4}
+DYNAMIC = ", every size symbolic"       # the planted fault
+
+
+def why_not():
+    if not (importlib.util.find_spec("triton") or os.environ.get("TRITON")):
+        return "needs the package triton, or its folder in TRITON"
+    return fake_cuda.why_not()
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")]
+
+
+def compiled(folder, *what):
+    """{case: what compiled.py found}"""
+    env = os.environ | fake_cuda.environment(folder) | {
+        "TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+        "PYTHONPATH": os.environ.get("TRITON", "")}
+    done = subprocess.run([sys.executable, ROOT / "tests/gpu/compiled.py", *what], env=env, cwd=ROOT,
+                          text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {line["case"]: line for line in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory):
+    return compiled(tmp_path_factory.mktemp("functions"))
+
+
+def narrow(case):
+    """[(kernel, its accesses of 2 bytes, its divisions)] of those that have any."""
+    return [(kernel["name"], kernel["accesses"].get("b16", 0), kernel["divisions"])
+            for kernel in case["kernels"] if kernel["accesses"].get("b16") or kernel["divisions"]]
+
+
+def test_functions_read_16_bytes_at_a_time_and_spill_nothing(functions):
+    """On packs of three lengths: one graph for the first, one for all others."""
+    found = {name: case for name, case in functions.items() if DYNAMIC not in name}
+    assert len(found) == 8
+    for name, case in found.items():
+        assert case["graphs"] <= 2 and not case["breaks"], name
+        assert not [kernel for kernel in case["kernels"] if kernel["spilled"]], name
+        assert not [kernel for kernel in case["kernels"] if kernel["divisions"]], name
+        if "cross_entropies" not in name:       # those read one number a row besides
+            assert not narrow(case), name
+            assert all("v4.b32" in kernel["accesses"] for kernel in case["kernels"]), name
+
+
+def test_symbolic_sizes_are_seen(functions):
+    """The planted fault: torch.compile(dynamic=True), as it stood here until November 2026."""
+    for name in ("swiglu_kernel", "rotate_kernel", "rotate_qkv_gradient_kernel"):
+        assert narrow(functions[name + DYNAMIC]), name
+
+
+def test_compiled_layers_stay_whole(tmp_path):
+    """Layers with adapters on all linear layers, plain and in float8: no break, no new graph."""
+    for name, case in compiled(tmp_path, "layers").items():
+        assert not case["error"] and not case["breaks"], (name, case["error"])
+        assert case["graphs"] <= 4, name        # forward and backward, for one length and for all
+        assert not [kernel["name"] for kernel in case["kernels"] if kernel["spilled"]], name
+        assert 0 < case["gb_a_layer"] <= LAYER_GB[name], name
