@@ -57,6 +57,7 @@ class World:
     device: object = "cpu"          # torch.device
     store: object = None            # key-value store of the run: progress counters and claims without collectives
     slow_group: object = None       # gloo, CPU, long time limit
+    limit: timedelta = timedelta(seconds=600 + LATER_S)     # of a gradient collective
 
     @property
     def is_main(self):
@@ -82,7 +83,8 @@ def init(timeout_s=600, slow_timeout_s=6 * 3600, alone_too=False, cpu_too=False,
                             f"start torchrun with --nproc_per_node={torch.cuda.device_count()}")
         torch.cuda.set_device(local_rank)
     where = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
-    _world = world = World(rank, local_rank, size, local_size, where)
+    limit = timedelta(seconds=timeout_s + LATER_S)
+    _world = world = World(rank, local_rank, size, local_size, where, limit=limit)
     if env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise UserError("torchrun --max-restarts: the workers that died left their keys in torchrun's store; "
                         "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
@@ -92,7 +94,7 @@ def init(timeout_s=600, slow_timeout_s=6 * 3600, alone_too=False, cpu_too=False,
         backend = ("cpu:gloo,cuda:nccl" if cpu_too else "nccl") if use_cuda else "gloo"
         store = dist.PrefixStore("trainer", world.store) if world.store is not None else dist.HashStore()
         dist.init_process_group(backend, store=store, rank=rank, world_size=size,
-                                timeout=timedelta(seconds=timeout_s + LATER_S), device_id=where if use_cuda else None)
+                                timeout=limit, device_id=where if use_cuda else None)
     if size > 1:        # new_group ignores the default group's limit, so it is given again
         world.slow_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=slow_timeout_s + LATER_S))
     return world
@@ -368,6 +370,8 @@ def compile_layers(layers, **options):
     was generated for 16 floats at a time would be built for 8 and leave half of its results unwritten (torch 2.13,
     after a change of ATEN_CPU_CAPABILITY or in a folder that unlike machines share), so the key gets it here.
     """
+    # else each layer is cut where DDP's buckets end, which a layer is too small to gain from
+    torch._dynamo.config.optimize_ddp = False
     tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
     torch.compiler.config.cache_key_tag = f"{tag} {torch.backends.cpu.get_cpu_capability()}".strip()
     for layer in layers:
@@ -385,6 +389,9 @@ def shard(module, layers, world, bf16=False, reshard_after_forward=True, cpu_off
     """
     shape, on_gpu = (world.size // size, size) if size else (world.size,), world.device.type == "cuda"
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape):])
+    # groups inside a mesh have 10 minutes, whatever the default group has
+    for group in mesh.get_all_groups():
+        dist.distributed_c10d._set_pg_timeout(world.limit, group)
     options = {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy(),
                "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype={
                    "fp32": torch.float32, "bf16": torch.bfloat16}[reduce], cast_forward_inputs=False)}

@@ -310,7 +310,8 @@ def stage(world, stem, named, spread=True, parts=lambda name, tensor: {name: ten
     files, writes = {rank: file_name(stem, number, len(used)) for number, rank in enumerate(used)}, {}
 
     def write(path):
-        if copied:
+        if copied:      # in a thread of its own, which would wait on GPU 0, and make a context there
+            torch.cuda.set_device(world.device)
             copied.synchronize()
         check_finite(share, path.name)      # or rotation would leave nothing but checkpoints that nobody can use
         save(share, path)

@@ -181,8 +181,8 @@ def read_pickle(path):
     torch's weights_only first; where the file holds more than that takes, as Lightning's do, objects of all other
     classes are left out. Raises UserError.
     """
+    json_files.open_file(path, "--init_from ").close()
     try:
-        json_files.open_file(path, "--init_from ").close()
         if not zipfile.is_zipfile(path):
             raise ValueError("no file that torch.save wrote since version 1.6")
         try:

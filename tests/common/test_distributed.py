@@ -2,8 +2,13 @@
 import os
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from common import distributed
 from tests.helpers.trainer import ROOT
@@ -83,3 +88,46 @@ def test_compiled_layers_of_another_vector_width_are_not_taken_from_the_cache(tm
         pytest.skip("needs a processor with AVX2 or AVX-512")
     assert found == "1"         # so it is the width that keeps the next one from it
     assert run(ATEN_CPU_CAPABILITY="default") == ["DEFAULT", "0"]
+
+
+def test_meshes_keep_the_time_limit_and_compiled_layers_stay_whole_under_ddp():
+    """What torch does otherwise: groups of a mesh wait 10 minutes, DDP's buckets cut compiled layers."""
+    pieces = []
+
+    def backend(graph, _):
+        pieces.append(graph)
+        return graph.forward
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(600, 600) for _ in range(4)])     # 1.4 MB each
+
+        def forward(self, x):
+            for part in self.parts:
+                x = part(x)
+            return x
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = Layer()
+
+        def forward(self, x):
+            return self.layer(x)
+
+    limit = timedelta(seconds=77)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ddp = Outer()
+        distributed.compile_layers([ddp.layer], backend=backend)
+        DistributedDataParallel(ddp, bucket_cap_mb=1)(torch.ones(2, 600)).sum().backward()
+        assert len(pieces) == 1
+        sharded = Outer()
+        world = distributed.World(device=torch.device("cpu"), limit=limit)
+        distributed.shard(sharded, [sharded.layer], world, size=1)
+        mesh = next(sharded.parameters()).device_mesh
+        for group in mesh.get_all_groups():
+            assert group._get_backend(torch.device("cpu")).options._timeout == limit
+    finally:
+        dist.destroy_process_group()

@@ -89,7 +89,8 @@ def save(folder, step, model, layout, tokens):
 def seal(path, step, best_step):
     """Write a checkpoint's state and its manifest."""
     (path / "trainer_state" / "state.json").write_text(json.dumps(
-        {"step": step, "epoch": 0, "first": 0, "identity": {}, "skipped": 0, "unlogged": [], "best_step": best_step}))
+        {"step": step, "epoch": 0, "first": 0, "identity": {}, "skipped": 0, "args": {}, "unlogged": [],
+         "validation": None, "best_step": best_step, "best_loss": None}))
     (path / "manifest.json").unlink(missing_ok=True)
     files = {str(f.relative_to(path)): {"bytes": f.stat().st_size, "sha256": checkpoint.sha256_file(f)}
              for f in path.rglob("*.*") if f.is_file()}

@@ -710,7 +710,7 @@ def test_plans_of_a_teacher_for_gsm8k(server, tmp_path, capsys):
 
     for spoil, words in ((records[1:], "1 of 3 problems have no plan, the first is"),
                          ([records[1] | {"line": 0}, *records[1:]], "line 1: was not made from the lines of these"),
-                         ([{"id": 0}], "line 1: is no record of create_data.py")):
+                         ([{"id": 0}], "line 1: is not a record of create_data.py")):
         (tmp_path / "plans.jsonl").write_text("".join(json.dumps(record) + "\n" for record in spoil))
         with pytest.raises(SystemExit):
             make("plans", "--teacher", tmp_path / "plans.jsonl", "--output", tmp_path / "hdp.json")
