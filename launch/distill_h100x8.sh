@@ -28,8 +28,9 @@ served=''
 case ${TEACHER:-} in http*) served=1 ;; esac
 [ -z "$served" ] || unread "but TEACHER is a server" TP PP MAX_MODEL_LEN VLLM VLLM_VENV
 if [ "${PARSER:-}" = whole ]; then unread "but PARSER=whole has no labels" TRUTH MIN_AGREEMENT; fi
-known_settings BATCH_SIZE EPOCHS GLOBAL_BATCH_SIZE GPUS GROUP_SIZE LOADERS LOGGING_STEPS LORA LR \
-    REPORT_TO SWITCHES WARMUP_STEPS     # those of train_sft_h100x8.sh that are left to people
+known=(BATCH_SIZE EPOCHS GLOBAL_BATCH_SIZE GPUS GROUP_SIZE LOADERS LOGGING_STEPS LORA LR REPORT_TO
+    SWITCHES WARMUP_STEPS)      # those of train_sft_h100x8.sh that are left to people
+known_settings
 
 # folder or hub name for vLLM; or http... of a server
 TEACHER=${TEACHER:-Qwen/Qwen3-30B-A3B-Instruct-2507}

@@ -96,12 +96,11 @@ setting() {
     flags+=("$flag" "${!1}")
 }
 
-# known_settings NAME...: with what setting() has seen, all that a launcher knows. A setting of
+# known_settings: refuse what the launcher does not know; `known` has what setting() has seen. A setting of
 # another launcher or of people's notes would do nothing, nor would a misspelt one: BATCHSIZE,
 # DRYRUN.
 known_settings() {
     local name near
-    known+=("$@")
     for name in BATCH BATCH_SIZE BLOCK_SIZE CODEC DATA DATA_PATH EPOCHS EVAL_STEPS GLOBAL_BATCH \
         GLOBAL_BATCH_SIZE GPUS GRAD_ACCUM GROUP_SIZE HDP_LAYOUT INIT_FROM LEARNING_RATE LOADERS \
         LOGGING_STEPS LORA LORA_ALPHA LORA_RANK LORA_TARGETS LR MAX_LENGTH MAX_STEPS \
@@ -149,12 +148,13 @@ translate() {
 # weights are trained and the trainer does not choose.
 read_switches() {
     local reports
+    # shellcheck disable=SC2153     # setting() made it
     read -ra switches <<<"$SWITCHES"
     read -ra reports <<<"${REPORT_TO:-}"
     if [ -n "${REPORT_TO:-}" ]; then switches+=(--report_to "${reports[@]}"); fi
     case $LORA in
     1) switches+=(--use_lora) ;;
-    0) has_flag --auto "${switches[@]}" || switches+=("$@") ;;
+    0) has_flag --auto "${switches[@]}" || [ -z "$1" ] || switches+=("$@") ;;
     '') ;;                      # --config says
     *) die "LORA=$LORA: 1 or 0" ;;
     esac

@@ -146,8 +146,8 @@ supervise ask end "${command[@]}" || status=$?
 node_lost() {
     for _ in {1..10}; do
         if ! squeue --noheader --steps --jobs="$job" --format=%i | grep -qE '\.[0-9]+$'; then
-            ! timeout 60 "${on_nodes[@]}" true
-            return
+            if timeout 60 "${on_nodes[@]}" true; then return 1; fi
+            return 0
         fi
         sleep 1
     done

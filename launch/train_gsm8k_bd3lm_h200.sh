@@ -60,8 +60,8 @@ SIZE=${SIZE:-small}                             # model: nano, tiny, small, medi
 BLOCK_SIZE=${BLOCK_SIZE:-16}                    # tokens of a block
 GPUS=${GPUS:-1}                                 # trainers, which share the problems of a step
 MIN_GPUS=${MIN_GPUS:-1}  # GPUs that must be there; 0 lets a dry run or a trial start anywhere
-switches='--bf16 --tf32 --compile --pack --drop_too_long --auto'
-SWITCHES=${SWITCHES-$switches}  # flags without a value; SWITCHES= gives none of them
+# flags without a value; SWITCHES= gives none of them
+SWITCHES=${SWITCHES---bf16 --tf32 --compile --pack --drop_too_long --auto}
 SAMPLE_FLAGS=${SAMPLE_FLAGS---bf16 --drop_too_long}     # flags of the sampler
 # demo: share of new problems to answer right, else its status is 1
 MIN_ACCURACY=${MIN_ACCURACY:-0.8}
@@ -69,8 +69,9 @@ LOG_DIR=${LOG_DIR:-}  # where the output is kept, over requeues; default OUTPUT_
 cpus=$(count_cpus)
 WORKERS=${WORKERS:-$((cpus > 16 ? 16 : cpus > 1 ? cpus - 1 : 1))}       # loader processes a trainer
 
-known_settings TRAIN_DATA TEST_DATA TOKENIZER OUTPUT_DIR SIZE BLOCK_SIZE GPUS SWITCHES \
-    SAMPLE_FLAGS WORKERS HDP_LAYOUT
+known+=(TRAIN_DATA TEST_DATA TOKENIZER OUTPUT_DIR SIZE BLOCK_SIZE GPUS SWITCHES SAMPLE_FLAGS WORKERS
+    HDP_LAYOUT)
+known_settings
 
 demo=0 plan=0
 for argument in "$@"; do
@@ -92,6 +93,7 @@ hdp) test_file=test_hdp.json ;;
 esac
 # Problems a step = problems a GPU and micro-step x micro-steps x GPUs; what is not set follows.
 each=4
+# shellcheck disable=SC2153     # setting() made it
 case $PRESET in
 conservative) problems=64 ;;
 recommended) problems=128 ;;

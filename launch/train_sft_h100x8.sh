@@ -65,7 +65,7 @@ setting REPORT_TO tensorboard -  # beside metrics.jsonl; several, separated by s
 setting SWITCHES '--bf16 --tf32 --auto' -  # flags without a value; SWITCHES= gives none of them
 known_settings
 
-read_switches
+read_switches ''
 
 exec bash "$REPO/launch/slurm.sh" "${flags[@]}" --output_dir "$out" "${switches[@]}" \
     "${arguments[@]}"
