@@ -19,8 +19,7 @@ if [ -z "$allocator" ]; then unset PYTORCH_ALLOC_CONF; fi
 
 MODEL=${MODEL:-Qwen/Qwen3-30B-A3B-Instruct-2507}    # the teacher: folder or hub name
 PP=${PP:-1}                             # pipeline stages; TP x PP GPUs an instance
-# tokens; the teacher's own 262,144 would want more memory than one GPU has left
-MAX_MODEL_LEN=${MAX_MODEL_LEN:-8192}
+MAX_MODEL_LEN=${MAX_MODEL_LEN:-8192}  # tokens; the teacher's own 262,144 would not fit
 ENGINE=${ENGINE:-vllm}                  # of distill/create_data.py
 GPUS=${GPUS:-$(count_gpus)}             # GPUs to use
 VENV=${VENV:-}  # a virtual environment; none: the one this shell is in; default: env.sh

@@ -32,8 +32,7 @@ known=(BATCH_SIZE EPOCHS GLOBAL_BATCH_SIZE GPUS GROUP_SIZE LOADERS LOGGING_STEPS
     SWITCHES WARMUP_STEPS)      # those of train_sft_h100x8.sh that are left to people
 known_settings
 
-# folder or hub name for vLLM; or http... of a server
-TEACHER=${TEACHER:-Qwen/Qwen3-30B-A3B-Instruct-2507}
+TEACHER=${TEACHER:-Qwen/Qwen3-30B-A3B-Instruct-2507}  # for vLLM; or http... of a server
 TEACHER_NAME=${TEACHER_NAME:-}                  # that server's name for it
 TEACHER_FLAGS=${TEACHER_FLAGS:-}                # further flags of distill/create_data.py
 GPUS=${GPUS:-}                                  # to use; default: all

@@ -96,9 +96,8 @@ setting() {
     flags+=("$flag" "${!1}")
 }
 
-# known_settings: refuse what the launcher does not know; `known` has what setting() has seen. A setting of
-# another launcher or of people's notes would do nothing, nor would a misspelt one: BATCHSIZE,
-# DRYRUN.
+# known_settings: refuse what is not in `known`. A setting of another launcher or of people's notes
+# would do nothing, nor would a misspelt one: BATCHSIZE, DRYRUN.
 known_settings() {
     local name near
     for name in BATCH BATCH_SIZE BLOCK_SIZE CODEC DATA DATA_PATH EPOCHS EVAL_STEPS GLOBAL_BATCH \

@@ -42,29 +42,24 @@ set -- "${arguments[@]}"
 SAMPLER=${SAMPLER:-$REPO/diffusion/sample_bd3lm.py}       # the script that answers
 SYSTEM=${SYSTEM:-gsm8k}                         # gsm8k or hdp; train_hdp_diffusion_h200.sh sets hdp
 setting INIT_FROM '' --init_from  # weights to start from: hub name, folder, .ckpt; default: none
-# problems, rate, steps; all: below
-setting PRESET "$([ -n "$INIT_FROM" ] && echo finetune || echo recommended)"
+setting PRESET "$([ -n "$INIT_FROM" ] && echo finetune || echo recommended)"  # all: below
 setting GLOBAL_BATCH_SIZE ''  # problems a step, of all GPUs; default: the preset's
 setting BATCH_SIZE ''                           # problems a GPU and micro-step
 setting GRAD_ACCUM ''                           # micro-steps a step
-# default: the preset's, times the root of how much larger the step is
-setting LR '' --learning_rate
+setting LR '' --learning_rate  # default: the preset's, by the root of the step
 setting WARMUP_STEPS '' --warmup_steps          # default: the preset's, as that of the next
 setting MAX_STEPS '' --max_steps                # optimizer steps
 TRAIN_DATA=${TRAIN_DATA-openai/gsm8k}           # JSONL, JSON, dataset folder or hub name
-# the same with a test split, answered after training; empty: not done
-TEST_DATA=${TEST_DATA-openai/gsm8k}
+TEST_DATA=${TEST_DATA-openai/gsm8k}  # the same, answered after training; empty: not
 TOKENIZER=${TOKENIZER:-}  # folder with GPT-2's files or tokenizer.json, or hub name; default gpt2
 OUTPUT_DIR=${OUTPUT_DIR:-}  # checkpoints, logs, answers; default outputs/SYSTEM_h200, or _demo
 SIZE=${SIZE:-small}                             # model: nano, tiny, small, medium
 BLOCK_SIZE=${BLOCK_SIZE:-16}                    # tokens of a block
 GPUS=${GPUS:-1}                                 # trainers, which share the problems of a step
 MIN_GPUS=${MIN_GPUS:-1}  # GPUs that must be there; 0 lets a dry run or a trial start anywhere
-# flags without a value; SWITCHES= gives none of them
-SWITCHES=${SWITCHES---bf16 --tf32 --compile --pack --drop_too_long --auto}
+SWITCHES=${SWITCHES---bf16 --tf32 --compile --pack --drop_too_long --auto}  # SWITCHES= for none
 SAMPLE_FLAGS=${SAMPLE_FLAGS---bf16 --drop_too_long}     # flags of the sampler
-# demo: share of new problems to answer right, else its status is 1
-MIN_ACCURACY=${MIN_ACCURACY:-0.8}
+MIN_ACCURACY=${MIN_ACCURACY:-0.8}  # demo: share of new problems to answer right, else status 1
 LOG_DIR=${LOG_DIR:-}  # where the output is kept, over requeues; default OUTPUT_DIR/node_logs
 cpus=$(count_cpus)
 WORKERS=${WORKERS:-$((cpus > 16 ? 16 : cpus > 1 ? cpus - 1 : 1))}       # loader processes a trainer

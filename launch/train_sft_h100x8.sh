@@ -43,19 +43,15 @@ declare -A overrides=(          # as people have them of verl's scripts
 translate "${@:2}"
 
 setting MODEL Qwen/Qwen3-4B-Instruct-2507 --model_path      # folder or hub name of the student
-# what create_data_h100x8.sh writes
-setting TRAIN_FILE ./data/prompt_distillation_lang.jsonl --train_data_file
-# samples a GPU and micro-step; empty: packs of tokens
-setting BATCH_SIZE '' --per_device_train_batch_size
+setting TRAIN_FILE ./data/prompt_distillation_lang.jsonl --train_data_file  # teacher labels
+setting BATCH_SIZE '' --per_device_train_batch_size  # a GPU and micro-step; empty: packs
 batch=128 held_out=0.05
 if has_flag --gradient_accumulation_steps "${arguments[@]}"; then batch=''; fi
 if has_flag --eval_data_file "${arguments[@]}"; then held_out=''; fi
 setting GLOBAL_BATCH_SIZE "$batch" --global_batch_size      # samples an optimizer step
 setting EPOCHS 4 --num_train_epochs                         # passes over the training samples
-# share of groups held out, unless --eval_data_file is given
-setting VALIDATION "$held_out" --validation_split
-# neighbouring lines that are one group, such as translations of one sentence
-setting GROUP_SIZE 15 --group_size
+setting VALIDATION "$held_out" --validation_split  # share of groups held out
+setting GROUP_SIZE 15 --group_size  # neighbouring lines that are one group, such as translations
 setting LR '' --learning_rate  # peak learning rate; empty, as the next: the trainer's own
 setting WARMUP_STEPS '' --warmup_steps                      # optimizer steps
 setting LORA 0 -                                            # 1: adapters; 0: full fine-tuning

@@ -24,8 +24,7 @@ source "$here/env.sh"
 
 export TRAINER=${TRAINER:-$REPO/train_v2_ddp.py}        # the script that torchrun starts
 setting MODEL bosonai/higgs-audio-v2-generation-3B-base --model_path     # folder or hub name
-# folder or hub name of the audio tokenizer
-setting CODEC bosonai/higgs-audio-v2-tokenizer --audio_tokenizer_path
+setting CODEC bosonai/higgs-audio-v2-tokenizer --audio_tokenizer_path  # audio tokenizer
 setting TRAIN_DATA ../../higgs-audio/training_data/chatml/train_chatml_samples.json \
     --train_data_file --train_data_dir                      # ChatML file, or folder
 setting OUTPUT_DIR ./output_expmt_v1 --output_dir           # checkpoints and logs

@@ -24,8 +24,7 @@ source "$here/env.sh"
 export TRAINER=${TRAINER:-$REPO/train_v2_ddp.py}    # the script that torchrun starts
 setting MIN_GPUS 8  # GPUs that must be there; 0 lets a dry run or a trial start anywhere
 setting MODEL bosonai/higgs-audio-v2-generation-3B-base --model_path     # folder or hub name
-# folder or hub name of the audio tokenizer
-setting CODEC bosonai/higgs-audio-v2-tokenizer --audio_tokenizer_path
+setting CODEC bosonai/higgs-audio-v2-tokenizer --audio_tokenizer_path  # audio tokenizer
 setting TRAIN_DATA ../../higgs-audio/training_data/chatml/train_chatml_samples.json \
     --train_data_file --train_data_dir                      # ChatML file, or folder
 setting OUTPUT_DIR ./output --output_dir                    # checkpoints and logs
@@ -34,18 +33,15 @@ setting EPOCHS '' --num_train_epochs                        # passes over the da
 setting WARMUP_STEPS '' --warmup_steps                      # optimizer steps
 setting SAVE_STEPS '' --save_steps                          # optimizer steps between checkpoints
 setting EVAL_STEPS '' --eval_steps                          # optimizer steps between validations
-# samples a GPU and micro-step; empty: packs of tokens
-setting BATCH_SIZE '' --per_device_train_batch_size
-# micro-steps an optimizer step, instead of the next
-setting GRAD_ACCUM '' --gradient_accumulation_steps
+setting BATCH_SIZE '' --per_device_train_batch_size  # a GPU and micro-step; empty: packs
+setting GRAD_ACCUM '' --gradient_accumulation_steps  # instead of the next
 batch=256
 if [ -n "$GRAD_ACCUM" ] || has_flag --gradient_accumulation_steps "$@"; then batch=''; fi
 setting GLOBAL_BATCH_SIZE "$batch" --global_batch_size      # samples an optimizer step, about
 setting LORA 1 -                                            # 1: adapters; 0: full fine-tuning
 adapters=${LORA/#0}
 setting LORA_RANK "${adapters:+16}" --lora_rank             # adapter rank
-# adapter scale is alpha / rank; as in the ms-swift line
-setting LORA_ALPHA "${adapters:+64}" --lora_alpha
+setting LORA_ALPHA "${adapters:+64}" --lora_alpha  # adapter scale is alpha / rank
 setting LORA_TARGETS "${adapters:+all-linear}" --lora_target_modules     # layers that get adapters
 setting LOADERS 4 --num_workers                             # loader processes a GPU
 setting LOGGING_STEPS 5 --logging_steps                     # optimizer steps between log lines
