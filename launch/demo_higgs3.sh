@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# The whole job on a tiny Higgs TTS 3, offline: all weights of a random model learn a few synthesised clips on 2
-# processes, with checkpoints, spoken samples and one resume, until each training text ends by itself. Exit status 0
-# only if that is so and the training loss fell. Needs no GPU; uses them when there are some.
+# The whole job on a tiny Higgs TTS 3, offline: all weights of a random model learn a few
+# synthesised clips on 2 processes, with checkpoints, spoken samples and one resume, until each
+# training text ends by itself. Exit status 0 only if that is so and the training loss fell. Needs
+# no GPU; uses them when there are some.
 set -euo pipefail
 
 OUT=${OUT:-demo_out}          # everything is written below this folder
@@ -27,7 +28,8 @@ if [ ! -e "$tiny/complete" ]; then
     touch "$tiny/complete"
 fi
 
-printf '%s\n' "The moon rose slowly over the harbour." "Could you pass me the blue notebook?" >"$run/prompts.txt"
+printf '%s\n' "The moon rose slowly over the harbour." \
+    "Could you pass me the blue notebook?" >"$run/prompts.txt"
 
 train() {
     torchrun "${one_machine[@]}" --nproc-per-node="$ranks" train_v2_ddp.py \
@@ -36,7 +38,8 @@ train() {
         --output_dir "$run" --logging_dir "$OUT/tensorboard" --disable_eval \
         --learning_rate 3e-3 --lr_scheduler constant --warmup_steps 10 \
         --per_device_train_batch_size 4 --eval_steps $((STEPS / 4)) --save_steps $((STEPS / 4)) \
-        --sample_prompts "$run/prompts.txt" --sample_seconds "$SAMPLE_SECONDS" --logging_steps 10 --num_workers 1 "$@"
+        --sample_prompts "$run/prompts.txt" --sample_seconds "$SAMPLE_SECONDS" \
+        --logging_steps 10 --num_workers 1 "$@"
 }
 
 echo "== training to step $((STEPS / 2))"
@@ -45,8 +48,9 @@ echo "== the same command again, to step $STEPS: it resumes from the newest chec
 train --max_steps "$STEPS"
 
 echo "== speaking with the checkpoint, by the prompts of the training data"
-python speech/generate_tts.py --model_path "$run/checkpoint-$STEPS" --audio_tokenizer_path "$tiny/codec" \
-    --prompts "$tiny/train.json" --max_seconds 15 --batch_size "$CLIPS" --output_dir "$run/spoken"
+python speech/generate_tts.py --model_path "$run/checkpoint-$STEPS" \
+    --audio_tokenizer_path "$tiny/codec" --prompts "$tiny/train.json" \
+    --max_seconds 15 --batch_size "$CLIPS" --output_dir "$run/spoken"
 
 echo "== result"
 status=0
