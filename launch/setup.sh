@@ -42,15 +42,16 @@ get() { "${pip[@]}" install --quiet "$@"; }
 # What is installed beside torch: requirements.txt and the extras of pyproject.toml, at these
 # versions.
 install_packages() {
-    local extras
-    extras=$(python -c 'import tomllib
+    local text packages
+    text=$(python -c 'import tomllib
 extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
 print(*sorted({line for lines in extras.values() for line in lines if "[" not in line}), sep="\n")')
-    set -- -r <(echo "$extras") torch=="$TORCH_VERSION"
+    mapfile -t packages <<<"$text"
+    packages+=(torch=="$TORCH_VERSION")
     case $VERSIONS in
-    locked) get -c requirements.lock -r requirements.txt "$@" ;;
-    newest) get --upgrade -r requirements.txt "$@" ;;
-    oldest) get -r <(sed 's/[, ].*//; s/>=/==/' requirements.txt) "$@" ;;
+    locked) get -c requirements.lock -r requirements.txt "${packages[@]}" ;;
+    newest) get --upgrade -r requirements.txt "${packages[@]}" ;;
+    oldest) get -r <(sed 's/[, ].*//; s/>=/==/' requirements.txt) "${packages[@]}" ;;
     esac
 }
 
