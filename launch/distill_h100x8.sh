@@ -19,11 +19,6 @@ allocator=${PYTORCH_ALLOC_CONF:-}       # of the user; the instances of vLLM mus
 # shellcheck source=launch/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-# unread WHY NAME...: one that is set would do nothing
-unread() {
-    local name
-    for name in "${@:2}"; do [ -z "${!name:-}" ] || die "$name is set, $1"; done
-}
 served=''
 case ${TEACHER:-} in http*) served=1 ;; esac
 [ -z "$served" ] || unread "but TEACHER is a server" TP PP MAX_MODEL_LEN VLLM VLLM_VENV
@@ -62,10 +57,7 @@ export VENV CONDA_ENV EPOCHS GROUP_SIZE
 input=../tinker-cookbook/example-data/multilingual.txt OUT=./output/distill_h100x8     # defaults
 if [ $# -gt 0 ] && [[ $1 != -* ]]; then input=$1; shift; fi
 if [ $# -gt 0 ] && [[ $1 != -* ]]; then OUT=$1; shift; fi
-[ -z "$served" ] || [ -n "$TEACHER_NAME" ] ||
-    die "TEACHER=$TEACHER: set TEACHER_NAME to the server's name of the model"
-[ -n "$served" ] || [ -z "$TEACHER_NAME" ] ||
-    die "TEACHER_NAME is a server's name: set TEACHER to its http address"
+teacher_named
 case $PARSER in
 language) ;;
 whole) LORA=${LORA:-1} ;;
@@ -128,5 +120,8 @@ else
 fi
 if [ "$DRY_RUN" != 1 ]; then
     python "$REPO/common/report.py" "$OUT/student" --evaluations "$OUT/evaluation/evaluation.json"
+    echo "== result"
+    sed '/^$/,$d' "$OUT/evaluation/evaluation.txt"      # its first table and the notes
+    stage_seconds
     echo "done       $checkpoint; $OUT/evaluation/evaluation.txt, $OUT/student/report.html"
 fi

@@ -119,6 +119,22 @@ for name in sys.stdin.read().split():
     [ -z "$near" ] || die "${near%% *} is set, which is not a setting; the nearest is ${near##* }"
 }
 
+# unread WHY NAME...: one that is set would do nothing
+unread() {
+    local name
+    for name in "${@:2}"; do [ -z "${!name:-}" ] || die "$name is set, $1"; done
+}
+
+# A server as TEACHER needs its name for the model, another teacher none.
+teacher_named() {
+    case ${TEACHER:-} in
+    http*) [ -n "${TEACHER_NAME:-}" ] ||
+        die "TEACHER=$TEACHER: set TEACHER_NAME to the server's name of the model" ;;
+    *) [ -z "${TEACHER_NAME:-}" ] ||
+        die "TEACHER_NAME is a server's name: set TEACHER to its http address" ;;
+    esac
+}
+
 # translate ARGUMENT...: overrides as other people's scripts take them, turned into flags by the
 # array `overrides`, KEY to FLAG, that the launcher has. The result is `arguments`.
 translate() {

@@ -60,3 +60,14 @@ step() {
 }
 
 newest() { compgen -G "$1" | sort -V | tail -n 1 || echo "$1"; }
+
+# the seconds of each stage, over all starts
+stage_seconds() {
+    awk -F '\t' '!($1 in sum) { names[n++] = $1 }
+        { sum[$1] += $2; cpu[$1] += $3 }
+        END {
+            for (i = 0; i < n; i++)
+                text = text ", " names[i] " " sum[names[i]] " (" cpu[names[i]] ")"
+            print "seconds    " substr(text, 3) "; in brackets those of the CPUs"
+        }' "$OUT/stages.tsv"
+}
