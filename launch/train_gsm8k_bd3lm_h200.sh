@@ -100,35 +100,25 @@ convert) problems=64 each=1 ;;
 *) die "PRESET=$PRESET: conservative, recommended, aggressive, extreme, source, finetune or" \
     "convert" ;;
 esac
-auto=0  # the trainer splits a step into micro-steps, whatever the number of GPUs
-read -ra words <<<"$SWITCHES"
-if [ -z "$BATCH_SIZE$GRAD_ACCUM" ] && has_flag --auto "${words[@]}"; then auto=1; fi
-preset=$((problems * each)) step=${GLOBAL_BATCH_SIZE:-} micro=$BATCH_SIZE steps=$GRAD_ACCUM
 for name in GLOBAL_BATCH_SIZE BATCH_SIZE GRAD_ACCUM GPUS; do
     [[ -z ${!name} || ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name}: a number from 1 on"
 done
-if [ $auto = 1 ]; then
-    step=${step:-$preset}
-elif [ -n "$micro" ] && [ -n "$steps" ]; then
-    [ -z "$step" ] || [ "$step" = $((micro * steps * GPUS)) ] ||
-        die "GLOBAL_BATCH_SIZE=$step is not BATCH_SIZE x GRAD_ACCUM x GPUS =" \
-            "$((micro * steps * GPUS))"
-    step=$((micro * steps * GPUS))
+preset=$((problems * each)) micro=$BATCH_SIZE steps=$GRAD_ACCUM
+step=$preset auto=0  # the trainer splits a step into micro-steps, whatever the number of GPUs
+if [ -n "$micro" ] && [ -n "$steps" ]; then step=$((micro * steps * GPUS)); fi
+step=${GLOBAL_BATCH_SIZE:-$step}
+read -ra words <<<"$SWITCHES"
+if [ -z "$micro$steps" ] && has_flag --auto "${words[@]}"; then
+    auto=1
 else
-    step=${step:-$preset}
     # the preset's micro-steps while each GPU has whole ones
-    if [ -z "$steps" ] && [ -z "$micro" ]; then
-        micro=$problems
-        if [ $((step / GPUS)) -lt "$micro" ]; then micro=$((step / GPUS)); fi
-    fi
-    if [ -n "$steps" ]; then
-        micro=$((step / (steps * GPUS)))
-    else
-        steps=$((step / (micro * GPUS)))
-    fi
-    [ $((micro * steps * GPUS)) = "$step" ] && [ "$step" -gt 0 ] ||
-        die "$step problems a step cannot be shared out: set BATCH_SIZE, GRAD_ACCUM, GPUS ($GPUS)" \
-            "whose product they are"
+    share=$((step / GPUS))
+    if [ -z "$micro$steps" ]; then micro=$((share < problems ? share : problems)); fi
+    micro=${micro:-$((share / steps))}
+    steps=${steps:-$((micro > 0 ? share / micro : 0))}
+    product=$((micro * steps * GPUS))
+    [ "$product" = "$step" ] || die "$step problems a step cannot be shared out:" \
+        "BATCH_SIZE x GRAD_ACCUM x GPUS = $product, of which any may be set"
 fi
 
 gpus=$(count_gpus)
