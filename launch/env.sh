@@ -75,6 +75,9 @@ has_flag() {
 # The launcher's arguments; what it knows as a setting; what goes to its trainer.
 arguments=("$@") known=() flags=()
 
+# A launcher that runs another one has defaults of its own.
+declare -A defaults
+
 # setting NAME DEFAULT [FLAG [FOLDER_FLAG]]: a variable that people may set. Its value goes to the
 # trainer behind FLAG, or FOLDER_FLAG where it is a folder, unless it is empty; with FLAG "-" the
 # launcher sees to that. The arguments, and --config, count more than the default.
@@ -82,7 +85,7 @@ setting() {
     local set=${!1+yes} flag
     known+=("$1")
     if [ -z "$set" ]; then
-        printf -v "$1" %s "$2"
+        printf -v "$1" %s "${defaults[$1]-$2}"
         if [ $# -gt 2 ] && has_flag --config "${arguments[@]}"; then printf -v "$1" %s ''; fi
     fi
     for flag in "${@:3}"; do
