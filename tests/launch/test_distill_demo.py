@@ -237,6 +237,7 @@ def test_settings_of_the_prompt_story_that_cannot_work_are_refused_at_once(tmp_p
 
 @pytest.mark.parametrize("settings, message", [
     ({"STEPS": "0"}, "STEPS=0: a number from 1 on"),
+    ({"BATCH": "3"}, "BATCH is set, which only STORY=prompt reads"),
     ({"RANKS": "two"}, "RANKS=two: a number from 1 on"),
     ({"HELD_OUT": "15"}, "HELD_OUT=15: a share from 0 to 1"),
     ({"MIN_GAIN": "-1"}, "MIN_GAIN=-1: a share from 0 to 1"),
