@@ -43,11 +43,11 @@ get() { "${pip[@]}" install --quiet "$@"; }
 # versions.
 install_packages() {
     local text packages
-    text=$(python -c 'import tomllib
+    text=$(python -c 'import sys, tomllib
 extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
-print(*sorted({line for lines in extras.values() for line in lines if "[" not in line}), sep="\n")')
+found = sorted({line for lines in extras.values() for line in lines if "[" not in line})
+print("torch==" + sys.argv[1], *found, sep="\n")' "$TORCH_VERSION")
     mapfile -t packages <<<"$text"
-    packages+=(torch=="$TORCH_VERSION")
     case $VERSIONS in
     locked) get -c requirements.lock -r requirements.txt "${packages[@]}" ;;
     newest) get --upgrade -r requirements.txt "${packages[@]}" ;;
