@@ -6,7 +6,7 @@
 speech/demo/make_voice.py makes 7000 clips of flite's `slt` saying digits, a codec and a language model of random weights, in
 OUT_DIR. train_v2_ddp.py trains all weights of it in one process, 16 clips a step. Each of its checkpoints, the random
 weights among them, speaks 40 sentences that are in no training text, and is judged as in launch/demo.sh: pocketsphinx
-with a grammar that knows digits alone listens; likeness is the share of clips more like this voice than like another.
+with a grammar that knows digits alone listens; "this voice" is the share of clips nearer to its pitch than to another's.
 Writes bench/results/voice_curve-cpu.json after each checkpoint; docs/speech.md shows it. Exit status 0 only if the last
 checkpoint is understood: at most --max_wer of the words are mistaken.
 """
@@ -124,7 +124,7 @@ def report(out_dir, judged):
                "against other texts (%)", "this voice (%)", "ended (%)"]
     made["tables"]["curve"] = {"columns": columns, "rows": [
         [name, *((16 * int(name), train.get(int(name)), held_out.get(int(name))) if name.isdigit() else [None] * 3),
-         *(round(100 * found[share], 1) for share in ("wer", "shuffled_wer", "likeness", "stop_rate"))]
+         *(round(100 * found[share], 1) for share in ("wer", "shuffled_wer", "nearer_pitch", "stop_rate"))]
         for name, found in sorted(judged.items(), key=lambda item: not item[0].isdigit())]}
     return made
 
@@ -142,14 +142,16 @@ def main(argv=None):
     from speech.demo import judge_demo, make_voice, voice_codec
     torch.set_num_threads(1)
     texts = json.loads((out_dir / "texts.json").read_text())["held_out"]
-    own, other = ({make_voice.spoken(text): wave.numpy() for text, wave in zip(
-        texts, make_voice.read_clips(out_dir / "clips", voice, texts))} for voice in voice_codec.VOICES)
+    said = [make_voice.spoken(text) for text in texts]
+    recordings = [[wave.numpy() for wave in make_voice.read_clips(out_dir / "clips", voice, texts)]
+                  for voice in voice_codec.VOICES]
+    own, other = (judge_demo.measure_voice(said, waves) for waves in recordings)
     kept = out_dir / "judged.json"
     judged = json.loads(kept.read_text()) if kept.exists() else {}
     if not judged:
-        for name, waves in (("recordings", list(own.values())),
-                            ("recordings, coded", through_codec(out_dir, codec, own.values()))):
-            judged[name] = judge_demo.judge(list(own), waves, ["eos"] * len(waves), own, other)
+        for name, waves in (("recordings", recordings[0]),
+                            ("recordings, coded", through_codec(out_dir, codec, recordings[0]))):
+            judged[name] = judge_demo.judge(said, waves, ["eos"] * len(waves), own, other)
     try:
         for step in range(0, args.steps + 1, args.every):
             model = out_dir / "curve" / f"checkpoint-{step}" if step else out_dir / "base" / "model"
@@ -159,10 +161,10 @@ def main(argv=None):
                 sys.exit(f"train_v2_ddp.py ended with status {training.returncode} before step {step}")
             if str(step) in judged:
                 continue
-            judged[str(step)] = found = judge_demo.judge(list(own), *say(model, codec, list(own)), own, other)
+            judged[str(step)] = found = judge_demo.judge(said, *say(model, codec, said), own, other)
             write_atomically(kept, lambda path: path.write_text(json.dumps(judged)))
             measure.write_report("voice_curve", report(out_dir, judged), args.results_dir)
-            print(f"judged     step {step}: {found['wer']:.1%} of the words mistaken, {found['likeness']:.0%} this "
+            print(f"judged     step {step}: {found['wer']:.1%} of the words mistaken, {found['nearer_pitch']:.0%} this "
                   f"voice, {found['stop_rate']:.0%} ended", flush=True)
     finally:
         training.terminate()        # it saves first

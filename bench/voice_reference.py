@@ -7,7 +7,7 @@ train_v2_ddp.py trains an adapter as launch/demo.sh does, on 600 clips each of t
 `slt` and `rms`, every one behind another clip of its voice (ChatML's form of cloning). Then the 40 held-out sentences
 are spoken behind clips of each of flite's four voices; codec and adapter have heard nothing of `kal16` and `awb`. A
 reference says another held-out sentence. pocketsphinx listens, and a clip counts as nearest to the voice whose
-recording of the sentence is most like it by judge_demo.py. Writes bench/results/voice_reference-cpu.json, which
+recording of the sentence is most like it, by pitch and spectrum. Writes bench/results/voice_reference-cpu.json, which
 docs/speech.md shows.
 """
 import argparse
@@ -74,6 +74,20 @@ def train(out_dir, steps):
         sys.exit(f"train_v2_ddp.py ended with status {done.returncode}")
 
 
+def likeness(wave, reference):
+    """Minus the distance of two voices: octaves between median pitches, plus mean spectra's distance in 10 dB."""
+    import numpy as np
+
+    from speech.demo.judge_demo import median_pitch
+    from speech.voice import speech_metrics
+    if not len(wave):
+        return -np.inf
+    means = [speech_metrics.cepstra(speech_metrics.mel_energies(heard)).mean(0, keepdims=True)
+             for heard in (wave, reference)]
+    octaves = abs(np.log2(median_pitch(wave) / median_pitch(reference)))
+    return -octaves - float(speech_metrics.cepstral_distances(*means)[0, 0]) / 10
+
+
 def judge(out_dir, steps):
     """{reference voice: {"wer", "shuffled_wer", "stop_rate", "nearest": {voice: share of clips}}}."""
     from bench.voice_curve import say
@@ -86,12 +100,13 @@ def judge(out_dir, steps):
     for voice in voices:
         behind = [(str(clips / voice / f"{text}.wav"), make_voice.spoken(text)) for text in held[1:] + held[:1]]
         waves, ends = say(VOICE / "model", VOICE / "codec", texts, out_dir / "run" / f"checkpoint-{steps}", behind)
-        likeness = zip(*(judge_demo.likenesses(waves, recordings[other]) for other in voices))
-        nearest = [voices[max(range(len(voices)), key=row.__getitem__)] for row in likeness]
-        wer, shuffled_wer = judge_demo.word_error_rates(texts, waves)
-        found[voice] = {"wer": wer, "shuffled_wer": shuffled_wer, "stop_rate": ends.count("eos") / len(ends),
+        nearest = [max(voices, key=lambda other, wave=wave, i=i: likeness(wave, recordings[other][i]))
+                   for i, wave in enumerate(waves)]
+        own = judge_demo.measure_voice(texts, waves)
+        heard = judge_demo.judge(texts, waves, ends, own, own)
+        found[voice] = {**{name: heard[name] for name in ("wer", "shuffled_wer", "stop_rate")},
                         "nearest": {other: nearest.count(other) / len(nearest) for other in voices}}
-        print(f"judged     behind {voice}: {wer:.1%} of the words mistaken; nearest to {found[voice]['nearest']}",
+        print(f"judged     behind {voice}: {heard['wer']:.1%} of the words mistaken; nearest to {found[voice]['nearest']}",
               flush=True)
     return found
 

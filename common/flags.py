@@ -189,6 +189,8 @@ def parse(parser, check=None, argv=None):
         status = 1
         if check:
             check(args, getattr(args, "dry_run", None) or int(os.environ.get("WORLD_SIZE", "1")))
+        if os.environ.get("CHECK_FLAGS"):       # set by launch/slurm.sh for DRY_RUN=1
+            sys.exit(0)
         return args
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":

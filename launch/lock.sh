@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Write requirements.lock anew: the newest versions that requirements.txt and pyproject.toml allow, of every package that
-# launch/setup.sh installs, for all Pythons. torch is not in it, nor what torch's own wheel pins (CUDA, Triton):
-# TORCH_VERSION says which. Then run the tests before you commit it: VERSIONS=newest bash launch/test.sh
+# Write requirements.lock anew: the newest versions that requirements.txt and pyproject.toml allow,
+# of every package that launch/setup.sh installs, for all Pythons. torch is not in it, nor what
+# torch's own wheel pins (CUDA, Triton): TORCH_VERSION says which. Then run the tests before you
+# commit it: VERSIONS=newest bash launch/test.sh
 set -euo pipefail
 
-PYTHON=${PYTHON:-python3}                 # Python >= 3.11; makes an environment for uv where there is none
+PYTHON=${PYTHON:-python3}  # Python >= 3.11; makes an environment for uv where there is none
 TORCH_VERSION=${TORCH_VERSION:-2.13.0}    # that the others have to fit
 
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
@@ -17,9 +18,11 @@ if ! command -v uv >/dev/null; then
 fi
 echo "torch==$TORCH_VERSION" >"$work/torch"
 uv pip compile --quiet --universal --python-version 3.11 --all-extras --constraint "$work/torch" \
-    --no-header --no-annotate --no-emit-package torch --no-emit-package flat-trainers "$@" pyproject.toml >"$work/all"
+    --no-header --no-annotate --no-emit-package torch --no-emit-package flat-trainers "$@" \
+    pyproject.toml >"$work/all"
 {
-    echo "# Written by launch/lock.sh on $(date +%F), beside torch $TORCH_VERSION; launch/setup.sh installs these versions."
-    grep -E '^[a-z0-9]' "$work/all" | grep -vE '^(nvidia|cuda|triton)' | sed "s/ \(;\|and\) sys_platform == 'linux'//"
+    echo "# Written by launch/lock.sh on $(date +%F), beside torch $TORCH_VERSION; for setup.sh."
+    grep -E '^[a-z0-9]' "$work/all" | grep -vE '^(nvidia|cuda|triton)' |
+        sed "s/ \(;\|and\) sys_platform == 'linux'//"
 } >"$work/lock"
 mv "$work/lock" requirements.lock

@@ -6,7 +6,7 @@ set -euo pipefail
 LAUNCHER=${SLURMD_NODENAME:-$HOSTNAME}
 
 NEED_GPUS=${NEED_GPUS:-0}   # GPUs this node must have
-ORPHAN_S=${ORPHAN_S:-30}    # seconds that children may outlive this shell; as long as Slurm gives by default
+ORPHAN_S=${ORPHAN_S:-30}    # seconds that children may outlive this shell; Slurm's default as well
 
 # shellcheck source=launch/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -17,9 +17,11 @@ if [ -n "$log" ]; then
     exec > >(trap '' USR1 TERM HUP INT; exec tee -a "$log-${SLURMD_NODENAME:-$HOSTNAME}.log") 2>&1
     copy=$!
 fi
-[ "$(count_gpus)" -ge "$NEED_GPUS" ] || die "$HOSTNAME has $(count_gpus) GPUs, $NEED_GPUS are needed"
+[ "$(count_gpus)" -ge "$NEED_GPUS" ] ||
+    die "$HOSTNAME has $(count_gpus) GPUs, $NEED_GPUS are needed"
 
-# Trainers are torchrun's children. It gets no signal itself: it would kill them 30 s later, saved or not.
+# Trainers are torchrun's children. It gets no signal itself: it would kill them 30 s later, saved
+# or not.
 # shellcheck disable=SC2317,SC2329     # supervise calls it
 ask_trainers() {
     local trainers
@@ -28,30 +30,15 @@ ask_trainers() {
     kill -USR1 $trainers
 }
 
-# No child may outlive this shell. torchrun puts trainers into sessions of their own, so all are known by a mark.
-LAUNCH_ID=$HOSTNAME-$$
-left() {        # grep's status speaks of processes that ended meanwhile
-    env -u LAUNCH_ID grep -lszxF "LAUNCH_ID=$LAUNCH_ID" /proc/[0-9]*/environ | env -u LAUNCH_ID cut -d/ -f3 || true
-}
-# shellcheck disable=SC2046,SC2317,SC2329
-end_all() {
-    for _ in 1 2 3; do kill -KILL $(left) 2>/dev/null || break; done    # again, for what was just being started
-}
-
-# Should this shell itself be killed, this one sees to the end of its children.
-set -m
-(trap '' USR1 TERM HUP INT
- while runs $$; do sleep 1; done
- for ((i = 0; i < ORPHAN_S; i++)); do [ -n "$(left)" ] || exit 0; sleep 1; done
- end_all) </dev/null >/dev/null 2>&1 &
-guard=$!
-disown "$guard"
-set +m
+# No child may outlive this shell, though torchrun puts trainers into sessions of their own.
+mark=LAUNCH_ID=$HOSTNAME-$$
+end_marked() { end_all "$mark"; }
+guard "$mark" "$ORPHAN_S"
+export LAUNCH_ID=$HOSTNAME-$$
 
 status=0
-export LAUNCH_ID
-supervise ask_trainers end_all "$@" || status=$?
-end_all
+supervise ask_trainers end_marked "$@" || status=$?
+end_marked
 kill -KILL -- "-$guard"
 if [ -n "$copy" ]; then exec >&- 2>&-; wait "$copy" || true; fi
 exit $status

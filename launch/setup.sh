@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Make a Python environment that works, then leave it active. Sourced by the demos and test.sh; run it alone to only set
-# up. Needs Python >= 3.11 and no root: where the distribution left out pip, its package of it is only unpacked. Where uv
-# is installed, it does the work.
+# Make a Python environment that works, then leave it active. Sourced by the demos and test.sh; run
+# it alone to only set up. Needs Python >= 3.11 and no root: where the distribution left out pip,
+# its package of it is only unpacked. Where uv is installed, it does the work.
 set -euo pipefail
 
 PYTHON=${PYTHON:-python3}                 # Python >= 3.11
-VENV=${VENV:-}                            # folder of the environment; default .venv here. none: take the one we are in
-VERSIONS=${VERSIONS:-locked}              # of requirements.lock; or newest, oldest that requirements.txt allows
-TORCH_VERSION=${TORCH_VERSION:-}          # default 2.13.0, for the oldest 2.11.0; up to 2.14.1 fit torchaudio 2.11.0
+VENV=${VENV:-}                            # folder, default .venv here; none: the one we are in
+VERSIONS=${VERSIONS:-locked}  # of requirements.lock; newest or oldest of requirements.txt
+TORCH_VERSION=${TORCH_VERSION:-}          # default 2.13.0, for the oldest 2.11.0; at most 2.14.1
 TORCH_CPU=${TORCH_CPU:-0}                 # 1: a new environment gets torch without CUDA
 UV=${UV-uv}                               # does the work where it is installed; empty: pip
-TORCH_INDEX=${TORCH_INDEX-https://download.pytorch.org/whl/cpu}     # has that torch, if pip's own indexes do not
-PYTHON_WHEELS=${PYTHON_WHEELS:-/usr/share/python-wheels}            # where Debian's python3-pip-whl puts pip
+# has that torch, if pip's own indexes do not
+TORCH_INDEX=${TORCH_INDEX-https://download.pytorch.org/whl/cpu}
+PYTHON_WHEELS=${PYTHON_WHEELS:-/usr/share/python-wheels}  # where Debian's python3-pip-whl puts pip
 
 setup_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 case $VENV in
@@ -38,33 +39,34 @@ if [ -n "$UV" ] && command -v "$UV" >/dev/null; then pip=("$UV" pip); fi
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 get() { "${pip[@]}" install --quiet "$@"; }
 
-# What is installed beside torch: requirements.txt and the extras of pyproject.toml, at these versions.
+# What is installed beside torch: requirements.txt and the extras of pyproject.toml, at these
+# versions.
 install_packages() {
-    local extras
-    extras=$(python -c 'import tomllib
+    local text packages
+    text=$(python -c 'import sys, tomllib
 extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
-print(*sorted({line for lines in extras.values() for line in lines if "[" not in line}), sep="\n")')
+found = sorted({line for lines in extras.values() for line in lines if "[" not in line})
+print("torch==" + sys.argv[1], *found, sep="\n")' "$TORCH_VERSION")
+    mapfile -t packages <<<"$text"
     case $VERSIONS in
-    locked) get -c requirements.lock -r requirements.txt -r <(echo "$extras") torch=="$TORCH_VERSION" ;;
-    newest) get --upgrade -r requirements.txt -r <(echo "$extras") torch=="$TORCH_VERSION" ;;
-    oldest) get -r <(sed 's/[, ].*//; s/>=/==/' requirements.txt) -r <(echo "$extras") torch=="$TORCH_VERSION" ;;
+    locked) get -c requirements.lock -r requirements.txt "${packages[@]}" ;;
+    newest) get --upgrade -r requirements.txt "${packages[@]}" ;;
+    oldest) get -r <(sed 's/[, ].*//; s/>=/==/' requirements.txt) "${packages[@]}" ;;
     esac
 }
 
-# A wheel of pip, which python can run as it is: the distribution's, installed or fetched into this folder. $wheel, or
-# else $why.
-find_pip_wheel() {      # FOLDER
-    local own=(-o Dir::State="$1/state" -o Dir::State::status=/var/lib/dpkg/status -o Dir::Cache="$1/cache")
+# find_pip_wheel FOLDER: a wheel of pip, which python can run as it is: the distribution's,
+# installed or fetched into this folder. The machine's package lists may be empty: our own then,
+# without root.
+find_pip_wheel() {
+    local own=(-o Dir::State="$1/state" -o Dir::State::status=/var/lib/dpkg/status
+        -o Dir::Cache="$1/cache")
     wheel=$(find "$PYTHON_WHEELS" -name 'pip-*.whl' 2>/dev/null | sort | tail -n 1)
     [ -z "$wheel" ] || return 0
-    why="there is no apt-get"
-    command -v apt-get >/dev/null || return 1
     echo "setup: $PYTHON has no pip: fetching python3-pip-whl with apt-get, for $VENV only"
     mkdir -p "$1/state/lists/partial" "$1/cache/archives/partial"
-    # The machine's package lists may be empty or old: lists of our own then, which take no root either.
-    (cd "$1" && { apt-get download python3-pip-whl ||
-        { apt-get "${own[@]}" update; apt-get "${own[@]}" download python3-pip-whl; }; }) >"$1/log" 2>&1 ||
-        { why=$(grep '^W: Failed' "$1/log" || grep '^E:' "$1/log") || true; why=${why%%$'\n'*}; return 1; }
+    (cd "$1" && { apt-get download python3-pip-whl || { apt-get "${own[@]}" update
+        apt-get "${own[@]}" download python3-pip-whl; }; }) >"$1/log" 2>&1 || return 1
     for package in "$1"/python3-pip-whl_*.deb; do dpkg -x "$package" "$1"; done
     wheel=$(find "$1/usr/share/python-wheels" -name 'pip-*.whl' | sort | tail -n 1)
 }
@@ -76,31 +78,35 @@ if [ "$VENV" != none ]; then
         elif "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null; then
             "$PYTHON" -m venv "$VENV"
         else
+            venv_package="install python3-venv (sudo apt-get install python3-venv)"
             "$PYTHON" -m venv --without-pip "$VENV" ||
-                setup_error "$PYTHON cannot make a venv: install python3-venv (sudo apt-get install python3-venv)"
-            find_pip_wheel "$VENV/pip-package" ||
-                setup_error "$PYTHON has no pip and python3-pip-whl cannot be fetched (${why:-no reason given}):" \
-                    "install python3-venv (sudo apt-get install python3-venv), or set PYTHON to one with pip"
-            "$VENV/bin/python" "$wheel/pip" install --quiet --no-index --disable-pip-version-check "$wheel"
+                setup_error "$PYTHON cannot make a venv: $venv_package"
+            find_pip_wheel "$VENV/pip-package" || setup_error "$PYTHON has no pip and" \
+                "python3-pip-whl cannot be fetched ($(tail -n 1 "$VENV/pip-package/log")):" \
+                "$venv_package, or set PYTHON to one with pip"
+            "$VENV/bin/python" "$wheel/pip" install --quiet --no-index "$wheel"
             rm -rf "$VENV/pip-package"
         fi
     fi
     # shellcheck disable=SC1091
     source "$VENV/bin/activate"
-    installed="torch $TORCH_VERSION, $VERSIONS, $(cat requirements.txt pyproject.toml requirements.lock | cksum)"
+    installed=$(cat requirements.txt pyproject.toml requirements.lock | cksum)
+    installed="torch $TORCH_VERSION, $VERSIONS, $installed"
     if [ "$(cat "$VENV/installed" 2>/dev/null)" != "$installed" ]; then
         rm -f "$VENV/installed"
-        echo "setup: installing torch $TORCH_VERSION and requirements.txt ($VERSIONS) into $VENV (minutes the first time)"
+        echo "setup: installing torch $TORCH_VERSION and requirements.txt ($VERSIONS) into $VENV" \
+            "(minutes the first time)"
         if [ "$TORCH_CPU" = 1 ]; then
             echo "setup: torch without CUDA, so about 0.4 GB to download and 1.6 GB on disk"
             torch=torch==$TORCH_VERSION+cpu
-            get "$torch" 2>/dev/null || get --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$torch" ||
+            get "$torch" 2>/dev/null ||
+                get --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$torch" ||
                 setup_error "no $torch where pip looks, nor at TORCH_INDEX=$TORCH_INDEX;" \
                     "TORCH_CPU=0 takes one with CUDA"
         else
             "${pip[@]}" show --quiet torch 2>/dev/null ||
-                echo "setup: PyPI's torch for Linux has CUDA with it: about 3 GB to download, 6.5 GB on disk." \
-                    "TORCH_CPU=1 takes one without: 0.4 GB, 1.6 GB on disk"
+                echo "setup: PyPI's torch for Linux has CUDA with it: about 3 GB to download," \
+                    "6.5 GB on disk. TORCH_CPU=1 takes one without: 0.4 GB, 1.6 GB on disk"
             get torch=="$TORCH_VERSION"
         fi
         install_packages
@@ -108,8 +114,8 @@ if [ "$VENV" != none ]; then
     fi
 fi
 
-# The newest torchaudio links CUDA libraries. Beside a CPU-only torch its import fails, and every transformers import
-# with it; its Python part, all that the codec uses, works once the extension is gone.
+# torchaudio links CUDA libraries. Beside a CPU-only torch its import fails, and every transformers
+# import with it; its Python part, all that the codec uses, works once the extension is gone.
 if ! python -c 'import torchaudio' 2>/dev/null; then
     folder=$(python -c 'import importlib.util as u
 spec = u.find_spec("torchaudio")
@@ -120,7 +126,9 @@ print(spec.submodule_search_locations[0] if spec else "")')
         setup_error "torchaudio does not fit this torch; mend it with: rm $folder/lib/*.so"
     else
         rm -f "$folder"/lib/*.so
-        python -c 'import torchaudio' || setup_error "torchaudio cannot be imported beside torch $TORCH_VERSION"
-        echo "setup: removed torchaudio's CUDA extension, which a CPU-only torch cannot load; the codec does not use it"
+        python -c 'import torchaudio' ||
+            setup_error "torchaudio cannot be imported beside torch $TORCH_VERSION"
+        echo "setup: removed torchaudio's CUDA extension, which a CPU-only torch cannot load;" \
+            "the codec does not use it"
     fi
 fi

@@ -1,54 +1,58 @@
 #!/usr/bin/env bash
-# Run a trainer on this machine, or on all nodes of the Slurm job we are in; arguments go to the trainer. The launchers
-# end in this one; TRAINER=mine.py bash launch/slurm.sh ... runs another script.
+# Run a trainer on this machine, or on all nodes of the Slurm job we are in; arguments go to the
+# trainer. The launchers end in this one; TRAINER=mine.py bash launch/slurm.sh ... runs another
+# script.
 #
-# DRY_RUN=1 prints the commands and ends. Slurm's warning before the time limit, SIGTERM and Ctrl-C let the trainers
-# finish their step and save; after the warning the job is queued again. A second Ctrl-C ends everything at once.
+# DRY_RUN=1 checks the trainer's flags, prints the commands and ends. Slurm's warning before the
+# time limit, SIGTERM and Ctrl-C let the trainers finish their step and save; after the warning the
+# job is queued again. A second Ctrl-C ends everything at once.
 set -euo pipefail
 LAUNCHER=${LAUNCHER:-slurm}                     # what messages begin with
 
 # shellcheck source=launch/env.sh
-source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
 
 TRAINER=${TRAINER:-}                            # the script that torchrun starts
-AFTER=${AFTER:-}                                # lines of bash that run once, here, when training has come to its end
-VENV=${VENV:-}                                  # a virtual environment; none: the one this shell is in; default: env.sh
+AFTER=${AFTER:-}                                # lines of bash that run once, here, after training
+VENV=${VENV:-}                                  # a virtual environment, or none; default: env.sh
 CONDA_ENV=${CONDA_ENV:-}                        # or a conda environment
 NPROC_PER_NODE=${NPROC_PER_NODE:-}              # trainers a node; default: one a GPU
-PORT_BASE=${PORT_BASE:-}                        # to which job id % 1000 is added, default 29500 if there are several
-                                                # nodes; below 32768 the kernel takes no ports
-MASTER_PORT=${MASTER_PORT:-}                    # rendezvous port on the first node, instead of that sum
-MAX_RESTARTS=${MAX_RESTARTS:-0}                 # torchrun's own restarts; 0: Slurm starts anew, on nodes that work
-MAX_REQUEUES=${MAX_REQUEUES:-100}               # starts over which a job may go on queueing itself
-REQUEUE_ON_FAILURE=${REQUEUE_ON_FAILURE:-node}  # node: when a node was lost; any: after any failure; never
-SRUN_WAIT=${SRUN_WAIT:-60}                      # seconds after one node's end until a silent one is given up
-LOG_DIR=${LOG_DIR:-}                            # every node's own log; default OUTPUT_DIR/node_logs in a job, else none
+PORT_BASE=${PORT_BASE:-}  # plus job id % 1000; default 29500 on several nodes:
+                                                # below 32768 the kernel takes no ports
+MASTER_PORT=${MASTER_PORT:-}                    # the first node's port, instead of that sum
+MAX_RESTARTS=${MAX_RESTARTS:-0}  # torchrun's own; 0: Slurm starts anew, on other nodes
+MAX_REQUEUES=${MAX_REQUEUES:-100}               # starts over which a job may queue itself again
+REQUEUE_ON_FAILURE=${REQUEUE_ON_FAILURE:-node}  # node: a node was lost; any: any failure; never
+SRUN_WAIT=${SRUN_WAIT:-60}  # seconds after a node's end until a silent one is left
+LOG_DIR=${LOG_DIR:-}                            # nodes' logs; in a job default OUTPUT_DIR/node_logs
 DRY_RUN=${DRY_RUN:-0}                           # 1: check, print the commands, end
 export -n LAUNCHER TRAINER AFTER                # launchers that AFTER calls have their own
 
 OUTPUT_DIR=$(flag_value --output_dir ./output "$@")
-MARKER=$OUTPUT_DIR/requeue                      # left by trainers that saved because they were asked to stop
-job=${SLURM_JOB_ID:-} restart=${SLURM_RESTART_COUNT:-0}
-if [ -n "${SLURM_STEP_ID:-}" ]; then job=''; fi # a shell in a job step (srun --pty bash): srun would wait for its end
-if [ -n "$job" ] || [ -n "$AFTER" ]; then LOG_DIR=${LOG_DIR:-$OUTPUT_DIR/node_logs}; fi
-PROGRESS=$LOG_DIR/$job.progress                 # newest checkpoint when the job last queued itself for a lost node
+MARKER=$OUTPUT_DIR/requeue                      # left by trainers that were asked to stop and saved
+job=${SLURM_JOB_ID:-} restart=${SLURM_RESTART_COUNT:-0} nodes=1
+if [ -n "${SLURM_STEP_ID:-}" ]; then job=''; fi # srun --pty bash: our srun would wait for its end
+if [ -n "$job$AFTER" ]; then LOG_DIR=${LOG_DIR:-$OUTPUT_DIR/node_logs}; fi
+PROGRESS=$LOG_DIR/$job.progress  # newest checkpoint at the last requeue for a lost node
 
-# -- checks ------------------------------------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 use_environment torchrun torch transformers
 need_file "$TRAINER" TRAINER
-hub='^(hf://datasets/)?[A-Za-z0-9_]([A-Za-z0-9_-]*|[A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+(@.*)?)$'       # gsm8k, openai/gsm8k@main/a-*.parquet
+name='[A-Za-z0-9_][A-Za-z0-9_.-]*'              # on the hub: gsm8k, openai/gsm8k@main/a-*.parquet
+hub="^(hf://datasets/)?([A-Za-z0-9_-]+|$name/$name(@.*)?)\$"
 for flag in --train_data_file --train_data_dir --eval_data_file --eval_data_dir; do
     path=$(flag_value $flag "" "$@")
-    [[ -e $path ]] || path=$(sed -E 's/:([0-9]+\.?[0-9]*|\.[0-9]+)$//' <<<"$path")         # a weight of a mixture
-    if compgen -G "$path" >/dev/null; then continue; fi                                    # shards/*.tar
+    # without the weight of a mixture
+    [[ -e $path ]] || path=$(sed -E 's/:([0-9]+\.?[0-9]*|\.[0-9]+)$//' <<<"$path")
+    if compgen -G "$path" >/dev/null; then continue; fi         # shards/*.tar
     if [ -n "$path" ] && [[ ! $path =~ $hub || $path = *.json* ]]; then need_file "$path" $flag; fi
 done
 
 gpus=$(count_gpus)
 if [ -z "$NPROC_PER_NODE" ]; then
-    [ "$gpus" -ge "${SLURM_GPUS_ON_NODE:-0}" ] ||
-        die "Slurm gave $SLURM_GPUS_ON_NODE GPUs on $HOSTNAME, the driver shows $gpus; NPROC_PER_NODE=1 trains without"
+    [ "$gpus" -ge "${SLURM_GPUS_ON_NODE:-0}" ] || die "Slurm gave $SLURM_GPUS_ON_NODE GPUs on" \
+        "$HOSTNAME, the driver shows $gpus; NPROC_PER_NODE=1 trains without"
     NPROC_PER_NODE=$((gpus > 0 ? gpus : 1))
 elif [ "$gpus" -gt 0 ] && [ "$NPROC_PER_NODE" -gt "$gpus" ]; then
     die "NPROC_PER_NODE=$NPROC_PER_NODE, but $HOSTNAME has $gpus GPUs"
@@ -57,100 +61,105 @@ if [ "$gpus" = 0 ]; then
     say "no GPU on $HOSTNAME: trainers run on CPUs, $NPROC_PER_NODE a node (NPROC_PER_NODE)"
 else
     export NEED_GPUS=$NPROC_PER_NODE            # on every node
-    folder=$(torch_for_gpus) || die "$HOSTNAME has $gpus GPUs, but torch in $folder is built without CUDA: set VENV or" \
-        "CONDA_ENV; CUDA_VISIBLE_DEVICES= trains on CPUs"
+    folder=$(torch_for_gpus) || die "$HOSTNAME has $gpus GPUs, but torch in $folder is built" \
+        "without CUDA: set VENV or CONDA_ENV; CUDA_VISIBLE_DEVICES= trains on CPUs"
 fi
-threads=$(($(count_cpus) / NPROC_PER_NODE))
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}       # a trainer's share of the CPUs
+threads=$(($(count_cpus) / NPROC_PER_NODE))     # a trainer's share of the CPUs
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
-# -- the command -------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
-trainers=(--nproc-per-node="$NPROC_PER_NODE" --max-restarts="$MAX_RESTARTS")
+trainers=(--nproc-per-node="$NPROC_PER_NODE" --max-restarts="$MAX_RESTARTS" "$TRAINER" "$@")
 if [ -z "$job" ]; then
-    [ -z "$PORT_BASE" ] || die "PORT_BASE is added to a Slurm job's number, and this is no job: set MASTER_PORT instead"
+    [ -z "$PORT_BASE" ] ||
+        die "PORT_BASE is added to a Slurm job's number, and this is not a job: set MASTER_PORT"
     rendezvous=${MASTER_PORT:+localhost:$MASTER_PORT}       # without it, a free port
-    command=(bash "$REPO/launch/node.sh" "${LOG_DIR:+$LOG_DIR/local}" torchrun "${one_machine[@]}" "${trainers[@]}")
+    command=(bash "$REPO/launch/node.sh" "${LOG_DIR:+$LOG_DIR/local}" torchrun "${one_machine[@]}")
 else
     nodes=$SLURM_JOB_NUM_NODES
-    # srun no longer inherits --cpus-per-task. --kill-on-bad-exit: a node's failure ends the others. --wait: srun would
-    # wait for ever for a node that died and came back before Slurm noticed.
-    command=(srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpus-per-task="$(count_cpus)" --export=ALL
-        --input=none --kill-on-bad-exit=1 --wait="$SRUN_WAIT" bash "$REPO/launch/node.sh" "$LOG_DIR/$job" torchrun)
+    # srun no longer inherits --cpus-per-task. --kill-on-bad-exit: a node's failure ends the others.
+    # --wait: srun would wait for ever for a node that died and came back before Slurm noticed.
+    on_nodes=(srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --input=none)
+    command=("${on_nodes[@]}" --cpus-per-task="$(count_cpus)" --export=ALL --kill-on-bad-exit=1
+        --wait="$SRUN_WAIT" bash "$REPO/launch/node.sh" "$LOG_DIR/$job" torchrun)
     if [ "$nodes" = 1 ] && [ -z "$MASTER_PORT$PORT_BASE" ]; then
-        rendezvous='' command+=("${one_machine[@]}")    # a free port: jobs may share a node
-    else
-        first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)      # head could end scontrol, and with it us
-        rendezvous=$first:${MASTER_PORT:-$((${PORT_BASE:-29500} + job % 1000))}
-        command+=(--nnodes="$nodes" --rdzv-backend=c10d --rdzv-id="$job.$restart" --rdzv-endpoint="$rendezvous")
+        rendezvous='' command+=("${one_machine[@]}")        # a free port: jobs may share a node
+    else    # head could end scontrol, and with it us
+        rendezvous=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+        rendezvous+=:${MASTER_PORT:-$((${PORT_BASE:-29500} + job % 1000))}
+        command+=(--nnodes="$nodes" --rdzv-backend=c10d --rdzv-id="$job.$restart"
+            --rdzv-endpoint="$rendezvous")
     fi
-    command+=("${trainers[@]}")
 fi
-command+=("$TRAINER" "$@")
+command+=("${trainers[@]}")
 
 if [ "$DRY_RUN" = 1 ]; then
+    if grep -q 'flags\.parse(' "$TRAINER"; then             # one of this repository's scripts
+        CHECK_FLAGS=1 WORLD_SIZE=$((nodes * NPROC_PER_NODE)) LOCAL_WORLD_SIZE=$NPROC_PER_NODE \
+            python "$TRAINER" "$@" >&2 || exit $?
+    fi
     shown "OMP_NUM_THREADS=$OMP_NUM_THREADS" "${command[@]}"
     printf '\n%s' "${AFTER:+$AFTER$'\n'}"
     exit
 fi
 
-# -- training ----------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 [ -z "$rendezvous" ] || need_free_port "${rendezvous##*:}"
 if [ -n "$LOG_DIR" ]; then mkdir -p "$LOG_DIR" || die "$LOG_DIR cannot be made"; fi
 rm -f "$MARKER"
-if [ -z "$job" ] && [ -z "$AFTER" ]; then exec "${command[@]}"; fi      # node.sh does the rest
+if [ -z "$job$AFTER" ]; then exec "${command[@]}"; fi       # node.sh does the rest
 
 if [ -z "$job" ]; then
-    say "$NPROC_PER_NODE trainers, $gpus GPUs, $OMP_NUM_THREADS threads each; log $LOG_DIR/local-*.log"
+    say "$NPROC_PER_NODE trainers, $gpus GPUs, $OMP_NUM_THREADS threads each; log" \
+        "$LOG_DIR/local-*.log"
 else
-    if [ "$restart" = 0 ]; then rm -f "$PROGRESS"; fi   # another cluster's job of the same number
-    export TORCH_FR_DUMP_TEMP_FILE=${TORCH_FR_DUMP_TEMP_FILE:-$LOG_DIR/$job-flight-}    # and the rank, when one hangs
-    say "job $job, start $((restart + 1)), on $SLURM_JOB_NODELIST: $nodes x $NPROC_PER_NODE trainers," \
-        "$OMP_NUM_THREADS threads each; ${rendezvous:+rendezvous $rendezvous; }node logs $LOG_DIR/$job-*.log"
+    if [ "$restart" = 0 ]; then rm -f "$PROGRESS"; fi       # another cluster's job of this number
+    # and the rank, when one hangs
+    export TORCH_FR_DUMP_TEMP_FILE=${TORCH_FR_DUMP_TEMP_FILE:-$LOG_DIR/$job-flight-}
+    say "job $job, start $((restart + 1)), on $SLURM_JOB_NODELIST: $nodes x $NPROC_PER_NODE" \
+        "trainers, $OMP_NUM_THREADS threads each; ${rendezvous:+rendezvous $rendezvous; }node" \
+        "logs $LOG_DIR/$job-*.log"
 fi
 
+# srun passes USR1 on to every task, and ends the step on TERM. Without it: node.sh asks its
+# trainers, once it catches TERM, bit 14 (USR1 it was started without), and ends them on INT.
 # shellcheck disable=SC2317,SC2329     # supervise calls these
 ask() {
     if [ -n "$job" ]; then
-        kill -USR1 "$1"         # srun passes it on to every task
-    # node.sh passes it on to the trainers, once it catches TERM, bit 14 (USR1 it was started without)
+        kill -USR1 "$1"
     elif ((16#$(sed -n 's/^SigCgt:[[:space:]]*//p' "/proc/$1/status") & 1 << 14)); then
         kill -TERM "$1"
     fi
 }
 # shellcheck disable=SC2317,SC2329
-end() {
-    if [ -n "$job" ]; then
-        kill -TERM "$1"         # srun ends the step
-    else
-        kill -INT "$1"          # node.sh, asked before, ends the trainers
-    fi
-}
+end() { if [ -n "$job" ]; then kill -TERM "$1"; else kill -INT "$1"; fi; }
 status=0
 supervise ask end "${command[@]}" || status=$?
 
-# -- what comes next ---------------------------------------------------------------------------------------------------
+# -- what comes next -------------------------------------------------------------------------------
 
-# A node that was lost never told Slurm that its part has ended, so the step is still there after srun; or it starts
-# nothing any more. The exit status does not tell: trainers that lose a peer fail as after any error. When Slurm itself
-# finds the node missing, before --wait is over, it queues the job again on its own.
+# A node that was lost never told Slurm that its part has ended, so the step is still there after
+# srun; or it starts nothing any more. The exit status does not tell: trainers that lose a peer fail
+# as after any error. When Slurm finds the node missing before --wait is over, it queues the job on
+# its own.
 node_lost() {
     for _ in {1..10}; do
         if ! squeue --noheader --steps --jobs="$job" --format=%i | grep -qE '\.[0-9]+$'; then
-            timeout 60 srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --input=none true && return 1
+            if timeout 60 "${on_nodes[@]}" true; then return 1; fi
             return 0
         fi
         sleep 1
     done
-    return 0        # the step is still there
 }
 
-# Both signs may also come of an error that repeats: processes that end slowly, a probe that waits too long. So the job
-# goes on only if there is a newer checkpoint than at its last such requeue: two starts from one checkpoint, not 100.
+# Both signs may also come of an error that repeats: processes that end slowly, a probe that waits.
+# So the job goes on only if there is a newer checkpoint than at its last such requeue.
 progressed() {
     local noted newest
     noted=$(cat "$PROGRESS" 2>/dev/null) || noted=-1        # the first such requeue
-    newest=$(find "$OUTPUT_DIR" -maxdepth 1 | sed -n 's|.*/checkpoint-\([0-9]*\)$|\1|p' | sort -n | tail -n 1)
+    newest=$(find "$OUTPUT_DIR" -maxdepth 1 | sed -n 's|.*/checkpoint-\([0-9]*\)$|\1|p' | sort -n |
+        tail -n 1)
     [ "${newest:-0}" -gt "$noted" ] && echo "${newest:-0}" >"$PROGRESS"
 }
 
@@ -159,24 +168,30 @@ queue_again() {     # REASON; does not return
     local state
     [ -n "$job" ] || exit $status
     state=$(scontrol show job "$job" | sed -n 's/^ *JobState=\([A-Z_]*\).*/\1/p')
-    [ "$state" = RUNNING ] || { say "$1; the job is $state"; exit $status; }    # scancel, or Slurm requeues it
-    [ "$restart" -lt "$MAX_REQUEUES" ] || die "$1; not queued again, this was start $((restart + 1)) (MAX_REQUEUES)"
-    [ "$1" != "$lost" ] || progressed || die "$1, and no new checkpoint since the last time; not queued again"
+    # scancel, or Slurm requeues it
+    [ "$state" = RUNNING ] || { say "$1; the job is $state"; exit $status; }
+    [ "$restart" -lt "$MAX_REQUEUES" ] ||
+        die "$1; not queued again, this was start $((restart + 1)) (MAX_REQUEUES)"
+    [ "$1" != "$lost" ] || progressed ||
+        die "$1, and no new checkpoint since the last time; not queued again"
     say "$1; the job is queued again"
-    scontrol requeue "$job" || die "could not be queued again; the same sbatch command goes on from the newest checkpoint"
+    scontrol requeue "$job" ||
+        die "could not be queued again; the same sbatch command goes on from the newest checkpoint"
     exit 0
 }
 
 if [ -e "$MARKER" ]; then queue_again "$(cat "$MARKER")"; fi
 if [ $status != 0 ]; then
     if [ "$REQUEUE_ON_FAILURE" = any ]; then queue_again "failed with status $status"; fi
-    if [ "$REQUEUE_ON_FAILURE" = node ] && [ -n "$job" ] && node_lost; then queue_again "$lost"; fi
+    if [ "$REQUEUE_ON_FAILURE" = node ] && [ -n "$job" ] && node_lost; then
+        queue_again "$lost"
+    fi
     exit $status
 fi
 [ -n "$AFTER" ] || exit 0
 [ -z "$asked" ] || queue_again "asked to stop by SIG$asked when training was over"
 
-# -- after training ----------------------------------------------------------------------------------------------------
+# -- after training --------------------------------------------------------------------------------
 
 trap - TERM HUP INT     # USR1 stays ignored until AFTER is supervised
 # shellcheck disable=SC2317,SC2329     # supervise calls it

@@ -1,38 +1,26 @@
 #!/usr/bin/env bash
-# Stages that run one after the other, each skipped where it is finished; sourced after env.sh, with OUT set.
+# Stages that run one after the other, each skipped where it is finished; sourced after env.sh, with
+# OUT set. All that is started below has a mark in its environment, wherever it puts itself.
 
-# All that is started below has this mark in its environment, wherever it puts itself.
-mark=$$-$RANDOM$RANDOM
-left() { env -u STAGES grep -lszxF "STAGES=$mark" /proc/[0-9]*/environ | env -u STAGES cut -d/ -f3 || true; }
-# shellcheck disable=SC2046,SC2317,SC2329
-end_all() {         # again, for what was just being started
-    for _ in 1 2 3; do kill -KILL $(left) 2>/dev/null || break; done
-}
-
-# Should this shell be killed, this one asks the stage to save and end, then ends it: the next start wants its place.
-set -m
-(trap '' TERM HUP INT
- while read -r _ _ _ parent _ </proc/self/stat && [ "$parent" = $$ ]; do sleep 0.3; done     # a dead one may be a zombie
- # shellcheck disable=SC2046
- kill -TERM $(left)
- for ((i = 0; i < ${ORPHAN_S:-60}; i++)); do [ -n "$(left)" ] || exit 0; sleep 1; done
- end_all) </dev/null >/dev/null 2>&1 &
-disown $!
-set +m
-export STAGES=$mark
-# shellcheck disable=SC2317,SC2329     # supervise calls both
+mark=STAGES=$$-$RANDOM$RANDOM
+# shellcheck disable=SC2046,SC2317,SC2329     # guard and supervise call these
+ask_left() { kill -TERM $(left "$mark"); }
+# shellcheck disable=SC2317,SC2329
 ask() { kill -TERM -- "-$1"; }
 # shellcheck disable=SC2317,SC2329
 end() { kill -INT -- "-$1"; }       # node.sh, asked before, ends the trainers
+guard "$mark" "${ORPHAN_S:-60}" ask_left
+export STAGES=${mark#*=}
 
-# CPU seconds of all that this shell has waited for, what that waited for included; /proc counts hundredths.
+# CPU seconds of all that this shell has waited for and that waited for; /proc counts hundredths.
 cpu_seconds() { awk '{ sub(/.*\) /, ""); print int(($14 + $15) / 100) }' /proc/$$/stat; }
 
-stage() {           # NAME COMMAND...: run it; a signal lets it save and ends this script
+# stage NAME COMMAND...: run it; a signal lets it save and ends this script.
+stage() {
     local name=$1 status=0 began=$SECONDS used
     used=$(cpu_seconds)
     shift
-    trap end_all EXIT
+    trap 'end_all "$mark"' EXIT
     echo "== $name"
     supervise ask end "$@" || status=$?
     trap - TERM HUP INT
@@ -42,12 +30,13 @@ stage() {           # NAME COMMAND...: run it; a signal lets it save and ends th
     *) exit 143 ;;
     esac
     [ $status = 0 ] || exit $status
-    printf '%s\t%s\t%s\n' "$name" $((SECONDS - began)) $(($(cpu_seconds) - used)) >>"$OUT/stages.tsv"
+    used=$(($(cpu_seconds) - used))
+    printf '%s\t%s\t%s\n' "$name" $((SECONDS - began)) $used >>"$OUT/stages.tsv"
 }
 
-# step NAME PRODUCT COMMAND...: stage, unless OUT/steps/NAME says that this very command has made PRODUCT, and its
-# checksum is still the same. PRODUCT: a file, or a pattern of which the last one by its numbers counts; $made is its
-# name. With DRY_RUN=1 the command is printed instead.
+# step NAME PRODUCT COMMAND...: stage, unless OUT/steps/NAME says that this very command has made
+# PRODUCT, and its checksum is still the same. PRODUCT: a file, or a pattern of which the last one
+# by its numbers counts; $made is its name. With DRY_RUN=1 the command is printed instead.
 step() {
     local name=$1 pattern=$2 done=$OUT/steps/$1 said
     shift 2
@@ -71,3 +60,14 @@ step() {
 }
 
 newest() { compgen -G "$1" | sort -V | tail -n 1 || echo "$1"; }
+
+# the seconds of each stage, over all starts
+stage_seconds() {
+    awk -F '\t' '!($1 in sum) { names[n++] = $1 }
+        { sum[$1] += $2; cpu[$1] += $3 }
+        END {
+            for (i = 0; i < n; i++)
+                text = text ", " names[i] " " sum[names[i]] " (" cpu[names[i]] ")"
+            print "seconds    " substr(text, 3) "; in brackets those of the CPUs"
+        }' "$OUT/stages.tsv"
+}

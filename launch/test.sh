@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# Set up, then run every test; arguments go to pytest, e.g. launch/test.sh tests/speech/test_labels.py -x
+# Set up, then run every test; arguments go to pytest, e.g. launch/test.sh
+# tests/speech/test_labels.py -x
 set -euo pipefail
 
-TEST_PROCESSES=${TEST_PROCESSES:-3}     # test files that run side by side; many tests wait more than they compute
+# test files that run side by side; many tests wait more than they compute
+TEST_PROCESSES=${TEST_PROCESSES:-3}
 
 here=$(dirname "${BASH_SOURCE[0]}")
 # shellcheck source=launch/setup.sh
 source "$here/setup.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
 unset PYTHONDONTWRITEBYTECODE       # hundreds of processes would compile the same modules
-export -n VENV VERSIONS TORCH_VERSION       # the launchers under test find their own; this environment is active
+# the launchers under test find their own; this environment is active
+export -n VENV VERSIONS TORCH_VERSION
 exec python -m pytest -q -rs --durations=10 -n "$TEST_PROCESSES" --dist loadfile "$@"

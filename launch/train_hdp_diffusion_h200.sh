@@ -1,38 +1,33 @@
 #!/usr/bin/env bash
-# Train HDP-Diffusion (question -> plan -> execution) on one H200, then answer the test problems: the plan first, then
-# the execution behind it. Arguments go to diffusion/train_bd3lm.py, after those from here.
+# Train HDP-Diffusion (question -> plan -> execution) on one H200, then answer the test problems:
+# the plan first, then the execution behind it. Arguments go to diffusion/train_bd3lm.py, after
+# those from here.
 #
-#   TRAIN_DATA=train_hdp.json TEST_DATA=test_hdp.json sbatch launch/train_hdp_diffusion_h200.sh       or bash
-#   bash launch/train_hdp_diffusion_h200.sh --demo                   small, on problems it makes itself; no GPU needed
-#   python diffusion/make_problems.py plans --input train.jsonl --output train_hdp.json      plans by rule, where there are none
+#   TRAIN_DATA=train_hdp.json TEST_DATA=test_hdp.json sbatch launch/train_hdp_diffusion_h200.sh
+#   bash launch/train_hdp_diffusion_h200.sh --demo      small, on problems it makes itself; no GPU
+#   python diffusion/make_problems.py plans --input train.jsonl --output train_hdp.json     by rule
 #
-# All else - PRESET, DRY_RUN=1, signals, requeueing - is train_gsm8k_bd3lm_h200.sh, which this one calls.
+# All else - PRESET, DRY_RUN=1, signals, requeueing - is train_gsm8k_bd3lm_h200.sh, which this one
+# calls.
 #
-#SBATCH --job-name=train_hdp_diffusion
-#SBATCH --nodes=1
-#SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node=1
-#SBATCH --cpus-per-task=18
-#SBATCH --mem=64G
-#SBATCH --time=24:00:00
-#SBATCH --requeue
-#SBATCH --open-mode=append
-#SBATCH --signal=B:USR1@300
-#SBATCH --output=%x-%j.out
+#SBATCH --job-name=train_hdp_diffusion --output=%x-%j.out --open-mode=append
+#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=18
+#SBATCH --mem=64G --time=24:00:00 --requeue --signal=B:USR1@300
 set -euo pipefail
 export LAUNCHER=train_hdp_diffusion_h200
 
-repo=${REPO:-$(dirname "${BASH_SOURCE[0]}")/..}     # sbatch runs a copy of this file; Slurm knows the original
-[ -n "${REPO:-}" ] || [ -e "$repo/launch/env.sh" ] || repo=$(cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(
-    scontrol show job "${SLURM_JOB_ID:-0}" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1/..|p")") || repo=''
-[ -e "$repo/launch/env.sh" ] || { echo "$LAUNCHER: error: no launch/env.sh in '$repo'; set REPO" >&2; exit 1; }
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")  # sbatch runs a copy; Slurm knows the original
+[ -e "$here/env.sh" ] || here=$(cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(scontrol show job \
+    "${SLURM_JOB_ID:-0}" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1|p")") || here=''
+[ -e "$here/env.sh" ] || { echo "$LAUNCHER: error: there is no env.sh beside it" >&2; exit 1; }
 # shellcheck source=launch/env.sh
-source "$repo/launch/env.sh"
+source "$here/env.sh"
 
 export SYSTEM=hdp
 export TRAIN_DATA=${TRAIN_DATA:-}           # HDP JSON: question, plan, execution, answer
 export TEST_DATA=${TEST_DATA:-}             # the same for the test problems; empty: no accuracy
-HDP_LAYOUT=${HDP_LAYOUT:-hierarchical}      # flat: the source's padded shape and its mask, for comparison
+# flat: the source's padded shape and its mask, for comparison
+HDP_LAYOUT=${HDP_LAYOUT:-hierarchical}
 layout=(--hdp_layout "$HDP_LAYOUT")
 if [ "$HDP_LAYOUT" = flat ]; then layout+=(--no-pack); fi
 

@@ -1,79 +1,33 @@
 #!/usr/bin/env bash
-# Fine-tuning of Higgs-Audio V2 on one node of 8 H200 GPUs: LoRA, or with LORA=0 all weights. Arguments go to
-# train_v2_ddp.py, after those from here. --auto fits packs to the GPUs; BATCH_SIZE=4 has samples instead, and
+# Fine-tuning of Higgs-Audio V2 on one node of 8 H200 GPUs: LoRA, or with LORA=0 all weights.
+# Arguments go to train_v2_ddp.py, after those from here. --auto fits packs to the GPUs;
+# BATCH_SIZE=4 has samples instead, and
 # --gradient_checkpointing recomputes layers though the memory suffices.
 #
-#   TRAIN_DATA=train.json OUTPUT_DIR=out sbatch launch/train_tts_h200x8.sh     or bash, on the machine itself
+#   TRAIN_DATA=train.json OUTPUT_DIR=out sbatch launch/train_tts_h200x8.sh     or bash
 #
-# Everything else - DRY_RUN=1, signals, requeueing - is slurm.sh, which this one calls.
+# The settings are those of train_tts.sh, which this one runs with other defaults.
 #
-#SBATCH --job-name=train_tts_h200x8
-#SBATCH --nodes=1
-#SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node=8
-#SBATCH --cpus-per-task=128
-#SBATCH --mem=0
-#SBATCH --time=24:00:00
-#SBATCH --requeue
-#SBATCH --open-mode=append
-#SBATCH --signal=B:USR1@600
-#SBATCH --output=%x-%j.out
+#SBATCH --job-name=train_tts_h200x8 --output=%x-%j.out --open-mode=append
+#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=128
+#SBATCH --mem=0 --time=24:00:00 --requeue --signal=B:USR1@600
 set -euo pipefail
 export LAUNCHER=train_tts_h200x8
 
-repo=${REPO:-$(dirname "${BASH_SOURCE[0]}")/..}     # sbatch runs a copy of this file; Slurm knows the original
-[ -n "${REPO:-}" ] || [ -e "$repo/launch/env.sh" ] || repo=$(cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(
-    scontrol show job "${SLURM_JOB_ID:-0}" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1/..|p")") || repo=''
-[ -e "$repo/launch/env.sh" ] || { echo "$LAUNCHER: error: no launch/env.sh in '$repo'; set REPO" >&2; exit 1; }
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")  # sbatch runs a copy; Slurm knows the original
+[ -e "$here/env.sh" ] || here=$(cd "${SLURM_SUBMIT_DIR:-.}" && realpath "$(scontrol show job \
+    "${SLURM_JOB_ID:-0}" | sed -n "s|^ *Command=\(.*\)/$LAUNCHER\.sh.*|\1|p")") || here=''
+[ -e "$here/env.sh" ] || { echo "$LAUNCHER: error: there is no env.sh beside it" >&2; exit 1; }
 # shellcheck source=launch/env.sh
-source "$repo/launch/env.sh"
+source "$here/env.sh"
 
-export TRAINER=${TRAINER:-$REPO/train_v2_ddp.py}    # the script that torchrun starts
-setting MIN_GPUS 8                  # GPUs that must be there; 0 lets a dry run or a trial start anywhere
-setting MODEL bosonai/higgs-audio-v2-generation-3B-base --model_path     # folder or hub name
-setting CODEC bosonai/higgs-audio-v2-tokenizer --audio_tokenizer_path    # folder or hub name of the audio tokenizer
-setting TRAIN_DATA ../../higgs-audio/training_data/chatml/train_chatml_samples.json \
-    --train_data_file --train_data_dir                      # ChatML file, or folder
-setting OUTPUT_DIR ./output --output_dir                    # checkpoints and logs
-setting LR '' --learning_rate                               # peak learning rate; empty, as below: the trainer's own
-setting EPOCHS '' --num_train_epochs                        # passes over the data
-setting WARMUP_STEPS '' --warmup_steps                      # optimizer steps
-setting SAVE_STEPS '' --save_steps                          # optimizer steps between checkpoints
-setting EVAL_STEPS '' --eval_steps                          # optimizer steps between validations
-setting BATCH_SIZE '' --per_device_train_batch_size         # samples a GPU and micro-step; empty: packs of tokens
-setting GRAD_ACCUM '' --gradient_accumulation_steps         # micro-steps an optimizer step, instead of the next
-batch=256
-if [ -n "$GRAD_ACCUM" ] || has_flag --gradient_accumulation_steps "$@"; then batch=''; fi
-setting GLOBAL_BATCH_SIZE "$batch" --global_batch_size      # samples an optimizer step, about
-setting LORA 1 -                                            # 1: adapters; 0: full fine-tuning
-adapters=${LORA/#0}
-setting LORA_RANK "${adapters:+16}" --lora_rank             # adapter rank
-setting LORA_ALPHA "${adapters:+64}" --lora_alpha           # adapter scale is alpha / rank; as in the ms-swift line
-setting LORA_TARGETS "${adapters:+all-linear}" --lora_target_modules     # layers that get adapters
-setting LOADERS 4 --num_workers                             # loader processes a GPU
-setting LOGGING_STEPS 5 --logging_steps                     # optimizer steps between log lines
-setting REPORT_TO tensorboard -                             # beside metrics.jsonl; several, separated by spaces
-setting SWITCHES '--bf16 --tf32 --auto' -                   # flags without a value
-# Processes that decode audio: 32 of 128 CPUs, fewer on a smaller machine or with less than 2 GiB of memory for each.
-cpus=$(count_cpus) memory=$(count_memory)
-decoders=$(printf '%s\n' 32 $(((cpus + 3) / 4)) $(((memory + 1) / 2)) | sort -n | head -n 1)
-setting PREPROCESS "$decoders" --preprocess_num_proc
-known_settings
-
-[ "$(count_gpus)" -ge "$MIN_GPUS" ] || die "$HOSTNAME has $(count_gpus) GPUs, $MIN_GPUS are needed (MIN_GPUS)"
-
-# shellcheck disable=SC2153     # setting made it
-read -ra switches <<<"$SWITCHES"
-read -ra reports <<<"$REPORT_TO"
-if [ -n "$REPORT_TO" ]; then switches+=(--report_to "${reports[@]}"); fi
-case $LORA in
-1) switches+=(--use_lora) ;;
-0) has_flag --auto "${switches[@]}" || switches+=(--parallel fsdp) ;;
-'') ;;                      # --config says
-*) die "LORA=$LORA: 1 or 0" ;;
-esac
-
-if [ -z "${VENV:-}${CONDA_ENV:-}" ] && has_conda_env tts_env; then export CONDA_ENV=tts_env; fi
-
-# The OMP threads, cores / GPUs = 16, come from slurm.sh, InfiniBand settings from env.sh.
-exec bash "$REPO/launch/slurm.sh" "${flags[@]}" "${switches[@]}" "$@"
+declare -A defaults=(           # empty: the trainer's own
+    [MIN_GPUS]=8                # 0 lets a dry run or a trial start anywhere
+    [OUTPUT_DIR]=./output [LR]='' [EPOCHS]=''
+    [GLOBAL_BATCH_SIZE]=256     # about, where packs are fitted
+    [LORA_RANK]=16 [LORA_ALPHA]=64 [LORA_TARGETS]=all-linear
+    [LOADERS]=4 [LOGGING_STEPS]=5 [REPORT_TO]=tensorboard [SWITCHES]='--bf16 --tf32 --auto')
+cpus=$(count_cpus)  # 32 of 128 CPUs decode audio, fewer where there are fewer
+defaults[PREPROCESS]=$((cpus < 128 ? (cpus + 3) / 4 : 32))
+# shellcheck source=launch/train_tts.sh
+source "$here/train_tts.sh"

@@ -15,8 +15,8 @@ Stages, each of them kept in OUT_DIR; the same command again goes on where it wa
 
 The codec is transformers' HiggsAudioV2TokenizerModel, 8 codebooks of 1024; voice_codec.py teaches it latents that are
 computed: an envelope and a pitch, both relative to the voice's, and the voice. Codebooks 0 and 1 hold the envelope (256
-live codes each), 2 the pitch (24), 3 the voice; the others always give code 0. So a word has about the same codes in
-both voices. The base learns from codes of the computed latents; every later clip is encoded by the codec itself. Beside
+live codes each), 2 the pitch (24), 3 the voice. 4 and 5, 6 and 7 (4 codes each) cancel each other, and are noise where
+one is wrong or late, so that a fault in any codebook is heard. So a word has about the same codes in both voices. The base learns from codes of the computed latents; every later clip is encoded by the codec itself. Beside
 its own voice the base hears two more of flite's, each clip of them with the base's voice code: one timbre, three ways
 to speak a word. From one voice alone it learns that voice's codes by heart, and loses the words when it learns another.
 """

@@ -36,6 +36,7 @@ PITCH = slice(ENVELOPE, ENVELOPE + 2)
 VOICE = slice(ENVELOPE + 2, ENVELOPE + 2 + len(VOICES))
 LATENTS = VOICE.stop
 BOOKS = [(slice(0, ENVELOPE), 256), (slice(0, ENVELOPE), 256), (PITCH, 24), (VOICE, len(VOICES))]   # dims, live codes
+OFFSETS = {4: (0, 1), 6: (2, 3)}        # codebooks behind BOOKS, in pairs that cancel: number, components of the envelope
 FAR = 30.0                      # where codes lie that are never the nearest
 SPECTRA = [(256, 20), (512, 40), (1024, 80), (2048, 80)]        # the decoder's loss: FFT size, mel bands up to 8 kHz
 
@@ -152,7 +153,7 @@ def empty_codec(seed):
     hand_through(codec.fc, slice(0, LATENTS), slice(0, LATENTS))
     hand_through(codec.fc2, slice(0, LATENTS), slice(0, LATENTS))
     for number, quantizer in enumerate(codec.quantizer.quantizers):
-        dims = BOOKS[number][0] if number < len(BOOKS) else slice(0, 0)
+        dims = BOOKS[number][0] if number < len(BOOKS) else slice(0, ENVELOPE)
         own = slice(0, dims.stop - dims.start)
         hand_through(quantizer.project_in, own, dims)
         hand_through(quantizer.project_out, dims, own)
@@ -228,8 +229,11 @@ def make_books(codec, latents, seed):
     """Sets all codebooks by k-means over what the earlier ones leave of latents (n, LATENTS)."""
     rest, bits = torch.nn.functional.pad(latents, (0, codec.config.hidden_size - LATENTS)), 0.0
     for number, quantizer in enumerate(codec.quantizer.quantizers):
-        dims, live = BOOKS[number] if number < len(BOOKS) else (slice(0, 0), 1)
-        found = torch.eye(live) if dims == VOICE else k_means(rest[:, dims], live, seed)
+        if number >= len(BOOKS):
+            found = offsets(number)
+        else:
+            dims, live = BOOKS[number]
+            found = torch.eye(live) if dims == VOICE else k_means(rest[:, dims], live, seed)
         book = torch.full_like(quantizer.codebook.embed, FAR)
         book[:len(found)] = 0
         book[:len(found), :found.shape[1]] = found
@@ -239,9 +243,22 @@ def make_books(codec, latents, seed):
         share = torch.bincount(codes, minlength=1024) / len(codes)
         entropy = float(-(share * share.clamp(min=1e-9).log2()).sum())
         bits += entropy
-        if number < len(BOOKS):
-            say(f"codebook {number}: {int((share > 0).sum())} live codes, {entropy:.2f} bits a frame")
+        say(f"codebook {number}: {int((share > 0).sum())} live codes, {entropy:.2f} bits a frame")
     say(f"all codebooks: {bits:.1f} bits a frame, {25 * bits:.0f} bits a second")
+
+
+def offsets(number):
+    """(4, ENVELOPE): 1 up or down along one of two components; the next codebook takes the same one back.
+
+    So the pair adds nothing where both have the same code in a frame, and is loud noise where one of them is wrong or a
+    step late: all codebooks are heard, although what BOOKS leave of the envelope is too little to be.
+    """
+    first = number - number % 2
+    one, other = OFFSETS[first]
+    found = torch.zeros(4, ENVELOPE)
+    found[[0, 1], one] = torch.tensor([1.0, -1.0])
+    found[[2, 3], other] = torch.tensor([1.0, -1.0])
+    return found if number == first else -found
 
 
 def k_means(points, count, seed, rounds=25):

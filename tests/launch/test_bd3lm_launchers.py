@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -130,17 +129,6 @@ def test_the_demo_is_small_and_needs_neither_gpu_nor_files(system, demo):
     assert args.output_dir == sample.checkpoint == f"outputs/{system}_demo"
 
 
-@pytest.mark.parametrize("system", LAUNCHERS)
-def test_a_copy_in_slurms_spool_folder_finds_the_repository(system, tmp_path):
-    (tmp_path / "scontrol").write_text(f'#!/bin/bash\necho "   Command={ROOT}/launch/{LAUNCHERS[system]} --demo"\n')
-    (tmp_path / "scontrol").chmod(0o755)
-    copy = shutil.copy(ROOT / "launch" / LAUNCHERS[system], tmp_path / "slurm_script")
-    done = launch(copy, "--demo", cwd=tmp_path, DRY_RUN="1", **JOB, PATH=f"{tmp_path}:{os.environ['PATH']}")
-    words, args, _ = printed(done)
-    assert f"{ROOT}/launch/node.sh" in words and f"{ROOT}/diffusion/train_bd3lm.py" in words and args.system == system
-    assert "srun" in words and "--rdzv-endpoint=127.0.0.1:0" in words and f"outputs/{system}_demo/node_logs/7" in words
-
-
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -149,10 +137,6 @@ def test_a_copy_in_slurms_spool_folder_finds_the_repository(system, tmp_path):
     ("gsm8k", {"PRESET": "huge"}, r"PRESET=huge: conservative, recommended, aggressive, extreme, source, finetune or"),
     ("gsm8k", {"SYSTEM": "both"}, r"SYSTEM=both: gsm8k or hdp"),
     ("hdp", {"MIN_GPUS": "0"}, r"TRAIN_DATA is not set"),
-    ("gsm8k", {"VENV": "/nowhere", "MIN_GPUS": "0"}, r"VENV: no such file: /nowhere/bin/activate"),
-    ("gsm8k", {"TRAINER": "/nowhere/train.py", "MIN_GPUS": "0"}, r"TRAINER: no such file: /nowhere/train.py"),
-    ("hdp", {"REPO": "/nowhere"}, r"no launch/env.sh in '/nowhere'"),
-    ("gsm8k", {"REPO": "/nowhere"}, r"no launch/env.sh in '/nowhere'"),
 ])
 def test_errors_are_one_clear_line(system, settings, message):
     done = launch(LAUNCHERS[system], DRY_RUN="1", **settings)
@@ -169,7 +153,7 @@ out = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
 def save(*_):
     (out / "requeue").write_text("asked to stop by SIGUSR1 at step 3\\n")
     sys.exit(0)
-signal.signal(signal.SIGUSR1, signal.SIG_IGN if "DEAF" in os.environ else save)
+signal.signal(signal.SIGUSR1, save)
 print("trainer said", flush=True)
 (out / "listens").touch()
 time.sleep(1000)
@@ -245,17 +229,6 @@ def test_a_signal_lets_the_trainer_save_and_skips_the_answers(started, tmp_path)
     process = started()         # logs go on
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=PATIENCE_S) == 0 and log.read_text().count("trainer said") == 2
-
-
-@pytest.mark.race
-def test_a_second_ctrl_c_ends_everything_at_once(started, tmp_path):
-    process = started(DEAF="1")
-    os.killpg(process.pid, signal.SIGINT)
-    wait_until(lambda: process.log.read_text().count("asking the trainers") == 2, "answer to the first Ctrl-C")
-    assert process.poll() is None and alive(process.mark)
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=PATIENCE_S) == 128 + signal.SIGKILL
-    wait_until(lambda: not alive(process.mark), "end of every process")
 
 
 @pytest.mark.race

@@ -87,8 +87,8 @@ def test_train_tts_without_arguments(tree, script):
 
 
 def test_train_tts_as_a_job():
-    header = set(re.findall(r"^#SBATCH (.*)$", (ROOT / "launch" / "train_tts.sh").read_text(), re.M))
-    assert {"--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--cpus-per-task=64"} <= header
+    header = " ".join(re.findall(r"^#SBATCH (.*)$", (ROOT / "launch" / "train_tts.sh").read_text(), re.M)).split()
+    assert {"--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--cpus-per-task=64"} <= set(header)
 
 
 def test_train_tts_says_which_data_is_missing(tmp_path):
@@ -112,7 +112,8 @@ def test_train_tts_settings(tmp_path):
 @pytest.mark.parametrize("launcher", ["train_tts.sh", "train_tts_h200x8.sh"])
 @pytest.mark.parametrize("settings, args, said", [
     ({"WARMUP": "5"}, [], "WARMUP=5: not a setting of this launcher; it has .*WARMUP_STEPS"),
-    ({"BATCH": "5"}, [], "BATCH=5: not a setting"), ({"PRESET": "x"}, [], "PRESET=x: not a setting"),
+    ({"SEQ_LEN": "256"}, [], "SEQ_LEN=256: not a setting"), ({"PRESET": "x"}, [], "PRESET=x: not a setting"),
+    ({"BATCHSIZE": "3"}, [], "BATCHSIZE is set, which is not a setting; the nearest is BATCH_SIZE"),
     ({"LR": "1"}, ["--learning_rate=2"], "LR is set and --learning_rate is given: leave one of them out"),
     ({"TRAIN_DATA": "a"}, ["--train_data_dir", "b"], "TRAIN_DATA is set and --train_data_dir is given"),
     ({"LORA": "yes"}, [], "LORA=yes: 1 or 0")])
@@ -308,7 +309,8 @@ def test_the_teacher_without_its_launcher(monkeypatch, tmp_path, capsys):
 def test_a_file_of_flags_says_all_at_once(tmp_path):
     """--config: no defaults of the launcher on top of it; the launcher finds the output folder and the data there."""
     (tmp_path / "d.json").write_text("[]")
-    (tmp_path / "run.yaml").write_text('output_dir: "o u t"   # here\ntrain_data_file: d.json\n')
+    (tmp_path / "run.yaml").write_text('output_dir: "o u t"   # here\ntrain_data_file: d.json\n'
+                                       "model_path: m\naudio_tokenizer_path: c\n")
     for launcher in ("train_tts.sh", "train_tts_h200x8.sh"):
         done = launch(launcher, "--config", "run.yaml", cwd=tmp_path, DRY_RUN="1", MIN_GPUS="0")
         assert printed_command(done)[1] == ["--config", "run.yaml"]
