@@ -22,6 +22,8 @@ WARNINGS = ("clipping", "dc_offset", "no_words", "duplicate_audio", "duplicate_t
 FORMATS = ("chatml", "ms_swift", "manifest", "vibevoice", "metadata_json", "sidecar", "ljspeech", "piper", "list",
            "kaldi", "parquet", "arrow", "tar", "vctk", "aishell3", "mls", "wenetspeech4tts", "gigaspeech",
            "emilia_pipe")       # of data (speech/data/formats.py, speech/data/corpora.py)
+MEANINGS = ("audio", "text", "id", "speaker", "language", "scene", "duration", "offset", "end", "ref_audio", "ref_text",
+            "voice_prompts", "voices")       # of columns (speech/data/columns.py)
 REFERENCES = ("given", "same_speaker", "none")      # which clip stands before a text
 
 LONGEST_CLIP_S = 600        # seconds of one clip: the codec sees it whole, and positions are 25 a second

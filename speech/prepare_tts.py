@@ -93,9 +93,10 @@ from common.distributed import UserError
 from common.plan import Checks
 from common.problems import LIST, settle
 from speech.data import checks, prepared
-from speech.data.code_cache import FRAME_RATE, measures_of
+from speech.data.code_cache import FRAME_RATE
+from speech.data.codes import ensure_codes
 from speech.data.dataset import TableBuilder, read_all
-from speech.data.encode import ensure_codes
+from speech.data.encode import measures_of
 from speech.data.rows import Reading
 from speech.model import versions
 from speech.voice import transcripts

@@ -24,6 +24,18 @@ FILLED_S = 1.0          # of Higgs TTS 3's references, as its servers do
 KNOWN = 100_000         # audio files remembered by name: references come again, targets mostly do not
 
 
+def file_of(path):
+    """The file in which a clip's audio lies."""
+    found = PLACE.match(os.fspath(path))
+    return found[1] if found else os.fspath(path)
+
+
+def unit_of(path):
+    """Equal for clips that are read together: those of a row group."""
+    found = PLACE.match(os.fspath(path))
+    return f"{found[1]}::{int(found[4]):09}" if found and found[4] else os.fspath(path)
+
+
 @dataclass(frozen=True, slots=True)
 class Clip:
     """One stretch of one audio file. seconds is the dataset's own claim (0 = unknown), used only to share out work.
@@ -69,6 +81,18 @@ class Sample:
     notes: list = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Source:
+    """A file or folder of speech data and how to read it."""
+    path: Path
+    format: str
+    about: str              # what was found out, for people
+    base: Path              # relative names of audio files begin here
+    read: object            # read(wanted) yields (number, row, raw sample, BadSample or SKIPPED), by rising number
+    unit: str = "sample"    # what is numbered: "line" of a file or "sample"; people count from 1
+    on_hub: bool = False
+
+
 class BadSample(Exception):
     """Why one sample cannot be used; the reader adds the file and the sample's name. check: of choices.CHECKS."""
     place = ""      # what a reader knows of the sample's name
@@ -76,6 +100,21 @@ class BadSample(Exception):
     def __init__(self, why, check="invalid"):
         super().__init__(why)
         self.check = check
+
+
+def content_items(entry):
+    """The items of the contents of a raw sample's messages, whatever they are."""
+    messages = entry["messages"] if isinstance(entry.get("messages"), list) else []
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    return [item for content in contents for item in (content if isinstance(content, list) else [content])]
+
+
+def is_chatml(entry):
+    """Whether a JSON entry has messages, in which the audio is, or nothing else says where it is (ms-swift's do)."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("messages"), list):
+        return False
+    spoken = any(isinstance(item, dict) and item.get("type") == "audio" for item in content_items(entry))
+    return spoken or "audios" not in entry and "audio" not in entry
 
 
 @dataclass

@@ -31,7 +31,19 @@ LIKE_A_TAG = re.compile(r"<\|[^<>|]*\|>")
 CHUNK = 2048            # entries of a file that are tokenised together
 # a sample's speaker and text, and the letters and digits of that text: 0 are no words
 FACTS = np.dtype([("said", np.uint64), ("letters", np.int32), ("speaker", np.uint64), ("language", np.uint64)])
+PREPARED = "prepared.json"      # of a folder of prepare_tts.py: written last, without it the folder is not finished
 ROWS = 2**18            # samples whose columns are in memory together
+
+
+def is_prepared(path):
+    """Whether a path is a folder of prepare_tts.py."""
+    return os.path.isfile(os.path.join(path, PREPARED))
+
+
+def keep_prepared(output_dir):
+    """Raise UserError where a run would take the table of a prepared folder for its own, of an earlier start."""
+    if is_prepared(output_dir):
+        raise UserError(f"--output_dir {output_dir}: is a folder of prepare_tts.py; give another one to the trainer")
 
 
 class Clips:
@@ -360,7 +372,7 @@ def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0,
     problems = Problems(drop, output_dir)
     recognised = {}     # {key of text.RECOGNISED: [number of samples, the first one's words]}
     for path, weight in [*train, (held_out, 1.0)][:len(train) + bool(held_out)]:
-        before, opened, notes, refused, first = len(builder), open_source(path, reading), Counter(), Counter(), []
+        before, opened, notes, refused, first = len(builder), open_source(path, reading, len(sources) >= len(train)), Counter(), Counter(), []
 
         def chunks(start, step, opened=opened, path=path):
             for samples, wrong in read_chunks(opened, CHUNK, start, step):

@@ -10,10 +10,8 @@ import os
 import numpy as np
 
 from speech.choices import LONGEST_CLIP_S
-from speech.data import mp3
 from speech.data.code_cache import SAMPLE_RATE
-from speech.data.containers import file_of, read_bytes
-from speech.data.conversations import FILLED_S
+from speech.data.conversations import FILLED_S, file_of
 
 MIN_SAMPLES = 960               # one codec frame
 UNKNOWN = 2**63 - 1             # length of a FLAC file that was written into a pipe, in libsndfile's words
@@ -30,6 +28,15 @@ def decode_audio(path, cuts):
     """
     digest, mono, rate = decode_file(path, all(cut == (None, None) for cut in cuts))
     return digest, [cut_wave(mono, rate, *cut) for cut in cuts]
+
+
+def read_bytes(path):
+    """The bytes of an audio file, wherever it lies. Raises OSError and ValueError."""
+    if file_of(path) != os.fspath(path):
+        from speech.data import containers
+        return containers.read_bytes(path)
+    with open(path, "rb") as file:
+        return file.read()
 
 
 class TooLong(ValueError):
@@ -75,6 +82,7 @@ def check_size(samples, rate, limit):
 def _said(data):
     """A binary file of the bytes of an audio file, which says how long it is."""
     file = io.BytesIO(data)
+    from speech.data import mp3
     known = not (data[:3] == b"ID3" or data[:1] == b"\xff") or mp3.says_length(file)
     return io.BytesIO(data if known else mp3.with_length(data))
 
@@ -172,6 +180,8 @@ def count_samples(path, said):
     Reads all of a file that does not say how long it is. Raises OSError and soundfile's errors.
     """
     import soundfile
+
+    from speech.data import mp3
     if said < UNKNOWN and file_of(path) == str(path):
         with open(path, "rb") as file:
             if mp3.says_length(file):

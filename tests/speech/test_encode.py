@@ -16,9 +16,10 @@ from safetensors.numpy import load_file
 
 from common.distributed import UserError, World
 from speech.data.code_cache import CodeReader, codec_fingerprint
+from speech.data.codes import ensure_codes
 from speech.data.conversations import Clip
 from speech.data.decode import codec_frames, decode_audio, header_frames
-from speech.data.encode import codec_config, encode_clip, ensure_codes, plan_codes
+from speech.data.encode import codec_config, encode_clip, plan_codes
 from speech.data.rows import read_samples
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT, mount
@@ -390,16 +391,16 @@ FILLER = """
 import json, os, sys, time, torch
 sys.path.insert(0, {root!r})
 import transformers.models.higgs_audio_v2_tokenizer
-from common.parallel import World
-from speech import encode
-from speech.conversations import Clip
+from common.distributed import World
+from speech.data import codes, encode
+from speech.data.conversations import Clip
 encode.SHARD_CLIPS = {shard_clips}
 open(sys.argv[1], "w").close()
 while not os.path.exists({go!r}):
     time.sleep(0.005)
 real = encode.encode_clip
 encode.encode_clip = lambda *given: (time.sleep({pause}), real(*given))[1]
-encode.ensure_codes(World(device=torch.device("cpu")), [Clip(p) for p in {paths!r}], {codec!r}, {cache!r}, 8, 0)
+codes.ensure_codes(World(device=torch.device("cpu")), [Clip(p) for p in {paths!r}], {codec!r}, {cache!r}, 8, 0)
 """
 
 

@@ -519,8 +519,8 @@ def test_mistakes_in_files(refuse, tiny, short, tmp_path):
     entries[1]["messages"] = [entries[1]["messages"][0]]
     entries[0]["messages"][1]["content"][1]["audio_url"] = "nope.wav"
     error = refuse("--prompts", written(tmp_path / "bad.json", entries))
-    assert "2 problems" in error and "sample 0 (sample_00000000): audio file 'nope.wav' not found" in error
-    assert "sample 1 (sample_00000001): has no text to speak" in error
+    assert "2 problems" in error and "sample 1 (sample_00000000): audio file 'nope.wav' not found" in error
+    assert "sample 2 (sample_00000001): has no text to speak" in error
     (tmp_path / "noise.wav").write_bytes(b"RIFF????")
     error = refuse("--text", "a", "--reference_text", "b", "--reference_audio", tmp_path / "noise.wav")
     assert re.search(r"noise.wav: is not readable audio", error)

@@ -209,7 +209,7 @@ def listed(out):
     found = {}
     for line in (out / "problems.jsonl").read_text().splitlines():
         row = json.loads(line)
-        found.setdefault(row["check"], []).append(int(row["entry"].split()[1]))
+        found.setdefault(row["check"], []).append(int(row["entry"].split()[1]) - 1)
     return found
 
 
@@ -217,7 +217,7 @@ def test_errors_stop_and_all_problems_are_listed(tiny, tokenizer, ids, faulty, t
     cache, rows = tmp_path / "codes", [json.loads(line) for line in faulty.read_text().splitlines()]
     expected = {check: [i for i, row in enumerate(rows) if Path(row["audio"]).stem in names]
                 for check, names in FOUND.items()}
-    with pytest.raises(UserError, match="sample 39: its text is empty"):
+    with pytest.raises(UserError, match="line 40 .*: its text is empty"):
         prepared(tiny, tokenizer, ids, faulty, tmp_path / "a", cache=cache)
     only = written(faulty.parent / "only.jsonl", rows[:-1])
     with pytest.raises(UserError, match="3 problems:") as caught:
