@@ -10,6 +10,7 @@ transcript never, as in that code.
 import contextlib
 import os
 import re
+import unicodedata
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -139,7 +140,11 @@ class Paths:
             self.known[name] = os.path.abspath(first) if os.path.isfile(first) else self._elsewhere(name)
         found = self.known[name]
         if isinstance(found, list):
-            raise BadSample(f"audio file {name!r} not found; tried {', '.join(found)}")
+            if "://" in name:
+                raise BadSample(f"audio file {name!r} is a URL, which is not read; copy it here first")
+            near = self._elsewhere(os.path.basename(name.replace("\\", "/")))
+            hint = f"; {near} is there: write paths relative to {self.base}" if isinstance(near, str) else ""
+            raise BadSample(f"audio file {name!r} not found; tried {', '.join(found)}{hint}")
         return found
 
     def has(self, name):
@@ -152,9 +157,13 @@ class Paths:
                                                    self.base.parent, self.base.parent.parent, Path.cwd())))
 
     def _elsewhere(self, name):
-        tried = [name] if os.path.isabs(name) else [os.path.join(place, name) for place in self.places()]
-        return next((os.path.abspath(t + ending) for t in tried for ending in ("", *self.endings)
-                     if os.path.isfile(t + ending)), tried)
+        """Path of a file, also of one that Windows or macOS spells otherwise; the places that were tried if none is."""
+        def places(name):
+            return [name] if os.path.isabs(name) else [os.path.join(place, name) for place in self.places()]
+
+        names = [name, name.replace("\\", "/"), *(unicodedata.normalize(form, name) for form in ("NFC", "NFD"))]
+        return next((os.path.abspath(place + ending) for spelling in dict.fromkeys(names) for place in places(spelling)
+                     for ending in ("", *self.endings) if os.path.isfile(place + ending)), places(name))
 
 
 def message_parts(message, paths):

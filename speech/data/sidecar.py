@@ -15,7 +15,7 @@ TEXT_FOLDERS = ("txt", "txts", "text", "texts", "transcripts")      # beside a f
 NO_SPEAKER = AUDIO_FOLDERS | {"train", "dev", "test", "eval", "valid", "val"}
 TIME = r"(?:(\d+):)?(\d+):(\d+[.,]\d+)"
 CUE = re.compile(rf"{TIME}[ \t]*-->[ \t]*{TIME}.*\n((?:.*\S.*\n?)*)")
-LABELS = re.compile(r"(?:\d+[.,]\d+\t\d+[.,]\d+\t.*\s*)+")         # as Audacity writes them
+LABEL = re.compile(r"\d+(?:[.,]\d+)?\t\d+(?:[.,]\d+)?\t")          # a line of Audacity's labels begins so
 
 
 def walk(folder):
@@ -106,10 +106,11 @@ def cues(path):
             raise BadSample(f"{path.name} has no line 00:00:00.000 --> 00:00:01.000", "empty_text")
         return [(_seconds(start), _seconds(end), " ".join(re.sub("<[^>]*>", "", said).split()))
                 for start, end, said in found]
-    if not LABELS.fullmatch(text):
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines or not all(map(LABEL.match, lines)):
         return None
-    lines = [line.split("\t", 2) for line in text.splitlines() if line.strip()]
-    return [(_seconds(("", "", start)), _seconds(("", "", end)), said.strip()) for start, end, said in lines]
+    return [(_seconds(("", "", start)), _seconds(("", "", end)), said.strip())
+            for start, end, said in (line.split("\t", 2) for line in lines)]
 
 
 def _seconds(time):
