@@ -26,6 +26,7 @@ from speech.data.conversations import file_of
 SAMPLE_RATE = 24_000
 FRAME_RATE = 25                 # codec frames per second: 24 kHz / hop 960
 PIPELINE = b"mono-mean soxr-HQ 24k v2"      # part of the fingerprint: change it when the waveform would change
+CODES = 1024                    # values of a code: 0 to 1023
 KEY = "S16"                     # 128 bits of SHA-256, compared as bytes
 BLOCK = 8192                    # clips whose file dates are asked for together
 COLUMNS = ("lengths", "keys", "files", "file_keys", "checksums", "measures")    # of a shard, beside the codes
@@ -210,12 +211,21 @@ def _read_index(path):
     return {"checksums": np.full(len(columns["lengths"]), -1), "checked": checked, **columns}
 
 
+def in_range(codes):
+    """Whether all codes are values of a codebook; others would be looked up beyond the model's embeddings."""
+    return not codes.size or codes.min() >= 0 and codes.max() < CODES
+
+
 def _wrong_codes(path):
     """What is wrong with the codes of a shard, in words, or ""; without checksums that is not known."""
     try:
         found, _ = _read(path, ("codes", "lengths", "checksums"))
-        if "codes" not in found or "checksums" not in found:
-            return "" if "codes" in found else "it has no codes"
+        if "codes" not in found:
+            return "it has no codes"
+        if not in_range(found["codes"]):
+            return f"it has codes beyond 0 to {CODES - 1}"
+        if "checksums" not in found:
+            return ""
         ends = np.cumsum(found["lengths"], dtype=np.int64).tolist()
         for number, (start, stop, checksum) in enumerate(zip([0, *ends], ends, found["checksums"].tolist())):
             if zlib.crc32(found["codes"][start:stop]) != checksum:
@@ -274,6 +284,8 @@ class CodeReader:
             found, why = self.open_shards[shard].get_slice("codes")[start:start + frames], "has another checksum"
         except (OSError, SafetensorError) as error:
             found, why = None, f"cannot be read ({error})"
+        if found is not None and not in_range(found):
+            found, why = None, f"has codes beyond 0 to {CODES - 1}"
         if found is None or checksum >= 0 and zlib.crc32(found) != checksum:
             raise UserError(f"{path}: a clip in it {why}; start the same command again, for a prepared folder that of "
                             "prepare_tts.py: what is damaged is set aside, and its clips are encoded again")

@@ -39,7 +39,7 @@ from speech.data.code_cache import (
     look_up,
 )
 from speech.data.conversations import FILLED_S, file_of, unit_of
-from speech.data.decode import cut_wave, decode_file, filled, header_frames, part_of
+from speech.data.decode import cut_wave, decode_file, filled, header_frames
 
 MEASURES = ("seconds", "peak", "rms", "clipped", "dc")     # of a clip's sound: those of measure()
 SHARD_CLIPS, SHARD_SECONDS = 4096, 60.0     # a crash loses at most this much encoding
@@ -158,18 +158,17 @@ class _Decode(Dataset):
         """(i, digest of the file, [(waveform of a cut, its measures), or text of why there is none])."""
         path, _, cuts = self.work[i]
         try:
-            digest, mono, rate = decode_file(path, all((c.offset, c.duration) == (None, None) for c in cuts.values()))
+            digest, rate, parts = decode_file(path, [(clip.offset, clip.duration) for clip in cuts.values()])
         except ValueError as error:
             return i, "", [str(error)] * len(cuts)
 
-        def wave(clip):
+        def wave(clip, part):
             try:        # numpy: tensors would travel through /dev/shm, which containers keep small
-                part = part_of(mono, rate, clip.offset, clip.duration)
-                found = cut_wave(mono, rate, clip.offset, clip.duration)
+                found = cut_wave(part, rate, clip.offset)
                 return filled(found) if clip.filled else found, measure(part, rate)
             except ValueError as error:
                 return str(error)
-        return i, digest, list(map(wave, cuts.values()))
+        return i, digest, list(map(wave, cuts.values(), parts))
 
 
 def encode_share(world, work, folder, codec_dir, num_codebooks, num_proc, wait_limit_s):

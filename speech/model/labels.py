@@ -38,8 +38,8 @@ class TokenIds:
         return self.audio
 
     def known_tags(self, tokenizer):
-        """None: what stands between <| and |> is text to this model."""
-        return None
+        """Tags that are not text to this model."""
+        return frozenset(tokenizer.get_added_vocab())
 
     def forbidden(self, tokenizer):
         """{id: token} of what no text may spell."""

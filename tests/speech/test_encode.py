@@ -18,7 +18,7 @@ from common.distributed import UserError, World
 from speech.data.code_cache import CodeReader, codec_fingerprint
 from speech.data.codes import ensure_codes
 from speech.data.conversations import Clip
-from speech.data.decode import codec_frames, decode_audio, header_frames
+from speech.data.decode import codec_frames, decode_audio, decode_file, header_frames
 from speech.data.encode import codec_config, encode_clip, plan_codes
 from speech.data.rows import read_samples
 from tests.helpers.progress import PATIENCE_S, wait_until
@@ -169,10 +169,12 @@ def test_what_would_fill_the_memory_is_not_decoded(tmp_path, tiny, monkeypatch):
         with pytest.raises(ValueError, match="of which at most 10.0 are decoded"):
             header_frames(path, [(*cut, False)], config)
     assert len(decode_audio(path, [(600.0, 1.0), (1.0, 600.0)])[1][0]) == 24000
-    monkeypatch.setattr("speech.data.decode.LONGEST_FILE", 30_000)
-    for refused in (lambda: decode_audio(path, [(0.0, 1.0)]), lambda: header_frames(path, [(0.0, 1.0, False)], config)):
-        with pytest.raises(ValueError, match="at most 0.5 are decoded"):
-            refused()
+    monkeypatch.setattr("speech.data.decode.PIECE", 1 << 12)
+    cuts = [(600.0, 1.0), (3.5, 4.25), (0.25, 0.5), (599.0, None)]
+    whole = soundfile.read(path, dtype="float32")[0]
+    for part, (start, length) in zip(decode_file(path, cuts)[2], cuts):
+        stop = round((start + length) * 1000) if length else None
+        assert (part == whole[round(start * 1000):stop]).all() and len(part)
 
 
 def test_a_file_that_is_cut_off_is_told_from_a_whole_one(tmp_path):

@@ -14,7 +14,7 @@ import soundfile
 from common.distributed import UserError
 from speech.data.code_cache import file_keys
 from speech.data.conversations import Clip, unit_of
-from speech.data.decode import decode_audio, read_bytes
+from speech.data.decode import decode_audio, opened
 from speech.data.encode import share_work
 from speech.data.formats import find_source
 from speech.data.prompts import MULTISPEAKER_SYSTEM
@@ -258,7 +258,7 @@ def test_columns_are_named_by_hand(folder):
     table = pyarrow.table({"caption": ["Hi."], "one": [b"1"], "two": [b"2"]})
     pyarrow.parquet.write_table(table, folder / "m.parquet")
     (sample,) = read(folder / "m.parquet", columns="audio=two,text=caption")[1]
-    assert read_bytes(sample.turns[-1].clips[0].path) == b"2"
+    assert opened(sample.turns[-1].clips[0].path).read() == b"2"
 
 
 @pytest.mark.parametrize("data, said", [
@@ -495,7 +495,10 @@ def test_the_text_of_a_reference_may_stand_beside_it(folder):
                  {"audio": "a.wav", "text": "Ho.", "ref_audio": "c.wav"})
     written(folder / "b.txt", "From beside.")
     _, samples, _ = read(path)
-    assert references(samples) == {"Hi.": "From beside.", "Ho.": None} and samples[1].notes[0][0] == "no_reference_text"
+    _, (own,), _ = read(lines(folder / "own.jsonl", {"audio": "a.wav", "text": "Hi.", "ref_audio": "a.wav",
+                                                     "ref_text": "Hi."}))
+    assert [check for check, _ in own.notes] == ["own_reference"]
+    assert not samples[0].notes and references(samples) == {"Hi.": "From beside.", "Ho.": None} and samples[1].notes[0][0] == "no_reference_text"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

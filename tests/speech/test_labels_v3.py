@@ -93,7 +93,7 @@ def test_unknown_control_tags_are_counted(ids3, tokenizer3, tmp_path):
     texts = ["<|emotion:elation|>Hi.", "<|emotion:elaton|>Hi.", "<|emotion:elaton|>Ho <|laugh|>.", "2 <| 3 |> 1"]
     builder, problems = TableBuilder(tokenizer3, ids3, tmp_path / "t"), []
     builder.add([spoken(("user", text, False), ("assistant", A, True)) for text in texts], problems)
-    what = "which is no control tag of this model: it is read aloud"
+    what = "which is not a control tag of this model: it is read aloud"
     assert builder.left_out == {f"hold <|emotion:elaton|>, {what}": 2, f"hold <|laugh|>, {what}": 1,
                                 f"hold <| 3 |>, {what}": 1} and not problems
 
