@@ -32,10 +32,13 @@ def find_columns(names, given=""):
     return found
 
 
-def unknown_columns(path, names, found):
-    """UserError of a table without a known column of audio, of text, or of both. found: of find_columns."""
+def unknown_columns(path, names, found, given):
+    """UserError of a table without a known column of audio, of text, or of both. found, given: of find_columns."""
     missing = [meaning for meaning in ("audio", "text") if meaning not in found]
+    columns = ", ".join(str(name)[:40] for name in names[:20])
     known = "; ".join(f"of {meaning} are {', '.join(COLUMNS[meaning])}" for meaning in missing)
+    if wrong := [pair for pair in given.split(",") if pair.split("=")[0] in missing]:
+        return UserError(f"{path}: has no column as --columns {','.join(wrong)} says; its columns are {columns}")
     return UserError(f"{path}: has no column of {' and none of '.join(missing)}; its columns are "
-                     f"{', '.join(str(name)[:40] for name in names[:20])}; known names {known}; name yours: --columns "
+                     f"{columns}; known names {known}; name yours: --columns "
                      + ",".join(f"{meaning}=NAME" for meaning in missing))

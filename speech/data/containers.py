@@ -1,7 +1,8 @@
 """Audio inside other files: members of tars (WebDataset), rows of parquet and arrow files (Hugging Face datasets).
 
-Such a clip's path is FILE::PLACE::NAME, or FILE::PLACE::COLUMN/NAME where --columns names the audio. PLACE is START+SIZE, bytes of a tar, or GROUP.ROW, a row of a row group of a
-parquet file or of a record batch of an arrow file. Columns and tars are read piece by piece; pyarrow is imported here.
+Such a clip's path is FILE::PLACE::NAME, or FILE::PLACE::COLUMN/NAME where --columns names the audio. PLACE is
+START+SIZE, bytes of a tar, or GROUP.ROW, a row of a row group of a parquet file or of a record batch of an arrow file.
+Columns and tars are read piece by piece; pyarrow is imported here.
 """
 import os
 import tarfile
@@ -107,7 +108,7 @@ def _audio_column(kind, table, path, given=""):
     if len(found) > 1:
         raise UserError(f"{path}: has several columns of audio, {', '.join(found)}")
     if not found and not named:
-        raise unknown_columns(path, schema.names, {"text": ""})
+        raise unknown_columns(path, schema.names, {"text": ""}, given)
     return found[0] if found else named
 
 
@@ -120,7 +121,7 @@ def read_columns(paths, wanted, given):
         columns = {meaning: name for meaning, name in find_columns(schema.names, given).items()
                    if meaning != "audio"}
         if "text" not in columns:
-            raise unknown_columns(path, schema.names, {"audio": audio})
+            raise unknown_columns(path, schema.names, {"audio": audio}, given)
         for group in range(_groups(kind, table)):
             values = _read(kind, table, group, list(columns.values())).to_pydict()
             names = _paths(kind, table, group, audio)

@@ -21,7 +21,7 @@ from common.checkpoint import naming
 from common.distributed import UserError
 from common.indexing import Column, Lists, parallel_map_ordered, token_lists
 from common.problems import Problems, problem, settle
-from common.text import NAME, printable
+from common.text import NAME, counted, printable
 from speech.data.code_cache import FRAME_RATE, CodeReader
 from speech.data.conversations import OTHER_MARKS, BadSample, Clip, marks_speakers_otherwise
 from speech.data.rows import NOTES, open_source, read_chunks
@@ -374,7 +374,8 @@ def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0,
     settled_here, problems = problems is None, Problems(drop, output_dir) if problems is None else problems
     recognised = {}     # {key of text.RECOGNISED: [number of samples, the first one's words]}
     for path, weight in [*train, (held_out, 1.0)][:len(train) + bool(held_out)]:
-        before, opened, notes, refused, first = len(builder), open_source(path, reading, len(sources) >= len(train)), Counter(), Counter(), []
+        before, opened = len(builder), open_source(path, reading, len(sources) >= len(train))
+        notes, refused, first = Counter(), Counter(), []
 
         def chunks(start, step, opened=opened, path=path):
             for samples, wrong in read_chunks(opened, CHUNK, start, step):
@@ -396,10 +397,11 @@ def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0,
             for how, words in itertools.chain.from_iterable(map(dict.items, part[4])):
                 recognised.setdefault(how, [0, words])[0] += 1
 
-        parallel_map_ordered(chunks, 0 if opened.source.on_hub else processes, take)        # each would read all of its texts
+        # of one on the hub each would read all texts
+        parallel_map_ordered(chunks, 0 if opened.source.on_hub else processes, take)
         kept, lost = len(builder) - before, sum(refused.values())
         counts = ", ".join(f"{n} {check}" for check, n in sorted(refused.items()))
-        print(f"source     {path}: {opened.source.format} ({opened.source.about}); {kept + lost} rows = {kept} kept + "
+        print(f"source     {printable(path)}: {opened.source.format} ({opened.source.about}); {kept + lost} rows = {kept} kept + "
               f"{lost} refused{' (' + counts + ')' if counts else ''}", flush=True)
         for text in first[:1]:
             print(f"           first: {printable(text)}", flush=True)
@@ -497,8 +499,12 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
     where they are listed behind what read_all listed there, None: nowhere.
     """
     twice = heard_in_validation(table, train, held_out)
+    if len(train) and twice.all():
+        raise UserError("no training samples are left: the audio of each is in the validation data too; give other "
+                        "validation data")
     if say and twice.any():
-        print(f"data       dropped from training: {twice.sum()} samples whose audio is in the validation data")
+        print(f"data       dropped from training: {counted(twice.sum(), 'sample')} whose audio is in the "
+              "validation data")
     train = train[~twice]
     limits = {"--max_length": max_length} | ({"--max_tokens_per_batch": max_tokens} if max_tokens else {})
     flag, limit = min(limits.items(), key=lambda item: item[1])

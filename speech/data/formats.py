@@ -209,7 +209,7 @@ def _json_formats(path, given):
     if kind == "codes":
         raise UserError(f"{path}: holds audio_codes, another trainer's; give the list from which they were made")
     if not kind and names and "messages" not in names:
-        raise unknown_columns(path, names, found)
+        raise unknown_columns(path, names, found, given)
     if first and not kind and not names:
         raise UserError(f"{path}: holds neither samples with 'messages' nor rows with columns of audio and text")
     if kind in ("manifest", "vibevoice"):
@@ -340,7 +340,7 @@ def _table_formats(path, given):
                         lambda wanted: read_table(path, separator, given), "line")
     known = max(((find_columns(names, given), names) for names in headers.values()), key=lambda pair: len(pair[0]))
     if known[0]:
-        raise unknown_columns(path, known[1], known[0])
+        raise unknown_columns(path, known[1], known[0], given)
     paths, why = audio_paths(path.parent), f"nor 2 to 4 fields as all others: {lines[0][:80]!r}"
     for separator in SEPARATORS:
         rows = [_fields(line, separator, as_written=True) for line in lines]
@@ -434,7 +434,10 @@ def read_table(path, separator, given):
 
 
 def _csv_rows(path):
-    """(number of the first line, row) of a CSV file. UserError names the line of an open quote, which would swallow the lines behind it."""
+    """(number of the first line, row) of a CSV file.
+
+    UserError names the line of an open quote, which would swallow the lines behind it.
+    """
     reader = csv.reader((line + "\n" for line in _lines(path)), strict=True)
     while True:
         line = reader.line_num

@@ -68,7 +68,7 @@ def open_source(path, reading, held_out=False):
         source = formats.find_source(path, reading.data_format, reading.columns, held_out)
     shape = ("task_type", "ref_in_system", "reference", "reference_share", "columns")
     if source.format == "chatml" and (changed := [n for n in shape if getattr(reading, n) != getattr(plain, n)]):
-        print(f"notice     {path}: ChatML has prompts of its own, in which {', '.join(map(flag_of, changed))} changes "
+        print(f"notice     {printable(path)}: ChatML has prompts of its own, in which {', '.join(map(flag_of, changed))} changes "
               "nothing", flush=True)
     pool = {}
     if reading.reference == "same_speaker" and source.format != "chatml":

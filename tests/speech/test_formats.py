@@ -255,6 +255,8 @@ def test_sets_as_tools_write_them_are_read_or_refused_in_one_line(tmp_path, name
 def test_columns_are_named_by_hand(folder):
     path = written(folder / "m.csv", "caption,audio,clip\nHi.,none.wav,a.wav\n")
     assert spoken(read(path, columns="audio=clip,text=caption")[1]) == [("a.wav", "Hi.")]
+    with pytest.raises(UserError, match="has no column as --columns text=words says; its columns are caption, audio"):
+        read(path, columns="audio=clip,text=words")
     table = pyarrow.table({"caption": ["Hi."], "one": [b"1"], "two": [b"2"]})
     pyarrow.parquet.write_table(table, folder / "m.parquet")
     (sample,) = read(folder / "m.parquet", columns="audio=two,text=caption")[1]

@@ -241,13 +241,17 @@ def test_errors_stop_and_all_problems_are_listed(tiny, tokenizer, ids, faulty, t
 def test_validation_audio_in_training_is_found(tiny, tokenizer, ids, faulty, tmp_path, capsys):
     rows = [json.loads(line) for line in faulty.read_text().splitlines()]
     train = written(faulty.parent / "train.jsonl", rows[:4])
-    held_out = written(faulty.parent / "eval.jsonl", [{**rows[2], "text": "Other words."}, rows[5]])
+    held_out = written(faulty.parent / "eval\x1b[31m.jsonl", [{**rows[2], "text": "Other words."}, rows[5]])
     report = prepared(tiny, tokenizer, ids, train, tmp_path / "a", held_out=held_out, drop=("in_validation",))
     assert listed(tmp_path / "a")["in_validation"] == [2] and report["samples"] == 5
     table = opened(tiny, tokenizer, ids, [(train, 1.0)], tmp_path / "c", held_out)      # training drops it by itself
     limits = {"max_length": 10_000, "max_tokens": 0, "drop": False}
     assert [part.tolist() for part in usable_samples(table, *split_samples(table, 0, 42), **limits)] == [[0, 1, 3], [4, 5]]
-    assert "dropped from training: 1 samples whose audio is in the validation data" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "dropped from training: 1 sample whose audio is in the validation data" in said
+    assert "eval\\x1b[31m.jsonl: manifest" in said and "\x1b" not in said
+    with pytest.raises(UserError, match="the audio of each is in the validation data too"):
+        usable_samples(table, np.array([2]), np.array([4, 5]), **limits)
 
     # a file given as both: its samples have one name, and stay in the validation data
     report = prepared(tiny, tokenizer, ids, train, tmp_path / "b", held_out=train, drop=("in_validation",))
