@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 from common import checkpoint, distributed
 from common.problems import settle
 from common.watchdog import init_loader
-from speech.data.dataset import Table, read_all
-from speech.data.encode import ensure_codes, plan_codes
-from speech.data.prepared import is_prepared, keep_prepared, open_prepared
+from speech.data.codes import ensure_codes
+from speech.data.dataset import Table, is_prepared, keep_prepared, read_all
 from speech.model.labels import IGNORE, PackedBatch, audio_targets
 
 PAD_LENGTH = 128        # padding comes in samples this short: attention costs the square of a sample's length
@@ -36,7 +35,8 @@ def prepare_table(world, tokenizer, ids, codec_dir, *, train, held_out, output_d
     encode=False: clips that the cache lacks get the number of their frames from their headers, and no codes.
     Returns the Table.
     """
-    if any(map(is_prepared, [path for path, _ in train] + [held_out] * bool(held_out))):
+    if any(map(is_prepared, [*(path for path, _ in train), *([held_out] if held_out else [])])):
+        from speech.data.prepared import open_prepared
         return open_prepared(world, train, held_out, tokenizer, ids, codec_dir, reading, output_dir)
     builder, sources, start, bad = None, [], time.monotonic(), {}     # bad: clips that cannot be used, on rank 0
     folder = checkpoint.new_table(output_dir)       # the other ranks learn rank 0's from write()
@@ -65,6 +65,7 @@ def prepare_table(world, tokenizer, ids, codec_dir, *, train, held_out, output_d
             codes = ensure_codes(world, builder.clips if builder else [], codec_dir, cache_dir, ids.num_codebooks,
                                  processes, wait_limit_s, bad)
         else:
+            from speech.data.encode import plan_codes
             codes = plan_codes(builder.clips, codec_dir, cache_dir, ids.num_codebooks, processes, bad)
         return Table(distributed.rank0_first(world, write))
     except BaseException:

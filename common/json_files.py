@@ -17,9 +17,9 @@ from common.text import UserError
 
 DIGITS = 19             # of a whole number, its sign included
 DEPTH = 100             # of lists and objects in each other
-LONGEST = 2**26         # bytes of a line, characters of a list's entry
-PIECE = 2**20           # characters of a JSON list in memory at a time
-WHITE = re.compile(r"[ \t\n\r]*")
+BOM = b"\xef\xbb\xbf"
+LONGEST = 2**26         # bytes of a line
+LONGEST_LIST = 2**31    # bytes of a JSON list
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # json joins pairs, so that whatever is left stands alone
 SKIPPED = object()      # stands for an entry that was asked to be left out
 
@@ -80,21 +80,30 @@ def open_file(path, flag=""):
 def read_text(path, flag=""):
     """The text of a UTF-8 file, without its byte order mark. UserError, which names the flag that gave the path."""
     with open_file(path, flag) as file:
-        try:
-            data = file.read()
-        except OSError as error:
-            raise UserError(f"{flag}{path}: cannot be read ({error.strerror})")
+        data = _bytes(file.read, f"{flag}{path}")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{flag}{path}: is not UTF-8 text (line {line}); convert it: iconv -t UTF-8")
+        raise not_utf8(f"{flag}{path}", data.count(b"\n", 0, error.start) + 1, data)
+
+
+def not_utf8(path, line, data):
+    """UserError of a text whose first line that is not UTF-8 has this number. data: bytes of its beginning."""
+    encoding = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "CP1252"
+    return UserError(f"{path}: is not UTF-8 text (line {line}); convert it: iconv -f {encoding} -t UTF-8")
+
+
+def _bytes(read, path):
+    try:
+        return read()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})")
 
 
 def lines(file, path):
     """Yield the lines of open_file's file; UserError for one of more than LONGEST bytes."""
     number = 0
-    while line := file.readline(LONGEST + 1):
+    while line := _bytes(lambda: file.readline(LONGEST + 1), path):
         number += 1
         if len(line) > LONGEST:
             raise UserError(f"{path}: line {number} is longer than {LONGEST >> 20} MiB")
@@ -155,12 +164,12 @@ def read_object(path, flag=""):
     return found
 
 
-def _not_json(error, path, line, column=1):
-    """UserError of a JSONDecodeError in a text that begins at this line and column of the file."""
+def _not_json(error, path, line):
+    """UserError of a JSONDecodeError in a text that begins at this line of the file."""
     whole = error.doc.rstrip()
     cut = error.pos >= len(whole) - 1 or whole[-1] not in "]}"
     return UserError(f"{path}: not valid JSON at line {line + error.lineno - 1} "
-                     f"column {error.colno + (column - 1) * (error.lineno == 1)}: "
+                     f"column {error.colno}: "
                      f"{'the file looks truncated' if cut else error.msg}")
 
 
@@ -174,76 +183,42 @@ def _unreadable(error, path, line):
 # Many values
 
 
-def json_entries(path, wanted=lambda number: True):
-    """Yield the raw samples of a JSON list, one JSON object, or JSONL. Raises UserError naming line and column.
+def read_entries(path):
+    """(unit, read) of JSONL, of a JSON list or of one JSON object. Raises UserError naming line and column.
 
-    wanted(number): whether the entry is read; else SKIPPED is yielded in its place.
+    read(wanted) yields (number, value): numbers are those of the lines of JSONL (unit "line") or of a list's entries
+    ("sample"), from 0 on. JSONL is read line by line, and SKIPPED stands for lines that are not wanted(number); a list
+    is read whole, once.
     """
-    with open_file(path) as binary:
-        f = io.TextIOWrapper(binary, encoding="utf-8-sig")
-        try:
-            head = f.read(1)
-            while head[-1:].isspace() and (more := f.read(1)):
-                head += more
-            if head.endswith("["):
-                yield from _list_entries(f, path, head)
-                return
-            f.seek(0)
-            first_line = next((line for line in lines(f, path) if line.strip()), "")
-            f.seek(0)
-            if head.endswith("{") and (_is_json(first_line) or Path(path).suffix == ".jsonl"):
-                entry = 0
-                for number, line in enumerate(lines(f, path), 1):
-                    if not line.isspace():
-                        yield parse(line, path, number) if wanted(entry) else SKIPPED
-                        entry += 1
-                return
-            data = parse(f.read(), path)
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}: is not UTF-8 text ({error.reason}, line {_bad_line(path)})")
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror})")
-    if not isinstance(data, dict) or "messages" not in data:
+    with open_file(path) as file:
+        start = next((text for line in lines(file, path) if (text := line.removeprefix(BOM).strip())), b"")
+        size = os.fstat(file.fileno()).st_size
+    if start[:1] == b"{" and (_is_json(start) or Path(path).suffix == ".jsonl"):
+        return "line", lambda wanted: _json_lines(path, wanted)
+    if size > LONGEST_LIST:
+        raise UserError(f"{path}: is a JSON list of {size / 2**30:.1f} GiB, of which {LONGEST_LIST / 2**30:g} are read; "
+                        "write one sample a line: jq -c '.[]' LIST > LINES.jsonl")
+    data = json_value(path)
+    if isinstance(data, dict) and "messages" in data:
+        data = [data]
+    if not isinstance(data, list):
         raise UserError(f"{path}: holds a JSON {type(data).__name__}, not a list of samples with 'messages'")
-    yield data
+    return "sample", lambda wanted: enumerate(data)
 
 
-def _list_entries(f, path, text):
-    """Yield the entries of the JSON list that goes on in file f after `text`, its beginning up to the bracket.
-
-    One at a time: a list of millions as Python objects takes several times the memory of its text.
-    """
-    at, first, line, column = len(text), True, 1, 1         # line and column of the beginning of text
-    while True:
-        try:
-            start = end = WHITE.match(text, at).end()
-            empty = first and text[end:end + 1] == "]"
-            if not empty:
-                entry, end = DECODER.raw_decode(text, end)
-                shallow(entry, text.count("[", start, end) + text.count("{", start, end))
-                end = WHITE.match(text, end).end()
-                if text[end:end + 1] not in (",", "]"):
-                    raise json.JSONDecodeError("Expecting ',' delimiter", text, end)
-        except json.JSONDecodeError as error:               # wrong, or goes on in the next piece
-            if len(text) - at > LONGEST:
-                raise UserError(f"{path}: not valid JSON, or an entry of more than {LONGEST >> 20} Mi characters, from "
-                                f"line {line + text.count(chr(10), 0, at)} on")
-            if not (more := f.read(max(PIECE, len(text)))):
-                raise _not_json(error, path, line, column)
-            line, column = line + text.count("\n", 0, at), at - text.rfind("\n", 0, at) + (
-                column - 1) * ("\n" not in text[:at])
-            text, at = text[at:] + more, 0
-            continue
-        except (ValueError, RecursionError) as error:
-            raise _unreadable(error, path, line + text.count("\n", 0, start))
-        if not empty:
-            yield entry
-        if text[end] == "]":
-            break
-        at, first = end + 1, False
-    text += f.read()
-    if (end := WHITE.match(text, end + 1).end()) < len(text):
-        raise _not_json(json.JSONDecodeError("Extra data", text, end), path, line, column)
+def _json_lines(path, wanted):
+    with open_file(path) as file:
+        for number, line in enumerate(lines(file, path)):
+            if not line.removeprefix(BOM).strip():
+                continue
+            if not wanted(number):
+                yield number, SKIPPED
+                continue
+            try:
+                text = line.decode("utf-8" if number else "utf-8-sig")
+            except UnicodeDecodeError:
+                raise not_utf8(path, number + 1, line)
+            yield number, parse(text, path, number + 1)
 
 
 def _is_json(line):
@@ -252,13 +227,3 @@ def _is_json(line):
         return True
     except ValueError:
         return False
-
-
-def _bad_line(path):
-    """Number of the first line that is not UTF-8; the reader's own error counts from its last buffer, not the start."""
-    with open(path, "rb") as f:
-        for number, line in enumerate(f, 1):
-            try:
-                line.decode()
-            except UnicodeDecodeError:
-                return number

@@ -52,7 +52,7 @@ class Problems:
                 self.shown.append(p)
             if self.path:
                 self.rows = self.rows or tempfile.TemporaryFile(dir=self.path.parent)
-                row = {"file": p.file, "entry": p.name.removeprefix(p.file).strip(" :"), "check": p.check,
+                row = {"file": p.file, "entry": p.name.removeprefix(printable(p.file)).strip(" :"), "check": p.check,
                        "problem": p.what}
                 self.rows.write(json.dumps(row).encode() + b"\n")
 

@@ -17,11 +17,13 @@ ON_OFF = ("on", "off")
 CHECKS = ("invalid", "empty_text", "control_token", "audio", "too_long")       # of samples, for --drop_bad
 SOUND_ERRORS = ("too_short", "silence")                  # that prepare_tts.py finds beside them
 WARNINGS = ("clipping", "dc_offset", "no_words", "duplicate_audio", "duplicate_text", "in_validation", "text_rate",
-            "no_second_clip", "no_reference_text", "unused_reference",
+            "no_second_clip", "no_reference_text", "unused_reference", "own_reference",
             "transcript")       # of samples that are used all the same
 FORMATS = ("chatml", "ms_swift", "manifest", "vibevoice", "metadata_json", "sidecar", "ljspeech", "piper", "list",
            "kaldi", "parquet", "arrow", "tar", "vctk", "aishell3", "mls", "wenetspeech4tts", "gigaspeech",
            "emilia_pipe")       # of data (speech/data/formats.py, speech/data/corpora.py)
+MEANINGS = ("audio", "text", "id", "speaker", "language", "scene", "duration", "offset", "end", "ref_audio", "ref_text",
+            "voice_prompts", "voices")       # of columns (speech/data/columns.py)
 REFERENCES = ("given", "same_speaker", "none")      # which clip stands before a text
 
 LONGEST_CLIP_S = 600        # seconds of one clip: the codec sees it whole, and positions are 25 a second

@@ -4,7 +4,7 @@ import re
 
 from common import flags
 from common.flags import need
-from speech.choices import FORMATS, ON_OFF, REFERENCES, TASK_TYPES
+from speech.choices import FORMATS, MEANINGS, ON_OFF, REFERENCES, TASK_TYPES
 
 
 def add(group):
@@ -19,6 +19,9 @@ def add(group):
     g.add_argument("--eval_data_dir", help="validation folder, as --train_data_dir")
     g.add_argument("--data_format", choices=("auto", *FORMATS), default="auto",
                    help="format of the data, where it cannot be told from what is in them")
+    g.add_argument("--columns", default="", metavar="MEANING=NAME,...",
+                   help="columns of a table by their names: audio=clip,text=caption; also speaker, language, ref_audio "
+                        "and the others that docs/speech.md lists")
     g.add_argument("--task_type", choices=TASK_TYPES, default="single_speaker_smart_voice",
                    help="shape of the prompt, of samples that name none themselves; ChatML has its own")
     flags.switch(g, "--ref_audio_in_system_message", help="put reference clips into the scene description; not ChatML")
@@ -38,6 +41,9 @@ def check(args):
         setattr(args, name, [word for word in getattr(args, name) or [] if word])
     need(bool(args.train_data_file) != bool(args.train_data_dir), "give one of --train_data_file and --train_data_dir")
     need(not (args.eval_data_file and args.eval_data_dir), "give one of --eval_data_file and --eval_data_dir, not both")
+    for pair in filter(None, args.columns.split(",")):
+        need(re.fullmatch(r"\w+=.+", pair) and pair.split("=")[0] in MEANINGS,
+             f"--columns {pair}: is not of the form MEANING=NAME; meanings are {', '.join(MEANINGS)}")
     flags.share(args, "reference_share")
     need(args.reference != "none" or args.reference_share == 1, "--reference none: drop --reference_share")
     for path, weight in sources(args)[0]:
@@ -56,5 +62,5 @@ def sources(args):
 def reading(args):
     """What rows.Reading takes of the flags, by name."""
     return {"task_type": args.task_type, "ref_in_system": args.ref_audio_in_system_message,
-            "data_format": args.data_format, "reference": args.reference, "reference_share": args.reference_share,
-            "seed": args.seed, "normalize": args.normalize_text == "on"}
+            "data_format": args.data_format, "columns": args.columns, "reference": args.reference,
+            "reference_share": args.reference_share, "seed": args.seed, "normalize": args.normalize_text == "on"}

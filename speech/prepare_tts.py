@@ -83,18 +83,18 @@ ARGS = flags.parse(build_parser(), check_flags) if __name__ == "__main__" else N
 import os
 import shutil
 import time
-from collections import Counter
 
 import numpy as np
 import torch
 
 from common import checkpoint, distributed, watchdog
 from common.distributed import UserError
-from common.problems import LIST, settle
+from common.problems import LIST, Problems
 from speech.data import checks, prepared
-from speech.data.code_cache import FRAME_RATE, measures_of
+from speech.data.code_cache import FRAME_RATE
+from speech.data.codes import ensure_codes
 from speech.data.dataset import TableBuilder, read_all
-from speech.data.encode import ensure_codes
+from speech.data.encode import measures_of
 from speech.data.rows import Reading
 from speech.model import versions
 from speech.voice import transcripts
@@ -109,15 +109,20 @@ def prepare(world, tokenizer, ids, codec_dir, *, train, held_out, reading, outpu
     the data, unless they are dropped.
     """
     out, start, bad, noted = Path(output_dir), time.monotonic(), {}, []
+    found = Problems((*drop, *WARNINGS), out)       # of rows, then of their sound: one list of all
     table = checkpoint.new_table(out)
     builder, sources = None, []
 
     def read():
         nonlocal builder, sources
         builder = TableBuilder(tokenizer, ids, table, facts=True)
-        _, sources = read_all(train, held_out, tokenizer, ids, reading, None, processes, drop, out, builder, noted)
+        _, sources = read_all(train, held_out, tokenizer, ids, reading, None, processes, drop, out, builder, noted,
+                              found)
         print(f"data       {len(builder)} samples, {len(builder.clips)} distinct clips (read in "
               f"{time.monotonic() - start:.1f} s)", flush=True)
+        if found.stopping:
+            print(f"notice     {found.stopping} rows stop this: they are listed together with what is wrong with the "
+                  "audio of the others, once that is encoded, which is kept", flush=True)
 
     def write():
         cache, shards, where = codes
@@ -127,12 +132,15 @@ def prepare(world, tokenizer, ids, codec_dir, *, train, held_out, reading, outpu
         problems += noted + checks.find_problems(builder, sources, where, measures, min_seconds, max_seconds)
         cer = compare(where) if recogniser else None
         problems += checks.wrong_texts(builder, sources, cer, max_cer) if max_cer is not None else []
-        settle(problems, (*drop, *WARNINGS), out, "\nfix: mend them, or drop them with --drop_bad", more=True)
+        refused = found.counts.total()
+        found.add(problems)
+        found.settle("\nfix: mend them, or drop them with --drop_bad")
         left_out = np.zeros(len(builder), bool)
         left_out[[p.sample for p in problems if p.sample is not None and p.check in drop]] = True
         if left_out.all():
             raise UserError(f"no samples are left: all {len(builder)} are dropped; see {out / LIST}")
-        report = make_report(builder, sources, where, left_out, Counter(p.check for p in problems), drop)
+        report = make_report(builder, sources, where, left_out, found.counts, drop)
+        report["dropped"] += refused
         if recogniser:
             by = recogniser["asr_model"] or recogniser["asr_command"]
             known, kept = ~np.isnan(cer), ~np.isnan(cer) & ~left_out

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from common import checkpoint
-from speech.data import code_cache
+from speech.data import code_cache, encode
 from speech.data.conversations import Clip
 from tests.helpers import chats
 from tests.helpers.trainer import ROOT, Run
@@ -50,7 +50,7 @@ def fill_cache(cache, tiny):
     """
     folder, draw = cache / code_cache.codec_fingerprint(tiny.codec), np.random.default_rng(0)
     folder.mkdir(parents=True)
-    batch = code_cache.Batch(folder, 8)
+    batch = encode.Batch(folder, 8)
     for path in sorted((tiny.root / "speech").glob("*.wav")):
         clip, found = Clip(str(path)), path.stat()
         batch.add_codes(key := code_cache.content_key(path.name, clip),

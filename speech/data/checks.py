@@ -6,8 +6,9 @@ problems.jsonl. A clip is checked wherever it is used, as a target or as a refer
 import numpy as np
 
 from common.problems import problem
-from speech.data.code_cache import FRAME_RATE, MEASURES
+from speech.data.code_cache import FRAME_RATE
 from speech.data.dataset import file_of
+from speech.data.encode import MEASURES
 
 SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
 CLIPPED = 1e-3              # share of samples at full scale

@@ -11,26 +11,24 @@ import hashlib
 import os
 import re
 import stat
-import uuid
 import zlib
 from array import array
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
-from common import hub, json_files, tensor_files
-from common.checkpoint import move_aside, write_atomically
+from common import hub, json_files
+from common.checkpoint import move_aside
 from common.distributed import UserError
 from common.indexing import parallel_map_ordered
-from speech.data.containers import file_of
+from speech.data.conversations import file_of
 
 SAMPLE_RATE = 24_000
 FRAME_RATE = 25                 # codec frames per second: 24 kHz / hop 960
 PIPELINE = b"mono-mean soxr-HQ 24k v2"      # part of the fingerprint: change it when the waveform would change
+CODES = 1024                    # values of a code: 0 to 1023
 KEY = "S16"                     # 128 bits of SHA-256, compared as bytes
-MEASURES = ("seconds", "peak", "rms", "clipped", "dc")     # of a clip's sound: those of measure()
 BLOCK = 8192                    # clips whose file dates are asked for together
 COLUMNS = ("lengths", "keys", "files", "file_keys", "checksums", "measures")    # of a shard, beside the codes
 OLDEST = COLUMNS[:4]            # those of every version
@@ -195,7 +193,8 @@ def _read(path, names):
         raise ValueError(f"it is no shard: {error}")
 
 
-def _digest_columns(columns):
+def digest_columns(columns):
+    """SHA-256, in hex digits, of a shard's columns beside the codes."""
     digest = hashlib.sha256()
     for name in (name for name in COLUMNS if name in columns):
         digest.update(np.ascontiguousarray(columns[name]))
@@ -207,7 +206,7 @@ def _read_index(path):
     checked = "sha256" in notes or "checksums" in columns       # neither in those of earlier versions
     if missing := [name for name in (*OLDEST, *["checksums"] * checked) if name not in columns]:
         raise ValueError(f"it has no {missing[0]}")
-    if checked and _digest_columns(columns) != notes.get("sha256"):
+    if checked and digest_columns(columns) != notes.get("sha256"):
         raise ValueError("its columns have another checksum than when they were written")
     columns.pop("measures", None)
     for name in ("keys", "files", "file_keys"):
@@ -215,12 +214,21 @@ def _read_index(path):
     return {"checksums": np.full(len(columns["lengths"]), -1), "checked": checked, **columns}
 
 
+def in_range(codes):
+    """Whether all codes are values of a codebook; others would be looked up beyond the model's embeddings."""
+    return not codes.size or codes.min() >= 0 and codes.max() < CODES
+
+
 def _wrong_codes(path):
     """What is wrong with the codes of a shard, in words, or ""; without checksums that is not known."""
     try:
         found, _ = _read(path, ("codes", "lengths", "checksums"))
-        if "codes" not in found or "checksums" not in found:
-            return "" if "codes" in found else "it has no codes"
+        if "codes" not in found:
+            return "it has no codes"
+        if not in_range(found["codes"]):
+            return f"it has codes beyond 0 to {CODES - 1}"
+        if "checksums" not in found:
+            return ""
         ends = np.cumsum(found["lengths"], dtype=np.int64).tolist()
         for number, (start, stop, checksum) in enumerate(zip([0, *ends], ends, found["checksums"].tolist())):
             if zlib.crc32(found["codes"][start:stop]) != checksum:
@@ -279,6 +287,8 @@ class CodeReader:
             found, why = self.open_shards[shard].get_slice("codes")[start:start + frames], "has another checksum"
         except (OSError, SafetensorError) as error:
             found, why = None, f"cannot be read ({error})"
+        if found is not None and not in_range(found):
+            found, why = None, f"has codes beyond 0 to {CODES - 1}"
         if found is None or checksum >= 0 and zlib.crc32(found) != checksum:
             raise UserError(f"{path}: a clip in it {why}; start the same command again, for a prepared folder that of "
                             "prepare_tts.py: what is damaged is set aside, and its clips are encoded again")
@@ -299,76 +309,3 @@ def locate(folder, clips, processes, bad):
         bad.setdefault(i, f"{clips[i].path}: changed while it was being read, or is a copy of one that cannot be used")
     found[unknown[:, 0], 2] = 0
     return index.shards, found
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sound
-
-
-def measure(part, rate):
-    """(5,) float32 of MEASURES of mono samples (n,) at a rate in Hz: seconds; the largest and the root mean square
-    amplitude, full scale is 1; the share of samples at full scale; the mean.
-    """
-    if not len(part):
-        return np.zeros(len(MEASURES), np.float32)
-    loud = np.abs(part)
-    return np.array([len(part) / rate, loud.max(), np.sqrt(np.mean(np.square(part, dtype=np.float64))),
-                     np.mean(loud >= 0.999), part.mean(dtype=np.float64)], np.float32)
-
-
-def measures_of(folder, shards, where):
-    """(n, 5) float32 of MEASURES of clips whose codes lie at `where`, of locate; NaN where older code wrote them."""
-    found = np.full((len(where), len(MEASURES)), np.nan, np.float32)
-    for number, name in enumerate(shards):
-        mine = np.flatnonzero(where[:, 0] == number)
-        if len(mine):
-            with safe_open(os.path.join(folder, name), "np") as f:
-                if "measures" in f.keys():
-                    lengths = f.get_tensor("lengths").astype(np.int64)
-                    starts = np.cumsum(lengths) - lengths
-                    found[mine] = f.get_tensor("measures")[np.searchsorted(starts, where[mine, 1])]
-    return found
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Writing
-
-
-class Batch:
-    """Codes and file keys of one shard to be."""
-
-    def __init__(self, folder, num_codebooks):
-        self.folder, self.num_codebooks = Path(folder), num_codebooks
-        self.codes, self.keys, self.files, self.file_keys, self.measures = [], [], [], [], []
-
-    def add_codes(self, key, codes, measures=None):
-        """measures: of measure(), None where the sound is not at hand."""
-        self.keys.append(key)
-        self.codes.append(codes)
-        self.measures.append(np.full(len(MEASURES), np.nan) if measures is None else measures)
-
-    def add_file(self, file, key):
-        self.files.append(file)
-        self.file_keys.append(key)
-
-    def write(self):
-        """Write and empty the shard; nothing when it is empty. Raises UserError when the disk refuses."""
-        if not self.files:
-            return
-        def raw(keys):
-            return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)
-        codes = np.concatenate(self.codes or [np.empty((0, self.num_codebooks), np.int16)])
-        columns = {"measures": np.array(self.measures, np.float32).reshape(-1, len(MEASURES)),
-                   "lengths": np.array([len(c) for c in self.codes], np.int32), "keys": raw(self.keys),
-                   "files": raw(self.files), "file_keys": raw(self.file_keys),
-                   "checksums": np.array([zlib.crc32(np.ascontiguousarray(c)) for c in self.codes], np.uint32)}
-        tensors = {"codes": np.ascontiguousarray(codes), **columns}     # safetensors writes raw memory as it lies
-        about = {"clips": str(len(self.keys)), "files": str(len(self.files)), "sha256": _digest_columns(columns)}
-        try:
-            write_atomically(self.folder / f"codes-{uuid.uuid4().hex}.safetensors",
-                             lambda temporary: tensor_files.save(tensors, temporary, about, save_file))
-        except Exception as error:
-            full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
-            raise UserError(f"{self.folder}: code cache shard cannot be written ({error})"
-                            + "; free disk space" * full)
-        self.codes, self.keys, self.files, self.file_keys, self.measures = [], [], [], [], []

@@ -1,8 +1,10 @@
 """What the columns of a table of speech mean, by their names, and which files are audio or text, by their endings."""
+from common.distributed import UserError
 
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aiff", ".aif", ".au", ".caf", ".w64", ".rf64")
 OTHER_AUDIO = (".m4a", ".aac", ".mp4", ".webm", ".wma", ".amr")     # libsndfile does not read them
 TEXTS = (".txt", ".normalized.txt", ".lab")                         # beside an audio file
+CUES = (".srt", ".vtt")                                             # texts with times: cuts of a recording
 COLUMNS = {     # what a column of a manifest means, by its name in lower case; the first name that is there counts
     "audio": ("audio", "audio_file", "audio_path", "audio_filepath", "audio_filename", "audio_url", "wav", "wav_path",
               "file_name", "filename", "path", "file"),
@@ -16,10 +18,27 @@ COLUMNS = {     # what a column of a manifest means, by its name in lower case; 
     "voice_prompts": ("voice_prompts",), "voices": ("voices",)}
 
 
-def find_columns(names):
-    """{meaning: column name} of a table's column names."""
+def find_columns(names, given=""):
+    """{meaning: column name} of a table's column names. given: what --columns says, "audio=clip,text=caption"."""
     lower = {}
     for name in names:
         lower.setdefault(str(name).strip().lower(), name)
-    return {meaning: lower[spelling] for meaning, spellings in COLUMNS.items()
-            for spelling in [next((s for s in spellings if s in lower), None)] if spelling}
+    chosen = dict(pair.split("=", 1) for pair in given.split(",") if pair)
+    found = {}
+    for meaning, spellings in COLUMNS.items():
+        spellings = (chosen[meaning].lower(),) if meaning in chosen else spellings
+        if spelling := next((s for s in spellings if s in lower), None):
+            found[meaning] = lower[spelling]
+    return found
+
+
+def unknown_columns(path, names, found, given):
+    """UserError of a table without a known column of audio, of text, or of both. found, given: of find_columns."""
+    missing = [meaning for meaning in ("audio", "text") if meaning not in found]
+    columns = ", ".join(str(name)[:40] for name in names[:20])
+    known = "; ".join(f"of {meaning} are {', '.join(COLUMNS[meaning])}" for meaning in missing)
+    if wrong := [pair for pair in given.split(",") if pair.split("=")[0] in missing]:
+        return UserError(f"{path}: has no column as --columns {','.join(wrong)} says; its columns are {columns}")
+    return UserError(f"{path}: has no column of {' and none of '.join(missing)}; its columns are "
+                     f"{columns}; known names {known}; name yours: --columns "
+                     + ",".join(f"{meaning}=NAME" for meaning in missing))

@@ -1,7 +1,8 @@
 """Audio inside other files: members of tars (WebDataset), rows of parquet and arrow files (Hugging Face datasets).
 
-Such a clip's path is FILE::PLACE::NAME. PLACE is START+SIZE, bytes of a tar, or GROUP.ROW, a row of a row group of a
-parquet file or of a record batch of an arrow file. Columns and tars are read piece by piece; pyarrow is imported here.
+Such a clip's path is FILE::PLACE::NAME, or FILE::PLACE::COLUMN/NAME where --columns names the audio. PLACE is
+START+SIZE, bytes of a tar, or GROUP.ROW, a row of a row group of a parquet file or of a record batch of an arrow file.
+Columns and tars are read piece by piece; pyarrow is imported here.
 """
 import os
 import tarfile
@@ -9,30 +10,15 @@ import tarfile
 from common import hub
 from common.distributed import UserError
 from common.json_files import LONGEST, SKIPPED, loads
-from speech.data.columns import AUDIO_FILES, OTHER_AUDIO, TEXTS, find_columns
+from speech.data.columns import AUDIO_FILES, OTHER_AUDIO, TEXTS, find_columns, unknown_columns
 from speech.data.conversations import MEMBER, PLACE, BadSample
 
 _group = {}         # the row group that this process read last, {(file, group): column of bytes}
 
 
-def file_of(path):
-    """The file in which a clip's audio lies."""
-    found = PLACE.match(os.fspath(path))
-    return found[1] if found else os.fspath(path)
-
-
-def unit_of(path):
-    """Equal for clips that are read together: those of a row group."""
-    found = PLACE.match(os.fspath(path))
-    return f"{found[1]}::{int(found[4]):09}" if found and found[4] else os.fspath(path)
-
-
 def read_bytes(path):
-    """The bytes of an audio file, wherever it lies. Raises OSError and ValueError."""
+    """The bytes of an audio file in another file. Raises OSError and ValueError."""
     found = PLACE.match(os.fspath(path))
-    if not found:
-        with open(path, "rb") as f:
-            return f.read()
     file, start, size, group, row = found.groups()
     if start:
         with hub.open_file(file) as f:
@@ -40,10 +26,11 @@ def read_bytes(path):
                 raise ValueError(f"the file ends before byte {start}+{size}")
             f.seek(int(start))
             return f.read(int(size))
+    column, _, _ = os.fspath(path)[found.end():].rpartition("/")
     if (file, group) not in _group:
         _group.clear()
         kind, table = _open(file)
-        name = _audio_column(kind, table, file)
+        name = column or _audio_column(kind, table, file)
         _group[file, group] = _read(kind, table, int(group), [name]).column(0)
     value = _group[file, group][int(row)].as_py()
     data = value["bytes"] if isinstance(value, dict) else value
@@ -52,13 +39,13 @@ def read_bytes(path):
     return data
 
 
-def about(kind, path):
+def about(kind, path, given):
     """What stands in the first of some shards, for people."""
     if kind == "tar":
         return "texts and audio of one name are a sample"
     opened = _open(path)
-    columns = find_columns(_schema(*opened).names)
-    return ", ".join([f"audio = {_audio_column(*opened, path)!r}", *(
+    columns = find_columns(_schema(*opened).names, given)
+    return ", ".join([f"audio = {_audio_column(*opened, path, given)!r}", *(
         f"{meaning} = {name!r}" for meaning, name in columns.items() if meaning != "audio")])
 
 
@@ -111,29 +98,30 @@ def _holds_bytes(field):
     return plain or types.is_struct(field.type) and field.type.get_field_index("bytes") >= 0
 
 
-def _audio_column(kind, table, path):
+def _audio_column(kind, table, path, given=""):
     """Name of the column of audio: of structs with bytes, or of bytes; else of paths."""
     schema = _schema(kind, table)
     found = [field.name for field in schema if _holds_bytes(field)]
-    named = find_columns(schema.names).get("audio")
-    if len(found) > 1 and named in found:
-        found = [named]
+    named = find_columns(schema.names, given).get("audio")
+    if named in found or named and "audio=" in given:
+        return named
     if len(found) > 1:
         raise UserError(f"{path}: has several columns of audio, {', '.join(found)}")
     if not found and not named:
-        raise UserError(f"{path}: has no column of audio; its columns are {', '.join(schema.names)}")
+        raise unknown_columns(path, schema.names, {"text": ""}, given)
     return found[0] if found else named
 
 
-def read_columns(paths, wanted):
+def read_columns(paths, wanted, given):
     """Rows of parquet or arrow files. Audio without bytes is looked for by its path."""
     number = -1
     for path in paths:
         kind, table = _open(path)
-        audio, schema = _audio_column(kind, table, path), _schema(kind, table)
-        columns = {meaning: name for meaning, name in find_columns(schema.names).items() if meaning != "audio"}
+        audio, schema = _audio_column(kind, table, path, given), _schema(kind, table)
+        columns = {meaning: name for meaning, name in find_columns(schema.names, given).items()
+                   if meaning != "audio"}
         if "text" not in columns:
-            raise UserError(f"{path}: has no column of text; its columns are {', '.join(schema.names)}")
+            raise unknown_columns(path, schema.names, {"audio": audio}, given)
         for group in range(_groups(kind, table)):
             values = _read(kind, table, group, list(columns.values())).to_pydict()
             names = _paths(kind, table, group, audio)
@@ -145,7 +133,8 @@ def read_columns(paths, wanted):
                     continue
                 inside = _with_bytes(kind, table, group, audio, len(names)) if inside is None else inside
                 label = os.path.basename(name) if name else f"row {number}"
-                where = MEMBER.join((path, f"{group}.{row}", label)) if inside[row] else name
+                inner = f"{audio}/{label}" if "audio=" in given else label      # read_bytes would take another one
+                where = MEMBER.join((path, f"{group}.{row}", inner)) if inside[row] else name
                 entry = {meaning: values[column][row] for meaning, column in columns.items()}
                 if not isinstance(entry["text"], str):
                     yield number, BadSample(f"its {columns['text']!r} is {str(entry['text'])[:40]!r}, not text",
@@ -195,7 +184,7 @@ def _paths(kind, table, group, audio):
 # Tars
 
 
-def read_tars(paths, wanted):
+def read_tars(paths, wanted, given):
     """Rows of WebDataset shards: neighbours whose names are equal up to the first dot are one sample.
 
     Where that joins two clips (names with dots in them), names are equal up to the last dot.
@@ -208,7 +197,7 @@ def read_tars(paths, wanted):
                 file.seek(0)
                 for members in _samples(tar, size):
                     number += 1
-                    yield number, _tar_row(path, tar, members) if wanted(number) else SKIPPED
+                    yield number, _tar_row(path, tar, members, given) if wanted(number) else SKIPPED
         except (tarfile.TarError, EOFError) as error:
             raise UserError(f"{path}: cannot be read as a tar ({error}); the file may be cut off")
 
@@ -249,7 +238,7 @@ def _is_audio(member):
     return member.name.lower().endswith(AUDIO_FILES + OTHER_AUDIO)
 
 
-def _tar_row(path, tar, members):
+def _tar_row(path, tar, members, given):
     audio = next((member for member in members if _is_audio(member)), None)
     names = ", ".join(member.name for member in members)
     try:
@@ -262,7 +251,7 @@ def _tar_row(path, tar, members):
             if member.name.endswith(".json"):
                 data = loads(tar.extractfile(member).read())
                 if isinstance(data, dict):
-                    columns = find_columns(data)
+                    columns = find_columns(data, given)
                     row |= {meaning: data[name] for meaning, name in columns.items() if meaning not in ("audio", "id")}
             elif member.name.endswith(TEXTS) and text is None:
                 text = tar.extractfile(member).read().decode("utf-8-sig")

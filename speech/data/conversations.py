@@ -10,6 +10,7 @@ transcript never, as in that code.
 import contextlib
 import os
 import re
+import unicodedata
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +32,18 @@ MEMBER = "::"           # between the path of a container and what tells one cli
 PLACE = re.compile(r"(.*?)::(?:(\d+)\+(\d+)|(\d+)\.(\d+))::", re.DOTALL)      # of such a clip, at its path's beginning
 FILLED_S = 1.0          # of Higgs TTS 3's references, as its servers do
 KNOWN = 100_000         # audio files remembered by name: references come again, targets mostly do not
+
+
+def file_of(path):
+    """The file in which a clip's audio lies."""
+    found = PLACE.match(os.fspath(path))
+    return found[1] if found else os.fspath(path)
+
+
+def unit_of(path):
+    """Equal for clips that are read together: those of a row group."""
+    found = PLACE.match(os.fspath(path))
+    return f"{found[1]}::{int(found[4]):09}" if found and found[4] else os.fspath(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +91,18 @@ class Sample:
     notes: list = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Source:
+    """A file or folder of speech data and how to read it."""
+    path: Path
+    format: str
+    about: str              # what was found out, for people
+    base: Path              # relative names of audio files begin here
+    read: object            # read(wanted) yields (number, row, raw sample, BadSample or SKIPPED), by rising number
+    unit: str = "sample"    # what is numbered: "line" of a file or "sample"; people count from 1
+    on_hub: bool = False
+
+
 class BadSample(Exception):
     """Why one sample cannot be used; the reader adds the file and the sample's name. check: of choices.CHECKS."""
     place = ""      # what a reader knows of the sample's name
@@ -85,6 +110,21 @@ class BadSample(Exception):
     def __init__(self, why, check="invalid"):
         super().__init__(why)
         self.check = check
+
+
+def content_items(entry):
+    """The items of the contents of a raw sample's messages, whatever they are."""
+    messages = entry["messages"] if isinstance(entry.get("messages"), list) else []
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    return [item for content in contents for item in (content if isinstance(content, list) else [content])]
+
+
+def is_chatml(entry):
+    """Whether a JSON entry has messages, in which the audio is, or nothing else says where it is (ms-swift's do)."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("messages"), list):
+        return False
+    spoken = any(isinstance(item, dict) and item.get("type") == "audio" for item in content_items(entry))
+    return spoken or "audios" not in entry and "audio" not in entry
 
 
 @dataclass
@@ -109,7 +149,11 @@ class Paths:
             self.known[name] = os.path.abspath(first) if os.path.isfile(first) else self._elsewhere(name)
         found = self.known[name]
         if isinstance(found, list):
-            raise BadSample(f"audio file {name!r} not found; tried {', '.join(found)}")
+            if "://" in name:
+                raise BadSample(f"audio file {name!r} is a URL, which is not read; copy it here first")
+            near = self._elsewhere(os.path.basename(name.replace("\\", "/")))
+            hint = f"; {near} is there: write paths relative to {self.base}" if isinstance(near, str) else ""
+            raise BadSample(f"audio file {name!r} not found; tried {', '.join(found)}{hint}")
         return found
 
     def has(self, name):
@@ -122,9 +166,13 @@ class Paths:
                                                    self.base.parent, self.base.parent.parent, Path.cwd())))
 
     def _elsewhere(self, name):
-        tried = [name] if os.path.isabs(name) else [os.path.join(place, name) for place in self.places()]
-        return next((os.path.abspath(t + ending) for t in tried for ending in ("", *self.endings)
-                     if os.path.isfile(t + ending)), tried)
+        """Path of a file, also of one that Windows or macOS spells otherwise; the places that were tried if none is."""
+        def places(name):
+            return [name] if os.path.isabs(name) else [os.path.join(place, name) for place in self.places()]
+
+        names = [name, name.replace("\\", "/"), *(unicodedata.normalize(form, name) for form in ("NFC", "NFD"))]
+        return next((os.path.abspath(place + ending) for spelling in dict.fromkeys(names) for place in places(spelling)
+                     for ending in ("", *self.endings) if os.path.isfile(place + ending)), places(name))
 
 
 def message_parts(message, paths):

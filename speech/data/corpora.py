@@ -11,6 +11,7 @@ from common.json_files import SKIPPED, json_value, read_text
 from common.text import NAME, printable
 from speech.data.columns import AUDIO_FILES
 from speech.data.conversations import BadSample
+from speech.data.sidecar import walk
 
 NUMBERED = re.compile(r"(.+)_(\d+)")        # a clip that Emilia-Pipe cut out of a recording
 GIGASPEECH_MARKS = {"<COMMA>": ",", "<PERIOD>": ".", "<QUESTIONMARK>": "?", "<EXCLAMATIONPOINT>": "!"}
@@ -69,15 +70,13 @@ def wenetspeech4tts(folder):
 
 
 def gigaspeech(folder):
-    """GigaSpeech: stretches of long recordings; its marks become punctuation, its noises have no text."""
+    """GigaSpeech: stretches of long recordings; its marks become punctuation, its noises are left out."""
     data = json_value(folder / "GigaSpeech.json")
     for audio in data.get("audios") or [] if isinstance(data, dict) else []:
         for segment in audio.get("segments") or []:
             text = str(segment.get("text_tn") or "")
-            if noise := next((noise for noise in GIGASPEECH_NOISE if noise in text), None):
-                error = BadSample(f"is marked {noise}, not speech", "empty_text")
-                error.place = f" ({segment.get('sid')})"
-                yield error
+            if any(noise in text for noise in GIGASPEECH_NOISE):        # not speech
+                yield SKIPPED
                 continue
             for mark, sign in GIGASPEECH_MARKS.items():
                 text = text.replace(f" {mark}", sign)
@@ -87,12 +86,17 @@ def gigaspeech(folder):
                    "speaker": speaker if speaker != "N/A" else None, "language": data.get("language")}
 
 
+def numbered_list(audio):
+    """Name of Emilia-Pipe's list NAME.json for a clip NAME_3.mp3, "" if it is not there."""
+    cut = NUMBERED.fullmatch(audio.stem)
+    return f"{cut[1]}.json" if cut and (audio.parent / f"{cut[1]}.json").is_file() else ""
+
+
 def emilia_pipe(folder):
     """Emilia-Pipe's own output, in subfolders too: NAME.json is a list, of which entry 3 is spoken in NAME_3.mp3."""
-    for at, folders, names in os.walk(folder):
-        folders.sort()
+    for at, names in walk(folder):
         clips = {}      # {NAME: {number, None for a file without one: file}}
-        for name in sorted(names):
+        for name in names:
             stem, ending = os.path.splitext(name)
             if ending.lower() in AUDIO_FILES:
                 found = NUMBERED.fullmatch(stem)
@@ -100,12 +104,12 @@ def emilia_pipe(folder):
             elif ending == ".json":
                 clips.setdefault(stem, {})
         for name, numbers in sorted(clips.items()):
-            path = Path(at) / f"{name}.json"
+            path = at / f"{name}.json"
             rows = json_value(path) if path.exists() else []
             if not isinstance(rows, list) and not numbers:      # a file of something else
                 continue
             if not isinstance(rows, list):
-                raise UserError(f"{path}: is no list of the clips beside it")
+                raise UserError(f"{path}: is not a list of the clips beside it")
             for number, file in numbers.items():
                 if number is None or number >= len(rows):
                     error = BadSample(f"{file}: {path.name} has no entry for it", "empty_text")
@@ -118,7 +122,7 @@ def emilia_pipe(folder):
                     yield error
                     continue
                 speaker = row.get("speaker")        # of this recording
-                yield {"id": f"{name}_{number}", "audio": str(Path(at) / numbers[number]), "text": row.get("text"),
+                yield {"id": f"{name}_{number}", "audio": str(at / numbers[number]), "text": row.get("text"),
                        "speaker": speaker and f"{name}/{speaker}", "language": row.get("language")}
 
 

@@ -21,7 +21,7 @@ from common.checkpoint import naming
 from common.distributed import UserError
 from common.indexing import Column, Lists, parallel_map_ordered, token_lists
 from common.problems import Problems, problem, settle
-from common.text import NAME, printable
+from common.text import NAME, counted, printable
 from speech.data.code_cache import FRAME_RATE, CodeReader
 from speech.data.conversations import OTHER_MARKS, BadSample, Clip, marks_speakers_otherwise
 from speech.data.rows import NOTES, open_source, read_chunks
@@ -32,7 +32,19 @@ CHUNK = 2048            # entries of a file that are tokenised together
 # a sample's speaker and text, and the letters and digits of that text: 0 are no words
 FACTS = np.dtype([("said", np.uint64), ("letters", np.int32), ("speaker", np.uint64), ("language", np.uint64)])
 SHARE = 0.005           # of the samples, for validation, where --validation_split says nothing
+PREPARED = "prepared.json"      # of a folder of prepare_tts.py: written last, without it the folder is not finished
 ROWS = 2**18            # samples whose columns are in memory together
+
+
+def is_prepared(path):
+    """Whether a path is a folder of prepare_tts.py."""
+    return os.path.isfile(os.path.join(path, PREPARED))
+
+
+def keep_prepared(output_dir):
+    """Raise UserError where a run would take the table of a prepared folder for its own, of an earlier start."""
+    if is_prepared(output_dir):
+        raise UserError(f"--output_dir {output_dir}: is a folder of prepare_tts.py; give another one to the trainer")
 
 
 class Clips:
@@ -349,20 +361,21 @@ class Table:
 
 
 def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0, drop=(), output_dir=None,
-             builder=None, noted=None):
+             builder=None, noted=None, problems=None):
     """Read and tokenise the training sources and the (optional) validation source: (TableBuilder, sources of Table).
 
     train: [(path, weight)]. held_out: path or None. reading: rows.Reading. folder: of TableBuilder. processes: that
     help this one with sources of many samples. Raises UserError with every sample that cannot be used, or when a source
     is empty. drop: checks (choices.CHECKS) whose samples are dropped and counted instead. output_dir: where all that
     cannot be used are listed, None: nowhere. builder: an empty TableBuilder to fill. noted: a list that takes what is
-    odd about samples that are used, as Problems.
+    odd about samples that are used, as Problems. problems: takes those that cannot be used, for the caller to settle.
     """
     builder, sources = TableBuilder(tokenizer, ids, folder) if builder is None else builder, []
-    problems = Problems(drop, output_dir)
+    settled_here, problems = problems is None, Problems(drop, output_dir) if problems is None else problems
     recognised = {}     # {key of text.RECOGNISED: [number of samples, the first one's words]}
     for path, weight in [*train, (held_out, 1.0)][:len(train) + bool(held_out)]:
-        before, opened, notes, refused, first = len(builder), open_source(path, reading), Counter(), Counter(), []
+        before, opened = len(builder), open_source(path, reading, len(sources) >= len(train))
+        notes, refused, first = Counter(), Counter(), []
 
         def chunks(start, step, opened=opened, path=path):
             for samples, wrong in read_chunks(opened, CHUNK, start, step):
@@ -384,10 +397,11 @@ def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0,
             for how, words in itertools.chain.from_iterable(map(dict.items, part[4])):
                 recognised.setdefault(how, [0, words])[0] += 1
 
-        parallel_map_ordered(chunks, 0 if opened.source.on_hub else processes, take)        # each would read all of its texts
+        # of one on the hub each would read all texts
+        parallel_map_ordered(chunks, 0 if opened.source.on_hub else processes, take)
         kept, lost = len(builder) - before, sum(refused.values())
         counts = ", ".join(f"{n} {check}" for check, n in sorted(refused.items()))
-        print(f"source     {path}: {opened.source.format} ({opened.source.about}); {kept + lost} rows = {kept} kept + "
+        print(f"source     {printable(path)}: {opened.source.format} ({opened.source.about}); {kept + lost} rows = {kept} kept + "
               f"{lost} refused{' (' + counts + ')' if counts else ''}", flush=True)
         for text in first[:1]:
             print(f"           first: {printable(text)}", flush=True)
@@ -398,7 +412,7 @@ def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0,
             raise UserError(f"{path}: holds no samples" + (" that can be used" if lost else ""))
         sources.append({"path": str(path), "weight": weight, "held_out": len(sources) >= len(train), "first": before,
                         "stop": len(builder)})
-    if said := problems.settle():
+    if settled_here and (said := problems.settle()):
         print(f"data       dropped: {said}", flush=True)
     for how, (count, words) in sorted(recognised.items()):
         print(f"data       {count} {RECOGNISED[how].format(printable(words, NAME))}", flush=True)
@@ -458,6 +472,16 @@ def weighted(numbers, weight, seed):
     return np.concatenate([*[numbers] * int(weight), np.random.default_rng(seed).permutation(numbers)[:more]])
 
 
+def heard_in_validation(table, train, held_out):
+    """(len(train),) bool: whether a validation sample speaks the audio of a training sample too."""
+    def audio(numbers):
+        clips = table.clips[np.maximum(table.clip_offsets[numbers + 1], 1) - 1]
+        where = table.where[clips]
+        return np.where(where[:, 0] < 0, -2 - clips.astype(np.int64), where[:, 0] * 2**40 + where[:, 1])   # one place
+
+    return np.isin(audio(train), audio(held_out))
+
+
 def too_long(table, numbers, flag, limit):
     """Iterator over the Problems of samples that have more tokens than a limit that a flag sets."""
     return (problem(table.name(i), "too_long", f"{table.lengths[i]} tokens ({table.frames[i] / FRAME_RATE:.1f} s of "
@@ -466,12 +490,22 @@ def too_long(table, numbers, flag, limit):
 
 
 def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=True, output_dir=None):
-    """(training, validation) sample numbers of those short enough; UserError when none is left to train.
+    """(training, validation) sample numbers of those to use: short enough, and no audio is both trained and validated.
+
+    UserError when none is left to train.
 
     max_length: tokens of --max_length or, without it, the model's positions. max_tokens: of --max_tokens_per_batch, 0 =
     no limit. drop: leave out longer samples, and if `say` print how many, instead of raising UserError. output_dir:
     where they are listed behind what read_all listed there, None: nowhere.
     """
+    twice = heard_in_validation(table, train, held_out)
+    if len(train) and twice.all():
+        raise UserError("no training samples are left: the audio of each is in the validation data too; give other "
+                        "validation data")
+    if say and twice.any():
+        print(f"data       dropped from training: {counted(twice.sum(), 'sample')} whose audio is in the "
+              "validation data")
+    train = train[~twice]
     limits = {"--max_length": max_length} | ({"--max_tokens_per_batch": max_tokens} if max_tokens else {})
     flag, limit = min(limits.items(), key=lambda item: item[1])
     problems = (p for numbers in (train, held_out) for p in too_long(table, numbers, flag, limit))

@@ -1,7 +1,7 @@
 """Audio files -> waveforms of clips, and the codec frames that they will give, from their headers alone.
 
-A file is opened once: its bytes are hashed and decoded from memory (soundfile), averaged to mono, cut, and resampled to
-24 kHz (soxr HQ). What is wrong with a file is a ValueError with the reason.
+A file is opened once: its bytes are hashed and decoded piece by piece (soundfile), averaged to mono, cut, and resampled
+to 24 kHz (soxr HQ). What is wrong with a file is a ValueError with the reason.
 """
 import hashlib
 import io
@@ -10,15 +10,12 @@ import os
 import numpy as np
 
 from speech.choices import LONGEST_CLIP_S
-from speech.data import mp3
 from speech.data.code_cache import SAMPLE_RATE
-from speech.data.containers import file_of, read_bytes
-from speech.data.conversations import FILLED_S
+from speech.data.conversations import FILLED_S, file_of
 
 MIN_SAMPLES = 960               # one codec frame
 UNKNOWN = 2**63 - 1             # length of a FLAC file that was written into a pipe, in libsndfile's words
 PIECE = 2**20                   # samples of such a file that are read at a time
-LONGEST_FILE = 500_000_000      # samples, 2 GB as float32: 2.9 h at 48 kHz, of which clips may be cut
 WHOLE = 0.99                    # of the samples that a header promises: with fewer a file is cut off
 LOUDEST = 10.0                  # peak of a clip; full scale is 1, float files and mp3 may go a little beyond it
 
@@ -28,41 +25,53 @@ def decode_audio(path, cuts):
 
     cuts: [(offset seconds or None, duration seconds or None)]. Raises ValueError with the reason.
     """
-    digest, mono, rate = decode_file(path, all(cut == (None, None) for cut in cuts))
-    return digest, [cut_wave(mono, rate, *cut) for cut in cuts]
+    digest, rate, parts = decode_file(path, cuts)
+    return digest, [cut_wave(part, rate, offset) for part, (offset, _) in zip(parts, cuts)]
+
+
+def opened(path):
+    """The audio file at a path, or inside another file, as a binary file. Raises OSError and ValueError."""
+    if file_of(path) != os.fspath(path):
+        from speech.data import containers
+        return io.BytesIO(containers.read_bytes(path))
+    return open(path, "rb")
 
 
 class TooLong(ValueError):
-    """A file, or a clip, that would take too much memory."""
+    """A clip that would take too much memory."""
 
 
-def decode_file(path, one_clip=False):
-    """A whole file -> (sha256 hex of its bytes, mono float32 waveform (n,), its rate in Hz). Raises ValueError.
+def decode_file(path, cuts):
+    """(sha256 hex of a file's bytes, its rate in Hz, [mono float32 samples (n,) of each cut]). Raises ValueError.
 
-    one_clip: the whole file is the only clip wanted of it, so that it may not be longer than one.
+    cuts: of decode_audio. The file is decoded piece by piece, so that a recording may last for hours; no more is kept
+    of a cut than a little beyond LONGEST_CLIP_S, which cut_wave refuses.
     """
     import soundfile
     try:
-        data = read_bytes(path)
+        with opened(path) as data:
+            digest = hashlib.file_digest(data, "sha256").hexdigest()
+            size = data.seek(0, os.SEEK_END)
+            if not size:
+                raise ValueError("is an empty file")
+            share = wav_share(data, size)
+            try:
+                with soundfile.SoundFile(_said(data)) as file:
+                    rate, promised = file.samplerate, file.frames if file.frames < UNKNOWN else 0
+                    if all(cut == (None, None) for cut in cuts):
+                        check_size(promised, rate, LONGEST_CLIP_S * rate)
+                    parts, total = _parts(file, [bounds(*cut, rate) for cut in cuts])
+            except TooLong:
+                raise
+            except Exception as error:
+                why = str(error).rpartition(": ")[2].strip().rstrip(".")        # without the name of a buffer
+                raise ValueError(f"is not readable audio ({why}); wav, flac, mp3 and ogg are read")
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})")
-    if not data:
-        raise ValueError("is an empty file")
-    try:
-        with soundfile.SoundFile(_said(data)) as file:
-            rate, promised = file.samplerate, file.frames if file.frames < UNKNOWN else 0
-            limit = min(LONGEST_FILE, LONGEST_CLIP_S * rate if one_clip else LONGEST_FILE)
-            check_size(promised, rate, limit)
-            mono = _mono(file, limit)
-    except TooLong:
-        raise
-    except Exception as error:
-        why = str(error).rpartition(": ")[2].strip().rstrip(".")        # without the name of a buffer in memory
-        raise ValueError(f"is not readable audio ({why}); wav, flac, mp3 and ogg are read")
-    promised = max(promised, len(mono) * wav_share(data))
-    if len(mono) < WHOLE * promised:
-        raise ValueError(f"is cut off: its header promises {promised / rate:.2f} s, {len(mono) / rate:.2f} s are there")
-    return hashlib.sha256(data).hexdigest(), mono, rate
+    promised = max(promised, total * share)
+    if total < WHOLE * promised:
+        raise ValueError(f"is cut off: its header promises {promised / rate:.2f} s, {total / rate:.2f} s are there")
+    return digest, rate, parts
 
 
 def check_size(samples, rate, limit):
@@ -72,52 +81,60 @@ def check_size(samples, rate, limit):
                       f"cut it into clips of at most {LONGEST_CLIP_S} s")
 
 
-def _said(data):
-    """A binary file of the bytes of an audio file, which says how long it is."""
-    file = io.BytesIO(data)
-    known = not (data[:3] == b"ID3" or data[:1] == b"\xff") or mp3.says_length(file)
-    return io.BytesIO(data if known else mp3.with_length(data))
+def _said(file):
+    """A binary audio file, or a copy of an MP3, that says how long it is."""
+    file.seek(0)
+    head = file.read(3)
+    file.seek(0)
+    if head == b"ID3" or head[:1] == b"\xff":
+        from speech.data import mp3
+        if not mp3.says_length(file):
+            file.seek(0)
+            return io.BytesIO(mp3.with_length(file.read()))
+        file.seek(0)
+    return file
 
 
-def _mono(file, limit):
-    """The mean (n,) float32 of the channels of an open SoundFile, of which no more than a piece is held at a time.
-
-    Raises TooLong for more than `limit` samples.
-    """
+def _parts(file, wanted):
+    """([mono float32 samples (n,) of each range], samples in all) of an open SoundFile, decoded piece by piece."""
     if file.frames == UNKNOWN:
         file.seekable = lambda: False       # soundfile would seek to the end, which cannot be found
-    parts, total, size = [], 0, PIECE
+    parts, total, size = [[np.empty(0, np.float32)] for _ in wanted], 0, PIECE
     while size == PIECE:
         piece = file.read(PIECE, dtype="float32", always_2d=True)
+        size = len(piece)
         with np.errstate(over="ignore", invalid="ignore"):      # what is not finite then, cut_wave refuses
-            parts.append(piece.mean(axis=1))
-        size, total = len(piece), total + len(piece)
-        check_size(total, file.samplerate, limit)
-    return np.concatenate(parts)
+            mono = piece.mean(axis=1)
+        for part, (start, stop) in zip(parts, wanted):
+            if start < total + size and stop > total:
+                part.append(mono[max(0, start - total):stop - total])
+        total += size
+    return [np.concatenate(part) for part in parts], total
 
 
-def wav_share(data):
-    """Size that a wav file gives for its samples, over how much of that is there; 1 for what is whole or no wav."""
-    at = 12
-    while data[:4] == b"RIFF" and at + 8 <= len(data):
-        size = int.from_bytes(data[at + 4:at + 8], "little")
-        if data[at:at + 4] == b"data":
-            open_end = size >= 0x7FFF0000       # a program that writes into a pipe does not know it
-            return 1.0 if open_end else max(1.0, size / max(1, len(data) - at - 8))
-        at += 8 + size + size % 2
+def wav_share(file, size):
+    """Size that a wav file gives for its samples, over how much of that is there; 1 for what is whole or not wav."""
+    file.seek(0)
+    at, found = 12, file.read(4) == b"RIFF"
+    while found and at + 8 <= size:
+        file.seek(at)
+        name, length = file.read(4), int.from_bytes(file.read(4), "little")
+        if name == b"data":
+            open_end = length >= 0x7FFF0000     # a program that writes into a pipe does not know it
+            return 1.0 if open_end else max(1.0, length / max(1, size - at - 8))
+        at += 8 + length + length % 2
     return 1.0
 
 
-def part_of(mono, rate, offset, length):
-    """The samples of one cut of decode_file's."""
-    start = round((offset or 0) * rate)
-    return mono[start:start + round(length * rate)] if length else mono[start:]
+def bounds(offset, length, rate):
+    """(first sample, one behind the last) of a cut, of which no more is wanted than cut_wave refuses."""
+    start, most = round((offset or 0) * rate), LONGEST_CLIP_S * rate + 1
+    return start, start + (min(most, round(length * rate)) if length else most)
 
 
-def cut_wave(mono, rate, offset, length):
-    """Waveform at 24 kHz (m,) float32 of one cut of decode_file's; ValueError when nobody can be heard in it."""
+def cut_wave(part, rate, offset):
+    """Waveform at 24 kHz (m,) float32 of one part of decode_file's; ValueError when nobody can be heard in it."""
     import soxr
-    part = part_of(mono, rate, offset, length)
     check_size(len(part), rate, LONGEST_CLIP_S * rate)
     where = f" from offset {offset} s" if offset else ""
     if not np.isfinite(part).all():
@@ -166,18 +183,15 @@ def codec_frames(samples, config):
     return -(-n // config.semantic_downsample_factor)
 
 
-def count_samples(path, said):
-    """Samples of an MP3, or of a FLAC file of UNKNOWN length; said: by soundfile, for an MP3 a guess where it has none.
-
-    Reads all of a file that does not say how long it is. Raises OSError and soundfile's errors.
+def count_samples(file, info):
+    """Samples of an open file; info: soundfile's, which guesses for an MP3 that does not say it, and for a FLAC file of
+    UNKNOWN length. Reads all of such a file. Raises OSError and soundfile's errors.
     """
+    if info.frames < UNKNOWN and info.format != "MP3":
+        return info.frames
     import soundfile
-    if said < UNKNOWN and file_of(path) == str(path):
-        with open(path, "rb") as file:
-            if mp3.says_length(file):
-                return said
-    with soundfile.SoundFile(_said(read_bytes(path))) as file:
-        return file.frames if file.frames < UNKNOWN else len(_mono(file, LONGEST_FILE))
+    with soundfile.SoundFile(_said(file)) as audio:
+        return audio.frames if audio.frames < UNKNOWN else _parts(audio, [])[1]
 
 
 def header_frames(path, cuts, config):
@@ -189,11 +203,9 @@ def header_frames(path, cuts, config):
     try:
         if not os.path.getsize(file_of(path)):
             raise ValueError("is an empty file")
-        info = soundfile.info(path if file_of(path) == str(path) else io.BytesIO(read_bytes(path)))
-        frames = info.frames
-        if frames == UNKNOWN or info.format == "MP3":
-            frames = count_samples(path, frames)
-        check_size(frames, info.samplerate, LONGEST_FILE)
+        with opened(path) as file:
+            info = soundfile.info(file)
+            frames = count_samples(file, info)
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})")
     except soundfile.SoundFileError as error:

@@ -5,104 +5,45 @@ zero-padding a batch changes the codes. Where the codes then lie: speech/data/co
 
 The codec (and with it torchaudio) is imported only when a clip is missing.
 """
-import contextlib
+import errno
 import heapq
 import itertools
 import os
 import sys
 import time
+import uuid
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.numpy import save_file
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from common import checkpoint, hub, run_lock, tensor_files
-from common.distributed import UserError, all_ranks_ok, gather_objects, problem_text, rank0_first
+from common import hub, tensor_files
+from common.checkpoint import write_atomically
+from common.distributed import UserError, problem_text
 from common.loading import each
-from common.watchdog import Stopped, init_loader, stop_requested
+from common.watchdog import init_loader, stop_requested
 from speech.data.code_cache import (
     FRAME_RATE,
     SAMPLE_RATE,
-    Batch,
     CacheIndex,
     codec_fingerprint,
     content_key,
+    digest_columns,
     file_key,
-    locate,
     look_up,
-    measure,
-    set_aside,
-    shard_names,
 )
-from speech.data.containers import file_of, unit_of
-from speech.data.conversations import FILLED_S
-from speech.data.decode import cut_wave, decode_file, filled, header_frames, part_of
+from speech.data.conversations import FILLED_S, file_of, unit_of
+from speech.data.decode import cut_wave, decode_file, filled, header_frames
 
+MEASURES = ("seconds", "peak", "rms", "clipped", "dc")     # of a clip's sound: those of measure()
 SHARD_CLIPS, SHARD_SECONDS = 4096, 60.0     # a crash loses at most this much encoding
 BYTES_PER_SECOND = {".wav": 64_000, ".flac": 32_000, ".mp3": 12_000, ".ogg": 10_000}     # typical, to share out work
-
-
-def ensure_codes(world, clips, codec_dir, cache_dir, num_codebooks, num_proc, wait_limit_s=6 * 3600, bad=None):
-    """Encode what is missing, all ranks together. Called by every rank; `clips` (unique Clips) matters on rank 0 only.
-
-    Returns on rank 0 (folder, shard names, (n, 4) int64 of CacheIndex.find_files in the order of clips), else None.
-    A cache that has all clips is only read. Damaged shards are set aside, and their clips encoded again.
-    codec_dir: native codec folder. num_proc: decoding processes on this node. bad: a dict that on rank 0 takes {number
-    of a clip that cannot be decoded or encoded: file and reason}, whose row says 0 frames; None: UserError with all.
-    """
-    positions = []      # rank 0's: shards and positions as they are at the start
-    unusable = {} if bad is None else bad
-    with contextlib.ExitStack() as stack:
-        def plan():
-            folder = Path(cache_dir) / codec_fingerprint(codec_dir)
-            index, found, unknown = look_up(folder, clips, num_proc)
-            if len(unknown) or index.damaged:
-                try:
-                    stack.enter_context(own_cache(folder, 0.9 * wait_limit_s))
-                except OSError as error:
-                    raise UserError(f"--code_cache {cache_dir}: lacks {len(unknown)} of {len(clips)} clips and cannot "
-                                    f"be written ({error.strerror})")
-                except Stopped:
-                    return folder, None
-                if shard_names(folder) != sorted([*index.shards, *index.damaged]):      # another run was filling it
-                    index, found, unknown = look_up(folder, clips, num_proc)
-                set_aside(folder, index.damaged)
-            positions.extend([index.shards, found])
-            if index.damaged:
-                print(f"data       damaged shards of the code cache, now set aside: {len(index.damaged)}; clips to "
-                      f"encode: {len(unknown)}", flush=True)
-            if index.unchecked:
-                print(f"notice     {index.unchecked} of {len(index.shards)} shards of the code cache are of an earlier "
-                      "version and have no checksums: they are used unchecked", flush=True)
-            return folder, share_work(clips, unknown, world.size)
-        folder, work = rank0_first(world, plan)
-        if work is None:
-            raise Stopped("asked to stop while another run was filling the code cache")
-        if any(work):
-            workers = max(1, num_proc // world.local_size) if num_proc else 0
-            problems, mine = encode_share(world, work, folder, codec_dir, num_codebooks, workers, wait_limit_s)
-            all_ranks_ok(world, problems)
-            for found in gather_objects(world, mine):
-                unusable.update(found)
-            if any(gather_objects(world, stop_requested())):
-                raise Stopped("asked to stop while audio was being encoded; what is done stays in the code cache")
-            positions = locate(folder, clips, num_proc, unusable) if world.is_main else []
-    if bad is None and unusable and world.is_main:
-        raise UserError(problem_text(list(dict.fromkeys(unusable.values()))))
-    return (folder, *positions) if world.is_main else None
-
-
-def own_cache(folder, wait_s):
-    """run_lock.RunLock of a cache folder, which is made if need be. OSError; Stopped when asked to stop meanwhile."""
-    def waiting():
-        if stop_requested():
-            raise Stopped("")
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = run_lock.acquire(folder, "--code_cache", wait_s=wait_s, waiting=waiting)
-    checkpoint.remove_named(folder, checkpoint.TEMPORARY, hub.COPIES)
-    return lock
 
 
 def share_work(clips, unknown, world_size):
@@ -217,18 +158,17 @@ class _Decode(Dataset):
         """(i, digest of the file, [(waveform of a cut, its measures), or text of why there is none])."""
         path, _, cuts = self.work[i]
         try:
-            digest, mono, rate = decode_file(path, all((c.offset, c.duration) == (None, None) for c in cuts.values()))
+            digest, rate, parts = decode_file(path, [(clip.offset, clip.duration) for clip in cuts.values()])
         except ValueError as error:
             return i, "", [str(error)] * len(cuts)
 
-        def wave(clip):
+        def wave(clip, part):
             try:        # numpy: tensors would travel through /dev/shm, which containers keep small
-                part = part_of(mono, rate, clip.offset, clip.duration)
-                found = cut_wave(mono, rate, clip.offset, clip.duration)
+                found = cut_wave(part, rate, clip.offset)
                 return filled(found) if clip.filled else found, measure(part, rate)
             except ValueError as error:
                 return str(error)
-        return i, digest, list(map(wave, cuts.values()))
+        return i, digest, list(map(wave, cuts.values(), parts))
 
 
 def encode_share(world, work, folder, codec_dir, num_codebooks, num_proc, wait_limit_s):
@@ -400,3 +340,76 @@ def plan_codes(clips, codec_dir, cache_dir, num_codebooks, processes=0, bad=None
     if problems:
         raise UserError(problem_text(problems))
     return folder, [], where
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sound
+
+
+def measure(part, rate):
+    """(5,) float32 of MEASURES of mono samples (n,) at a rate in Hz: seconds; the largest and the root mean square
+    amplitude, full scale is 1; the share of samples at full scale; the mean.
+    """
+    if not len(part):
+        return np.zeros(len(MEASURES), np.float32)
+    loud = np.abs(part)
+    return np.array([len(part) / rate, loud.max(), np.sqrt(np.mean(np.square(part, dtype=np.float64))),
+                     np.mean(loud >= 0.999), part.mean(dtype=np.float64)], np.float32)
+
+
+def measures_of(folder, shards, where):
+    """(n, 5) float32 of MEASURES of clips whose codes lie at `where`, of locate; NaN where older code wrote them."""
+    found = np.full((len(where), len(MEASURES)), np.nan, np.float32)
+    for number, name in enumerate(shards):
+        mine = np.flatnonzero(where[:, 0] == number)
+        if len(mine):
+            with safe_open(os.path.join(folder, name), "np") as f:
+                if "measures" in f.keys():
+                    lengths = f.get_tensor("lengths").astype(np.int64)
+                    starts = np.cumsum(lengths) - lengths
+                    found[mine] = f.get_tensor("measures")[np.searchsorted(starts, where[mine, 1])]
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+class Batch:
+    """Codes and file keys of one shard to be."""
+
+    def __init__(self, folder, num_codebooks):
+        self.folder, self.num_codebooks = Path(folder), num_codebooks
+        self.codes, self.keys, self.files, self.file_keys, self.measures = [], [], [], [], []
+
+    def add_codes(self, key, codes, measures=None):
+        """measures: of measure(), None where the sound is not at hand."""
+        self.keys.append(key)
+        self.codes.append(codes)
+        self.measures.append(np.full(len(MEASURES), np.nan) if measures is None else measures)
+
+    def add_file(self, file, key):
+        self.files.append(file)
+        self.file_keys.append(key)
+
+    def write(self):
+        """Write and empty the shard; nothing when it is empty. Raises UserError when the disk refuses."""
+        if not self.files:
+            return
+        def raw(keys):
+            return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)
+        codes = np.concatenate(self.codes or [np.empty((0, self.num_codebooks), np.int16)])
+        columns = {"measures": np.array(self.measures, np.float32).reshape(-1, len(MEASURES)),
+                   "lengths": np.array([len(c) for c in self.codes], np.int32), "keys": raw(self.keys),
+                   "files": raw(self.files), "file_keys": raw(self.file_keys),
+                   "checksums": np.array([zlib.crc32(np.ascontiguousarray(c)) for c in self.codes], np.uint32)}
+        tensors = {"codes": np.ascontiguousarray(codes), **columns}     # safetensors writes raw memory as it lies
+        about = {"clips": str(len(self.keys)), "files": str(len(self.files)), "sha256": digest_columns(columns)}
+        try:
+            write_atomically(self.folder / f"codes-{uuid.uuid4().hex}.safetensors",
+                             lambda temporary: tensor_files.save(tensors, temporary, about, save_file))
+        except Exception as error:
+            full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+            raise UserError(f"{self.folder}: code cache shard cannot be written ({error})"
+                            + "; free disk space" * full)
+        self.codes, self.keys, self.files, self.file_keys, self.measures = [], [], [], [], []

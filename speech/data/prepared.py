@@ -11,21 +11,8 @@ from common import checkpoint, distributed, json_files
 from common.distributed import UserError
 from common.problems import LIST
 from speech.data.code_cache import codec_fingerprint
-from speech.data.dataset import Table
+from speech.data.dataset import PREPARED, Table, is_prepared, keep_prepared
 from speech.data.rows import flag_of
-
-FILE = "prepared.json"      # written last: a folder without it is not finished
-
-
-def is_prepared(path):
-    """Whether a path is a folder of prepare_tts.py."""
-    return os.path.isfile(os.path.join(path, FILE))
-
-
-def keep_prepared(output_dir):
-    """Raise UserError where a run would take the table of a prepared folder for its own, of an earlier start."""
-    if is_prepared(output_dir):
-        raise UserError(f"--output_dir {output_dir}: is a folder of prepare_tts.py; give another one to the trainer")
 
 
 def tokenizer_fingerprint(tokenizer, ids):
@@ -42,7 +29,7 @@ def write(folder, table, tokenizer, ids, codec_dir, reading, report):
              for path in [*sorted(Path(table).iterdir()), *shards]}
     about = {"table": Path(table).name, "files": sizes, "tokenizer": tokenizer_fingerprint(tokenizer, ids),
              "codec": codec_fingerprint(codec_dir), "reading": asdict(reading), "report": report}
-    checkpoint.write_atomically(Path(folder) / FILE, lambda path: path.write_text(json.dumps(about, indent=1) + "\n"))
+    checkpoint.write_atomically(Path(folder) / PREPARED, lambda path: path.write_text(json.dumps(about, indent=1) + "\n"))
 
 
 def look_into(folder):
@@ -52,13 +39,13 @@ def look_into(folder):
             raise UserError(f"{folder}: is damaged, {why}; copy it again from where it was prepared, or prepare it "
                             "again")
     try:
-        about = json_files.read_object(Path(folder) / FILE)
+        about = json_files.read_object(Path(folder) / PREPARED)
     except UserError as error:
         need(False, str(error))
     for name, kind in (("table", str), ("tokenizer", str), ("codec", str), ("reading", dict)):
-        need(isinstance(about.get(name), kind), f"{FILE} has no {name!r}")
+        need(isinstance(about.get(name), kind), f"{PREPARED} has no {name!r}")
     need((Path(folder) / about["table"]).is_dir(), f"{about['table']} is not there")
-    need(isinstance(about.get("files", {}), dict), f"{FILE} has no list 'files'")
+    need(isinstance(about.get("files", {}), dict), f"{PREPARED} has no list 'files'")
     for name, size in about.get("files", {}).items():       # folders of earlier versions do not say
         path = Path(folder) / name
         need(path.is_file(), f"{name} is not there")

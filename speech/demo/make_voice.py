@@ -84,6 +84,7 @@ from speech.data import code_cache
 from speech.data.code_cache import SAMPLE_RATE
 from speech.data.conversations import Clip
 from speech.data.decode import decode_audio
+from speech.data.encode import Batch
 from speech.demo import make_tiny
 from speech.demo.voice_codec import (
     BASE,
@@ -248,7 +249,7 @@ def fill_cache(out_dir, paths):
                 path.stem for path in of if len(path.stem) > 2][:CODEC_CLIPS]))
         clips = [Clip(str(path), None, None) for path in of]
         _, unknown = code_cache.CacheIndex(folder).find_clips(clips)
-        batch = code_cache.Batch(folder, len(codec.quantizer.quantizers))
+        batch = Batch(folder, len(codec.quantizer.quantizers))
         for number, size, modified in unknown.tolist():
             clip = clips[number]
             digest, (wave,) = decode_audio(clip.path, [(None, None)])

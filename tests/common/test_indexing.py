@@ -222,25 +222,26 @@ LISTS = ['[]', ' [ ] \n', '[{"a": [1, 2, "]"]}]', '[1, 23.5e3, "x,y]", null, tru
 
 
 @pytest.mark.parametrize("text", LISTS)
-def test_a_list_read_in_pieces_is_the_list_and_its_errors_stand_where_they_are(text, tmp_path, monkeypatch):
-    (tmp_path / "data.json").write_text(text, encoding="utf-8")
-    try:
-        expected = json.loads(text.removeprefix("\ufeff"))
-    except json.JSONDecodeError as error:
-        expected = f"line {error.lineno} column {error.colno}:"
-    for piece in (1, 2, 3, 5, 1000):
-        monkeypatch.setattr(json_files, "PIECE", piece)
-        try:
-            assert list(json_files.json_entries(tmp_path / "data.json")) == expected
-        except UserError as error:
-            assert isinstance(expected, str) and expected in str(error)
-
-
-def test_a_list_is_never_whole_in_memory(tmp_path):
+def test_a_list_is_read_and_its_errors_stand_where_they_are(text, tmp_path, monkeypatch):
     path = tmp_path / "data.json"
-    path.write_text("[" + ",\n".join([json.dumps({"text": "x" * 1000})] * 20_000) + "]")
+    path.write_text(text, encoding="utf-8")
+    try:
+        expected = list(enumerate(json.loads(text.removeprefix("\ufeff"))))
+        assert list(json_files.read_entries(path)[1](lambda number: True)) == expected
+    except json.JSONDecodeError as error:
+        with pytest.raises(UserError, match=f"line {error.lineno} column {error.colno}:"):
+            json_files.read_entries(path)
+    monkeypatch.setattr(json_files, "LONGEST_LIST", 0)
+    with pytest.raises(UserError, match="of which 0 are read; write one sample a line"):
+        json_files.read_entries(path)
+
+
+def test_lines_are_never_whole_in_memory(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n\n".join([json.dumps({"text": "x" * 1000})] * 20_000))
     tracemalloc.start()
-    assert sum(1 for _ in json_files.json_entries(path)) == 20_000
+    unit, read = json_files.read_entries(path)
+    assert [number for number, _ in read(lambda number: number < 4)] == list(range(0, 40_000, 2)) and unit == "line"
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < path.stat().st_size / 2

@@ -1,4 +1,5 @@
 """Runs of the speech trainer on a tiny model, as a user types them or forked from a process that has imported it."""
+import copy
 import json
 import os
 import subprocess
@@ -47,6 +48,15 @@ class Run:
         """{step: value} of one name in metrics.jsonl."""
         rows = [json.loads(line) for line in (self.output_dir / "metrics.jsonl").read_text().splitlines()]
         return {row["step"]: row[name] for row in rows if name in row}
+
+
+def unheard(samples):
+    """The samples with another cut of each clip to speak: validation data that share no audio with them."""
+    samples = copy.deepcopy(samples)
+    for sample in samples:
+        clip = sample["messages"][-1]["content"][1]
+        clip |= {"offset": (clip.get("offset") or 0) + 0.05, "duration": 0.5}
+    return samples
 
 
 def mount(*args):

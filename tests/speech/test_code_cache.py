@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader
 
 from common import indexing, loading
 from common.distributed import UserError
-from speech.data.code_cache import KEY, Batch, CacheIndex, CodeReader, codec_fingerprint, file_key, file_keys, look_up
+from speech.data.code_cache import KEY, CacheIndex, CodeReader, codec_fingerprint, file_key, file_keys, look_up
 from speech.data.conversations import Clip
+from speech.data.encode import Batch
 from tests.helpers import second_user
 
 
@@ -131,6 +132,24 @@ def test_no_flipped_bit_of_a_shard_changes_a_code(cache):
         assert len(index.damaged) == 1 or bit // 8 < header and not len(unknown), bit
         assert all((found[i] == codes[i]).all() for i in found), bit
     assert damaged > 250
+
+
+@pytest.mark.parametrize("code", [-1, 1024, 1030])
+def test_codes_that_no_codebook_has_are_refused_whoever_wrote_them(cache, code):
+    """With right checksums: begin and end of stream are no codes of audio either."""
+    folder, shard, clips, codes = cache
+    shard.unlink()
+    batch = Batch(folder, 8)
+    for i, clip in enumerate(clips):
+        batch.add_codes(bytes([65 + i] * 16), np.where(codes[i] == codes[i][0, 0], code, codes[i]).astype(np.int16))
+        stat = os.stat(clip.path)
+        batch.add_file(file_key(clip, stat.st_size, stat.st_mtime_ns), bytes([65 + i] * 16))
+    batch.write()
+    index = CacheIndex(folder)
+    with pytest.raises(UserError, match="a clip in it has codes beyond 0 to 1023"):
+        CodeReader(folder, index.shards).codes(*index.find_clips(clips)[0][0].tolist())
+    index, found, unknown = look_up(folder, clips)
+    assert list(index.damaged.values()) == ["it has codes beyond 0 to 1023"] and len(unknown) == 5
 
 
 def test_codes_that_change_after_the_start_are_refused_when_they_are_read(cache):

@@ -286,7 +286,7 @@ def test_wild_form_with_two_exchanges_trains_the_last_alone_for_zero(folder):
     (1.5, "is 1.5")])
 def test_start_index_out_of_range(folder, start_index, said):
     problem, = problems_of(folder, [canonical(start_index=start_index)])
-    assert said in problem and "data.json sample 0 (anna)" in problem
+    assert said in problem and "data.json sample 1 (target.wav)" in problem
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -410,13 +410,13 @@ def test_folder_problems_carry_the_numbers_of_the_metadata(folder):
              {**base, "task_type": "multi_speaker_voice_cloning", "ref_speakers": ["anna"]},
              {**base, "transcript_file": 7}, {**base, "audio_file": "gone.wav"})
     samples, problems = folder_samples(folder)
-    assert [s.name for s in samples] == [f"{folder}/metadata.json sample 5 (s1)"]
+    assert [s.name for s in samples] == [f"{folder}/metadata.json sample 6 (s1)"]
     said = [(0, "is a str"), (1, "'audio_file'"), (2, "gone.txt"), (3, "unknown task_type 'singing'"),
             (4, "unknown task_type ['singing']"), (6, "'ref_audio_file'"),
             (7, "ref_speakers"), (8, "'transcript_file'"), (9, "gone.wav")]
     assert len(problems) == len(said)
     for problem, (number, what) in zip(problems, said):
-        assert f" sample {number} " in problem and what in problem
+        assert f" sample {number + 1} " in problem and what in problem
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -432,6 +432,7 @@ def test_folder_and_chatml_give_one_text_which_only_the_target_gets_normalised(f
                          {"role": "assistant", "content": audio("ref.wav")}, {"role": "user", "content": target},
                          {"role": "assistant", "content": audio("target.wav")}]}
     for on, spoken in ((True, SPOKEN), (False, target)):
+        (folder / "data.json").unlink(missing_ok=True)
         (by_folder,), _ = folder_samples(folder, task_type="zero_shot_voice_cloning", normalize=on)
         (by_chat,) = read(folder, [chat], normalize=on)
         assert shape(by_folder) == shape(by_chat) == cloning(spoken, reference="It is（me）")

@@ -125,7 +125,7 @@ def test_problems_are_the_same_in_the_same_order(tmp_path, tools, kind, small_pa
             files_of(sources, tools, tmp_path / f"table{processes}", processes)
         texts.append(str(caught.value))
     assert texts[0] == texts[1] and texts[0].startswith(f"{12 if kind == 'folder' else 14} problems:")
-    assert "sample 38" in texts[0] and "control token <|eot_id|>" in texts[0]
+    assert f"{'line' if kind == 'lines' else 'sample'} 39" in texts[0] and "control token <|eot_id|>" in texts[0]
 
 
 @pytest.mark.parametrize("kind, damage, said", [

@@ -16,9 +16,10 @@ from safetensors.numpy import load_file
 
 from common.distributed import UserError, World
 from speech.data.code_cache import CodeReader, codec_fingerprint
+from speech.data.codes import ensure_codes
 from speech.data.conversations import Clip
-from speech.data.decode import codec_frames, decode_audio, header_frames
-from speech.data.encode import codec_config, encode_clip, ensure_codes, plan_codes
+from speech.data.decode import codec_frames, decode_audio, decode_file, header_frames
+from speech.data.encode import codec_config, encode_clip, plan_codes
 from speech.data.rows import read_samples
 from tests.helpers.progress import PATIENCE_S, wait_until
 from tests.helpers.trainer import ROOT, mount
@@ -168,10 +169,12 @@ def test_what_would_fill_the_memory_is_not_decoded(tmp_path, tiny, monkeypatch):
         with pytest.raises(ValueError, match="of which at most 10.0 are decoded"):
             header_frames(path, [(*cut, False)], config)
     assert len(decode_audio(path, [(600.0, 1.0), (1.0, 600.0)])[1][0]) == 24000
-    monkeypatch.setattr("speech.data.decode.LONGEST_FILE", 30_000)
-    for refused in (lambda: decode_audio(path, [(0.0, 1.0)]), lambda: header_frames(path, [(0.0, 1.0, False)], config)):
-        with pytest.raises(ValueError, match="at most 0.5 are decoded"):
-            refused()
+    monkeypatch.setattr("speech.data.decode.PIECE", 1 << 12)
+    cuts = [(600.0, 1.0), (3.5, 4.25), (0.25, 0.5), (599.0, None)]
+    whole = soundfile.read(path, dtype="float32")[0]
+    for part, (start, length) in zip(decode_file(path, cuts)[2], cuts):
+        stop = round((start + length) * 1000) if length else None
+        assert (part == whole[round(start * 1000):stop]).all() and len(part)
 
 
 def test_a_file_that_is_cut_off_is_told_from_a_whole_one(tmp_path):
@@ -391,7 +394,7 @@ import json, os, sys, time, torch
 sys.path.insert(0, {root!r})
 import transformers.models.higgs_audio_v2_tokenizer
 from common.distributed import World
-from speech.data import encode
+from speech.data import codes, encode
 from speech.data.conversations import Clip
 encode.SHARD_CLIPS = {shard_clips}
 open(sys.argv[1], "w").close()
@@ -399,7 +402,7 @@ while not os.path.exists({go!r}):
     time.sleep(0.005)
 real = encode.encode_clip
 encode.encode_clip = lambda *given: (time.sleep({pause}), real(*given))[1]
-encode.ensure_codes(World(device=torch.device("cpu")), [Clip(p) for p in {paths!r}], {codec!r}, {cache!r}, 8, 0)
+codes.ensure_codes(World(device=torch.device("cpu")), [Clip(p) for p in {paths!r}], {codec!r}, {cache!r}, 8, 0)
 """
 
 

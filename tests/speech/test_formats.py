@@ -13,9 +13,8 @@ import soundfile
 
 from common.distributed import UserError
 from speech.data.code_cache import file_keys
-from speech.data.containers import unit_of
-from speech.data.conversations import MULTISPEAKER_SYSTEM, Clip
-from speech.data.decode import decode_audio
+from speech.data.conversations import MULTISPEAKER_SYSTEM, Clip, unit_of
+from speech.data.decode import decode_audio, opened
 from speech.data.encode import share_work
 from speech.data.formats import find_source
 from speech.data.rows import Reading, open_source, read_chunks, read_samples
@@ -36,7 +35,7 @@ def read(path, **reading):
     """(format, samples, problems) of a source."""
     problems = []
     samples = list(read_samples(path, problems, **reading))
-    return find_source(path, reading.get("data_format", "auto")).format, samples, problems
+    return open_source(path, Reading(**reading)).source.format, samples, problems
 
 
 def spoken(samples):
@@ -144,6 +143,7 @@ def test_a_format_is_found_and_read(folder, name, make):
 
 def test_speakers_and_languages_are_kept(folder):
     assert [s.speaker for s in read(comma(folder))[1]] == ["anna", "ben"]
+    (folder / "m.csv").unlink()
     assert [s.speaker for s in read(kaldi(folder))[1]] == ["anna", "ben"]
     (folder / "text").unlink()
     assert [(s.speaker, s.language) for s in read(vits(folder))[1]] == [("anna", "EN")] * 2
@@ -166,7 +166,7 @@ CORPORA = {     # {corpus: ({file: text}, [(audio, text, speaker)], checks of wh
             [("1_2_3.opus", "one\x85two", "1")], ["empty_text"]),
     "wenetspeech4tts": ({"txts/X1.txt": "X1\t你好。\n[[0, 0.2]]\n", "wavs/X1.wav": ""}, [("X1.wav", "你好。", "")], []),
     "gigaspeech": ({"GigaSpeech.json": json.dumps(GIGASPEECH), "audio/A.opus": ""},
-                   [("A.opus", "YES, NO.", ""), ("A.opus", "WELL?", "P7")], ["empty_text"]),
+                   [("A.opus", "YES, NO.", ""), ("A.opus", "WELL?", "P7")], []),
     "emilia_pipe": ({"A/A.json": json.dumps(EMILIA), "A/A_0.mp3": "", "A/A_1.mp3": "", "A/A_7.mp3": "",
                      "C/C.json": json.dumps(EMILIA[:1]), "about.json": "{}"},
                     [("A_0.mp3", "One.", "A/SPEAKER_00"), ("A_1.mp3", "Two.", "A/SPEAKER_01")],
@@ -187,6 +187,107 @@ def test_corpora_are_read_as_they_are_published(tmp_path, name):
     assert [(*pair, s.speaker) for pair, s in zip(spoken(samples), samples)] == expected
     if name == "gigaspeech":
         assert [(c.offset, c.duration) for s in samples for c in s.turns[-1].clips] == [(1.5, 0.5), (3, 1)]
+
+
+GUI = [{"id": n, "audio_file": f"{n}.wav", "transcript_file": f"{n}.txt", "split": split} for n, split in (
+    ("a", "train"), ("b", "eval"))]
+COSY = "Speak slowly.<|endofprompt|>Hi."
+SETS = {        # {tool: ({file: text} as it writes them, what is given, [(audio, text)] or what the error says)}
+    "common voice": ({"train.tsv": "client_id\tpath\tsentence\nx\tc1.mp3\t\"Hi\" he said.\n", "clips/c1.mp3": "",
+                      "reported.tsv": "sentence\treason\nHi.\tx\n"}, "", [("c1.mp3", '"Hi" he said.')]),
+    "common voice, splits": ({"train.tsv": "path\tsentence\nc\tHi.\n", "test.tsv": "path\tsentence\nd\tHo.\n",
+                              "clips/c.mp3": ""}, "", "holds 2 lists; give one: .*/test.tsv, .*/train.tsv"),
+    "audiofolder": ({"train/metadata.csv": "file_name,text\nc.wav,Hi.\n", "train/c.wav": ""}, "", [("c.wav", "Hi.")]),
+    "audiofolder, splits": ({f"{split}/metadata.csv": "file_name,text\nc.wav,Hi.\n" for split in ("train", "test")} | {
+        "train/c.wav": ""}, "", "give one: .*/test/metadata.csv, .*/train/metadata.csv"),
+    "emilia": ({"EN/EN_B0.jsonl": '{"id": "x", "wav": "EN_B0/S0/mp3/x.mp3", "text": " Hi.", "speaker": "s"}\n',
+                "EN/EN_B0/S0/mp3/x.mp3": ""}, "", [("x.mp3", "Hi.")]),
+    "xtts": ({"metadata_train.csv": "audio_file|text|speaker_name\nwavs/c.wav|hi|anna\n", "wavs/c.wav": ""},
+             "", [("c.wav", "hi")]),
+    "xtts, splits": ({f"metadata_{split}.csv": "audio_file|text\nwavs/c.wav|hi\n" for split in ("train", "eval")},
+                     "", "give one: .*/metadata_eval.csv, .*/metadata_train.csv"),
+    "styletts2": ({"Data/train_list.txt": "c.wav|həlˈoʊ|0\nd.wav|hˈaɪ|1\n", "Data/c.wav": "", "Data/d.wav": ""}, "",
+                  "its texts are phonemes"),
+    "aishell3": ({"train/content.txt": "SSB00050001.wav\t你 ni3 好 hao3\n", "train/wav/SSB0005/SSB00050001.wav": ""},
+                 "", [("SSB00050001.wav", "你好")]),
+    "mls": ({"train/transcripts.txt": "1_2_3\tone\n", "train/audio/1/2/1_2_3.opus": ""}, "", [("1_2_3.opus", "one")]),
+    "piper": ({"metadata.csv": 'c.wav|"She said ""now"", twice."\nd.wav|"a | b"\n', "wav/c.wav": "", "wav/d.wav": ""},
+              "", [("c.wav", 'She said "now", twice.'), ("d.wav", "a | b")]),
+    "cosyvoice": ({"wav.scp": "u c.wav\n", "text": f"u {COSY}\n", "utt2spk": "u anna\n", "spk2utt": "anna u\n",
+                   "c.wav": ""}, "", [("c.wav", COSY)]),
+    "higgs gui": ({"metadata.json": json.dumps({"samples": GUI}), "train/a.wav": "", "train/a.txt": "Hi.",
+                   "eval/b.wav": "", "eval/b.txt": "Ho."}, "", [("a.wav", "Hi.")]),
+    "f5": ({"f5.csv": '\ufeffaudio_file|text\nc.wav|"one | two"\n', "c.wav": ""}, "f5.csv", [("c.wav", "one | two")]),
+    "wav and txt": ({"wav/anna/c.wav": "", "txt/anna/c.txt": "Hi."}, "", [("c.wav", "Hi.")]),
+    "subtitles": ({"c.mp3": "", "c.srt": "1\n00:00:01,500 --> 00:00:02,000\nHi,\n<i>you</i>.\n\n2\n00:01:00,0 --> "
+                   "00:01:01,0\nHo.\n", "d.wav": "", "d.vtt": "WEBVTT\n\n00:00.000 --> 00:01.000 align:left\nWell.\n"},
+                  "", [("c.mp3", "Hi, you."), ("c.mp3", "Ho."), ("d.wav", "Well.")]),
+    "audacity": ({"c.wav": "", "c.txt": "0.000000\t3.200000\tThe ship\n4,5\t5\tSails\n"}, "",
+                 [("c.wav", "The ship"), ("c.wav", "Sails")]),
+    "excel": ({"m.csv": "\ufeffaudio;text;speaker\r\nc.wav;Hi;anna\r\n", "c.wav": ""}, "m.csv", [("c.wav", "Hi")]),
+    "no header": ({"m.csv": 'wav\\c.wav,"Hi, you."\nd.wav,Ho.\n', "wav/c.wav": "", "d.wav": ""}, "",
+                  [("c.wav", "Hi, you."), ("d.wav", "Ho.")]),
+    "another machine": ({"m.csv": "audio,text\n/data/x/c.wav,Hi.\n", "wavs/c.wav": ""}, "",
+                        "wavs/c.wav is there: write paths relative to"),
+    "url": ({"m.csv": "audio,text\ns3://b/c.wav,Hi.\n"}, "m.csv", "is a URL, which is not read"),
+    "unknown column": ({"m.jsonl": '{"audio": "c.wav", "caption": "Hi."}\n'}, "m.jsonl",
+                       "no column of text; its columns are audio, caption; .*transcript, .*--columns text=NAME"),
+    "unknown header": ({"m.csv": "file,caption\nc.wav,Hi.\n"}, "m.csv", "its columns are file, caption; .*text=NAME"),
+    "no texts": ({"x/c.wav": "", "x/notes.csv": "name,size\nc,1\n"}, "", "has audio, such as x/c.wav, but no list of")}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_sets_as_tools_write_them_are_read_or_refused_in_one_line(tmp_path, name):
+    files, given, expected = SETS[name]
+    for path, text in files.items():
+        written(tmp_path / path, text)
+    if isinstance(expected, list):
+        _, samples, problems = read(tmp_path / given)
+        assert spoken(samples) == expected and not problems
+        if name in ("subtitles", "audacity"):
+            cuts = [(c.offset, c.duration) for s in samples for c in s.turns[-1].clips]
+            assert cuts == ([(1.5, 0.5), (60, 1), (0, 1)] if name == "subtitles" else [(0, 3.2), (4.5, 0.5)])
+    else:
+        with pytest.raises(UserError, match=expected):
+            raise UserError(read(tmp_path / given)[2][0])
+
+
+def test_columns_are_named_by_hand(folder):
+    path = written(folder / "m.csv", "caption,audio,clip\nHi.,none.wav,a.wav\n")
+    assert spoken(read(path, columns="audio=clip,text=caption")[1]) == [("a.wav", "Hi.")]
+    with pytest.raises(UserError, match="has no column as --columns text=words says; its columns are caption, audio"):
+        read(path, columns="audio=clip,text=words")
+    table = pyarrow.table({"caption": ["Hi."], "one": [b"1"], "two": [b"2"]})
+    pyarrow.parquet.write_table(table, folder / "m.parquet")
+    (sample,) = read(folder / "m.parquet", columns="audio=two,text=caption")[1]
+    assert opened(sample.turns[-1].clips[0].path).read() == b"2"
+
+
+@pytest.mark.parametrize("data, said", [
+    ("audio,text\na.wav,Größe\n".encode("cp1252"), "line 2.; convert it: iconv -f CP1252"),
+    ("audio,text\na.wav,x\n".encode("utf-16"), "iconv -f UTF-16"), (b"PK\x03\x04xlsx", "save an Excel table as CSV")])
+def test_other_encodings_are_refused_with_the_remedy(folder, data, said):
+    (folder / "m.csv").write_bytes(data)
+    with pytest.raises(UserError, match=said):
+        read(folder / "m.csv")
+
+
+def test_linked_folders_are_walked_once_and_names_are_printable(tmp_path, capsys):
+    written(tmp_path / "far" / "a\x1b[31m.txt", "Hi.").with_suffix(".wav").write_bytes(b"")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "anna").symlink_to(tmp_path / "far")
+    (tmp_path / "far" / "loop").symlink_to(tmp_path / "far")
+    assert len(read(tmp_path / "set")[1]) == 1
+    assert "\x1b" not in find_source(tmp_path / "set").about
+
+
+def test_validation_rows_of_a_gui_are_validation_data(tmp_path):
+    for path, text in SETS["higgs gui"][0].items():
+        written(tmp_path / path, text)
+    for held_out, name in ((False, "a"), (True, "b")):
+        opened = open_source(tmp_path, Reading(), held_out)
+        assert [s.name[-3:] for s in next(read_chunks(opened, 9))[0]] == [f"({name})"]
+        assert "; 1 are of another split" in opened.source.about
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -257,8 +358,8 @@ def test_rows_in_are_rows_kept_and_rows_refused(folder):
     path = written(folder / "m.tsv", "audio\ttext\na.wav\tOne.\nb.wav\t \ngone.wav\tTwo.\nc.wav\nd.wav\tThree.\n")
     _, samples, problems = read(path)
     assert [name for name, _ in spoken(samples)] == ["a.wav", "d.wav"]
-    assert [(p.check, p.name.rsplit(" ", 1)[1]) for p in problems] == [("empty_text", "1"), ("invalid", "2"),
-                                                                       ("invalid", "3")]
+    assert [(p.check, p.name.split(" ")[2]) for p in problems] == [("empty_text", "3"), ("invalid", "4"),
+                                                                       ("invalid", "5")]
     assert "gone.wav' not found; tried" in problems[1] and "has 1 fields, the header has 2" in problems[2]
 
 
@@ -289,8 +390,8 @@ def test_a_folder_with_audio_that_is_not_read(folder):
 
 @pytest.mark.parametrize("text, said", [
     ("a.wav|əlˈoʊ|0\nb.wav|hˈaɪ|1\n", "phonemes"), ("a|x|y|z\n", "the third must be a language"),
-    ("gone|x\n", "names no audio files: 'gone' is not there"), ("hello\nworld\n", "is no table that is known"),
-    ("a|x\nb|y|z\n", "is no table that is known"), ("", "is empty"), ("\x1f\x8b", "is compressed")])
+    ("gone|x\n", "names no audio files: 'gone' is not there"), ("hello\nworld\n", "is not a table that is known"),
+    ("a|x\nb|y|z\n", "is not a table that is known"), ("", "is empty"), ("\x1f\x8b", "is compressed")])
 def test_what_is_no_data_is_refused(folder, text, said):
     path = written(folder / "x.txt", text, encoding="latin-1" if text[:1] == "\x1f" else "utf-8")
     with pytest.raises(UserError, match=said):
@@ -305,10 +406,11 @@ def test_two_formats_that_fit_are_named(folder):
     with pytest.raises(UserError, match="cannot be read as --data_format kaldi; what is in it fits piper and ljspeech"):
         find_source(path, "kaldi")
     kaldi(folder), ljspeech(folder)
-    with pytest.raises(UserError, match="fits two formats, kaldi and ljspeech"):
+    with pytest.raises(UserError, match="holds 3 lists; give one: "):
         find_source(folder)
+    assert spoken(read(folder, data_format="kaldi")[1]) == [("a.wav", "This is a."), ("b.wav", "This is b.")]
     path = lines(folder / "x.jsonl", {"audio": "a.wav", "text": "x"}, {"messages": [], "audios": []})
-    with pytest.raises(UserError, match="sample 0 is manifest, sample 1 is ms_swift"):
+    with pytest.raises(UserError, match="line 1 is manifest, line 2 is ms_swift"):
         find_source(path)
 
 
@@ -409,7 +511,10 @@ def test_the_text_of_a_reference_may_stand_beside_it(folder):
                  {"audio": "a.wav", "text": "Ho.", "ref_audio": "c.wav"})
     written(folder / "b.txt", "From beside.")
     _, samples, _ = read(path)
-    assert references(samples) == {"Hi.": "From beside.", "Ho.": None} and samples[1].notes[0][0] == "no_reference_text"
+    _, (own,), _ = read(lines(folder / "own.jsonl", {"audio": "a.wav", "text": "Hi.", "ref_audio": "a.wav",
+                                                     "ref_text": "Hi."}))
+    assert [check for check, _ in own.notes] == ["own_reference"]
+    assert not samples[0].notes and references(samples) == {"Hi.": "From beside.", "Ho.": None} and samples[1].notes[0][0] == "no_reference_text"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -528,7 +633,7 @@ def test_folders_of_shards(tmp_path):
     parquet_of(tmp_path / "data" / "train-00000-of-00001.parquet", clips, "struct")
     assert len(read(tmp_path)[1]) == 4
     parquet_of(tmp_path / "data" / "test-00000-of-00001.parquet", clips, "struct")
-    with pytest.raises(UserError, match="holds the splits test, train; give one: '.*/data/train-\\*.parquet'"):
+    with pytest.raises(UserError, match=r"holds 2 lists; give one: .*/data/test-\*.parquet, .*/data/train-\*.parquet"):
         read(tmp_path)
     assert len(read(tmp_path / "data" / "train-*.parquet")[1]) == 4
     saved = tmp_path / "saved"

@@ -31,7 +31,7 @@ from speech.model.labels import delay_rows, token_ids
 from speech.voice import generate, sample_prompts, scores
 from tests.helpers import spoken as speech
 from tests.helpers.progress import PATIENCE_S
-from tests.helpers.trainer import ROOT, trainer_command
+from tests.helpers.trainer import ROOT, trainer_command, unheard
 
 CPU = torch.device("cpu")
 
@@ -49,7 +49,10 @@ def written(path, entries):
 
 @pytest.fixture(scope="module")
 def short(tiny, tmp_path_factory):
-    """File of three voice-cloning samples with clips of half a second and a bit; the last takes no voice."""
+    """File of three voice-cloning samples with clips of half a second and a bit; the last takes no voice.
+
+    unheard.json beside it is validation data.
+    """
     entries = copy.deepcopy(tiny.samples()[:3])
     for number, entry in enumerate(entries):
         for message in entry["messages"][1:]:
@@ -59,7 +62,9 @@ def short(tiny, tmp_path_factory):
                              "duration": 0.4 + 0.13 * number}
     entries[2]["messages"][1]["content"] = entries[2]["misc"]["target_transcript"] = "Quiet，please（now）"
     entries[2]["messages"][2]["content"][0]["text"] = "Quiet please, now"
-    return written(tmp_path_factory.mktemp("short") / "short.json", entries)
+    folder = tmp_path_factory.mktemp("short")
+    written(folder / "unheard.json", unheard(entries))
+    return written(folder / "short.json", entries)
 
 
 def prompts_of(voice, path, room=2000):
@@ -284,7 +289,7 @@ def learnt(pool, tiny, short, tmp_path_factory):
     """(folder of a run that learnt the short file by heart and spoke it at its two validations, its output)."""
     folder = tmp_path_factory.mktemp("learnt") / "out"
     flags = ("--max_steps", 100, "--learning_rate", 3e-3, "--adam_beta2", 0.95, "--weight_decay", 0, "--logging_steps",
-             10, "--eval_data_file", short, "--eval_steps", 50, "--save_steps", 0, "--report_to", "tensorboard",
+             10, "--eval_data_file", short.with_name("unheard.json"), "--eval_steps", 50, "--save_steps", 0, "--report_to", "tensorboard",
              "--per_device_train_batch_size", 3, "--sample_prompts", short, "--sample_seconds", 2)
     return folder, train(pool, tiny, short, folder, *flags)
 
@@ -315,7 +320,7 @@ def test_validation_hears_the_model_learn(learnt):
     rows = {row["step"]: row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
             if "eval/stop_rate" in row}
     assert rows.keys() == {50, 100} and rows[100]["eval/stop_rate"] == 1.0
-    assert abs(rows[100]["eval/length_ratio"] - 1) < 0.05 and rows[100]["eval/loss"] < 0.1
+    assert abs(rows[100]["eval/length_ratio"] - 1) < 0.05
     assert "speech step    100 | 3 of 3 prompts" in output
     board = EventAccumulator(f"{folder}-logs/out", size_guidance={"audio": 0, "images": 0}).Reload()
     assert {"samples/0000", "samples/0002"} <= set(board.Tags()["audio"])
@@ -341,7 +346,7 @@ CLOCK = {"train/throughput", "train/audio_seconds_per_second", "train/samples_pe
                                  ("--parallel", "fsdp", "--no-reshard_after_forward", "--use_lora", "--bf16")])
 def test_samples_of_a_run_on_two_ranks(pool, tiny, short, tmp_path, how):
     """Training goes on exactly as without them, and they are what generate_tts.py says from that step's checkpoint."""
-    data = ("--eval_data_file", short)
+    data = ("--eval_data_file", short.with_name("unheard.json"))
     speaking = ("--sample_prompts", short, "--sample_seconds", 0.5)
     train(pool, tiny, short, tmp_path / "mute", *data, *SMALL, *how, ranks=2)
     train(pool, tiny, short, tmp_path / "loud", *data, *SMALL, *how, *speaking, ranks=2)
@@ -378,7 +383,7 @@ def test_two_ranks_say_what_one_says(pool, tiny, short, tmp_path):
 def test_a_run_out_of_time_for_samples_goes_on(pool, tiny, short, tmp_path):
     """No prompt begun, or stopped after its first row: no frame to hear, which is not all that TensorBoard can take."""
     for name, limit in (("none", 1e-6), ("few", 0.01)):
-        output = train(pool, tiny, short, tmp_path / name, "--eval_data_file", short, *SMALL, "--sample_prompts", short,
+        output = train(pool, tiny, short, tmp_path / name, "--eval_data_file", short.with_name("unheard.json"), *SMALL, "--sample_prompts", short,
                        "--sample_time_limit", limit, "--report_to", "tensorboard")
         assert "0 of 3 prompts, 0.0 s" in output and "(--sample_time_limit)" in output and "done       step 3" in output
 
@@ -520,8 +525,8 @@ def test_mistakes_in_files(refuse, tiny, short, tmp_path):
     entries[1]["messages"] = [entries[1]["messages"][0]]
     entries[0]["messages"][1]["content"][1]["audio_url"] = "nope.wav"
     error = refuse("--prompts", written(tmp_path / "bad.json", entries))
-    assert "2 problems" in error and "sample 0 (sample_00000000): audio file 'nope.wav' not found" in error
-    assert "sample 1 (sample_00000001): has no text to speak" in error
+    assert "2 problems" in error and "sample 1 (sample_00000000): audio file 'nope.wav' not found" in error
+    assert "sample 2 (sample_00000001): has no text to speak" in error
     (tmp_path / "noise.wav").write_bytes(b"RIFF????")
     error = refuse("--text", "a", "--reference_text", "b", "--reference_audio", tmp_path / "noise.wav")
     assert re.search(r"noise.wav: is not readable audio", error)

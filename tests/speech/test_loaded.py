@@ -6,12 +6,11 @@ from pathlib import Path
 from tests.helpers.progress import PATIENCE_S
 from tests.helpers.trainer import ROOT, trainer_command
 
-LINES = 10_900          # of all files together
+LINES = 9_500           # of all files together
 # LoRA on ChatML whose audio is in the cache: no other format, no TTS 3, no judge, no plan of memory
 FILES = {"train_v2_ddp.py", "data.py", "lora.py"} | {f"speech/{name}.py" for name in (
-    "__init__", "choices", "data_flags", "data/__init__", "data/code_cache", "data/columns", "data/containers",
-    "data/conversations", "data/corpora", "data/dataset", "data/decode", "data/encode", "data/formats", "data/mp3",
-    "data/prepared", "data/rows", "data/text_normalization", "model/__init__", "model/labels", "model/loss", "model/v2",
+    "__init__", "choices", "data_flags", "data/__init__", "data/code_cache", "data/codes", "data/conversations",
+    "data/dataset", "data/rows", "data/text_normalization", "model/__init__", "model/labels", "model/loss", "model/v2",
     "model/versions", "model/weights")} | {f"common/{name}.py" for name in (
         "__init__", "adapters", "checkpoint", "distributed", "flags", "fused", "hub", "indexing", "json_files",
         "lifetime", "loading", "memory", "metrics", "optim", "packing", "plan", "problems", "recomputation", "run",

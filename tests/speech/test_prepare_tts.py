@@ -18,7 +18,7 @@ from speech import prepare_tts
 from speech.choices import CHECKS, SOUND_ERRORS
 from speech.data.code_cache import file_key
 from speech.data.conversations import Clip
-from speech.data.dataset import Table, split_samples, weighted
+from speech.data.dataset import Table, split_samples, usable_samples, weighted
 from speech.data.rows import Reading
 
 WORLD = World(device=torch.device("cpu"))
@@ -209,7 +209,7 @@ def listed(out):
     found = {}
     for line in (out / "problems.jsonl").read_text().splitlines():
         row = json.loads(line)
-        found.setdefault(row["check"], []).append(int(row["entry"].split()[1]))
+        found.setdefault(row["check"], []).append(int(row["entry"].split()[1]) - 1)
     return found
 
 
@@ -217,35 +217,41 @@ def test_errors_stop_and_all_problems_are_listed(tiny, tokenizer, ids, faulty, t
     cache, rows = tmp_path / "codes", [json.loads(line) for line in faulty.read_text().splitlines()]
     expected = {check: [i for i, row in enumerate(rows) if Path(row["audio"]).stem in names]
                 for check, names in FOUND.items()}
-    with pytest.raises(UserError, match="sample 39: its text is empty"):
-        prepared(tiny, tokenizer, ids, faulty, tmp_path / "a", cache=cache)
-    only = written(faulty.parent / "only.jsonl", rows[:-1])
-    with pytest.raises(UserError, match="3 problems:") as caught:
-        prepared(tiny, tokenizer, ids, only, tmp_path / "b", cache=cache)
-    for said in ("its audio", "text.wav: is not readable audio", "0.20 s, less than --min_clip_seconds 0.32",
+    expected["empty_text"] = [39]
+    with pytest.raises(UserError, match="4 problems:") as caught:        # of rows and of their sound in one list
+        prepared(tiny, tokenizer, ids, faulty, tmp_path / "b", cache=cache)
+    for said in ("line 40 (good1.wav): its text is empty", "its audio", "text.wav: is not readable audio", "0.20 s, less than --min_clip_seconds 0.32",
                  "quiet.wav", "is silent, -103 dB of full scale", "--drop_bad"):
         assert said in str(caught.value)
     assert listed(tmp_path / "b") == expected and not (tmp_path / "b" / "prepared.json").exists()
     errors = (*CHECKS, *SOUND_ERRORS)
     report = prepared(tiny, tokenizer, ids, faulty, tmp_path / "c", cache=cache, drop=errors)
-    assert listed(tmp_path / "c") == expected | {"empty_text": [39]} and report["samples"] == 36
+    assert listed(tmp_path / "c") == expected and report["samples"] == 36
     more = (*errors, "clipping", "text_rate")
     report = prepared(tiny, tokenizer, ids, faulty, tmp_path / "c", cache=cache, drop=more)
     assert report["samples"] == 34 and report["checks"]["clipping"] == {"samples": 1, "dropped": True}
-    assert report["checks"]["dc_offset"] == {"samples": 1, "dropped": False} and report["dropped"] == 5
+    assert report["checks"]["dc_offset"] == {"samples": 1, "dropped": False} and report["dropped"] == 6
     table = opened(tiny, tokenizer, ids, [(tmp_path / "c", 1.0)], tmp_path / "d")
-    kept = {table.name(i).split()[2] for i in split_samples(table, 0, 42)[0]}
+    kept = {str(int(table.name(i).split()[2]) - 1) for i in split_samples(table, 0, 42)[0]}
     assert kept == {str(i) for i in range(39)} - {str(expected[check][0]) for check in (
         "audio", "too_short", "silence", "clipping", "text_rate")}
     assert len(list((tmp_path / "c").glob("table-*"))) == 1
 
 
-def test_validation_audio_in_training_is_found(tiny, tokenizer, ids, faulty, tmp_path):
+def test_validation_audio_in_training_is_found(tiny, tokenizer, ids, faulty, tmp_path, capsys):
     rows = [json.loads(line) for line in faulty.read_text().splitlines()]
     train = written(faulty.parent / "train.jsonl", rows[:4])
-    held_out = written(faulty.parent / "eval.jsonl", [{**rows[2], "text": "Other words."}, rows[5]])
+    held_out = written(faulty.parent / "eval\x1b[31m.jsonl", [{**rows[2], "text": "Other words."}, rows[5]])
     report = prepared(tiny, tokenizer, ids, train, tmp_path / "a", held_out=held_out, drop=("in_validation",))
     assert listed(tmp_path / "a")["in_validation"] == [2] and report["samples"] == 5
+    table = opened(tiny, tokenizer, ids, [(train, 1.0)], tmp_path / "c", held_out)      # training drops it by itself
+    limits = {"max_length": 10_000, "max_tokens": 0, "drop": False}
+    assert [part.tolist() for part in usable_samples(table, *split_samples(table, 0, 42), **limits)] == [[0, 1, 3], [4, 5]]
+    said = capsys.readouterr().out
+    assert "dropped from training: 1 sample whose audio is in the validation data" in said
+    assert "eval\\x1b[31m.jsonl: manifest" in said and "\x1b" not in said
+    with pytest.raises(UserError, match="the audio of each is in the validation data too"):
+        usable_samples(table, np.array([2]), np.array([4, 5]), **limits)
 
     # a file given as both: its samples have one name, and stay in the validation data
     report = prepared(tiny, tokenizer, ids, train, tmp_path / "b", held_out=train, drop=("in_validation",))
