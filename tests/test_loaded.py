@@ -1,0 +1,70 @@
+"""What an ordinary run of each trainer loads of this repository: an option that is off imports nothing."""
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import chats
+from tests.helpers.progress import PATIENCE_S
+from tests.helpers.trainer import ROOT, trainer_command
+
+
+def files(folder, names):
+    return {f"{folder}{name}.py" for name in (names if not folder else f"__init__ {names}").split()}
+
+
+ALL = files("common/", "checkpoint distributed flags fused json_files lifetime loading metrics optim packing problems "
+            "recomputation run run_lock tensor_files text watchdog")
+# LoRA on ChatML: no other format, no TTS 3, no judge, no plan of memory
+SPEECH = files("common/", "adapters hub indexing") | files("", "train_v2_ddp data lora") | files(
+    "speech/", "choices data_flags") | files(
+    "speech/data/", "code_cache codes conversations dataset decode encode rows text_normalization") | files(
+    "speech/model/", "labels loss v2 versions weights")
+CHATS = files("common/", "document_attention indexing") | files(
+    "distill/", "chat choices dataset linear_loss packed_lm train_sft weights")
+BLOCKS = files("diffusion/", "blocks choices demo_problems dit elbo lines noise problems train_bd3lm weights")
+# {script: (files it may load beside ALL, lines of all together)}
+LIMITS = {"train_v2_ddp.py": (SPEECH, 9_300), "distill/train_sft.py": (CHATS, 6_800),
+          "diffusion/train_bd3lm.py": (BLOCKS, 7_000)}
+WATCH = """
+import atexit, runpy, sys
+sys.argv = sys.argv[1:]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+atexit.register(lambda: print("loaded", *sorted({
+    file for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))}), sep="\\n"))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def command(script, request, folder):
+    """A short run's command line, without the interpreter."""
+    if script == "train_v2_ddp.py":
+        tiny = request.getfixturevalue("tiny")
+        return trainer_command(tiny, folder / "out", "--use_lora", "--max_steps", 1)[1:]
+    short = ["--output_dir", folder / "out", "--max_steps", 1, "--report_to", "none", "--num_workers", 0]
+    if script == "distill/train_sft.py":
+        chats.student(folder / "model")
+        chats.write(folder / "chats.jsonl", chats.conversations(24))
+        short += ["--model_path", folder / "model", "--train_data_file", folder / "chats.jsonl",
+                  "--validation_split", 0.2]
+    else:
+        short += ["--demo", 100, "--model_size", "nano", "--per_device_train_batch_size", 2,
+                  "--gradient_accumulation_steps", 1, "--eval_repeats", 1]
+    return [ROOT / script, *short]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", LIMITS)
+def test_an_ordinary_run_loads_what_it_needs(script, request, tmp_path):
+    own, most = LIMITS[script]
+    words = map(str, command(script, request, tmp_path))
+    done = subprocess.run([sys.executable, "-c", WATCH, *words], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, timeout=PATIENCE_S)
+    assert done.returncode == 0 and "done       step 1" in done.stdout, done.stdout[-4000:]
+    paths = [Path(path) for path in done.stdout.partition("loaded\n")[2].splitlines() if path.endswith(".py")]
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in paths
+             if path.is_relative_to(ROOT) and not path.is_relative_to(Path(sys.prefix))}
+    too_many = lines.keys() - ALL - own
+    assert script in lines and not too_many, f"too many: {sorted(too_many)}"
+    assert sum(lines.values()) <= most, f"{sum(lines.values())} lines; largest: {sorted(lines, key=lines.get)[-9:]}"
