@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._triton import has_triton
 
+from common import flags, text
+
 SWIGLU = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"     # of transformers' MLPs
 ROTARY = "apply_rotary_pos_emb"         # of transformers' modules
 RECOMPILE = 32      # shapes a function is compiled for; beyond it dynamo runs it eagerly, in silence
@@ -34,9 +36,26 @@ def _compiled(function):
     return torch.compile(function)
 
 
+@functools.cache
+def compiles(kind):
+    """Whether torch.compile can build for devices of a kind; one small kernel is tried, and a
+    notice says what is missing. Triton's launcher wants a C compiler and Python.h, a CPU's code C++.
+    """
+    try:
+        torch.compile(lambda x: x + 1)(torch.zeros(8, device=kind))
+    except Exception as error:      # of a compiler that is not there, is broken, or lacks headers
+        error = getattr(error, "inner_exception", error)
+        why = text.printable(str(error).strip().partition("\n")[0], text.NAME)
+        wanted = "a C++ compiler" if kind == "cpu" else "a C compiler and Python.h"
+        flags.notice(f"torch.compile fails here ({why}), so nothing is compiled; it needs {wanted}")
+        return False
+    return True
+
+
 def kernel(function, *args):
     """function(*args), on a GPU as one kernel."""
-    return (_compiled(function) if args[0].is_cuda and has_triton() else function)(*args)
+    compiled = args[0].is_cuda and has_triton() and compiles("cuda")
+    return (_compiled(function) if compiled else function)(*args)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, distributed, flags, metrics, optim, watchdog
+from common import checkpoint, distributed, flags, fused, metrics, optim, watchdog
 from common.distributed import UserError
 from common.problems import collect
 from common.text import counted
@@ -61,12 +61,17 @@ def start(args, cpu_too=False):
     """
     if args.dry_run is not None:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
+        if args.compile or kind == "cuda":
+            fused.compiles(kind)        # says so if it cannot
         return distributed.World(device=torch.device(kind)), None
     watchdog.catch_signals()
     alone_too = args.auto or args.parallel != "ddp"
     world = distributed.init(args.collective_timeout, args.wait_timeout, alone_too, cpu_too)
     watch = watchdog.Watchdog(world, args.collective_timeout)
     watch.moved("data preparation", args.wait_timeout)
+    if args.compile:        # by all ranks or by none
+        found = distributed.gather_objects(world, fused.compiles(world.device.type))
+        args.compile = all(found)
     distributed.rank0_first(world, checkpoint.own_output, args.output_dir)
     distributed.rank0_first(world, watchdog.clear_marker, args.output_dir)
     if "tensorboard" in args.report_to:

@@ -132,3 +132,10 @@ print(spec.submodule_search_locations[0] if spec else "")')
             "the codec does not use it"
     fi
 fi
+
+# Triton builds a launcher for each kernel, where there is a GPU
+include=$(python -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
+if [ "$TORCH_CPU" != 1 ] && ! { command -v "${CC:-gcc}" && [ -e "$include/Python.h" ]; } >/dev/null; then
+    echo "setup: there is no ${CC:-gcc} or no $include/Python.h, so torch.compile and fused kernels" \
+        "cannot be built for a GPU: sudo apt-get install gcc python3-dev"
+fi

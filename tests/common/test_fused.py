@@ -1,5 +1,8 @@
 """Norm, rotary embedding and SwiGLU of GPUs, on the CPU: values and gradients of transformers' own code."""
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from torch import nn
 from transformers.models.qwen3 import modeling_qwen3
 
 from common import fused
+from tests.helpers.trainer import ROOT
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -92,3 +96,17 @@ def test_whole_models_compute_the_same(kind, changes, monkeypatch):
     torch.testing.assert_close(losses[1], losses[0], **CLOSE)
     for (name, mine), other in zip(ours.named_parameters(), plain.parameters()):
         assert (mine.grad - other.grad).norm() <= 1e-5 * other.grad.norm(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", [True, False])
+def test_without_a_compiler_functions_run_plainly_and_a_notice_says_why(tmp_path, missing):
+    """One small function is tried, once."""
+    program = "from common import fused; print([fused.compiles('cpu') for _ in range(2)])"
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    if missing:
+        env |= {"PATH": str(tmp_path), "CXX": str(tmp_path / "g++")}
+    done = subprocess.run([sys.executable, "-c", program], env=env, text=True, capture_output=True, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == str([not missing] * 2), done.stderr[-2000:]
+    said = [line for line in done.stdout.splitlines() if line.startswith("notice ")]
+    assert len(said) == missing and all("it needs a C++ compiler" in line for line in said)
