@@ -135,7 +135,8 @@ fi
 
 # Triton builds a launcher for each kernel, where there is a GPU
 include=$(python -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
-if [ "$TORCH_CPU" != 1 ] && ! { command -v "${CC:-gcc}" && [ -e "$include/Python.h" ]; } >/dev/null; then
-    echo "setup: there is no ${CC:-gcc} or no $include/Python.h, so torch.compile and fused kernels" \
+compiler=$(command -v "${CC:-gcc}" || true)
+if [ "$TORCH_CPU" != 1 ] && { [ -z "$compiler" ] || [ ! -e "$include/Python.h" ]; }; then
+    echo "setup: there is no ${CC:-gcc} or no $include/Python.h, so kernels of torch.compile" \
         "cannot be built for a GPU: sudo apt-get install gcc python3-dev"
 fi
