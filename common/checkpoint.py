@@ -272,6 +272,7 @@ class Writer:
                 (self.building(step) / STATE_DIR).mkdir(parents=True)
             except OSError as error:
                 raise self.failed(step, error)
+        distributed.meet(self.world)        # a slow disk may take longer than the gather's limit
 
     def save(self, step, files, meta=None):
         """Start writing checkpoint-<step>, whole or not at all. On every rank.

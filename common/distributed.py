@@ -317,6 +317,12 @@ def gather_on_main(world, value):
     return [found[rank] for rank in range(world.size)]
 
 
+def meet(world):
+    """Wait for all ranks on the slow group, before a collective whose limit one rank's disk may exceed."""
+    if world.slow_group is not None:
+        dist.barrier(group=world.slow_group)
+
+
 def gather_objects(world, value):
     """Every rank's (picklable) value as a list in rank order, on every rank; over the slow group."""
     box = [gather_on_main(world, value)]

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from common import json_files
+from common import distributed, json_files
 from common.distributed import UserError, naming
 
 WINDOW = 256 * 2**20        # bytes a rank gathers for itself before it copies them to the CPU
@@ -209,6 +209,8 @@ def read_once(world, tensor, read):
     alone = world is None or world.size == 1 or first is None or local.device.type != world.device.type
     if alone or world.rank == first:
         read()
+    if not alone:
+        distributed.meet(world)     # a slow disk may take longer than a broadcast's limit
     if not alone and local.numel():
         assert local.is_contiguous(), "a copy would be filled instead"
         dist.broadcast(local.flatten().view(torch.uint8), first, group=group)

@@ -43,6 +43,46 @@ with distributed.one_clear_error():
     distributed._give_way(600)
 """
 
+SLOW_DISK = """
+import sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from common import checkpoint, distributed, tensor_files
+
+world = distributed.init(1, 60)
+dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), None)
+tensor = torch.zeros(3)
+
+def read():
+    time.sleep(3)
+    tensor.fill_(7)
+
+def write(path):
+    time.sleep(3 if world.is_main else 0)
+    path.write_text("x")
+
+tensor_files.read_once(world, tensor, read)
+assert tensor.tolist() == [7, 7, 7]
+writer = checkpoint.Writer(world, sys.argv[1])
+for step in (1, 2):
+    writer.begin(step)
+    dist.all_reduce(torch.ones(1))
+    writer.save(step, {f"{world.rank}.txt": write}, {})
+writer.wait()
+print("saved")
+"""
+
+
+@pytest.mark.slow
+def test_a_slow_disk_of_one_rank_is_waited_for(tmp_path):
+    """Reading a base and writing a checkpoint, for longer than a collective may take."""
+    (tmp_path / "slow.py").write_text(SLOW_DISK)
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+                           tmp_path / "slow.py", tmp_path], text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0 and done.stdout.count("saved") == 2, done.stdout[-4000:]
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["all", "1"])
