@@ -23,6 +23,8 @@ from diffusion.choices import SIZES
 HEAD_ROWS = 8192        # logits of so many rows at a time; of more, they are computed again in the backward pass
 ROW_STEP = 128          # on a GPU logits are those of a multiple of it: few sizes, which its allocator has in stock
 TILE = 128              # queries and keys of a tile, flex_attention's unit of work
+# with its default of 4 warps the forward spills 920 bytes a thread on sm_90, with 8 none (tests/gpu/test_kernels.py)
+KERNEL = {"fwd_num_warps": 8}
 NOTHING, SOME, ALL = 0, 1, 2        # how many pairs of a tile may attend
 THETA = 10_000.0        # base of the rotary frequencies
 FREQUENCIES = 256       # width of the sinusoid of the noise level
@@ -137,7 +139,8 @@ def sparse_attention(q, k, v, mask):
     """FlexAttention of q to k, v under a BlockMask: on a GPU one kernel, in the graph of a compiled layer."""
     if not q.is_cuda:
         return _flex_on_cpu(q, k, v, mask)
-    return (flex_attention if torch.compiler.is_compiling() else compiled_flex())(q, k, v, block_mask=mask)
+    flex = flex_attention if torch.compiler.is_compiling() else compiled_flex()
+    return flex(q, k, v, block_mask=mask, kernel_options=KERNEL)
 
 
 def attention(q, k, v, mask):

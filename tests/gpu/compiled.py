@@ -16,10 +16,12 @@ from bench import sm90
 sm90.patch()
 
 from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import BlockMask
 
 import lora as lora_script
 from common import distributed, fused
 from common import float8 as float8_layers
+from diffusion import dit
 from speech.model import v2, weights
 
 fused.compiles = lambda kind: True      # nothing can run on this device, as a trial would
@@ -61,18 +63,20 @@ FUNCTIONS = {
 }
 
 
-def report(name, graphs, **more):
+def report(name, graphs, first=0, **more):
+    """Print a case. first: of the graphs whose kernels are assembled, which takes a second each."""
     kernels = []
-    for graph in graphs:
+    for graph in graphs[first:]:
         for kernel, source in graph.kernels():
             code = sm90.assembled(kernel, source)
             kernels.append({"name": kernel, "direction": graph.direction, **code._asdict()})
     print(json.dumps({"case": name, "graphs": len(graphs), "kernels": kernels, **more}), flush=True)
 
 
-def functions(suffix=""):
-    """Each function of fused.py on packs of three lengths."""
-    for function, arguments in FUNCTIONS.items():
+def functions(names, suffix=""):
+    """Functions of fused.py on packs of three lengths."""
+    for function in names:
+        arguments = FUNCTIONS[function]
         torch._dynamo.reset()
         counters.clear()
         sm90.GRAPHS.clear()
@@ -83,12 +87,12 @@ def functions(suffix=""):
 
 
 def layers(name, *, lora=True, float8=False):
-    """Two decoder layers of Higgs-Audio V2 at full width, both ways, on three packs of 8192 tokens."""
+    """A decoder layer of Higgs-Audio V2 at full width, both ways, on three packs of 8192 tokens."""
     torch._dynamo.reset()
     counters.clear()
     sm90.GRAPHS.clear()
     settings = json.loads((sm90.fake_cuda.ROOT / "launch/voice/model/config.json").read_text())
-    settings |= {"vocab_size": 4096, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 2,
+    settings |= {"vocab_size": 4096, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 1,
                  "num_attention_heads": HEADS, "num_key_value_heads": 8, "head_dim": HEAD}
     native = weights.empty_model(weights.native_config(settings), BF16 if lora else torch.float32)
     net = lora_script.add_lora(native, 16, 32, 0.0, "all-linear", "x") if lora else native
@@ -115,8 +119,28 @@ def layers(name, *, lora=True, float8=False):
                 error = f"{type(failed).__name__}: {failed}"[:300]
                 break
     moved = sum(graph.moved for graph in sm90.GRAPHS[:2]) / 1e9
-    report(name, sm90.GRAPHS, breaks=sum(counters["graph_break"].values()), error=error,
+    # the second two are those of all other lengths
+    report(name, sm90.GRAPHS, 2, breaks=sum(counters["graph_break"].values()), error=error,
            gb_a_layer=round(moved, 3))
+
+
+def block_attention(name):
+    """FlexAttention of block diffusion's rows, forward and backward."""
+    torch._dynamo.reset()
+    counters.clear()
+    sm90.GRAPHS.clear()
+    rows, heads, width, noisy, length = 8, 12, 64, 1024, 2048
+    tiles = length // dit.TILE
+    with sm90.fake():
+        doc, block = (tensor(rows, length, dtype=torch.int32) for _ in range(2))
+        counts, places = (tensor(rows, 1, tiles, *more, dtype=torch.int32) for more in ((), (tiles,)))
+        mask = BlockMask.from_kv_blocks(
+            counts, places, counts, places, BLOCK_SIZE=dit.TILE, seq_lengths=(length, length),
+            mask_mod=dit.attends(doc, block, noisy))
+        q, k, v = (tensor(rows, heads, length, width).requires_grad_() for _ in range(3))
+        out = dit.sparse_attention(q, k, v, mask)
+        out.backward(torch.empty_like(out))
+    report(name, sm90.GRAPHS, breaks=sum(counters["graph_break"].values()))
 
 
 def main():
@@ -124,9 +148,13 @@ def main():
         layers("lora")
         layers("lora, float8", float8=True)
         return
-    functions()
+    functions(FUNCTIONS)
     fused._compiled = functools.cache(functools.partial(torch.compile, dynamic=True))
-    functions(", every size symbolic")
+    functions([fused.swiglu_kernel, fused.rotate_kernel], ", every size symbolic")
+    block_attention("block attention")
+    dit.KERNEL = None
+    dit.compiled_flex.cache_clear()
+    block_attention("block attention, 4 warps")
 
 
 if __name__ == "__main__":
