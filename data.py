@@ -38,7 +38,8 @@ def prepare_table(world, tokenizer, ids, codec_dir, *, train, held_out, output_d
     if any(map(is_prepared, [*(path for path, _ in train), *([held_out] if held_out else [])])):
         from speech.data.prepared import open_prepared
         return open_prepared(world, train, held_out, tokenizer, ids, codec_dir, reading, output_dir)
-    builder, sources, start, bad = None, [], time.monotonic(), {}     # bad: clips that cannot be used, on rank 0
+    builder, sources = None, []
+    start, bad = time.monotonic(), {}        # bad: clips that cannot be used, on rank 0
     folder = checkpoint.new_table(output_dir)       # the other ranks learn rank 0's from write()
 
     def read():

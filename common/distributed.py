@@ -91,7 +91,9 @@ def init(timeout_s=600, slow_timeout_s=6 * 3600, alone_too=False, cpu_too=False,
     if size > 1:
         world.store, _, _ = next(rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))
     if size > 1 or alone_too:
-        backend = ("cpu:gloo,cuda:nccl" if cpu_too else "nccl") if use_cuda else "gloo"
+        backend = "nccl" if use_cuda else "gloo"
+        if use_cuda and cpu_too:
+            backend = "cpu:gloo,cuda:nccl"
         store = dist.PrefixStore("trainer", world.store) if world.store is not None else dist.HashStore()
         dist.init_process_group(backend, store=store, rank=rank, world_size=size,
                                 timeout=limit, device_id=where if use_cuda else None)

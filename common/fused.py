@@ -273,7 +273,8 @@ def _is_silu(function):
 
 def _is_plain_rotary(function):
     """Whether a function of transformers rotates the halves of each head."""
-    q, k, cos, sin = _numbers(1, 4, 5, 6), _numbers(1, 2, 5, 6), _numbers(1, 5, 6), _numbers(1, 5, 6).square()
+    q, k = _numbers(1, 4, 5, 6), _numbers(1, 2, 5, 6)
+    cos, sin = _numbers(1, 5, 6), _numbers(1, 5, 6).square()
     if list(inspect.signature(function).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
         return False
     return all(torch.allclose(theirs, rotate(x, cos[:, None], sin[:, None]), rtol=1e-5, atol=1e-6)

@@ -18,7 +18,8 @@ class Column:
     """Numbers appended to a .npy file, so that they are never in memory whole. width: of rows, None for numbers."""
 
     def __init__(self, path, dtype, width=None):
-        self.path, self.dtype, self.width, self.length = Path(path), np.dtype(dtype), width, 0
+        self.path, self.dtype = Path(path), np.dtype(dtype)
+        self.width, self.length = width, 0
         self.file, self._mapped = open(path, "w+b", buffering=2**18), None      # never used by a forked child
         self._write_header()
 

@@ -90,7 +90,8 @@ class StepFlags:
         self.host = torch.zeros(2, pin_memory=cuda)
         self.event = torch.cuda.Event() if cuda else None
         self.pending = None         # what the caller wants back about the step whose flags are on their way
-        self.bad_in_a_row, self.bad_total, self.save, self.stop = 0, bad_total, False, False
+        self.bad_in_a_row, self.bad_total = 0, bad_total
+        self.save, self.stop = False, False
 
     def push(self, bad, asked, about):
         """Start fetching the flags of the step just queued, 0-d tensors; pop returns `about` when it was bad.

@@ -110,7 +110,8 @@ class LiveBytes(TorchDispatchMode):
         """known: tensors that do not count."""
         super().__init__()
         self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
-        self.now, self.stage, self.peaks, self.in_kernel = 0, STAGES[0], Counter(), False
+        self.now, self.stage = 0, STAGES[0]
+        self.peaks, self.in_kernel = Counter(), False
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         out = op(*args, **(kwargs or {}))

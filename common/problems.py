@@ -22,7 +22,8 @@ class Problem(str):
 
     def __new__(cls, text, name="", what="", check="", file="", sample=None):
         made = super().__new__(cls, text)
-        made.name, made.what, made.check, made.file, made.sample = name, what, check, file, sample
+        made.name, made.what, made.check = name, what, check
+        made.file, made.sample = file, sample
         return made
 
 

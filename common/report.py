@@ -224,7 +224,8 @@ def panels(runs):
         for metric in dict.fromkeys(name for row in run.rows for name in row if name != "step"):
             prefix, _, rest = metric.rpartition("/") if metric.count("/") == 1 else ("", "", metric)
             stem, index = re.fullmatch(r"(.*?)(?:_(\d+))?", rest, re.DOTALL).groups()
-            own = (prefix, run.name if len(runs) > 1 else "") if index else ()
+            whose = run.name if len(runs) > 1 else ""
+            own = (prefix, whose) if index else ()
             found.setdefault((stem, own), []).append((place, prefix, index, metric))
     made = []
     for (stem, own), members in found.items():

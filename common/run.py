@@ -312,7 +312,8 @@ class TrainState:
 
     def begin_line(self):
         """Start counting for the next log line."""
-        self.sums_since, self.steps, self.slots, self.waited, self.since = Counter(), 0, 0, 0.0, time.monotonic()
+        self.sums_since, self.steps, self.slots = Counter(), 0, 0
+        self.waited, self.since = 0.0, time.monotonic()
 
     def count(self, slots, work):
         """Add up one step: slots, tokens with padding; work, {"tokens", "samples", "flops", ...} of all ranks."""

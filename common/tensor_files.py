@@ -271,7 +271,8 @@ def gather_share(world, named, spread=True):
     tensors out evenly over writers(), else rank 0 owns them; plain ones, alike everywhere, are always rank 0's. Of
     several groups that hold a tensor, only the one of its owner gathers it.
     """
-    share, owners, load, waiting, gathered = {}, {}, dict.fromkeys(writers(world.size), 0), {}, 0
+    share, owners, load = {}, {}, dict.fromkeys(writers(world.size), 0)
+    waiting, gathered = {}, 0
     group = set(next((holders(tensor) for tensor in named.values() if isinstance(tensor, DTensor)), ()))
     stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
 

@@ -190,7 +190,7 @@ def answer_aloud(solver, question, seed):
 
     def show(_, part, text):
         if part not in printed:
-            print("\n" * bool(printed) + f"{part:<9}  ", end="")
+            print("\n" if printed else "", f"{part:<9}  ", sep="", end="")
         text = text.rstrip("\ufffd")        # the next block completes the character
         lines = text[len(printed.get(part, "")):].split("\n")
         print(f"\n{'':11}".join(map(printable, lines)), end="", flush=True)

@@ -294,7 +294,8 @@ class Network(NamedTuple):
 
 def prepare(args, world):
     """The Job that the flags name. Raises UserError; a dry run's names all mistakes."""
-    layout, path, files, made = layout_of(args), None, {}, "gpt2"
+    layout, path = layout_of(args), None
+    files, made = {}, "gpt2"
     dry = args.dry_run is not None
     if args.demo is not None:
         from diffusion import demo_problems

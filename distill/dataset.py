@@ -52,7 +52,8 @@ def encode_chunk(records, path, reading, problems):
     Runs in several processes at once. A Problem for each record that cannot be used goes to the list `problems`.
     """
     encoder, limit, policy, teacher, prompt, *_ = reading
-    kept, lines, keys, own, asked = [], [], [], [], []
+    kept, lines, keys = [], [], []
+    own, asked = [], []
     count, ends = Counter(), encoder.ends
     encoder.ends = Counter()
     chats, tools = ([record.get(name) for _, record in records] for name in ("messages", "tools"))

@@ -111,7 +111,8 @@ def label_logprobs(tokens, text, found):
             start = len(joined) - len(tail)
     if start is None or text[found.start:found.end] != found.label or "\ufffd" in found.label:
         return None
-    end, place, texts, rows = start + len(found.label), 0, [], []
+    end, place = start + len(found.label), 0
+    texts, rows = [], []
     for token, top in tokens:
         begin, place = place, place + len(token)
         if place <= start or begin >= end:

@@ -15,9 +15,9 @@ class _LinearLoss(torch.autograd.Function):
         """wanted: (bool, bool, bool), which of hidden, weight and bias have gradients."""
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        ctx.grads = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) if need and i else
-                     torch.empty_like(hidden) if need else None
-                     for i, (t, need) in enumerate(zip((hidden, weight, bias), wanted))]
+        ctx.grads = [torch.empty_like(hidden) if wanted[0] else None]
+        ctx.grads += [torch.zeros(t.shape, dtype=torch.float32, device=t.device) if need else None
+                      for t, need in zip((weight, bias), wanted[1:])]
         matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
         with torch.autocast(kind, enabled=False):
             sums = [_piece(function, slice(first, first + chunk), hidden, matrix, offset, rows, ctx.grads)

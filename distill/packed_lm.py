@@ -113,7 +113,8 @@ class PackedLM(nn.Module):
 
     def __init__(self, net, recompute=None, logits=LOGITS, share=0.0, prompted=None):
         super().__init__()
-        self.net, self.share, self.prompted, self.lora = net, share, prompted, hasattr(net, "peft_config")
+        self.net, self.share = net, share
+        self.prompted, self.lora = prompted, hasattr(net, "peft_config")
         self.sums = 6 if share else 3       # how many of Sums forward gives
         self._native = [net.get_base_model() if self.lora else net]     # in a list, torch does not register it again
         recomputation.leave_products(net, recompute)
@@ -263,4 +264,6 @@ def flops(values, config, tokens, targets, pairs, lora, forward_only=False):
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rows = tokens * values + targets * config.hidden_size * config.vocab_size
     attended = config.num_attention_heads * head_dim * pairs * config.num_hidden_layers
-    return (2 if forward_only else 4 if lora else 6) * rows + (4 if forward_only else 12) * attended
+    if forward_only:
+        return 2 * rows + 4 * attended
+    return (4 if lora else 6) * rows + 12 * attended

@@ -40,7 +40,8 @@ class Sampler:
         call may take, and its repetitions again.
         """
         self.world, self.server, self.timeout = world, Server(base_url, timeout), timeout
-        self.folder, self.every, self.run, self.name = folder, every, "", None
+        self.folder, self.every = folder, every
+        self.run, self.name = "", None
 
     def begin(self):
         """Name of this run on the server, which answers; what a run before has left in the folder is deleted."""

@@ -25,13 +25,15 @@ def pick_device(name, dtype):
 
     Raises UserError when the device cannot be used.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if name is None else name
+    own = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.empty(1, device=device).device
+        device = torch.empty(1, device=own if name is None else name).device
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {name}: cannot be used ({str(error).splitlines()[0]})")
-    good = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    return str(device), dtype if dtype != "auto" else "bfloat16" if good else "float32"
+    if dtype == "auto":
+        good = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+        dtype = "bfloat16" if good else "float32"
+    return str(device), dtype
 
 
 def load_model(folder, adapter, dtype, device):

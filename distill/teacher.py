@@ -504,7 +504,9 @@ def open_transformers(name, draw, max_model_len=0, batch_size=16, chunk_size=102
                         "give a folder, or a hub name when online")
     need_template(tokenizer, name)
     ends = model.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [tokenizer.eos_token_id if ends is None else ends]
+    if ends is None:
+        ends = tokenizer.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
     return answers_of(model.to(device).eval(), tokenizer, draw, ends, max_model_len, batch_size, chunk_size)
 
 

@@ -77,7 +77,8 @@ class Alternatives:
         self.texts, self.ids = {}, {}                           # id -> text, (id before, text) -> id or None
         self.places, self.taught = array("q"), array("q")       # of each taught token; taught tokens of each sample
         self.found, self.values = array("i"), array("f")        # k ids and log-probabilities of each taught token
-        self.widest, self.without, self.otherwise, self.rest = 0, 0, [], 0.0
+        self.widest, self.without = 0, 0
+        self.otherwise, self.rest = [], 0.0
 
     def text(self, end, token):
         """What a token adds to a text; `end`: a control token to stand before it, as a first one may lose its space."""

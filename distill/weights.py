@@ -205,7 +205,9 @@ def read_weight(name, tensor, parts):
 def stop_at(model, ends):
     """Make generate stop at the tokens that answers end with; returns those that it would not have stopped at."""
     known = model.generation_config.eos_token_id
-    known = known if isinstance(known, list) else [] if known is None else [known]
+    if known is None:
+        known = []
+    known = known if isinstance(known, list) else [known]
     if new := [int(token) for token in ends if token not in known]:
         model.generation_config.eos_token_id = [*known, *new]
     return new

@@ -108,7 +108,8 @@ def prepare(world, tokenizer, ids, codec_dir, *, train, held_out, reading, outpu
     clip. recogniser: of transcripts.hear, or None. max_cer: of --max_cer, or None. Raises UserError with all errors in
     the data, unless they are dropped.
     """
-    out, start, bad, noted = Path(output_dir), time.monotonic(), {}, []
+    out, start = Path(output_dir), time.monotonic()
+    bad, noted = {}, []
     found = Problems((*drop, *WARNINGS), out)       # of rows, then of their sound: one list of all
     table = checkpoint.new_table(out)
     builder, sources = None, []

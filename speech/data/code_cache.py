@@ -50,7 +50,8 @@ def codec_fingerprint(codec_dir):
 
 def _cut(clip, filled):
     """The part of its file that a Clip is, and whether zeros fill it up, as text; "" for all of it as it is."""
-    return (f"{clip.offset}+{clip.duration}" if clip.offset is not None else "") + " filled" * filled
+    text = "" if clip.offset is None else f"{clip.offset}+{clip.duration}"
+    return f"{text} filled" if filled else text
 
 
 def _digest(*parts):

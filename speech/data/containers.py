@@ -76,11 +76,15 @@ def _open(path):
 
 
 def _schema(kind, table):
-    return table.schema_arrow if kind == "parquet" else table.schema if kind == "file" else table[0]
+    if kind == "parquet":
+        return table.schema_arrow
+    return table.schema if kind == "file" else table[0]
 
 
 def _groups(kind, table):
-    return table.num_row_groups if kind == "parquet" else table.num_record_batches if kind == "file" else len(table) - 1
+    if kind == "parquet":
+        return table.num_row_groups
+    return table.num_record_batches if kind == "file" else len(table) - 1
 
 
 def _read(kind, table, group, columns):

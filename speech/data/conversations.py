@@ -186,7 +186,9 @@ def message_parts(message, paths):
         raise BadSample("'recipient' is not supported: its turns are not speech")
     parts = []
     for item in content if isinstance(content, list) else [content]:
-        kind = "text" if isinstance(item, str) else item.get("type") if isinstance(item, dict) else None
+        kind = item.get("type") if isinstance(item, dict) else None
+        if isinstance(item, str):
+            kind = "text"
         if kind == "text":
             text = item if isinstance(item, str) else item.get("text")
             if not isinstance(text, str):
@@ -302,7 +304,8 @@ def _turns(entry, paths):
         raise BadSample("has no list 'messages'")
     misc = entry.get("misc") if isinstance(entry.get("misc"), dict) else {}
     parsed = [message_parts(m, paths) for m in messages]
-    turns, scenes, rewritten, recognised = [], [], False, {}
+    turns, scenes = [], []
+    rewritten, recognised = False, {}
     for index, (role, parts) in enumerate(parsed):
         if role == "scene":
             scenes.append(parts)

@@ -91,14 +91,19 @@ def _packed(clip):
 
 def _unpacked(offset, duration, seconds, bits):
     """(offset, duration, seconds, filled) of a Clip; the keys of speech/data/code_cache.py tell 3 from 3.0."""
-    offset, duration = (None if math.isnan(value) else int(value) if int(bits) & bit else value
-                        for value, bit in ((offset, 1), (duration, 2)))
-    return offset, duration, seconds, bool(int(bits) & 4)
+    def number(value, whole):
+        if math.isnan(value):
+            return None
+        return int(value) if whole else value
+    bits = int(bits)
+    return number(offset, bits & 1), number(duration, bits & 2), seconds, bool(bits & 4)
 
 
 def _clip_digest(path, cut):
     """128 bits of a clip's path and cut: the same for clips that are equal."""
-    text = f"\0{cut[0]}+{cut[1]}" * (cut[0] == cut[0]) + "\0filled" * (int(cut[3]) >= 4)
+    text = "" if math.isnan(cut[0]) else f"\0{cut[0]}+{cut[1]}"
+    if int(cut[3]) >= 4:
+        text += "\0filled"
     return hashlib.blake2b(path + text.encode(), digest_size=16).digest()
 
 
@@ -111,7 +116,8 @@ class TableBuilder:
     def __init__(self, tokenizer, ids, folder=None, facts=False):
         self.tokenizer, self.ids, self.lists = tokenizer, ids, token_lists(tokenizer)
         self.control, self.tags = ids.forbidden(tokenizer), ids.known_tags(tokenizer)
-        self._known, self._spelled, self._clips, self.left_out = {}, {}, None, Counter()
+        self._known, self._spelled = {}, {}
+        self._clips, self.left_out = None, Counter()
         self.folder = Path(folder or tempfile.mkdtemp())
         if folder is None:
             weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
@@ -138,7 +144,8 @@ class TableBuilder:
 
     def chunk(self, samples, problems):
         """{name: array} of Samples, for `append`, which may be that of another process's builder."""
-        good, facts, said, left_out = [], [], [], Counter()
+        good, facts = [], []
+        said, left_out = [], Counter()
         for sample in samples:
             if token := self._control_token(sample):
                 problems.append(problem(sample.name, "control_token", f"text contains the control token {token}; "

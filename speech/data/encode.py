@@ -193,7 +193,8 @@ def encode_share(world, work, folder, codec_dir, num_codebooks, num_proc, wait_l
 
 
 def _encode_files(world, mine, folder, codec_dir, num_codebooks, num_proc, progress, bad):
-    index, seen, batch, flushed = CacheIndex(folder), set(), Batch(folder, num_codebooks), time.monotonic()
+    index, seen = CacheIndex(folder), set()
+    batch, flushed = Batch(folder, num_codebooks), time.monotonic()
     codec, bandwidth = load_codec(codec_dir, world.device, num_codebooks)
     for path, stat, cuts, digest, waves in decoded(mine, num_proc, folder):
         heard = 0.0
@@ -251,10 +252,13 @@ class Progress:
     """One progress bar on rank 0 for the work of all ranks, kept through the store's counters."""
 
     def __init__(self, world, total, label, limit_s):
-        self.world, self.label, self.limit_s, self.local, self.seconds = world, label, limit_s, 0, 0.0
+        self.world, self.label, self.limit_s = world, label, limit_s
+        self.local, self.seconds = 0, 0.0
         self.start = time.monotonic() - 1e-3
-        self.bar = tqdm(total=total, desc=label, unit="clip", mininterval=0.1 if sys.stderr.isatty() else 30) \
-            if world.is_main else None
+        often = 0.1 if sys.stderr.isatty() else 30
+        self.bar = None
+        if world.is_main:
+            self.bar = tqdm(total=total, desc=label, unit="clip", mininterval=often)
 
     def _count(self, name, n=0):
         return self.world.store.add(f"{self.label}/{name}", n)
@@ -380,7 +384,8 @@ class Batch:
 
     def __init__(self, folder, num_codebooks):
         self.folder, self.num_codebooks = Path(folder), num_codebooks
-        self.codes, self.keys, self.files, self.file_keys, self.measures = [], [], [], [], []
+        self.codes, self.keys, self.files = [], [], []
+        self.file_keys, self.measures = [], []
 
     def add_codes(self, key, codes, measures=None):
         """measures: of measure(), None where the sound is not at hand."""
@@ -410,6 +415,7 @@ class Batch:
                              lambda temporary: tensor_files.save(tensors, temporary, about, save_file))
         except Exception as error:
             full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
-            raise UserError(f"{self.folder}: code cache shard cannot be written ({error})"
-                            + "; free disk space" * full)
-        self.codes, self.keys, self.files, self.file_keys, self.measures = [], [], [], [], []
+            remedy = "; free disk space" if full else ""
+            raise UserError(f"{self.folder}: code cache shard cannot be written ({error}){remedy}")
+        self.codes, self.keys, self.files = [], [], []
+        self.file_keys, self.measures = [], []

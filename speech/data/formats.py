@@ -256,7 +256,8 @@ def _swift_row(entry):
             isinstance(m, dict) and isinstance(m.get("content"), str) for m in messages):
         raise BadSample("has no list 'messages' of texts")
     clips = entry.get("audios") or entry.get("audio") or []
-    clips = [clips] if isinstance(clips, str) else [c.get("path") if isinstance(c, dict) else c for c in clips]
+    clips = [clips] if isinstance(clips, str) else clips
+    clips = [clip.get("path") if isinstance(clip, dict) else clip for clip in clips]
     answers = [m["content"] for m in messages if m.get("role") == "assistant"]
     asked = sum(m["content"].count("<audio>") for m in messages if m.get("role") != "assistant")
     spoken = sum(answer.count("<audio>") for answer in answers)

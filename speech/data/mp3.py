@@ -36,7 +36,7 @@ def with_length(data):
     _, version, rate, channels = data[first:first + 4]
     header = bytes([0xFF, version | 1, 0xE0 | rate & 0x0C, channels])           # the largest frame, without checksum
     mono, mpeg1 = channels >> 6 == 3, version >> 3 & 3 == 3
-    side = (17 if mono else 32) if mpeg1 else (9 if mono else 17)
+    side = {(True, True): 17, (True, False): 32, (False, True): 9, (False, False): 17}[mpeg1, mono]
     frame = header + bytes(side) + b"Xing" + (1).to_bytes(4, "big") + frames.to_bytes(4, "big")
     return frame.ljust(_size(header), b"\0") + data[first:]
 

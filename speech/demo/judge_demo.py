@@ -65,7 +65,8 @@ DRAWS = 2000    # of the sentences with replacement, for intervals
 
 def read_spoken(folder):
     """([text], [wave], [(T, 8) codes], [ended_by]) of what generate_tts.py wrote, in order. Raises UserError."""
-    texts, waves, codes, ends = [], [], [], []
+    texts, waves = [], []
+    codes, ends = [], []
     for path in sorted(path for path in Path(folder).glob("*.json") if path.stem.isdigit()):
         if not path.with_suffix(".npy").exists():
             raise UserError(f"{path.with_suffix('.npy')}: is missing; speak with --save_codes")

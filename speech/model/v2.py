@@ -269,7 +269,8 @@ def loss_report(sums, reduction, text_weight, prefix):
     per target that is a code.
     """
     sums = Sums.of(sums)
-    audio, ends, n_audio, n_text = sums.audio, sums.ends, sums.audio_targets, sums.text_targets
+    audio, ends = sums.audio, sums.ends
+    n_audio, n_text = sums.audio_targets, sums.text_targets
     books = len(audio)
     values = {"loss": total_loss(audio, n_audio, sums.text, n_text, reduction, text_weight),
               "audio_loss": sum(audio) / max(1, n_audio), "text_loss": sums.text / max(1, n_text),
