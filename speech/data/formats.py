@@ -18,7 +18,7 @@ from common.json_files import SKIPPED, json_value, read_entries
 from common.text import NAME, printable
 from speech.choices import FORMATS
 from speech.data import containers, corpora, sidecar
-from speech.data.columns import AUDIO_FILES, OTHER_AUDIO, TEXTS, find_columns, unknown_columns
+from speech.data.columns import AUDIO_FILES, OTHER_AUDIO, TEXTS, check_given, find_columns, unknown_columns
 from speech.data.conversations import BadSample, Paths, Source, is_chatml
 
 MAGIC = ((0, b"PAR1", "parquet"), (0, b"ARROW1", "arrow"), (0, b"\xff\xff\xff\xff", "arrow"), (257, b"ustar", "tar"),
@@ -213,6 +213,9 @@ def _json_formats(path, given):
     if first and not kind and not names:
         raise UserError(f"{path}: holds neither samples with 'messages' nor rows with columns of audio and text")
     if kind in ("manifest", "vibevoice"):
+        if given:       # of which some may come late
+            entries = (entry for _, entry in read(lambda number: True) if isinstance(entry, dict))
+            check_given(path, dict.fromkeys(key for entry in entries for key in entry), given)
         return _one(path, kind, _columns_text("JSON", found), path.parent,
                     lambda wanted: _rows(read(wanted), lambda entry: _manifest_row(entry, found, given)), unit)
     if kind == "ms_swift":
@@ -336,6 +339,7 @@ def _table_formats(path, given):
     for separator, names in headers.items():
         found = find_columns(names, given)
         if {"audio", "text"} <= found.keys():
+            check_given(path, names, given)
             return _one(path, "manifest", _columns_text(SEPARATORS[separator], found), path.parent,
                         lambda wanted: read_table(path, separator, given), "line")
     known = max(((find_columns(names, given), names) for names in headers.values()), key=lambda pair: len(pair[0]))

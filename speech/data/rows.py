@@ -66,10 +66,14 @@ def open_source(path, reading, held_out=False):
     if source is None:
         from speech.data import formats
         source = formats.find_source(path, reading.data_format, reading.columns, held_out)
-    shape = ("task_type", "ref_in_system", "reference", "reference_share", "columns")
-    if source.format == "chatml" and (changed := [n for n in shape if getattr(reading, n) != getattr(plain, n)]):
-        print(f"notice     {printable(path)}: ChatML has prompts of its own, in which {', '.join(map(flag_of, changed))} changes "
-              "nothing", flush=True)
+    unused, why = (), ""
+    if source.format == "chatml":
+        unused = ("task_type", "ref_in_system", "reference", "reference_share", "columns")
+        why = "ChatML has prompts of its own, in which"
+    elif source.format not in ("manifest", "vibevoice", "parquet", "arrow", "tar"):
+        unused, why = ("columns",), f"has no columns with names ({source.format}):"
+    if changed := [flag_of(name) for name in unused if getattr(reading, name) != getattr(plain, name)]:
+        print(f"notice     {printable(path)}: {why} {', '.join(changed)} changes nothing", flush=True)
     pool = {}
     if reading.reference == "same_speaker" and source.format != "chatml":
         from speech.data.prompts import reference_pool

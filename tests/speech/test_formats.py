@@ -252,13 +252,23 @@ def test_sets_as_tools_write_them_are_read_or_refused_in_one_line(tmp_path, name
             raise UserError(read(tmp_path / given)[2][0])
 
 
-def test_columns_are_named_by_hand(folder):
+def test_columns_are_named_by_hand(folder, capsys):
     path = written(folder / "m.csv", "caption,audio,clip\nHi.,none.wav,a.wav\n")
     assert spoken(read(path, columns="audio=clip,text=caption")[1]) == [("a.wav", "Hi.")]
-    with pytest.raises(UserError, match="has no column as --columns text=words says; its columns are caption, audio"):
-        read(path, columns="audio=clip,text=words")
+    for given in ("audio=clip,text=words", "audio=clip,text=caption,speaker=words"):
+        with pytest.raises(UserError, match="has no column as --columns [a-z]*=words says; its columns are caption, audio"):
+            read(path, columns=given)
+    late = lines(folder / "late.jsonl", *[{"audio": "a.wav", "text": "Hi."}] * 30, {"who": "anna"})
+    assert len(read(late, columns="speaker=who")[1]) == 30
+    with pytest.raises(UserError, match="has no column as --columns speaker=whom says; its columns are audio, text, who"):
+        read(late, columns="speaker=whom")
+    capsys.readouterr()
+    read(two_columns(folder), columns="speaker=who")
+    assert "has no columns with names (ljspeech): --columns changes nothing" in capsys.readouterr().out
     table = pyarrow.table({"caption": ["Hi."], "one": [b"1"], "two": [b"2"]})
     pyarrow.parquet.write_table(table, folder / "m.parquet")
+    with pytest.raises(UserError, match="has no column as --columns speaker=who says"):
+        read(folder / "m.parquet", columns="audio=two,text=caption,speaker=who")
     (sample,) = read(folder / "m.parquet", columns="audio=two,text=caption")[1]
     assert opened(sample.turns[-1].clips[0].path).read() == b"2"
 
