@@ -34,7 +34,7 @@ LANGUAGES = {"zh", "ja", "jp", "en", "ko", "yue", "de", "fr", "es", "it", "pt", 
 IPA = re.compile("[əɪʊɛɔæʌɑɹʃʒθðŋˈˌː]")
 LISTS = (".json", ".jsonl", ".csv", ".tsv", ".list", ".lst", ".txt")       # in a folder
 DEPTH, FOLDERS, FILES = 3, 200, 100     # levels of folders that are looked through for lists; more are not lists
-HELD_OUT = {"eval", "test", "dev", "valid", "validation"}
+HELD_OUT = {"eval", "test", "dev", "val", "valid", "validation"}
 LOOK = 20               # rows that are looked at to find out the format
 
 
@@ -283,7 +283,7 @@ def _metadata_json(path, held_out):
     samples = _object(path).get("samples") or json_files.read_object(path).get("samples")
     if not isinstance(samples, list):
         raise UserError(f"{path}: has no list 'samples'")
-    marked = [isinstance(raw, dict) and str(raw.get("split")).lower() in HELD_OUT for raw in samples]
+    marked = [isinstance(raw, dict) and str(raw.get("split")).strip().lower() in HELD_OUT for raw in samples]
     left_out = [mark != held_out for mark in marked] if not held_out or any(marked) else [False] * len(samples)
     about = "samples with files of text" + (f"; {sum(left_out)} are of another split" if any(left_out) else "")
 

@@ -25,7 +25,6 @@ from speech.data.conversations import (
 
 LOOK = 20       # entries that are looked at to find out the format
 NOTES = {       # of samples that are used all the same
-    "own_reference": "their reference is the very clip to speak: the model learns to copy it",
     "no_second_clip": "their speakers have no other clip for reference; trained without one",
     "unused_reference": "their task type uses no reference clips; --task_type zero_shot_voice_cloning trains with them",
     "no_reference_text": "what their reference clips say is not known (ref_text); trained without them"}
@@ -157,9 +156,6 @@ def _numbered(opened, wanted, prompts=False):
             yield number, problem(name, error.check, error, source.path)
         else:
             sample.notes.extend(notes)
-            *references, target = [(c.path, c.offset) for turn in sample.turns for c in turn.clips]
-            if target in references:
-                sample.notes.append(("own_reference", f"its reference is its own clip, {target[0]}"))
             yield number, sample
 
 
