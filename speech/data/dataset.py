@@ -409,7 +409,7 @@ def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0,
         for text in first[:1]:
             print(f"           first: {printable(text)}", flush=True)
         for check, n in sorted(notes.items()):
-            print(f"           {n} samples with {check}: {NOTES[check]}", flush=True)
+            print(f"           {counted(n, 'sample')} with {check}: {NOTES[check]}", flush=True)
         if not kept and not problems.stopping:
             problems.settle()
             raise UserError(f"{path}: holds no samples" + (" that can be used" if lost else ""))
