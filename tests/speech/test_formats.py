@@ -714,3 +714,8 @@ def test_members_of_a_tar_that_are_not_there_or_too_long(tmp_path):
     tar_of(tmp_path / "s.tar", {"a.wav": (tmp_path / "a.wav").read_bytes(), "a.txt": b"ha " * (65 * 2**20 // 3)})
     _, samples, problems = read(tmp_path / "s.tar")
     assert not samples and len(problems) == 1 and "a.txt is longer than 64 MiB" in problems[0]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "a.wav").rename(tmp_path / "in" / "a.wav")
+    (tmp_path / "in" / "a.txt").write_bytes(b"ha " * (65 * 2**20 // 3))
+    _, samples, problems = read(tmp_path / "in")
+    assert not samples and len(problems) == 1 and "its text is longer than 64 MiB" in problems[0]
