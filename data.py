@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from common import checkpoint, distributed
-from common.problems import settle
+from common.problems import Problems
 from common.watchdog import init_loader
 from speech.data.codes import ensure_codes
 from speech.data.dataset import Table, is_prepared, keep_prepared, read_all
@@ -41,20 +41,24 @@ def prepare_table(world, tokenizer, ids, codec_dir, *, train, held_out, output_d
     builder, sources = None, []
     start, bad = time.monotonic(), {}        # bad: clips that cannot be used, on rank 0
     folder = checkpoint.new_table(output_dir)       # the other ranks learn rank 0's from write()
+    # of rows and of their audio: a dry run names all at once, else bad rows end the run before it encodes
+    problems = None if encode else Problems(drop, list_in)
 
     def read():
         nonlocal builder, sources
         keep_prepared(output_dir)
         checkpoint.remove_named(output_dir, checkpoint.TABLE)       # a running job keeps what it has mapped
-        builder, sources = read_all(train, held_out, tokenizer, ids, reading, folder, processes, drop, list_in)
+        builder, sources = read_all(train, held_out, tokenizer, ids, reading, folder, processes, drop, list_in,
+                                    problems=problems)
         n_train = sum(s["stop"] - s["first"] for s in sources if not s["held_out"])
         print(f"data       {n_train} training samples, {len(builder) - n_train or 'no'} separate validation samples, "
               f"{len(builder.clips)} distinct clips (read in {time.monotonic() - start:.1f} s)", flush=True)
 
     def write():
         bad.update(builder.shorter_than(ids.min_frames, codes[-1]))
-        if bad:
-            said = settle(builder.without_audio(bad, sources), drop, list_in, more=True)
+        found = problems or Problems(drop, list_in, more=True)
+        found.add(builder.without_audio(bad, sources) if bad else [])
+        if said := found.settle():
             print(f"data       dropped: {said}", flush=True)
         cache, *found = codes
         builder.write(folder, os.path.abspath(cache), *found, sources)      # a relative path is the table's own

@@ -415,7 +415,7 @@ def main(argv=None):
             raise UserError(f"--output_file {output}: is there already, without {work.name} to go on from; give "
                             "another name, or move it away")
         checkpoint.prepare_output(output.resolve().parent if args.dry_run else work, "--output_file")
-        records = read_journals(work, header)
+        records = read_journals(work, header, parser.labels)
         todo = [number for number in range(shard, len(lines), shards) if number not in records]
         print(f"teacher    {args.model_name} ({engine})\n"
               f"lines      {len(lines):,}, {len(records):,} of them finished, {len(todo):,} to do"
@@ -444,7 +444,7 @@ def main(argv=None):
             label_lines(answers, draw, parser, lambda number: teacher.with_prompt(prompt, lines[number]), todo, journal,
                         seed=args.seed, max_retries=args.max_retries, constrain=args.constrain, answered=any(
                             row["answers"][-1]["finish_reason"] not in UNANSWERED for row in records.values()))
-        records = read_journals(work, header)
+        records = read_journals(work, header, parser.labels)
         if left := len(lines) - len(records):
             print(f"done       {len(todo):,} lines; {left:,} of other shards are not finished yet")
             return

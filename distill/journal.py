@@ -39,7 +39,7 @@ class Journal:
         """Note a record; it is on disk after the next sync, which comes by itself every SYNC_S."""
         if not self.size and not self.pending:      # with the first record: a start that fails before must fix nothing
             self.pending.append(json.dumps({"header": self.header}, ensure_ascii=False) + "\n")
-        self.pending.append(json.dumps(record, ensure_ascii=False) + "\n")
+        self.pending.append(json.dumps({**record, "crc32": checksum(record)}, ensure_ascii=False) + "\n")
         if time.monotonic() - self.synced > SYNC_S:
             self.sync()
 
@@ -58,8 +58,13 @@ class Journal:
         self.synced = time.monotonic()
 
 
-def read_journals(folder, header):
-    """{line id: record} of all journals; UserError for other headers."""
+def checksum(record):
+    """CRC-32 of a record as it is written: a flipped bit would be another label, or another line's."""
+    return zlib.crc32(json.dumps(record, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+
+
+def read_journals(folder, header, allowed=None):
+    """{line id: record} of all journals; UserError for other headers. allowed: labels, None: any."""
     records = {}
     for path in sorted(Path(folder).glob("shard-*.jsonl")):
         with json_files.open_file(path) as file:
@@ -71,6 +76,10 @@ def read_journals(folder, header):
                     compare(folder, dict(entry["header"]), header)
                 elif missing := RECORD - entry.keys():
                     raise KeyError(min(missing))
+                elif entry.pop("crc32", None) not in (None, checksum(entry)):       # None: of an earlier version
+                    raise ValueError("it is not as it was written: another checksum")
+                elif allowed and entry["label"] not in (None, *allowed):
+                    raise ValueError(f"{entry['label']!r} is not one of the labels")
                 else:
                     records.setdefault(entry["id"], entry)
             except (ValueError, KeyError, TypeError, AttributeError) as error:

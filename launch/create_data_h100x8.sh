@@ -13,9 +13,13 @@ LAUNCHER=create_data_h100x8
 
 allocator=${PYTORCH_ALLOC_CONF:-}
 # shellcheck source=launch/env.sh
-source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
 # vLLM's all-reduce (TP > 1) cannot share such memory
 if [ -z "$allocator" ]; then unset PYTORCH_ALLOC_CONF; fi
+
+# not all of known_settings: the student's, of one command for both, are in the environment too
+known=(MODEL PP MAX_MODEL_LEN ENGINE GPUS RESTART_S STOP_S LOG_EVERY_S)
+misspelt
 
 MODEL=${MODEL:-Qwen/Qwen3-30B-A3B-Instruct-2507}    # the teacher: folder or hub name
 PP=${PP:-1}                             # pipeline stages; TP x PP GPUs an instance

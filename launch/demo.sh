@@ -27,7 +27,9 @@ SAMPLE_SECONDS=${SAMPLE_SECONDS:-4}             # longest sample while it trains
 # shellcheck disable=SC2034     # env.sh's messages begin with it
 LAUNCHER=demo
 # shellcheck source=launch/env.sh
-source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
+known=(MODEL OUT STEPS RANKS DATA SENTENCES SEED CLIPS SPEAKERS SAMPLE_SECONDS)
+known_settings
 case $MODEL in v2 | higgs3) ;; *) die "MODEL=$MODEL: v2 or higgs3" ;; esac
 # shellcheck source=launch/setup.sh
 source "$REPO/launch/setup.sh"

@@ -19,8 +19,12 @@ set -euo pipefail
 # shellcheck disable=SC2034     # env.sh's messages begin with it
 LAUNCHER=distill_demo
 # shellcheck source=launch/env.sh
-source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
 
+known=(STORY OUT PROMPT STUDENT RANKS STEPS LEARNING_RATE GROUP_SIZE HELD_OUT ANSWER_TOKENS
+    QUESTIONS FOLLOWS TOPIC BATCH MIN_CLOSED INPUT TRUTH TOKENS SAVE_STEPS MIN_AGREEMENT MIN_GAIN
+    TEACHER TEACHER_NAME TEACHER_FLAGS)
+known_settings
 STORY=${STORY:-prompt}
 case $STORY in
 prompt) unread "which only STORY=language reads" INPUT TRUTH TEACHER TEACHER_NAME TEACHER_FLAGS \
@@ -183,6 +187,7 @@ step evaluation "$OUT/training/evaluation/evaluation.json" python distill/evalua
     --output_dir "$OUT/training/evaluation" --follows "$FOLLOWS" ${TOPIC:+--topic "$TOPIC"} \
     --max_new_tokens "$ANSWER_TOKENS" --batch_size 64 --min_closed "$MIN_CLOSED"
 
+if [ "${DRY_RUN:-0}" = 1 ]; then exit; fi
 echo "== result"
 python common/report.py "$OUT/training"
 cat "$OUT/training/evaluation/evaluation.txt"

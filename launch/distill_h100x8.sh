@@ -17,7 +17,7 @@ LAUNCHER=distill_h100x8
 
 allocator=${PYTORCH_ALLOC_CONF:-}       # of the user; the instances of vLLM must not get env.sh's
 # shellcheck source=launch/env.sh
-source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
 
 served=''
 case ${TEACHER:-} in http*) served=1 ;; esac

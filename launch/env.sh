@@ -102,7 +102,7 @@ setting() {
 # known_settings: refuse what is not in `known`. A setting of another launcher or of people's notes
 # would do nothing, nor would a misspelt one: BATCHSIZE, DRYRUN.
 known_settings() {
-    local name near
+    local name
     for name in BATCH BATCH_SIZE BLOCK_SIZE CODEC DATA DATA_PATH EPOCHS EVAL_STEPS GLOBAL_BATCH \
         GLOBAL_BATCH_SIZE GPUS GRAD_ACCUM GROUP_SIZE HDP_LAYOUT INIT_FROM LEARNING_RATE LOADERS \
         LOGGING_STEPS LORA LORA_ALPHA LORA_RANK LORA_TARGETS LR MAX_LENGTH MAX_STEPS \
@@ -113,6 +113,12 @@ known_settings() {
         [ -z "${!name+set}" ] ||
             die "$name=${!name}: not a setting of this launcher; it has ${known[*]}"
     done
+    misspelt
+}
+
+# misspelt: refuse what is nearly one of `known`
+misspelt() {
+    local near
     near=$(compgen -e | python3 -ISc 'import difflib, sys
 for name in sys.stdin.read().split():
     if name not in sys.argv:

@@ -9,7 +9,7 @@ NEED_GPUS=${NEED_GPUS:-0}   # GPUs this node must have
 ORPHAN_S=${ORPHAN_S:-30}    # seconds that children may outlive this shell; Slurm's default as well
 
 # shellcheck source=launch/env.sh
-source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
 
 log=$1 copy=''
 shift

@@ -14,7 +14,7 @@ UV=${UV-uv}                               # does the work where it is installed;
 TORCH_INDEX=${TORCH_INDEX-https://download.pytorch.org/whl/cpu}
 PYTHON_WHEELS=${PYTHON_WHEELS:-/usr/share/python-wheels}  # where Debian's python3-pip-whl puts pip
 
-setup_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+setup_root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 case $VENV in
 '') VENV=$setup_root/.venv ;;
 none | /*) ;;

@@ -6,7 +6,7 @@ set -euo pipefail
 # test files that run side by side; many tests wait more than they compute
 TEST_PROCESSES=${TEST_PROCESSES:-3}
 
-here=$(dirname "${BASH_SOURCE[0]}")
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 # shellcheck source=launch/setup.sh
 source "$here/setup.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false

@@ -7,7 +7,7 @@ import numpy as np
 
 from common.problems import problem
 from speech.data.code_cache import FRAME_RATE
-from speech.data.dataset import file_of
+from speech.data.dataset import file_of, own_references, places
 from speech.data.encode import MEASURES
 
 SILENCE_DB = -60.0          # root mean square of a clip; full scale is 0
@@ -76,13 +76,15 @@ def find_problems(builder, sources, where, measures, min_seconds, max_seconds):
         of_clips("dc_offset", np.abs(column["dc"]) > DC, lambda clip: f"its mean is {column['dc'][clip]:.3f}, not 0")
     add("no_words", np.flatnonzero(usable & (facts["letters"] == 0)), lambda i: "its text has no letter and no digit")
     samples = np.flatnonzero(usable)
-    place = where[target[samples], 0] * 2**40 + where[target[samples], 1]       # equal content lies in one place
+    place = places(where, target[samples])
     train = np.ones(len(samples), bool)
     for source in sources:
         if source["held_out"]:
             train &= (samples < source["first"]) | (samples >= source["stop"])
     inside = np.isin(place, place[~train]) & train
     add("in_validation", samples[inside], lambda i: "its audio is in the validation data as well")
+    add("own_reference", np.intersect1d(samples, own_references(places(where, numbers), offsets)),
+        lambda i: "its reference is its own clip")
     again("duplicate_audio", place, samples, lambda earlier: f"has the same audio as {earlier}")
     again("duplicate_text", facts["said"][samples], samples, lambda earlier: f"has speaker and text of {earlier}")
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -32,13 +32,22 @@ def find_columns(names, given=""):
     return found
 
 
+def check_given(path, names, given):
+    """Raise UserError where --columns says a column that a table with these does not have."""
+    there = {str(name).strip().lower() for name in names}
+    if wrong := [pair for pair in given.split(",") if pair and pair.split("=", 1)[1].lower() not in there]:
+        raise UserError(f"{path}: has no column as --columns {','.join(wrong)} says; its columns are {_listed(names)}")
+
+
+def _listed(names):
+    return ", ".join(str(name)[:40] for name in list(names)[:20])
+
+
 def unknown_columns(path, names, found, given):
     """UserError of a table without a known column of audio, of text, or of both. found, given: of find_columns."""
+    check_given(path, names, given)
     missing = [meaning for meaning in ("audio", "text") if meaning not in found]
-    columns = ", ".join(str(name)[:40] for name in names[:20])
     known = "; ".join(f"of {meaning} are {', '.join(COLUMNS[meaning])}" for meaning in missing)
-    if wrong := [pair for pair in given.split(",") if pair.split("=")[0] in missing]:
-        return UserError(f"{path}: has no column as --columns {','.join(wrong)} says; its columns are {columns}")
     return UserError(f"{path}: has no column of {' and none of '.join(missing)}; its columns are "
-                     f"{columns}; known names {known}; name yours: --columns "
+                     f"{_listed(names)}; known names {known}; name yours: --columns "
                      + ",".join(f"{meaning}=NAME" for meaning in missing))

@@ -10,7 +10,7 @@ import tarfile
 from common import hub
 from common.distributed import UserError
 from common.json_files import LONGEST, SKIPPED, loads
-from speech.data.columns import AUDIO_FILES, OTHER_AUDIO, TEXTS, find_columns, unknown_columns
+from speech.data.columns import AUDIO_FILES, OTHER_AUDIO, TEXTS, check_given, find_columns, unknown_columns
 from speech.data.conversations import MEMBER, PLACE, BadSample
 
 _group = {}         # the row group that this process read last, {(file, group): column of bytes}
@@ -122,6 +122,7 @@ def read_columns(paths, wanted, given):
     for path in paths:
         kind, table = _open(path)
         audio, schema = _audio_column(kind, table, path, given), _schema(kind, table)
+        check_given(path, schema.names, given)
         columns = {meaning: name for meaning, name in find_columns(schema.names, given).items()
                    if meaning != "audio"}
         if "text" not in columns:
@@ -201,7 +202,7 @@ def read_tars(paths, wanted, given):
                 file.seek(0)
                 for members in _samples(tar, size):
                     number += 1
-                    yield number, _tar_row(path, tar, members, given) if wanted(number) else SKIPPED
+                    yield number, _tar_row(path, tar, members, given, not number) if wanted(number) else SKIPPED
         except (tarfile.TarError, EOFError) as error:
             raise UserError(f"{path}: cannot be read as a tar ({error}); the file may be cut off")
 
@@ -242,19 +243,20 @@ def _is_audio(member):
     return member.name.lower().endswith(AUDIO_FILES + OTHER_AUDIO)
 
 
-def _tar_row(path, tar, members, given):
+def _tar_row(path, tar, members, given, first):
     audio = next((member for member in members if _is_audio(member)), None)
     names = ", ".join(member.name for member in members)
     try:
         if audio is None:
             raise BadSample(f"has no audio file: {names}")
-        row, text = {}, None
+        row, text, keys = {}, None, []
         for member in members:
             if member.size > LONGEST and member.name.endswith((".json", *TEXTS)):
                 raise BadSample(f"{member.name} is longer than {LONGEST >> 20} MiB")
             if member.name.endswith(".json"):
                 data = loads(tar.extractfile(member).read())
                 if isinstance(data, dict):
+                    keys += data
                     columns = find_columns(data, given)
                     row |= {meaning: data[name] for meaning, name in columns.items() if meaning not in ("audio", "id")}
             elif member.name.endswith(TEXTS) and text is None:
@@ -262,6 +264,8 @@ def _tar_row(path, tar, members, given):
         if text is None and row.get("text") is None:
             raise BadSample(f"has no text beside its audio: {names}", "empty_text")
         row["text"] = row.get("text") if text is None else text
+        if first:
+            check_given(path, keys, given)
     except (UnicodeDecodeError, ValueError) as error:
         return BadSample(f"{names}: {error}")
     except BadSample as error:

@@ -386,6 +386,9 @@ def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0,
 
         def chunks(start, step, opened=opened, path=path):
             for samples, wrong in read_chunks(opened, CHUNK, start, step):
+                unwanted = [[note for note in sample.notes if note[0] in drop] for sample in samples]
+                wrong += [problem(sample.name, *notes[0]) for sample, notes in zip(samples, unwanted) if notes]
+                samples = [sample for sample, notes in zip(samples, unwanted) if not notes]
                 found = [problem(sample.name, *note, path) for sample in samples for note in sample.notes]
                 shown = [sample_text(samples[0])] if samples and start == 0 else []
                 yield (builder.chunk(samples, wrong), wrong, found, shown,
@@ -413,7 +416,7 @@ def read_all(train, held_out, tokenizer, ids, reading, folder=None, processes=0,
         for text in first[:1]:
             print(f"           first: {printable(text)}", flush=True)
         for check, n in sorted(notes.items()):
-            print(f"           {n} samples with {check}: {NOTES[check]}", flush=True)
+            print(f"           {counted(n, 'sample')} with {check}: {NOTES[check]}", flush=True)
         if not kept and not problems.stopping:
             problems.settle()
             raise UserError(f"{path}: holds no samples" + (" that can be used" if lost else ""))
@@ -482,11 +485,25 @@ def weighted(numbers, weight, seed):
 def heard_in_validation(table, train, held_out):
     """(len(train),) bool: whether a validation sample speaks the audio of a training sample too."""
     def audio(numbers):
-        clips = table.clips[np.maximum(table.clip_offsets[numbers + 1], 1) - 1]
-        where = table.where[clips]
-        return np.where(where[:, 0] < 0, -2 - clips.astype(np.int64), where[:, 0] * 2**40 + where[:, 1])   # one place
+        return places(table.where, table.clips[np.maximum(table.clip_offsets[numbers + 1], 1) - 1])
 
     return np.isin(audio(train), audio(held_out))
+
+
+def places(where, clips):
+    """(n,) int64 for numbers of clips, equal for clips of the same audio. where: of speech.data.encode.ensure_codes."""
+    shard, row = where[clips, 0], where[clips, 1]
+    return np.where(shard < 0, -2 - clips.astype(np.int64), shard * 2**40 + row)
+
+
+def own_references(place, offsets):
+    """Numbers of the samples that have the clip to speak, their last one, as a reference too.
+
+    place: of the clips of all samples (places). offsets: (n + 1,) of each sample's first one in it.
+    """
+    last = np.repeat(place[np.maximum(offsets[1:], 1) - 1], np.diff(offsets))
+    again = np.concatenate([[0], np.cumsum(place == last)])
+    return np.flatnonzero(np.diff(again[offsets]) > 1)
 
 
 def too_long(table, numbers, flag, limit):
@@ -513,6 +530,10 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
         print(f"data       dropped from training: {counted(twice.sum(), 'sample')} whose audio is in the "
               "validation data")
     train = train[~twice]
+    own = own_references(places(table.where, table.clips), table.clip_offsets) if say else []
+    if len(own):
+        print(f"data       {counted(len(own), 'sample')} with own_reference: the reference is the clip to speak, which the "
+              f"model learns to copy, as of {printable(table.name(own[0]))}")
     limits = {"--max_length": max_length} | ({"--max_tokens_per_batch": max_tokens} if max_tokens else {})
     flag, limit = min(limits.items(), key=lambda item: item[1])
     problems = (p for numbers in (train, held_out) for p in too_long(table, numbers, flag, limit))

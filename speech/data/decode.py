@@ -64,14 +64,20 @@ def decode_file(path, cuts):
             except TooLong:
                 raise
             except Exception as error:
-                why = str(error).rpartition(": ")[2].strip().rstrip(".")        # without the name of a buffer
-                raise ValueError(f"is not readable audio ({why}); wav, flac, mp3 and ogg are read")
+                raise ValueError(unreadable(error, path))
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})")
     promised = max(promised, total * share)
     if total < WHOLE * promised:
         raise ValueError(f"is cut off: its header promises {promised / rate:.2f} s, {total / rate:.2f} s are there")
     return digest, rate, parts
+
+
+def unreadable(error, path):
+    """What is wrong with a file that libsndfile does not read, and what to do. error: its own."""
+    why, name = str(error).rpartition(": ")[2].strip().rstrip("."), os.path.basename(path)      # without a buffer's name
+    return (f"is not readable audio ({why}); wav, flac, mp3 and ogg are read; convert others: "
+            f"ffmpeg -i {name} {os.path.splitext(name)[0]}.flac")
 
 
 def check_size(samples, rate, limit):
@@ -209,8 +215,7 @@ def header_frames(path, cuts, config):
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})")
     except soundfile.SoundFileError as error:
-        why = str(error).rpartition(": ")[2].strip().rstrip(".")
-        raise ValueError(f"is not readable audio ({why}); wav, flac, mp3 and ogg are read")
+        raise ValueError(unreadable(error, path))
     found = []
     for offset, length, fill in cuts:
         start = round((offset or 0) * info.samplerate)

@@ -18,7 +18,7 @@ from common.json_files import SKIPPED, json_value, read_entries
 from common.text import NAME, printable
 from speech.choices import FORMATS
 from speech.data import containers, corpora, sidecar
-from speech.data.columns import AUDIO_FILES, OTHER_AUDIO, TEXTS, find_columns, unknown_columns
+from speech.data.columns import AUDIO_FILES, OTHER_AUDIO, TEXTS, check_given, find_columns, unknown_columns
 from speech.data.conversations import BadSample, Paths, Source, is_chatml
 
 MAGIC = ((0, b"PAR1", "parquet"), (0, b"ARROW1", "arrow"), (0, b"\xff\xff\xff\xff", "arrow"), (257, b"ustar", "tar"),
@@ -34,7 +34,7 @@ LANGUAGES = {"zh", "ja", "jp", "en", "ko", "yue", "de", "fr", "es", "it", "pt", 
 IPA = re.compile("[əɪʊɛɔæʌɑɹʃʒθðŋˈˌː]")
 LISTS = (".json", ".jsonl", ".csv", ".tsv", ".list", ".lst", ".txt")       # in a folder
 DEPTH, FOLDERS, FILES = 3, 200, 100     # levels of folders that are looked through for lists; more are not lists
-HELD_OUT = {"eval", "test", "dev", "valid", "validation"}
+HELD_OUT = {"eval", "test", "dev", "val", "valid", "validation"}
 LOOK = 20               # rows that are looked at to find out the format
 
 
@@ -213,6 +213,9 @@ def _json_formats(path, given):
     if first and not kind and not names:
         raise UserError(f"{path}: holds neither samples with 'messages' nor rows with columns of audio and text")
     if kind in ("manifest", "vibevoice"):
+        if given:       # of which some may come late
+            entries = (entry for _, entry in read(lambda number: True) if isinstance(entry, dict))
+            check_given(path, dict.fromkeys(key for entry in entries for key in entry), given)
         return _one(path, kind, _columns_text("JSON", found), path.parent,
                     lambda wanted: _rows(read(wanted), lambda entry: _manifest_row(entry, found, given)), unit)
     if kind == "ms_swift":
@@ -281,7 +284,7 @@ def _metadata_json(path, held_out):
     samples = _object(path).get("samples") or json_files.read_object(path).get("samples")
     if not isinstance(samples, list):
         raise UserError(f"{path}: has no list 'samples'")
-    marked = [isinstance(raw, dict) and str(raw.get("split")).lower() in HELD_OUT for raw in samples]
+    marked = [isinstance(raw, dict) and str(raw.get("split")).strip().lower() in HELD_OUT for raw in samples]
     left_out = [mark != held_out for mark in marked] if not held_out or any(marked) else [False] * len(samples)
     about = "samples with files of text" + (f"; {sum(left_out)} are of another split" if any(left_out) else "")
 
@@ -337,6 +340,7 @@ def _table_formats(path, given):
     for separator, names in headers.items():
         found = find_columns(names, given)
         if {"audio", "text"} <= found.keys():
+            check_given(path, names, given)
             return _one(path, "manifest", _columns_text(SEPARATORS[separator], found), path.parent,
                         lambda wanted: read_table(path, separator, given), "line")
     known = max(((find_columns(names, given), names) for names in headers.values()), key=lambda pair: len(pair[0]))

@@ -9,6 +9,7 @@ import math
 import re
 from pathlib import Path
 
+from common.json_files import LONGEST
 from speech.choices import DEFAULT_SYSTEM, TASK_TYPES
 from speech.data.conversations import SCENE, BadSample, system_parts
 from speech.data.sidecar import read_text
@@ -64,6 +65,8 @@ def row_text(row):
     text = read_text(row["text_file"], row.get("text_name", "")) if row.get("text_file") else row.get("text")
     if text is not None and not isinstance(text, str):
         raise BadSample(f"its text is {text!r}, not text")
+    if text and len(text) > LONGEST:        # the tokenizer would end this process
+        raise BadSample(f"its text is longer than {LONGEST >> 20} MiB")
     text = tagged((text or "").replace("<audio>", "").strip())      # ms-swift's placeholder, kept by some converters
     if not text:
         raise BadSample("its text is empty", "empty_text")

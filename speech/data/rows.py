@@ -25,7 +25,6 @@ from speech.data.conversations import (
 
 LOOK = 20       # entries that are looked at to find out the format
 NOTES = {       # of samples that are used all the same
-    "own_reference": "their reference is the very clip to speak: the model learns to copy it",
     "no_second_clip": "their speakers have no other clip for reference; trained without one",
     "unused_reference": "their task type uses no reference clips; --task_type zero_shot_voice_cloning trains with them",
     "no_reference_text": "what their reference clips say is not known (ref_text); trained without them"}
@@ -66,10 +65,14 @@ def open_source(path, reading, held_out=False):
     if source is None:
         from speech.data import formats
         source = formats.find_source(path, reading.data_format, reading.columns, held_out)
-    shape = ("task_type", "ref_in_system", "reference", "reference_share", "columns")
-    if source.format == "chatml" and (changed := [n for n in shape if getattr(reading, n) != getattr(plain, n)]):
-        print(f"notice     {printable(path)}: ChatML has prompts of its own, in which {', '.join(map(flag_of, changed))} changes "
-              "nothing", flush=True)
+    unused, why = (), ""
+    if source.format == "chatml":
+        unused = ("task_type", "ref_in_system", "reference", "reference_share", "columns")
+        why = "ChatML has prompts of its own, in which"
+    elif source.format not in ("manifest", "vibevoice", "parquet", "arrow", "tar"):
+        unused, why = ("columns",), f"has no columns with names ({source.format}):"
+    if changed := [flag_of(name) for name in unused if getattr(reading, name) != getattr(plain, name)]:
+        print(f"notice     {printable(path)}: {why} {', '.join(changed)} changes nothing", flush=True)
     pool = {}
     if reading.reference == "same_speaker" and source.format != "chatml":
         from speech.data.prompts import reference_pool
@@ -153,9 +156,6 @@ def _numbered(opened, wanted, prompts=False):
             yield number, problem(name, error.check, error, source.path)
         else:
             sample.notes.extend(notes)
-            *references, target = [(c.path, c.offset) for turn in sample.turns for c in turn.clips]
-            if target in references:
-                sample.notes.append(("own_reference", f"its reference is its own clip, {target[0]}"))
             yield number, sample
 
 

@@ -106,7 +106,7 @@ def cues(path):
             raise BadSample(f"{path.name} has no line 00:00:00.000 --> 00:00:01.000", "empty_text")
         return [(_seconds(start), _seconds(end), " ".join(re.sub("<[^>]*>", "", said).split()))
                 for start, end, said in found]
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("\\\t")]     # that: a range of Hz
     if not lines or not all(map(LABEL.match, lines)):
         return None
     return [(_seconds(("", "", start)), _seconds(("", "", end)), said.strip())

@@ -205,7 +205,7 @@ def test_a_resumed_run_keeps_its_choice(tmp_path, capfd):
         train_sft.main([str(word) for word in line])
         return capfd.readouterr().out
     said = run("--max_steps", 1, "--gpu_memory", 80)
-    assert re.search(r"ddp +2,048 tokens .*taken", said)
+    assert re.search(r"ddp +2,048 tokens .*taken", said) and "a step: 1 rank x 2 micro-steps" in said
     state = json.loads((tmp_path / "out" / "checkpoint-1" / "trainer_state" / "state.json").read_text())
     flags = {name: state["args"][name] for name in (*plan.FLAGS, "packs_per_step")}
     assert flags == {"parallel": "ddp", "max_tokens_per_batch": 2048, "per_device_train_batch_size": 16,
@@ -215,7 +215,7 @@ def test_a_resumed_run_keeps_its_choice(tmp_path, capfd):
     said = run("--max_steps", 2, "--gpu_memory", 1)
     assert "as the run that is resumed began: --parallel ddp, --max_tokens_per_batch 2048" in said
     assert "done       step 2" in said
-    assert "2 packs a step = 2 ranks x 1 micro-steps" in run("--dry_run", 2, "--gpu_memory", 80)
+    assert "2 packs a step = 2 ranks x 1 micro-step" in run("--dry_run", 2, "--gpu_memory", 80)
     with pytest.raises(SystemExit):
         run("--dry_run", 3)
     assert "this run has 2 packs a step, which 3 ranks cannot share out" in capfd.readouterr().err

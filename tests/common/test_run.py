@@ -1,5 +1,6 @@
 """Intervals of a run: by its length where the flags do not say, and what is said of those that never come."""
 import argparse
+import math
 
 import pytest
 
@@ -44,3 +45,11 @@ def test_a_resumed_run_keeps_its_intervals():
     first, _ = settled(525)
     args, _ = settled(1050, {"args": vars(first)}, eval_steps=7)
     assert (args.save_steps, args.eval_steps, args.warmup_steps) == (52, 7, 26)
+
+
+def test_of_equal_losses_the_better_tie_is_best():
+    """As while no answer is right yet: else a checkpoint from before training stayed the best one."""
+    state, found = argparse.Namespace(best_loss=None, best_tie=0.0, step=0), []
+    for state.step, values in enumerate([(1, 7.2), (1, 2.3), (1, 2.3), (0.9, 5), (0.9, math.nan), (math.nan,)]):
+        found.append(run.TrainState.better(state, *values))
+    assert found == [True, True, False, True, False, False] and (state.best_step, state.best_loss) == (3, 0.9)

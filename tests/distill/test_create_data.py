@@ -495,8 +495,14 @@ def test_damaged_journal_is_named(server, tmp_path):
     label(tmp_path, *flags(tmp_path, server, "--shard", "0/2"))
     journal = tmp_path / "labels.jsonl.work" / "shard-0-of-2.jsonl"
     text = journal.read_text().split("\n")
-    journal.write_text("\n".join([*text[:2], text[2][:9], *text[3:]]))
-    assert "shard-0-of-2.jsonl: line 3 cannot be read" in label(tmp_path, *flags(tmp_path, server), ok=False)
+    ours = json.loads(text[2])["label"]
+    flipped, other = chr(ord(ours[0]) ^ 1) + ours[1:], "fr" if ours != "fr" else "de"
+    for spoiled, why in ((text[2][:9], "(Expecting"), (text[2].replace(f'"{ours}"', f'"{other}"', 1), "another checksum"),
+                         (re.sub(', "crc32": .*}', "}", text[2].replace(f'"{ours}"', f'"{flipped}"', 1)),
+                          f"'{flipped}' is not one of the labels")):
+        journal.write_text("\n".join([*text[:2], spoiled, *text[3:]]))
+        said = label(tmp_path, *flags(tmp_path, server), ok=False)
+        assert "shard-0-of-2.jsonl: line 3 cannot be read" in said and why in said
 
 
 # -- transformers -----------------------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ def test_corpora_are_read_as_they_are_published(tmp_path, name):
 
 
 GUI = [{"id": n, "audio_file": f"{n}.wav", "transcript_file": f"{n}.txt", "split": split} for n, split in (
-    ("a", "train"), ("b", "eval"))]
+    ("a", "train"), ("b", "eval"), ("c", "Val "))]
 COSY = "Speak slowly.<|endofprompt|>Hi."
 SETS = {        # {tool: ({file: text} as it writes them, what is given, [(audio, text)] or what the error says)}
     "common voice": ({"train.tsv": "client_id\tpath\tsentence\nx\tc1.mp3\t\"Hi\" he said.\n", "clips/c1.mp3": "",
@@ -216,13 +216,13 @@ SETS = {        # {tool: ({file: text} as it writes them, what is given, [(audio
     "cosyvoice": ({"wav.scp": "u c.wav\n", "text": f"u {COSY}\n", "utt2spk": "u anna\n", "spk2utt": "anna u\n",
                    "c.wav": ""}, "", [("c.wav", COSY)]),
     "higgs gui": ({"metadata.json": json.dumps({"samples": GUI}), "train/a.wav": "", "train/a.txt": "Hi.",
-                   "eval/b.wav": "", "eval/b.txt": "Ho."}, "", [("a.wav", "Hi.")]),
+                   "eval/b.wav": "", "eval/b.txt": "Ho.", "c.wav": "", "c.txt": "Hu."}, "", [("a.wav", "Hi.")]),
     "f5": ({"f5.csv": '\ufeffaudio_file|text\nc.wav|"one | two"\n', "c.wav": ""}, "f5.csv", [("c.wav", "one | two")]),
     "wav and txt": ({"wav/anna/c.wav": "", "txt/anna/c.txt": "Hi."}, "", [("c.wav", "Hi.")]),
     "subtitles": ({"c.mp3": "", "c.srt": "1\n00:00:01,500 --> 00:00:02,000\nHi,\n<i>you</i>.\n\n2\n00:01:00,0 --> "
                    "00:01:01,0\nHo.\n", "d.wav": "", "d.vtt": "WEBVTT\n\n00:00.000 --> 00:01.000 align:left\nWell.\n"},
                   "", [("c.mp3", "Hi, you."), ("c.mp3", "Ho."), ("d.wav", "Well.")]),
-    "audacity": ({"c.wav": "", "c.txt": "0.000000\t3.200000\tThe ship\n4,5\t5\tSails\n"}, "",
+    "audacity": ({"c.wav": "", "c.txt": "0.000000\t3.200000\tThe ship\n\\\t80.0\t900.0\n4,5\t5\tSails\n"}, "",
                  [("c.wav", "The ship"), ("c.wav", "Sails")]),
     "excel": ({"m.csv": "\ufeffaudio;text;speaker\r\nc.wav;Hi;anna\r\n", "c.wav": ""}, "m.csv", [("c.wav", "Hi")]),
     "no header": ({"m.csv": 'wav\\c.wav,"Hi, you."\nd.wav,Ho.\n', "wav/c.wav": "", "d.wav": ""}, "",
@@ -252,13 +252,23 @@ def test_sets_as_tools_write_them_are_read_or_refused_in_one_line(tmp_path, name
             raise UserError(read(tmp_path / given)[2][0])
 
 
-def test_columns_are_named_by_hand(folder):
+def test_columns_are_named_by_hand(folder, capsys):
     path = written(folder / "m.csv", "caption,audio,clip\nHi.,none.wav,a.wav\n")
     assert spoken(read(path, columns="audio=clip,text=caption")[1]) == [("a.wav", "Hi.")]
-    with pytest.raises(UserError, match="has no column as --columns text=words says; its columns are caption, audio"):
-        read(path, columns="audio=clip,text=words")
+    for given in ("audio=clip,text=words", "audio=clip,text=caption,speaker=words"):
+        with pytest.raises(UserError, match="has no column as --columns [a-z]*=words says; its columns are caption, audio"):
+            read(path, columns=given)
+    late = lines(folder / "late.jsonl", *[{"audio": "a.wav", "text": "Hi."}] * 30, {"who": "anna"})
+    assert len(read(late, columns="speaker=who")[1]) == 30
+    with pytest.raises(UserError, match="has no column as --columns speaker=whom says; its columns are audio, text, who"):
+        read(late, columns="speaker=whom")
+    capsys.readouterr()
+    read(two_columns(folder), columns="speaker=who")
+    assert "has no columns with names (ljspeech): --columns changes nothing" in capsys.readouterr().out
     table = pyarrow.table({"caption": ["Hi."], "one": [b"1"], "two": [b"2"]})
     pyarrow.parquet.write_table(table, folder / "m.parquet")
+    with pytest.raises(UserError, match="has no column as --columns speaker=who says"):
+        read(folder / "m.parquet", columns="audio=two,text=caption,speaker=who")
     (sample,) = read(folder / "m.parquet", columns="audio=two,text=caption")[1]
     assert opened(sample.turns[-1].clips[0].path).read() == b"2"
 
@@ -284,10 +294,10 @@ def test_linked_folders_are_walked_once_and_names_are_printable(tmp_path, capsys
 def test_validation_rows_of_a_gui_are_validation_data(tmp_path):
     for path, text in SETS["higgs gui"][0].items():
         written(tmp_path / path, text)
-    for held_out, name in ((False, "a"), (True, "b")):
+    for held_out, names in ((False, ["(a)"]), (True, ["(b)", "(c)"])):
         opened = open_source(tmp_path, Reading(), held_out)
-        assert [s.name[-3:] for s in next(read_chunks(opened, 9))[0]] == [f"({name})"]
-        assert "; 1 are of another split" in opened.source.about
+        assert [s.name[-3:] for s in next(read_chunks(opened, 9))[0]] == names
+        assert f"; {3 - len(names)} are of another split" in opened.source.about
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -511,9 +521,6 @@ def test_the_text_of_a_reference_may_stand_beside_it(folder):
                  {"audio": "a.wav", "text": "Ho.", "ref_audio": "c.wav"})
     written(folder / "b.txt", "From beside.")
     _, samples, _ = read(path)
-    _, (own,), _ = read(lines(folder / "own.jsonl", {"audio": "a.wav", "text": "Hi.", "ref_audio": "a.wav",
-                                                     "ref_text": "Hi."}))
-    assert [check for check, _ in own.notes] == ["own_reference"]
     assert not samples[0].notes and references(samples) == {"Hi.": "From beside.", "Ho.": None} and samples[1].notes[0][0] == "no_reference_text"
 
 
@@ -707,3 +714,8 @@ def test_members_of_a_tar_that_are_not_there_or_too_long(tmp_path):
     tar_of(tmp_path / "s.tar", {"a.wav": (tmp_path / "a.wav").read_bytes(), "a.txt": b"ha " * (65 * 2**20 // 3)})
     _, samples, problems = read(tmp_path / "s.tar")
     assert not samples and len(problems) == 1 and "a.txt is longer than 64 MiB" in problems[0]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "a.wav").rename(tmp_path / "in" / "a.wav")
+    (tmp_path / "in" / "a.txt").write_bytes(b"ha " * (65 * 2**20 // 3))
+    _, samples, problems = read(tmp_path / "in")
+    assert not samples and len(problems) == 1 and "its text is longer than 64 MiB" in problems[0]

@@ -357,6 +357,16 @@ def change_weights(folder, change):
     return folder
 
 
+def test_bad_rows_and_bad_audio_are_one_list(run, tmp_path):
+    rows = [{"audio": "none.wav", "text": "Hi."}, {"audio": "bad.wav", "text": "Hi."}]
+    (tmp_path / "m.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "bad.wav").write_text("no audio")
+    complains(run("--train_data_file", tmp_path / "m.jsonl"), "error: 2 problems:",
+              "line 1 (none.wav): audio file 'none.wav' not found", "line 2 (bad.wav): its audio")
+    (tmp_path / "m.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    assert len(complains(run("--train_data_file", tmp_path / "m.jsonl"), "'none.wav' not found")) == 1
+
+
 def test_weights_that_do_not_fit(run, tiny, tmp_path):
     def lost(state):
         return {name: tensor for name, tensor in state.items() if "layers.1.mlp.up_proj" not in name}

@@ -258,6 +258,22 @@ def test_validation_audio_in_training_is_found(tiny, tokenizer, ids, faulty, tmp
     assert report["samples"] == report["dropped"] == 4 and [part["kept"] for part in report["sources"]] == [0, 4]
 
 
+def test_a_reference_that_is_the_clip_itself_is_found_by_its_audio(tiny, tokenizer, ids, faulty, tmp_path, capsys):
+    """Under another name too; and samples of what --drop_bad names of the rows are dropped."""
+    rows = [{"audio": "good0.wav", "text": "A.", "ref_audio": f"{name}.wav", "ref_text": "B."} for name in (
+        "good1", "copy", "good0")]
+    source = written(faulty.parent / "own.jsonl", [*rows, {"audio": "good2.wav", "text": "C.", "ref_audio": "good3.wav"}])
+    drop = ("own_reference", "no_reference_text")
+    report = prepared(tiny, tokenizer, ids, source, tmp_path / "a", drop=drop)
+    assert listed(tmp_path / "a") | {"duplicate_audio": 0} == {
+        "own_reference": [1, 2], "no_reference_text": [3], "duplicate_audio": 0, "duplicate_text": [1, 2]}
+    assert report["samples"] == 1 and report["dropped"] == 3
+    table = opened(tiny, tokenizer, ids, [(source, 1.0)], tmp_path / "b")
+    capsys.readouterr()
+    usable_samples(table, *split_samples(table, 0, 42), max_length=10_000, max_tokens=0, drop=False)
+    assert "2 samples with own_reference" in (said := capsys.readouterr().out) and "own.jsonl line 2 (" in said
+
+
 HEARD = """import sys, soundfile, numpy as np
 open(sys.argv[1], "a").write(f"{len(sys.argv) - 2}\\n")
 for path in sys.argv[2:]:
