@@ -479,7 +479,7 @@ def test_readme_is_short_and_has_what_it_must():
     assert COPY_OUT in readme
     assert set(TEXTS) == {"README.md", *(f"docs/{name}.md" for name in (
         "speech", "recipes", "diffusion", "distillation", "slurm", "reliability", "correctness", "speed",
-        "troubleshooting"))}
+        "troubleshooting", "log"))}
     for page in set(TEXTS) - {"README.md"}:
         assert f"]({page}" in readme, f"README does not lead to {page}"
     picture = ROOT / re.search(r"!\[[^]]+\]\(([^)]+)\)", readme)[1]
