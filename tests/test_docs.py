@@ -26,6 +26,7 @@ import pytest
 import soundfile
 import torch
 
+from speech.data import columns
 from speech.data.encode import load_codec
 from tests.helpers import chats
 from tests.helpers.progress import PATIENCE_S
@@ -477,6 +478,19 @@ def test_files_that_are_named_exist():
             assert (ROOT / path).is_file() or list(ROOT.glob(f"*/{path}")), f"{page}: there is no {path}"
 
 
+def test_columns_and_errors_of_speech_data_are_those_of_the_code():
+    rows = re.findall(r"^\| (`.*) \|", TEXTS["docs/speech.md"].partition("### Columns")[2], re.MULTILINE)
+    shown = set(re.findall(r"`(\w+)`", " ".join(rows)))
+    assert shown >= {name for names in columns.COLUMNS.values() for name in names}
+    code = "".join(path.read_text() for folder in ("speech/data", "common") for path in (ROOT / folder).glob("*.py"))
+    code = re.sub(r'"\n\s+f?"', "", code)     # a text over two lines
+    table = TEXTS["docs/troubleshooting.md"].partition("## Errors of speech data")[2].partition("\n## ")[0]
+    said = [text for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for text in re.findall(r"`([^`]+)`", row)]
+    assert len(said) > 20
+    for text in said:
+        assert text in code, f"docs/troubleshooting.md: no message says {text!r}"
+
+
 def test_public_functions_of_block_diffusion():
     names = re.findall(r"^\| `(diffusion\.\w+)\.(\w+)` \|", TEXTS["docs/diffusion.md"], re.MULTILINE)
     assert set(names) == {("diffusion.official", "load_official_state_dict"), ("diffusion.dit", "attention_masks"),
@@ -491,7 +505,7 @@ def test_readme_is_short_and_has_what_it_must():
     assert COPY_OUT in readme
     assert set(TEXTS) == {"README.md", *(f"docs/{name}.md" for name in (
         "speech", "recipes", "diffusion", "distillation", "slurm", "reliability", "correctness", "speed",
-        "troubleshooting", "first_voice", "log"))}
+        "troubleshooting", "first_voice", "speaking", "log"))}
     for page in set(TEXTS) - {"README.md"}:
         assert f"]({page}" in readme, f"README does not lead to {page}"
     picture = ROOT / re.search(r"!\[[^]]+\]\(([^)]+)\)", readme)[1]
