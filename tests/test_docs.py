@@ -478,15 +478,16 @@ def test_files_that_are_named_exist():
             assert (ROOT / path).is_file() or list(ROOT.glob(f"*/{path}")), f"{page}: there is no {path}"
 
 
-def test_columns_and_errors_of_speech_data_are_those_of_the_code():
+def test_columns_and_errors_of_data_are_those_of_the_code():
     rows = re.findall(r"^\| (`.*) \|", TEXTS["docs/speech.md"].partition("### Columns")[2], re.MULTILINE)
     shown = set(re.findall(r"`(\w+)`", " ".join(rows)))
     assert shown >= {name for names in columns.COLUMNS.values() for name in names}
-    code = "".join(path.read_text() for folder in ("speech/data", "common") for path in (ROOT / folder).glob("*.py"))
-    code = re.sub(r'"\n\s+f?"', "", code)     # a text over two lines
-    table = TEXTS["docs/troubleshooting.md"].partition("## Errors of speech data")[2].partition("\n## ")[0]
-    said = [text for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for text in re.findall(r"`([^`]+)`", row)]
-    assert len(said) > 20
+    code = "".join(path.read_text() for folder in ("speech/data", "common", "distill", "diffusion")
+                   for path in (ROOT / folder).glob("*.py"))
+    code = re.sub(r"\"\n\s+f?\"", "", code)     # a text over two lines
+    tables = TEXTS["docs/troubleshooting.md"].partition("## Errors of speech data")[2].partition("\n## Before")[0]
+    said = [text for row in re.findall(r"^\| (`.*?) \|", tables, re.MULTILINE) for text in re.findall(r"`([^`]+)`", row)]
+    assert len(said) > 30
     for text in said:
         assert text in code, f"docs/troubleshooting.md: no message says {text!r}"
 
