@@ -44,7 +44,7 @@ def run_demo(out):
     """The folder of a new run of launch/demo.sh. Its status may be 1: the row says how well it was understood."""
     before = set(out.glob("run-*"))
     subprocess.run(["bash", "launch/demo.sh"], cwd=ROOT, env=os.environ | {"OUT": str(out)})
-    return (set(out.glob("run-*")) - before).pop()
+    return next(iter(set(out.glob("run-*")) - before), out)
 
 
 def main(argv=None):
@@ -53,7 +53,10 @@ def main(argv=None):
     parser.add_argument("--note", default="", help="what the row should say, such as: shared machine")
     parser.add_argument("--results_dir", type=Path, default=ROOT / "bench" / "results", help="folder of the report")
     args = parser.parse_args(argv)
-    row = measured(args.run or run_demo(ROOT / "demo_out"))
+    run = args.run or run_demo(ROOT / "demo_out")
+    if not (run / "after" / "evaluation.json").exists():
+        sys.exit(f"error: {run}: is not a run of launch/demo.sh that came to its end (after/evaluation.json)")
+    row = measured(run)
     import torch
 
     from bench import measure, table
