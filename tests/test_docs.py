@@ -306,7 +306,8 @@ def workshop(shelf, tmp_path):
     for source in (*(ROOT / name for name in ("launch", "speech", "diffusion", "distill", "common", "tests")),
                    *shelf.iterdir(), *ROOT.glob("*.py"), ROOT / "README.md"):
         if source.is_dir():
-            shutil.copytree(source, tmp_path / source.name, copy_function=os.symlink)
+            shutil.copytree(source, tmp_path / source.name, copy_function=os.symlink,
+                            ignore=shutil.ignore_patterns("run.lock"))      # a lock that is a link is refused
         else:
             os.symlink(source, tmp_path / source.name)
     return tmp_path
