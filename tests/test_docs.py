@@ -475,6 +475,8 @@ def test_files_that_are_named_exist():
     for page, text in TEXTS.items():
         for path in named.findall(text):
             assert list(ROOT.glob(path)), f"{page}: there is no {path}"
+        for name, path in re.findall(r"`(\w+)` in `([\w/]+\.py)`", text):
+            assert f"def {name}(" in (ROOT / path).read_text(), f"{page}: {path} has no {name}"
         for path in re.findall(r"`([\w]+\.py)`", text):
             assert (ROOT / path).is_file() or list(ROOT.glob(f"*/{path}")), f"{page}: there is no {path}"
 
