@@ -359,11 +359,11 @@ def rehearse(trainer, folder, words, layers=2, ranks=1, planned=True):
         if where == "loading the model":        # from here on tensors are fake
             seen["ledger"] = stack.enter_context(fake_cuda.rehearsal())
 
-    def load_model(world, model, *rest, **options):
+    def load_model(first, world, model, *rest, **options):
         for module in model.modules():      # computed ones are real so far
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
-        return real_load(world, model, *rest, **options)
+        return real_load(first, world, model, *rest, **options)
     real_window, real_count, real_load = run.TrainState.window, run.TrainState.count, getattr(script, "load_model", None)
     device = torch.device("cuda", 0)
     changes = [

@@ -7,7 +7,7 @@ speech/demo/make_voice.py makes 7000 clips of flite's `slt` saying digits, a cod
 OUT_DIR. train_v2_ddp.py trains all weights of it in one process, 16 clips a step. Each of its checkpoints, the random
 weights among them, speaks 40 sentences that are in no training text, and is judged as in launch/demo.sh: pocketsphinx
 with a grammar that knows digits alone listens; "this voice" is the share of clips nearer to its pitch than to another's.
-Writes bench/results/voice_curve-cpu.json after each checkpoint; docs/speech.md shows it. Exit status 0 only if the last
+Writes bench/results/voice_curve-cpu.json after each checkpoint; docs/log.md shows it. Exit status 0 only if the last
 checkpoint is understood: at most --max_wer of the words are mistaken.
 """
 import argparse

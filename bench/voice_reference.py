@@ -8,7 +8,7 @@ train_v2_ddp.py trains an adapter as launch/demo.sh does, on 600 clips each of t
 are spoken behind clips of each of flite's four voices; codec and adapter have heard nothing of `kal16` and `awb`. A
 reference says another held-out sentence. pocketsphinx listens, and a clip counts as nearest to the voice whose
 recording of the sentence is most like it, by pitch and spectrum. Writes bench/results/voice_reference-cpu.json, which
-docs/speech.md shows.
+docs/log.md shows.
 """
 import argparse
 import json
