@@ -187,8 +187,8 @@ def build_parser():
 
 def layout_of(args):
     """The Layout that the flags name."""
-    names = [field.name for field in dataclasses.fields(Layout)]
-    return Layout(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+    return Layout(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Layout)
+                     if hasattr(args, field.name)})
 
 
 def check_flags(args, world_size):
