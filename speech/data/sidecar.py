@@ -15,7 +15,9 @@ TEXT_FOLDERS = ("txt", "txts", "text", "texts", "transcripts")      # beside a f
 NO_SPEAKER = AUDIO_FOLDERS | {"train", "dev", "test", "eval", "valid", "val"}
 TIME = r"(?:(\d+):)?(\d+):(\d+[.,]\d+)"
 CUE = re.compile(rf"{TIME}[ \t]*-->[ \t]*{TIME}.*\n((?:.*\S.*\n?)*)")
-LABEL = re.compile(r"\d+(?:[.,]\d+)?\t\d+(?:[.,]\d+)?\t")          # a line of Audacity's labels begins so
+# start and end of a line of Audacity's labels, with six decimals also where an editor made spaces of its tabs
+SECONDS = r"(\d+(?:[.,]\d+)?)(?:\t|(?<=[.,]\d{6}) +)"
+LABEL = re.compile(SECONDS * 2 + "(.*)")
 
 
 def walk(folder):
@@ -106,11 +108,12 @@ def cues(path):
             raise BadSample(f"{path.name} has no line 00:00:00.000 --> 00:00:01.000", "empty_text")
         return [(_seconds(start), _seconds(end), " ".join(re.sub("<[^>]*>", "", said).split()))
                 for start, end, said in found]
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("\\\t")]     # that: a range of Hz
-    if not lines or not all(map(LABEL.match, lines)):
+    # a line that begins with a backslash is a range of Hz of the one before
+    labels = [LABEL.fullmatch(line) for line in text.splitlines() if line.strip() and line[0] != "\\"]
+    if not labels or not all(labels):
         return None
     return [(_seconds(("", "", start)), _seconds(("", "", end)), said.strip())
-            for start, end, said in (line.split("\t", 2) for line in lines)]
+            for start, end, said in map(re.Match.groups, labels)]
 
 
 def _seconds(time):

@@ -222,8 +222,9 @@ SETS = {        # {tool: ({file: text} as it writes them, what is given, [(audio
     "subtitles": ({"c.mp3": "", "c.srt": "1\n00:00:01,500 --> 00:00:02,000\nHi,\n<i>you</i>.\n\n2\n00:01:00,0 --> "
                    "00:01:01,0\nHo.\n", "d.wav": "", "d.vtt": "WEBVTT\n\n00:00.000 --> 00:01.000 align:left\nWell.\n"},
                   "", [("c.mp3", "Hi, you."), ("c.mp3", "Ho."), ("d.wav", "Well.")]),
-    "audacity": ({"c.wav": "", "c.txt": "0.000000\t3.200000\tThe ship\n\\\t80.0\t900.0\n4,5\t5\tSails\n"}, "",
+    "audacity": ({"c.wav": "", "c.txt": "0.000000\t3.200000\tThe ship\n\\\t80.0\t900.0\n4.500000 5.000000 Sails\n"}, "",
                  [("c.wav", "The ship"), ("c.wav", "Sails")]),
+    "text of numbers": ({"c.wav": "", "c.txt": "1.5 2.5 litres\n"}, "", [("c.wav", "1.5 2.5 litres")]),
     "excel": ({"m.csv": "\ufeffaudio;text;speaker\r\nc.wav;Hi;anna\r\n", "c.wav": ""}, "m.csv", [("c.wav", "Hi")]),
     "no header": ({"m.csv": 'wav\\c.wav,"Hi, you."\nd.wav,Ho.\n', "wav/c.wav": "", "d.wav": ""}, "",
                   [("c.wav", "Hi, you."), ("d.wav", "Ho.")]),
