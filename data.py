@@ -41,15 +41,15 @@ def prepare_table(world, tokenizer, ids, codec_dir, *, train, held_out, output_d
     builder, sources = None, []
     start, bad = time.monotonic(), {}        # bad: clips that cannot be used, on rank 0
     folder = checkpoint.new_table(output_dir)       # the other ranks learn rank 0's from write()
-    # of rows and of their audio: a dry run names all at once, else bad rows end the run before it encodes
+    # a dry run names bad rows and bad audio at once, a run ends at bad rows before it encodes
     problems = None if encode else Problems(drop, list_in)
 
     def read():
         nonlocal builder, sources
         keep_prepared(output_dir)
         checkpoint.remove_named(output_dir, checkpoint.TABLE)       # a running job keeps what it has mapped
-        builder, sources = read_all(train, held_out, tokenizer, ids, reading, folder, processes, drop, list_in,
-                                    problems=problems)
+        builder, sources = read_all(train, held_out, tokenizer, ids, reading, folder, processes,
+                                    drop, list_in, problems=problems)
         n_train = sum(s["stop"] - s["first"] for s in sources if not s["held_out"])
         print(f"data       {n_train} training samples, {len(builder) - n_train or 'no'} separate validation samples, "
               f"{len(builder.clips)} distinct clips (read in {time.monotonic() - start:.1f} s)", flush=True)

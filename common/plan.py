@@ -668,7 +668,8 @@ def choice(args, setups, memory_of, samples_of):
     packs = setup.ranks * setup.accumulation
     lines = [f"{'the first' if fits else 'none'} that fits one GPU's {size(limit)}, {MARGIN}, from "
              "the fastest on:", *lines,
-             f"a step: {counted(setup.ranks, 'rank')} x {counted(setup.accumulation, 'micro-step')}, about "
+             f"a step: {counted(setup.ranks, 'rank')} x "
+             f"{counted(setup.accumulation, 'micro-step')}, about "
              f"{packs * samples_of(setup):,.0f} samples"]
     chosen = {flag: getattr(setup, field) for flag, field in FLAGS.items() if hasattr(args, flag)}
     return chosen | {"packs_per_step": packs}, lines

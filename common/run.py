@@ -103,7 +103,8 @@ def check_folders(args):
 
 def steps_text(total, per_epoch, ranks, accumulation, about):
     """The length of the run in optimizer steps."""
-    return (f"steps      {total} ({per_epoch} an epoch), {counted(ranks * accumulation, 'pack')} a step = "
+    packs = counted(ranks * accumulation, "pack")
+    return (f"steps      {total} ({per_epoch} an epoch), {packs} a step = "
             f"{counted(ranks, 'rank')} x {counted(accumulation, 'micro-step')}; {about}")
 
 

@@ -116,12 +116,12 @@ known_settings() {
     misspelt
 }
 
-# misspelt: refuse what is nearly one of `known`
+# misspelt: refuse what is nearly one of `known`; RANK and TOKEN are other programs'
 misspelt() {
     local near
     near=$(compgen -e | python3 -ISc 'import difflib, sys
 for name in sys.stdin.read().split():
-    if name not in sys.argv:
+    if name not in (*sys.argv, "RANK", "TOKEN"):
         for near in difflib.get_close_matches(name, sys.argv[1:], 1, 0.85): print(name, near)' \
         "${known[@]}" VENV CONDA_ENV NPROC_PER_NODE MASTER_PORT PORT_BASE MAX_RESTARTS \
         MAX_REQUEUES LOG_DIR DRY_RUN 2>/dev/null) || near=''

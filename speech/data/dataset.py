@@ -532,8 +532,8 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
     train = train[~twice]
     own = own_references(places(table.where, table.clips), table.clip_offsets) if say else []
     if len(own):
-        print(f"data       {counted(len(own), 'sample')} with own_reference: the reference is the clip to speak, which the "
-              f"model learns to copy, as of {printable(table.name(own[0]))}")
+        print(f"data       {counted(len(own), 'sample')} with own_reference: the reference is the "
+              f"clip to speak, which the model learns to copy, as of {printable(table.name(own[0]))}")
     limits = {"--max_length": max_length} | ({"--max_tokens_per_batch": max_tokens} if max_tokens else {})
     flag, limit = min(limits.items(), key=lambda item: item[1])
     problems = (p for numbers in (train, held_out) for p in too_long(table, numbers, flag, limit))
