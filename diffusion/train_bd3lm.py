@@ -399,6 +399,9 @@ def resume_validation(args, job, meta, validation):
     """
     if not meta:
         return args.t_range, 0, {}, bool(job.given and validation)
+    if missing := {"t_range", "stale", "best", "averaged"} - meta.keys():
+        raise UserError(f"--output_dir {args.output_dir}: the state.json of its checkpoint has no "
+                        f"{', '.join(sorted(missing))}; it is not of this trainer")
     t_range = tuple(meta["t_range"]) if args.clip_search_widths else args.t_range
     same = meta["validation"] == validation
     return (t_range, meta["stale"] if same else 0, meta["best"] if same else {},
@@ -523,9 +526,9 @@ def train(args):
     state = run.TrainState(world, watch, args, order, total_steps, (resume, meta),
                            run.Facts(sum(lines.WIDTHS), validation, rows.documents.name))
     state.restore(model, optimizer)
+    t_range, stale, best, eval_due = resume_validation(args, job, meta, validation)
     if meta:
         network.average.updates.fill_(meta["averaged"])
-    t_range, stale, best, eval_due = resume_validation(args, job, meta, validation)
     packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, at["epoch"],
                        at["first"])
     batches = loading.ahead(blocks.make_loader(

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -579,3 +580,10 @@ def test_other_budgets_are_another_run(pool, demo, shared):
     run = complete(pool, demo, output, *flags.split(), "--question_budget", 64, "--row_length", 144, "--dry_run",
                    ok=False)
     assert run.status == 1 and "was made with another question_budget (48, this run 64)" in run.output
+
+
+def test_a_state_of_another_trainer_is_refused():
+    """One that somebody has made, checksums included."""
+    args = SimpleNamespace(output_dir="out", clip_search_widths=[], t_range=(0, 1))
+    with pytest.raises(UserError, match="state.json of its checkpoint has no averaged, best; it is not of this"):
+        train_bd3lm.resume_validation(args, None, {"step": 1, "t_range": [0, 1], "stale": 0}, None)
