@@ -252,6 +252,7 @@ class Writer:
         self.world, self.output_dir = world, Path(output_dir)
         self.keep, self.limit_s = keep, limit_s
         self.thread, self.error = None, None        # of the write under way, or the last one
+        self.shared = threading.Event()     # this rank's share is written, or has failed
         # counts on every rank alike: part of the keys by which the ranks report in the store
         self.saves = 0
         # in the folder's name: ranks of an earlier run that still live never write into ours
@@ -264,7 +265,7 @@ class Writer:
         folder is there for all.
         """
         # one at a time: two would hold twice the copies in host memory
-        self.wait()
+        self.finish()
         if self.world.is_main:
             try:
                 # what could not be deleted before, on NFS, or another save that failed
@@ -283,6 +284,7 @@ class Writer:
         rotation must keep.
         """
         self.saves += 1
+        self.shared.clear()
         # not a daemon: the interpreter's end waits for a checkpoint under way
         self.thread = threading.Thread(target=self._write, args=(step, files, meta))
         self.thread.start()
@@ -296,8 +298,15 @@ class Writer:
         if self.error:
             raise self.error
 
-    def wait(self):
-        """Wait for the write under way; check(). On rank 0 the checkpoint is complete then."""
+    def finish(self):
+        """Wait for the write under way; check(). On every rank. The checkpoint is complete then."""
+        if self.thread is not None:
+            self.shared.wait()
+            # breaks when a rank has died before its share was written; the thread would wait on
+            distributed.meet(self.world)
+        distributed.rank0_first(self.world, self._join)
+
+    def _join(self):
         if self.thread is not None:
             self.thread.join()
         self.check()
@@ -317,11 +326,13 @@ class Writer:
             # through the store, since a collective of this thread would mix with those of training
             if store is not None and (files or rank in tensor_files.writers(self.world.size)):
                 store.set(f"checkpoint/{self.saves}/{rank}", json.dumps([written, why]))
+            self.shared.set()
             if self.world.is_main:
                 reports = self._reports() if store is not None else [(written, why)]
                 self._complete(step, reports, meta)
         except Exception as error:      # raised by the main thread, when it comes to check()
             self.error = self.failed(step, error)
+            self.shared.set()
 
     def _reports(self):
         """[(files, error)] of the ranks that write, as they come in."""

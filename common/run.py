@@ -290,7 +290,7 @@ class TrainState:
             tqdm.write(text)
         if self.flags.bad_in_a_row >= self.args.max_bad_steps:
             self.watch.moved("waiting for the checkpoint under way", self.args.wait_timeout)
-            distributed.rank0_first(self.world, self.writer.wait)
+            self.writer.finish()
             raise UserError(f"{self.flags.bad_in_a_row} steps in a row had a non-finite gradient; {text}")
 
     def due(self, steps):
@@ -377,7 +377,7 @@ class TrainState:
         note: words behind the last step; best: how to print the best loss.
         """
         self.watch.moved("waiting for the last checkpoint", self.args.wait_timeout)
-        distributed.rank0_first(self.world, self.writer.wait)
+        self.writer.finish()
         watchdog.rest()         # no rank waits for another any more, however long rank 0's loggers take to close
         self.bar.close()
         if not self.world.is_main:

@@ -112,7 +112,7 @@ def save(out, step):
     files = {"model.safetensors": lambda path: path.write_bytes(bytes([step]) * 1000),
              "*": lambda folder: [(folder / name).write_text(name) for name in ("config.json", "tokenizer.json")]}
     writer.save(step, files, STATE | {"step": step, "best_step": 1})
-    writer.wait()
+    writer.finish()
 
 
 def killed(out, step, change):

@@ -69,7 +69,7 @@ for step in (1, 2):
     writer.begin(step)
     dist.all_reduce(torch.ones(1))
     writer.save(step, {f"{world.rank}.txt": write}, {})
-writer.wait()
+writer.finish()
 print("saved")
 """
 

@@ -579,6 +579,18 @@ def test_rank_that_does_not_answer_is_named(launch, speech, tmp_path, moment, ra
     assert took > LIMIT_S
 
 
+def test_a_rank_that_dies_before_its_share_is_written_is_missed_at_once(launch, tmp_path):
+    """Rank 0 waits for that share, in no collective, and no torchrun tells it of the death."""
+    out = tmp_path / "out"
+    job = launch(out, *KINDS["fsdp"][1], "--save_steps", 1, "--collective_timeout", 60, ranks=2,
+                 env={"SLOW_DISK_S": "10", "SLOW_RANK": "1"})
+    job.wait_for(lambda: growing(out) == 1 and job.seen(2))
+    job.signal(signal.SIGKILL, [job.rank(1)])
+    assert job.wait() == [1, -signal.SIGKILL], job.text()
+    assert re.findall("^error: .*", job.text(), re.M) == [], job.text()     # the watchdog's, after 60 s
+    assert "rank 0 failed:" in job.text(), job.text()
+
+
 def test_ranks_that_are_slow_to_save_are_waited_for(launch, tmp_path):
     """Each save takes longer than a step may, and the next one waits for it; all beat meanwhile."""
     out = tmp_path / "out"

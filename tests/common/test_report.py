@@ -56,7 +56,7 @@ def make_run(folder, steps=STEPS, samples=EVALS, scale=1.0, args=ARGS):
         writer.begin(end)
         writer.save(end, {"adapter_model.safetensors": lambda path, size=1000 * end: path.write_bytes(bytes(size))},
                     {"step": end})
-        writer.wait()
+        writer.finish()
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 41, "train/lo')
     for step in samples:

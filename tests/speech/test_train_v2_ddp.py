@@ -497,7 +497,7 @@ def test_rotation_spares_the_new_checkpoint_beside_a_damaged_newer_one(tmp_path)
         writer.save(step, {"weights": lambda path: path.write_text(str(step))},
                     {"step": step, "epoch": 0, "first": 0, "identity": {}, "skipped": 0, "unlogged": [], "args": {},
                      "validation": None, "best_step": None, "best_loss": None})
-        writer.wait()
+        writer.finish()
     save(8)
     (tmp_path / "checkpoint-8" / "weights").write_text("?")
     save(4)

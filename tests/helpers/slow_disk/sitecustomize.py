@@ -1,4 +1,5 @@
-"""A disk that takes SLOW_DISK_S seconds to sync each file of a checkpoint that is being written.
+"""A disk that takes SLOW_DISK_S seconds to sync each file of a checkpoint that is being written; only
+that of SLOW_RANK where that is set.
 
 Python imports this file at its start when its folder is on PYTHONPATH; a process that is forked later runs it.
 """
@@ -15,4 +16,5 @@ def slow_sync(fd):
     sync(fd)
 
 
-os.fsync = slow_sync
+if os.environ.get("SLOW_RANK") in (None, os.environ.get("RANK")):
+    os.fsync = slow_sync
