@@ -610,18 +610,19 @@ def train(args):
             shown = micro == state.step % args.strategic_logging_steps == 0
             if args.enable_strategic_logging and main_rank and shown:
                 print_sample(table, tokenizer, batch)
-            # ranks exchange gradients once a step: in the last micro-step, when they are complete
-            with distributed.gradient_sync(wrapped, micro == accumulation - 1):
-                with autocast(args.bf16, device):
-                    # sums over this batch's targets, not means: any split adds up to the same
-                    losses = audio, text, ends = wrapped(batch)
-                loss = total_loss(audio, n_audio, text, n_text, args.audio_loss_reduction,
-                                  args.text_loss_weight)
-                # DDP and FSDP2 average gradients over ranks, but the loss is a mean over all ranks
-                (loss * world.size).backward()
+            # one pass, whose gradients ranks sum in the last micro-step; more by --replay_every
+            for summed in state.passes(wrapped, trainable, micro):
+                with distributed.gradient_sync(wrapped, summed):
+                    with autocast(args.bf16, device):
+                        # sums over this batch's targets, not means: any split adds up to the same
+                        losses = audio, text, ends = wrapped(batch)
+                    loss = total_loss(audio, n_audio, text, n_text, args.audio_loss_reduction,
+                                      args.text_loss_weight)
+                    # DDP and FSDP2 average gradients over ranks, the loss is a mean over them all
+                    (loss * world.size).backward()
+                # whether it is finite is asked a step later; then these samples can be named
+                state.note_loss(loss, mine)
             sums += sums_of(losses, batch).flat()
-            # whether it is finite is asked a step later; then these samples can be named
-            state.note_loss(loss, mine)
 
         # -- step: clipped; skipped on all ranks alike where a gradient is not finite ------------
         factor = optim.lr_factor(state.step, total_steps, args.warmup_steps, args.lr_scheduler,

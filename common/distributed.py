@@ -229,7 +229,7 @@ def stop(message):
         _give_way()
     if first_to_fail(_world and _world.store):
         print_error(error_text(f"error: {message}"))
-    leave(1)
+    leave(getattr(message, "status", 1))
 
 
 def leave(status):

@@ -25,6 +25,7 @@ PASSWORD = re.compile(r"(?<=://)[^/?#\s]*(?=@)")        # http://user:password@h
 
 class UserError(Exception):
     """A mistake in flags, files or data. Shown as text without a traceback; str() is what is read."""
+    status = 1      # the process ends with
 
 
 SECRETS = re.compile(r"(?<=://)[^/?#\s]*@|(?<=[?&])[\w-]*(?:key|token|secret|password)[\w-]*=[^&#\s]*", re.IGNORECASE)

@@ -586,20 +586,23 @@ def train(args):
             region = noise.send(batch.region.flatten()[inputs.places], world.device)
             inputs = inputs.to(world.device)
 
-            # forward: cross-entropy of each masked token; ranks exchange gradients once a step
-            with distributed.gradient_sync(network.wrapped, micro == accumulation - 1):
-                with torch.autocast(world.device.type, torch.bfloat16, enabled=args.bf16):
-                    losses = network.wrapped(inputs)
-                # loss: weighted so that it bounds the likelihood; a part of the step's mean
-                weighted = losses * inputs.weights
-                loss = weighted.sum() / work["targets"]
-                # backward: gradients are averaged over ranks, the loss is a mean over all of them
-                (loss * world.size).backward()
+            # one pass, whose gradients ranks sum in the last micro-step; more by --replay_every
+            for summed in state.passes(network.wrapped, parameters, micro):
+                with distributed.gradient_sync(network.wrapped, summed):
+                    # forward: cross-entropy of each masked token
+                    with torch.autocast(world.device.type, torch.bfloat16, enabled=args.bf16):
+                        losses = network.wrapped(inputs)
+                    # loss: weighted so that it bounds the likelihood; a part of the step's mean
+                    weighted = losses * inputs.weights
+                    loss = weighted.sum() / work["targets"]
+                    # backward: gradients are averaged over ranks, the loss is a mean over them all
+                    (loss * world.size).backward()
+                documents = [document for row in mine for document in rows.members[row]]
+                state.note_loss(loss, documents)
             # for the log, without waiting for the device
             sums.losses.index_add_(0, region, weighted.detach().double())
             sums.cross_entropy.add_(losses.detach().double().sum())
             sums.masked.add_(len(inputs.rows))
-            state.note_loss(loss, [document for row in mine for document in rows.members[row]])
         if world.is_main:               # the plan knows those of all ranks
             for i in range(4):          # one by one: a tensor made of them would wait for the GPU
                 sums.targets[i] += work[f"targets_{i}"]

@@ -554,16 +554,18 @@ def train(args):
             # a batch that is not the plan's would divide the loss by another count than the other ranks'
             assert drawn or batch.counts["targets"] == table.targets[mine].sum(), "not the planned batch"
             assert pad_to in (0, len(batch.input_ids)), "the pack is not filled to its budget"
-            # ranks exchange gradients once per step, behind the last micro-step
-            with distributed.gradient_sync(wrapped, micro == accumulation - 1):
-                with autocast(args.bf16, device):
-                    found = wrapped(batch)          # Sums over this batch's targets, not means
-                # DDP and FSDP2 average gradients over ranks: world.size makes a sum of the average; the loss is
-                # a mean over the targets of all ranks and micro-steps
-                (found.loss * (world.size / work["targets"])).backward()
+            # one pass, whose gradients ranks sum in the last micro-step; more by --replay_every
+            for summed in state.passes(wrapped, trainable, micro):
+                with distributed.gradient_sync(wrapped, summed):
+                    with autocast(args.bf16, device):
+                        found = wrapped(batch)          # Sums over this batch's targets, not means
+                    # DDP and FSDP2 average gradients over ranks: world.size makes a sum of the
+                    # average; the loss is a mean over the targets of all ranks and micro-steps
+                    (found.loss * (world.size / work["targets"])).backward()
+                # without a host sync: a loss that is not finite is named when the flags of this
+                # step have arrived
+                state.note_loss(found.loss, mine)
             sums += found.stacked()
-            # without a host sync: a loss that is not finite is named when the flags of this step have arrived
-            state.note_loss(found.loss, mine)
 
         # -- step: clipped, skipped on every rank where the gradient is not finite ---------------------
         factor = optim.lr_factor(state.step, total_steps, warmup, args.lr_scheduler, args.min_lr_ratio)
