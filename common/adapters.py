@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from common import json_files, tensor_files
+from common import json_files, low_rank, tensor_files
 from common.distributed import UserError
 
 WHOLE = ".modules_to_save."             # in the names of modules that are trained as a whole
@@ -33,9 +33,13 @@ class AddingLinear(Linear):
     adds_in_place = True        # False copies the base's output first: recomputation may have kept it
 
     def forward(self, x, *args, **kwargs):
-        """x (..., in_features) -> (..., out_features); anything but plain training or inference is PEFT's."""
+        """x (..., in_features) -> (..., out_features); anything but plain training or inference is
+        PEFT's.
+        """
         if self.disable_adapters or self.merged or args or kwargs:
             return super().forward(x, *args, **kwargs)
+        if low_rank.joins(self):
+            return low_rank.outputs(x, self)[0]
         rows = x.flatten(0, -2)       # in-place addition to a view would copy the gradient
         out = self.base_layer(rows)
         low = self.lora_A["default"](self.lora_dropout["default"](rows)).to(out.dtype)

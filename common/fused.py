@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._triton import has_triton
 
-from common import flags, text
+from common import flags, low_rank, text
 
 SWIGLU = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"     # of transformers' MLPs
 ROTARY = "apply_rotary_pos_emb"         # of transformers' modules
@@ -215,7 +215,8 @@ def use(model):
         if _is_plain_norm(kind):
             module.__class__ = _with(kind, lambda norm, x: rms_norm(x, norm.weight, norm.variance_epsilon))
         elif _is_plain_mlp(kind) and _is_silu(module.act_fn):
-            module.__class__ = _with(kind, lambda mlp, x: mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x))))
+            module.__class__ = _with(kind, lambda mlp, x: mlp.down_proj(
+                swiglu(*low_rank.outputs(x, mlp.gate_proj, mlp.up_proj))))
         plain = getattr(place, ROTARY, None)
         if plain and not hasattr(plain, "plain") and _is_plain_rotary(plain):
             setattr(place, ROTARY, _rotary(plain))

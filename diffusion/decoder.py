@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-from common import fused, json_files, recomputation, tensor_files
+from common import fused, json_files, low_rank, recomputation, tensor_files
 from common.distributed import UserError
 from diffusion import dit
 
@@ -122,8 +122,8 @@ class Attention(nn.Module):
 
     def forward(self, x, cos, sin, queries, mask, clean_mask, past):
         """As dit.Layer: (attended (B, S or queries, H), keys and values of x (B, kv_heads, S, D))."""
-        q, k, v = (project(x).unflatten(-1, (-1, self.head_size))
-                   for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (out.unflatten(-1, (-1, self.head_size)) for out in low_rank.outputs(
+            x, self.q_proj, self.k_proj, self.v_proj))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         rotate = fused.rotate if fused.wanted(v) else fused.rotate_kernel
@@ -144,7 +144,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.mlp_size, config.hidden_size, bias=False)
 
     def forward(self, x):
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate, up = low_rank.outputs(x, self.gate_proj, self.up_proj)
         return self.down_proj(fused.swiglu(gate, up) if fused.wanted(x) else F.silu(gate) * up)
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import HiggsAudioV2ForConditionalGeneration
 
 import lora
-from common import adapters, tensor_files
+from common import adapters, low_rank, tensor_files
 from common.distributed import UserError, World
 from data import collate
 from speech.model import v2
@@ -115,52 +115,65 @@ def test_adapters_are_fp32_on_a_bf16_base(tiny, data):
     dtypes = {p.requires_grad: {q.dtype for q in net.parameters() if q.requires_grad == p.requires_grad}
               for p in net.parameters()}
     assert dtypes == {True: {torch.float32}, False: {torch.bfloat16}}
-    products = []
-    layer = net.get_base_model().model.layers[0].self_attn.q_proj
-    layer.lora_A["default"].register_forward_hook(lambda m, i, out: products.append((i[0].dtype, out.dtype)))
     packed = v2.PackedHiggs(net).train()
     with torch.autocast("cpu", torch.bfloat16):
         loss = spoken.total(packed, collate(samples, ids))
     loss.backward()
-    assert products == [(torch.bfloat16, torch.bfloat16)]       # no cast of the activations to fp32 on the way in
     grads = [p.grad for n, p in net.named_parameters() if "lora_B" in n]
     assert len(grads) == 20 and all(g.dtype == torch.float32 and g.any() for g in grads)
     expected = spoken.total(v2.PackedHiggs(base(tiny)), collate(samples, ids))
     torch.testing.assert_close(loss, expected, rtol=0.01, atol=0)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
 @pytest.mark.parametrize("shape", [(7, 48), (2, 3, 48), (0, 48)])
 @pytest.mark.parametrize("bf16", [False, True])
-def test_adding_in_the_product_equals_pefts_own_forward(shape, bf16):
+def test_layers_of_one_input_equal_pefts_own_forward(shape, bf16, dropout):
+    """Outputs and gradients, of ranks and scales that differ; dropout draws the same masks."""
     torch.manual_seed(0)
-    holder = torch.nn.ModuleDict({"proj": torch.nn.Linear(48, 80, bias=False)})
-    net = adapters.attach(holder, LoraConfig(r=4, lora_alpha=12, target_modules=["proj"], lora_dropout=0.25))
-    layer = net.base_model.model["proj"].train()
-    assert type(layer) is adapters.AddingLinear
-    torch.nn.init.normal_(layer.lora_B["default"].weight)
-    weights, x = [layer.lora_A["default"].weight, layer.lora_B["default"].weight], torch.randn(shape)
-    grad = torch.randn(*shape[:-1], 80)
+    sizes = {"q": 80, "k": 32, "v": 32}
+    holder = torch.nn.ModuleDict({name: torch.nn.Linear(48, size, bias=False) for name, size in sizes.items()})
+    net = adapters.attach(holder, LoraConfig(r=4, lora_alpha=12, target_modules=list(sizes), lora_dropout=dropout,
+                                             rank_pattern={"k": 2}, alpha_pattern={"v": 5}))
+    layers = [net.base_model.model[name].train() for name in sizes]
+    weights = [half.weight for layer in layers for half in (layer.lora_A["default"], layer.lora_B["default"])]
+    for layer in layers:
+        assert type(layer) is adapters.AddingLinear and low_rank.joins(layer)
+        torch.nn.init.normal_(layer.lora_B["default"].weight)
+    x, grads = torch.randn(shape), [torch.randn(*shape[:-1], size) for size in sizes.values()]
     if bf16:
-        layer.base_layer.to(torch.bfloat16)
-        grad = grad.to(torch.bfloat16)
+        net.base_model.model.to(torch.bfloat16)
+        for weight in weights:
+            weight.data = weight.data.float()
+        grads = [grad.to(torch.bfloat16) for grad in grads]
 
-    def run():
-        torch.manual_seed(1)        # of the dropout
+    def run(outputs):
         inputs = x.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            out = layer(inputs)
-        return [out, *torch.autograd.grad(out, [inputs, *weights], grad)]
+            found = outputs(inputs)
+        return [*found, *torch.autograd.grad(found, [inputs, *weights], grads)]
 
-    ours = run()
-    layer.__class__ = Linear
-    expected = run()
-    for found, wanted in zip(ours, expected, strict=True):
-        assert found.dtype == wanted.dtype and found.shape == wanted.shape
-        largest = max([1.0, *wanted.abs().flatten().tolist()])
-        torch.testing.assert_close(found, wanted, rtol=0, atol=(0.02 if bf16 else 1e-6) * largest)
-    assert ours[0].shape == (*shape[:-1], 80)
+    def one_by_one(inputs):
+        torch.manual_seed(1)
+        return [layer(inputs) for layer in layers]
+
+    def together(inputs):
+        torch.manual_seed(1)
+        return low_rank.outputs(inputs, *layers)
+
+    found = {"together": run(together), "one by one": run(one_by_one)}
+    for layer in layers:
+        layer.__class__ = Linear
+    expected = run(one_by_one)
+    for way, ours in found.items():
+        for tensor, wanted in zip(ours, expected, strict=True):
+            assert tensor.dtype == wanted.dtype and tensor.shape == wanted.shape
+            largest = max([1.0, *wanted.abs().flatten().tolist()])
+            torch.testing.assert_close(tensor, wanted, rtol=0, atol=(0.02 if bf16 else 1e-6) * largest, msg=way)
+    layer = layers[0]
     layer.__class__ = adapters.AddingLinear
     with net.disable_adapter():
+        assert not low_rank.joins(layer)
         bare = layer(x.to(layer.base_layer.weight.dtype))
     assert torch.equal(bare, layer.base_layer(x.to(bare.dtype)))
 
