@@ -15,13 +15,17 @@ from bench import sm90
 
 sm90.patch()
 
+import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import BlockMask
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 import lora as lora_script
-from common import distributed, fused
+from common import adapters, distributed, fused
 from common import float8 as float8_layers
+from common.document_attention import ATTENTION
 from diffusion import dit
+from distill import packed_lm
 from speech.model import v2, weights
 
 fused.compiles = lambda kind: True      # nothing can run on this device, as a trial would
@@ -44,6 +48,8 @@ def rotated_blocks(rows):
     q, cos = tensor(rows // 1024, 1024, 12, 64), tensor(rows // 1024, 1024, 1, 32, dtype=torch.float32)
     return q, torch.empty_like(q), cos, torch.empty_like(cos)
 
+
+CODES = {}      # {Triton source: sm90.Code}
 
 # {kernel of fused.py: its arguments by number of rows}
 FUNCTIONS = {
@@ -68,8 +74,10 @@ def report(name, graphs, first=0, **more):
     kernels = []
     for graph in graphs[first:]:
         for kernel, source in graph.kernels():
-            code = sm90.assembled(kernel, source)
-            kernels.append({"name": kernel, "direction": graph.direction, **code._asdict()})
+            same = source.replace(kernel, "kernel")     # layers share kernels, under other names
+            if same not in CODES:
+                CODES[same] = sm90.assembled(kernel, source)
+            kernels.append({"name": kernel, "direction": graph.direction, **CODES[same]._asdict()})
     print(json.dumps({"case": name, "graphs": len(graphs), "kernels": kernels, **more}), flush=True)
 
 
@@ -86,42 +94,82 @@ def functions(names, suffix=""):
         report(function.__name__ + suffix, sm90.GRAPHS, breaks=sum(counters["graph_break"].values()))
 
 
-def layers(name, *, lora=True, float8=False):
-    """A decoder layer of Higgs-Audio V2 at full width, both ways, on three packs of 8192 tokens."""
+def three_packs(name, found, call, width, first=2):
+    """Compiled layers both ways, on three packs of 8192 tokens. call(layer, hidden, pack): runs one."""
     torch._dynamo.reset()
     counters.clear()
     sm90.GRAPHS.clear()
+    distributed.compile_layers(found)
+    error = ""
+    for pack in ((2501, 900), (2377, 850), (2600, 1000)):       # rows of text, longest sample
+        hidden = tensor(8192, width).requires_grad_()
+        try:
+            with torch.autocast("cuda", BF16):
+                out = hidden
+                for layer in found:
+                    out = call(layer, out, *pack)
+            out.backward(torch.empty_like(out))
+        except Exception as failed:
+            error = f"{type(failed).__name__}: {failed}"[:300]
+            break
+    moved = sum(graph.moved for graph in sm90.GRAPHS[:2]) / 1e9
+    # the first two are those of one length, the others of all
+    report(name, sm90.GRAPHS, first, breaks=sum(counters["graph_break"].values()), error=error,
+           gb_a_layer=round(moved, 3))
+
+
+def speech(name, float8=False, ask=False):
+    """A decoder layer of Higgs-Audio V2 under LoRA. ask: the planted fault, it waits for the GPU."""
     settings = json.loads((sm90.fake_cuda.ROOT / "launch/voice/model/config.json").read_text())
     settings |= {"vocab_size": 4096, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 1,
                  "num_attention_heads": HEADS, "num_key_value_heads": 8, "head_dim": HEAD}
-    native = weights.empty_model(weights.native_config(settings), BF16 if lora else torch.float32)
-    net = lora_script.add_lora(native, 16, 32, 0.0, "all-linear", "x") if lora else native
-    model = v2.PackedHiggs(net)
-    error = ""
+    native = weights.empty_model(weights.native_config(settings), BF16)
+    model = v2.PackedHiggs(lora_script.add_lora(native, 16, 32, 0.0, "all-linear", "x"))
+
+    def call(layer, hidden, n_text, longest):
+        order, cos = tensor(8192, dtype=torch.int64), tensor(8192, HEAD)
+        packed = v2.Packed(n_text, order, torch.empty_like(order), cos, torch.empty_like(cos),
+                           tensor(14, dtype=torch.int32), longest, None)
+        return layer(hidden, packed=packed)
+
     with sm90.fake():
         model.to_empty(device="cuda")
         found = model.base_model.model.layers
         if float8:
             float8_layers.convert(found)
-        distributed.compile_layers(found)
-        for n_text, longest in ((2501, 900), (2377, 850), (2600, 1000)):
-            order, cos = tensor(8192, dtype=torch.int64), tensor(8192, HEAD)
-            packed = v2.Packed(n_text, order, torch.empty_like(order), cos, torch.empty_like(cos),
-                               tensor(14, dtype=torch.int32), longest, None)
-            hidden = tensor(8192, 3072).requires_grad_()
-            try:
-                with torch.autocast("cuda", BF16):
-                    out = hidden
-                    for layer in found:
-                        out = layer(out, packed=packed)
-                out.backward(torch.empty_like(out))
-            except Exception as failed:
-                error = f"{type(failed).__name__}: {failed}"[:300]
-                break
-    moved = sum(graph.moved for graph in sm90.GRAPHS[:2]) / 1e9
-    # the second two are those of all other lengths
-    report(name, sm90.GRAPHS, 2, breaks=sum(counters["graph_break"].values()), error=error,
-           gb_a_layer=round(moved, 3))
+        if ask:
+            found[0].mlp.act_fn.forward = lambda x: F.silu(x) * x.sum().item()
+        three_packs(name, found, call, 3072, first=99 if ask else 2)
+
+
+def chat(name):
+    """A decoder layer of Qwen3 4B under LoRA, as distill/train_sft.py calls it."""
+    config = Qwen3Config(vocab_size=4096, hidden_size=2560, intermediate_size=9728, num_hidden_layers=1,
+                         num_attention_heads=32, num_key_value_heads=8, head_dim=HEAD)
+    with torch.device("meta"):
+        native = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=BF16)
+    how = (16, 32, 0.0, "all-linear", "x")
+    model = packed_lm.PackedLM(adapters.add_lora(native, native.model.layers, *how))
+
+    def call(layer, hidden, _, longest):
+        ends, cos = tensor(14, dtype=torch.int32), tensor(1, 8192, HEAD)
+        found = layer(hidden[None], position_embeddings=(cos, torch.empty_like(cos)), use_cache=False,
+                      cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=longest, max_length_k=longest)
+        return found[0]
+
+    with sm90.fake():
+        model.to_empty(device="cuda")
+        three_packs(name, model.native.model.layers, call, 2560)
+
+
+def block_mask(rows, noisy, length):
+    """Mask of block diffusion's rows, whose values nobody knows."""
+    tiles = length // dit.TILE
+    doc, block = (tensor(rows, length, dtype=torch.int32) for _ in range(2))
+    counts, places = (tensor(rows, 1, tiles, *more, dtype=torch.int32) for more in ((), (tiles,)))
+    return BlockMask.from_kv_blocks(
+        counts, places, counts, places, BLOCK_SIZE=dit.TILE, seq_lengths=(length, length),
+        mask_mod=dit.attends(doc, block, noisy))
 
 
 def block_attention(name):
@@ -129,25 +177,40 @@ def block_attention(name):
     torch._dynamo.reset()
     counters.clear()
     sm90.GRAPHS.clear()
-    rows, heads, width, noisy, length = 8, 12, 64, 1024, 2048
-    tiles = length // dit.TILE
     with sm90.fake():
-        doc, block = (tensor(rows, length, dtype=torch.int32) for _ in range(2))
-        counts, places = (tensor(rows, 1, tiles, *more, dtype=torch.int32) for more in ((), (tiles,)))
-        mask = BlockMask.from_kv_blocks(
-            counts, places, counts, places, BLOCK_SIZE=dit.TILE, seq_lengths=(length, length),
-            mask_mod=dit.attends(doc, block, noisy))
-        q, k, v = (tensor(rows, heads, length, width).requires_grad_() for _ in range(3))
+        mask = block_mask(8, 1024, 2048)
+        q, k, v = (tensor(8, 12, 2048, 64).requires_grad_() for _ in range(3))
         out = dit.sparse_attention(q, k, v, mask)
         out.backward(torch.empty_like(out))
     report(name, sm90.GRAPHS, breaks=sum(counters["graph_break"].values()))
 
 
+def blocks(name):
+    """A layer of the 170M DiT, as diffusion/train_bd3lm.py compiles it: rows have one length."""
+    torch._dynamo.reset()
+    counters.clear()
+    sm90.GRAPHS.clear()
+    layer, rows, length = dit.Layer(dit.config_of("small", 50304, 50303, 0.0)), 8, 2048
+    with sm90.fake():
+        layer.to_empty(device="cuda")
+        distributed.compile_layers([layer], dynamic=False)
+        cos = tensor(rows, length, 1, 32, dtype=torch.float32)
+        x = tensor(rows, length, 768).requires_grad_()
+        condition = tensor(layer.modulation.in_features, dtype=torch.float32)
+        with torch.autocast("cuda", BF16):
+            out = layer(x, condition, cos, torch.empty_like(cos), length, block_mask(rows, 1024, length))
+        out.backward(torch.empty_like(out))
+    report(name, sm90.GRAPHS, breaks=sum(counters["graph_break"].values()), error="",
+           gb_a_layer=round(sum(graph.moved for graph in sm90.GRAPHS) / 1e9, 3))
+
+
 def main():
     if sys.argv[1:] == ["layers"]:
-        layers("lora")
-        layers("lora, float8", float8=True)
-        return
+        speech("speech")
+        speech("speech, float8", float8=True)
+        speech("speech, .item()", ask=True)
+        chat("chat")
+        return blocks("blocks")
     functions(FUNCTIONS)
     fused._compiled = functools.cache(functools.partial(torch.compile, dynamic=True))
     functions([fused.swiglu_kernel, fused.rotate_kernel], ", every size symbolic")
