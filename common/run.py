@@ -101,6 +101,13 @@ def check_folders(args):
                     for flag, path in folders.items() if path))
 
 
+def check_float8(args, device):
+    """UserError where --float8 cannot run."""
+    if args.float8:
+        from common import float8
+        float8.check_device(device, True)
+
+
 def steps_text(total, per_epoch, ranks, accumulation, about):
     """The length of the run in optimizer steps."""
     packs = counted(ranks * accumulation, "pack")

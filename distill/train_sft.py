@@ -408,15 +408,8 @@ def read_inputs(args, world):
     *_, (model, parts), (table, ends, train_ids, eval_ids) = collect(
         dry, lambda: run.check_folders(args),
         lambda: distributed.check_bf16(world.device, args.bf16),
-        lambda: check_float8(args, world.device), lambda: empty_model(folder, args), read_data)
+        lambda: run.check_float8(args, world.device), lambda: empty_model(folder, args), read_data)
     return Inputs(folder, tokenizer, model, parts, table, ends, train_ids, eval_ids, prompt)
-
-
-def check_float8(args, device):
-    """UserError where --float8 cannot run."""
-    if args.float8:
-        from common import float8
-        float8.check_device(device, True)
 
 
 def open_sampler(args, world):

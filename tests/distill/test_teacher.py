@@ -8,6 +8,7 @@ from transformers import GenerationConfig
 
 from common.flags import UserError
 from distill import teacher
+from distill.generate import Draw
 from tests.helpers import tiny_teacher
 
 
@@ -73,6 +74,17 @@ def test_transformers_draws_depend_on_the_seed_alone(tiny_chat):
     narrow = [a.text for _, a in ask_tiny(folder, temperature=1.0, top_k=1)(requests)]
     greedy = [a.text for _, a in ask_tiny(folder)(requests)]
     assert narrow == greedy
+
+
+def test_a_draw_takes_one_number_of_its_row():
+    """The token is where the running sum of the probabilities passes it; vocabularies are large."""
+    draw, shares = Draw([7, 8]), torch.tensor([0.0, 0.5, 0.25, 0.25])
+    found = [draw(None, shares.log().expand(2, 4)).argmax(-1).tolist() for _ in range(40)]
+    for row, seed in enumerate((7, 8)):
+        numbers = torch.rand(40, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        wanted = [1 if number < 0.5 else 2 + (number >= 0.75) for number in numbers.tolist()]
+        assert [tokens[row] for tokens in found] == wanted
+    assert draw(None, torch.full((2, 4), torch.nan)).shape == (2, 4), "the loss finds them"
 
 
 def test_transformers_draws_from_the_softmax(tiny_chat):
