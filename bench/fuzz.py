@@ -33,7 +33,7 @@ from bench import measure
 from common import checkpoint, json_files, metrics, report, run
 from common.flags import UserError
 from common.text import HIDDEN, error_text
-from distill import chat, held_out, journal, teacher
+from distill import chat, held_out, journal, teacher_server
 from speech.data.rows import read_samples
 from speech.model.labels import conversation_pieces
 
@@ -150,10 +150,10 @@ def plans(folder, data):
 def server(folder, data):
     """What a server answers; ask_server tries again after these errors."""
     try:
-        answer = teacher.read_answer(json_files.loads(data))
+        answer = teacher_server.read_answer(json_files.loads(data))
         json.dumps(answer.text, ensure_ascii=False).encode()
-    except teacher.MALFORMED as error:
-        check_said(error_text(teacher.explain(error)))
+    except teacher_server.MALFORMED as error:
+        check_said(error_text(teacher_server.explain(error)))
 
 
 def manifest(folder, data):

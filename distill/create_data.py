@@ -375,6 +375,22 @@ def report(output_file, stats):
         print(f"notice     {stats['rejected']:,} lines without a label ({why}): {rejected_path(output_file)}")
 
 
+def open_teacher(args, engine, draw):
+    """`answers` of teacher.py by the engine of this name. draw: Sampling."""
+    if engine == "openai":
+        from distill.teacher_server import open_server
+        return open_server(args.model_name, draw, args.base_url, args.concurrency,
+                           args.request_timeout, args.server_patience)
+    if engine == "transformers":
+        from distill.teacher_transformers import open_transformers
+        return open_transformers(args.model_name, draw, args.max_model_len, args.batch_size,
+                                 args.chunk_size)
+    from distill.teacher_vllm import open_vllm
+    own = {name: getattr(args, name) for name in ENGINE_FLAGS["vllm"]}
+    return open_vllm(args.model_name, draw, max_model_len=args.max_model_len, seed=args.seed,
+                     chunk_size=args.chunk_size, **own)
+
+
 def leave_on_signals():
     """A signal ends this process as an exception would: finished lines are noted, the engine ends its children.
 
@@ -431,17 +447,7 @@ def main(argv=None):
             journal = Journal(work, shard, shards, header)
             draw = teacher.Sampling(args.max_tokens, args.temperature, args.top_p, args.top_k, args.logprobs,
                                     args.thinking)
-            if engine == "openai":
-                answers = teacher.open_server(args.model_name, draw, args.base_url, args.concurrency,
-                                              args.request_timeout, args.server_patience)
-            elif engine == "transformers":
-                answers = teacher.open_transformers(args.model_name, draw, args.max_model_len, args.batch_size,
-                                                    args.chunk_size)
-            else:
-                own = {name: getattr(args, name) for name in ENGINE_FLAGS["vllm"]}
-                answers = teacher.open_vllm(args.model_name, draw, max_model_len=args.max_model_len, seed=args.seed,
-                                            chunk_size=args.chunk_size, **own)
-            label_lines(answers, draw, parser, lambda number: teacher.with_prompt(prompt, lines[number]), todo, journal,
+            label_lines(open_teacher(args, engine, draw), draw, parser, lambda number: teacher.with_prompt(prompt, lines[number]), todo, journal,
                         seed=args.seed, max_retries=args.max_retries, constrain=args.constrain, answered=any(
                             row["answers"][-1]["finish_reason"] not in UNANSWERED for row in records.values()))
         records = read_journals(work, header, parser.labels)

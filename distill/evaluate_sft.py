@@ -127,7 +127,7 @@ import numpy as np
 import torch
 
 from common import checkpoint, distributed, metrics
-from distill import chat, held_out, scores, student, teacher, weights
+from distill import chat, held_out, scores, student, weights
 
 
 def pick_labels(parser, lines):
@@ -174,11 +174,13 @@ class Model(NamedTuple):
 def open_engine(args, model, lines, draw, scratch):
     """`answers` of teacher.py for a Model by --engine. draw: Sampling. scratch: an empty folder for vLLM."""
     if args.engine == "server":
-        return teacher.open_server(model.served, draw, args.base_url, args.concurrency)
+        from distill.teacher_server import open_server
+        return open_server(model.served, draw, args.base_url, args.concurrency)
     if args.engine == "vllm":
+        from distill.teacher_vllm import open_vllm
         folder = student.vllm_folder(model.folder, model.adapter, model.tokenizer, lines.ends, scratch)
         options = {name: getattr(args, name) for name in (*ENGINE_FLAGS["vllm"], "seed")}
-        return teacher.open_vllm(folder, draw, **options)
+        return open_vllm(folder, draw, **options)
     dtype, device = getattr(torch, args.dtype), torch.device(args.device)
     net = student.load_model(model.folder, model.adapter, dtype, device)
     return student.open_transformers(net, model.tokenizer, lines.ends, draw, args.batch_size)
