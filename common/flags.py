@@ -17,7 +17,6 @@ import time
 from pathlib import Path
 
 from common import lifetime
-from common.json_files import read_text
 from common.text import UserError, counted, error_text, print_error, without_secrets
 
 TRACKERS = ("tensorboard", "wandb", "trackio")                  # of --report_to
@@ -25,6 +24,7 @@ MODES = ("all", "selective")                                    # of --gradient_
 PARALLEL = ("ddp", "fsdp", "hsdp")
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 CONFIG = "run.yaml"     # in OUTPUT_DIR
+CONFIG_FLAG = re.compile("--config(=|$)")
 OVERRIDE = re.compile(r"\+{0,2}[a-z]\w*(\.[a-z]\w*)+=[^/]*$")   # trainer.precision=bf16, as Hydra
 GIVE_WAY_S = 5      # seconds other ranks leave rank 0 to say what is wrong, before torchrun ends it
 
@@ -180,8 +180,9 @@ def parse(parser, check=None, argv=None):
     try:
         allocator_setting()
         check_names(parser, words)      # before argparse complains of what is missing
-        if "--config" in parser._option_string_actions:
-            words = config_words(parser, words) + words     # what stands later counts
+        if "--config" in parser._option_string_actions and any(map(CONFIG_FLAG.match, words)):
+            from common import config_file
+            words = config_file.words_of(parser, words) + words     # what stands later counts
         args = parser.parse_args(words, Args())
         args.given = stored(args)
         actions = (parser._option_string_actions.get(word.split("=")[0]) for word in words)
@@ -220,50 +221,6 @@ def allocator_setting():
         if "=" in value:
             os.environ[name] = value.replace("=", ":")
             notice(f"{name}={value} is read as {os.environ[name]}")
-
-
-def config_words(parser, words):
-    """The words of a command line for the YAML file that --config names there, if it does.
-
-    Values are taken as they are written, so on, 5e-5 and 007 stay what they are; an empty one or
-    null gives no flag. Raises UserError.
-    """
-    files = [words[i + 1] for i, word in enumerate(words[:-1]) if word == "--config"]
-    files += [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
-    if not files:
-        return []
-    need(len(files) == 1, "--config is given twice")
-    import yaml  # comes with transformers
-
-    file, found, made = files[0], set(), []
-    try:
-        tree = yaml.compose(read_text(file, "--config "), Loader=yaml.BaseLoader)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"--config {file}: is not YAML ({' '.join(str(error).split())})")
-    need(tree is None or isinstance(tree, yaml.MappingNode),
-         f"--config {file}: must be lines of flag: value")
-    for key, value in tree.value if tree else ():
-        where, name = f"--config {file} line {key.start_mark.line + 1}", str(key.value)
-        action = parser._option_string_actions.get(f"--{name}")
-        if action is None or action.dest in ("config", "help"):
-            known = {flag.removeprefix("--") for flag in spellings(parser)}
-            near = nearest(name, known - {"config", "help", "-h"})
-            raise UserError(f"{where}: {name}: no such flag; the nearest one is {near}")
-        need(action.dest not in found, f"{where}: {name} is there twice")
-        found.add(action.dest)
-        items = value.value if isinstance(value, yaml.SequenceNode) else [value]
-        need(all(isinstance(item, yaml.ScalarNode) for item in items),
-             f"{where}: {name} takes a value or a list")
-        if isinstance(value, yaml.SequenceNode):
-            need(action.nargs not in (None, 0, "?"), f"{where}: {name} takes one value, not a list")
-            made += [f"--{name}", *(item.value for item in items)]
-        elif value.style is None and value.value in ("", "~", "null"):
-            continue
-        elif isinstance(action, argparse.BooleanOptionalAction):
-            made.append(f"--{name}" if boolean(value.value) else f"--no-{name}")
-        else:       # one word: the value may begin with a dash
-            made.append(f"--{name}={value.value}")
-    return made
 
 
 def write_config(path, given, script):

@@ -4,8 +4,7 @@ Memory of one GPU, for W weight values of which T are trained, sharded over N GP
 
     weights      stored dtype x W / N
     gradients    4 T / N, and under FSDP2 4 T whole between the micro-steps of a step
-    optimizer    8 T / N (Adam, fp32)
-    average      4 T / N, where there is one
+    optimizer    8 T / N (Adam, fp32); average, where there is one, 4 T / N
     copies       FSDP2 gathers the root unit, a layer at work, the next one and a buffer
     activations  no formula: step_bytes runs the step on tensors that have shapes but no memory, and
                  counts what is alive: logits, casts of weights, gradients as they come included
@@ -77,9 +76,7 @@ class Setup:
 
     @property
     def fresh(self):
-        """Whether gradients come while activations go; else they stand, in DDP's buckets or from
-        the micro-step before.
-        """
+        """Whether gradients come while activations go; else they stand all the time."""
         return self.accumulation == 1 and (self.fsdp or self.ranks == 1)
 
 
@@ -106,8 +103,7 @@ class Step(NamedTuple):
 class LiveBytes(TorchDispatchMode):
     """Bytes of the tensors that operators make in this context: now, and most in each stage."""
 
-    def __init__(self, known):
-        """known: tensors that do not count."""
+    def __init__(self, known):      # tensors that do not count
         super().__init__()
         self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
         self.now, self.stage = 0, STAGES[0]
@@ -142,11 +138,12 @@ class LiveBytes(TorchDispatchMode):
 
 
 class Kept(torch.autograd.Function):
-    """A GPU's kernel without its work; its backward pass needs its inputs and a number a row."""
+    """A GPU's kernel without its work; its backward pass needs its inputs and a number a row, that
+    of attention, whose others have as many axes, its output as well.
+    """
 
     @staticmethod
     def forward(ctx, x, *others):
-        """x (..., D) -> like x. Attention, whose others have as many axes, keeps that as well."""
         out = torch.empty_like(x)
         ctx.given = 1 + len(others)
         ctx.save_for_backward(x, *others, x.new_empty(x.shape[:-1], dtype=torch.float32),
@@ -159,10 +156,7 @@ class Kept(torch.autograd.Function):
 
 
 def varlen(q, k, v, *_):
-    """torch's attention of packed documents, which works without memory.
-
-    q (S, heads, D), k, v (S, kv_heads, D).
-    """
+    """torch's attention of packed documents: q (S, heads, D), k, v (S, kv_heads, D)."""
     grouped = {"enable_gqa": True} if document_attention.VARLEN_GQA else {}
     if not grouped:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
@@ -187,22 +181,18 @@ def gpu_kernels(live):
 @contextlib.contextmanager
 def swapped(*changes):
     """Within this context attributes have other values. changes: (owner, name, value)."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-    try:
-        for change in changes:
-            setattr(*change)
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in changes:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
         yield
-    finally:
-        for change in before:
-            setattr(*change)
 
 
 @functools.cache
 def step_bytes(step, setup, pack, train=True, gpu=True):
     """{stage of STAGES: most bytes of tensors} that a micro-step makes of one pack, or, without
-    `train`, a validation batch. gpu=False: with the kernels of the CPU.
-
-    All layers but the last are alike: of many, 2 and then 4 are run.
+    `train`, a validation batch. gpu=False: with the kernels of the CPU. Of many layers, all of
+    which but the last are alike, 2 and then 4 are run.
     """
     count = len(step.layers(step.model))
     if count <= 4:
@@ -225,26 +215,25 @@ def run_layers(step, setup, pack, count, train, gpu):
     with FakeTensorMode(allow_non_fake_inputs=True):
         give_shapes(model, torch.bfloat16 if setup.bf16 and setup.fsdp else None)
         trained = [p for p in model.parameters() if p.requires_grad] if train else []
-        standing = [] if setup.fresh or setup.fsdp else [torch.empty_like(p) for p in trained]
-        for parameter, gradient in zip(trained, standing):
-            parameter.grad = gradient
+        for parameter in [] if setup.fresh or setup.fsdp else trained:
+            parameter.grad = torch.empty_like(parameter)
+        standing = [p.grad for p in trained if p.grad is not None]
         live = LiveBytes([*model.parameters(), *model.buffers(), *standing])
         if train:
             follow(live, layers)
         if setup.fsdp:
             reduce_gradients(live, trained, layers, setup)
         with live, swapped(*(*gpu_kernels(live), *step.kernels) if gpu else ()):
-            with torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16), \
-                    torch.set_grad_enabled(train):
-                loss = step.loss(model, *pack)
+            with torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16):
+                with torch.set_grad_enabled(train):
+                    loss = step.loss(model, *pack)
             if train:
                 loss.backward()
     return dict(live.peaks)
 
 
 def give_shapes(model, dtype):
-    """Replace a module's tensors by new ones of their shapes; parameters by such of a dtype, or
-    None: of their own.
+    """Replace a module's tensors by new ones of their shapes; parameters of a dtype, or their own.
     """
     made = {}
     for module in model.modules():
@@ -277,23 +266,22 @@ def reduce_gradients(live, trained, layers, setup):
     With accumulation there are no shards yet, with offload they are on the host: counted elsewhere.
     """
     unit_of = {p: number for number, layer in enumerate(layers) for p in layer.parameters()}
-    missing, waiting = Counter(unit_of.get(p) for p in trained), {}
+    wanted, waiting = Counter(unit_of.get(p) for p in trained), {}
     reducing, shards = [], []
 
     def arrived(parameter):
         unit = unit_of.get(parameter)
         waiting.setdefault(unit, []).append(parameter.grad)
         parameter.grad = None
-        missing[unit] -= 1
-        if missing[unit] == 0:
-            if unit is None:
-                live.stage = STAGES[3]
-            values = sum(gradient.numel() for gradient in waiting.pop(unit))
-            reducing.clear()
-            of_each = parameter.element_size() + 4
-            reducing.append(torch.empty(values * of_each, dtype=torch.uint8))
-            if setup.fresh and not setup.offload:
-                shards.append(torch.empty(-(-values // setup.shards)))
+        if len(waiting[unit]) < wanted[unit]:
+            return
+        if unit is None:
+            live.stage = STAGES[3]
+        values = sum(gradient.numel() for gradient in waiting.pop(unit))
+        reducing.clear()
+        reducing.append(torch.empty(values * (parameter.element_size() + 4), dtype=torch.uint8))
+        if setup.fresh and not setup.offload:
+            shards.append(torch.empty(-(-values // setup.shards)))
     for parameter in trained:
         parameter.register_post_accumulate_grad_hook(arrived)
 
@@ -319,12 +307,10 @@ def memory(step, setup, pack, held_out=None):
         return sum(p.numel() for p in module.parameters())
     model, layers = step.model, [values_of(layer) for layer in step.layers(step.model)]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    parts = {"weights": sum(p.nbytes for p in model.parameters()), "gradients": 4 * trained,
+    state = {"weights": sum(p.nbytes for p in model.parameters()), "gradients": 4 * trained,
              "optimizer": 8 * trained, "average": 4 * trained * step.average}
-    parts = {name: of / setup.shards for name, of in parts.items()}
-    host = sum(parts.values()) if setup.offload else 0
-    if setup.offload:
-        parts = dict.fromkeys(parts, 0)
+    host = sum(state.values()) / setup.shards if setup.offload else 0
+    parts = {name: 0 if setup.offload else of / setup.shards for name, of in state.items()}
     if setup.fsdp and setup.accumulation > 1:
         parts["gradients"] += 4 * trained
     parts["fixed"] = FIXED + FIXED_NCCL * (setup.ranks > 1 or setup.fsdp)
@@ -362,10 +348,9 @@ def memory_text(setup, found, pack):
 
 def gpu_memory(gib=None):
     """Bytes of one GPU: --gpu_memory, or what the GPU here has, or 80 GiB."""
-    if gib:
-        return gib * GIB
-    there = torch.cuda.is_available()
-    return torch.cuda.get_device_properties(0).total_memory if there else 80 * GIB
+    if not gib and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory
+    return (gib or 80) * GIB
 
 
 def refuse(what, helps):
@@ -378,20 +363,21 @@ def check_memory(found, limit, setup):
     """Raise UserError when a Memory leaves no margin below a limit in bytes."""
     if found.peak <= USABLE * limit:
         return
-    smaller = "max_tokens_per_batch" if setup.budget else "per_device_train_batch_size"
-    activations = {"--gradient_checkpointing": not setup.recompute,
-                   "--gradient_checkpointing all": setup.recompute == "selective",
-                   f"a smaller --{smaller}": setup.budget or setup.batch_size > 1}
-    alone = found.peak - found.parts["activations"]         # what no pack changes
+    # what no pack changes is too much already?
+    smaller = found.peak - found.parts["activations"] <= USABLE * limit
+    samples = "max_tokens_per_batch" if setup.budget else "per_device_train_batch_size"
     refuse(f"memory: about {size(found.peak)} needed on each GPU, which has {size(limit)}, "
-           f"{MARGIN}", (activations if alone <= USABLE * limit else {}) | {
-               "--bf16": not setup.bf16,
-               "--parallel fsdp": not setup.fsdp and setup.ranks > 1,
-               "--gradient_accumulation_steps 1": setup.fsdp and setup.accumulation > 1,
-               "--reshard_after_forward": setup.fsdp and setup.reshard is False,
-               "--cpu_offload": setup.fsdp and setup.offload is False,
-               "--parallel fsdp --cpu_offload": not setup.fsdp and setup.offload is False,
-               "--use_lora": setup.adapters is False})
+           f"{MARGIN}",
+           {"--gradient_checkpointing": smaller and not setup.recompute,
+            "--gradient_checkpointing all": smaller and setup.recompute == "selective",
+            f"a smaller --{samples}": smaller and (setup.budget or setup.batch_size > 1),
+            "--bf16": not setup.bf16,
+            "--parallel fsdp": not setup.fsdp and setup.ranks > 1,
+            "--gradient_accumulation_steps 1": setup.fsdp and setup.accumulation > 1,
+            "--reshard_after_forward": setup.fsdp and setup.reshard is False,
+            "--cpu_offload": setup.fsdp and setup.offload is False,
+            "--parallel fsdp --cpu_offload": not setup.fsdp and setup.offload is False,
+            "--use_lora": setup.adapters is False})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -437,9 +423,7 @@ def check_host(needed, limit, setup):
 def existing_folder(path):
     """The folder itself, or the nearest one above it that exists."""
     path = Path(path).absolute()
-    while not path.exists():
-        path = path.parent
-    return path
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def check_writable(path, flag):
@@ -458,9 +442,8 @@ def free_disk(path):
 
 def check_disk(path, needed, what):
     """Raise UserError when the disk of `path` has fewer than `needed` bytes free."""
-    free = free_disk(path)
-    if needed > free:
-        raise UserError(f"{path}: {what} need {size(needed)}, its disk has {size(free)} free")
+    need(needed <= free_disk(path), f"{path}: {what} need {size(needed)}, its disk has "
+                                    f"{size(free_disk(path))} free")
 
 
 def folder_bytes(path):
@@ -472,13 +455,12 @@ def checkpoints_at_once(args, steps, validates):
     """Most checkpoints that stand on disk together in a run of `steps` steps, with the one being
     written. --save_minutes may save at any step; without --save_total_limit that is not counted.
     """
-    limit, intervals = args.save_total_limit, [args.save_steps]
-    if validates:
-        intervals.append(args.eval_steps)
+    limit = args.save_total_limit
+    intervals = [args.save_steps, args.eval_steps if validates else 0]
     saves = 1 + sum(steps // interval for interval in intervals if interval)
-    if limit and args.save_minutes:
-        saves = steps + 1
-    return min(saves, limit + 1 + validates) if limit else saves
+    if not limit:
+        return saves
+    return min(steps + 1 if args.save_minutes else saves, limit + 1 + validates)
 
 
 def print_room(args, setup, found, pack, saved, steps, validates):
@@ -511,10 +493,10 @@ def print_room(args, setup, found, pack, saved, steps, validates):
 def head_text(setup, model):
     """What runs where, and the model."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    precision = "bf16" if setup.bf16 else "fp32"
-    return (f"plan       {counted(setup.ranks, 'GPU')}, {setup.parallel}, {precision}\n"
-            f"model      {sum(n for n, _ in sizes) / 1e6:,.1f} M parameters, "
-            f"{sum(n for n, trained in sizes if trained) / 1e6:,.3f} M trainable "
+    every, trained = sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
+    return (f"plan       {counted(setup.ranks, 'GPU')}, {setup.parallel}, "
+            f"{'bf16' if setup.bf16 else 'fp32'}\n"
+            f"model      {every / 1e6:,.1f} M parameters, {trained / 1e6:,.3f} M trainable "
             f"({'LoRA' if setup.adapters else 'full'}); the weight files have them all")
 
 
@@ -530,9 +512,8 @@ def epoch_sums(order, epochs, values):
 def packs_text(setup, order, lengths, about):
     """How long samples are, how many packs an epoch has, how full and how even they are.
 
-    lengths: (n,) tokens of the samples. about: what an average pack holds. Every `ranks` packs run
-    side by side. One of fewer tokens than the budget is filled up to it; packs of one empty slot
-    fill the last step.
+    lengths: (n,) tokens of the samples. about: what an average pack holds. One of fewer tokens than
+    the budget is filled up to it; packs of one empty slot fill the last step.
     """
     low, middle, high = np.quantile(lengths, (0.05, 0.5, 0.95)).round().astype(int)
     tokens, per_step = epoch_sums(order, [0], lengths), setup.ranks * setup.accumulation
@@ -570,7 +551,7 @@ def ways(args, setup):
         modes = [setup.recompute]
     group = setup.shard_size or local_ranks(setup.ranks)
     nodes = setup.ranks > group and setup.ranks % group == 0    # sharding inside each comes first
-    kinds = ["ddp", "hsdp", "fsdp"] if nodes else ["ddp", "fsdp"]
+    kinds = ["ddp", *(["hsdp"] if nodes else []), "fsdp"]
     if "parallel" in named(args) or setup.ranks == 1 or getattr(args, "float8", False):
         kinds = [setup.parallel]
     return [replace(setup, recompute=mode, parallel=kind) for mode in modes for kind in kinds]
@@ -608,17 +589,16 @@ def by_rows(args, setup, rows, row_tokens):
 
     rows: of an optimizer step, of all ranks; row_tokens: that a row is computed on.
     """
-    splits, flags = [], {"per_device_train_batch_size", "problems_per_batch",
-                         "gradient_accumulation_steps"}
-    if named(args) & flags:
-        splits = [(setup.batch_size, setup.accumulation)]
-    while not named(args) & flags:
-        accumulation = 2 ** len(splits)
-        splits.append((max(1, round(rows / setup.ranks / accumulation)), accumulation))
-        if splits[-1][0] == 1 or splits[-1][0] * row_tokens <= LARGE:
-            break
-    return [replace(way, batch_size=batch_size, accumulation=accumulation)
-            for way in ways(args, setup) for batch_size, accumulation in splits]
+    splits, accumulation = [], 1
+    if named(args) & {"per_device_train_batch_size", "problems_per_batch",
+                      "gradient_accumulation_steps"}:
+        splits, accumulation = [(setup.batch_size, setup.accumulation)], 0
+    while accumulation:
+        each = max(1, round(rows / setup.ranks / accumulation))
+        splits.append((each, accumulation))
+        accumulation = 0 if each == 1 or each * row_tokens <= LARGE else 2 * accumulation
+    return [replace(way, batch_size=each, accumulation=accumulation)
+            for way in ways(args, setup) for each, accumulation in splits]
 
 
 def choose_packs(args, world, ranks, lengths, memory_of):
@@ -637,16 +617,15 @@ def decide(args, world, setups, memory_of, samples_of):
     """Set the flags FLAGS that are open, the same on every rank -> whether any has changed.
 
     setups: the fastest first. memory_of(setup): Memory; samples_of(setup): of an average micro-step
-    of a rank. Raises UserError when none fits; a dry run goes on with the last one, and finds that
-    later.
+    of a rank. UserError when none fits; a dry run takes the last one, and finds that later.
     """
-    before = {flag: getattr(args, flag) for flag in FLAGS if hasattr(args, flag)}
     chosen, lines = rank0_first(world, choice, args, iter(setups), memory_of, samples_of)
+    changed = any(getattr(args, flag, value) != value for flag, value in chosen.items())
     for flag, value in chosen.items():
         setattr(args, flag, value)
     if world.is_main:
         print(f"auto       {INDENT.join(lines)}")
-    return any(getattr(args, flag) != value for flag, value in before.items())
+    return changed
 
 
 def choice(args, setups, memory_of, samples_of):

@@ -15,9 +15,9 @@ def files(folder, names):
 
 
 ALL = files("common/", "checkpoint distributed flags fused json_files lifetime loading metrics optim packing problems "
-            "recomputation run run_lock tensor_files text watchdog")
+            "run run_lock tensor_files text watchdog")
 # LoRA on ChatML: no other format, no TTS 3, no judge, no plan of memory
-SPEECH = files("common/", "adapters hub indexing") | files("", "train_v2_ddp data lora") | files(
+SPEECH = files("common/", "adapters hub indexing recomputation") | files("", "train_v2_ddp data lora") | files(
     "speech/", "choices data_flags") | files(
     "speech/data/", "code_cache codes conversations dataset decode encode rows text_normalization") | files(
     "speech/model/", "labels loss v2 versions weights")

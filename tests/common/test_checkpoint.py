@@ -13,6 +13,7 @@ import pytest
 
 from common import checkpoint
 from common.distributed import World
+from common.new_folder import new_folder
 
 STATE = {"step": 4, "epoch": 0, "first": 8, "identity": {}, "validation": None, "best_step": None, "best_loss": None,
          "skipped": 0, "unlogged": [], "args": {}}
@@ -64,7 +65,7 @@ def test_a_new_folder_deletes_none_of_other_names(tmp_path, name, capsys):
     left = tmp_path / f".{name}.new-{'c' * 32}"
     for folder in [*theirs, left]:
         folder.mkdir()
-    with checkpoint.new_folder(tmp_path / name) as building:
+    with new_folder(tmp_path / name) as building:
         assert re.fullmatch(rf"\.{re.escape(name)}\.new-[0-9a-f]{{32}}", building.name)
     assert all(folder.exists() for folder in theirs) and not left.exists()
     assert f"removed {left}" in capsys.readouterr().out
