@@ -136,10 +136,11 @@ def accept_old(parser):
 
 def spellings(parser):
     """Every flag, in all its spellings, of a parser and its subcommands."""
-    below = [command for action in parser._actions
-             if isinstance(action, argparse._SubParsersAction)
-             for command in action.choices.values()]
-    return {*parser._option_string_actions}.union(*map(spellings, below))
+    found = {*parser._option_string_actions}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found = found.union(*map(spellings, action.choices.values()))
+    return found
 
 
 def nearest(name, known):
@@ -251,12 +252,11 @@ def switch(group, *names, help):
 
 def recomputation(text):
     """Value of --gradient_checkpointing: a mode, or true or false -> mode or None."""
-    if text in MODES:
-        return text
-    try:
-        return "all" if boolean(text) else None
-    except argparse.ArgumentTypeError:
+    if text.lower() not in (*MODES, *TRUE, *FALSE):
         raise argparse.ArgumentTypeError(f"{text!r} is neither {', '.join(MODES)}, true nor false")
+    if text.lower() in MODES:
+        return text.lower()
+    return "all" if boolean(text) else None
 
 
 def sharding_way(text):
@@ -270,19 +270,9 @@ def sharding_way(text):
     return text
 
 
-def scheduler(text):
-    """Value of --lr_scheduler; warm-up is a flag of its own here."""
-    return "constant" if text == "constant_with_warmup" else text
-
-
-def lora_targets(text):
-    """Value of --lora_target_modules; ALL, as ms-swift has it, is all-linear."""
-    return "all-linear" if text.lower() == "all" else text
-
-
-def resumption(text):
-    """Value of --resume: auto, none or a folder; true and false as in Hugging Face's scripts."""
-    return {"true": "auto", "false": "none"}.get(text.lower(), text)
+def alias(**names):
+    """type= of a flag some of whose values have other names elsewhere: {theirs: ours}."""
+    return lambda text: names.get(text.lower(), text)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -312,7 +302,8 @@ def lora(group, rank, alpha, dropout, targets, targets_help):
     add("--lora_alpha", type=int, default=alpha,
         help="adapter scale: the update is multiplied by alpha / rank")
     add("--lora_dropout", type=float, default=dropout, help="dropout on adapter inputs, 0 to 1")
-    add("--lora_target_modules", type=lora_targets, default=targets, help=targets_help)
+    # ALL, as ms-swift has it
+    add("--lora_target_modules", type=alias(all="all-linear"), default=targets, help=targets_help)
     switch(group, "--use_rslora",
            help="PEFT's rsLoRA: the update is multiplied by alpha / sqrt(rank) instead")
     switch(group, "--use_dora",
@@ -340,8 +331,9 @@ def optimisation(parser, learning_rate, learning_rate_help, lr_scheduler, min_lr
     g = parser.add_argument_group("optimisation")
     add = g.add_argument
     add("--learning_rate", type=float, default=learning_rate, help=learning_rate_help)
-    add("--lr_scheduler", type=scheduler, choices=("cosine", "linear", "constant"),
-        default=lr_scheduler, help="after warm-up")
+    # warm-up is a flag of its own here
+    add("--lr_scheduler", type=alias(constant_with_warmup="constant"), default=lr_scheduler,
+        choices=("cosine", "linear", "constant"), help="after warm-up")
     add("--min_lr_ratio", type=float, default=min_lr_ratio,
         help="final rate as a share of the peak")
     add("--weight_decay", type=float, default=weight_decay, help=f"AdamW decay of {decayed}")
@@ -419,7 +411,7 @@ def logging(parser, logging_steps, save_total_limit, eval_steps="a fifth of the 
              "(default: 30 without --save_steps, never with it)")
     add("--save_total_limit", type=int, default=save_total_limit,
         help="newest checkpoints kept besides the best, 0 = all")
-    add("--resume", type=resumption, default="auto",
+    add("--resume", type=alias(true="auto", false="none"), default="auto",
         help="auto (newest whole checkpoint in OUTPUT_DIR), none, or a folder")
     return g
 
@@ -446,29 +438,30 @@ def values(args, names):
     return [(name, value) for name, value in found if value is not None]
 
 
-def at_least_one(args, *names):
+def check_values(args, names, good, words):
+    """UserError for a flag among names whose value is not good(value). words: what it must do."""
     for name, value in values(args, names):
-        need(value >= 1, f"--{name} is {value}; it must be at least 1")
+        need(good(value), f"--{name} is {value}; it must {words}")
+
+
+def at_least_one(args, *names):
+    check_values(args, names, lambda value: value >= 1, "be at least 1")
 
 
 def zero_or_more(args, *names):
-    for name, value in values(args, names):
-        need(0 <= value < math.inf, f"--{name} is {value}; it must be 0 or more and finite")
+    check_values(args, names, lambda value: 0 <= value < math.inf, "be 0 or more and finite")
 
 
 def below_one(args, *names):
-    for name, value in values(args, names):
-        need(0 <= value < 1, f"--{name} is {value}; it must be at least 0 and below 1")
+    check_values(args, names, lambda value: 0 <= value < 1, "be at least 0 and below 1")
 
 
 def share(args, *names):
-    for name, value in values(args, names):
-        need(0 <= value <= 1, f"--{name} is {value}; it must lie between 0 and 1")
+    check_values(args, names, lambda value: 0 <= value <= 1, "lie between 0 and 1")
 
 
 def above_zero(args, *names):
-    for name, value in values(args, names):
-        need(0 < value < math.inf, f"--{name} is {value}; it must be above 0 and finite")
+    check_values(args, names, lambda value: 0 < value < math.inf, "be above 0 and finite")
 
 
 def check_shared(args):
@@ -483,14 +476,14 @@ def check_shared(args):
     below_one(args, "lora_dropout", "dropout", "validation_split", "adam_beta2")
     share(args, "min_lr_ratio", "warmup_ratio")
     above_zero(args, "gpu_memory", "host_memory")
-    need(args.seed < 2**62, f"--seed is {args.seed}; it must be below 2**62")
-    for name, _ in values(args, ("gpu_memory", "host_memory")):
-        auto = name == "gpu_memory" and getattr(args, "auto", False)
-        need(args.dry_run is not None or auto, f"--{name} needs --dry_run")
+    check_values(args, ("seed",), lambda seed: seed < 2**62, "be below 2**62")
+    need(args.dry_run is not None or args.auto or not args.gpu_memory,
+         "--gpu_memory needs --dry_run")
+    need(args.dry_run is not None or not args.host_memory, "--host_memory needs --dry_run")
     need(not (args.compile and args.gradient_checkpointing == "selective"),
          "--gradient_checkpointing selective does not go with --compile: inside a compiled layer "
          "nothing can be picked out; drop one of the two")
-    names = list(dict.fromkeys(name for word in args.report_to for name in word.split(",") if name))
+    names = list(dict.fromkeys(words_of(args.report_to)))
     need("none" not in names or names == ["none"], "--report_to none goes with no other")
     args.report_to = [name for name in names if name != "none"]
     for name in args.report_to:
@@ -498,6 +491,11 @@ def check_shared(args):
              f"--report_to {name}: no such one; there are {', '.join(TRACKERS)} and none")
         need(importlib.util.find_spec(name),
              f"--report_to {name}: pip install {name}, or --report_to none")
+
+
+def words_of(values):
+    """The names in a list of values, several of which a comma may join."""
+    return [name for value in values or () for name in value.split(",") if name]
 
 
 def named(args):
@@ -524,7 +522,7 @@ def check_loading(args, parser):
 
 def check_bad_samples(args, checks):
     """Make args.drop_bad the tuple of checks whose samples are dropped."""
-    names = [name for word in args.drop_bad or () for name in word.split(",") if name]
+    names = words_of(args.drop_bad)
     for name in names:
         need(name in checks, f"--drop_bad {name}: no such check; there are {', '.join(checks)}")
     if args.drop_bad == []:
