@@ -54,8 +54,7 @@ WITHOUT_EFFECT = {
 def need_package(name, purpose, install=None):
     """UserError that says how to install a package that is missing. purpose: what needs it."""
     if importlib.util.find_spec(name) is None:
-        raise UserError(
-            f"{purpose}: the package {name} is missing: pip install {install or name}")
+        raise UserError(f"{purpose}: the package {name} is missing: pip install {install or name}")
 
 
 def usable_cpus():
@@ -107,8 +106,7 @@ class Parser(argparse.ArgumentParser):
         formatter.add_usage(self.usage, self._actions, ())
         formatter.add_text(self.description)
         for group in self._action_groups:
-            named = [action for action in group._group_actions
-                     if action.help != argparse.SUPPRESS]
+            named = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
             shown = [action for action in named if self.everything or action.dest in self.usual]
             hidden += len(named) - len(shown)
             formatter.start_section(group.title)
@@ -354,9 +352,8 @@ def speed(parser, parallel, bf16_help):
            help="choose what no flag names by the memory plan, and print why: "
                 "batches, --gradient_checkpointing, --parallel; a resumed run keeps its choice")
     add("--parallel", type=sharding_way, choices=PARALLEL, default=parallel,
-        help="a whole model on every GPU; weights, gradients, optimizer sharded over "
-             "all GPUs (FSDP2), or over those of a node, with a copy on every node "
-             f"(HSDP){unless_given}")
+        help="a whole model on every GPU; weights, gradients, optimizer sharded over all GPUs "
+             f"(FSDP2), or over those of a node, with a copy on every node (HSDP){unless_given}")
     add("--shard_size", type=int, default=0,
         help="hsdp: GPUs that weights are sharded over, 0 = a node's")
     add("--reduce_dtype", choices=("fp32", "bf16"), default="fp32",
@@ -401,11 +398,9 @@ def logging(parser, logging_steps, save_total_limit, eval_steps="a fifth of the 
         help=f"one or more of {', '.join(TRACKERS)}, or none, beside metrics.jsonl")
     add("--wandb_project", default="flat-trainers", help="project at W&B and trackio")
     add("--eval_steps", type=int,
-        help="optimizer steps between validations, 0 = at the end (default: "
-             f"{eval_steps})")
+        help=f"optimizer steps between validations, 0 = at the end (default: {eval_steps})")
     add("--save_steps", type=int,
-        help="optimizer steps between checkpoints, 0 = at the end (default: "
-             f"{save_steps})")
+        help=f"optimizer steps between checkpoints, 0 = at the end (default: {save_steps})")
     add("--save_minutes", type=float,
         help="save as well when the last checkpoint is so many minutes old, 0 = never "
              "(default: 30 without --save_steps, never with it)")

@@ -76,8 +76,7 @@ def accuracy(world, model, how, asked, tokens):
 
 @torch.no_grad()
 def whole_model(model):
-    """The model itself, or a copy that is not sharded, whose passes need no other rank.
-    Collective.
+    """The model itself, or a copy that is not sharded, whose passes need no other rank. Collective.
     """
     distributed.reshard(model)
     parameters = dict(model.named_parameters())

@@ -33,8 +33,7 @@ def question_state(problem, tokens, layout):
     ids = tokens.encode(text)
     if len(ids) > layout.question_budget:
         raise UserError(f"{problem.name}: its question has {len(ids)} tokens, more than "
-                        f"--question_budget "
-                        f"{layout.question_budget}")
+                        f"--question_budget {layout.question_budget}")
     at = np.arange(len(ids))
     block = at // layout.block_size if layout.flat else np.zeros(len(at), np.int64)
     return np.stack([ids, at, block]), ([tokens.plan], layout.start(PLAN))

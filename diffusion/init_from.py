@@ -173,9 +173,8 @@ def with_lora(config, path, bf16, name, adapters):
 
 
 def fill(model, given, seed, resumed):
-    """Put a Start's weights into a network and begin its adapters. resumed: a checkpoint
-    follows, which has all that is trained; of adapters that is not the language model below
-    them.
+    """Put a Start's weights into a network and begin its adapters. resumed: a checkpoint follows,
+    which has all that is trained; of adapters that is not the language model below them.
     """
     lora = getattr(model.config, "lora", None)
     if lora or not resumed:

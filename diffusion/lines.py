@@ -45,12 +45,11 @@ def loss_report(numbers, regions):
 def console_line(step, total_steps, v):
     """One aligned line of at most 160 characters; metrics.jsonl has all numbers."""
     mfu = f" | mfu {v['train/mfu'] * 100:4.1f}%" if "train/mfu" in v else ""
-    return (f"step {step:>6}/{total_steps} | loss {v['train/loss']:7.4f} | "
-            f"masked {v['train/masked'] * 100:4.1f}% ce {v['train/masked_loss']:7.4f} | "
-            f"lr {v['train/learning_rate']:.2e} | grad_norm {v['train/grad_norm']:7.3f} | "
+    return (f"step {step:>6}/{total_steps} | loss {v['train/loss']:7.4f} | masked "
+            f"{v['train/masked'] * 100:4.1f}% ce {v['train/masked_loss']:7.4f} | lr "
+            f"{v['train/learning_rate']:.2e} | grad_norm {v['train/grad_norm']:7.3f} | "
             f"{v['train/throughput']:>9,.0f} tok/s | wait {v['train/data_wait_seconds']:4.1f} "
-            f"s{mfu} | "
-            f"eta {metrics.duration((total_steps - step) * v['train/step_seconds'])}")
+            f"s{mfu} | eta {metrics.duration((total_steps - step) * v['train/step_seconds'])}")
 
 
 def eval_line(step, v, regions):
@@ -62,9 +61,8 @@ def eval_line(step, v, regions):
         parts += (f" | right {v['eval/accuracy']:.1%}, by the last number "
                   f"{v['eval/accuracy_flexible']:.1%}")
     return (f"eval   step {step:>6} | nll <= {v['eval/nll']:.4f}{error} nats/token | "
-            f"{v['eval/bits_per_token']:.4f} "
-            f"bits/token | perplexity <= {v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} "
-            f"| {parts}")
+            f"{v['eval/bits_per_token']:.4f} bits/token | perplexity <= "
+            f"{v['eval/perplexity']:,.2f} | loss {v['eval/loss']:.4f} | {parts}")
 
 
 def log_validation(args, state, values, answers, regions):

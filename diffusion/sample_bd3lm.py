@@ -153,8 +153,7 @@ def usable_states(problems, solver, drop_too_long):
 
 
 def answer_all(solver, problems, args):
-    """(list of dicts, one per problem, in order; seconds the model took). args: the script's
-    flags.
+    """(list of dicts, one per problem, in order; seconds the model took). args: the script's flags.
     """
     states = usable_states(problems, solver, args.drop_too_long)
     empty = {"text": "", "forwards": 0, "tokens": 0, "ended": False}
@@ -233,8 +232,7 @@ def print_answer(answer):
         word = "right by the last number" if answer["flexible"] else "wrong"
         word = "right" if answer["strict"] else word
         scored = f": {word}, the answer is {answer['answer']}"
-    print(f"-- {answer['name']}{scored}\n"
-          f"   question  {printable(answer['question'], LINE)}")
+    print(f"-- {answer['name']}{scored}\n   question  {printable(answer['question'], LINE)}")
     for part in ("plan", "text"):
         if part in answer:
             print(f"   {part:<9} {answer[part]!r}")
@@ -251,8 +249,7 @@ def print_summary(total, output, least=0.0):
         rates = [f"{rule} {total[rule]:.2%} +- {total[f'{rule}_stderr']:.2%}"
                  for rule in ("strict", "flexible")]
         print(f"accuracy   {', '.join(rates)} of {total['problems']} problems; "
-              f"{total['ended']:.1%} ended by "
-              "themselves")
+              f"{total['ended']:.1%} ended by themselves")
         failed = []
         if total["strict"] < least:
             failed = [f"FAILED: not {metrics.percent(least)} of the answers are right"]

@@ -44,8 +44,7 @@ def open_server(name, draw, base_url, concurrency=64, timeout=600.0, patience=60
     except MALFORMED as error:
         raise UserError(f"--base_url {server.url}: {explain(error)}; start the server, or mend the "
                         "address (it mostly ends in /v1)")
-    need(name in models,
-         f"--model_name {name}: the server has {', '.join(models) or 'no models'}")
+    need(name in models, f"--model_name {name}: the server has {', '.join(models) or 'no models'}")
 
     def answers(take):
         done, under_way = queue.SimpleQueue(), 0
