@@ -30,7 +30,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from bench import measure
-from common import checkpoint, json_files, metrics, report, run
+from common import checkpoint, json_files, metrics, report, resume, run
 from common.flags import UserError
 from common.text import HIDDEN, error_text
 from distill import chat, held_out, journal, teacher_server
@@ -161,7 +161,7 @@ def manifest(folder, data):
     (folder / "checkpoint-3" / "manifest.json").write_bytes(data)
     (folder / "checkpoint-3" / "trainer_state" / "state.json").write_text("{}")
     said = []
-    checkpoint.newest_whole(folder, said.append)
+    resume.newest_whole(folder, said.append)
     for line in said:
         check_said(error_text(line), folder / "checkpoint-3")
     report.read_checkpoints(folder)

@@ -34,7 +34,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common import checkpoint, document_attention, fused, recomputation, tensor_files
+from common import checkpoint, document_attention, fused, recomputation, resume, tensor_files
 from common.distributed import UserError, rank0_first
 from common.flags import local_ranks, named, need
 from common.packing import pack_order
@@ -630,7 +630,7 @@ def decide(args, world, setups, memory_of, samples_of):
 
 def choice(args, setups, memory_of, samples_of):
     """({flag: value}, lines of text) of decide."""
-    if earlier := checkpoint.last_args(args.output_dir, args.resume):
+    if earlier := resume.last_args(args.output_dir, args.resume):
         return earlier_choice(args, next(setups).ranks, earlier)
     limit, lines = gpu_memory(args.gpu_memory), []
     for setup in setups:

@@ -216,9 +216,10 @@ class TrainState:
         """
         args, world = self.args, self.world
         if self.resume:
+            from common import resume
             moments = optim.state_tensors(optimizer, model.named_parameters())
-            checkpoint.load_optimizer(self.resume, moments, world)
-            checkpoint.load_rng(self.resume, world.rank, world.device)
+            resume.load_tensors(Path(self.resume) / checkpoint.STATE_DIR, "optimizer", moments, world)
+            resume.load_rng(self.resume, world.rank, world.device)
         # its later lines are dropped, so not before the checkpoint has proven to fit
         if world.is_main:
             board = Path(args.logging_dir) / Path(args.output_dir).resolve().name

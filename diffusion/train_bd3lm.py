@@ -379,10 +379,11 @@ def build_network(args, world, ranks, job, resume):
         from diffusion import init_from
         init_from.fill(model, job.given, args.seed, bool(resume))
     if resume:
-        weights.load_weights(weights.trained(model), resume, "model", world)
+        from common.resume import load_tensors
+        load_tensors(resume, "model", weights.trained(model), world)
     average = weights.Average(model, args.ema_decay)
     if resume:
-        weights.load_weights(average.shadow, resume, "ema", world)
+        load_tensors(resume, "ema", average.shadow, world)
     model.train()
     return Network(model, model if sharding else distributed.wrap_ddp(model, world), average)
 

@@ -26,8 +26,8 @@ CHATS = files("common/", "document_attention indexing") | files(
     "distill/", "chat choices dataset linear_loss packed_lm train_sft weights")
 BLOCKS = files("diffusion/", "blocks choices dit elbo lines noise problems train_bd3lm weights")
 # {script: (files it may load beside ALL, lines of all together)}
-LIMITS = {"train_v2_ddp.py": (SPEECH, 9_400), "distill/train_sft.py": (CHATS, 6_850),
-          "diffusion/train_bd3lm.py": (BLOCKS, 7_050)}
+LIMITS = {"train_v2_ddp.py": (SPEECH, 9_150), "distill/train_sft.py": (CHATS, 6_500),
+          "diffusion/train_bd3lm.py": (BLOCKS, 6_600)}
 WATCH = """
 import atexit, runpy, sys
 sys.argv = sys.argv[1:]

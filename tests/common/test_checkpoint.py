@@ -1,4 +1,4 @@
-"""checkpoint.damage: what is no whole checkpoint, whatever its files hold; a kill before every change that a save makes
+"""resume.damage: what is no whole checkpoint, whatever its files hold; a kill before every change that a save makes
 to the disk. Kills and resumes of whole runs: test_recovery.py.
 """
 import hashlib
@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from common import checkpoint
+from common import checkpoint, resume
 from common.distributed import World
 from common.new_folder import new_folder
 
@@ -33,7 +33,7 @@ def make(folder, state=None, manifest=None):
 
 
 def test_a_whole_one(tmp_path):
-    assert checkpoint.damage(make(tmp_path / "checkpoint-4")) == ""
+    assert resume.damage(make(tmp_path / "checkpoint-4")) == ""
 
 
 LEFT = ["checkpoint-6.tmp-0123abcd", "checkpoint-4.tmp-deleted-1764000000000", "table-0123abcd",
@@ -78,7 +78,7 @@ def test_a_new_folder_deletes_none_of_other_names(tmp_path, name, capsys):
     (b'{"files": {"model.safetensors": {"bytes": "7", "sha256": "x"}}}', "unreadable"),
 ])
 def test_manifests_that_prove_nothing(tmp_path, manifest, why):
-    assert why in checkpoint.damage(make(tmp_path / "checkpoint-4", manifest=manifest))
+    assert why in resume.damage(make(tmp_path / "checkpoint-4", manifest=manifest))
 
 
 @pytest.mark.parametrize("state", [b"{}", b"[]", b"\xff", b"[" * 100_000, b'{"step": "4"}',
@@ -161,9 +161,9 @@ def test_a_kill_before_any_change_of_the_disk_costs_nothing(tmp_path, again):
         out = tmp_path / f"out{changes}"
         shutil.copytree(first, out, ignore=shutil.ignore_patterns("run.lock"))
         came = killed(out, 3, changes)
-        whole = checkpoint.newest_whole(out, report=lambda text: None)
+        whole = resume.newest_whole(out, report=lambda text: None)
         seen.add(whole.name)
-        assert whole.name in ("checkpoint-2", "checkpoint-3") and not checkpoint.damage(out / "checkpoint-1")
+        assert whole.name in ("checkpoint-2", "checkpoint-3") and not resume.damage(out / "checkpoint-1")
         save(out, 4)
         names = {path.name for path in out.iterdir() if path.name != "run.lock"}
         kept = {name for name in names if ".passed-over-" in name}
