@@ -132,11 +132,6 @@ def truth(folder, data):
     held_out.read_truth(folder / "truth.jsonl", [0, 1], ["en", "de"])
 
 
-def rejected(folder, data):
-    (folder / "labels.rejected.jsonl").write_bytes(data)
-    held_out.rejected_ids(folder / "labels.jsonl", {0}, 15)
-
-
 def journals(folder, data):
     (folder / "shard-0-of-1.jsonl").write_bytes(data)
     journal.read_journals(folder, HEADER)
@@ -251,7 +246,6 @@ FORMATS = {
     "metadata": (metadata, [META], ("object",)), "chats": (chats, [CHAT], ("lines",)),
     "gsm8k": (block_problems("gsm8k"), [GSM8K], ("list", "lines")), "hdp": (block_problems("hdp"), [HDP], ("list",)),
     "truth": (truth, [{"id": 0, "label": "en"}, {"id": 1, "label": None}], ("lines",)),
-    "rejected": (rejected, [{"id": 4, "text": "?", "why": "", "answers": []}], ("lines",)),
     "journals": (journals, [{"header": HEADER}, RECORD], ("lines",)), "plans": (plans, [PLANNED], ("lines",)),
     "server": (server, [ANSWER], ("object",)), "manifest": (manifest, [MANIFEST], ("object",)),
     "state": (state, [STATE], ("object",)), "metrics": (log, [ROW, ROW | {"step": 4}], ("lines",)),

@@ -89,10 +89,12 @@ def read_entries(path, split):
     if not file.exists() and ("/" not in str(path) or not HUB_NAME.fullmatch(str(path))):
         raise UserError(f"{path}: no such file or folder")
     if not file.is_file():
+        from common import hub
         from diffusion import folders
         file = folders.find_split(file if file.exists() else folders.download(path), split)
         if isinstance(file, list):      # parquet or arrow
-            for i, entry in enumerate(folders.arrow_entries(file)):
+            rows = (row for one in file for row in hub.table_rows(one))
+            for i, entry in enumerate(rows):
                 yield f"{file[0].parent} {split} sample {i}", entry
             return
     text = json_files.read_text(file)

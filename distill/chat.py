@@ -143,8 +143,8 @@ def lines_of(path, size):
             if kind not in (".parquet", ".arrow"):
                 yield from json_files.lines(file, path)
                 return
-        from distill.forms import table_rows
-        yield from table_rows(path, kind, size)
+        from common.hub import table_rows
+        yield from table_rows(path, size)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})")
 

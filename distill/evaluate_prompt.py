@@ -178,9 +178,7 @@ def table_lines(columns):
     measures = list(next(iter(columns.values())))
     rows = [["", *measures], *([name, *("-" if row[m] is None else f"{row[m]:.4g}" for m in measures)]
                                for name, row in columns.items())]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths)))
-            for row in rows]
+    return scores.aligned(rows)
 
 
 def check_closed(name, ways, least):
@@ -303,9 +301,7 @@ def write_results(args, lines, questions, answers, columns, ways):
         clauses.append(f"following: {', '.join(rates)}")
     if args.control:
         clauses += control_clauses(ways[CONTROL], args.min_closed or HALF)
-    notes = [*([f"left out   {len(lines.rejected)} held-out questions to which the data has no whole answer"]
-               if lines.rejected else []), f"saved      {saved['tokens saved']:.1f} tokens of prompt a request",
-             *latency(without, behind), metrics.verdict_line(clauses)]
+    notes = [f"saved      {saved['tokens saved']:.1f} tokens of prompt a request", *latency(without, behind), metrics.verdict_line(clauses)]
     report = {"name": str(args.output_dir), "metrics": figures, "settings": flags.stored(args), "data": lines.about,
               "verdict": "; ".join(clauses), "samples": rows}
     shown = [*table_lines(columns), *notes]

@@ -30,8 +30,6 @@ from distill.labels import PARSERS, Parser, make_parser, read_label
 from distill.teacher import PLACE, evaluated, read_prompt, with_prompt
 
 MANY = 60                   # different labels; beyond them this is no classification
-CONFUSED = 10               # pairs of labels, with EXAMPLES texts each
-EXAMPLES = 3
 BASE = ("base", "base + prompt")        # columns of the model before training
 ENGINE_FLAGS = {"transformers": ("dtype", "device", "batch_size"), "server": ("base_url", "model_name", "concurrency"),
                 "vllm": ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager")}
@@ -56,8 +54,6 @@ def build_parser():
                         f"(default: the run's, or {GROUP} for a checkpoint that does not say it)")
     flags.switch(g, "--drop_leaked",
                  help="leave out lines whose text was trained as well, instead of stopping")
-    g.add_argument("--limit", type=int, default=0, help="judge by so many of the lines, drawn by --seed; 0 = all")
-    g.add_argument("--seed", type=int, default=0, help="of the draw of --limit")
     g.add_argument("--truth_file", help='JSONL {"id": line, "label": label or null}, or a label a line')
     g.add_argument("--prompt_file", help=f"the teacher's prompt with {PLACE} once: the base is asked with it as well")
     g.add_argument("--min_agreement", type=float, default=0.0,
@@ -92,7 +88,7 @@ def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail, or do nothing, later."""
     flags.at_least_one(args, "max_new_tokens", "prompt_max_new_tokens", "batch_size", "tensor_parallel_size",
                        "concurrency")
-    flags.zero_or_more(args, "limit", "seed", "max_model_len", "group_size")
+    flags.zero_or_more(args, "max_model_len", "group_size")
     flags.share(args, "min_agreement", "min_gain")
     need(args.base or not args.min_gain, "--min_gain compares with the base model: drop it, or --no-base")
     need(0 < args.gpu_memory_utilization <= 1,
@@ -123,7 +119,6 @@ import tempfile
 from collections import Counter
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from common import checkpoint, distributed, metrics
@@ -179,7 +174,7 @@ def open_engine(args, model, lines, draw, scratch):
     if args.engine == "vllm":
         from distill.teacher_vllm import open_vllm
         folder = student.vllm_folder(model.folder, model.adapter, model.tokenizer, lines.ends, scratch)
-        options = {name: getattr(args, name) for name in (*ENGINE_FLAGS["vllm"], "seed")}
+        options = {name: getattr(args, name) for name in ENGINE_FLAGS["vllm"]}
         return open_vllm(folder, draw, **options)
     dtype, device = getattr(torch, args.dtype), torch.device(args.device)
     net = student.load_model(model.folder, model.adapter, dtype, device)
@@ -222,14 +217,6 @@ def judge(parser, lines, truth, answers, speed):
         known = [i for i, number in enumerate(lines.ids) if truth[number] not in (None, lines.labels[i])]
         system["right_where_teacher_is_wrong"] = scores.proportion(
             sum(given[i] == truth[lines.ids[i]] for i in known), len(known))
-    wanted = [truth[number] for number in lines.ids] if truth else lines.labels
-    texts = texts_of(lines)
-    matrix = np.array(system["accuracy" if truth else "agreement"]["confusion"])
-    system["most_confused"] = [
-        {"wanted": w, "given": g, "lines": n,
-         "examples": [{"id": lines.ids[i], "text": texts[i]} for i in range(len(given))
-                      if (wanted[i], given[i]) == (w, g)][:EXAMPLES]}
-        for w, g, n in scores.most_confused(matrix, labels, CONFUSED)]
     return system, found
 
 
@@ -241,16 +228,12 @@ def against_truth(labels, lines, truth, given):
     return scores.score([truth[lines.ids[i]] for i in known], [given[i] for i in known], labels)
 
 
-def texts_of(lines):
-    """The user's last message of each line."""
-    return [chat.question(messages) for messages in lines.chats]
-
-
 def sample_rows(lines, truth, columns):
     """[{"id", "text", "truth", "teacher", NAME, "NAME raw", "NAME ended", "NAME why"}] of every line, NAME a column."""
     rows = []
-    for i, (number, text) in enumerate(zip(lines.ids, texts_of(lines))):
-        row = {"id": number, "text": text, "truth": truth[number] if truth else None, "teacher": lines.labels[i]}
+    for i, (number, messages) in enumerate(zip(lines.ids, lines.chats)):
+        row = {"id": number, "text": chat.question(messages),
+               "truth": truth[number] if truth else None, "teacher": lines.labels[i]}
         for name, (answers, found) in columns.items():
             row |= {name: found[i].label, f"{name} raw": answers[i].text, f"{name} ended": answers[i].finish_reason,
                     f"{name} why": found[i].why}
@@ -293,13 +276,6 @@ def student_names(checkpoints):
     parts = [Path(name).absolute().parts for name in checkpoints]
     return next(names for n in range(1, 1 + max(map(len, parts)))
                 if len(set(names := ["/".join(part[-n:]) for part in parts])) == len(parts))
-
-
-def draw_lines(lines, limit, seed):
-    """Keep `limit` of the lines, drawn by a seed, in their order."""
-    kept = sorted(np.random.default_rng(seed).permutation(len(lines.ids))[:limit].tolist())
-    for name in ("ids", "chats", "labels"):
-        setattr(lines, name, [getattr(lines, name)[i] for i in kept])
 
 
 def check_single(lines, flag):
@@ -365,8 +341,6 @@ def main(argv=None):
         labels = pick_labels(parser, lines)
         parser = dataclasses.replace(parser, labels=labels)
         truth = held_out.read_truth(args.truth_file, lines.ids, labels) if args.truth_file else None
-        if args.limit:
-            draw_lines(lines, args.limit, args.seed)
         if prompt:
             check_single(lines, "--prompt_file")
         checkpoint.own_output(args.output_dir)
@@ -385,23 +359,17 @@ def report(args, lines, truth, labels, systems, columns):
                for key in ("agreement", "accuracy", "parsed") if system[key]}
     if known_teacher:
         figures["teacher: accuracy"] = known_teacher["share"]
-    rejected = {"rejected_lines": len(lines.rejected),
-                "rejected_lines_with_truth": sum(bool((truth or {}).get(i)) for i in lines.rejected)}
     found = {"name": str(args.output_dir), "metrics": figures, "labels": labels, "teacher": known_teacher,
-             "systems": systems, "data": lines.about | {"evaluated_lines": len(lines.ids)} | rejected,
+             "systems": systems, "data": lines.about,
              "settings": flags.stored(args), "samples": sample_rows(lines, truth, columns)}
     how = f"batches of {args.batch_size}" if args.engine == "transformers" else args.engine
     table, notes = scores.side_by_side(systems, known_teacher, how), scores.make_notes(found)
     name = student_names(args.checkpoint)[0]
     notes.append(metrics.verdict_line(clauses(name, systems, len(lines.ids))))
-    scores.write(args.output_dir, found, [*table, *notes, *scores.detail_lines(systems, labels, truth)])
+    scores.write(args.output_dir, found, [*table, *notes, *scores.detail_lines(systems, labels)])
     print(*table, *notes, sep="\n")
-    first = systems[name]
-    if first["most_confused"]:
-        print(f"most confused by {args.checkpoint[0]}: {'truth' if truth else 'teacher'} -> answer, lines, one of them")
-        print(*scores.confused_lines(first["most_confused"][:5]), sep="\n")
     print(f"done       {args.output_dir}/evaluation.json, evaluation.txt")
-    check_learned(args.checkpoint[0], first["agreement"], [system["agreement"] for name, system in systems.items()
+    check_learned(args.checkpoint[0], systems[name]["agreement"], [system["agreement"] for name, system in systems.items()
                                                            if name in BASE], args.min_agreement, args.min_gain)
 
 

@@ -16,7 +16,6 @@ from common.json_files import read_text
 from distill import chat, weights
 from distill.choices import GROUP, LINES, THINKING
 from distill.dataset import HELD_OUT, key_groups, question_hash
-from distill.journal import rejected_path
 
 HOLD_OUT = "--validation_split 0.1 --group_size 15"
 # flags of a run, by which it read its data; the values are for a checkpoint that does not say
@@ -34,7 +33,6 @@ class Lines:
     labels: list                    # the teacher's
     about: dict                     # JSON-able: how many there are, where from
     ends: list                      # ids that answers end with
-    rejected: list                  # ids of lines in held-out groups that have no teacher label
     notes: list
 
 
@@ -127,11 +125,8 @@ def read_lines(name, run, meta, tokenizer, eval_data_file=None, group_size=None,
              "leaked_lines_left_out": len(rows) - len(kept), "enable_thinking": run.enable_thinking,
              "split": "--eval_data_file" if eval_data_file else "held out by the run",
              "group_size": None if eval_data_file else run.group_size}
-    source = eval_data_file or run.eval_data_file
-    groups = None if source else {int(key_groups(i, run.group_size)) for i in ids}
-    rejected = rejected_ids(source or run.train_data_file, groups, run.group_size)
     return Lines(str(path), ids, [messages[:-1] for messages in chats], list(map(label_of, chats)), about,
-                 sorted(encoder.ends), rejected, notes)
+                 sorted(encoder.ends), notes)
 
 
 def held_out_lines(name, meta):
@@ -201,15 +196,6 @@ def without_leaks(path, rows, drop):
 def label_of(messages):
     """The last answer, without thoughts."""
     return messages[-1]["content"].split("</think>")[-1].strip()
-
-
-def rejected_ids(path, groups, group_size):
-    """Ids in create_data.py's file of rejected lines beside `path`; groups: only of these, None for all."""
-    path = rejected_path(path)
-    if not path.is_file():
-        return []
-    ids = [row["id"] for _, row in json_lines(path, "id")]
-    return sorted(i for i in ids if groups is None or int(key_groups(i, group_size)) in groups)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
