@@ -1,4 +1,4 @@
-"""Dataset folders and hub datasets of problems: the files of a split."""
+"""Dataset folders and hub datasets of problems: the files of a split; tokenizers of the hub."""
 from pathlib import Path
 
 from common import hub
@@ -25,3 +25,17 @@ def download(name):
         from huggingface_hub import snapshot_download
         return Path(snapshot_download(str(name), repo_type="dataset",
                                       allow_patterns=["*.json*", "*.parquet"]))
+
+
+def download_tokenizer(name, may_be, hint):
+    """tokenizer.json of a hub model, downloaded or from the cache. may_be: it can be a hub's name.
+    Raises UserError, whose last words are `hint`.
+    """
+    why = ""
+    try:
+        if may_be:
+            from huggingface_hub import hf_hub_download
+            return hf_hub_download(str(name), "tokenizer.json")
+    except Exception as error:      # a dozen kinds: no network, no such name, not allowed
+        why = f", and nothing that could be downloaded ({type(error).__name__})"
+    raise UserError(f"--tokenizer {name}: no such file or folder{why}; {hint}")

@@ -98,9 +98,7 @@ def print_start(args, job, device, ranks, shards):
           f"model      {job.name}, {size:,} parameters{kind}; weights, gradients, optimizer and "
           f"average {gib(state)} a GPU\n"
           f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; tokens "
-          f"mean "
-          f"{lengths.mean():.0f} max {lengths.max()}\n"
+          f"mean {lengths.mean():.0f} max {lengths.max()}\n"
           f"rows       {len(rows)} of {rows.length} clean and {rows.noisy_length} noisy tokens, "
-          f"{table['clean'].sum() / (len(rows) * rows.length) * 100:.1f}% of the clean ones "
-          f"filled, "
+          f"{table['clean'].sum() / (len(rows) * rows.length) * 100:.1f}% of the clean ones filled, "
           f"{table['samples'].mean():.2f} problems each")

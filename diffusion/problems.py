@@ -172,7 +172,10 @@ def load_tokenizer(name, system, end_token=""):
         if path.is_dir():
             tokenizer = tokenizer_from_folder(path)
         else:
-            tokenizer = Tokenizer.from_file(str(path if path.exists() else download_tokenizer(name, hint)))
+            if not path.exists():
+                from diffusion import folders
+                path = folders.download_tokenizer(name, HUB_NAME.fullmatch(str(name)), hint)
+            tokenizer = Tokenizer.from_file(str(path))
     except UserError:
         raise
     except Exception as error:      # the tokenizers library raises bare Exceptions
@@ -195,18 +198,6 @@ def load_tokenizer(name, system, end_token=""):
     last = ids.get("<|pad|>", end)
     return Tokens(tokenizer, size, begin if system == "gsm8k" else -1, last, last, ids.get("<|plan|>", -1),
                   ids.get("<|execution|>", -1), ids.get("<|answer|>", -1), ids["<|mask|>"])
-
-
-def download_tokenizer(name, hint):
-    """tokenizer.json of a hub model, downloaded or from the cache."""
-    from huggingface_hub import hf_hub_download
-    if not HUB_NAME.fullmatch(str(name)):
-        raise UserError(f"--tokenizer {name}: no such file or folder; {hint}")
-    try:
-        return hf_hub_download(str(name), "tokenizer.json")
-    except Exception as error:      # a dozen kinds: no network, no such name, not allowed
-        raise UserError(f"--tokenizer {name}: no such file or folder, and nothing that could be downloaded "
-                        f"({type(error).__name__}); {hint}")
 
 
 def tokenizer_from_folder(folder):
