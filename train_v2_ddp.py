@@ -489,7 +489,7 @@ def train(args):
         model, parts = empty_trained_model(module, folder, config_dict, args)
     identity = run_identity(folder, table, train_ids, args) if main_rank else None
     validation = [table.fingerprint(eval_ids), args.audio_loss_reduction, args.text_loss_weight]
-    resume, meta = checkpoint.find_resume(args.output_dir, args.resume, identity, world)
+    resume, meta = run.find_resume(args.output_dir, args.resume, identity, world)
 
     # -- order, number of steps: every rank knows them without asking; so all agree ---------------
     accumulation, at = args.gradient_accumulation_steps, run.position(meta)

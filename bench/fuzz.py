@@ -30,7 +30,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from bench import measure
-from common import checkpoint, json_files, metrics, report, resume, run
+from common import json_files, metrics, report, resume, run
 from common.flags import UserError
 from common.text import HIDDEN, error_text
 from distill import chat, held_out, journal, teacher_server
@@ -171,7 +171,7 @@ def state(folder, data):
     (folder / "checkpoint-3" / "manifest.json").write_text(json.dumps({"step": 3, "files": files}))
     (folder / "metrics.jsonl").write_text('{"step": 3, "train/loss": 1.0}\n')
     report.page([report.read_run(folder)], [], [])
-    resume, meta = checkpoint.find_resume(folder, "auto", {"seed": 1})
+    resume, meta = run.find_resume(folder, "auto", {"seed": 1})
     assert resume is None or run.position(meta)["step"] == meta["step"]
 
 

@@ -377,21 +377,8 @@ def load_meta(path):
     return json_files.read_object(Path(path) / STATE_DIR / "state.json")
 
 
-def find_resume(output_dir, resume, identity, world=ALONE):
-    """(checkpoint folder or None, its meta or None) for --resume auto | none | FOLDER. Collective.
-
-    identity: {name: value} that the checkpoint's meta must share, on rank 0. Raises UserError when
-    nothing usable is there, or it is another run's.
-    """
-    folders = distributed.rank0_first(world, to_try, output_dir, resume)
-    if not folders:
-        return None, None
-    from common.resume import whole_one
-    return whole_one(folders, output_dir, resume, identity, world)
-
-
 def to_try(output_dir, resume):
-    """Folders of find_resume, in this order. Raises UserError."""
+    """Checkpoints of --resume auto | none | FOLDER, in the order to be tried. Raises UserError."""
     found = [path for _, path in reversed(checkpoints(output_dir))]
     # a new run's checkpoints among old ones: nobody could tell which --resume auto takes
     if resume == "none" and found:

@@ -3,15 +3,16 @@ import argparse
 
 import yaml  # comes with transformers
 
-from common.flags import UserError, boolean, nearest, need, spellings
 from common.json_files import read_text
+from common.text import UserError, need
 
 
-def words_of(parser, words):
+def words_of(parser, words, known, nearest, boolean):
     """The words of a command line for the YAML file that --config names there, if it does.
 
     Values are taken as they are written, so on, 5e-5 and 007 stay what they are; an empty one or
-    null gives no flag. Raises UserError.
+    null gives no flag. known, nearest, boolean: flags.spellings of the parser, and its functions.
+    Raises UserError.
     """
     files = [words[i + 1] for i, word in enumerate(words[:-1]) if word == "--config"]
     files += [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
@@ -29,8 +30,8 @@ def words_of(parser, words):
         where, name = f"--config {file} line {key.start_mark.line + 1}", str(key.value)
         action = parser._option_string_actions.get(f"--{name}")
         if action is None or action.dest in ("config", "help"):
-            known = {flag.removeprefix("--") for flag in spellings(parser)}
-            near = nearest(name, known - {"config", "help", "-h"})
+            names = {flag.removeprefix("--") for flag in known}
+            near = nearest(name, names - {"config", "help", "-h"})
             raise UserError(f"{where}: {name}: no such flag; the nearest one is {near}")
         need(action.dest not in found, f"{where}: {name} is there twice")
         found.add(action.dest)

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from common import lifetime
-from common.text import UserError, counted, error_text, print_error, without_secrets
+from common.text import UserError, counted, error_text, need, print_error, without_secrets
 
 TRACKERS = ("tensorboard", "wandb", "trackio")                  # of --report_to
 MODES = ("all", "selective")                                    # of --gradient_checkpointing
@@ -181,7 +181,9 @@ def parse(parser, check=None, argv=None):
         check_names(parser, words)      # before argparse complains of what is missing
         if "--config" in parser._option_string_actions and any(map(CONFIG_FLAG.match, words)):
             from common import config_file
-            words = config_file.words_of(parser, words) + words     # what stands later counts
+            known = spellings(parser)
+            # what stands later counts
+            words = config_file.words_of(parser, words, known, nearest, boolean) + words
         args = parser.parse_args(words, Args())
         args.given = stored(args)
         actions = (parser._option_string_actions.get(word.split("=")[0]) for word in words)
@@ -419,12 +421,6 @@ def notice(text):
 
 # --------------------------------------------------------------------------------------------------
 # Checks; all raise UserError
-
-
-def need(good, message):
-    """UserError(message) unless good."""
-    if not good:
-        raise UserError(message)
 
 
 def values(args, names):

@@ -584,23 +584,6 @@ def by_tokens(args, setup, lengths, order_of):
         yield way
 
 
-def by_rows(args, setup, rows, row_tokens):
-    """Setups with micro-steps of rows of one length, the fastest first: as few as fit.
-
-    rows: of an optimizer step, of all ranks; row_tokens: that a row is computed on.
-    """
-    splits, accumulation = [], 1
-    if named(args) & {"per_device_train_batch_size", "problems_per_batch",
-                      "gradient_accumulation_steps"}:
-        splits, accumulation = [(setup.batch_size, setup.accumulation)], 0
-    while accumulation:
-        each = max(1, round(rows / setup.ranks / accumulation))
-        splits.append((each, accumulation))
-        accumulation = 0 if each == 1 or each * row_tokens <= LARGE else 2 * accumulation
-    return [replace(way, batch_size=each, accumulation=accumulation)
-            for way in ways(args, setup) for each, accumulation in splits]
-
-
 def choose_packs(args, world, ranks, lengths, memory_of):
     """decide() with packs of tokens. lengths: (n,) of the samples. memory_of(setup, PackOrder)."""
     @functools.cache

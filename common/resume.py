@@ -151,7 +151,7 @@ def newest_whole(output_dir, report=print):
 
 
 def whole_one(folders, output_dir, resume, identity, world):
-    """checkpoint.find_resume among folders, in this order, at least one."""
+    """run.find_resume among folders, in this order, at least one."""
     for path in folders:
         wrong = damage(path, world)
         if not wrong:

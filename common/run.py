@@ -130,6 +130,19 @@ def sharding(args, size):
             "reduce": args.reduce_dtype}
 
 
+def find_resume(output_dir, resume, identity, world=checkpoint.ALONE):
+    """(checkpoint folder or None, its meta or None) for --resume auto | none | FOLDER. Collective.
+
+    identity: {name: value} that the checkpoint's meta must share, on rank 0. Raises UserError when
+    nothing usable is there, or it is another run's.
+    """
+    tried = distributed.rank0_first(world, checkpoint.to_try, output_dir, resume)
+    if not tried:
+        return None, None
+    from common.resume import whole_one
+    return whole_one(tried, output_dir, resume, identity, world)
+
+
 def position(meta):
     """{"step", "epoch", "first"} to go on from; first: the epoch's pack that comes next. meta: of the checkpoint."""
     return {key: meta[key] if meta else 0 for key in ("step", "epoch", "first")}
@@ -171,7 +184,7 @@ class TrainState:
     """Where a run stands: position, best validation loss, sums of the log line, writer, log, clock."""
 
     def __init__(self, world, watch, args, order, total_steps, found, facts):
-        """order: packing.PackOrder. found: of checkpoint.find_resume. facts: Facts."""
+        """order: packing.PackOrder. found: of find_resume. facts: Facts."""
         self.world, self.watch, self.args = world, watch, args
         self.order, self.total_steps = order, total_steps
         self.name, self.validation = facts.name, facts.validation
@@ -367,7 +380,7 @@ class TrainState:
         return True
 
     def to_save(self, identity, **more):
-        """state.json of a checkpoint made now. Collective. identity: checkpoint.find_resume's; more:
+        """state.json of a checkpoint made now. Collective. identity: find_resume's; more:
         the script's.
         """
         self.watch.moved(f"saving at step {self.step}", self.args.wait_timeout)

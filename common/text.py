@@ -27,6 +27,12 @@ class UserError(Exception):
     """A mistake in flags, files or data. Shown as text without a traceback; str() is what is read."""
 
 
+def need(good, message):
+    """UserError(message) unless good."""
+    if not good:
+        raise UserError(message)
+
+
 SECRETS = re.compile(r"(?<=://)[^/?#\s]*@|(?<=[?&])[\w-]*(?:key|token|secret|password)[\w-]*=[^&#\s]*", re.IGNORECASE)
 
 

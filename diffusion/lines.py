@@ -66,9 +66,7 @@ def eval_line(step, v, regions):
 
 
 def log_validation(args, state, values, answers, regions):
-    """Log and print a validation, on rank 0; answers go to a file for the report. state:
-    run.TrainState.
-    """
+    """Log and print a validation, on rank 0; answers go to a file for the report."""
     state.log.write(state.step, values)
     if answers:
         from diffusion import accuracy
@@ -100,5 +98,5 @@ def print_start(args, job, device, ranks, shards):
           f"problems   {table['samples'].sum()} to train, {held_out} to validate{dropped}; tokens "
           f"mean {lengths.mean():.0f} max {lengths.max()}\n"
           f"rows       {len(rows)} of {rows.length} clean and {rows.noisy_length} noisy tokens, "
-          f"{table['clean'].sum() / (len(rows) * rows.length) * 100:.1f}% of the clean ones filled, "
-          f"{table['samples'].mean():.2f} problems each")
+          f"{table['clean'].sum() / (len(rows) * rows.length) * 100:.1f}% of the clean ones filled"
+          f", {table['samples'].mean():.2f} problems each")

@@ -472,7 +472,7 @@ def train(args):
     batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     rows, table, regions = job.rows, job.table, elbo.REGIONS[args.system]
     identity, validation = identity_of(args, job), validation_of(args, job)
-    resume, meta = checkpoint.find_resume(args.output_dir, args.resume, identity, world)
+    resume, meta = run.find_resume(args.output_dir, args.resume, identity, world)
 
     # -- order, number of steps: known to every rank without asking, so that collectives match -----
     order = PackOrder(np.ones(len(rows)), samples_per_pack=batch_rows, seed=args.seed)

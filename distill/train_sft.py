@@ -447,7 +447,7 @@ def train(args):
     # a checkpoint of a run with another identity is refused; only rank 0 reads the files for it
     identity = run_identity(args, inputs.folder, table, train_ids) if world.is_main else None
     validation = table.fingerprint(eval_ids)        # losses on other data do not compare
-    resume, meta = checkpoint.find_resume(args.output_dir, args.resume, identity, world)
+    resume, meta = run.find_resume(args.output_dir, args.resume, identity, world)
 
     # -- order, number of steps: known to every rank, so all make the same number of collectives -----
     accumulation, at = args.gradient_accumulation_steps, run.position(meta)

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from common import checkpoint, resume
+from common import checkpoint, resume, run
 from common.distributed import World
 from common.new_folder import new_folder
 
@@ -93,7 +93,7 @@ def test_states_without_a_position(tmp_path, state, capsys):
     """Checksums right: somebody wrote them so. The checkpoint before is taken, with one line and no traceback."""
     make(tmp_path / "checkpoint-2")
     make(tmp_path / "checkpoint-4", state=state)
-    path, meta = checkpoint.find_resume(tmp_path, "auto", {})
+    path, meta = run.find_resume(tmp_path, "auto", {})
     assert path.name == "checkpoint-2" and meta["first"] == 8
     said = capsys.readouterr().out
     assert said.count("\n") == 1 and "checkpoint-4 is damaged" in said and "does not say where the run stood" in said

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common import checkpoint, resume
+from common import resume, run
 from tests.common.test_checkpoint import make
 from tests.helpers import second_user
 from tests.helpers.trainer import ROOT, Run, Tiny, trainer_arguments
@@ -70,7 +70,7 @@ def test_checkpoints_that_may_not_be_read_are_not_called_damaged(open_to_all, ca
                          (newest, 0o700), (open_to_all, 0o711)):
         before = stat.S_IMODE(closed.stat().st_mode)
         closed.chmod(mode)
-        answer = second_user.ask(checkpoint.find_resume, open_to_all, "auto", {})
+        answer = second_user.ask(run.find_resume, open_to_all, "auto", {})
         assert isinstance(answer, PermissionError) and str(closed) in answer.filename, answer
         closed.chmod(before)
     assert "damaged" not in capfd.readouterr().out
