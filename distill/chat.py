@@ -34,15 +34,6 @@ KEYS = {"assistant": {"tool_calls", "weight"}, "tool": {"tool_call_id", "name"}}
 # Files -> conversations
 
 
-def read_chats(path, problems):
-    """Yield (line number, group key or None, messages) of a JSONL file, as read_records does.
-
-    group key: the record's integer "id", if it has one.
-    """
-    for number, record in read_records(path, problems):
-        yield number, group_key(record), record["messages"]
-
-
 def group_key(record):
     """The record's integer "id", or None for one of another kind. ValueError for a number that no group can have."""
     key = record.get("id")
