@@ -345,10 +345,7 @@ def checkpoints(output_dir):
 
 
 def rotate(output_dir, newest, keep, best_step=None):
-    """Delete the oldest checkpoints beyond `keep` (0 = keep all), never the best one.
-
-    newest: the step just saved.
-    """
+    """Delete the oldest checkpoints up to step `newest` beyond `keep` (0 = all), never the best."""
     if keep > 0:
         # later ones, passed over as damaged, do not count: with them a new one would be the oldest
         found = [found for found in checkpoints(output_dir) if found[0] <= newest]
@@ -358,10 +355,7 @@ def rotate(output_dir, newest, keep, best_step=None):
 
 
 def delete(path):
-    """Delete a checkpoint folder.
-
-    What cannot be deleted (NFS keeps files that somebody has open) is left to the next save.
-    """
+    """Delete a checkpoint folder; what is open somewhere on NFS goes with a later save."""
     # it loses its name first, so that a kill leaves no half of one under it
     doomed = path.with_name(f"{path.name}.tmp-deleted-{time.time_ns()}")
     os.rename(path, doomed)

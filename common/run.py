@@ -231,7 +231,8 @@ class TrainState:
         if self.resume:
             from common import resume
             moments = optim.state_tensors(optimizer, model.named_parameters())
-            resume.load_tensors(Path(self.resume) / checkpoint.STATE_DIR, "optimizer", moments, world)
+            folder = Path(self.resume) / checkpoint.STATE_DIR
+            resume.load_tensors(folder, "optimizer", moments, world)
             resume.load_rng(self.resume, world.rank, world.device)
         # its later lines are dropped, so not before the checkpoint has proven to fit
         if world.is_main:
@@ -239,8 +240,9 @@ class TrainState:
             checkpoint.write_atomically(
                 Path(args.output_dir) / flags.CONFIG,
                 lambda path: flags.write_config(path, args.given, sys.argv[0]))
-            self.log = metrics.MetricsLog(args.output_dir, board, args.report_to, flags.stored(args),
-                                          self.step, args.wandb_project, self.eval_due)
+            self.log = metrics.MetricsLog(args.output_dir, board, args.report_to,
+                                          flags.stored(args), self.step, args.wandb_project,
+                                          self.eval_due)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 

@@ -181,7 +181,8 @@ class Decoder(nn.Module):
         self._masks = None, None        # layout, its masks: rows of one layout share them
         self.register_parameter("mask_row", None)
         if config.lora:
-            self.adapted = [adapt(self, config.lora)]     # in a list, torch does not register it again
+            # in a list, torch does not register it again
+            self.adapted = [adapt(self, config.lora)]
             if recompute:
                 from common import recomputation
                 recomputation.leave_products(self, recompute)

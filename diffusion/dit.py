@@ -286,7 +286,7 @@ class Layer(nn.Module):
 
 
 def caller(recompute):
-    """A function of (layer, its arguments) that calls the layer; recompute: of flags.MODES, or None."""
+    """A function of (layer, its arguments) that calls it. recompute: of flags.MODES, or None."""
     if not recompute:
         return lambda layer, *given: layer(*given)
     from common import recomputation

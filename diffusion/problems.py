@@ -84,7 +84,7 @@ def parse_problem(name, entry, system, strip_calculator):
 
 
 def read_entries(path, split):
-    """Yield (name, JSON value) of the problems of a file, folder or hub dataset; UserError when it cannot be read."""
+    """Yield (name, JSON value) of the problems of a file, folder or hub dataset. UserError."""
     file = Path(path)
     if not file.exists() and ("/" not in str(path) or not HUB_NAME.fullmatch(str(path))):
         raise UserError(f"{path}: no such file or folder")
@@ -105,7 +105,8 @@ def read_entries(path, split):
             label = entry.get("id") if isinstance(entry, dict) else None
             yield f"{file} sample {i}" + (f" ({printable(label, NAME)})" if label else ""), entry
         return
-    for number, line in enumerate(text.split("\n"), 1):     # splitlines() would also cut at characters inside strings
+    # splitlines() would also cut at characters inside strings
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield f"{file} line {number}", json_files.parse(line, file, number)
 
@@ -167,7 +168,8 @@ def load_tokenizer(name, system, end_token=""):
     such as gpt2. end_token: of gsm8k's answers; "": <|endoftext|>. Raises UserError.
     """
     path = Path(name)
-    hint = "give a folder with tokenizer.json or with GPT-2's encoder.json and vocab.bpe, or gpt2 when online"
+    hint = "give a folder with tokenizer.json or with GPT-2's encoder.json and vocab.bpe, or " \
+           "gpt2 when online"
     try:
         if path.is_dir():
             tokenizer = tokenizer_from_folder(path)
@@ -179,12 +181,14 @@ def load_tokenizer(name, system, end_token=""):
     except UserError:
         raise
     except Exception as error:      # the tokenizers library raises bare Exceptions
-        raise UserError(f"--tokenizer {name}: is not a tokenizer ({str(error).partition(chr(10))[0]:.120}); {hint}")
+        why = str(error).partition("\n")[0]
+        raise UserError(f"--tokenizer {name}: is not a tokenizer ({why:.120}); {hint}")
     end_token = end_token or END
     end = tokenizer.token_to_id(end_token)
     if end is None and system == "gsm8k":
-        raise UserError(f"--tokenizer {name}: has no token {end_token} to end answers with; give one "
-                        "that it has (--end_token '</s>'), or --chat where it has a chat template")
+        raise UserError(f"--tokenizer {name}: has no token {end_token} to end answers with; give "
+                        "one that it has (--end_token '</s>'), or --chat where it has a chat "
+                        "template")
     # a question begins with <|endoftext|>, or with what this tokenizer puts before every text
     begins = [tokenizer.token_to_id(END), *tokenizer.encode("").ids, end]
     begin = next((number for number in begins if number is not None), -1)
@@ -193,11 +197,12 @@ def load_tokenizer(name, system, end_token=""):
     tokenizer.add_special_tokens([*([] if end is None else [end_token]), *MARKERS[system]])
     used, size = set(tokenizer.get_vocab().values()), tokenizer.get_vocab_size()
     if used != set(range(size)):        # the model's embedding has a row for each of 0 to size - 1
-        raise UserError(f"--tokenizer {name}: its {size} tokens have ids up to {max(used)}, with gaps; {hint}")
+        raise UserError(f"--tokenizer {name}: its {size} tokens have ids up to {max(used)}, with "
+                        f"gaps; {hint}")
     ids = {m: tokenizer.token_to_id(m) for m in MARKERS[system]}
     last = ids.get("<|pad|>", end)
-    return Tokens(tokenizer, size, begin if system == "gsm8k" else -1, last, last, ids.get("<|plan|>", -1),
-                  ids.get("<|execution|>", -1), ids.get("<|answer|>", -1), ids["<|mask|>"])
+    markers = [ids.get(f"<|{name}|>", -1) for name in ("plan", "execution", "answer", "mask")]
+    return Tokens(tokenizer, size, begin if system == "gsm8k" else -1, last, last, *markers)
 
 
 def tokenizer_from_folder(folder):

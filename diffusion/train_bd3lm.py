@@ -513,7 +513,8 @@ def train(args):
     packs = rank_packs(order, world.rank, world.size, accumulation, sys.maxsize, at["epoch"],
                        at["first"])
     batches = loading.ahead(blocks.make_loader(
-        rows, packs, batch_rows, rows.noisy_length, num_workers=args.num_workers, prefetch_factor=4))
+        rows, packs, batch_rows, rows.noisy_length, num_workers=args.num_workers,
+        prefetch_factor=4))
 
     # -- loop: validation and checkpoint of the steps so far, then the next step -------------------
     stopping, saving = False, eval_due      # saved again, so that it is not validated twice

@@ -58,10 +58,10 @@ def module_of(config):
 
 
 def load_checkpoint(folder, ema=True, backend="sdpa"):
-    """(network on the CPU in eval mode, config.json as a dict) of a checkpoint folder; ema: the averaged weights.
+    """(network on the CPU in eval mode, config.json as a dict) of a checkpoint folder. UserError.
 
-    Adapters are merged into their language model, which is read from where it was in training. Raises UserError when
-    the folder holds no such model.
+    ema: the averaged weights. Adapters are merged into their language model, which is read from
+    where it was in training.
     """
     from common import resume
     folder = Path(folder)
@@ -83,9 +83,7 @@ def load_checkpoint(folder, ema=True, backend="sdpa"):
 
 
 def find_checkpoint(name, pick, flag="--checkpoint"):
-    """The checkpoint folder that a flag's value and `pick`, "best" or "newest", mean; UserError when
-    none is whole.
-    """
+    """The checkpoint folder that a flag's value and `pick`, "best" or "newest", mean. UserError."""
     from common import resume
     folder = Path(name)
     if not folder.is_dir():

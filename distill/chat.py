@@ -127,7 +127,9 @@ def files_of(path):
 
 
 def lines_of(path, size):
-    """Yield the lines of a file, or rows of a parquet or arrow file as dicts; UserError. size: rows read together."""
+    """Yield the lines of a file, or rows of a parquet or arrow file as dicts; UserError. size: rows
+    read together.
+    """
     try:
         with json_files.open_file(path) as file:
             kind = Path(path).suffix

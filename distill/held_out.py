@@ -105,15 +105,17 @@ def run_flags(name, meta, eval_data_file=None, data_file=None, enable_thinking=N
 def read_lines(name, run, meta, tokenizer, eval_data_file=None, group_size=None, drop_leaked=False):
     """Lines that a run held out, or those of eval_data_file. Raises UserError.
 
-    name: the checkpoint. run: of run_flags. meta: its state, None where it has none. group_size: with
-    eval_data_file, ids of a group that must not be in both files; 0: not compared; None: the run's.
+    name: the checkpoint. run: of run_flags. meta: its state, None where it has none. group_size:
+    with eval_data_file, ids of a group that must not be in both files; 0: not compared; None: the
+    run's.
     """
     if eval_data_file:
         size = run.group_size if group_size is None else group_size
         path, rows, trained, notes = other_lines(eval_data_file, run.train_data_file, size)
     else:
         if group_size not in (None, run.group_size):
-            raise UserError(f"--group_size {group_size}: the run held out groups of {run.group_size}")
+            raise UserError(f"--group_size {group_size}: the run held out groups of "
+                            f"{run.group_size}")
         path, rows, trained = held_out_lines(name, meta)
         notes = []
     kept = without_leaks(path, rows, drop_leaked)
@@ -125,8 +127,8 @@ def read_lines(name, run, meta, tokenizer, eval_data_file=None, group_size=None,
              "leaked_lines_left_out": len(rows) - len(kept), "enable_thinking": run.enable_thinking,
              "split": "--eval_data_file" if eval_data_file else "held out by the run",
              "group_size": None if eval_data_file else run.group_size}
-    return Lines(str(path), ids, [messages[:-1] for messages in chats], list(map(label_of, chats)), about,
-                 sorted(encoder.ends), notes)
+    return Lines(str(path), ids, [messages[:-1] for messages in chats],
+                 list(map(label_of, chats)), about, sorted(encoder.ends), notes)
 
 
 def held_out_lines(name, meta):

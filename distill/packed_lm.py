@@ -116,7 +116,8 @@ class PackedLM(nn.Module):
         self.net, self.share = net, share
         self.prompted, self.lora = prompted, hasattr(net, "peft_config")
         self.sums = 6 if share else 3       # how many of Sums forward gives
-        self._native = [net.get_base_model() if self.lora else net]     # in a list, torch does not register it again
+        # in a list, torch does not register it again
+        self._native = [net.get_base_model() if self.lora else net]
         fused.use(self.native)
         if recompute:
             from common import recomputation

@@ -136,7 +136,7 @@ def cell(value):
 
 def number(value, digits):
     """A number as text, "-" for None."""
-    return "-" if value is None else f"{value:.{digits}f}"
+    return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def aligned(rows):
@@ -155,16 +155,19 @@ def side_by_side(systems, teacher, batch):
     rows = [["", *["teacher"] * bool(teacher), *systems],
             row("agreement with the teacher", "", lambda s: cell(s["agreement"]))]
     if teacher:
+        wrong = "right_where_teacher_is_wrong"
         rows += [row("accuracy against the truth", cell(teacher), lambda s: cell(s["accuracy"])),
-                 row("right where the teacher is wrong", "", lambda s: cell(s["right_where_teacher_is_wrong"]))]
+                 row("right where the teacher is wrong", "", lambda s: cell(s[wrong]))]
     key = "accuracy" if teacher else "agreement"
     rows += [row(f"macro F1 of the {key}", number(teacher["macro_f1"], 3) if teacher else "",
                  lambda s: number(s[key]["macro_f1"], 3)),
              row("answers with a label", "", lambda s: cell(s["parsed"])),
-             row("tokens in, per line", "", lambda s: f"{s['speed']['tokens_in']:,.1f}"),
-             row("tokens out, per line", "", lambda s: f"{s['speed']['tokens_out']:,.1f}"),
-             row("seconds per line, one at a time", "", lambda s: number(s["speed"]["seconds_per_line_alone"], 4)),
-             row(f"lines per second, {batch}", "", lambda s: f"{s['speed']['lines_per_second']:,.1f}")]
+             *(row(what, "", lambda s, name=name, digits=digits: number(s["speed"][name], digits))
+               for what, name, digits in (
+                   ("tokens in, per line", "tokens_in", 1),
+                   ("tokens out, per line", "tokens_out", 1),
+                   ("seconds per line, one at a time", "seconds_per_line_alone", 4),
+                   (f"lines per second, {batch}", "lines_per_second", 1)))]
     return aligned(rows)
 
 
@@ -172,13 +175,15 @@ def make_notes(report):
     """Lines that explain the table. report: the contents of evaluation.json."""
     data, notes = report["data"], []
     if data["leaked_lines_left_out"]:
-        notes.append(f"{data['leaked_lines_left_out']:,} lines left out: their text was trained as well")
+        notes.append(f"{data['leaked_lines_left_out']:,} lines left out: their text was trained as "
+                     "well")
     if report["teacher"] and report["teacher"]["n"] < len(report["samples"]):
         notes.append(f"accuracy is over the {report['teacher']['n']:,} lines whose truth is known")
     for name, system in report["systems"].items():
         if system["no_label"]:
+            reasons = [f"{n:,} {why}" for why, n in list(system["no_label"].items())[:4]]
             notes.append(f"{name}: no label in {sum(system['no_label'].values()):,} answers: "
-                         + ", ".join(f"{n:,} {why}" for why, n in list(system["no_label"].items())[:4]))
+                         + ", ".join(reasons))
     notes.append("in brackets: 95 % Wilson interval of the share, lines taken as independent")
     return [f"note       {note}" for note in notes]
 
@@ -189,7 +194,8 @@ def detail_lines(systems, labels):
     for name, system in systems.items():
         for key, what in (("agreement", "teacher"), ("accuracy", "truth")):
             if system[key]:
-                lines += ["", f"{name} against the {what}: {system[key]['right']:,} of {system[key]['n']:,}", "",
+                right, n = system[key]["right"], system[key]["n"]
+                lines += ["", f"{name} against the {what}: {right:,} of {n:,}", "",
                           *label_lines(system[key]["labels"]), "",
                           *confusion_lines(system[key]["confusion"], labels, f"{what} \\ {name}")]
         if system["no_label"]:
