@@ -113,9 +113,7 @@ def listed(path):
 
 
 def compare(path, files):
-    """Raise Damaged unless a checkpoint has these files of its manifest, each with its size and
-    checksum.
-    """
+    """Raise Damaged unless these files of a manifest are there with their sizes and checksums."""
     for name, facts in files.items():
         file, name = path / name, printable(name, NAME)
         if not is_file(file):
@@ -168,9 +166,7 @@ def whole_one(folders, output_dir, resume, identity, world):
 
 
 def fitting_meta(path, output_dir, resume, identity):
-    """state.json of a whole checkpoint that find_resume has found. Raises UserError where it does
-    not fit the run.
-    """
+    """state.json of a whole checkpoint of find_resume. UserError where it does not fit the run."""
     meta = load_meta(path)
     later = [str(p) for step, p in checkpoints(output_dir) if step > meta["step"]]
     # or the next --resume auto would take up the abandoned ones
@@ -218,9 +214,7 @@ def load_tensors(folder, stem, tensors, world=None):
 
 
 def load_rng(path, rank, device):
-    """Put back the random states of this rank; a rank that the saved run did not have keeps its
-    own.
-    """
+    """Put back this rank's random states; a rank that the saved run did not have keeps its own."""
     # weights_only: a checkpoint from somebody else must not run code
     states = torch.load(Path(path) / STATE_DIR / "rng.pt", weights_only=True)
     if rank < len(states):

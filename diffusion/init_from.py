@@ -32,9 +32,7 @@ class Start(NamedTuple):
 
 
 def find(name):
-    """The file or folder of --init_from, a checkpoint of ours found in an OUTPUT_DIR, or
-    downloaded. UserError.
-    """
+    """File or folder of --init_from, found in an OUTPUT_DIR of ours, or downloaded. UserError."""
     path = Path(name)
     if path.is_file():
         return path
@@ -215,9 +213,7 @@ def check_size(path, tensors, head_size, config):
 
 
 def fit_vocabulary(tensors, markers, tokens, size, seed):
-    """(tensors of `size` rows for `tokens`, names of markers that are new). markers: {name: row}
-    of the tensors.
-    """
+    """(tensors of `size` rows for `tokens`, names of new markers). markers: {name: row there}."""
     count, generator = len(plain(tokens)), torch.Generator().manual_seed(seed)
     new = [name for name in tokens.markers if name not in markers]
 

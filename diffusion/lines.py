@@ -75,9 +75,7 @@ def log_validation(args, state, values, answers, regions):
 
 
 def print_start(args, job, device, ranks, shards):
-    """What is about to run, before the first step. job: the trainer's Job. shards: GPUs that the
-    state is sharded over.
-    """
+    """What is about to run. job: the trainer's Job. shards: GPUs that the state is sharded over."""
     rows, eval_rows, table = job.rows, job.eval_rows, job.table
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     with torch.device("meta"):

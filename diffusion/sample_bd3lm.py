@@ -112,9 +112,7 @@ from diffusion.sampler import Sampling
 
 
 def read_questions(path):
-    """List of Problems without answers: JSONL or JSON objects with "question", or a text file
-    with one in each line.
-    """
+    """Problems without answers: JSONL or JSON objects with "question", or a text of lines."""
     text, found, wrong = json_files.read_text(Path(path)), [], []
     if text.lstrip()[:1] in ("{", "["):
         entries = [(name, entry.get("question") if isinstance(entry, dict) else None)
@@ -136,9 +134,7 @@ def read_questions(path):
 
 
 def usable_states(problems, solver, drop_too_long):
-    """[question_state or None] of all problems: None where the question is too long and that is
-    allowed.
-    """
+    """[question_state] of all problems, None where a question is too long and that is allowed."""
     states, wrong = [], []
     for problem in problems:
         try:
@@ -181,9 +177,7 @@ def answer_all(solver, problems, args):
 
 
 def answer_aloud(solver, question, seed):
-    """Answer one question and print it block by block as it is written. Raises UserError when it
-    cannot be asked.
-    """
+    """Answer one question and print it block by block as it is written. Raises UserError."""
     state = question_state(Problem("the question", question, "", ""), solver.tokens, solver.layout)
     began, printed = time.monotonic(), {}
 
@@ -201,9 +195,7 @@ def answer_aloud(solver, question, seed):
 
 
 def converse(answer):
-    """Read questions from the terminal and answer(question) each, until an empty line or the end
-    of the input.
-    """
+    """answer(question) each question of the terminal, until an empty line or the input's end."""
     while question := input("question   " if sys.stdin.isatty() else "").strip():
         try:
             answer(question)
@@ -239,9 +231,7 @@ def print_answer(answer):
 
 
 def print_summary(total, output, least=0.0):
-    """The last lines. total: of summarise; output: the file that holds the answers; least: share
-    to be right.
-    """
+    """The last lines. total: of summarise; output: file of the answers; least: share of right."""
     if total["too_long"]:
         print(f"too long   {total['too_long']} questions do not fit and count as wrong")
     found = []

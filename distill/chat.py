@@ -127,9 +127,7 @@ def files_of(path):
 
 
 def lines_of(path, size):
-    """Yield the lines of a file, or rows of a parquet or arrow file as dicts; UserError. size: rows
-    read together.
-    """
+    """Yield a file's lines, or rows of a table as dicts; UserError. size: rows at a time."""
     try:
         with json_files.open_file(path) as file:
             kind = Path(path).suffix

@@ -415,9 +415,7 @@ def leave_on_signals():
 
 
 def prepare(args, engine):
-    """(parser, conversations, prompt, header of the journals). Raises UserError for what cannot be
-    asked.
-    """
+    """(parser, conversations, prompt, header of the journals). Raises UserError."""
     labels = tuple(args.labels.split(",")) if args.labels else None
     parser = make_parser(args.parser, args.pattern, labels)
     if args.constrain != "never":

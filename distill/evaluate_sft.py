@@ -180,9 +180,7 @@ class Model(NamedTuple):
 
 
 def open_engine(args, model, lines, draw, scratch):
-    """`answers` of teacher.py for a Model by --engine. draw: Sampling. scratch: an empty folder for
-    vLLM.
-    """
+    """`answers` of teacher.py for a Model by --engine. scratch: an empty folder for vLLM."""
     if args.engine == "server":
         from distill.teacher_server import open_server
         return open_server(model.served, draw, args.base_url, args.concurrency)
@@ -247,9 +245,7 @@ def against_truth(labels, lines, truth, given):
 
 
 def sample_rows(lines, truth, columns):
-    """[{"id", "text", "truth", "teacher", NAME, "NAME raw", "NAME ended", "NAME why"}] of every
-    line, NAME a column.
-    """
+    """[{"id", "text", "truth", "teacher", and of each column its answer, raw, ended and why}]."""
     rows = []
     for i, (number, messages) in enumerate(zip(lines.ids, lines.chats)):
         row = {"id": number, "text": chat.question(messages),

@@ -175,9 +175,7 @@ def joined(own, theirs):
 
 
 def opens_thought(tokenizer, flags):
-    """The text that an answer begins with although the teacher did not write it: the template opens
-    its thoughts.
-    """
+    """What an answer begins with that no teacher wrote: a thought that the template opens."""
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False,
                                            add_generation_prompt=True, **flags)
     return "<think>" if prompt.rstrip().endswith("<think>") else ""

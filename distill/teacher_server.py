@@ -62,9 +62,7 @@ def open_server(name, draw, base_url, concurrency=64, timeout=600.0, patience=60
 
 
 class Refused(OSError):
-    """The server's answer is an error. code: its HTTP status; said: what it says, one line;
-    retry_after: header.
-    """
+    """The server's answer is an error. code: HTTP status; said: its words; retry_after: header."""
 
     def __init__(self, code, said, retry_after=""):
         super().__init__(said)
@@ -245,9 +243,7 @@ def body_of(name, draw, server, request):
 
 
 def said(body, reason):
-    """What a server says about an HTTP error, one line: of the body's bytes, or else the status's
-    own words.
-    """
+    """What a server says about an error, one line: of the body's bytes, or the status's words."""
     try:
         text = body[:SAID].decode("utf-8", "replace")
         found = json_files.loads(text)
@@ -292,9 +288,7 @@ def read_answer(found):
 
 
 def plain(content):
-    """Text of a message's content: a text, nothing, or a list of parts such as {"type": "text",
-    "text": ...}.
-    """
+    """Text of a message's content: a text, None, or parts such as {"type": "text", "text": ...}."""
     if isinstance(content, list):
         content = "".join(part if isinstance(part, str) else part.get("text") or ""
                           for part in content)
