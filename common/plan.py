@@ -138,9 +138,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class Kept(torch.autograd.Function):
-    """A GPU's kernel without its work; its backward pass needs its inputs and a number a row, that
-    of attention, whose others have as many axes, its output as well.
-    """
+    """A kernel of the GPU without its work: keeps inputs, a number a row, attention its output."""
 
     @staticmethod
     def forward(ctx, x, *others):
@@ -233,8 +231,7 @@ def run_layers(step, setup, pack, count, train, gpu):
 
 
 def give_shapes(model, dtype):
-    """Replace a module's tensors by new ones of their shapes; parameters of a dtype, or their own.
-    """
+    """Give a module new tensors of the same shapes; parameters of a dtype, or of their own."""
     made = {}
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -250,11 +247,9 @@ def give_shapes(model, dtype):
 def follow(live, layers):
     """Change the stage where gradients come to the last layer, and where they leave the first."""
     def enter(stage, tensors):
-        def begin(_):
-            live.stage = stage
         tensor = next(leaf for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
         if tensor.requires_grad:
-            tensor.register_hook(begin)
+            tensor.register_hook(lambda _: setattr(live, "stage", stage))
     layers[-1].register_forward_hook(lambda _, given, out: enter(STAGES[1], out))
     layers[0].register_forward_pre_hook(
         lambda _, given, named: enter(STAGES[2], (given, named)), with_kwargs=True)
@@ -387,8 +382,7 @@ def check_memory(found, limit, setup):
 def host_memory(meminfo="/proc/meminfo"):
     """Bytes of host memory that are free here, or what Slurm gives the job, if that is less."""
     free = 1024 * int(re.search(r"MemAvailable: +(\d+) kB", Path(meminfo).read_text())[1])
-    given = 2**20 * int(os.environ.get("SLURM_MEM_PER_NODE", 0))    # 0: all that the node has
-    return min(free, given or free)
+    return min(free, 2**20 * int(os.environ.get("SLURM_MEM_PER_NODE", 0)) or free)  # 0: all of it
 
 
 def checkpoint_bytes(model, trained_only, average=False):
@@ -403,21 +397,21 @@ def staged_bytes(setup, weights, moments):
 
     Under DDP rank 0 copies all that is saved, else each writer its own, but rank 0 all adapters.
     """
-    writers = tensor_files.writers(setup.ranks)
-    here = sum(rank < local_ranks(setup.ranks) for rank in writers) / len(writers)
-    here = here if setup.fsdp else 1
+    writers, here = tensor_files.writers(setup.ranks), 1
+    if setup.fsdp:
+        here = sum(rank < local_ranks(setup.ranks) for rank in writers) / len(writers)
     return weights * (1 if setup.adapters else here) + moments * here
 
 
 def check_host(needed, limit, setup):
     """Raise UserError when a node needs more host memory than a limit, both in bytes."""
+    helps = {"a node or Slurm job with more (--host_memory GIB plans for another machine)": True,
+             "no --cpu_offload": setup.offload, "more nodes": setup.fsdp,
+             "--parallel fsdp on several nodes": not setup.fsdp,
+             "--use_lora": setup.adapters is False}
     if needed > limit:
         refuse(f"host memory: about {size(needed)} needed by the {local_ranks(setup.ranks)} ranks "
-               f"of a node, which has {size(limit)}",
-               {"a node or Slurm job with more (--host_memory GIB plans for another machine)": True,
-                "no --cpu_offload": setup.offload, "more nodes": setup.fsdp,
-                "--parallel fsdp on several nodes": not setup.fsdp,
-                "--use_lora": setup.adapters is False})
+               f"of a node, which has {size(limit)}", helps)
 
 
 def existing_folder(path):
@@ -468,16 +462,15 @@ def print_room(args, setup, found, pack, saved, steps, validates):
 
     found: Memory; pack: how large the worst one is. saved: of checkpoint_bytes. steps: to go.
     """
-    local, one = local_ranks(setup.ranks), sum(saved)
+    local, one, limit = local_ranks(setup.ranks), sum(saved), gpu_memory(args.gpu_memory)
     offloaded, staged = found.host * local, staged_bytes(setup, *saved)
-    limit = gpu_memory(args.gpu_memory)
     host_limit = args.host_memory * GIB if args.host_memory else host_memory()
     most = checkpoints_at_once(args, max(0, steps), validates)
     have = sum(folder_bytes(path) for _, path in checkpoint.checkpoints(args.output_dir))
     print(f"memory     estimate for one GPU; it has {size(limit)}, {MARGIN}{INDENT}"
           f"{memory_text(setup, found, pack)}\n"
-          f"host       {size(offloaded + staged)} for the {counted(local, 'rank')} of a "
-          f"node: {size(offloaded)} offloaded, {size(staged)} copied by a save; it has "
+          f"host       {size(offloaded + staged)} for the {counted(local, 'rank')} of a node: "
+          f"{size(offloaded)} offloaded, {size(staged)} copied by a save; it has "
           f"{size(host_limit)}\n"
           f"disk       {size(one)} a checkpoint, at most {most} at once: {size(one * most)}; "
           f"{size(free_disk(args.output_dir))} free for --output_dir")
@@ -560,8 +553,8 @@ def ways(args, setup):
 def by_tokens(args, setup, lengths, order_of):
     """Setups with packs of tokens, the fastest first; at last with the state on the host.
 
-    lengths: (n,) tokens of the samples. order_of(budget): PackOrder. A step has --global_batch_size
-    samples, or an epoch at least EPOCH_STEPS steps.
+    lengths: (n,) tokens of the samples. order_of(budget): PackOrder. A step has the samples of
+    --global_batch_size, or an epoch at least EPOCH_STEPS steps.
     """
     samples, counted = args.global_batch_size, "gradient_accumulation_steps" in named(args)
     step = samples * lengths.mean() if samples else lengths.sum() / EPOCH_STEPS
@@ -620,21 +613,20 @@ def choice(args, setups, memory_of, samples_of):
         found = memory_of(setup)
         fits = found.peak <= USABLE * limit
         pack = f"{setup.budget:,} tokens" if setup.budget else f"batches of {setup.batch_size:,}"
-        where = ", offloaded" if setup.offload else ""
-        lines.append(f"{setup.parallel:<5}{pack:>15}  {MODES[setup.recompute] + where:<28} "
-                     f"{found.peak / GIB:8.2f} GiB  {'taken' if fits else 'too much'}")
+        how = MODES[setup.recompute] + (", offloaded" if setup.offload else "")
+        lines.append(f"{setup.parallel:<5}{pack:>15}  {how:<28} {found.peak / GIB:8.2f} GiB  "
+                     f"{'taken' if fits else 'too much'}")
         if fits:
             break
     if args.dry_run is None:
         check_memory(found, limit, setup)
     packs = setup.ranks * setup.accumulation
-    lines = [f"{'the first' if fits else 'none'} that fits one GPU's {size(limit)}, {MARGIN}, from "
-             "the fastest on:", *lines,
-             f"a step: {counted(setup.ranks, 'rank')} x "
-             f"{counted(setup.accumulation, 'micro-step')}, about "
-             f"{packs * samples_of(setup):,.0f} samples"]
     chosen = {flag: getattr(setup, field) for flag, field in FLAGS.items() if hasattr(args, flag)}
-    return chosen | {"packs_per_step": packs}, lines
+    return chosen | {"packs_per_step": packs}, [
+        f"{'the first' if fits else 'none'} that fits one GPU's {size(limit)}, {MARGIN}, from the "
+        "fastest on:", *lines,
+        f"a step: {counted(setup.ranks, 'rank')} x {counted(setup.accumulation, 'micro-step')}, "
+        f"about {packs * samples_of(setup):,.0f} samples"]
 
 
 def earlier_choice(args, ranks, earlier):
